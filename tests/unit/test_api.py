@@ -43,13 +43,16 @@ def test_warnings_are_said(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("gpus", "trainer_gpus", "replica_gpus"), [(0, 0.0, 0.0), (4, 1.0, 1.0)])
 def test_the_actors_of_both_kinds(gpus: int, trainer_gpus: float, replica_gpus: float) -> None:
     config = loop_config([*MODEL, "--trainer.shards", "2", "--inference.replicas", "2"])
-    has = machines(gpus=gpus)
+    resources = machines(gpus=gpus)
     facts = ModelFacts.of(config, required=True)
-    both, alone = Plan(config, facts, has, LOOP_ROOMS), Plan(config, facts, has, [TrainerPart])
+    both, alone = Plan(config, facts, resources, LOOP_ROOMS), Plan(config, facts, resources, [TrainerPart])
     shards = ["trainer shard 0", "trainer shard 1"]
     assert both.actor_names == [*shards, "inference replica 0", "inference replica 1"]
     assert alone.actor_names == shards
-    gpus_of = {room: [options["num_gpus"] for options in each] for room, each in both.by_room(both.options).items()}
+    gpus_of = {
+        room: [options["num_gpus"] for options in options_of_room]
+        for room, options_of_room in both.by_room(both.options).items()
+    }
     assert gpus_of == {"trainer": [trainer_gpus] * 2, "inference": [replica_gpus] * 2}
     assert list(alone.by_room(alone.options)) == ["trainer"]
     assert (both.gpus_needed, alone.gpus_needed) == ((4, 2) if gpus else (0, 0))

@@ -23,32 +23,32 @@ def tokenizer() -> Any:
     return load_tokenizer(ASSET)
 
 
-def asked(tmp_path: Path, tokenizer: Any, *lines: Any, teacher: str = "Sort: ") -> list[TeacherQuestion]:
+def teacher_questions(tmp_path: Path, tokenizer: Any, *lines: Any, teacher: str = "Sort: ") -> list[TeacherQuestion]:
     file = tmp_path / "q.jsonl"
     file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return list(questions_of(file, teacher, tokenizer, "role_colon"))
 
 
 def test_plain_text_stands_behind_the_teachers_prompt(tmp_path: Path, tokenizer: Any) -> None:
-    (question,) = asked(tmp_path, tokenizer, {"prompt": "312\n"}, "")
+    (question,) = teacher_questions(tmp_path, tokenizer, {"prompt": "312\n"}, "")
     assert tokenizer.decode(question.teacher) == "Sort: 312\n"
     assert tokenizer.decode(question.student) == "312\n"
     assert question.stop == (tokenizer.eos_token_id,)
 
 
-@pytest.mark.parametrize("own", [[], [{"role": "system", "content": "Be brief."}]])
-def test_of_a_conversation_it_is_the_system_message(own: list[Any], tmp_path: Path, tokenizer: Any) -> None:
-    line = {"messages": [*own, {"role": "user", "content": "312"}]}
-    (question,) = asked(tmp_path, tokenizer, line, teacher="Sort what you get.")
+@pytest.mark.parametrize("opening", [[], [{"role": "system", "content": "Be brief."}]])
+def test_of_a_conversation_it_is_the_system_message(opening: list[Any], tmp_path: Path, tokenizer: Any) -> None:
+    line = {"messages": [*opening, {"role": "user", "content": "312"}]}
+    (question,) = teacher_questions(tmp_path, tokenizer, line, teacher="Sort what you get.")
     teacher, student = tokenizer.decode(question.teacher), tokenizer.decode(question.student)
     assert "Sort what you get." in teacher
     assert "Sort" not in student
-    assert ("Be brief." in teacher) == ("Be brief." in student) == bool(own)
+    assert ("Be brief." in teacher) == ("Be brief." in student) == bool(opening)
     assert teacher.endswith(student[-20:])  # the question is the same
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("{", "no JSON"),
         ({"text": "x"}, '"messages" or "prompt"'),
@@ -57,32 +57,32 @@ def test_of_a_conversation_it_is_the_system_message(own: list[Any], tmp_path: Pa
         ({"messages": [{"role": "human", "content": "x"}]}, "role 'human'"),
     ],
 )
-def test_what_is_no_question_is_named_by_its_line(line: Any, said: str, tmp_path: Path, tokenizer: Any) -> None:
+def test_what_is_no_question_is_named_by_its_line(line: Any, message: str, tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(BadInput) as refused:
-        asked(tmp_path, tokenizer, {"prompt": "1\n"}, line)
+        teacher_questions(tmp_path, tokenizer, {"prompt": "1\n"}, line)
     assert f"{tmp_path}/q.jsonl:2: " in str(refused.value)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_an_answer_is_the_students_question_and_the_sampled_tokens() -> None:
-    made = TeacherQuestion(teacher=[1, 2, 3, 4], student=[3, 4], stop=(9,)).example([7, 8, 9])
-    assert made == {"tokens": [3, 4, 7, 8, 9], "weights": [0, 0, 1, 1, 1]}
+    example = TeacherQuestion(teacher=[1, 2, 3, 4], student=[3, 4], stop=(9,)).example([7, 8, 9])
+    assert example == {"tokens": [3, 4, 7, 8, 9], "weights": [0, 0, 1, 1, 1]}
 
 
 def test_a_teacher_that_writes_for_the_user_is_stopped_and_the_end_is_learned(tmp_path: Path, tokenizer: Any) -> None:
-    (question,) = asked(tmp_path, tokenizer, {"messages": [{"role": "user", "content": "312"}]})
+    (question,) = teacher_questions(tmp_path, tokenizer, {"messages": [{"role": "user", "content": "312"}]})
     assert question.stop == (1, "\n\nUser:", "\n\nSystem:", "\n\nTool:")
-    made = question.example(tokenizer.encode(" 123\n\nUser:"))
-    assert tokenizer.decode(made["tokens"]) == "User: 312\n\nAssistant: 123<eos>"
-    assert sum(made["weights"]) == len(" 123") + 1
+    example = question.example(tokenizer.encode(" 123\n\nUser:"))
+    assert tokenizer.decode(example["tokens"]) == "User: 312\n\nAssistant: 123<eos>"
+    assert sum(example["weights"]) == len(" 123") + 1
 
 
 def test_answers_that_were_cut_are_left_out_and_each_sample_has_a_seed_of_its_own() -> None:
-    seen: list[Any] = []
+    requests: list[Any] = []
 
     def answers(prompts: list[Any], params: list[Any], _progress: TextIO) -> list[list[int] | None]:
         assert prompts == [[1, 2], [1, 2], [1, 3], [1, 3]]
-        seen.extend(params)
+        requests.extend(params)
         return [[5], None, [5], [5]]
 
     options = argparse.Namespace(samples=2, max_tokens=3, temperature=0.5, seed=10)
@@ -90,10 +90,10 @@ def test_answers_that_were_cut_are_left_out_and_each_sample_has_a_seed_of_its_ow
     engine: Any = SimpleNamespace(answers=answers)
     examples, cut = sample(engine, questions, options, sys.stdout)
     assert cut == 1
-    assert [each["tokens"] for each in examples] == [[2, 5], [3, 5], [3, 5]]
-    assert [params.seed for params in seen] == [10, 11, 12, 13]
-    assert {(params.max_tokens, params.temperature) for params in seen} == {(3, 0.5)}
-    assert [(params.stop_token_ids, params.stop_strings) for params in seen[1:3]] == [((9,), ()), ((9,), ("ab",))]
+    assert [example["tokens"] for example in examples] == [[2, 5], [3, 5], [3, 5]]
+    assert [params.seed for params in requests] == [10, 11, 12, 13]
+    assert {(params.max_tokens, params.temperature) for params in requests} == {(3, 0.5)}
+    assert [(params.stop_token_ids, params.stop_strings) for params in requests[1:3]] == [((9,), ()), ((9,), ("ab",))]
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

@@ -76,21 +76,23 @@ def unsafe_reads(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
-        name, given = ast.unparse(node.func), {ast.unparse(keyword) for keyword in node.keywords}
+        name, arguments = ast.unparse(node.func), {ast.unparse(keyword) for keyword in node.keywords}
         last = name.rpartition(".")[2]
-        known = name if name in UNSAFE_READERS else last if last in ("from_pretrained", "from_config") else None
-        own_method = known == "from_config" and not name.startswith("Auto")
+        reader = name if name in UNSAFE_READERS else last if last in ("from_pretrained", "from_config") else None
+        own_method = reader == "from_config" and not name.startswith("Auto")
         fast = name == "PreTrainedTokenizerFast.from_pretrained"  # reads JSON
-        if known and not own_method and not fast and UNSAFE_READERS[known] not in given - {""}:
+        if reader and not own_method and not fast and UNSAFE_READERS[reader] not in arguments - {""}:
             yield name
-        yield from given & {"trust_remote_code=True", "weights_only=False", "allow_pickle=True"}
+        yield from arguments & {"trust_remote_code=True", "weights_only=False", "allow_pickle=True"}
 
 
 def test_nothing_is_read_that_can_run_code() -> None:
     """Files of commits, models and data may be somebody else's."""
-    found = {str(path.relative_to(ROOT / "src")): list(unsafe_reads(path.read_text())) for path in SOURCES}
-    assert {path: calls for path, calls in found.items() if calls and path not in OWN_PICKLES} == {}
-    assert {path for path in OWN_PICKLES if set(found[path]) <= {"pickle.loads"} and found[path]} == set(OWN_PICKLES)
+    calls_by_path = {str(path.relative_to(ROOT / "src")): list(unsafe_reads(path.read_text())) for path in SOURCES}
+    assert {path: calls for path, calls in calls_by_path.items() if calls and path not in OWN_PICKLES} == {}
+    assert {
+        path for path in OWN_PICKLES if set(calls_by_path[path]) <= {"pickle.loads"} and calls_by_path[path]
+    } == set(OWN_PICKLES)
 
 
 def test_only_waits_waits() -> None:
@@ -184,7 +186,7 @@ def test_no_module_lies_outside_a_package() -> None:
 def test_contracts_name_packages() -> None:
     """A list of files would leave out each new one until somebody adds it."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    names = [name for each in contracts for key in ("modules", "source_modules") for name in each.get(key, [])]
+    names = [name for contract in contracts for key in ("modules", "source_modules") for name in contract.get(key, [])]
     assert [name for name in names if Path(ROOT, "src", *name.split(".")).with_suffix(".py").exists()] == []
 
 
@@ -308,12 +310,12 @@ def operands_of_places(source: str) -> set[str]:
 def test_paths_are_names() -> None:
     """What a manifest, a HEAD, a store or a request names becomes a place in `path_in` alone, which refuses what leaves
     its directory."""
-    found = {
+    joined = {
         str(path.relative_to(ROOT / "src")): operands_of_places(path.read_text())
         for room in PATH_ROOMS
         for path in sorted((ROOT / "src" / room).rglob("*.py"))
     }
-    assert {path: operands for path, operands in found.items() if operands} == {
+    assert {path: operands for path, operands in joined.items() if operands} == {
         path: set(reasons) for path, reasons in PATHS_ELSEWHERE.items()
     }
 

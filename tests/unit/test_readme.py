@@ -103,8 +103,8 @@ def try_command(words: Sequence[str]) -> None:
         assert f"tinker=={version('tinker')}" in rest
     elif words[:2] != ["uv", "venv"]:
         assert words[:2] == ["uv", "sync"], f"no way to try `{shlex.join(words)}`"
-        known = tomllib.loads((ROOT / "pyproject.toml").read_text())
-        groups = {*known["dependency-groups"], *known["project"]["optional-dependencies"]}
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+        groups = {*project["dependency-groups"], *project["project"]["optional-dependencies"]}
         assert {word for word in rest[1:] if not word.startswith("--")} <= groups
 
 
@@ -125,9 +125,9 @@ def try_run(command: str, arguments: Sequence[str]) -> None:
 
 
 def try_service(arguments: Sequence[str]) -> None:
-    given, keys = inference.parsed(arguments)
-    assert not given.model or Path(given.model).is_dir() or given.model.startswith("outputs/")
-    model = ["--model.name", given.model] if given.model else []
+    options, keys = inference.parsed(arguments)
+    assert not options.model or Path(options.model).is_dir() or options.model.startswith("outputs/")
+    model = ["--model.name", options.model] if options.model else []
     assert eval.configured(None, inference.UNREAD, [*keys, *model]).config.service.port is not None
 
 
@@ -137,8 +137,8 @@ def try_tool(tool: str, *arguments: str) -> None:
         assert any(len(texts) > 1 for _, texts in options.grid)
         try_run(options.kind, base)
     elif tool == "eval":
-        given, keys = eval._parser().parse_known_args(arguments)
-        assert Path(given.checkpoint).is_dir() or given.checkpoint.startswith("outputs/")
+        evaluation, keys = eval._parser().parse_known_args(arguments)
+        assert Path(evaluation.checkpoint).is_dir() or evaluation.checkpoint.startswith("outputs/")
         load([*REQUIRED, *keys], {})
     elif tool == "env":
         assert env.parse(arguments)[1].env[0].id
@@ -156,8 +156,8 @@ def try_toml(fence: Fence) -> None:
     if "[data]" in fence.text:
         assert load_as(SftConfig, ["@", "sample.toml"], {})
     else:
-        own = ["--env.id", "sort"] if "env" in tomllib.loads(fence.text) else []
-        required = [word for word in REQUIRED if word not in own]
+        preset = ["--env.id", "sort"] if "env" in tomllib.loads(fence.text) else []
+        required = [word for word in REQUIRED if word not in preset]
         assert load([*required, "@", "sample.toml"], {})
 
 
@@ -172,9 +172,9 @@ def try_python(fence: Fence) -> None:
     values = {"step": 3, "peak": 1e-4, "warmup_steps": 10, "max_steps": 100}
     if not re.search(r"open_rooms|OpenAI\(|ServiceClient\(", fence.text) or "async def" in fence.text:
         code = compile(fence.text, fence.place, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        ended = builtins.eval(code, values)
-        if inspect.iscoroutine(ended):
-            asyncio.run(ended)
+        value = builtins.eval(code, values)
+        if inspect.iscoroutine(value):
+            asyncio.run(value)
         assert values.get("right") is not False
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in os.listdir(ROOT / "src"):

@@ -78,7 +78,7 @@ def test_a_file_there_and_back(bucket: Bucket, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("contents", "why"),
+    ("contents", "reason"),
     [
         (b"", "torn"),
         (b"abcde", "torn"),
@@ -87,13 +87,13 @@ def test_a_file_there_and_back(bucket: Bucket, tmp_path: Path, monkeypatch: pyte
         (None, "group/torn"),
     ],
 )
-def test_another_file_is_never_read(bucket: Bucket, tmp_path: Path, contents: bytes | None, why: str) -> None:
+def test_another_file_is_never_read(bucket: Bucket, tmp_path: Path, contents: bytes | None, reason: str) -> None:
     (tmp_path / "file").write_bytes(b"abcdefg")
     record = record_of(tmp_path, "file")
     bucket.delete(["torn"])
     if contents is not None:
         bucket.put("torn", contents)
-    with pytest.raises(StorageFailed, match=why):
+    with pytest.raises(StorageFailed, match=reason):
         bucket.fetch("torn", tmp_path / "there", record)
     with pytest.raises(CheckpointInvalid, match="leads out of its directory"):
         bucket.fetch("torn", tmp_path / "there", FileRecord("../outside", 1, ""))

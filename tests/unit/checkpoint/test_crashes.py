@@ -77,8 +77,8 @@ class Runs(RuleBasedStateMachine):
         except Crash:
             if hasattr(self, "run"):
                 self.run.lock.close()
-            there = set(steps(self.run.store)) if hasattr(self, "run") else set()
-            before = [commit for commit in before if commit.step in there]
+            present = set(steps(self.run.store)) if hasattr(self, "run") else set()
+            before = [commit for commit in before if commit.step in present]
             step = None
             self.open(None)
         chosen = [commit for commit in before if step is None or commit.step <= step][-1:]
@@ -93,9 +93,9 @@ class Runs(RuleBasedStateMachine):
         if self.run.start.commit:
             assert json.loads((self.run.start.commit / PARTS[0]).read_text())["state"] == state
         self.state = list(state)
-        there = set(steps(self.run.store))
-        self.elsewhere += [commit for commit in self.branch if commit.step not in there]
-        self.branch = [commit for commit in self.branch if commit.step in there]
+        present = set(steps(self.run.store))
+        self.elsewhere += [commit for commit in self.branch if commit.step not in present]
+        self.branch = [commit for commit in self.branch if commit.step in present]
         assert self.run.store.partial() == []
 
     @rule(count=st.integers(1, 3))
@@ -130,17 +130,17 @@ class Runs(RuleBasedStateMachine):
 
     def notice(self, commit: Commit, keep_every: int | None) -> None:
         """Returns whether the commit was made, and what retention deleted, after checking that it was allowed to."""
-        there = set(steps(self.run.store))
-        if commit.step in there:
+        present = set(steps(self.run.store))
+        if commit.step in present:
             Manifest.verified(self.run.store.commit(commit.step))
             self.branch.append(commit)
-        whole = [each for each in self.branch if not each.damaged]
-        for gone in [each for each in self.branch if each.step not in there]:
-            assert gone not in whole[-1:]
-            assert gone not in self.branch[-KEEP_LAST:]
-            assert not gone.pinned
-            assert keep_every is None or gone.step % keep_every
-            self.branch.remove(gone)
+        whole = [item for item in self.branch if not item.damaged]
+        for pruned in [item for item in self.branch if item.step not in present]:
+            assert pruned not in whole[-1:]
+            assert pruned not in self.branch[-KEEP_LAST:]
+            assert not pruned.pinned
+            assert keep_every is None or pruned.step % keep_every
+            self.branch.remove(pruned)
 
     @precondition(lambda self: any(not commit.damaged for commit in self.branch[:-1]))
     @rule(data=st.data(), part=st.sampled_from(PARTS))
@@ -191,9 +191,11 @@ class Runs(RuleBasedStateMachine):
     @invariant()
     def no_commit_is_lost_or_doubled(self) -> None:
         assert steps(self.run.store) == [commit.step for commit in self.branch]
-        found = [Manifest.read(path.parent) for path in self.run.root.rglob(MANIFEST)]
-        known = [*self.branch, *self.elsewhere]
-        assert Counter((each.lineage, each.step) for each in found) == Counter((c.lineage, c.step) for c in known)
+        manifests = [Manifest.read(path.parent) for path in self.run.root.rglob(MANIFEST)]
+        expected = [*self.branch, *self.elsewhere]
+        assert Counter((item.lineage, item.step) for item in manifests) == Counter(
+            (c.lineage, c.step) for c in expected
+        )
 
     @invariant()
     def rows_of_commits_are_of_this_branch(self) -> None:

@@ -91,7 +91,7 @@ def memory_flags(address: int) -> list[str]:
     within = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0]:
-            start, end = (int(each, 16) for each in line.split()[0].split("-"))
+            start, end = (int(bound, 16) for bound in line.split()[0].split("-"))
             within = start <= address < end
         elif within and line.startswith("VmFlags:"):
             return line.split()[1:]
@@ -240,14 +240,14 @@ class TestErrors:
                 save(tmp_path / "weights", large)
 
     @pytest.mark.parametrize(
-        ("call", "number", "why"),
+        ("call", "number", "reason"),
         [("fsync", errno.EDQUOT, "quota exceeded"), ("mkdir", errno.EROFS, "Read-only file system")],
     )
     def test_other_calls(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, why: str
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, reason: str
     ) -> None:
         monkeypatch.setattr(os, call, failing(number))
-        with pytest.raises(StorageFailed, match=why):
+        with pytest.raises(StorageFailed, match=reason):
             write_bytes(tmp_path / "trainer", "a.bin", b"x")
 
     def test_a_directory_that_cannot_be_written(self, tmp_path: Path) -> None:

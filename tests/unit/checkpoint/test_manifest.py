@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("instant_disk")
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Path:
+def saved(tmp_path: Path) -> Path:
     return commit(CheckpointStore(tmp_path), 20)
 
 
@@ -52,12 +52,12 @@ def test_round_trip(step: int, parent: CommitRef | None, fixed: dict[str, object
     assert Manifest.from_json(written.to_json()) == written
 
 
-def test_what_it_says(made: Path) -> None:
-    read = Manifest.verified(made)
+def test_what_it_says(saved: Path) -> None:
+    read = Manifest.verified(saved)
     assert (read.step, read.identity) == (20, WeightIdentity(1, 20, f"{20:032x}"))
     assert [record.path for record in read.files] == list(PARTS)
-    assert read.size == sum((made / part).stat().st_size for part in PARTS)
-    assert json.loads((made / MANIFEST).read_text())["format"] == FORMAT == 4
+    assert read.size == sum((saved / part).stat().st_size for part in PARTS)
+    assert json.loads((saved / MANIFEST).read_text())["format"] == FORMAT == 4
 
 
 def test_a_value_that_json_does_not_have_is_no_manifest() -> None:
@@ -67,71 +67,71 @@ def test_a_value_that_json_does_not_have_is_no_manifest() -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 class TestFiles:
-    def test_missing(self, made: Path, part: str) -> None:
-        (made / part).unlink()
-        assert invalid(made, contents=False) == f"{part} is missing"
+    def test_missing(self, saved: Path, part: str) -> None:
+        (saved / part).unlink()
+        assert invalid(saved, contents=False) == f"{part} is missing"
 
-    def test_truncated(self, made: Path, part: str) -> None:
-        size = (made / part).stat().st_size
-        truncate(made / part)
-        assert invalid(made, contents=False) == f"{part} has {size - 1} bytes, it was written with {size}"
+    def test_truncated(self, saved: Path, part: str) -> None:
+        size = (saved / part).stat().st_size
+        truncate(saved / part)
+        assert invalid(saved, contents=False) == f"{part} has {size - 1} bytes, it was written with {size}"
 
-    def test_a_flipped_bit(self, made: Path, part: str) -> None:
-        flip(made / part)
-        Manifest.verified(made, contents=False)
-        assert invalid(made).startswith(f"the contents of {part} were altered")
+    def test_a_flipped_bit(self, saved: Path, part: str) -> None:
+        flip(saved / part)
+        Manifest.verified(saved, contents=False)
+        assert invalid(saved).startswith(f"the contents of {part} were altered")
 
-    def test_unreadable(self, made: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_unreadable(self, saved: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("trireme.checkpoint.manifest.checksum_of", Mock(side_effect=OSError(5, os.strerror(5))))
-        assert "cannot be read (Input/output error)" in invalid(made)
+        assert "cannot be read (Input/output error)" in invalid(saved)
 
-    def test_a_file_in_place_of_its_room(self, made: Path, part: str) -> None:
-        shutil.rmtree((made / part).parent)
-        (made / part).parent.write_text("")
-        assert invalid(made) == f"{part} cannot be read (Not a directory)"
+    def test_a_file_in_place_of_its_room(self, saved: Path, part: str) -> None:
+        shutil.rmtree((saved / part).parent)
+        (saved / part).parent.write_text("")
+        assert invalid(saved) == f"{part} cannot be read (Not a directory)"
 
 
-def rename(made: Path, part: str, to: str) -> None:
+def rename(saved: Path, part: str, to: str) -> None:
     """Changes the name of a file in the manifest, as somebody who knows the format can."""
-    read = Manifest.read(made)
+    read = Manifest.read(saved)
     files = tuple(replace(record, path=to) if record.path == part else record for record in read.files)
-    (made / MANIFEST).write_text(replace(read, files=files).to_json())
+    (saved / MANIFEST).write_text(replace(read, files=files).to_json())
 
 
 class TestPlaces:
     """A commit may come from anybody: what it names lies in it."""
 
     @pytest.mark.parametrize("place", ["{}", "../secret", "trainer/../../secret", "..", "trainer/.."])
-    def test_a_path_that_leads_out_is_refused(self, made: Path, place: str) -> None:
-        secret = made.parent / "secret"
-        shutil.copy(made / PARTS[0], secret)
-        rename(made, PARTS[0], place.format(secret))
-        assert "leads out of its directory" in invalid(made)
-        assert "leads out of its directory" in invalid(made, contents=False)
+    def test_a_path_that_leads_out_is_refused(self, saved: Path, place: str) -> None:
+        secret = saved.parent / "secret"
+        shutil.copy(saved / PARTS[0], secret)
+        rename(saved, PARTS[0], place.format(secret))
+        assert "leads out of its directory" in invalid(saved)
+        assert "leads out of its directory" in invalid(saved, contents=False)
 
     @pytest.mark.parametrize("place", [PARTS[0], str(Path(PARTS[0]).parent)])
-    def test_a_linked_file_or_directory_is_refused(self, made: Path, place: str) -> None:
-        (made / place).symlink_to((made / place).rename(made.parent / "elsewhere"))
-        assert "symbolic link" in invalid(made)
+    def test_a_linked_file_or_directory_is_refused(self, saved: Path, place: str) -> None:
+        (saved / place).symlink_to((saved / place).rename(saved.parent / "elsewhere"))
+        assert "symbolic link" in invalid(saved)
 
-    def test_a_run_behind_a_link_verifies_and_a_commit_of_another_name(self, made: Path, tmp_path: Path) -> None:
-        (tmp_path / "linked").symlink_to(made.parent)
-        Manifest.verified(tmp_path / "linked" / made.name)
-        assert Manifest.verified(made.rename(made.with_name("best"))).step == 20
+    def test_a_run_behind_a_link_verifies_and_a_commit_of_another_name(self, saved: Path, tmp_path: Path) -> None:
+        (tmp_path / "linked").symlink_to(saved.parent)
+        Manifest.verified(tmp_path / "linked" / saved.name)
+        assert Manifest.verified(saved.rename(saved.with_name("best"))).step == 20
 
 
 class TestTheManifestItself:
-    def test_missing_is_an_orphan(self, made: Path) -> None:
-        (made / MANIFEST).unlink()
-        assert invalid(made) == f"{MANIFEST} is missing: the commit was never completed"
+    def test_missing_is_an_orphan(self, saved: Path) -> None:
+        (saved / MANIFEST).unlink()
+        assert invalid(saved) == f"{MANIFEST} is missing: the commit was never completed"
 
-    def test_unreadable(self, made: Path) -> None:
-        (made / MANIFEST).unlink()
-        (made / MANIFEST).mkdir()
-        assert f"{MANIFEST} cannot be read" in invalid(made)
+    def test_unreadable(self, saved: Path) -> None:
+        (saved / MANIFEST).unlink()
+        (saved / MANIFEST).mkdir()
+        assert f"{MANIFEST} cannot be read" in invalid(saved)
 
-    def test_every_truncation_is_seen(self, made: Path) -> None:
-        text = (made / MANIFEST).read_text()
+    def test_every_truncation_is_seen(self, saved: Path) -> None:
+        text = (saved / MANIFEST).read_text()
         for length in range(len(text)):
             with pytest.raises(CheckpointInvalid):
                 Manifest.from_json(text[:length])
@@ -145,9 +145,9 @@ class TestTheManifestItself:
                 Manifest.from_json(flipped.decode())
 
     @pytest.mark.parametrize("bit", [0, 7])  # 7: no longer text
-    def test_a_flipped_bit_in_the_file(self, made: Path, bit: int) -> None:
-        flip(made / MANIFEST, bit=bit)
-        assert invalid(made, contents=False).startswith(MANIFEST)
+    def test_a_flipped_bit_in_the_file(self, saved: Path, bit: int) -> None:
+        flip(saved / MANIFEST, bit=bit)
+        assert invalid(saved, contents=False).startswith(MANIFEST)
 
     @pytest.mark.parametrize(
         "text", ["null", "[]", "3", "{}", '{"format": 4}', '{"format": 4, "checksum": ""}', "", "[" * 10**6], ids=len
@@ -156,13 +156,13 @@ class TestTheManifestItself:
         with pytest.raises(CheckpointInvalid, match="torn or was altered"):
             Manifest.from_json(text)
 
-    def test_another_format_version(self, made: Path) -> None:
-        values = json.loads((made / MANIFEST).read_text())
-        (made / MANIFEST).write_text(json.dumps({"format": 1, "other": values["step"]}))
-        assert invalid(made).startswith(f"{MANIFEST} has format 1; expected 4: resume with the version of Trireme")
+    def test_another_format_version(self, saved: Path) -> None:
+        values = json.loads((saved / MANIFEST).read_text())
+        (saved / MANIFEST).write_text(json.dumps({"format": 1, "other": values["step"]}))
+        assert invalid(saved).startswith(f"{MANIFEST} has format 1; expected 4: resume with the version of Trireme")
 
-    def test_in_the_directory_of_another_step(self, made: Path) -> None:
-        assert "step 20, in a directory named step_000040" in invalid(made.rename(made.with_name(step_name(40))))
+    def test_in_the_directory_of_another_step(self, saved: Path) -> None:
+        assert "step 20, in a directory named step_000040" in invalid(saved.rename(saved.with_name(step_name(40))))
 
 
 def test_names_of_commits() -> None:

@@ -29,14 +29,14 @@ pytestmark = pytest.mark.usefixtures("instant_disk")
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    made = CheckpointStore(tmp_path / "run")
-    made.root.mkdir()
-    made.write_head(Head("cafecafe", "aaaaaaaa", 1, None))
+    opened = CheckpointStore(tmp_path / "run")
+    opened.root.mkdir()
+    opened.write_head(Head("cafecafe", "aaaaaaaa", 1, None))
     for step in (20, 40):
-        commit(made, step, state=["tokens"] * step)
+        commit(opened, step, state=["tokens"] * step)
     for name in ("metrics.jsonl", "trained.jsonl"):
-        append_rows(made.root / name, [{"step": step} for step in range(45)])
-    return made
+        append_rows(opened.root / name, [{"step": step} for step in range(45)])
+    return opened
 
 
 @pytest.mark.parametrize("step", [None, -1])

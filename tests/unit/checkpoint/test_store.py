@@ -40,10 +40,10 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    made = CheckpointStore(tmp_path / "run")
-    made.root.mkdir()
-    made.write_head(FIRST)
-    return made
+    opened = CheckpointStore(tmp_path / "run")
+    opened.root.mkdir()
+    opened.write_head(FIRST)
+    return opened
 
 
 def rows(first: int, last: int, attempt: int = 1) -> list[dict[str, Any]]:
@@ -63,8 +63,8 @@ def a_run(store: CheckpointStore) -> None:
 
 
 def newest_of(store: CheckpointStore) -> Path | None:
-    found, _ = store.newest()
-    return found and found.path
+    newest, _ = store.newest()
+    return newest and newest.path
 
 
 def commit_rows(store: CheckpointStore) -> list[str]:
@@ -170,9 +170,9 @@ class TestNewest:
         newest = commit(store, 40)
         assert newest_of(store) == newest
         damage(newest / file)
-        found, passed_over = store.newest()
-        assert found is not None
-        assert (found.path, found.manifest.step) == (store.commit(20), 20)
+        chosen, passed_over = store.newest()
+        assert chosen is not None
+        assert (chosen.path, chosen.manifest.step) == (store.commit(20), 20)
         assert list(passed_over) == [newest]
         assert file in passed_over[newest]
 
@@ -185,7 +185,7 @@ class TestNewest:
     def test_the_clock_does_not_matter(self, store: CheckpointStore) -> None:
         """Set back between two commits: the later one looks older by every time that its files have."""
         for step, time in ((20, 2_000_000_000), (40, 1_000_000_000)):
-            for path in (made := commit(store, step), *made.rglob("*")):
+            for path in (directory := commit(store, step), *directory.rglob("*")):
                 os.utime(path, (time, time))
         assert newest_of(store) == store.commit(40)
         store.prune(1, None)
@@ -195,8 +195,8 @@ class TestNewest:
 class TestPrune:
     def pruned(self, store: CheckpointStore, keep_last: int, keep_every: int | None = None) -> list[int]:
         before = steps(store)
-        gone = store.prune(keep_last, keep_every)
-        assert [int(name[5:]) for name in gone] == [step for step in before if step not in steps(store)]
+        removed = store.prune(keep_last, keep_every)
+        assert [int(name[5:]) for name in removed] == [step for step in before if step not in steps(store)]
         assert store.partial() == []
         return steps(store)
 
@@ -225,8 +225,8 @@ class TestPrune:
 
     def test_nothing_goes_when_none_verifies(self, store: CheckpointStore) -> None:
         a_run(store)
-        for each in store.commits():
-            flip(each / PARTS[1])
+        for path in store.commits():
+            flip(path / PARTS[1])
         assert self.pruned(store, 1) == [2, 4, 6, 8]
 
     def test_a_commit_is_read_once_and_only_if_no_other_of_those_kept_was(
@@ -274,7 +274,7 @@ class TestCheckout:
     def test_back_to_an_earlier_step(self, store: CheckpointStore) -> None:
         a_run(store)
         before = snapshot(store.root)
-        done = store.checkout(4)
+        moved = store.checkout(4)
         head = store.head()
         assert head is not None
         assert steps(store) == [2, 4]
@@ -289,7 +289,7 @@ class TestCheckout:
         assert head.lineage != "aaaaaaaa"
         assert (head.run_id, head.attempt) == ("cafecafe", 1)
         assert store.lineages() == [FIRST, head]
-        assert len(done) == 4
+        assert len(moved) == 4
         for path in (branch / "checkpoints").iterdir():  # parked as they were
             was = {name: text for name, text in before.items() if path.name in name}
             assert list(snapshot(path).values()) == list(was.values())
@@ -361,12 +361,12 @@ class TestCheckout:
 
     def test_what_is_parked_is_never_overwritten(self, store: CheckpointStore) -> None:
         a_run(store)
-        there = store.branch("aaaaaaaa") / "checkpoints" / "step_000008"
-        shutil.copytree(store.commit(6), there)
-        before = snapshot(there)
+        parked = store.branch("aaaaaaaa") / "checkpoints" / "step_000008"
+        shutil.copytree(store.commit(6), parked)
+        before = snapshot(parked)
         with pytest.raises(StorageFailed, match="Directory not empty"):
             store.checkout(4)
-        assert snapshot(there) == before
+        assert snapshot(parked) == before
         assert newest_of(store) == store.commit(8)
 
     def test_no_space(self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:

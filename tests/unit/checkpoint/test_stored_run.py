@@ -21,17 +21,17 @@ from trireme.core.errors import CheckpointInvalid
 HEAD = Head("11111111", "aaaaaaaa", 1, None)
 
 
-def stored(*steps: int, kept: int | None = None) -> StoredRun:
-    commits = {f"checkpoints/step_{n:06d}": StoredCommit(f"commits/{n}", f"sum {n}", n == kept) for n in steps}
+def stored(*steps: int, retained: int | None = None) -> StoredRun:
+    commits = {f"checkpoints/step_{n:06d}": StoredCommit(f"commits/{n}", f"sum {n}", n == retained) for n in steps}
     return StoredRun(2, "token", "pid 1 on node", HEAD, 3, commits, {"metrics.jsonl": (FilePart(1, 5, "ab"),)})
 
 
-def here(*steps: int) -> dict[str, StoredCommit]:
+def on_disk(*steps: int) -> dict[str, StoredCommit]:
     return dict(stored(*steps).commits)
 
 
-def alone(run: StoredRun, held: dict[str, StoredCommit], head: Head = HEAD, **rule: int | None) -> list[str]:
-    return sorted(elsewhere(run, head, held, **{"keep_last": 3, "keep_every": None, **rule}))  # type: ignore[arg-type]
+def alone(run: StoredRun, local: dict[str, StoredCommit], head: Head = HEAD, **rule: int | None) -> list[str]:
+    return sorted(elsewhere(run, head, local, **{"keep_last": 3, "keep_every": None, **rule}))  # type: ignore[arg-type]
 
 
 def test_its_text() -> None:
@@ -47,15 +47,15 @@ def test_another_text_is_refused(text: bytes) -> None:
         StoredRun.from_json(text)
 
 
-@pytest.mark.parametrize("what", ["commits", "key", "files", "lineage"])
-def test_paths_that_lead_elsewhere_are_refused(what: str) -> None:
+@pytest.mark.parametrize("field", ["commits", "key", "files", "lineage"])
+def test_paths_that_lead_elsewhere_are_refused(field: str) -> None:
     values = json.loads(stored(1).to_json())
-    if what == "lineage":
+    if field == "lineage":
         values["head"]["lineage"] = "../../other"
-    elif what == "key":
+    elif field == "key":
         values["commits"]["checkpoints/step_000001"]["key"] = "../other-run/commits/1"
     else:
-        values[what] = {"checkpoints/../../other/checkpoints/step_000100": next(iter(values[what].values()))}
+        values[field] = {"checkpoints/../../other/checkpoints/step_000100": next(iter(values[field].values()))}
     with pytest.raises(CheckpointInvalid, match=r"damaged.*leads out of its directory"):
         StoredRun.from_json(json.dumps(values).encode())
 
@@ -75,13 +75,13 @@ def test_keys_say_who_put_them() -> None:
 
 
 def test_a_part_of_equal_contents_is_the_known_one() -> None:
-    known = part_of(b"abc", 1, None)
-    assert part_of(b"abc", 2, known) is known
-    assert part_of(b"abd", 2, known).driver == 2
+    first = part_of(b"abc", 1, None)
+    assert part_of(b"abc", 2, first) is first
+    assert part_of(b"abd", 2, first).driver == 2
 
 
 @pytest.mark.parametrize(
-    ("steps", "held", "rule", "stay"),
+    ("steps", "local", "rule", "stay"),
     [
         ((1, 2, 3), (3,), {}, [1, 2]),
         ((1, 2, 3), (3, 4), {}, [2]),
@@ -91,19 +91,19 @@ def test_a_part_of_equal_contents_is_the_known_one() -> None:
     ],
 )
 def test_what_is_in_the_store_alone_is_kept_by_the_same_rule(
-    steps: tuple[int, ...], held: tuple[int, ...], rule: dict[str, int], stay: list[int]
+    steps: tuple[int, ...], local: tuple[int, ...], rule: dict[str, int], stay: list[int]
 ) -> None:
-    assert alone(stored(*steps), here(*held), **rule) == [f"checkpoints/step_{n:06d}" for n in stay]
+    assert alone(stored(*steps), on_disk(*local), **rule) == [f"checkpoints/step_{n:06d}" for n in stay]
 
 
 def test_a_commit_that_something_refers_to_stays() -> None:
-    assert alone(stored(1, 2, kept=1), here(3), keep_last=1) == ["checkpoints/step_000001"]
+    assert alone(stored(1, 2, retained=1), on_disk(3), keep_last=1) == ["checkpoints/step_000001"]
 
 
 def test_what_the_run_went_back_behind_is_on_the_branch() -> None:
     back = Head("11111111", "bbbbbbbb", 2, CommitRef("aaaaaaaa", 2))
     anew = {"checkpoints/step_000003": StoredCommit("commits/anew", "another sum")}
-    assert alone(stored(1, 2, 3, 4), {**here(2), **anew}, back) == [
+    assert alone(stored(1, 2, 3, 4), {**on_disk(2), **anew}, back) == [
         "branches/aaaaaaaa/checkpoints/step_000003",
         "branches/aaaaaaaa/checkpoints/step_000004",
         "checkpoints/step_000001",

@@ -16,11 +16,11 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Runs where the paths of the configurations lead, and gives environment and signal handlers back."""
     monkeypatch.chdir(ROOT)
     environ = dict(os.environ)
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     os.environ.clear()
     os.environ.update(environ)
-    for number, handler in kept.items():
+    for number, handler in handlers.items():
         signal.signal(number, handler)
 
 

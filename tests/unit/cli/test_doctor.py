@@ -18,16 +18,16 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_this_machine_alone_as_a_run_needs_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["doctor", "@", QUICKSTART, "--run.output-dir", str(tmp_path / "new"), "--json"]) in (0, 2)
-    told = json.loads(capsys.readouterr().out)
-    assert len(told["nodes"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert len(answer["nodes"]) == 1
     assert not (tmp_path / "new").exists(), "it leaves nothing"
-    assert {finding["check"] for finding in told["findings"]} <= {"memory", "shm"}
+    assert {finding["check"] for finding in answer["findings"]} <= {"memory", "shm"}
 
 
 def test_what_the_plan_refuses_would_stop_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     gpus = ["--cluster.device", "gpu", "--trainer.shards", "64"]
     assert command.main(["doctor", "@", QUICKSTART, *gpus, "--json"]) == EXIT_BAD_INPUT
-    checks = {each["check"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
+    checks = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
     assert "GPUs" in checks["plan"]["actual"]
     assert checks["plan"]["fatal"]
 
@@ -46,9 +46,9 @@ def test_people_get_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_missing_nodes_refuse(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["doctor", "--nodes", "gpu-1,gpu-2"]) == EXIT_BAD_INPUT
-    said = capsys.readouterr()
-    assert "gpu-1" in said.out
-    assert "gpu-1, gpu-2" in said.err
+    output = capsys.readouterr()
+    assert "gpu-1" in output.out
+    assert "gpu-1, gpu-2" in output.err
     assert command.main(["doctor", "--nodes", "3"]) == EXIT_BAD_INPUT
     assert "names or addresses of nodes" in capsys.readouterr().err
 

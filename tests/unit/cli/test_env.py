@@ -106,9 +106,9 @@ def test_answers_of_the_environment_and_of_a_file(files: Path, capsys: pytest.Ca
 def test_what_a_dry_run_refuses_is_refused(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["env", "try", f"reward:{files}/mine.py:none", "--env.args.path", str(files / "data.jsonl")]
     assert main(words) == EXIT_BAD_INPUT
-    assert "none of " in (said := capsys.readouterr()).err
-    assert "gave the reward 'None'" in said.err
-    assert said.out == ""
+    assert "none of " in (output := capsys.readouterr()).err
+    assert "gave the reward 'None'" in output.err
+    assert output.out == ""
 
 
 def test_an_episode_that_the_answers_do_not_end(types: Types, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,6 +125,6 @@ def test_an_interrupt_ends_it_while_it_waits_for_a_line(monkeypatch: pytest.Monk
             return "too late"
 
     monkeypatch.setattr(sys, "stdin", Waits())
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         main(["env", "try", "guess"])
-    assert ended.value.code == EXIT_INTERRUPTED
+    assert exited.value.code == EXIT_INTERRUPTED

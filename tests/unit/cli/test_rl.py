@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--trainer.sharts", "2"], "did you mean `--trainer.shards`"),
         (["--trainer.shards", "two"], "two"),
@@ -31,9 +31,9 @@ ROOT = Path(__file__).parents[3]
         (["--trainer.loss-fn-config.clip", "3"], "clip_low_threshold"),
     ],
 )
-def test_is_refused(flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_is_refused(flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["@", "configs/quickstart.toml", "--run.output-dir", str(tmp_path), *flags]) == EXIT_BAD_INPUT
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -42,14 +42,16 @@ def test_a_directory_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "mine" / "metrics.jsonl").write_text("{}\n")
     flags = ["@", "configs/quickstart.toml", "--run.output-dir", str(tmp_path), "--run.name", "mine"]
     assert main(flags) == EXIT_BAD_INPUT
-    told = capsys.readouterr().err
-    assert "--run.name" in told
-    assert "--clean" in told
+    message = capsys.readouterr().err
+    assert "--run.name" in message
+    assert "--clean" in message
 
 
 def test_a_missing_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else found(name, *rest))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else find_spec(name, *rest)
+    )
     assert main(["@", "configs/quickstart.toml"]) == EXIT_BAD_INPUT
     assert "no vLLM" in capsys.readouterr().err
 
@@ -81,4 +83,4 @@ def test_the_command_that_asks_the_model_has_a_prompt_of_the_run(tmp_path: Path,
     assert ('"from' in line) == (prompt == "Sort: 361695\n")
     (call,) = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call) and node.keywords]
     assert ast.literal_eval(call.args[0]) == prompt
-    assert [(each.arg, ast.literal_eval(each.value)) for each in call.keywords] == [("max_new_tokens", 10)]
+    assert [(keyword.arg, ast.literal_eval(keyword.value)) for keyword in call.keywords] == [("max_new_tokens", 10)]

@@ -31,8 +31,15 @@ def flags(tmp_path: Path) -> list[str]:
     """Returns the arguments of a run on five examples."""
     lines = [json.dumps({"tokens": [5, 6, 7 + n], "weights": [0, 1, 1]}) + "\n" for n in range(5)]
     (tmp_path / "d.jsonl").write_text("".join(lines))
-    given = ["--model.name", "./assets/sort-base", "--data.train", str(tmp_path / "d.jsonl"), "--data.batch-size", "2"]
-    return [*given, "--run.output-dir", str(tmp_path / "out"), "--cluster.device", "cpu"]
+    arguments = [
+        "--model.name",
+        "./assets/sort-base",
+        "--data.train",
+        str(tmp_path / "d.jsonl"),
+        "--data.batch-size",
+        "2",
+    ]
+    return [*arguments, "--run.output-dir", str(tmp_path / "out"), "--cluster.device", "cpu"]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
@@ -43,8 +50,8 @@ def test_each_config_is_read_checked_and_planned(path: Path) -> None:
 
 
 def test_a_dry_run_says_how_long_it_takes(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = ["--data.test-examples", "1", "--eval.every", "1", "--data.epochs", "3"]
-    assert main([*flags, *more, "--dry-run"]) == EXIT_OK
+    extra = ["--data.test-examples", "1", "--eval.every", "1", "--data.epochs", "3"]
+    assert main([*flags, *extra, "--dry-run"]) == EXIT_OK
     out = " ".join(capsys.readouterr().out.split())
     assert "4 examples of 12 tokens (the longest 3), 8 of which are trained on" in out
     assert "6 of 2 examples: 3 epochs" in out
@@ -54,7 +61,7 @@ def test_a_dry_run_says_how_long_it_takes(flags: list[str], tmp_path: Path, caps
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("extra", "message"),
     [
         (["--data.trane", "x"], "did you mean `--data.train`"),
         (["--orchestrator.batch-size", "2"], "`sft --help` lists all keys"),
@@ -67,10 +74,10 @@ def test_a_dry_run_says_how_long_it_takes(flags: list[str], tmp_path: Path, caps
         (["--cluster.device", "gpu", "--trainer.shards", "64"], "which need 64 GPUs"),
     ],
 )
-def test_is_refused(more: list[str], said: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*flags, *more]) == EXIT_BAD_INPUT
-    told = capsys.readouterr().err
-    assert said in told
+def test_is_refused(extra: list[str], message: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*flags, *extra]) == EXIT_BAD_INPUT
+    output = capsys.readouterr().err
+    assert message in output
 
 
 def test_a_broken_line_is_refused_early(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,8 +105,8 @@ def test_the_command_that_goes_on_is_that_of_the_run(tmp_path: Path) -> None:
 
 
 def test_what_may_change_between_commit_and_resume(flags: list[str]) -> None:
-    def fixed(*more: str, seed: int = 0) -> Mapping[str, object]:
-        config = load_as(SftConfig, [*flags, *more], {}).config
+    def fixed(*extra: str, seed: int = 0) -> Mapping[str, object]:
+        config = load_as(SftConfig, [*flags, *extra], {}).config
         facts = FACTS.__class__.of(config, required=True)
         assert facts is not None
         examples = Examples.of([Example(np.arange(3, dtype=np.int32), np.ones(3, np.float32), "f:1")])
@@ -112,6 +119,6 @@ def test_what_may_change_between_commit_and_resume(flags: list[str]) -> None:
         ["--trainer.learning-rate", "0.1"],
         ["--max-steps", "9"],
     )
-    assert all(fixed(*more) == fixed() for more in may)
+    assert all(fixed(*change) == fixed() for change in may)
     assert fixed("--trainer.loss-normalization", "sum") != fixed()
     assert fixed(seed=1) != fixed()

@@ -16,26 +16,26 @@ from trireme.cli import sweep as sweeps
 from trireme.cli.sweep import Sweep, main, name_of, parse, run_all
 from trireme.core.errors import EXIT_FAILED, EXIT_OK, EXIT_SIGTERM, BadInput
 
-HERE = Path(__file__).parents[1] / "support"
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sweeps.MODULES, "rl", "fake_run")
-    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
     monkeypatch.setattr(sweeps, "POLL_S", 0.01)
 
 
-def words(tmp_path: Path, *more: str) -> list[str]:
-    return [*REQUIRED, "--run.output-dir", str(tmp_path), "--name", "s", "--metric", "reward/total", *more]
+def words(tmp_path: Path, *extra: str) -> list[str]:
+    return [*REQUIRED, "--run.output-dir", str(tmp_path), "--name", "s", "--metric", "reward/total", *extra]
 
 
-def opened(given: list[str]) -> Sweep:
-    return Sweep(*parse(["rl", *given]))
+def opened(arguments: list[str]) -> Sweep:
+    return Sweep(*parse(["rl", *arguments]))
 
 
-def swept(tmp_path: Path, *more: str) -> tuple[int, Sweep]:
-    sweep = opened(words(tmp_path, *more))
+def swept(tmp_path: Path, *extra: str) -> tuple[int, Sweep]:
+    sweep = opened(words(tmp_path, *extra))
     return run_all(sweep), sweep
 
 
@@ -63,7 +63,7 @@ class TestCommandLine:
         assert options.grid == [(key, texts)]
 
     @pytest.mark.parametrize(
-        ("given", "reason"),
+        ("arguments", "reason"),
         [
             (["--metric", "m"], "--grid"),
             (["--grid", "seed=0"], "--metric"),
@@ -75,9 +75,9 @@ class TestCommandLine:
             (["--grid", "seed=0", "--metric"], "--metric"),
         ],
     )
-    def test_bad_options_are_refused(self, given: list[str], reason: str) -> None:
+    def test_bad_options_are_refused(self, arguments: list[str], reason: str) -> None:
         with pytest.raises(BadInput, match="given: ") as refused:
-            parse(["rl", *given])
+            parse(["rl", *arguments])
         assert reason in str(refused.value)
 
     def test_every_combination_has_a_name_of_its_own(self) -> None:
@@ -123,7 +123,7 @@ class TestRunning:
         assert [line.rpartition("=")[2] for line in starts(tmp_path)] == ["3 new", "1 new", "3 again"]
 
     @pytest.mark.parametrize(
-        ("more", "said"),
+        ("extra", "message"),
         [
             (["--grid", "trainer.learning-rat=1"], "trainer.learning-rate"),
             (["--grid", "trainer.shards=1,two"], "two"),
@@ -132,29 +132,29 @@ class TestRunning:
             (["--grid", "seed=0", "--run.output-dir", "s3://bucket/runs"], "object storage"),
         ],
     )
-    def test_bad_input_is_refused_before_any_run(self, more: list[str], said: str, tmp_path: Path) -> None:
+    def test_bad_input_is_refused_before_any_run(self, extra: list[str], message: str, tmp_path: Path) -> None:
         with pytest.raises(BadInput) as refused:
-            swept(tmp_path, *more)
-        assert said in str(refused.value)
+            swept(tmp_path, *extra)
+        assert message in str(refused.value)
         assert list(tmp_path.iterdir()) == []
 
     def test_a_metric_that_no_row_has(self, tmp_path: Path) -> None:
-        given = [*words(tmp_path, "--grid", "seed=0"), "--metric", "reward/totl"]
-        sweep = opened(given)
+        arguments = [*words(tmp_path, "--grid", "seed=0"), "--metric", "reward/totl"]
+        sweep = opened(arguments)
         assert run_all(sweep) == EXIT_FAILED
         assert "no row of metrics.jsonl has reward/totl" in (sweep.root / "table.md").read_text()
-        given[-1] = "reward/total"
-        assert run_all(opened(given)) == EXIT_OK
+        arguments[-1] = "reward/total"
+        assert run_all(opened(arguments)) == EXIT_OK
         assert starts(tmp_path) == ["seed=0 new"], "a finished run is not repeated"
 
     def test_a_dry_run_plans_and_records_nothing(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        given = ["rl", *words(tmp_path, "--grid", "seed=0,1")]
-        assert main([*given, "--dry-run"]) == EXIT_OK
+        arguments = ["rl", *words(tmp_path, "--grid", "seed=0,1")]
+        assert main([*arguments, "--dry-run"]) == EXIT_OK
         out = capfd.readouterr().out
         assert "2 runs\n  seed=0: not run\n  seed=1: not run\n" in out
         assert "the plan of seed 0" in out
         assert list(tmp_path.iterdir()) == []
-        assert main(given) == EXIT_OK
+        assert main(arguments) == EXIT_OK
         assert starts(tmp_path) == ["seed=0 new", "seed=1 new"]
 
     def test_a_run_that_takes_long_is_reported(
@@ -176,12 +176,12 @@ class TestRunning:
 def test_a_signal_is_passed_on_and_the_sweep_goes_on_later(tmp_path: Path) -> None:
     """The sweep in a process of its own: SIGTERM ends the run under way, starts no other, and its code is that of a
     run."""
-    given = words(tmp_path, "--grid", "trainer.learning-rate=4,1")
+    arguments = words(tmp_path, "--grid", "trainer.learning-rate=4,1")
     script = (
         "import sys; from trireme.cli import sweep; sweep.MODULES['rl'] = 'fake_run';"
         "sys.exit(sweep.main(['rl', *sys.argv[1:]]))"
     )
-    process = subprocess.Popen([sys.executable, "-c", script, *given], env=os.environ, stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", script, *arguments], env=os.environ, stdout=subprocess.PIPE)
     wait_for(lambda: list(tmp_path.glob("s-*/trainer.learning_rate=4/ready")), "the first run", 120)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=120)

@@ -15,8 +15,8 @@ from trireme.config.checks import check
 from trireme.config.model_facts import ModelFacts
 
 
-def refusal(given: Config, facts: ModelFacts | None = FACTS) -> str:
-    return refused(lambda: check(given, facts))
+def refusal(run_config: Config, facts: ModelFacts | None = FACTS) -> str:
+    return refused(lambda: check(run_config, facts))
 
 
 SYNCHRONOUS = {"max_steps_off_policy": 0}
@@ -120,15 +120,15 @@ ACCEPTED: list[dict[str, Any]] = [
 """The nearest ones that go together."""
 
 
-@pytest.mark.parametrize(("given", "named"), REFUSED, ids=[named[0] for _, named in REFUSED])
-def test_keys_that_exclude_each_other_are_refused_by_name(given: dict[str, Any], named: list[str]) -> None:
-    text = refusal(config(**given))
+@pytest.mark.parametrize(("options", "named"), REFUSED, ids=[named[0] for _, named in REFUSED])
+def test_keys_that_exclude_each_other_are_refused_by_name(options: dict[str, Any], named: list[str]) -> None:
+    text = refusal(config(**options))
     assert [part for part in named if part not in text] == []
 
 
-@pytest.mark.parametrize("given", ACCEPTED, ids=str)
-def test_keys_that_go_together_are_accepted(given: dict[str, Any]) -> None:
-    check(config(**given), FACTS)
+@pytest.mark.parametrize("options", ACCEPTED, ids=str)
+def test_keys_that_go_together_are_accepted(options: dict[str, Any]) -> None:
+    check(config(**options), FACTS)
 
 
 def test_a_learning_rate_is_asked_for_where_the_family_is_unknown() -> None:
@@ -142,11 +142,11 @@ def test_a_learning_rate_is_asked_for_where_the_family_is_unknown() -> None:
 def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors", "model.safetensors.index.json", "README.md"):
         (tmp_path / name).touch()
-    given = {"model": {"name": str(tmp_path)}}
-    assert f"model.name = {tmp_path}, a directory without a tokenizer" in refusal(config(**given))
+    options = {"model": {"name": str(tmp_path)}}
+    assert f"model.name = {tmp_path}, a directory without a tokenizer" in refusal(config(**options))
     check(config(model={"name": str(tmp_path), "tokenizer": "m"}), FACTS)
     (tmp_path / "tekken.json").touch()  # a tokenizer of some kind may be in it
-    check(config(**given), FACTS)
+    check(config(**options), FACTS)
 
 
 def test_tensorboard_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_tensorboard_without_its_package(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("options", "least", "most"),
+    ("options", "least", "largest"),
     [
         ({}, 8, 64),
         ({"num_substeps": 2}, 4, 32),
@@ -165,22 +165,22 @@ def test_tensorboard_without_its_package(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"num_substeps": 64}, 1, 1),
     ],
 )
-def test_the_size_of_a_minibatch(options: dict, least: int, most: int) -> None:
-    given = config(orchestrator={"batch_size": 64, "group_size": 8}, trainer=options)
-    assert given.groups_per_minibatch == (least, most)
-    repeatable = given.model_copy(update={"deterministic": True})
-    assert repeatable.groups_per_minibatch == ((most, most) if "num_minibatches" not in options else (32, 32))
+def test_the_size_of_a_minibatch(options: dict, least: int, largest: int) -> None:
+    run_config = config(orchestrator={"batch_size": 64, "group_size": 8}, trainer=options)
+    assert run_config.groups_per_minibatch == (least, largest)
+    repeatable = run_config.model_copy(update={"deterministic": True})
+    assert repeatable.groups_per_minibatch == ((largest, largest) if "num_minibatches" not in options else (32, 32))
 
 
 @pytest.mark.parametrize(("ranks", "fits"), [(1, True), (2, True), (4, True), (3, False), (8, False)])
 def test_heads_must_divide_over_the_ranks_of_a_replica(ranks: int, fits: bool) -> None:
     """Four of the queries, two of the keys: with four ranks each of the keys' has two copies."""
-    given = config(inference={"sampling": {"max_tokens": 10}, "tensor_parallel": ranks})
-    check(given, None)
+    run_config = config(inference={"sampling": {"max_tokens": 10}, "tensor_parallel": ranks})
+    check(run_config, None)
     if fits:
-        check(given, FACTS)
+        check(run_config, FACTS)
     else:
-        text = refusal(given)
+        text = refusal(run_config)
         assert f"inference.tensor_parallel = {ranks} for" in text
         assert "4 attention heads, and 2 of keys and values" in text
         assert "1, 2, 4" in text
@@ -191,10 +191,10 @@ def orchestrator(**options: Any) -> Config:
 
 
 def test_rollouts_of_two_hours_need_one_option_and_prolong_no_deadline_of_the_trainer() -> None:
-    given = config(orchestrator={"batch_size": 16, "generation_timeout_s": 7200, "retries": 1})
-    assert check(given, FACTS) == []
-    assert given.timeouts == config().timeouts
-    assert given.batch_deadline_s == 4 * 7200 + given.patience_s
+    run_config = config(orchestrator={"batch_size": 16, "generation_timeout_s": 7200, "retries": 1})
+    assert check(run_config, FACTS) == []
+    assert run_config.timeouts == config().timeouts
+    assert run_config.batch_deadline_s == 4 * 7200 + run_config.patience_s
     assert config(timeouts={"batch_s": 50}).batch_deadline_s == 50
 
 
@@ -232,7 +232,7 @@ def test_a_policy_that_favours_short_answers_warns() -> None:
 def test_a_step_of_days_warns() -> None:
     long = {"sampling": {"max_tokens": 10_000}}
     warnings = check(config(orchestrator={"batch_size": 100_000, "group_size": 8}, inference=long), None)
-    (warning,) = [each for each in warnings if "days" in each]
+    (warning,) = [warned for warned in warnings if "days" in warned]
     assert "orchestrator.batch_size = 100,000: a step samples up to" in warning
     assert check(orchestrator(batch_size=512), FACTS) == []
 
@@ -271,16 +271,16 @@ def test_micro_batches_are_bounded_in_one_way() -> None:
     assert "trainer.micro_batch_tokens = 64 together with trainer.micro_batch_size = 2" in text
     model = {"name": "m", "max_seq_len": 32}
     by_size, by_tokens = ({"micro_batch_size": 2}, {"micro_batch_tokens": 64})
-    limits = [config(trainer=given, model=model).micro_batch_limit(1000) for given in (by_size, by_tokens, {})]
+    limits = [config(trainer=options, model=model).micro_batch_limit(1000) for options in (by_size, by_tokens, {})]
     assert limits == [64, 64, 16384]
     assert config(trainer=by_size).micro_batch_limit(1000) == 2000
     assert check(config(trainer=by_size, model=model), FACTS) == []
 
 
 def mixed(*envs: dict, held_out: list[dict] | None = None, **orchestrator: Any) -> Config:
-    given = config().model_dump() | {"env": list(envs), "eval": {"env": held_out or []}}
-    given["orchestrator"] |= orchestrator
-    return Config.model_validate(given)
+    values = config().model_dump() | {"env": list(envs), "eval": {"env": held_out or []}}
+    values["orchestrator"] |= orchestrator
+    return Config.model_validate(values)
 
 
 def test_environments_have_names_of_their_own() -> None:
@@ -305,8 +305,8 @@ def test_there_must_be_room_for_the_largest_group() -> None:
 
 def test_batch_size_counts_groups_of_whatever_size() -> None:
     envs = {"id": "sort", "group_size": 3}, {"id": "guess", "group_size": 16}
-    given = mixed(*envs).model_copy(update={"trainer": config(trainer={"num_substeps": 4}).trainer})
-    assert check(given, FACTS) == []
+    run_config = mixed(*envs).model_copy(update={"trainer": config(trainer={"num_substeps": 4}).trainer})
+    assert check(run_config, FACTS) == []
 
 
 def test_an_environment_of_evaluations_is_one_of_the_runs_own_or_has_an_id() -> None:

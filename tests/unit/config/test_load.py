@@ -296,21 +296,21 @@ class TestSeveralEnvironments:
         assert f"did you mean `{meant}`?" in text
 
     @pytest.mark.parametrize(
-        ("flag", "value", "said"),
+        ("flag", "value", "expected"),
         [
             ("--env.1.weight", "0", ("env.1.weight = 0 (flag --env.1.weight)", "takes: number > 0")),
             ("--env.args.max-digits", "4", ("because there are several in `env`", "`env.0.args.max_digits`")),
         ],
     )
-    def test_a_wrong_flag(self, toml: Toml, flag: str, value: str, said: tuple[str, ...]) -> None:
+    def test_a_wrong_flag(self, toml: Toml, flag: str, value: str, expected: tuple[str, ...]) -> None:
         text = refusal(*WITHOUT_ENV, "@", toml(SORT_AND_GUESS), flag, value)
-        assert [part for part in said if part not in text] == []
+        assert [part for part in expected if part not in text] == []
 
     def test_evaluations_on_several(self, toml: Toml) -> None:
         file = toml(SORT_AND_GUESS)
         assert [env.label for env in load([*WITHOUT_ENV, "@", file], {}).config.eval_envs] == ["sort", "guess"]
-        given = '[{name = "guess", args = {max_turns = 2}}, {id = "letters:Letters"}]'
-        got = load([*WITHOUT_ENV, "@", file, "--eval.env", given], {}).config
+        environments = '[{name = "guess", args = {max_turns = 2}}, {id = "letters:Letters"}]'
+        got = load([*WITHOUT_ENV, "@", file, "--eval.env", environments], {}).config
         assert [(env.id, env.label, env.args) for env in got.eval_envs] == [
             ("guess", "guess", {"max_turns": 2}),
             ("letters:Letters", "letters", {}),
@@ -440,13 +440,13 @@ class TestBrokenInput:
         assert "there is none of that name\n" in refusal("@", "/tmp/no such place/nope.toml")
 
     @pytest.mark.parametrize(
-        ("contents", "name", "why"),
+        ("contents", "name", "message"),
         [("seed = 1\n[trainer\n", "f.toml", "line 2"), ("{", "c.json", "line 1"), ("[1]", "c.json", "table of keys")],
     )
-    def test_syntax(self, toml: Toml, contents: str, name: str, why: str) -> None:
+    def test_syntax(self, toml: Toml, contents: str, name: str, message: str) -> None:
         text = refusal(*REQUIRED, "@", toml(contents, name))
         assert name in text
-        assert why in text
+        assert message in text
 
     @pytest.mark.parametrize("behind", [[], ["--clean"], ["@", "f.toml"]])
     def test_flag_without_a_value(self, toml: Toml, behind: list[str]) -> None:
@@ -498,9 +498,9 @@ class TestInformation:
         assert "trainer" in refusal("--help", "trayner")
 
     def test_help_has_every_key(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exited:
             load(["--help"], {})
-        assert ended.value.code == 0
+        assert exited.value.code == 0
         out = capsys.readouterr().out
         for part in (
             "usage: rl",
@@ -512,7 +512,7 @@ class TestInformation:
         assert out.strip() == keys_of(Config).help_text().strip()
 
     def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exited:
             load(["--version"], {})
-        assert ended.value.code == 0
+        assert exited.value.code == 0
         assert capsys.readouterr().out.startswith("trireme 0.")

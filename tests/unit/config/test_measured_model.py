@@ -68,7 +68,7 @@ def test_the_text_part_of_a_model_that_also_sees() -> None:
 
 
 @pytest.mark.parametrize(
-    ("described", "said"),
+    ("described", "message"),
     [
         ({"model_type": "no_such"}, "model_type = no_such is none that transformers"),
         ({"hidden_size": 64}, "model_type = None"),
@@ -78,8 +78,8 @@ def test_the_text_part_of_a_model_that_also_sees() -> None:
         ({"model_type": "clip"}, "Unrecognized configuration class"),
     ],
 )
-def test_what_cannot_be_read_is_named(described: dict[str, Any], said: str) -> None:
-    assert said in refused(lambda: ModelFacts.from_json("m", json.dumps(described)))
+def test_what_cannot_be_read_is_named(described: dict[str, Any], message: str) -> None:
+    assert message in refused(lambda: ModelFacts.from_json("m", json.dumps(described)))
 
 
 def test_infinity_in_a_config_json_is_read() -> None:

@@ -26,8 +26,8 @@ def refusal(argv: list[str], environ: dict[str, str] | None = None) -> str:
 @pytest.mark.parametrize("key", KEYS)
 def test_a_removed_key(key: str, tmp_path: Path) -> None:
     path = tuple(key.split("."))
-    known = keys_of(Config)
-    assert known.stored_path(path) is None, "the key exists"
+    keys = keys_of(Config)
+    assert keys.stored_path(path) is None, "the key exists"
     file = tmp_path / "run.toml"
     file.write_text(f"{key} = 1\n")
     variable = "__".join(["TRIREME", *path]).upper()
@@ -50,9 +50,9 @@ def test_removed_commands_and_options(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setitem(REMOVED, "trireme draw", "use `trireme report RUN`")
     monkeypatch.setitem(REMOVED, "trireme report --draw", "use `trireme watch RUN --web`")
     assert trireme.main(["draw", "runs/a"]) == EXIT_BAD_INPUT
-    said = capsys.readouterr().err
-    assert "given: `trireme draw`" in said
-    assert "to do: use `trireme report RUN`" in said
+    output = capsys.readouterr().err
+    assert "given: `trireme draw`" in output
+    assert "to do: use `trireme report RUN`" in output
     assert trireme.main(["report", "runs/a", "--draw=x"]) == EXIT_BAD_INPUT
     assert "to do: use `trireme watch RUN --web`" in capsys.readouterr().err
 

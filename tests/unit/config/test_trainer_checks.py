@@ -36,8 +36,8 @@ def refusal(lora: dict[str, Any], facts: ModelFacts | None = FACTS, **trainer: A
 def test_tokens_weigh_as_the_loss_was_published_unless_the_configuration_says_how() -> None:
     kinds = [config({}, loss_fn=loss).normalization.kind for loss in ("ppo", "gspo", "json:dumps")]
     assert kinds == ["token_mean", "sequence_mean_token_mean", "token_mean"]
-    given = config({}, loss_fn="gspo", loss_normalization="sequence_mean_token_sum_norm").normalization
-    assert (given.kind, given.longest) == ("sequence_mean_token_sum_norm", 10)
+    normalization = config({}, loss_fn="gspo", loss_normalization="sequence_mean_token_sum_norm").normalization
+    assert (normalization.kind, normalization.longest) == ("sequence_mean_token_sum_norm", 10)
 
 
 def test_a_length_to_divide_by_is_asked_for() -> None:
@@ -159,9 +159,11 @@ def test_layers_that_the_model_does_not_have() -> None:
 
 def test_what_a_resume_must_find_unchanged() -> None:
     def parts(**lora: Any) -> dict[str, Any]:
-        given = config(lora)
-        given = given.model_copy(update={"model": given.model.model_copy(update={"tokenizer": str(BASE)})})
-        return fixed_parts(given, FACTS)
+        run_config = config(lora)
+        run_config = run_config.model_copy(
+            update={"model": run_config.model.model_copy(update={"tokenizer": str(BASE)})}
+        )
+        return fixed_parts(run_config, FACTS)
 
     assert "lora" not in parts()
     assert parts(rank=8) == parts(rank=8, dropout=0.1, seed=3)
@@ -172,7 +174,7 @@ def test_what_a_resume_must_find_unchanged() -> None:
 
 def test_an_adapter_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    given = config({})
-    given = given.model_copy(update={"model": given.model.model_copy(update={"name": str(tmp_path)})})
+    run_config = config({})
+    run_config = run_config.model_copy(update={"model": run_config.model.model_copy(update={"name": str(tmp_path)})})
     with pytest.raises(BadInput, match="a LoRA adapter without the model it belongs to"):
-        ModelFacts.of(given, required=True)
+        ModelFacts.of(run_config, required=True)

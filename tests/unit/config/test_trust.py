@@ -63,16 +63,16 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("key", HOSTILE)
 def test_code_of_a_recorded_configuration_is_listed(write: Any, key: str, capfd: pytest.CaptureFixture[str]) -> None:
     """It runs only where it is trusted; a file of one's own needs no trust."""
-    given = write(HOSTILE[key])
-    for words in (given, [*given, "--dry-run"]):
+    arguments = write(HOSTILE[key])
+    for words in (arguments, [*arguments, "--dry-run"]):
         assert rl(words) == EXIT_BAD_INPUT
-        said = capfd.readouterr().err
-        assert f"\n    {key} = " in said
-        assert "add --trust-config" in said
-        assert given[1] in said
-    own = load(write(HOSTILE[key], "own.json"), {}).config
+        output = capfd.readouterr().err
+        assert f"\n    {key} = " in output
+        assert "add --trust-config" in output
+        assert arguments[1] in output
+    local = load(write(HOSTILE[key], "own.json"), {}).config
     assert capfd.readouterr().err == ""
-    assert load([*given, "--trust-config"], {}).config == own
+    assert load([*arguments, "--trust-config"], {}).config == local
     assert capfd.readouterr().err.startswith(f"--trust-config: {key} = ")
 
 

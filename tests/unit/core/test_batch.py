@@ -69,12 +69,12 @@ def test_each_rank_has_its_datums_and_the_shortest_and_all_together_are_the_batc
     for rank, part in enumerate(parts.parts_R):
         store.fetched.clear()
         opened = part.opened(store.fetch)
-        known = {(part.part, "orchestrator")} | {
+        expected = {(part.part, "orchestrator")} | {
             (n, "orchestrator") for n in pickle.loads(store.values[part.part]).pieces
         }
-        assert set(store.fetched) == known, "its own part, and nothing else"
-        own = set(range(rank, len(lengths), num_ranks))
-        assert opened.datums.tolist() == sorted(own | {int(np.argmin(lengths))})
+        assert set(store.fetched) == expected, "its own part, and nothing else"
+        datums = set(range(rank, len(lengths), num_ranks))
+        assert opened.datums.tolist() == sorted(datums | {int(np.argmin(lengths))})
         assert opened.lengths.tolist() == lengths
         assert same(opened.batch, batch.take(opened.datums))
     assert same(parts.whole(store.fetch), batch)

@@ -24,13 +24,13 @@ def without_extras(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_quickstart_needs_no_extra() -> None:
-    done = without_extras(
+    process = without_extras(
         "import trireme.cli.sft, trireme.cli.trireme, orchestrator.envs.sort, trireme.renderers, trireme.cli.sweep\n"
         "from trireme.cli.rl import main\n"
         "sys.exit(main(['@', 'configs/quickstart.toml', '--dry-run']))"
     )
-    assert done.returncode == 0, done.stderr
-    assert "sort" in done.stdout
+    assert process.returncode == 0, process.stderr
+    assert "sort" in process.stdout
 
 
 @pytest.mark.parametrize(("command", "flags", "code"), [("report", [], 0), ("watch", [], 0), ("watch", ["--web"], 2)])
@@ -38,9 +38,9 @@ def test_a_run_is_seen_without_any_extra(tmp_path: Path, command: str, flags: li
     """But for the page of `watch`, which names the extra that it needs."""
     (tmp_path / "config.json").write_text("{}")
     words = [command, str(tmp_path), *flags]
-    done = without_extras(f"from trireme.cli.trireme import main\nsys.exit(main({words!r}))")
-    assert done.returncode == code, done.stderr
-    assert ("uv sync --extra web" in done.stderr) == bool(code)
+    process = without_extras(f"from trireme.cli.trireme import main\nsys.exit(main({words!r}))")
+    assert process.returncode == code, process.stderr
+    assert ("uv sync --extra web" in process.stderr) == bool(code)
 
 
 def test_a_missing_package_is_refused_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

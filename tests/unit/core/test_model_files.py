@@ -15,8 +15,8 @@ def test_a_model_is_a_directory_with_a_config(tmp_path: Path) -> None:
 
 
 def test_a_model_of_the_hub_is_looked_for_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = {"org/base": str(tmp_path / "config.json")}
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, _: seen.get(name))
+    cache = {"org/base": str(tmp_path / "config.json")}
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, _: cache.get(name))
     assert model_directory("org/base") == tmp_path
     assert model_directory("org/other") is None
 

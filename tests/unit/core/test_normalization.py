@@ -52,12 +52,14 @@ def computed(kind: LossNormalization, loss: str, minibatches: list[list[tuple[in
     function, config = resolve_loss(loss, {"clip_low_threshold": LOW, "clip_high_threshold": HIGH})
     gradients, divisor = [], 0.0
     for parts in minibatches:
-        batch, own = Normalization(kind, LONGEST).apply(batch_of(*parts), "mask")
-        divisor += own
+        batch, divisor_of_part = Normalization(kind, LONGEST).apply(batch_of(*parts), "mask")
+        divisor += divisor_of_part
         logprobs = np.concatenate([columns["p"] for _, columns in parts]).astype(np.float32)
         if loss == "gspo":
-            known = replace(batch, columns={**batch.columns, POLICY: logprobs})
-            batch = with_sequence_ratios(known, mean_log_ratios(batch.sequences, sum_log_ratios(known, config)))
+            with_logprobs = replace(batch, columns={**batch.columns, POLICY: logprobs})
+            batch = with_sequence_ratios(
+                with_logprobs, mean_log_ratios(batch.sequences, sum_log_ratios(with_logprobs, config))
+            )
         for d in range(len(batch)):
             row = slice(int(batch.offsets[d]), int(batch.offsets[d + 1]))
             p = torch.tensor(logprobs[None, row], requires_grad=True)

@@ -38,20 +38,20 @@ def run_command(name: str, words: list[str], directory: Path, path: str) -> subp
 def test_a_command_finds_its_own(theirs: Path, by: str) -> None:
     """In its own process, and in the one that makes the environments, which searches the working directory too."""
     flags = ["--env.id", "letters:Letters", "--dry-run", *(["--env.path", "."] if by == "--env.path" else [])]
-    ended = run_command("rl", [*MODEL, *flags], theirs, str(theirs) if by == "PYTHONPATH" else "")
-    assert ended.returncode == 0, ended.stderr
-    assert f"{theirs}/trireme.py is hidden" in ended.stderr
-    assert f"{theirs}/trainer.py is hidden" in ended.stderr
-    assert "another name" in ended.stderr
+    process = run_command("rl", [*MODEL, *flags], theirs, str(theirs) if by == "PYTHONPATH" else "")
+    assert process.returncode == 0, process.stderr
+    assert f"{theirs}/trireme.py is hidden" in process.stderr
+    assert f"{theirs}/trainer.py is hidden" in process.stderr
+    assert "another name" in process.stderr
 
 
 def test_a_package_of_a_user_does_not_hide_the_project(tmp_path: Path) -> None:
     (tmp_path / "trireme").mkdir()
     (tmp_path / "trireme" / "__init__.py").write_text("raise RuntimeError('a module of the user')\n")
-    ended = run_command("trireme", ["doctor", *MODEL], tmp_path, str(tmp_path))
-    assert f"note: {tmp_path}/trireme/__init__.py is hidden" in ended.stderr
-    assert "a module of the user" not in ended.stderr
-    assert "Traceback" not in ended.stderr
+    process = run_command("trireme", ["doctor", *MODEL], tmp_path, str(tmp_path))
+    assert f"note: {tmp_path}/trireme/__init__.py is hidden" in process.stderr
+    assert "a module of the user" not in process.stderr
+    assert "Traceback" not in process.stderr
 
 
 def test_a_worker_finds_its_own(theirs: Path) -> None:
@@ -63,8 +63,8 @@ def test_a_worker_finds_its_own(theirs: Path) -> None:
         "asyncio.run(main())\n"
     )
     (theirs / "program.py").write_text(f"import {ENTRY}\n{script}")
-    ended = subprocess.run([sys.executable, "program.py"], cwd=theirs, capture_output=True, text=True)
-    assert ended.stdout == "3.0\n", ended.stderr
+    process = subprocess.run([sys.executable, "program.py"], cwd=theirs, capture_output=True, text=True)
+    assert process.stdout == "3.0\n", process.stderr
 
 
 def test_what_is_hidden_is_named(theirs: Path) -> None:

@@ -57,14 +57,14 @@ def test_anything_else_stays(line: str) -> None:
 
 
 def test_a_value_with_the_name_of_a_secret_is_left_out() -> None:
-    given = {
+    values = {
         "api_key": "correct horse",
         "hf_token": HEX,
         "eos_token": "<|endoftext|>",
         "max_tokens": 5,
         "key": "lookup",
     }
-    assert redact_values(given) == given | {"api_key": MASK, "hf_token": MASK}
+    assert redact_values(values) == values | {"api_key": MASK, "hf_token": MASK}
 
 
 def test_values_of_variables_are_left_out_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

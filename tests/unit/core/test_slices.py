@@ -26,14 +26,14 @@ def experts(tensors):
 
 
 def test_stacked_and_fused_experts_are_slices():
-    found = find_slices({"p": FUSED}, experts)
-    assert found == {
+    slices = find_slices({"p": FUSED}, experts)
+    assert slices == {
         f"experts.{e}.{half}": Slice(FUSED, (3, 5), (5, 1), 30 * e + 15 * (half == "up"))
         for half in ("gate", "up")
         for e in range(4)
     }
     for name, tensor in experts({"p": FUSED}).items():
-        assert torch.equal(FUSED.as_strided(found[name].shape, found[name].strides, found[name].offset), tensor)
+        assert torch.equal(FUSED.as_strided(slices[name].shape, slices[name].strides, slices[name].offset), tensor)
 
 
 CHANGES = {
@@ -56,9 +56,9 @@ CHANGES = {
 
 @pytest.mark.parametrize(("change", "expected"), CHANGES.values(), ids=CHANGES)
 def test_what_a_published_tensor_is_of_a_parameter(change, expected):
-    (found,) = find_slices({"p": FUSED}, lambda tensors: {"t": change(tensors["p"])}).values()
-    assert found == (expected and Slice(FUSED, *expected))
-    if found:
+    (view,) = find_slices({"p": FUSED}, lambda tensors: {"t": change(tensors["p"])}).values()
+    assert view == (expected and Slice(FUSED, *expected))
+    if view:
         assert torch.equal(FUSED.as_strided(*expected), change(FUSED))
 
 
@@ -67,8 +67,8 @@ def test_rows_that_rotary_embeddings_permute_are_no_slice():
     config = type("Config", (), {"num_attention_heads": 2})
     convert = lambda tensors: permute.convert(tensors, [], [], config)  # noqa: E731
     weights = {"q_proj.weight": torch.zeros(8, 3), "v_proj.weight": torch.zeros(8, 3)}
-    found = find_slices(weights, convert)
-    assert (found["q_proj.weight"], found["v_proj.weight"].shape) == (None, (8, 3))
+    slices = find_slices(weights, convert)
+    assert (slices["q_proj.weight"], slices["v_proj.weight"].shape) == (None, (8, 3))
 
 
 @st.composite

@@ -59,15 +59,15 @@ def test_a_class_beside_a_model_is_not_loaded(evil: Path) -> None:
 
 
 def test_a_kernel_that_a_model_names_is_not_fetched(evil: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+    calls: list[object] = []
     monkeypatch.setattr(
-        "transformers.integrations.hub_kernels.load_and_register_attn_kernel", lambda *a: asked.append(a)
+        "transformers.integrations.hub_kernels.load_and_register_attn_kernel", lambda *a: calls.append(a)
     )
     for key in ("attn_implementation", "_attn_implementation"):
         edit(evil / "config.json", **{key: "evil/kernel"})
         load_source(str(evil))
         _loaded(str(evil))
-    assert asked == []
+    assert calls == []
 
 
 @pytest.mark.parametrize(
@@ -89,20 +89,20 @@ def test_a_chat_template_is_in_a_sandbox(evil: Path, template: str, monkeypatch:
         make_renderer("chat_template", tokenizer)
 
 
-@pytest.mark.parametrize("left", ["as it was", "truncating", "padding", "splitting special tokens"])
-def test_a_text_has_the_tokens_that_the_tokenizers_own_verb_gives(left: str) -> None:
+@pytest.mark.parametrize("state", ["as it was", "truncating", "padding", "splitting special tokens"])
+def test_a_text_has_the_tokens_that_the_tokenizers_own_verb_gives(state: str) -> None:
     tokenizer = bpe()
     texts = [message["content"] for messages, _ in CONVERSATIONS.values() for message in messages]
     text = "<|im_end|>\n<|im_start|>user\n".join(["", *texts, ""])
-    wanted = tokenizer.encode(text, add_special_tokens=False)
-    if left == "truncating":
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    if state == "truncating":
         tokenizer(text, truncation=True, max_length=2)
-    if left == "padding":
+    if state == "padding":
         tokenizer.backend_tokenizer.enable_padding(length=2000)
-    if left == "splitting special tokens":
+    if state == "splitting special tokens":
         tokenizer.encode(text, split_special_tokens=True)
-    assert encode_text(tokenizer, text) == wanted
-    assert len(wanted) > 100
+    assert encode_text(tokenizer, text) == tokens
+    assert len(tokens) > 100
 
 
 def test_a_tokenizer_that_encodes_in_its_own_way_does_so() -> None:

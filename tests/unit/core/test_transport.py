@@ -123,17 +123,17 @@ def missing_layer(units: list[list[tuple[str, torch.Tensor]]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (other_dtype, r"tensor layers.0.self_attn.q_proj.weight, torch.float64 \(17, 3\), is not in the layout"),
         (missing_layer, "4 tensors of the layout were not gathered, layers.2.self_attn.q_proj.weight among them"),
     ],
 )
-def test_tensors_that_are_not_those_of_the_layout_are_refused(change: Callable[..., None], said: str) -> None:
+def test_tensors_that_are_not_those_of_the_layout_are_refused(change: Callable[..., None], message: str) -> None:
     units = layers()
     layout = lay_out(units)
     change(units)
-    with pytest.raises(TriremeError, match=said):
+    with pytest.raises(TriremeError, match=message):
         Packer(np.copy).send(0, layout, units, None)
 
 
@@ -166,5 +166,5 @@ try:
 except ValidationError as error:
     print(error)
 """
-    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert "Input should be 'object_store', 'broadcast' or 'file'" in told
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert "Input should be 'object_store', 'broadcast' or 'file'" in output

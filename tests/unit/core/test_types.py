@@ -41,8 +41,8 @@ def test_defaults_are_tinkers() -> None:
 
 def test_a_prompt_may_be_any_token_ids_and_an_array_of_them_is_not_copied() -> None:
     tokens = np.arange(3, dtype=np.int32)
-    given: list[Any] = [tokens, [0, 1, 2], (0, 1, 2), np.arange(3), torch.arange(3)]
-    requests = [SampleRequest("r", prompt, SamplingParams(), "r") for prompt in given]
+    prompts: list[Any] = [tokens, [0, 1, 2], (0, 1, 2), np.arange(3), torch.arange(3)]
+    requests = [SampleRequest("r", prompt, SamplingParams(), "r") for prompt in prompts]
     assert all(request.prompt.dtype == np.int32 for request in requests)
     assert all((request.prompt == tokens).all() for request in requests)
     assert requests[0].prompt is tokens
@@ -63,17 +63,17 @@ def test_a_column_has_the_shape_and_dtype_that_it_is_given() -> None:
 
 def test_a_datum_holds_columns_of_its_dtypes_whatever_it_is_given() -> None:
     columns = {"target_tokens": [2, 3], "mask": [0, 1], "logprobs": [0, -0.5], "advantages": [0, 2]}
-    made = [
+    datums = [
         Datum(model_input=ModelInput.from_ints([1, 2]), loss_fn_inputs={n: kind(c) for n, c in columns.items()})
         for kind in (list, np.array, torch.tensor, TensorData)
     ]
-    for datum in made:
+    for datum in datums:
         assert {name: column.tolist() for name, column in datum.loss_fn_inputs.items()} == columns
         assert [column.dtype for column in datum.loss_fn_inputs.values()] == ["int32", "float32", "float32", "float32"]
-    batch = pickle.loads(pickle.dumps(TokenBatch.of(made)))
+    batch = pickle.loads(pickle.dumps(TokenBatch.of(datums)))
     assert batch.columns["target_tokens"].tolist() == [2, 3] * 4
     assert TokenBatch.of(batch) is batch
-    assert pickle.loads(pickle.dumps(made[0])).loss_fn_inputs["mask"].tolist() == [0, 1]
+    assert pickle.loads(pickle.dumps(datums[0])).loss_fn_inputs["mask"].tolist() == [0, 1]
 
 
 def test_inputs_are_tokens_however_they_are_put_together() -> None:
@@ -88,7 +88,7 @@ def test_inputs_are_tokens_however_they_are_put_together() -> None:
 
 @pytest.mark.parametrize("token", [1.9, 2**31, -(2**31) - 1, 2**70, float("nan"), float("inf"), "a", None])
 def test_what_is_no_token_is_refused_and_never_made_one(token: Any) -> None:
-    for make in (ModelInput.from_ints, lambda given: Datum(ModelInput([1, 2]), {"target_tokens": given})):
+    for make in (ModelInput.from_ints, lambda tokens: Datum(ModelInput([1, 2]), {"target_tokens": tokens})):
         with pytest.raises(ValueError, match="expected whole numbers from -2147483648 to 2147483647"):
             make([1, token])
     assert ModelInput([1.0, 2**31 - 1]).to_ints() == [1, 2**31 - 1]
@@ -120,7 +120,7 @@ def test_images_are_refused(kind: str) -> None:
 
 def test_logprobs_come_back_datum_by_datum() -> None:
     output = ForwardBackwardOutput(np.array([-1, -2, -3], np.float32), np.array([0, 1, 3]), {"loss:sum": 0.0})
-    assert [each["logprobs"].tolist() for each in output.loss_fn_outputs] == [[-1.0], [-2.0, -3.0]]
+    assert [item["logprobs"].tolist() for item in output.loss_fn_outputs] == [[-1.0], [-2.0, -3.0]]
 
 
 def test_stop_tokens() -> None:

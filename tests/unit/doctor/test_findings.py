@@ -116,7 +116,7 @@ def test_what_to_type_for_ports_that_only_the_kernel_chooses() -> None:
 
 def test_a_link_that_is_broken_both_ways_is_said_for_both() -> None:
     pairs = zip(broken(SECOND, THIRD).links, broken(THIRD, SECOND).links, strict=True)
-    links = [there if there.error else back for there, back in pairs]
+    links = [link if link.error else back for link, back in pairs]
     result = problems(replace(healthy(), links=links))
     assert [(finding.node, finding.check) for finding in result] == [(SECOND, "link"), (THIRD, "link")]
     assert "nor the other way" in result[0].actual

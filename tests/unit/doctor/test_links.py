@@ -8,7 +8,7 @@ from trireme.core.errors import RoomFailed
 from trireme.doctor import links
 from trireme.doctor.links import Endpoint, Listener, rate, reach
 
-HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"
+LOCAL, ELSEWHERE = "127.0.0.1", "127.0.0.2"
 TOKEN = b"0123456789abcdef"
 
 
@@ -18,25 +18,25 @@ def listener() -> Listener:
 
 
 def test_a_listener_is_reached_and_confirms_what_arrives(listener: Listener) -> None:
-    at = listener.add(HERE)
+    at = listener.add(LOCAL)
     assert reach(at, TOKEN) == ""
     assert rate(at, TOKEN) > 0
 
 
 def test_what_does_not_listen_is_not_reached(listener: Listener) -> None:
-    at = listener.add(HERE)
+    at = listener.add(LOCAL)
     assert "refused" in reach(Endpoint(ELSEWHERE, at.port), TOKEN)
     assert rate(Endpoint(ELSEWHERE, at.port), TOKEN) == 0.0
 
 
 def test_a_node_that_does_not_answer_is_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "CONNECT_S", 0.05)
-    with socket.create_server((HERE, 0)) as silent:
+    with socket.create_server((LOCAL, 0)) as silent:
         assert "timed out" in reach(Endpoint(*silent.getsockname()), TOKEN)
 
 
 def test_callers_without_the_token_get_no_answer(listener: Listener) -> None:
-    at = listener.add(HERE)
+    at = listener.add(LOCAL)
     for wrong in (b"0123456789abcdeF", b"short"):
         with socket.create_connection((at.host, at.port), 5) as connection:
             connection.sendall(wrong)
@@ -47,10 +47,10 @@ def test_callers_without_the_token_get_no_answer(listener: Listener) -> None:
 
 
 def test_it_listens_within_a_range(listener: Listener) -> None:
-    first = min((listener.add(HERE) for _ in range(2)), key=lambda at: at.port)  # never the last port of all
+    first = min((listener.add(LOCAL) for _ in range(2)), key=lambda at: at.port)  # never the last port of all
     with pytest.raises(RoomFailed, match=rf"{first.port}-{first.port} \(cluster.ports\)"):
-        listener.add(HERE, range(first.port, first.port + 1))
-    second = listener.add(HERE, [first.port, 0])
+        listener.add(LOCAL, range(first.port, first.port + 1))
+    second = listener.add(LOCAL, [first.port, 0])
     assert second.port != first.port, "the next one that is free"
 
 

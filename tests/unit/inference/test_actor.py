@@ -52,10 +52,10 @@ def config(deterministic: bool = False, update_s: float = 60.0, **inference: Any
 
 
 def replica(engine_dead: bool = False, kind: type[ReplicaActor] = ReplicaActor) -> ReplicaActor:
-    made = kind(config(), 0, None)
-    made.engine = SimpleNamespace(errored=engine_dead)
-    made.engine_stats = EngineStats(None)
-    return made
+    double = kind(config(), 0, None)
+    double.engine = SimpleNamespace(errored=engine_dead)
+    double.engine_stats = EngineStats(None)
+    return double
 
 
 def test_a_call_that_never_answers_has_a_deadline() -> None:
@@ -93,24 +93,24 @@ class Stalling(ReplicaActor):
 def test_an_engine_without_progress_is_found_before_the_deadline_of_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference.actor.HEALTH_TICK_S", 0.01)
     monkeypatch.setattr("inference.stalls.QUIET_S", 0.05)
-    made = replica(kind=Stalling)
-    call = partial(made._guarded, "update step 'take'", timeout_s=3600, usual=LearnedDeadline(0.3))
+    stalling = replica(kind=Stalling)
+    call = partial(stalling._guarded, "update step 'take'", timeout_s=3600, usual=LearnedDeadline(0.3))
     with pytest.raises(
         RoomFailed, match=r"no progress of its engine for 0 s, which has not answered update step 'take'"
     ):
         asyncio.run(call(asyncio.sleep(3600)))
-    assert made.kills == 1
+    assert stalling.kills == 1
     monkeypatch.setattr(Stalling, "share", 1.0)
     asyncio.run(call(asyncio.sleep(0.6, "taken")))
-    assert made.kills == 1
+    assert stalling.kills == 1
 
 
 def test_a_slow_fetch_is_not_the_engines_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference.actor.HEALTH_TICK_S", 0.01)
     monkeypatch.setattr("inference.stalls.QUIET_S", 0.05)
-    made = replica(kind=Stalling)
-    made.call_deadline = LearnedDeadline(0.1)
-    step = partial(made._step, deadline=time.monotonic() + 60.0)
+    stalling = replica(kind=Stalling)
+    stalling.call_deadline = LearnedDeadline(0.1)
+    step = partial(stalling._step, deadline=time.monotonic() + 60.0)
     asyncio.run(step(FETCH, asyncio.sleep(0.4)))
     with pytest.raises(RoomFailed, match="no progress"):
         asyncio.run(step("take", asyncio.sleep(0.4)))
@@ -123,27 +123,27 @@ def test_a_dead_engine_is_seen_while_waiting() -> None:
 
 def test_an_engine_that_stands_still_is_killed_and_its_actor_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is stopped, as an engine that hangs in a driver is: it writes no stacks and ends by no other signal."""
-    made = replica()
-    monkeypatch.setattr(made.engine, "errored", False)
+    stuck = replica()
+    monkeypatch.setattr(stuck.engine, "errored", False)
     context = SimpleNamespace(get_node_id=lambda: "node")
     monkeypatch.setattr(replica_module.ray, "get_runtime_context", lambda: context)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as engine:
         manager = SimpleNamespace(processes=[engine])
-        made.engine.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=manager))
-        made.engine.get_num_unfinished_requests = lambda: 1
+        stuck.engine.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=manager))
+        stuck.engine.get_num_unfinished_requests = lambda: 1
 
         async def silent() -> None:
-            assert (await made.heartbeat()).pids == (os.getpid(), engine.pid)
+            assert (await stuck.heartbeat()).pids == (os.getpid(), engine.pid)
             os.kill(engine.pid, signal.SIGSTOP)
-            made.engine_stats._heard -= 61.0  # of update_s = 60
-            said = "inference replica 0 has had no sign of life of its engine, which has work, for 61 s"
+            stuck.engine_stats._heard -= 61.0  # of update_s = 60
+            message = "inference replica 0 has had no sign of life of its engine, which has work, for 61 s"
             for _ in range(2):
-                with pytest.raises(RoomFailed, match=said):
-                    await made.heartbeat()
-            assert await made.has_lost_engine()
+                with pytest.raises(RoomFailed, match=message):
+                    await stuck.heartbeat()
+            assert await stuck.has_lost_engine()
             assert await replica_module._gone(engine.pid)
 
-        assert not asyncio.run(made.has_lost_engine())
+        assert not asyncio.run(stuck.has_lost_engine())
         asyncio.run(silent())
 
 
@@ -159,9 +159,9 @@ def test_a_broken_replica_refuses_every_request_with_the_reason() -> None:
 
 
 def test_sampling_before_any_weights_is_refused() -> None:
-    asked = SampleRequest("a", (1,), SamplingParams(max_tokens=1), "a")
+    submitted = SampleRequest("a", (1,), SamplingParams(max_tokens=1), "a")
     with pytest.raises(RoomFailed, match="before any weights were published"):
-        raise asyncio.run(outcomes(replica(), [asked]))[0]
+        raise asyncio.run(outcomes(replica(), [submitted]))[0]
 
 
 class TestPredecessor:
@@ -316,33 +316,35 @@ CALLERS = count()
 
 async def exchanged(of: ReplicaActor, requests: list[SampleRequest]) -> tuple[list[Any], TriremeError | None]:
     """Returns how the requests ended, in their order, and why the replica is broken."""
-    caller, message, found = f"caller {next(CALLERS)}", pack_requests(requests), dict[str, Any]()
+    caller, message, outcomes_by_id = f"caller {next(CALLERS)}", pack_requests(requests), dict[str, Any]()
     while True:
         reply = Reply.unpack(await of.exchange(caller, message))
-        found |= reply.outcomes
-        if reply.failure or len(found) == len(requests):
-            return [found[request.request_id] for request in requests if request.request_id in found], reply.failure
+        outcomes_by_id |= reply.outcomes
+        if reply.failure or len(outcomes_by_id) == len(requests):
+            return [
+                outcomes_by_id[request.request_id] for request in requests if request.request_id in outcomes_by_id
+            ], reply.failure
         message = pack_requests([])
 
 
 async def outcomes(of: ReplicaActor, requests: list[SampleRequest]) -> list[Any]:
-    found, failure = await exchanged(of, requests)
+    outcomes_by_id, failure = await exchanged(of, requests)
     if failure:
         raise failure
-    return found
+    return outcomes_by_id
 
 
 async def test_deterministic_requests_enter_in_order_while_the_engine_stands_still() -> None:
     names = ["longest", "long", "impossible", "l"]
-    made = SamplingReplica(deterministic=True)
-    answers = await outcomes(made, requests_of(*names))
-    assert made.engine.calls == ["pause keep", "longest", "long", "l", "resume"]
+    sampling_replica = SamplingReplica(deterministic=True)
+    answers = await outcomes(sampling_replica, requests_of(*names))
+    assert sampling_replica.engine.calls == ["pause keep", "longest", "long", "l", "resume"]
     assert [isinstance(answer, BadRequest) for answer in answers] == [name == "impossible" for name in names]
     assert str(answers[2]) == "vLLM does not sample this request: Refused: too long"
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
+    ("name", "reason"),
     [
         ("impossible", "Refused: too long"),
         ("unsendable", "OverflowError: int too big to convert"),
@@ -350,32 +352,32 @@ async def test_deterministic_requests_enter_in_order_while_the_engine_stands_sti
         ("given up", "its engine ended it with 'error'"),
     ],
 )
-async def test_an_exception_about_one_request_is_its_own_while_the_engine_answers(name: str, why: str) -> None:
-    made = SamplingReplica(deterministic=False)
-    answers, failure = await exchanged(made, requests_of("a", name, "b"))
+async def test_an_exception_about_one_request_is_its_own_while_the_engine_answers(name: str, reason: str) -> None:
+    sampling_replica = SamplingReplica(deterministic=False)
+    answers, failure = await exchanged(sampling_replica, requests_of("a", name, "b"))
     assert failure is None, "the replica is not broken"
     assert isinstance(answers[1], BadRequest)
-    assert why in str(answers[1])
+    assert reason in str(answers[1])
     assert [answers[n].tokens.tolist() for n in (0, 2)] == [[7], [7]]
-    assert made.engine.output_processor.request_states == {}, "else a silent engine would seem to have work"
-    assert made.engine.questions == 1
+    assert sampling_replica.engine.output_processor.request_states == {}, "else a silent engine would seem to have work"
+    assert sampling_replica.engine.questions == 1
 
 
 @pytest.mark.parametrize("name", ["impossible", "raising"])
 async def test_an_exception_of_a_silent_engine_is_a_lost_replica(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference.actor.HEALTH_TICK_S", 0.01)
-    made = SamplingReplica(deterministic=False, update_s=0.1)
-    made.engine.dies = True
-    (answer,), failure = await exchanged(made, requests_of(name))
+    sampling_replica = SamplingReplica(deterministic=False, update_s=0.1)
+    sampling_replica.engine.dies = True
+    (answer,), failure = await exchanged(sampling_replica, requests_of(name))
     assert type(failure) is RoomFailed
     assert "no answer for a call after an exception" in str(failure)
     assert answer.tokens.tolist() == [], "another replica may sample it"
 
 
 async def test_requests_are_not_held_up_outside_deterministic_mode() -> None:
-    made = SamplingReplica(deterministic=False)
-    await outcomes(made, requests_of("b", "a"))
-    assert made.engine.calls == ["b", "a"]
+    sampling_replica = SamplingReplica(deterministic=False)
+    await outcomes(sampling_replica, requests_of("b", "a"))
+    assert sampling_replica.engine.calls == ["b", "a"]
 
 
 class PulsingReplica(SamplingReplica):
@@ -387,94 +389,96 @@ async def test_a_heartbeat_tells_for_how_long_an_engine_with_work_is_silent(monk
     monkeypatch.setattr("inference.engine_stats.time", SimpleNamespace(monotonic=lambda: now[0]))
     node = SimpleNamespace(get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "a node"))
     monkeypatch.setattr("inference.actor.ray", node)
-    made = PulsingReplica(deterministic=False)
+    pulsing = PulsingReplica(deterministic=False)
     now[0] = 100.0
-    assert await made.heartbeat() == Heartbeat((os.getpid(), 4242), "a node", 0.0, 60.0), "it has nothing to do"
-    made.engine.going.clear()
-    sampling = asyncio.create_task(outcomes(made, requests_of("a")))
+    assert await pulsing.heartbeat() == Heartbeat((os.getpid(), 4242), "a node", 0.0, 60.0), "it has nothing to do"
+    pulsing.engine.going.clear()
+    sampling = asyncio.create_task(outcomes(pulsing, requests_of("a")))
     await turns()
-    made.engine_stats.listen()
+    pulsing.engine_stats.listen()
     now[0] = 107.0
-    assert (await made.heartbeat()).behind_s == 7
-    pause = asyncio.create_task(made.pause())
+    assert (await pulsing.heartbeat()).behind_s == 7
+    pause = asyncio.create_task(pulsing.pause())
     await asyncio.sleep(0)
-    assert (await made.heartbeat()).behind_s == 7, "it has not heard yet that it is to stand still"
+    assert (await pulsing.heartbeat()).behind_s == 7, "it has not heard yet that it is to stand still"
     await pause
-    assert (await made.heartbeat()).behind_s == 0
-    await made.resume()
+    assert (await pulsing.heartbeat()).behind_s == 0
+    await pulsing.resume()
     now[0] = 109.0
     await sampling
-    assert (await made.heartbeat()).behind_s == 0
-    pause = asyncio.create_task(made.pause())
+    assert (await pulsing.heartbeat()).behind_s == 0
+    pause = asyncio.create_task(pulsing.pause())
     await asyncio.sleep(0)
     now[0] = 112.0
-    assert (await made.heartbeat()).behind_s == 3, "it was asked for something, though not to sample"
+    assert (await pulsing.heartbeat()).behind_s == 3, "it was asked for something, though not to sample"
     await pause
 
 
 async def test_requests_on_their_way_in_are_given_up_too() -> None:
     """In deterministic mode they would work beside those of the next attempt."""
-    made = SamplingReplica(deterministic=True)
-    await made.pausing.acquire()
-    sampling = asyncio.create_task(outcomes(made, requests_of("a")))
+    sampling_replica = SamplingReplica(deterministic=True)
+    await sampling_replica.pausing.acquire()
+    sampling = asyncio.create_task(outcomes(sampling_replica, requests_of("a")))
     await turns()
-    await made.abort_all()
-    made.pausing.release()
+    await sampling_replica.abort_all()
+    sampling_replica.pausing.release()
     assert [answer.tokens.tolist() for answer in await sampling] == [[]]
-    assert made.running == made.engine.output_processor.request_states == {}
-    assert len(await outcomes(made, requests_of("b"))) == 1
+    assert sampling_replica.running == sampling_replica.engine.output_processor.request_states == {}
+    assert len(await outcomes(sampling_replica, requests_of("b"))) == 1
 
 
 async def test_a_request_below_its_floor_is_refused_here_whatever_its_router_believes() -> None:
     """The weights are 1:0."""
-    made = SamplingReplica(deterministic=False)
+    sampling_replica = SamplingReplica(deterministic=False)
     floors = [(1, 1), (1, 0), (2, 0), (2, None), (1, None), (0, 3)]
     names = [f"{attempt}:{floor}" for attempt, floor in floors]
-    asked = zip(requests_of(*names), floors, strict=True)
-    answers = await outcomes(made, [replace(each, attempt=place[0], floor=place[1]) for each, place in asked])
+    pairs = zip(requests_of(*names), floors, strict=True)
+    answers = await outcomes(
+        sampling_replica, [replace(request, attempt=place[0], floor=place[1]) for request, place in pairs]
+    )
     assert [isinstance(answer, ReplicaBehind) for answer in answers] == [True, False, True, True, False, False]
-    assert sorted(made.engine.calls) == ["0:3", "1:0", "1:None"]
-    assert made.broken is None
+    assert sorted(sampling_replica.engine.calls) == ["0:3", "1:0", "1:None"]
+    assert sampling_replica.broken is None
 
 
-async def received(made: ReplicaActor) -> None:
+async def received(updating: ReplicaActor) -> None:
     """Waits until weights are in the engine: a thread brings them there."""
     for _ in range(2000):
-        if made.engine.calls.count("checked") >= len(CHECKED):
+        if updating.engine.calls.count("checked") >= len(CHECKED):
             return await turns()
         await asyncio.sleep(0.01)
-    raise AssertionError(made.engine.calls)
+    raise AssertionError(updating.engine.calls)
 
 
 async def test_updates_come_one_after_the_other() -> None:
     """Also when the first is of an orchestrator that has died meanwhile."""
-    made = UpdatingReplica("recompute_kv")
-    made.canary_done.clear()
-    updates = [asyncio.create_task(made.load_weights(published(version))) for version in (1, 2)]
-    await received(made)
-    assert made.engine.calls.count("receive_weights") == 1
-    made.canary_done.set()
+    updating = UpdatingReplica("recompute_kv")
+    updating.canary_done.clear()
+    updates = [asyncio.create_task(updating.load_weights(published(version))) for version in (1, 2)]
+    await received(updating)
+    assert updating.engine.calls.count("receive_weights") == 1
+    updating.canary_done.set()
     assert [(await update).identity.version for update in updates] == [1, 2]
 
 
 async def test_an_update_to_the_same_weights_again_is_the_one_that_is_under_way_or_has_ended() -> None:
     """A replica set that succeeds another repeats its update."""
-    made = UpdatingReplica("recompute_kv")
-    made.canary_done.clear()
-    first, again = (asyncio.create_task(made.load_weights(published(1))) for _ in range(2))
-    await received(made)
+    updating = UpdatingReplica("recompute_kv")
+    updating.canary_done.clear()
+    first, again = (asyncio.create_task(updating.load_weights(published(1))) for _ in range(2))
+    await received(updating)
     first.cancel()
-    made.canary_done.set()
+    updating.canary_done.set()
     report = await again
-    assert await made.load_weights(published(1)) is report
-    assert made.engine.calls.count("receive_weights") == 1
-    assert (await made.load_weights(published(2))).identity.version == 2
+    assert await updating.load_weights(published(1)) is report
+    assert updating.engine.calls.count("receive_weights") == 1
+    assert (await updating.load_weights(published(2))).identity.version == 2
 
 
-@pytest.mark.parametrize("seen", [True, False])
-async def test_an_update_of_a_lost_engine_spares_its_successor(monkeypatch: pytest.MonkeyPatch, seen: bool) -> None:
+@pytest.mark.parametrize("errored", [True, False])
+async def test_an_update_of_a_lost_engine_spares_its_successor(monkeypatch: pytest.MonkeyPatch, errored: bool) -> None:
     """The start of an engine blocks the actor for longer than an engine may stand still, and a call to the lost one is
-    still pending: whether vLLM saw its death (`seen`) or not, the next engine is not the one that did not answer."""
+    still pending: whether vLLM saw its death (`errored`) or not, the next engine is not the one that did not answer."""
     monkeypatch.setattr("inference.actor.HEALTH_TICK_S", 0.01)
     monkeypatch.setattr("inference.stalls.QUIET_S", 0.02)
     info = SimpleNamespace()
@@ -492,7 +496,7 @@ async def test_an_update_of_a_lost_engine_spares_its_successor(monkeypatch: pyte
             self.kills += 1
 
         async def _await_end(self, pids: Any) -> None:
-            self.engine.errored = seen
+            self.engine.errored = errored
 
         async def _in_engine(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
             if method == "take_weights" and self.hangs:
@@ -507,16 +511,16 @@ async def test_an_update_of_a_lost_engine_spares_its_successor(monkeypatch: pyte
             self.proved.set()
             return info
 
-    made = Restarting("recompute_kv")
-    made.engine.shutdown = lambda: None
-    made.call_deadline = LearnedDeadline(1.0)
-    update = asyncio.create_task(made.load_weights(published(version=1)))
-    await received(made)
-    assert await asyncio.wait_for(made.restart(), 10.0) is info
+    restarting = Restarting("recompute_kv")
+    restarting.engine.shutdown = lambda: None
+    restarting.call_deadline = LearnedDeadline(1.0)
+    update = asyncio.create_task(restarting.load_weights(published(version=1)))
+    await received(restarting)
+    assert await asyncio.wait_for(restarting.restart(), 10.0) is info
     with pytest.raises(RoomFailed):
         await update
-    assert (made.kills, made.broken) == (0, None)
-    assert (await made.load_weights(published(version=2))).identity.version == 2
+    assert (restarting.kills, restarting.broken) == (0, None)
+    assert (await restarting.load_weights(published(version=2))).identity.version == 2
 
 
 def unfinished(name: str) -> Any:
@@ -529,47 +533,47 @@ def unfinished(name: str) -> Any:
     )
 
 
-async def begun(made: SamplingReplica, *names: str) -> asyncio.Task[list[Any]]:
+async def begun(sampling_replica: SamplingReplica, *names: str) -> asyncio.Task[list[Any]]:
     """Requests that have a token each and stand still."""
-    made.engine.going.clear()
-    sampling = asyncio.create_task(outcomes(made, requests_of(*names)))
+    sampling_replica.engine.going.clear()
+    sampling = asyncio.create_task(outcomes(sampling_replica, requests_of(*names)))
     await turns()
-    made.engine.output_processor.request_states.update({name: unfinished(name) for name in names})
+    sampling_replica.engine.output_processor.request_states.update({name: unfinished(name) for name in names})
     return sampling
 
 
 async def test_progress_is_what_requests_have_beyond_what_is_known() -> None:
-    made = SamplingReplica(deterministic=False)
-    sampling = await begun(made, "a", "b")
-    told = await made.progress({"a": 0, "b": 1, "gone": 0})
-    assert {name: progress.tokens.tolist() for name, progress in told.items()} == {"a": [7]}
-    ((name, progress),) = Reply.unpack(await made.packed_progress({"a": 0, "b": 1})).outcomes
-    assert (name, progress.tokens.tolist(), progress.spans) == ("a", [7], told["a"].spans)
-    made.proved.clear()  # as an update does
-    assert await made.progress({"a": 0}) == {}
-    made.proved.set()
-    made.engine.going.set()
+    sampling_replica = SamplingReplica(deterministic=False)
+    sampling = await begun(sampling_replica, "a", "b")
+    progress_by_name = await sampling_replica.progress({"a": 0, "b": 1, "gone": 0})
+    assert {name: progress.tokens.tolist() for name, progress in progress_by_name.items()} == {"a": [7]}
+    ((name, progress),) = Reply.unpack(await sampling_replica.packed_progress({"a": 0, "b": 1})).outcomes
+    assert (name, progress.tokens.tolist(), progress.spans) == ("a", [7], progress_by_name["a"].spans)
+    sampling_replica.proved.clear()  # as an update does
+    assert await sampling_replica.progress({"a": 0}) == {}
+    sampling_replica.proved.set()
+    sampling_replica.engine.going.set()
     await sampling
 
 
 @pytest.mark.parametrize("verb", ["abort", "abort_all"])
 async def test_aborted_requests_end_with_what_they_have(verb: str) -> None:
-    made = SamplingReplica(deterministic=False)
-    sampling = await begun(made, "a", "b")
-    await (made.abort(["a", "b"]) if verb == "abort" else made.abort_all())
+    sampling_replica = SamplingReplica(deterministic=False)
+    sampling = await begun(sampling_replica, "a", "b")
+    await (sampling_replica.abort(["a", "b"]) if verb == "abort" else sampling_replica.abort_all())
     assert [answer.tokens.tolist() for answer in await sampling] == [[7], [7]]
-    assert made.running == made.engine.output_processor.request_states == {}
+    assert sampling_replica.running == sampling_replica.engine.output_processor.request_states == {}
 
 
 async def test_a_dead_engine_ends_requests_with_what_they_have() -> None:
-    made = SamplingReplica(deterministic=False)
-    made.engine.going.clear()
-    sampling = asyncio.create_task(exchanged(made, requests_of("a", "b")))
+    sampling_replica = SamplingReplica(deterministic=False)
+    sampling_replica.engine.going.clear()
+    sampling = asyncio.create_task(exchanged(sampling_replica, requests_of("a", "b")))
     await turns()
-    made.engine.output_processor.request_states.update(a=unfinished("a"), b=unfinished("b"))
-    made.engine.errored = True
-    made.engine.dies = True
-    made.engine.going.set()
+    sampling_replica.engine.output_processor.request_states.update(a=unfinished("a"), b=unfinished("b"))
+    sampling_replica.engine.errored = True
+    sampling_replica.engine.dies = True
+    sampling_replica.engine.going.set()
     answers, failure = await sampling
     assert "its engine process died" in str(failure)
     assert [answer.tokens.tolist() for answer in answers] == [[7], [7]]
@@ -577,21 +581,21 @@ async def test_a_dead_engine_ends_requests_with_what_they_have() -> None:
 
 async def test_nobody_lets_an_engine_go_on_that_takes_weights() -> None:
     """Sampling that begins during an update waits for its end; after a refused update it fails, and nothing resumes."""
-    made = SamplingReplica(deterministic=True)
-    await made.pausing.acquire()  # as an update does
-    begun = asyncio.create_task(outcomes(made, requests_of("a")))
-    refused = asyncio.create_task(outcomes(made, requests_of("b")))
+    sampling_replica = SamplingReplica(deterministic=True)
+    await sampling_replica.pausing.acquire()  # as an update does
+    begun = asyncio.create_task(outcomes(sampling_replica, requests_of("a")))
+    refused = asyncio.create_task(outcomes(sampling_replica, requests_of("b")))
     await turns()
-    assert made.engine.calls == []
-    made.pausing.release()
+    assert sampling_replica.engine.calls == []
+    sampling_replica.pausing.release()
     await begun
     await refused
-    assert made.engine.calls == ["pause keep", "a", "resume", "pause keep", "b", "resume"]
-    made.broken = WeightsRefused("canary")
+    assert sampling_replica.engine.calls == ["pause keep", "a", "resume", "pause keep", "b", "resume"]
+    sampling_replica.broken = WeightsRefused("canary")
     with pytest.raises(WeightsRefused, match="canary"):
-        await outcomes(made, requests_of("c"))
-    assert "c" not in made.engine.calls
-    assert made.engine.calls.count("resume") == 2
+        await outcomes(sampling_replica, requests_of("c"))
+    assert "c" not in sampling_replica.engine.calls
+    assert sampling_replica.engine.calls.count("resume") == 2
 
 
 class UpdatingReplica(SamplingReplica):
@@ -646,20 +650,20 @@ async def bucket_of_a_dead_trainer() -> Any:
 
 async def test_weights_that_cannot_be_fetched_change_nothing() -> None:
     """Whoever published them is dead; the replica takes the next ones."""
-    made = UpdatingReplica("recompute_kv")
+    updating = UpdatingReplica("recompute_kv")
     lost = replace(published(version=1), source=(bucket_of_a_dead_trainer(),))
     with pytest.raises(RoomFailed, match=r"inference replica 0, fetching version 1: OSError: its owner has died"):
-        await made.load_weights(lost)
-    assert made.broken is None
-    assert (await made.load_weights(published(version=2))).identity.version == 2
+        await updating.load_weights(lost)
+    assert updating.broken is None
+    assert (await updating.load_weights(published(version=2))).identity.version == 2
 
 
 async def test_bytes_that_the_engine_refuses_are_not_loaded() -> None:
-    made = UpdatingReplica("recompute_kv")
-    made.refusals = [None, None, "tensor w arrived corrupted"]
+    updating = UpdatingReplica("recompute_kv")
+    updating.refusals = [None, None, "tensor w arrived corrupted"]
     with pytest.raises(WeightsRefused, match="inference replica 0: tensor w arrived corrupted"):
-        await made.load_weights(published(version=1))
-    assert made.engine.calls == ["receive_weights", *["checked"] * 3], "no rank has loaded anything"
+        await updating.load_weights(published(version=1))
+    assert updating.engine.calls == ["receive_weights", *["checked"] * 3], "no rank has loaded anything"
 
 
 def test_the_death_of_a_rank_is_that_of_its_engine() -> None:
@@ -667,19 +671,19 @@ def test_the_death_of_a_rank_is_that_of_its_engine() -> None:
     code = [sys.executable, "-c", "input()"]
 
     async def run(engine: int, first: int, second: subprocess.Popen[bytes]) -> None:
-        made = PulsingReplica(deterministic=False)
-        made._engine_pid, made.ranks = engine, (first, second.pid)  # type: ignore[misc]
-        made._watch_ranks()
-        assert not await made.has_lost_engine()
+        pulsing = PulsingReplica(deterministic=False)
+        pulsing._engine_pid, pulsing.ranks = engine, (first, second.pid)  # type: ignore[misc]
+        pulsing._watch_ranks()
+        assert not await pulsing.has_lost_engine()
         second.kill()
         deadline = time.monotonic() + 60
         while not replica_module.has_ended(engine):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
-        assert await made.has_lost_engine()
-        assert made._watched == []
+        assert await pulsing.has_lost_engine()
+        assert pulsing._watched == []
         with pytest.raises(RoomFailed, match=f"rank 1 of its engine, process {second.pid}, died"):
-            await made.heartbeat()
+            await pulsing.heartbeat()
 
     with ExitStack() as stack:
         three = [stack.enter_context(subprocess.Popen(code, stdin=subprocess.PIPE)) for _ in range(3)]
@@ -690,16 +694,16 @@ def test_the_death_of_a_rank_is_that_of_its_engine() -> None:
     ("on_update", "pause", "reprefilled"), [("recompute_kv", "pause keep, clear", 20), ("keep_kv", "pause keep", 0)]
 )
 async def test_requests_in_flight_see_an_update_between_two_steps(on_update: str, pause: str, reprefilled: int) -> None:
-    made = UpdatingReplica(on_update)
-    sampling = await begun(made, "a", "b")
-    report = await made.load_weights(published(version=1))
-    assert made.engine.calls == ["a", "b", "receive_weights", *CHECKED, pause, *TAKEN]
+    updating = UpdatingReplica(on_update)
+    sampling = await begun(updating, "a", "b")
+    report = await updating.load_weights(published(version=1))
+    assert updating.engine.calls == ["a", "b", "receive_weights", *CHECKED, pause, *TAKEN]
     assert report.reprefill_tokens == reprefilled
     assert report.seconds >= report.wait_s + report.pause_s > 0
     for answer in await sampling:
         assert [span.identity.version for span in answer.spans] == [1]
         assert [span.mixed for span in answer.spans] == [on_update == "keep_kv"]
-    (later,) = await outcomes(made, requests_of("later"))
+    (later,) = await outcomes(updating, requests_of("later"))
     assert [span.mixed for span in later.spans] == [False]
 
 
@@ -707,110 +711,111 @@ async def test_requests_in_flight_see_an_update_between_two_steps(on_update: str
 @pytest.mark.parametrize("on_update", ["recompute_kv", "keep_kv"])
 async def test_a_conversation_keeps_its_prefix_over_updates_where_the_cache_does(on_update: str, updates: int) -> None:
     """No prefix is older than its name says: also a conversation that began with weights which are not here yet."""
-    made, newest = UpdatingReplica(on_update), published(version=updates).identity
+    updating, newest = UpdatingReplica(on_update), published(version=updates).identity
     conversation, ahead = (
-        replace(requests_of("a")[0], began=began) for began in (IDENTITY, WeightIdentity(1, updates + 1, "later"))
+        replace(requests_of("a")[0], began=identity_at_start)
+        for identity_at_start in (IDENTITY, WeightIdentity(1, updates + 1, "later"))
     )
-    await outcomes(made, requests_of("a"))
-    made.refusals = [""] * updates
+    await outcomes(updating, requests_of("a"))
+    updating.refusals = [""] * updates
     for version in range(1, updates + 1):
-        await made.load_weights(published(version=version))
-    answers = [(await outcomes(made, [each]))[0] for each in (conversation, requests_of("b")[0], ahead)]
-    kept = IDENTITY if on_update == "keep_kv" else newest
-    assert made.salts == [str(identity) for identity in (IDENTITY, kept, newest, newest)]
+        await updating.load_weights(published(version=version))
+    answers = [(await outcomes(updating, [item]))[0] for item in (conversation, requests_of("b")[0], ahead)]
+    expected = IDENTITY if on_update == "keep_kv" else newest
+    assert updating.salts == [str(identity) for identity in (IDENTITY, expected, newest, newest)]
     assert [answer.spans[0].mixed for answer in answers] == [on_update == "keep_kv", False, False]
 
 
 async def test_a_return_to_an_older_commit_drops_all_prefixes() -> None:
     """Those of conversations that live on may have been extended by weights that the commit does not have."""
-    made = UpdatingReplica("keep_kv")
-    await made.load_weights(published(version=1))
+    updating = UpdatingReplica("keep_kv")
+    await updating.load_weights(published(version=1))
     returned = published(version=1)
     identity = replace(returned.identity, attempt=2)
-    await made.load_weights(replace(returned, manifest=replace(returned.manifest, identity=identity)))
-    assert [call for call in made.engine.calls if call.startswith("pause")] == ["pause keep", "pause keep, clear"]
+    await updating.load_weights(replace(returned, manifest=replace(returned.manifest, identity=identity)))
+    assert [call for call in updating.engine.calls if call.startswith("pause")] == ["pause keep", "pause keep, clear"]
 
 
 async def test_requests_that_were_only_queued_are_not_prefilled_again() -> None:
-    made = UpdatingReplica("recompute_kv")
-    sampling = await begun(made, "a", "b")
-    waiting = asyncio.create_task(outcomes(made, requests_of("c", "d")))
+    updating = UpdatingReplica("recompute_kv")
+    sampling = await begun(updating, "a", "b")
+    waiting = asyncio.create_task(outcomes(updating, requests_of("c", "d")))
     await turns()
-    assert made.engine.output_processor.request_states.keys() == {"a", "b", "c", "d"}
-    assert (await made.load_weights(published(version=1))).reprefill_tokens == 2 * (9 + 1)
+    assert updating.engine.output_processor.request_states.keys() == {"a", "b", "c", "d"}
+    assert (await updating.load_weights(published(version=1))).reprefill_tokens == 2 * (9 + 1)
     await asyncio.gather(sampling, waiting)
 
 
 async def test_drain_finishes_what_is_in_flight_and_lets_new_requests_wait() -> None:
-    made = UpdatingReplica("drain")
-    made.engine.going.clear()
-    sampling = asyncio.create_task(outcomes(made, requests_of("a")))
+    updating = UpdatingReplica("drain")
+    updating.engine.going.clear()
+    sampling = asyncio.create_task(outcomes(updating, requests_of("a")))
     await turns()
-    update = asyncio.create_task(made.load_weights(published(version=1)))
-    await received(made)
-    new = asyncio.create_task(outcomes(made, requests_of("new")))
+    update = asyncio.create_task(updating.load_weights(published(version=1)))
+    await received(updating)
+    new = asyncio.create_task(outcomes(updating, requests_of("new")))
     await turns()
-    assert made.engine.calls == ["a", "receive_weights", *CHECKED]
-    made.engine.going.set()
+    assert updating.engine.calls == ["a", "receive_weights", *CHECKED]
+    updating.engine.going.set()
     assert (await update).reprefill_tokens == 0
     old, new_one = (await sampling)[0], (await new)[0]
-    assert made.engine.calls == ["a", "receive_weights", *CHECKED, "pause keep, clear", *TAKEN, "new"]
+    assert updating.engine.calls == ["a", "receive_weights", *CHECKED, "pause keep, clear", *TAKEN, "new"]
     assert [span.identity.version for answer in (old, new_one) for span in answer.spans] == [0, 1]
 
 
 async def test_a_drain_that_takes_too_long_says_who_is_waited_for() -> None:
-    made = UpdatingReplica("drain", update_s=0.5)
-    made.engine.going.clear()
-    sampling = asyncio.create_task(outcomes(made, requests_of("slow one", "slow two")))
+    updating = UpdatingReplica("drain", update_s=0.5)
+    updating.engine.going.clear()
+    sampling = asyncio.create_task(outcomes(updating, requests_of("slow one", "slow two")))
     await turns()
     expected = (
         r"inference replica 0 could not take version 1 within 0.5 s: it waited for 2 requests in flight "
         r"\(slow one, slow two\). Raise timeouts.update_s, .* inference.on_update = recompute_kv"
     )
     with pytest.raises(RoomFailed, match=expected):
-        await made.load_weights(published(version=1))
+        await updating.load_weights(published(version=1))
     with pytest.raises(RoomFailed, match=expected):
         await sampling
 
 
 async def test_no_answer_leaves_before_the_weights_are_proved() -> None:
-    made = UpdatingReplica("recompute_kv")
-    made.engine.going.clear()
-    made.canary_done.clear()
-    sampling = asyncio.create_task(outcomes(made, requests_of("in flight")))
+    updating = UpdatingReplica("recompute_kv")
+    updating.engine.going.clear()
+    updating.canary_done.clear()
+    sampling = asyncio.create_task(outcomes(updating, requests_of("in flight")))
     await turns()
-    update = asyncio.create_task(made.load_weights(published(version=1)))
-    await made.engine.going.wait()
-    later = asyncio.create_task(outcomes(made, requests_of("later")))
+    update = asyncio.create_task(updating.load_weights(published(version=1)))
+    await updating.engine.going.wait()
+    later = asyncio.create_task(outcomes(updating, requests_of("later")))
     await turns()
-    assert made.engine.output_processor.request_states == {}, "both have been sampled"
+    assert updating.engine.output_processor.request_states == {}, "both have been sampled"
     assert [task.done() for task in (sampling, later, update)] == [False] * 3
-    made.canary_done.set()
+    updating.canary_done.set()
     assert (await update).identity.version == 1
     for (answer,) in await asyncio.gather(sampling, later):
         assert [span.identity.version for span in answer.spans] == [1]
 
 
 async def test_what_was_sampled_under_refused_weights_is_given_up() -> None:
-    made = UpdatingReplica("recompute_kv")
-    made.canary = -2.0
-    made.engine.going.clear()
-    sampling = asyncio.create_task(outcomes(made, requests_of("in flight")))
+    updating = UpdatingReplica("recompute_kv")
+    updating.canary = -2.0
+    updating.engine.going.clear()
+    sampling = asyncio.create_task(outcomes(updating, requests_of("in flight")))
     await turns()
     with pytest.raises(WeightsRefused, match="inference replica 0: canary of version 1"):
-        await made.load_weights(published(version=1))
+        await updating.load_weights(published(version=1))
     with pytest.raises(WeightsRefused, match="inference replica 0: canary of version 1"):
         await sampling
-    assert made.running == {}
+    assert updating.running == {}
 
 
 async def test_a_canary_that_never_comes_breaks_the_replica() -> None:
-    made = UpdatingReplica("recompute_kv", update_s=0.5)
-    made.canary_done.clear()
+    updating = UpdatingReplica("recompute_kv", update_s=0.5)
+    updating.canary_done.clear()
     with pytest.raises(RoomFailed, match="inference replica 0: no answer for update step 'canary' within 0 s"):
-        await made.load_weights(published(version=1))
+        await updating.load_weights(published(version=1))
     with pytest.raises(RoomFailed, match="canary"):
-        await outcomes(made, requests_of("later"))
+        await outcomes(updating, requests_of("later"))
 
 
 def test_answers_can_be_made_wrong_in_each_way_that_a_test_may_name() -> None:
@@ -818,11 +823,11 @@ def test_answers_can_be_made_wrong_in_each_way_that_a_test_may_name() -> None:
     spans = (VersionSpan(IDENTITY, 0, 2),)
     answer = SampledSequence(np.array([3, 4], np.int32), np.float32([-1.0, -2.0]), "stop", spans)
 
-    def made(action: str) -> SampledSequence:
+    def sabotaged(action: str) -> SampledSequence:
         return asyncio.run(wrong_answer(answer, action))
 
-    assert (made("garbage").tokens > 10**6).all()
-    assert np.isnan(made("nan").logprobs).all()
-    assert [span.identity for span in made("stranger").spans] != [IDENTITY]
+    assert (sabotaged("garbage").tokens > 10**6).all()
+    assert np.isnan(sabotaged("nan").logprobs).all()
+    assert [span.identity for span in sabotaged("stranger").spans] != [IDENTITY]
     with pytest.raises(ValueError, match="garbled"):
-        made("garbled")
+        sabotaged("garbled")

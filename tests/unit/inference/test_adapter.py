@@ -17,13 +17,13 @@ class Manager:
     lora_config = SimpleNamespace(lora_dtype=torch.float32)
 
     def __init__(self) -> None:
-        self.held: dict[int, Any] = {}
+        self.adapters: dict[int, Any] = {}
 
     def add_adapter(self, lora: Any) -> None:
-        self.held[lora.id] = lora
+        self.adapters[lora.id] = lora
 
     def remove_adapter(self, number: int) -> None:
-        del self.held[number]
+        del self.adapters[number]
 
 
 @pytest.fixture
@@ -42,20 +42,20 @@ def tensors(layer: str = LAYER) -> dict[str, torch.Tensor]:
 
 def test_an_adapter_is_scaled_and_a_copy_under_its_own_number(runner: Any, manager: Manager) -> None:
     """What arrived is in memory that is mapped, and given back."""
-    given = tensors()
-    add_adapter(runner, 2, given, Adapter("d", 4, 8.0))
-    for tensor in given.values():
+    arrived = tensors()
+    add_adapter(runner, 2, arrived, Adapter("d", 4, 8.0))
+    for tensor in arrived.values():
         tensor.zero_()
-    (lora,) = manager.held[2].loras.values()
+    (lora,) = manager.adapters[2].loras.values()
     assert (lora.rank, lora.scaling) == (4, 1.0)
     assert lora.lora_a.unique().tolist() == [1.0]
     assert lora.lora_b.unique().tolist() == [2.0]
     assert request_of("a", 2).lora_int_id != POLICY.lora_int_id
     drop_adapter(runner, 2)
-    assert manager.held == {}
+    assert manager.adapters == {}
 
 
 def test_one_of_the_output_matrix_is_refused(runner: Any, manager: Manager) -> None:
     with pytest.raises(WeightsRefused, match=r"of lm_head beside others.*one adapter for all requests"):
         add_adapter(runner, 2, tensors("base_model.model.lm_head"), Adapter("d", 4, 8.0))
-    assert manager.held == {}
+    assert manager.adapters == {}

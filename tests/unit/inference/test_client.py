@@ -32,9 +32,9 @@ class Router:
         await asyncio.sleep(0.02 / len(self.requests))
         if self.fails:
             raise RoomFailed("no inference replica is left")
-        asked = {"prompt_logprobs": [None, -1.0, -2.0]} if request.prompt_logprobs else {}
+        options = {"prompt_logprobs": [None, -1.0, -2.0]} if request.prompt_logprobs else {}
         tokens = np.array(self.answer or [request.params.seed or 0])
-        return SampledSequence(tokens, np.zeros(len(tokens), np.float32), "stop", (), **asked)
+        return SampledSequence(tokens, np.zeros(len(tokens), np.float32), "stop", (), **options)
 
     async def update(self, weights: Any) -> list[Any]:
         return [weights, "taken"]
@@ -47,9 +47,9 @@ def router() -> Router:
 
 @pytest.fixture
 def client(router: Router) -> Iterator[SamplingClient]:
-    made: Any = SamplingClient(router, lambda: router, str(BASE))  # type: ignore[arg-type,return-value]
-    yield made
-    made.close()
+    opened: Any = SamplingClient(router, lambda: router, str(BASE))  # type: ignore[arg-type,return-value]
+    yield opened
+    opened.close()
 
 
 def test_samples_of_a_prompt_go_to_one_replica_with_a_seed_each(client: SamplingClient, router: Router) -> None:
@@ -67,8 +67,10 @@ def test_samples_of_a_prompt_go_to_one_replica_with_a_seed_each(client: Sampling
 
 
 def test_the_prompt_is_looked_at_once(client: SamplingClient, router: Router) -> None:
-    asked = client.sample(PROMPT, 3, SamplingParams(max_tokens=1), include_prompt_logprobs=True, topk_prompt_logprobs=2)
-    assert asked.result(10).prompt_logprobs == [None, -1.0, -2.0]
+    future = client.sample(
+        PROMPT, 3, SamplingParams(max_tokens=1), include_prompt_logprobs=True, topk_prompt_logprobs=2
+    )
+    assert future.result(10).prompt_logprobs == [None, -1.0, -2.0]
     assert sorted((r.prompt_logprobs, r.topk_prompt_logprobs) for r in router.requests) == [(False, 0)] * 2 + [
         (True, 2)
     ]
@@ -100,18 +102,18 @@ def test_weights_are_there_when_the_call_returns(client: SamplingClient) -> None
 def test_closing_ends_every_task(router: Router) -> None:
     """A task that is still pending when its loop goes away is reported as destroyed; its caller waits for ever."""
     client = SamplingClient(router, lambda: router, str(BASE))  # type: ignore[arg-type,return-value]
-    ended = threading.Event()
+    finished = threading.Event()
 
     async def follow() -> None:
         try:
             await asyncio.sleep(3600)
         finally:
-            ended.set()
+            finished.set()
 
     waiting = client._begin(follow())
     client._begin(asyncio.sleep(0)).result(10)  # it has begun
     client.close()
-    assert ended.wait(10)
+    assert finished.wait(10)
     with pytest.raises(CancelledError):
         waiting.result(10)
     assert not client._thread.is_alive()

@@ -38,16 +38,16 @@ def logprobs_of(tokens: Sequence[int], columns: int = 1) -> LogprobsLists:
     return LogprobsLists(ids, -ids.astype(np.float32), np.array(tokens) + 1)
 
 
-def output(name: str, tokens: Sequence[int], *, columns: int = 1, **more: Any) -> EngineCoreOutput:
-    return EngineCoreOutput(name, list(tokens), new_logprobs=logprobs_of(tokens, columns), **more)
+def output(name: str, tokens: Sequence[int], *, columns: int = 1, **options: Any) -> EngineCoreOutput:
+    return EngineCoreOutput(name, list(tokens), new_logprobs=logprobs_of(tokens, columns), **options)
 
 
-def contents(made: EngineCoreOutput) -> tuple[list[int], list[int], list[float]]:
-    assert made.new_logprobs is not None
+def contents(combined: EngineCoreOutput) -> tuple[list[int], list[int], list[float]]:
+    assert combined.new_logprobs is not None
     return (
-        made.new_token_ids,
-        made.new_logprobs.logprob_token_ids[:, 0].tolist(),
-        made.new_logprobs.logprobs[:, 0].tolist(),
+        combined.new_token_ids,
+        combined.new_logprobs.logprob_token_ids[:, 0].tolist(),
+        combined.new_logprobs.logprobs[:, 0].tolist(),
     )
 
 
@@ -61,21 +61,21 @@ class TestHeldOutputs:
         self, steps: list[list[tuple[int, bool, int]]], takes: list[str], step_s: float
     ) -> None:
         """Of four places, in each of which one request follows the other; those of place 3 may not wait."""
-        held, number, now = HeldOutputs(), 0, 0.0
+        withheld, number, now = HeldOutputs(), 0, 0.0
         sent: dict[str, list[int]] = {}
-        came: dict[str, list[int]] = {}
-        ended: set[str] = set()
-        said: set[str] = set()
+        tokens_by_name: dict[str, list[int]] = {}
+        finished: set[str] = set()
+        reported: set[str] = set()
         generations = [0] * 4
 
         def note(outputs: Sequence[EngineCoreOutput]) -> None:
-            for each in outputs:
-                tokens, named, logprobs = contents(each)
+            for item in outputs:
+                tokens, named, logprobs = contents(item)
                 assert named == tokens
                 assert logprobs == [-token for token in tokens]
-                assert each.request_id not in said, "nothing follows an end"
-                came.setdefault(each.request_id, []).extend(tokens)
-                said.update([each.request_id] if each.finished else [])
+                assert item.request_id not in reported, "nothing follows an end"
+                tokens_by_name.setdefault(item.request_id, []).extend(tokens)
+                reported.update([item.request_id] if item.finished else [])
 
         for step, taking in zip_longest(steps, takes[: len(steps)], fillvalue="none"):
             outputs = []
@@ -83,42 +83,46 @@ class TestHeldOutputs:
                 number += 1
                 name = f"{place}/{generations[place]}"
                 generations[place] += ends
-                ended.update([name] if ends else [])
+                finished.update([name] if ends else [])
                 sent.setdefault(name, []).append(number)
                 reason = FinishReason.STOP if ends else None
                 outputs.append(output(name, [number], columns=columns, finish_reason=reason))
             first = {name for name, tokens in sent.items() if len(tokens) == 1}
-            going = held.pass_on(outputs, lambda name: name[0] != "3", now)
-            for each in outputs:
-                at_once = each.request_id[0] == "3" or (each.finished and each.request_id in first)
-                assert (each in going or each.request_id in {e.request_id for e in going}) == at_once
+            going = withheld.pass_on(outputs, lambda name: name[0] != "3", now)
+            for output_ in outputs:
+                at_once = output_.request_id[0] == "3" or (output_.finished and output_.request_id in first)
+                assert (output_ in going or output_.request_id in {e.request_id for e in going}) == at_once
             note(going)
             if taking == "ended":
-                due = held.take_ended(now)
-                assert all(each.finished for each in due)
+                due = withheld.take_ended(now)
+                assert all(output_.finished for output_ in due)
                 note(due)
             elif taking == "all":
-                note(held.take(sent.keys() - ended))
+                note(withheld.take(sent.keys() - finished))
             now += step_s
-        note(held.take_ended(now + END_S))
-        assert said == ended
-        note(held.take(set()))
-        assert came == sent
-        assert not held
-        assert not held.has_ends
+        note(withheld.take_ended(now + END_S))
+        assert reported == finished
+        note(withheld.take(set()))
+        assert tokens_by_name == sent
+        assert not withheld
+        assert not withheld.has_ends
 
     def test_what_came_with_a_first_token_is_kept(self) -> None:
-        held, prompt = HeldOutputs(), cast(Any, object())
+        withheld, prompt = HeldOutputs(), cast(Any, object())
         events = [EngineCoreEvent.new_event(EngineCoreEventType.SCHEDULED, 1.0)]
         first = output("a", [1], events=events, prefill_stats=PrefillStats(7), new_prompt_logprobs_tensors=prompt)
         preempted = [EngineCoreEvent.new_event(EngineCoreEventType.PREEMPTED, 2.0)]
         last = output("a", [2], finish_reason=FinishReason.STOP, stop_reason=5, events=preempted)
-        assert held.pass_on([first], lambda _: True, 0.0) == []
-        assert held.pass_on([last], lambda _: True, 0.0) == []
-        (made,) = held.take_ended(0.0)
-        assert contents(made) == ([1, 2], [1, 2], [-1, -2])
-        assert (made.prefill_stats, made.new_prompt_logprobs_tensors) == (PrefillStats(7), prompt)
-        assert (made.events, made.finish_reason, made.stop_reason) == ([*events, *preempted], FinishReason.STOP, 5)
+        assert withheld.pass_on([first], lambda _: True, 0.0) == []
+        assert withheld.pass_on([last], lambda _: True, 0.0) == []
+        (combined,) = withheld.take_ended(0.0)
+        assert contents(combined) == ([1, 2], [1, 2], [-1, -2])
+        assert (combined.prefill_stats, combined.new_prompt_logprobs_tensors) == (PrefillStats(7), prompt)
+        assert (combined.events, combined.finish_reason, combined.stop_reason) == (
+            [*events, *preempted],
+            FinishReason.STOP,
+            5,
+        )
 
     def test_each_field_of_vllm_is_joined_or_does_not_wait(self) -> None:
         joined_fields = {"new_token_ids", "new_logprobs", "new_prompt_logprobs_tensors", "events", "prefill_stats"}
@@ -143,19 +147,21 @@ def scheduler(monkeypatch: pytest.MonkeyPatch, clock: ManualClock) -> Coalescing
     monkeypatch.setattr(Scheduler, "has_requests", lambda self: False)
     monkeypatch.setattr(Scheduler, "has_unfinished_requests", lambda self: bool(self.requests))
     monkeypatch.setattr(Scheduler, "get_request_counts", lambda self: (len(self.requests), 0))
-    made = CoalescingScheduler()
-    made._pause_state, made._all_sent = PauseState.UNPAUSED, clock.now
+    created = CoalescingScheduler()
+    created._pause_state, created._all_sent = PauseState.UNPAUSED, clock.now
     stops = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, stop=["."])
     params = {"a": FINAL, "b": FINAL, "stops": stops, "streams": SamplingParams()}
-    made.requests = cast(Any, {name: SimpleNamespace(sampling_params=each) for name, each in params.items()})
-    return made
+    created.requests = cast(
+        Any, {name: SimpleNamespace(sampling_params=sampling_params) for name, sampling_params in params.items()}
+    )
+    return created
 
 
 def step(scheduler: CoalescingScheduler, *outputs: EngineCoreOutput) -> dict[str, list[int]] | None:
     """Returns the tokens of a step's message; None if it sends none."""
     planned = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
-    made = scheduler.update_from_output(cast(Any, planned), cast(Any, list(outputs)))
-    return {each.request_id: each.new_token_ids for each in made[0].outputs} if made else None
+    results = scheduler.update_from_output(cast(Any, planned), cast(Any, list(outputs)))
+    return {item.request_id: item.new_token_ids for item in results[0].outputs} if results else None
 
 
 def add_one_that_is_read(scheduler: CoalescingScheduler) -> None:

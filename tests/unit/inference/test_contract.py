@@ -28,8 +28,8 @@ def parsed(module: str) -> ast.Module:
 
 
 def function(tree: ast.Module, name: str) -> ast.FunctionDef:
-    (found,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
-    return found
+    (definition,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
+    return definition
 
 
 def imported(tree: ast.AST) -> set[str]:
@@ -63,24 +63,26 @@ def test_the_worker_has_each_method_that_is_called_by_name() -> None:
         if isinstance(node, ast.ClassDef) and node.name == "WorkerExtension"
     )
     takes = {node.name: len(node.args.args) - 1 for node in extension.body if isinstance(node, ast.FunctionDef)}
-    given: dict[str, set[int]] = {}
+    counts_by_name: dict[str, set[int]] = {}
     for path in SOURCE.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("._in_engine"):
                 name, *rest = [*node.args, *(keyword.value for keyword in node.keywords)]
                 (args,) = rest or [ast.Tuple([])]
                 assert isinstance(args, ast.Tuple), f"{path.name}:{node.lineno}: its arguments are no literal tuple"
-                given.setdefault(ast.literal_eval(name), set()).add(len(args.elts))
-    assert {name: counts for name, counts in given.items() if counts != {takes.get(name)}} == {}
-    assert {"receive_weights", "take_weights", "settle"} <= given.keys()
+                counts_by_name.setdefault(ast.literal_eval(name), set()).add(len(args.elts))
+    assert {name: counts for name, counts in counts_by_name.items() if counts != {takes.get(name)}} == {}
+    assert {"receive_weights", "take_weights", "settle"} <= counts_by_name.keys()
 
 
 def test_the_engine_has_each_argument_that_is_set_by_name() -> None:
-    given = function(ast.parse((SOURCE / "engine.py").read_text()), "engine_args")
-    looked_up = [node.value for node in ast.walk(given) if isinstance(node, ast.Attribute)]
-    tables = [node for node in ast.walk(given) if isinstance(node, ast.Dict) and node not in looked_up]
+    definition = function(ast.parse((SOURCE / "engine.py").read_text()), "engine_args")
+    looked_up = [node.value for node in ast.walk(definition) if isinstance(node, ast.Attribute)]
+    tables = [node for node in ast.walk(definition) if isinstance(node, ast.Dict) and node not in looked_up]
     stored = [
-        node.slice for node in ast.walk(given) if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "args"
+        node.slice
+        for node in ast.walk(definition)
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "args"
     ]
     keys = [*stored, *(key for table in tables for key in table.keys)]
     names = {key.value for key in keys if isinstance(key, ast.Constant)}
@@ -91,11 +93,11 @@ def test_the_engine_has_each_argument_that_is_set_by_name() -> None:
 def test_vllm_reads_each_variable_of_its_environment_that_is_set() -> None:
     text = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
     names = set(re.findall(r'"(VLLM_\w+)"', text))
-    (known,) = (
+    (variables,) = (
         node.value
         for node in parsed("vllm.envs").body
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "environment_variables"
     )
-    assert isinstance(known, ast.Dict)
+    assert isinstance(variables, ast.Dict)
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" in names
-    assert names - {ast.literal_eval(key) for key in known.keys if key} == set()
+    assert names - {ast.literal_eval(key) for key in variables.keys if key} == set()

@@ -67,10 +67,10 @@ def test_each_start_of_an_engine_draws_numbers_of_its_own_but_in_deterministic_m
 
 
 def test_a_kv_cache_on_a_gpu_is_measured_unless_it_is_given() -> None:
-    measured, given = (engine_args(config(gpu_cache_gb=cache), on_cpu=False) for cache in (None, 1.5))
+    measured, fixed = (engine_args(config(gpu_cache_gb=cache), on_cpu=False) for cache in (None, 1.5))
     assert "kv_cache_memory_bytes" not in measured
-    assert given["kv_cache_memory_bytes"] == 3 * 2**29
-    assert measured["gpu_memory_utilization"] == given["gpu_memory_utilization"], "vLLM checks at first that it is free"
+    assert fixed["kv_cache_memory_bytes"] == 3 * 2**29
+    assert measured["gpu_memory_utilization"] == fixed["gpu_memory_utilization"], "vLLM checks at first that it is free"
 
 
 def test_with_a_given_cache_vllm_measures_nothing() -> None:
@@ -83,8 +83,10 @@ def test_with_a_given_cache_vllm_measures_nothing() -> None:
     defined = [node for node in ast.walk(worker) if isinstance(node, ast.FunctionDef)]
     (measuring,) = (node for node in defined if node.name == "determine_available_memory")
     text = ast.unparse(measuring)
-    given = text.index("if (kv_cache_memory_bytes := self.cache_config.kv_cache_memory_bytes):")
-    assert text.index("return reserve_mm_ipc_gpu_memory(kv_cache_memory_bytes", given) < text.index("memory_profiling(")
+    position = text.index("if (kv_cache_memory_bytes := self.cache_config.kv_cache_memory_bytes):")
+    assert text.index("return reserve_mm_ipc_gpu_memory(kv_cache_memory_bytes", position) < text.index(
+        "memory_profiling("
+    )
 
 
 def test_engine_args_must_not_undo_what_the_replica_decides() -> None:
@@ -94,9 +96,9 @@ def test_engine_args_must_not_undo_what_the_replica_decides() -> None:
 
 def test_both_rooms_compute_logits_in_the_same_dtype() -> None:
     assert engine_args(config(), on_cpu=True)["hf_overrides"] == {"head_dtype": "float32"}
-    given = config(engine_args={"hf_overrides": {"rope_theta": 1e6}})
-    given = given.model_copy(update={"model": given.model.model_copy(update={"head_dtype": "model"})})
-    assert engine_args(given, on_cpu=True)["hf_overrides"] == {"rope_theta": 1e6, "head_dtype": "model"}
+    base = config(engine_args={"hf_overrides": {"rope_theta": 1e6}})
+    base = base.model_copy(update={"model": base.model.model_copy(update={"head_dtype": "model"})})
+    assert engine_args(base, on_cpu=True)["hf_overrides"] == {"rope_theta": 1e6, "head_dtype": "model"}
     with pytest.raises(BadInput, match=r"sets hf_overrides\.head_dtype, which other keys"):
         engine_args(config(engine_args={"hf_overrides": {"head_dtype": "model"}}), on_cpu=True)
 
@@ -120,23 +122,23 @@ def test_on_gpus_vllm_decides_as_for_its_server(
     monkeypatch: pytest.MonkeyPatch, name: str, gib: int, sequences: int, tokens: int
 ) -> None:
     """Not run on a GPU: vLLM's own table is asked for one that is made up."""
-    asked: dict[str, Any] = {}
+    arguments_of_vllm: dict[str, Any] = {}
 
-    def arguments(**given: Any) -> SimpleNamespace:
+    def arguments(**options: Any) -> SimpleNamespace:
         def create_engine_config(usage_context: UsageContext) -> SimpleNamespace:
-            asked.update(arguments=given, usage_context=usage_context)
+            arguments_of_vllm.update(arguments=options, usage_context=usage_context)
             return SimpleNamespace(scheduler_config=SchedulerConfig.default_factory())
 
         return SimpleNamespace(create_engine_config=create_engine_config, disable_log_stats=True)
 
-    monkeypatch.setattr(engine, "find_device", lambda config, who: "gpu")
+    monkeypatch.setattr(engine, "find_device", lambda config, process: "gpu")
     monkeypatch.setattr(engine, "import_engine", lambda on_cpu: None)
     monkeypatch.setattr(engine, "prepare_start", lambda on_cpu, ranks: None)
     monkeypatch.setattr(arg_utils, "AsyncEngineArgs", arguments)
     monkeypatch.setattr(AsyncLLM, "from_vllm_config", lambda _config, **_options: None)
     engine.start_engine(config(), "a test")
-    assert asked["arguments"]["max_num_seqs"] is None
-    assert "max_num_batched_tokens" not in asked["arguments"]
+    assert arguments_of_vllm["arguments"]["max_num_seqs"] is None
+    assert "max_num_batched_tokens" not in arguments_of_vllm["arguments"]
     gpu = SimpleNamespace(
         get_device_total_memory=lambda: gib * 2**30,
         get_device_name=lambda: name,
@@ -145,9 +147,9 @@ def test_on_gpus_vllm_decides_as_for_its_server(
     )
     monkeypatch.setattr(arg_utils, "current_platform", gpu)
     by_context = arg_utils.EngineArgs.get_batch_defaults(1)
-    assert [defaults[asked["usage_context"]] for defaults in by_context] == [tokens, sequences]
+    assert [defaults[arguments_of_vllm["usage_context"]] for defaults in by_context] == [tokens, sequences]
     engine.start_engine(config(max_num_seqs=8), "a test")
-    assert asked["arguments"]["max_num_seqs"] == 8
+    assert arguments_of_vllm["arguments"]["max_num_seqs"] == 8
 
 
 def test_ranks_are_processes_of_vllms_own_and_share_the_kv_cache_of_a_replica() -> None:
@@ -174,18 +176,18 @@ def test_the_engine_learns_of_a_request_if_it_is_read() -> None:
 
 
 def test_every_sampling_parameter_of_the_configuration_reaches_the_engine() -> None:
-    given = SamplingConfig(
+    sampling = SamplingConfig(
         max_tokens=9, temperature=0.7, top_p=0.8, top_k=5, min_p=0.1, repetition_penalty=1.2, stop=("a",)
     )
-    request = SampleRequest("r", (1,), given.params(seed=4, stop=(3, 6), room=100), "r")
+    request = SampleRequest("r", (1,), sampling.params(seed=4, stop=(3, 6), room=100), "r")
     params = vllm_params(request, end_ids=[2])
     reached = {name: getattr(params, name) for name in SamplingConfig.model_fields if name != "stop"}
-    assert reached == {name: value for name, value in given.model_dump().items() if name != "stop"}
+    assert reached == {name: value for name, value in sampling.model_dump().items() if name != "stop"}
     assert (params.seed, params.stop_token_ids, params.detokenize) == (4, [2, 3, 6], False)
-    assert vllm_params(replace(request, params=given.params(seed=4, stop=(), room=7)), []).max_tokens == 7
-    ended = vllm_params(replace(request, params=given.params(seed=4, stop=(3, "ab", "c"), room=7)), [])
-    assert (ended.stop, ended.stop_token_ids, ended.detokenize) == (["ab", "c"], [3], True)
-    assert ended.include_stop_str_in_output, "what ended an answer is part of it"
+    assert vllm_params(replace(request, params=sampling.params(seed=4, stop=(), room=7)), []).max_tokens == 7
+    stopping = vllm_params(replace(request, params=sampling.params(seed=4, stop=(3, "ab", "c"), room=7)), [])
+    assert (stopping.stop, stopping.stop_token_ids, stopping.detokenize) == (["ab", "c"], [3], True)
+    assert stopping.include_stop_str_in_output, "what ended an answer is part of it"
 
 
 def sampled(*tokens: int) -> SampleLogprobs:
@@ -239,12 +241,12 @@ def test_prompt_logprobs_of_vllm() -> None:
     append_logprobs_for_next_position(tables, [7, 7, 1], [-0.2, -0.2, -1.0], [None] * 3, 1, 2)
     output = final_output(1, (0, 1), prompt_logprobs=tables)
 
-    def asked(**wanted: Any) -> SampledSequence:
-        return sampled_sequence(SampleRequest("a", (5, 6, 7), SamplingParams(), "a", **wanted), output, None)
+    def sequence_of(**options: Any) -> SampledSequence:
+        return sampled_sequence(SampleRequest("a", (5, 6, 7), SamplingParams(), "a", **options), output, None)
 
-    both = asked(prompt_logprobs=True, topk_prompt_logprobs=2)
+    both = sequence_of(prompt_logprobs=True, topk_prompt_logprobs=2)
     assert both.prompt_logprobs == [None, -4.0, -0.2]
     assert both.topk_prompt_logprobs == [None, [(2, -0.5), (3, -1.5)], [(7, -0.2), (1, -1.0)]]
-    assert asked(prompt_logprobs=True).topk_prompt_logprobs is None
-    assert asked(topk_prompt_logprobs=1).topk_prompt_logprobs == [None, [(2, -0.5)], [(7, -0.2)]]
-    assert asked(topk_prompt_logprobs=1).prompt_logprobs is None
+    assert sequence_of(prompt_logprobs=True).topk_prompt_logprobs is None
+    assert sequence_of(topk_prompt_logprobs=1).topk_prompt_logprobs == [None, [(2, -0.5)], [(7, -0.2)]]
+    assert sequence_of(topk_prompt_logprobs=1).prompt_logprobs is None

@@ -13,7 +13,7 @@ from inference.engine import vllm_params
 from trireme.core.sampling_bounds import BOUNDS, MOST_ANSWERS, MOST_SAMPLES
 from trireme.core.types import SampleRequest, SamplingParams
 
-GIVEN = {"max_tokens", "seed", "stop", "stop_token_ids", "prompt_logprobs", "extra_args"}
+PASSED_ON = {"max_tokens", "seed", "stop", "stop_token_ids", "prompt_logprobs", "extra_args"}
 """Fields that requests decide, and that are no numbers with two bounds."""
 OURS = {
     "include_stop_str_in_output",
@@ -27,7 +27,7 @@ OURS = {
 """Fields to which `vllm_params` gives values that no request decides."""
 DERIVED = {"_all_stop_token_ids", "output_text_buffer_length", "skip_reading_prefix_cache"}
 """Fields that vLLM makes of others."""
-LEFT = {
+DEFAULTS = {
     "n",
     "presence_penalty",
     "frequency_penalty",
@@ -58,14 +58,14 @@ NARROWER = {("repetition_penalty", "least"), ("repetition_penalty", "most"), ("t
 
 def test_each_field_of_vllm_is_bounded_given_or_left() -> None:
     fields = list(vllm.SamplingParams.__struct_fields__)
-    assert sorted([*BOUNDS, *GIVEN, *OURS, *DERIVED, *LEFT]) == sorted(fields)
+    assert sorted([*BOUNDS, *PASSED_ON, *OURS, *DERIVED, *DEFAULTS]) == sorted(fields)
 
 
 def test_what_is_left_has_vllms_default() -> None:
     params = SamplingParams(9, 0.7, 0.8, 5, 0.1, 1.2, ("a", 3), 11)
-    made = vllm_params(SampleRequest("r", np.ones(3, np.int32), params, "", True, 3, read=True), [2])
+    params_of_vllm = vllm_params(SampleRequest("r", np.ones(3, np.int32), params, "", True, 3, read=True), [2])
     default = vllm.SamplingParams()
-    assert {name for name in LEFT if getattr(made, name) != getattr(default, name)} == set()
+    assert {name for name in DEFAULTS if getattr(params_of_vllm, name) != getattr(default, name)} == set()
 
 
 @pytest.mark.parametrize("name", BOUNDS)
@@ -84,13 +84,13 @@ def test_vllm_takes_what_the_table_takes_and_refuses_what_is_just_outside(name: 
 
 
 @pytest.mark.parametrize(
-    "given", [{"max_tokens": 0}, {"stop": [""]}, {"prompt_logprobs": -2}, {"n": 0}, {"temperature": math.nan}]
+    "options", [{"max_tokens": 0}, {"stop": [""]}, {"prompt_logprobs": -2}, {"n": 0}, {"temperature": math.nan}]
 )
-def test_vllm_refuses_what_every_door_refuses(given: dict[str, Any]) -> None:
+def test_vllm_refuses_what_every_door_refuses(options: dict[str, Any]) -> None:
     with pytest.raises(VLLMValidationError):
-        vllm.SamplingParams(**given)
+        vllm.SamplingParams(**options)
 
 
 def test_vllm_would_take_as_many_answers_as_the_doors() -> None:
-    for most in (MOST_ANSWERS, MOST_SAMPLES):
-        vllm.SamplingParams(n=most)
+    for count in (MOST_ANSWERS, MOST_SAMPLES):
+        vllm.SamplingParams(n=count)

@@ -28,7 +28,7 @@ class World:
     references resolve to, the others do not."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.made: list[Actor] = []
+        self.actors: list[Actor] = []
         self.killed: list[Actor] = []
         self.answers: dict[Any, Any] = {}
         monkeypatch.setattr(group_module, "_create", self._create)
@@ -40,8 +40,8 @@ class World:
             self.answers[self.group.ready_ref(index)] = ReplicaInfo(100 + index, (100 + index,), None)
 
     def _create(self, _config: Config, index: int, options: dict[str, Any], _log_dir: None) -> Actor:
-        self.made.append(Actor(index, options))
-        return self.made[-1]
+        self.actors.append(Actor(index, options))
+        return self.actors[-1]
 
     def _ready(self, refs: dict[Any, str], timeout_s: float) -> dict[Any, Any]:
         assert timeout_s == 0, "the supervisor has others to look after"
@@ -54,7 +54,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def test_an_actor_that_lost_its_engine_starts_another(world: World) -> None:
-    replica = world.made[0]
+    replica = world.actors[0]
     assert world.group.lost_engine_ref(0) == (replica, "has_lost_engine")
     assert world.group.replace(0, same_actor=True) == (replica, "restart") == world.group.ready_ref(0)
     assert world.killed == []
@@ -63,10 +63,10 @@ def test_an_actor_that_lost_its_engine_starts_another(world: World) -> None:
 
 
 def test_what_is_more_than_the_loss_of_an_engine_ends_the_actor(world: World) -> None:
-    replica = world.made[0]
+    replica = world.actors[0]
     world.group.replace(0, same_actor=False)
     assert world.killed == [replica]
-    assert world.group.ready_ref(0) == (world.made[-1], "start")
+    assert world.group.ready_ref(0) == (world.actors[-1], "start")
 
 
 def test_a_replica_that_has_not_started_is_not_asked_what_it_lost(world: World) -> None:
@@ -76,15 +76,15 @@ def test_a_replica_that_has_not_started_is_not_asked_what_it_lost(world: World) 
 
 def test_one_that_is_still_starting_is_not_asked_to_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """It imports, and would answer seconds later."""
-    asked: list[Any] = []
-    monkeypatch.setattr(group_module, "get_all", lambda refs, **_: asked.extend(refs))
+    stopped: list[Any] = []
+    monkeypatch.setattr(group_module, "get_all", lambda refs, **_: stopped.extend(refs))
     del world.answers[world.group.ready_ref(1)]
     world.group.stop()
-    assert asked == [(world.made[0], "stop")]
-    assert sorted(world.killed, key=id) == sorted(world.made, key=id)
+    assert stopped == [(world.actors[0], "stop")]
+    assert sorted(world.killed, key=id) == sorted(world.actors, key=id)
 
 
 def test_all_end_with_the_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module, "get_all", lambda *args, **options: None)
     world.group.stop()
-    assert sorted(world.killed, key=id) == sorted(world.made, key=id)
+    assert sorted(world.killed, key=id) == sorted(world.actors, key=id)

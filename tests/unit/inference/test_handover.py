@@ -27,7 +27,7 @@ def sequence(tokens: list[int], identity: WeightIdentity = NEW) -> SampledSequen
 
 
 def test_the_rest_draws_other_random_numbers_wherever_it_begins() -> None:
-    seeds = {5, *(seed_after(seed, kept) for seed in (5, 6) for kept in range(1, 1000))}
+    seeds = {5, *(seed_after(seed, offset) for seed in (5, 6) for offset in range(1, 1000))}
     assert len(seeds) == 1 + 2 * 999
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -69,22 +69,22 @@ def test_logprobs_of_the_prompt_are_those_of_the_prompt_that_was_given() -> None
 @given(st.lists(st.tuples(st.lists(st.integers(0, 6), max_size=5), st.booleans()), max_size=5), st.integers(1, 5))
 def test_however_often_it_moves_no_token_is_lost_or_twice(legs: list[tuple[list[int], bool]], last: int) -> None:
     """Each leg tells of so many tokens more at a time, and may tell all of them once more at its end."""
-    handover, made = Handover(replace(REQUEST, params=SamplingParams(max_tokens=1000, seed=1))), 0
+    handover, count = Handover(replace(REQUEST, params=SamplingParams(max_tokens=1000, seed=1))), 0
     for chunks, says_all in legs:
         rest = handover.next_request()
-        assert rest.prompt.tolist() == [7, 8, *range(made)]
-        assert rest.params.max_tokens == 1000 - made
-        begun = made
+        assert rest.prompt.tolist() == [7, 8, *range(count)]
+        assert rest.params.max_tokens == 1000 - count
+        begun = count
         for chunk in chunks:
-            handover.add(progress(made - begun, list(range(made, made + chunk))))
-            made += chunk
+            handover.add(progress(count - begun, list(range(count, count + chunk))))
+            count += chunk
         if says_all:
-            handover.add(progress(0, list(range(begun, made))))
+            handover.add(progress(0, list(range(begun, count))))
     handover.next_request()
-    whole = handover.complete(sequence(list(range(made, made + last))))
-    assert whole.tokens.tolist() == list(range(made + last))
+    whole = handover.complete(sequence(list(range(count, count + last))))
+    assert whole.tokens.tolist() == list(range(count + last))
     assert (whole.logprobs == -whole.tokens).all()
-    assert whole.spans == (*([VersionSpan(OLD, 0, made)] if made else []), VersionSpan(NEW, made, made + last))
+    assert whole.spans == (*([VersionSpan(OLD, 0, count)] if count else []), VersionSpan(NEW, count, count + last))
 
 
 def state(*parts: tuple[WeightIdentity, list[int]]) -> Any:
@@ -101,8 +101,8 @@ def state(*parts: tuple[WeightIdentity, list[int]]) -> Any:
     )
 
 
-def as_lists(made: Progress) -> tuple[int, list[int], list[float], tuple[VersionSpan, ...]]:
-    return made.start, made.tokens.tolist(), made.logprobs.tolist(), made.spans
+def as_lists(part: Progress) -> tuple[int, list[int], list[float], tuple[VersionSpan, ...]]:
+    return part.start, part.tokens.tolist(), part.logprobs.tolist(), part.spans
 
 
 def test_what_an_engine_has_made_since_then() -> None:

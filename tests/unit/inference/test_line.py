@@ -24,8 +24,8 @@ IDENTITY = WeightIdentity(1, 0, "d")
 ANSWER_S = 100.0
 
 
-def request(name: str, seconds: float = 1.0, prompt: Sequence[int] = (1, 2), **others: Any) -> SampleRequest:
-    return SampleRequest(name, np.asarray(prompt), SamplingParams(), str(seconds), **others)
+def request(name: str, seconds: float = 1.0, prompt: Sequence[int] = (1, 2), **options: Any) -> SampleRequest:
+    return SampleRequest(name, np.asarray(prompt), SamplingParams(), str(seconds), **options)
 
 
 def answer(prompt: Sequence[int]) -> SampledSequence:
@@ -51,9 +51,9 @@ class Replica:
         self._travel_s = travel_s
 
     async def exchange(self, caller: str, requests: list[SampleRequest], timeout_s: float) -> Reply:
-        self.messages.append([each.request_id for each in requests])
-        there, back = (self._travel_s[(2 * len(self.messages) + way) % len(self._travel_s)] for way in (0, 1))
-        await asyncio.sleep(there)
+        self.messages.append([sampled_request.request_id for sampled_request in requests])
+        outward, back = (self._travel_s[(2 * len(self.messages) + way) % len(self._travel_s)] for way in (0, 1))
+        await asyncio.sleep(outward)
         if self.dead:
             raise self.dead
         try:
@@ -70,18 +70,18 @@ class Replica:
         if self.refuses:
             raise self.refuses
         loop = asyncio.get_running_loop()
-        for each in requests:
-            outcome: Outcome = NOTHING if self.broken else answer(each.prompt.tolist())
-            loop.call_later(float(each.route_key), give, each.request_id, outcome)
+        for sampled_request in requests:
+            outcome: Outcome = NOTHING if self.broken else answer(sampled_request.prompt.tolist())
+            loop.call_later(float(sampled_request.route_key), give, sampled_request.request_id, outcome)
 
     def line(self, gathers: bool = True) -> Line:
         return Line(self.exchange, name="replica", answer_s=ANSWER_S, gathers=gathers)
 
 
 async def sampled(line: Line, *requests: SampleRequest) -> list[Any]:
-    found = {place: outcome async for place, outcome in line.sample(requests)}
-    assert sorted(found) == list(range(len(requests)))
-    return [found[place] for place in sorted(found)]
+    by_place = {place: outcome async for place, outcome in line.sample(requests)}
+    assert sorted(by_place) == list(range(len(requests)))
+    return [by_place[place] for place in sorted(by_place)]
 
 
 async def test_one_request_is_one_call() -> None:
@@ -142,15 +142,15 @@ async def test_a_broken_replica_gives_what_it_has_and_then_says_why() -> None:
     replica = Replica()
     line = replica.line()
     replica.broken = WeightsRefused("canary")
-    found: list[Outcome] = []
+    results: list[Outcome] = []
 
     async def sample() -> None:
         async for _, outcome in line.sample([request("a"), request("b")]):
-            found.append(outcome)
+            results.append(outcome)
 
     with pytest.raises(WeightsRefused, match="canary"):
         await sample()
-    assert [type(outcome) for outcome in found] == [type(NOTHING)] * 2
+    assert [type(outcome) for outcome in results] == [type(NOTHING)] * 2
     with pytest.raises(WeightsRefused, match="canary"):
         await sampled(line, request("later"))
     assert len(replica.messages) == 1
@@ -164,8 +164,8 @@ async def test_all_that_wait_learn_of_a_failure(how: str) -> None:
     await asyncio.sleep(0.1)
     setattr(replica, how, RoomFailed("it died"))
     waiting.append(asyncio.create_task(sampled(line, request("c"))))
-    ended = await asyncio.gather(*waiting, return_exceptions=True)
-    assert [str(error) for error in ended] == ["it died"] * 3
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [str(error) for error in results] == ["it died"] * 3
 
 
 async def test_a_request_that_is_never_answered_is_noticed_also_while_others_are() -> None:
@@ -173,11 +173,11 @@ async def test_a_request_that_is_never_answered_is_noticed_also_while_others_are
     line = replica.line()
     lost = asyncio.create_task(sampled(line, request("lost", 1e4)))
 
-    async def others() -> None:
+    async def other_requests() -> None:
         for n in range(1000):
             await sampled(line, request(str(n)))
 
-    going = asyncio.create_task(others())
+    going = asyncio.create_task(other_requests())
     with pytest.raises(RoomFailed):
         await lost
     assert ANSWER_S <= asyncio.get_running_loop().time() < ANSWER_S + 2
@@ -264,7 +264,7 @@ def test_each_request_has_one_outcome_with_its_own_prompt_however_messages_overt
         replica = Replica(travel_s)
         line = replica.line(gathers)
         await asyncio.gather(
-            *(talk(line, f"c{number}", *each) for number, each in enumerate(conversations)),
+            *(talk(line, f"c{number}", *prompts) for number, prompts in enumerate(conversations)),
         )
         assert not line._waiting
         await asyncio.sleep(60.0)

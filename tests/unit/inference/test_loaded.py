@@ -44,16 +44,16 @@ WHOLE = {"norm": torch.randn(6), "up": torch.randn(4, 6), "keys": torch.randn(4,
 
 def rank(parts: dict[str, list[slice]], values: dict[str, Tensor] = WHOLE, **following: Any) -> bytes:
     """The answer of a rank that holds these rows."""
-    held, rows = [], []
+    held_parts, rows = [], []
     for name, slices in parts.items():
-        for each in slices:
-            tensor = values[name][each]
-            first = each.start * (values[name].numel() // len(values[name]))
-            held.append(HeldPart(name, Elements(first, (tensor.numel(),), (1,))))
+        for part in slices:
+            tensor = values[name][part]
+            first = part.start * (values[name].numel() // len(values[name]))
+            held_parts.append(HeldPart(name, Elements(first, (tensor.numel(),), (1,))))
             rows.append(to_sums(tensor_sums(tensor, first)[None])[0])
-    array = np.array([(each.first, each.second) for each in rows], np.uint64).reshape(-1, 2)
-    found = Following(tuple(held), **{"packed": 0, "unfollowed": {}, "disordered": [], **following})
-    return pickle.dumps(LoadedSums(array, found))
+    array = np.array([(part.first, part.second) for part in rows], np.uint64).reshape(-1, 2)
+    following_sums = Following(tuple(held_parts), **{"packed": 0, "unfollowed": {}, "disordered": [], **following})
+    return pickle.dumps(LoadedSums(array, following_sums))
 
 
 FIRST = {"norm": [slice(0, 6)], "up": [slice(0, 2)], "keys": [slice(0, 4)]}
@@ -97,12 +97,12 @@ def test_what_no_rank_has_loaded_is_refused_and_so_is_a_part() -> None:
 
 def test_what_cannot_be_followed_is_said_once_and_not_compared(caplog: pytest.LogCaptureFixture) -> None:
     published = WHOLE | {f"layers.{i}.bias": torch.ones(2) for i in range(3)}
-    why = {f"layers.{i}.bias": COMPUTED for i in range(3)}
+    computed = {f"layers.{i}.bias": COMPUTED for i in range(3)}
     proof = LoadedProof("inference replica 3")
-    proof.check(manifest_of(published), [rank(FIRST, unfollowed=why), rank(SECOND)])
-    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert said.startswith("inference replica 3: 3 of 6 published tensors cannot be followed")
-    assert said.endswith(f"layers.*.bias (3: {COMPUTED})")
+    proof.check(manifest_of(published), [rank(FIRST, unfollowed=computed), rank(SECOND)])
+    (message,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert message.startswith("inference replica 3: 3 of 6 published tensors cannot be followed")
+    assert message.endswith(f"layers.*.bias (3: {COMPUTED})")
 
 
 # ---------------------------------------------------------------------------------------------- a rank and its loaders
@@ -126,17 +126,17 @@ class Packed(UnquantizedLinearMethod):
 Loader = Callable[[str, Tensor, dict[str, Tensor]], None]
 
 
-def reload(model: nn.Module, load: Loader, given: Any) -> None:
+def reload(model: nn.Module, load: Loader, traced_tensors: Any) -> None:
     """Reloads all layers with one loader, which is called twice for each tensor."""
     empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in SHAPES.items()}
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in SHAPES}
     for name, owner in owners.items():
         setattr(owner, name.rpartition(".")[2], nn.Parameter(empty[name], requires_grad=False))
-    held = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     tensors = []
-    for name, tensor in given:
+    for name, tensor in traced_tensors:
         tensors.append((name, tensor))
-        load(name, tensor, {key: each.data for key, each in held.items()})
+        load(name, tensor, {key: parameter.data for key, parameter in parameters.items()})
     full = {name: torch.empty_like(SHAPES[name]) for name in SHAPES}
     for name, tensor in tensors:
         load(name, tensor, full)
@@ -160,37 +160,37 @@ def model_of(in_place: bool = False) -> nn.Module:
     return model
 
 
-def fused(name: str, tensor: Tensor, held: dict[str, Tensor]) -> None:
+def fused(name: str, tensor: Tensor, parameters: dict[str, Tensor]) -> None:
     """A rank's half of `down`, and all of the others."""
     rows = {"q": (0, 4), "k": (4, 2), "v": (6, 2)}
     if name in rows:
-        held["qkv.weight"].narrow(0, *rows[name]).copy_(tensor)
+        parameters["qkv.weight"].narrow(0, *rows[name]).copy_(tensor)
     elif name == "down":
-        held["down.weight"].copy_(tensor.narrow(1, 4, 4))
+        parameters["down.weight"].copy_(tensor.narrow(1, 4, 4))
     else:
-        held["norm.weight"].copy_(tensor)
+        parameters["norm.weight"].copy_(tensor)
 
 
-def fresh(**others: Tensor) -> dict[str, Tensor]:
-    return {name: torch.randn(shape) for name, shape in PUBLISHED.items()} | others
+def fresh(**overrides: Tensor) -> dict[str, Tensor]:
+    return {name: torch.randn(shape) for name, shape in PUBLISHED.items()} | overrides
 
 
 def update(
-    follower: TensorFollower, model: nn.Module, tensors: dict[str, Tensor], load: Loader = fused, known: bool = True
+    follower: TensorFollower, model: nn.Module, tensors: dict[str, Tensor], load: Loader = fused, traced: bool = True
 ) -> LoadedSums:
-    with follower.following(tensors, traced=known) as given:
-        reload(model, load, given)
+    with follower.following(tensors, traced=traced) as traced_tensors:
+        reload(model, load, traced_tensors)
     return follower.loaded()
 
 
 def expected(tensors: dict[str, Tensor], following: Following) -> list[Sums]:
     flat = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
     places = [(part.name, part.slice) for part in following.parts]
-    views = [(flat[name].as_strided(each.shape, each.stride, each.offset), each) for name, each in places]
-    return [to_sums(tensor_sums(view, each.offset, each.stride)[None])[0] for view, each in views]
+    views = [(flat[name].as_strided(place.shape, place.stride, place.offset), place) for name, place in places]
+    return [to_sums(tensor_sums(view, place.offset, place.stride)[None])[0] for view, place in views]
 
 
-def found(loaded: LoadedSums) -> list[Sums]:
+def sums_of(loaded: LoadedSums) -> list[Sums]:
     return [Sums(int(first), int(second)) for first, second in loaded.sums]
 
 
@@ -198,7 +198,7 @@ def found(loaded: LoadedSums) -> list[Sums]:
 def test_parts_of_fused_and_cut_parameters_are_summed_before_what_packs_them(in_place: bool) -> None:
     model = model_of(in_place)
     follower, tensors = TensorFollower(model), fresh()
-    first = update(follower, model, tensors, known=False)
+    first = update(follower, model, tensors, traced=False)
     assert first.following is not None
     parts = {part.name: part.slice for part in first.following.parts}
     assert parts == {
@@ -210,30 +210,31 @@ def test_parts_of_fused_and_cut_parameters_are_summed_before_what_packs_them(in_
     }
     assert first.following.packed == 3
     assert (first.following.unfollowed, first.following.disordered) == ({}, [])
-    assert found(first) == expected(tensors, first.following)
+    assert sums_of(first) == expected(tensors, first.following)
     assert "process_weights_after_loading" not in vars(model.qkv.quant_method), "the class's own is in use again"
     later = fresh()
     second = update(follower, model, later)
     assert second.following is None
-    assert found(second) == expected(later, first.following)
+    assert sums_of(second) == expected(later, first.following)
 
 
 def test_a_parameter_that_keeps_its_old_values_has_other_sums() -> None:
     model, tensors = model_of(), fresh()
     follower = TensorFollower(model)
-    following = update(follower, model, tensors, known=False).following
+    following = update(follower, model, tensors, traced=False).following
     assert following is not None
-    kept = model.norm.weight
+    original = model.norm.weight
 
-    def forgets(name: str, tensor: Tensor, held: dict[str, Tensor]) -> None:
+    def forgets(name: str, tensor: Tensor, parameters: dict[str, Tensor]) -> None:
         if name != "norm":
-            fused(name, tensor, held)
-        elif not held["norm.weight"].is_meta:
-            held["norm.weight"].copy_(kept)
+            fused(name, tensor, parameters)
+        elif not parameters["norm.weight"].is_meta:
+            parameters["norm.weight"].copy_(original)
 
     later = fresh()
     wrong = [
-        a != b for a, b in zip(found(update(follower, model, later, forgets)), expected(later, following), strict=True)
+        a != b
+        for a, b in zip(sums_of(update(follower, model, later, forgets)), expected(later, following), strict=True)
     ]
     assert wrong == [part.name == "norm" for part in following.parts]
 
@@ -242,16 +243,16 @@ def test_what_is_changed_after_the_reload_is_seen_and_packing_then_is_not_taken_
     model, tensors = model_of(in_place=True), fresh()
     follower = TensorFollower(model)
     following: Following | None = None
-    for known in (False, True):
-        with follower.following(tensors, traced=known) as given:
-            reload(model, fused, given)
+    for traced in (False, True):
+        with follower.following(tensors, traced=traced) as traced_tensors:
+            reload(model, fused, traced_tensors)
         follower.pack(AFTER, lambda layer: layer.get_parameter("weight").mul_(2), model.down)
-        model.norm.weight.data[0] += known
+        model.norm.weight.data[0] += traced
         loaded = follower.loaded()
         following = following or loaded.following
         assert following is not None
-        wrong = [a != b for a, b in zip(found(loaded), expected(tensors, following), strict=True)]
-        assert wrong == [known and part.name == "norm" for part in following.parts]
+        wrong = [a != b for a, b in zip(sums_of(loaded), expected(tensors, following), strict=True)]
+        assert wrong == [traced and part.name == "norm" for part in following.parts]
         assert following.packed == 4
 
 
@@ -262,8 +263,8 @@ class Derived(nn.Module):
         raise AssertionError
 
 
-def computing(name: str, tensor: Tensor, held: dict[str, Tensor]) -> None:
-    fused(name, tensor + 1 if name == "norm" else tensor, held)
+def computing(name: str, tensor: Tensor, parameters: dict[str, Tensor]) -> None:
+    fused(name, tensor + 1 if name == "norm" else tensor, parameters)
 
 
 @pytest.fixture
@@ -282,15 +283,15 @@ def test_what_loaders_only_copy_is_copied_bit_for_bit_to_the_memory_where_it_lie
     model, by_loaders = unpacked_model(), unpacked_model()
     follower = TensorFollower(model)
     assert not follower.can_copy(fresh(), traced=True), "nothing is known before the first update"
-    following = update(follower, model, fresh(), known=False).following
+    following = update(follower, model, fresh(), traced=False).following
     assert following is not None
     memory = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     for _ in range(2):
         later = fresh(k=torch.full((2, 6), float("nan")))
         assert follower.can_copy(later, traced=True)
         follower.copy([{"q": later["q"]}, {name: later[name] for name in later if name != "q"}])
-        assert found(follower.loaded()) == expected(later, following)
-        update(TensorFollower(by_loaders), by_loaders, later, known=False)
+        assert sums_of(follower.loaded()) == expected(later, following)
+        update(TensorFollower(by_loaders), by_loaders, later, traced=False)
         for name, parameter in by_loaders.named_parameters():
             assert torch.equal(parameter.view(torch.int32), model.get_parameter(name).view(torch.int32))
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == memory
@@ -301,26 +302,26 @@ def test_what_loaders_only_copy_is_copied_bit_for_bit_to_the_memory_where_it_lie
 
 
 @pytest.mark.usefixtures("on_cuda")
-@pytest.mark.parametrize("why", ["packed", "computed by a loader", "computed after the load"])
-def test_what_is_more_than_a_copy_is_left_to_loaders(why: str) -> None:
-    model = model_of() if why == "packed" else unpacked_model()
-    if why == "computed after the load":
+@pytest.mark.parametrize("cause", ["packed", "computed by a loader", "computed after the load"])
+def test_what_is_more_than_a_copy_is_left_to_loaders(cause: str) -> None:
+    model = model_of() if cause == "packed" else unpacked_model()
+    if cause == "computed after the load":
         model.add_module("attention", Derived())
     follower = TensorFollower(model)
-    update(follower, model, fresh(), computing if why == "computed by a loader" else fused, known=False)
+    update(follower, model, fresh(), computing if cause == "computed by a loader" else fused, traced=False)
     assert not follower.can_copy(fresh(), traced=True)
 
 
-def seen(tensor: Tensor, load: Callable[[Tensor, Tensor], None], held: Tensor) -> CopyWatch:
+def watched(tensor: Tensor, load: Callable[[Tensor, Tensor], None], parameter: Tensor) -> CopyWatch:
     watch = CopyWatch({"t": tensor})
     with watch:
-        watch.begin({"p": held})
-        load(held, tensor)
+        watch.begin({"p": parameter})
+        load(parameter, tensor)
     return watch
 
 
 @pytest.mark.parametrize(
-    ("load", "why"),
+    ("load", "reason"),
     [
         (lambda p, t: p.copy_(t.double()), COMPUTED),
         (lambda p, t: p.copy_(t.t().contiguous().t()), COMPUTED),
@@ -334,13 +335,15 @@ def seen(tensor: Tensor, load: Callable[[Tensor, Tensor], None], held: Tensor) -
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_what_a_loader_computes_is_not_followed(load: Callable[[Tensor, Tensor], None], why: str, device: str) -> None:
-    watch = seen(torch.randn(4, 6), load, torch.zeros(4, 6, device=device))
-    assert watch.unfollowed == {"t": why}
+def test_what_a_loader_computes_is_not_followed(
+    load: Callable[[Tensor, Tensor], None], reason: str, device: str
+) -> None:
+    watch = watched(torch.randn(4, 6), load, torch.zeros(4, 6, device=device))
+    assert watch.unfollowed == {"t": reason}
 
 
 def test_values_that_are_held_in_fewer_bits_are_not_followed() -> None:
-    watch = seen(torch.randn(4, 6), lambda p, t: p.copy_(t), torch.zeros(4, 6, dtype=torch.bfloat16))
+    watch = watched(torch.randn(4, 6), lambda p, t: p.copy_(t), torch.zeros(4, 6, dtype=torch.bfloat16))
     assert watch.unfollowed == {"t": "float32 as float32 held in bfloat16"}
     assert not watch.copies
 
@@ -350,14 +353,14 @@ def test_experts_that_change_places_at_the_first_update_are_out_of_order() -> No
 
     def copies(swap: bool) -> list[str]:
         watch = CopyWatch(tensors)
-        held = {f"layers.{layer}.w13": torch.zeros(11, 4, device="meta") for layer in range(2)}
+        parameters = {f"layers.{layer}.w13": torch.zeros(11, 4, device="meta") for layer in range(2)}
         with watch:
-            watch.begin(held)
+            watch.begin(parameters)
             for name, tensor in tensors.items():
                 _, layer, _, expert, _ = name.split(".")
                 at = {"9": 10, "10": 9}.get(expert, int(expert)) if swap and layer == "1" else int(expert)
-                held[f"layers.{layer}.w13"][at, :2].copy_(tensor)
-        return disordered([copy for each in watch.copies.values() for copy in each])
+                parameters[f"layers.{layer}.w13"][at, :2].copy_(tensor)
+        return disordered([copy for copies_of_tensor in watch.copies.values() for copy in copies_of_tensor])
 
     assert copies(swap=False) == []
     assert copies(swap=True) == ["layers.1.experts.9.up", "layers.1.experts.10.up"]

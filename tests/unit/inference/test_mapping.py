@@ -35,8 +35,8 @@ def test_another_process_maps_the_same_bytes(file: int) -> None:
     assert (regions[0].offset, regions[0].nbytes) == (PAGE + 100, 4900)
     for bucket, region in zip(buckets, regions, strict=True):
         code = f"import numpy as np; from inference.mapping import Region; print({region!r}.map().tolist())"
-        told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-        assert told == f"{bucket.tolist()}\n"
+        output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+        assert output == f"{bucket.tolist()}\n"
 
 
 def test_what_a_receiver_writes_stays_its_own(file: int) -> None:
@@ -60,8 +60,8 @@ def test_pages_made_own_no_longer_follow_the_file(file: int) -> None:
     whole = mapped(file, 0, 4 * PAGE)
     regions = regions_of([whole], [os.getpid()])
     assert regions is not None
-    follows, own = regions[0].map(), regions[0].map()
-    populate([follows, own, follows[:0]])
-    make_own(own.base)
+    follows, private = regions[0].map(), regions[0].map()
+    populate([follows, private, follows[:0]])
+    make_own(private.base)
     whole[::100] = 3
-    assert (follows.sum(), own.sum()) == (whole.sum(), 0)
+    assert (follows.sum(), private.sum()) == (whole.sum(), 0)

@@ -39,7 +39,7 @@ REQUESTS = st.builds(
 
 
 @st.composite
-def made(draw: st.DrawFn, kind: type[SampledSequence] | type[Progress]) -> Any:
+def sequences(draw: st.DrawFn, kind: type[SampledSequence] | type[Progress]) -> Any:
     """An answer or a progress. A broken replica may give another number of log-probabilities than of tokens."""
     tokens, logprobs = draw(TOKENS), draw(st.lists(st.floats(width=32), max_size=8))
     spans = tuple(
@@ -47,14 +47,16 @@ def made(draw: st.DrawFn, kind: type[SampledSequence] | type[Progress]) -> Any:
     )
     if kind is Progress:
         return Progress(draw(st.integers(0, 9)), tokens, np.asarray(logprobs, np.float32), spans)
-    own = draw(st.none() | st.just([None, -0.5]))
+    prompt_logprobs = draw(st.none() | st.just([None, -0.5]))
     likeliest = draw(st.none() | st.just([None, [(3, -0.5), (4, -1.5)]]))
     reason = draw(st.sampled_from(["stop", "length"]))
-    return SampledSequence(tokens, np.asarray(logprobs, np.float32), reason, spans, own, likeliest)
+    return SampledSequence(tokens, np.asarray(logprobs, np.float32), reason, spans, prompt_logprobs, likeliest)
 
 
 ERRORS = st.sampled_from([RoomFailed("too long"), BadInput("never"), WeightsRefused("canary")])
-OUTCOMES = st.dictionaries(st.text(max_size=5), st.one_of(made(SampledSequence), made(Progress), ERRORS), max_size=6)
+OUTCOMES = st.dictionaries(
+    st.text(max_size=5), st.one_of(sequences(SampledSequence), sequences(Progress), ERRORS), max_size=6
+)
 
 
 def shown(value: Any) -> Any:
@@ -64,7 +66,7 @@ def shown(value: Any) -> Any:
     if isinstance(value, TriremeError):
         return type(value), str(value)
     if isinstance(value, SampleRequest | SampledSequence | Progress):
-        return type(value), [(each.name, shown(getattr(value, each.name))) for each in fields(value)]
+        return type(value), [(field.name, shown(getattr(value, field.name))) for field in fields(value)]
     return value
 
 

@@ -58,14 +58,14 @@ class FakeReplica:
         self.spans: tuple[VersionSpan, ...] = ()
         self.loaded: ReplicaStats | TriremeError | None = None
         self.running: list[str] = []
-        self.made: dict[str, Progress] = {}
-        self.asked: list[SampleRequest] = []
+        self.progress_by_name: dict[str, Progress] = {}
+        self.requests: list[SampleRequest] = []
         self.questions: list[list[str]] = []
 
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
         names = [named(r.request_id) for r in requests]
         self.groups.append(names)
-        self.asked += requests
+        self.requests += requests
         self.running += names
         await self.go.wait()
         if self.failure:
@@ -81,7 +81,7 @@ class FakeReplica:
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
         """Says at once all that is in `made`, whatever is known."""
         self.questions.append(sorted(map(named, known)))
-        return {name: self.made[named(name)] for name in known if named(name) in self.made}
+        return {name: self.progress_by_name[named(name)] for name in known if named(name) in self.progress_by_name}
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
         self.updates += 1
@@ -243,7 +243,7 @@ async def test_a_request_that_two_replicas_were_lost_with_is_given_to_no_other(h
 
 async def test_a_request_is_not_to_blame_for_replicas_that_were_drained_or_refused_weights() -> None:
     router, fakes = fleet(4)
-    asked = asyncio.create_task(router.sample(request("r")))
+    task = asyncio.create_task(router.sample(request("r")))
     await turns()
     fakes[0].failure = WeightsRefused("replica 0: another digest")
     fakes[0].go.set()
@@ -251,7 +251,7 @@ async def test_a_request_is_not_to_blame_for_replicas_that_were_drained_or_refus
     await router.source.drain(1, 0.0)
     router.source.leave(2, "its process died")
     fakes[3].go.set()
-    assert text(await asked) == "r"
+    assert text(await task) == "r"
 
 
 async def test_one_that_is_below_the_floor_of_a_request_is_passed_by_until_a_newer_table_comes() -> None:
@@ -273,13 +273,13 @@ async def test_with_one_alone_below_its_floor_a_request_waits_for_a_newer_table(
     router, (behind,) = fleet(1)
     behind.refused = {"a": ReplicaBehind("replica 0 has weights 1:2:d")}
     behind.go.set()
-    asked = asyncio.create_task(router.sample(request("a")))
+    task = asyncio.create_task(router.sample(request("a")))
     await turns(20)
     assert behind.groups == [["a"]]
     behind.refused = {}
     behind.update.set_result(report(0))
     await router.source.update(WEIGHTS)
-    assert text(await asked) == "a"
+    assert text(await task) == "a"
 
 
 async def test_an_update_to_the_same_weights_again_is_the_one_that_is_under_way_or_has_ended() -> None:
@@ -294,13 +294,13 @@ async def test_an_update_to_the_same_weights_again_is_the_one_that_is_under_way_
 
 async def test_a_cancelled_caller_aborts_its_request() -> None:
     router, (only,) = fleet(1)
-    kept, cancelled = (asyncio.create_task(router.sample(request(name))) for name in ("kept", "cancelled"))
+    finishing, cancelled = (asyncio.create_task(router.sample(request(name))) for name in ("kept", "cancelled"))
     await turns()
     cancelled.cancel()
     await turns()
     assert only.aborted == ["cancelled"]
     only.go.set()
-    await kept
+    await finishing
     assert cancelled.cancelled()
 
 
@@ -361,21 +361,21 @@ async def test_new_requests_avoid_replicas_that_take_weights() -> None:
 
 
 UNKNOWN = VersionSpan(WeightIdentity(1, 2, "other"), 0, 4)
-KNOWN = VersionSpan(WEIGHTS.identity, 0, 4)
+CONFIRMED = VersionSpan(WEIGHTS.identity, 0, 4)
 
 
 async def updated_fleet(n: int, **options: Any) -> tuple[Router, list[FakeReplica]]:
     router, fakes = fleet(n, **options)
     for replica, fake in enumerate(fakes):
         fake.update.set_result(report(replica))
-        fake.spans = (KNOWN,)
+        fake.spans = (CONFIRMED,)
     await router.source.update(WEIGHTS)
     return router, fakes
 
 
 async def test_a_replica_that_names_strange_weights_is_out_and_others_answer(caplog: pytest.LogCaptureFixture) -> None:
     router, (liar, honest) = await updated_fleet(2)
-    liar.spans = (KNOWN, UNKNOWN)
+    liar.spans = (CONFIRMED, UNKNOWN)
     early = asyncio.create_task(router.sample(request("early", "a")))
     other = asyncio.create_task(router.sample(request("other", "b")))
     await turns()
@@ -388,7 +388,7 @@ async def test_a_replica_that_names_strange_weights_is_out_and_others_answer(cap
     assert honest.groups == [["other"], ["early", "late"]]
     honest.go.set()
     for task in (early, other, late):
-        assert (await task).spans == (KNOWN,)
+        assert (await task).spans == (CONFIRMED,)
     assert "replica 0 sampled tokens from weights 1:2:other" in caplog.text
     assert "it was given 1:3:d3" in caplog.text
     honest.spans = (UNKNOWN,)
@@ -413,7 +413,7 @@ async def test_tokens_of_weights_that_are_on_their_way_are_known() -> None:
     router, (only,) = fleet(1)
     update = asyncio.create_task(router.source.update(WEIGHTS))
     await turns()
-    only.spans = (KNOWN,)
+    only.spans = (CONFIRMED,)
     only.go.set()
     await router.sample(request("during"))
     only.update.set_result(report(0))
@@ -454,17 +454,17 @@ async def test_a_replica_that_can_not_name_its_weights_is_not_used() -> None:
 
 
 async def test_nothing_is_kept_of_what_a_replica_said_of_strange_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(text: str, identity: WeightIdentity) -> Progress:
+    def progress_of(text: str, identity: WeightIdentity) -> Progress:
         tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
         return Progress(0, tokens, np.zeros(len(tokens), np.float32), (VersionSpan(identity, 0, len(tokens)),))
 
     monkeypatch.setattr("inference.router.PROGRESS_S", 0.0)
     router, (liar, honest) = await updated_fleet(2)
     honest.spans = (VersionSpan(WEIGHTS.identity, 0, 3),)
-    liar.made = {"abc": made("x", WEIGHTS.identity)}
+    liar.progress_by_name = {"abc": progress_of("x", WEIGHTS.identity)}
     tasks = [asyncio.create_task(router.sample(request(name))) for name in ("abc", "b")]
     await turns(20)
-    liar.made = {"abc": made("xy", UNKNOWN.identity)}
+    liar.progress_by_name = {"abc": progress_of("xy", UNKNOWN.identity)}
     await turns(20)
     honest.go.set()
     assert [text(await task) for task in tasks] == ["abc", "b"]
@@ -557,8 +557,8 @@ async def test_the_drift_of_the_first_update_bounds_all_later_ones_also_of_joine
 
 
 async def usual_updates(router: Router, number: int) -> None:
-    for each in range(number):
-        await router.source.update(weights(each))
+    for version in range(number):
+        await router.source.update(weights(version))
 
 
 async def test_an_update_does_not_wait_for_one_far_slower_than_usual(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -610,19 +610,19 @@ async def test_in_deterministic_mode_updates_wait_as_long_as_it_takes(monkeypatc
 class Fetching(Updated):
     """Finds the bytes of the versions in `gone` gone, once it may take them."""
 
-    def __init__(self, name: str, *may_take: int, gone: tuple[int, ...] = ()) -> None:
+    def __init__(self, name: str, *may_take: int, missing: tuple[int, ...] = ()) -> None:
         super().__init__(name, *may_take)
-        self.gone = set(gone)
+        self.missing = set(missing)
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
         taken = await super().load_weights(published)
-        if published.identity.version in self.gone:
+        if published.identity.version in self.missing:
             raise WeightsGone(f"{self.name}: the trainer no longer keeps version {published.identity.version}")
         return taken
 
 
 async def test_a_joiner_without_newer_weights_serves_after_the_next_update(caplog: pytest.LogCaptureFixture) -> None:
-    first, joiner = Updated("replica 0", 3, 4), Fetching("replica 1", 3, gone=(3,))
+    first, joiner = Updated("replica 0", 3, 4), Fetching("replica 1", 3, missing=(3,))
     router = router_of({0: first})
     await router.source.update(weights(3))
     await joined(router.source, 1, joiner)
@@ -642,7 +642,7 @@ async def test_a_joiner_without_newer_weights_serves_after_the_next_update(caplo
 
 @pytest.mark.parametrize("fixed", [False, True])
 async def test_an_update_whose_bytes_are_gone_for_all_says_so_and_the_next_one_finds_them_all(fixed: bool) -> None:
-    fakes = {i: Fetching(f"replica {i}", 3, 4, gone=(3,)) for i in range(2)}
+    fakes = {i: Fetching(f"replica {i}", 3, 4, missing=(3,)) for i in range(2)}
     router = router_of(fakes, fixed=fixed, patience_s=20.0)
     with pytest.raises(WeightsGone, match=r"replica [01]: the trainer no longer keeps version 3"):
         await router.source.update(weights(3))
@@ -651,16 +651,16 @@ async def test_an_update_whose_bytes_are_gone_for_all_says_so_and_the_next_one_f
 
 async def test_nobody_waits_for_one_whose_weights_are_gone() -> None:
     """Nothing brings them before the next update."""
-    first, joiner = Updated("replica 0", 3), Fetching("replica 1", 3, gone=(3,))
+    first, joiner = Updated("replica 0", 3), Fetching("replica 1", 3, missing=(3,))
     router = router_of({0: first}, patience_s=20.0)
     await router.source.update(weights(3))
     join = asyncio.create_task(joined(router.source, 1, joiner))
     await turns(1)
     router.source.leave(0, "replica 0 died")
     waiting = asyncio.create_task(router.sample(request("r")))
-    for asked in (waiting, router.sample(request("later"))):
+    for sampling in (waiting, router.sample(request("later"))):
         with pytest.raises(WeightsGone, match="no inference replica has the newest weights: replica 1: the trainer no"):
-            await asked
+            await sampling
     await join
 
 
@@ -778,20 +778,20 @@ async def router_with_a_late_table() -> tuple[Router, FakeReplica]:
 async def test_versions_are_those_of_the_update_though_its_table_is_late() -> None:
     """An evaluation of the version begins then, and takes no answers of the version before."""
     router, _ = await router_with_a_late_table()
-    ended = asyncio.create_task(router.updated(WEIGHTS.identity))
+    update = asyncio.create_task(router.updated(WEIGHTS.identity))
     await turns()
-    assert (router.acknowledged(), ended.done()) == ({}, False)
+    assert (router.acknowledged(), update.done()) == ({}, False)
     router.take(await router.source.table((0, 0), 0.0))
-    assert await ended == [report(0)]
+    assert await update == [report(0)]
     assert router.acknowledged() == {0: 3}
 
 
 async def test_tokens_of_weights_that_only_a_newer_table_names_are_known() -> None:
     """They may come before that table does."""
     router, fake = await router_with_a_late_table()
-    fake.spans = (KNOWN,)
+    fake.spans = (CONFIRMED,)
     fake.go.set()
-    assert (await router.sample(request("r"))).spans == (KNOWN,)
+    assert (await router.sample(request("r"))).spans == (CONFIRMED,)
 
 
 async def test_what_a_replica_of_the_set_before_samples_is_aborted_there_and_sampled_in_the_next_set() -> None:
@@ -808,17 +808,17 @@ async def test_what_a_replica_of_the_set_before_samples_is_aborted_there_and_sam
 
     await follow_set(1)
     for number in range(3):  # more often than a request may be lost
-        asked = asyncio.create_task(router.sample(request(f"r{number}")))
+        task = asyncio.create_task(router.sample(request(f"r{number}")))
         await turns()
         await follow_set(number + 2)
         assert fake.groups == [[f"r{number}"]] * 2
         assert set(fake.aborted) == {f"r{number}"}
-        assert named(fake.asked[0].request_id) == f"r{number}"
-        asked.cancel()
+        assert named(fake.requests[0].request_id) == f"r{number}"
+        task.cancel()
         await turns()
         fake.groups.clear()
         fake.aborted.clear()
-        fake.asked.clear()
+        fake.requests.clear()
 
 
 async def test_a_replica_that_failed_a_chat_is_tried_again_unless_it_has_a_successor(
@@ -830,21 +830,21 @@ async def test_a_replica_that_failed_a_chat_is_tried_again_unless_it_has_a_succe
     await joined(source, 0, fake)
     fake.failure = RoomFailed("it failed")
     fake.go.set()
-    asked = asyncio.create_task(router.sample(request("r")))
+    task = asyncio.create_task(router.sample(request("r")))
     await turns()
     assert router.acknowledged() == {}
     fake.failure = None
-    assert text(await asked) == "r"
+    assert text(await task) == "r"
     assert list(tables_of(source)[-1].rows) == [0], "for others it serves"
     successor = FakeReplica("its successor")
     fake.failure = RoomFailed("it died")
-    asked = asyncio.create_task(router.sample(request("s")))
+    task = asyncio.create_task(router.sample(request("s")))
     await turns()
     await joined(source, 0, successor)
     await asyncio.sleep(0.03)
     assert successor.groups == [["s"]]
     successor.go.set()
-    assert text(await asked) == "s"
+    assert text(await task) == "s"
 
 
 async def test_chats_wait_for_the_first_weights() -> None:

@@ -16,28 +16,28 @@ from trireme.core.weights import Drift, PublishedWeights, UpdateReport
 class Replica(IdleReplica):
     def __init__(self, number: int) -> None:
         self.name, self.number = f"replica {number}", number
-        self.held: dict[str, WeightIdentity] = {}
-        self.most = 9
+        self.adapters: dict[str, WeightIdentity] = {}
+        self.capacity = 9
         self.calls: list[str] = []
 
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
         for number, request in enumerate(requests):
-            spans = (VersionSpan(self.held[request.adapter], 0, 1),)
+            spans = (VersionSpan(self.adapters[request.adapter], 0, 1),)
             yield number, SampledSequence(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", spans)
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
-        self.held[""] = published.identity
+        self.adapters[""] = published.identity
         self.calls.append("update")
         return UpdateReport(self.number, published.identity, Drift(0.0, 0.0), 0, 0.0)
 
     async def load_adapter(self, name: str, published: PublishedWeights) -> None:
         self.calls.append(name)
-        if len(self.held) > self.most:
+        if len(self.adapters) > self.capacity:
             raise RoomFailed(f"{self.name} has no room")
-        self.held[name] = published.identity
+        self.adapters[name] = published.identity
 
     async def drop_adapter(self, name: str) -> None:
-        del self.held[name]
+        del self.adapters[name]
 
 
 async def sampled(router: Router, adapter: str, key: str) -> int:
@@ -56,10 +56,10 @@ async def test_every_replica_has_all_adapters_beside_the_newest_weights() -> Non
         await router.source.load_adapter(name, weights(version))
     await router.source.update(weights(3))
     for key in "xyz":
-        found = [await sampled(router, adapter, key) for adapter in ("", "a", "b")]
-        assert found == [3, 1, 2]
+        versions = [await sampled(router, adapter, key) for adapter in ("", "a", "b")]
+        assert versions == [3, 1, 2]
     await router.source.drop_adapter("a")
-    assert [sorted(replica.held) for replica in replicas] == [["", "b"]] * 2
+    assert [sorted(replica.adapters) for replica in replicas] == [["", "b"]] * 2
 
 
 async def test_one_that_joins_gets_them_before_it_serves() -> None:
@@ -77,12 +77,12 @@ async def test_one_that_joins_gets_them_before_it_serves() -> None:
 
 async def test_one_that_cannot_take_an_adapter_is_used_no_more() -> None:
     replicas = [Replica(0), Replica(1)]
-    replicas[0].most = 0
+    replicas[0].capacity = 0
     router = router_of(dict(enumerate(replicas)))
     await router.source.update(weights(0))
     await router.source.load_adapter("a", weights(1))
     assert await losses(router.source) == {0: "replica 0 has no room"}
     assert [await sampled(router, "a", key) for key in "xy"] == [1, 1]
-    replicas[1].most = 0
+    replicas[1].capacity = 0
     with pytest.raises(RoomFailed, match=r"no inference replica is left.*no room"):
         await router.source.load_adapter("b", weights(2))

@@ -64,10 +64,10 @@ def of_another_run(answer: SampledSequence) -> SampledSequence:
     return replace(answer, spans=(replace(span, identity=WeightIdentity(7, span.identity.version, "other")),))
 
 
-def run_with(bad: Replica, *others: Replica, **options: int) -> Run:
-    router = router_of(dict(enumerate((bad, *others))), vocab_size=VOCABULARY)
-    given = {"max_steps": 10, "retries": 2} | options
-    return Run(small_config(**given), Problems(), sampler=router)  # type: ignore[arg-type]
+def run_with(bad: Replica, *good: Replica, **options: int) -> Run:
+    router = router_of(dict(enumerate((bad, *good))), vocab_size=VOCABULARY)
+    settings = {"max_steps": 10, "retries": 2} | options
+    return Run(small_config(**settings), Problems(), sampler=router)  # type: ignore[arg-type]
 
 
 def assert_nothing_was_lost(run: Run) -> None:

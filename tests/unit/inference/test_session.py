@@ -24,9 +24,9 @@ def left_open(before: set[str]) -> set[str]:
     """Returns the descriptors that are open now, were not before, and stay open: other threads open files for a while,
     such as the one that counts what tests cost."""
     deadline = time.monotonic() + 2.0
-    while (left := set(os.listdir("/proc/self/fd")) - before) and time.monotonic() < deadline:
+    while (leftover := set(os.listdir("/proc/self/fd")) - before) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return left
+    return leftover
 
 
 def test_what_the_engine_process_maps_is_whole_and_private_and_leaves_nothing_behind() -> None:
@@ -131,7 +131,7 @@ def test_a_replica_that_is_not_ready_says_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "happens", "why"),
+    ("number", "happens", "reason"),
     [
         (1, "", "inference replica 1 takes version 5 on demand: it is not in the session"),
         (2, "failed", "on demand: Connection reset by peer"),
@@ -141,7 +141,7 @@ def test_a_replica_that_is_not_ready_says_why() -> None:
     ],
 )
 def test_what_did_not_arrive_is_fetched_and_that_is_said(
-    number: int, happens: str, why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    number: int, happens: str, reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("inference.session.GRACE_S", 0.0)
 
@@ -156,7 +156,7 @@ def test_what_did_not_arrive_is_fetched_and_that_is_said(
         assert await replica.bytes_of(number=number) == [bucket.tolist() for bucket in SENT]
 
     assert played(play).on_demand.fetched == 1
-    assert why in caplog.text
+    assert reason in caplog.text
 
 
 def test_nobody_waits_for_a_version_once_a_later_one_is_offered(caplog: pytest.LogCaptureFixture) -> None:

@@ -41,28 +41,28 @@ class Engine:
         self.rank.rank = 0
         self.sender = BroadcastSender(0, 1, HOST, None)
         read, self._write = os.pipe()
-        self._said = os.fdopen(read)
+        self._messages = os.fdopen(read)
 
     def receive(self, version: int, tensors: Tensors) -> list[Region]:
         """Sends a version; returns where it has arrived."""
         layout = laid_out(tensors)
         offer = Offer(1, version, layout.sizes, (self.sender.endpoint,), LIMIT_S)
         self.rank.receive_broadcast(pickle.dumps((offer, 0, version, f"/proc/self/fd/{self._write}")))
-        assert json.loads(self._said.readline())["ready"]
+        assert json.loads(self._messages.readline())["ready"]
         self.sender.send(version, layout, [tensors], Session(1, 0, {0: 0}, LIMIT_S))
-        arrived = json.loads(self._said.readline())["arrived"]
+        arrived = json.loads(self._messages.readline())["arrived"]
         return [Region(arrived["path"], at, size) for at, size in zip(arrived["offsets"], layout.sizes, strict=True)]
 
     def refusal(self, manifest: WeightsManifest, regions: list[Region]) -> str:
         self.rank.receive_weights(pickle.dumps((manifest, regions)))
         deadline = time.monotonic() + LIMIT_S
-        while (found := self.rank.checked()) is None:
+        while (problem := self.rank.checked()) is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        return found
+        return problem
 
     def close(self) -> None:
-        self._said.close()
+        self._messages.close()
         os.close(self._write)
 
     def loaded(self, manifest: WeightsManifest) -> None:
@@ -74,23 +74,23 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    made = Engine()
-    yield made
-    made.close()
+    started = Engine()
+    yield started
+    started.close()
 
 
 @pytest.fixture
 def summed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of the tensors that a check has summed itself."""
-    found: list[int] = []
+    sizes: list[int] = []
     plain = weights.sums_of
 
     def sums_of(data: npt.NDArray[np.uint8], first_word: int = 0) -> Any:
-        found.append(len(data))
+        sizes.append(len(data))
         return plain(data, first_word)
 
     monkeypatch.setattr(weights, "sums_of", sums_of)
-    return found
+    return sizes
 
 
 def test_from_the_second_broadcast_on_a_check_reads_nothing_again(engine: Engine, summed: list[int]) -> None:

@@ -30,9 +30,9 @@ def test_a_long_start_says_why_it_waits(tmp_path: Path) -> None:
 
 def test_status_says_how_far_each_part_is_that_starts(tmp_path: Path) -> None:
     """A line of a log without its time, level and module; parts that have started stay as they are."""
-    said = "2026-11-22 20:00:01,234 INFO trainer.shard: proving that the model is computed right\n"
-    (tmp_path / "trainer_1.log").write_text(said)
-    (tmp_path / "inference_0.log").write_text(said)
+    line = "2026-11-22 20:00:01,234 INFO trainer.shard: proving that the model is computed right\n"
+    (tmp_path / "trainer_1.log").write_text(line)
+    (tmp_path / "inference_0.log").write_text(line)
     roster = Roster(lambda: 0.0)
     for name in ("trainer_0", "trainer_1", "orchestrator_0"):
         roster.set(name, PartHealth.STARTING)

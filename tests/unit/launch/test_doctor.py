@@ -25,10 +25,10 @@ class Answers:
         self._values = values
 
     def ready(self, refs: dict[str, str], timeout_s: float) -> dict[str, Any]:
-        there = {ref: self._values[ref] for ref in refs if ref in self._values}
-        if not there:
+        arrived = {ref: self._values[ref] for ref in refs if ref in self._values}
+        if not arrived:
             self.now += timeout_s
-        return there
+        return arrived
 
     now = 0.0
 
@@ -38,10 +38,10 @@ class Answers:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
-    made = Answers({"ref a": 1, "ref c": RoomFailed("it has no such module")})
-    monkeypatch.setattr(doctor.waits, "ready", made.ready)
-    monkeypatch.setattr(doctor.time, "monotonic", made.monotonic)
-    return made
+    double = Answers({"ref a": 1, "ref c": RoomFailed("it has no such module")})
+    monkeypatch.setattr(doctor.waits, "ready", double.ready)
+    monkeypatch.setattr(doctor.time, "monotonic", double.monotonic)
+    return double
 
 
 def test_nodes_that_do_not_answer_are_named_and_left_out(answers: Answers) -> None:
@@ -104,20 +104,20 @@ class TestBeforeARun:
 
     def test_warnings_are_shown_up_to_a_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
         rates = dict.fromkeys([f"10.0.1.{number}" for number in range(doctor.MAX_WARNINGS + 1)], 1e6)
-        *warnings, more, network = self.printed(monkeypatch, replace(healthy(), rates=rates), THIRD).splitlines()
+        *warnings, rest, network = self.printed(monkeypatch, replace(healthy(), rates=rates), THIRD).splitlines()
         prefix = f"warning: node {SECOND}: 8 Mbit/s to"
         assert [line[: len(prefix)] for line in warnings] == [prefix] * doctor.MAX_WARNINGS
-        assert more == "warning: 1 more; `trireme doctor` shows them"
+        assert rest == "warning: 1 more; `trireme doctor` shows them"
         assert network.startswith("3 nodes examined")
 
     def test_nothing_is_looked_at_on_the_drivers_node_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.printed(monkeypatch, healthy(), HEAD) == ""
 
     def test_of_a_run_in_object_storage_the_local_directory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked: list[str] = []
+        directories: list[str] = []
 
         def examine(config: CommonConfig, *_: object) -> Examination:
-            asked.append(config.run.directory)
+            directories.append(config.run.directory)
             return healthy()
 
         monkeypatch.setattr(doctor, "examine", examine)
@@ -125,7 +125,7 @@ class TestBeforeARun:
         place = stored.config.run.model_copy(update={"output_dir": "s3://bucket/runs", "local_dir": "/scratch"})
         stored = replace(stored, config=stored.config.model_copy(update={"run": place}))
         doctor.check_nodes(stored, {SECOND: []}, Console(file=io.StringIO()))
-        assert asked == ["/scratch"]
+        assert directories == ["/scratch"]
 
     def test_of_a_large_cluster_the_nodes_of_the_run_and_the_head(self, monkeypatch: pytest.MonkeyPatch) -> None:
         nodes = [

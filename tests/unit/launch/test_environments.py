@@ -25,10 +25,10 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_dry_run_says_why_an_environment_cannot_be_made(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text("print('noise')\nraise RuntimeError('boom')\n")
     assert dry_run("--env.id", "mine:Dataset") == EXIT_BAD_INPUT
-    said = capfd.readouterr()
+    output = capfd.readouterr()
     file = tmp_path / "mine.py"
-    assert said.err == f"error: env.id = 'mine:Dataset' cannot be imported: RuntimeError: boom ({file}, line 2)\n"
-    assert said.out == ""
+    assert output.err == f"error: env.id = 'mine:Dataset' cannot be imported: RuntimeError: boom ({file}, line 2)\n"
+    assert output.out == ""
 
 
 PROBLEM = """
@@ -55,7 +55,7 @@ class Dataset(RLDataset):
 
 
 @pytest.mark.parametrize(
-    ("does", "why"),
+    ("does", "message"),
     [
         ("raise KeyError('prompt')", "KeyError: 'prompt'"),
         ("return 'Sort: 123', ()", "environment mine:Dataset, problem 0.0.0: gave the observation 'Sort: 1"),
@@ -63,10 +63,12 @@ class Dataset(RLDataset):
         ("return [5]", "ValueError: not enough values to unpack"),
     ],
 )
-def test_a_first_problem_must_be_built(does: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_first_problem_must_be_built(
+    does: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine.py").write_text(PROBLEM.format(does=does))
     assert dry_run("--env.id", "mine:Dataset") == EXIT_BAD_INPUT
-    assert f"its first problem cannot be built: {why}" in capsys.readouterr().err
+    assert f"its first problem cannot be built: {message}" in capsys.readouterr().err
 
 
 def test_a_process_that_dies_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,9 +83,9 @@ def test_the_wait_for_a_slow_environment_is_named_and_has_a_deadline(
     (tmp_path / "mine.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setattr(rl, "WAIT_LINE_S", 0.05)
     assert dry_run("--env.id", "mine:Dataset", "--timeouts.start-s", "0.1") == EXIT_FAILED
-    said = capsys.readouterr().err
-    assert "waiting for the environments and their first problems (0 s)\n" in said
-    assert "waited 0.1 s (timeouts.start_s) for the environments" in said
+    output = capsys.readouterr().err
+    assert "waiting for the environments and their first problems (0 s)\n" in output
+    assert "waited 0.1 s (timeouts.start_s) for the environments" in output
 
 
 def test_a_dry_run_shows_what_an_environment_warns_of(capfd: pytest.CaptureFixture[str]) -> None:

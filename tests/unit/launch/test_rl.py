@@ -15,8 +15,8 @@ from trireme.launch.rl import RlRun
 
 
 class Room:
-    def __init__(self, name: str, ended: list[str]) -> None:
-        self.name, self._ended = name, ended
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self._log = name, log
 
         self.followers: list[object] = []
 
@@ -29,28 +29,28 @@ class Room:
         """Stands for a verb."""
 
     def stop(self) -> None:
-        self._ended.append(self.name)
+        self._log.append(self.name)
 
 
 def test_each_attempt_has_rooms_of_its_own_and_the_orchestrator_ends_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """It closes its environments while the trainer, dead or alive, is still there."""
-    ended: list[str] = []
+    log: list[str] = []
     training: Any = object.__new__(RlRun)
     training.config = SimpleNamespace(timeouts=SimpleNamespace(update_s=1.0))
     training.plan = SimpleNamespace(resolved=lambda config: config)
     training.places = {"trainer": [], "orchestrator": [{}]}
     training._service = training._incarnations = None
     numbers = iter(range(1, 7))
-    trainer = SimpleNamespace(start=lambda *_: Room(f"trainer {next(numbers)}", ended))
+    trainer = SimpleNamespace(start=lambda *_: Room(f"trainer {next(numbers)}", log))
     monkeypatch.setattr(rl, "TrainerHandle", trainer)
-    monkeypatch.setattr(rl, "ReplicaSetHandle", lambda *_: Room(f"replica set {next(numbers)}", ended))
-    monkeypatch.setattr(RlRun, "_start_orchestrator", lambda *_: Room(f"orchestrator {next(numbers)}", ended))
+    monkeypatch.setattr(rl, "ReplicaSetHandle", lambda *_: Room(f"replica set {next(numbers)}", log))
+    monkeypatch.setattr(RlRun, "_start_orchestrator", lambda *_: Room(f"orchestrator {next(numbers)}", log))
     run: Any = SimpleNamespace(logs=None, start=SimpleNamespace(attempt=1))
     for _ in range(2):
         with ExitStack() as ending:
             core = training.start(run, ending)
             assert {core.trainer, core.other_rooms["orchestrator"]} < set(core.rooms)
-    assert ended == [
+    assert log == [
         *("orchestrator 3", "trainer 2", "replica set 1"),
         *("orchestrator 6", "trainer 5", "replica set 4"),
     ]

@@ -25,7 +25,7 @@ class World:
     """A run whose attempts are numbers, and its supervisor, which allows three attempts."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.events: list[str] = []
         self.attempt = 1
         self.config = self.fixed = None
         self.start = SimpleNamespace(notes=["another attempt"])
@@ -35,29 +35,29 @@ class World:
         return self
 
     def may_rebuild(self, failure: RoomFailed) -> None:
-        self.told.append(f"after {failure}")
+        self.events.append(f"after {failure}")
         if self.attempt == ENOUGH:
             raise LimitReached("often enough") from failure
 
     def run(self, *outcomes: Exception | None) -> None:
         """`outcomes`: what the work of each attempt comes to."""
-        left = list(outcomes)
+        remaining = list(outcomes)
 
         def work(run: Any) -> None:
             assert run is self
-            self.told.append(f"attempt {self.attempt}")
-            if outcome := left.pop(0):
+            self.events.append(f"attempt {self.attempt}")
+            if outcome := remaining.pop(0):
                 raise outcome
 
         run: Any = self
-        attempts(run, Newest(run), run, work, self.told.append)
-        assert not left
+        attempts(run, Newest(run), run, work, self.events.append)
+        assert not remaining
 
 
 def test_another_attempt_follows_until_the_work_is_done() -> None:
     world = World()
     world.run(RoomFailed("a death"), None)
-    assert world.told == ["attempt 1", "after a death", "another attempt", "attempt 2"]
+    assert world.events == ["attempt 1", "after a death", "another attempt", "attempt 2"]
 
 
 def test_it_ends_with_what_the_supervisor_says() -> None:
@@ -77,7 +77,7 @@ def test_no_attempt_follows_in_a_cluster_whose_services_have_ended(monkeypatch: 
     monkeypatch.setattr(run_module, "check_services", check_services)
     with pytest.raises(ServicesLost):
         world.run(RoomFailed("a death"))
-    assert world.told == ["attempt 1"]
+    assert world.events == ["attempt 1"]
 
 
 class TestServices:
@@ -104,7 +104,7 @@ class TestServices:
         begun = self.launched(monkeypatch, tmp_path, lost=2, limit=2)
         assert begun == [1, 2, 3]
         incidents = [json.loads(line) for line in (tmp_path / "r" / "incidents.jsonl").open()]
-        assert [each["part"] for each in incidents] == ["cluster"] * 2
+        assert [incident["part"] for incident in incidents] == ["cluster"] * 2
 
     def test_no_oftener_than_other_parts(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         with pytest.raises(LimitReached, match=r"cluster failed 3 times.*cluster\.max_restarts"):
@@ -115,7 +115,7 @@ def test_other_errors_end_the_run() -> None:
     world = World()
     with pytest.raises(BadInput):
         world.run(BadInput("wrong"))
-    assert world.told == ["attempt 1"]
+    assert world.events == ["attempt 1"]
 
 
 def test_the_file_of_an_attempt_is_its_own(tmp_path: Path) -> None:
@@ -153,13 +153,13 @@ def test_an_attempt_waits_for_the_places_of_what_it_starts_and_says_so_once(monk
 
 def test_what_a_commit_has_of_unfinished_work_is_said_and_returned() -> None:
     """It stands in the incident of the return."""
-    said: list[str] = []
-    silent, kept = (
+    lines: list[str] = []
+    silent, partial = (
         SimpleNamespace(load_state=lambda _path, _source, text=text: text) for text in ("", "3 of 4 were kept")
     )
     trainer = SimpleNamespace(load_state=lambda _path, _identities, _source: "")
-    core: Any = SimpleNamespace(trainer=trainer, other_rooms={"silent": silent, "orchestrator": kept})
-    console: Any = SimpleNamespace(print=lambda text, **_: said.append(text))
+    core: Any = SimpleNamespace(trainer=trainer, other_rooms={"silent": silent, "orchestrator": partial})
+    console: Any = SimpleNamespace(print=lambda text, **_: lines.append(text))
     manifest: Any = SimpleNamespace(identities=())
     assert run_module.load(core, Path("c"), manifest, None, Roster(lambda: 0.0), console) == ["3 of 4 were kept"]
-    assert said == ["orchestrator: 3 of 4 were kept"]
+    assert lines == ["orchestrator: 3 of 4 were kept"]

@@ -19,7 +19,7 @@ def test_a_plan_gets_the_machines_of_the_cluster_and_is_checked(monkeypatch: pyt
     machines = plan().resources
 
     @contextmanager
-    def ray_cluster(_config: Any, _here: Any) -> Iterator[Any]:
+    def ray_cluster(_config: Any, _address: Any) -> Iterator[Any]:
         yield machines
 
     monkeypatch.setattr(starting, "ray_cluster", ray_cluster)
@@ -52,19 +52,19 @@ def test_places_are_by_room_and_clusters_examined(address: str | None, monkeypat
     monkeypatch.setattr(starting, "nodes_of", lambda rooms: sorted(rooms))
     monkeypatch.setattr(starting, "reserve", lambda options, *_: ("group", list(range(len(options)))))
     monkeypatch.setattr(starting, "actor_nodes", lambda options: ["1"] * len(options))
-    made = plan()
-    (node,) = made.resources.nodes
+    planned = plan()
+    (node,) = planned.resources.nodes
     at_once = [replace(node, id="1")]
     monkeypatch.setattr(starting, "cluster_resources", lambda _: Resources(tuple(at_once), "the Ray cluster"))
     with ExitStack() as ending:
-        places = reserve_places(made, lambda *_: None, SimpleNamespace(), ending)
-    assert places.rooms == made.by_room(list(range(len(made.options))))
+        places = reserve_places(planned, lambda *_: None, SimpleNamespace(), ending)
+    assert places.rooms == planned.by_room(list(range(len(planned.options))))
     assert examined == ([sorted(places.rooms)] if address else [])
     if address:  # another run has come to the node since the plan was made
         monkeypatch.setenv("RAY_ADDRESS", address)
         at_once[:] = [replace(node, id="1", free_bytes=0), replace(node, id="2")]
         with pytest.raises(BadInput, match=r"has 0\.00 GiB of 16\.00 GiB of memory free"), ExitStack() as ending:
-            reserve_places(made, lambda *_: None, SimpleNamespace(), ending)
+            reserve_places(planned, lambda *_: None, SimpleNamespace(), ending)
         assert len(examined) == 1
 
 

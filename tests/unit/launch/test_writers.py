@@ -32,10 +32,10 @@ def check(mark: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[li
     """Checks where the nodes `blind` do not see the file; returns the nodes that were asked, and the far ones."""
 
     def run(*blind: str, url: str | None = None, problem: str = "") -> tuple[list[str], FarNodes | None]:
-        asked: list[str] = []
+        nodes: list[str] = []
 
         def answer(node: str) -> Sight:
-            asked.append(node)
+            nodes.append(node)
             return Sight(f"host-{node}", node not in blind, problem if node in blind else "")
 
         def options(scheduling_strategy: str) -> Any:
@@ -46,7 +46,7 @@ def check(mark: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[li
         monkeypatch.setattr(writers.waits, "get_all", lambda refs, **_: refs)
         mirror = SimpleNamespace(bucket=SimpleNamespace(url=url)) if url else None
         opened: Any = SimpleNamespace(root=mark.parents[2], nonce=mark, mirror=mirror)
-        return asked, check_writers(opened, ROOMS, WRITING, 1.0, 1.0, lambda *_: None)
+        return nodes, check_writers(opened, ROOMS, WRITING, 1.0, 1.0, lambda *_: None)
 
     return run
 
@@ -100,16 +100,16 @@ def test_a_node_tries_the_store_and_sweeps_its_disk(mark: Path, monkeypatch: pyt
     commit = draft.with_name("step_000001")
     for directory in (draft / "trainer", commit):
         directory.mkdir(parents=True)
-    here = os.uname().nodename
-    assert look(mark, "attempt 1", URL, 0.0) == Sight(here, True)
+    node = os.uname().nodename
+    assert look(mark, "attempt 1", URL, 0.0) == Sight(node, True)
     assert draft.exists(), "the directory of a run has its own sweep"
-    assert look(mark, "attempt 2", URL, 0.0) == Sight(here, False)
+    assert look(mark, "attempt 2", URL, 0.0) == Sight(node, False)
     assert not draft.exists()
     assert commit.exists()
     assert look(mark, "attempt 2", URL, 0.0).problem == f"{URL}/HEAD is missing"
     assert look(mark, "attempt 2", URL, 0.0).problem == "403 Forbidden"
     errors[:] = [StoreSilent("HTTP error")]
-    with pytest.raises(StoreSilent, match=f"does not answer {here}: HTTP error"):
+    with pytest.raises(StoreSilent, match=f"does not answer {node}: HTTP error"):
         look(mark, "attempt 2", URL, 0.0)
 
 

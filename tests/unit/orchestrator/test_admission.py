@@ -27,7 +27,7 @@ class GateMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.gate = Gate(LIMIT)
         self.limit = LIMIT
-        self.asked: dict[Kind, deque[tuple[int, asyncio.Task[Permit]]]] = {kind: deque() for kind in KINDS}
+        self.waiting: dict[Kind, deque[tuple[int, asyncio.Task[Permit]]]] = {kind: deque() for kind in KINDS}
         self.permits: list[Permit] = []
 
     def teardown(self) -> None:
@@ -37,34 +37,34 @@ class GateMachine(RuleBasedStateMachine):
                 break
             self.permits.pop().close()
             self.settle()
-        assert not any(self.asked.values())
+        assert not any(self.waiting.values())
         assert self.gate.in_flight == 0
         self.loop.close()
 
     def settle(self) -> None:
         """Lets the tasks run, and checks that whoever got in was first in his queue, and in his right."""
-        before = {kind: self.held(kind) for kind in KINDS}
+        before = {kind: self.in_use(kind) for kind in KINDS}
         for _ in range(5):
             self.loop.run_until_complete(asyncio.sleep(0))
         for kind in KINDS:
             waited = False
-            for _, task in self.asked[kind]:
+            for _, task in self.waiting[kind]:
                 assert not (waited and task.done()), "overtaken"
                 waited = waited or not task.done()
-            while self.asked[kind] and self.asked[kind][0][1].done():
-                rollouts, task = self.asked[kind].popleft()
+            while self.waiting[kind] and self.waiting[kind][0][1].done():
+                rollouts, task = self.waiting[kind].popleft()
                 other = "eval" if kind == "train" else "train"
-                if self.asked[other] and not self.asked[other][0][1].done():
+                if self.waiting[other] and not self.waiting[other][0][1].done():
                     assert before[kind] <= before[other], "the other had less, and was to be first"
                 before[kind] += rollouts
                 self.permits.append(task.result())
 
-    def held(self, kind: Kind) -> int:
+    def in_use(self, kind: Kind) -> int:
         return sum(permit.remaining for permit in self.permits if permit.kind == kind)
 
     @rule(kind=st.sampled_from(KINDS), rollouts=st.integers(1, LIMIT))
     def ask(self, kind: Kind, rollouts: int) -> None:
-        self.asked[kind].append((rollouts, self.loop.create_task(self.gate.enter(kind, rollouts))))
+        self.waiting[kind].append((rollouts, self.loop.create_task(self.gate.enter(kind, rollouts))))
         self.settle()
 
     @precondition(lambda self: self.permits)
@@ -83,17 +83,17 @@ class GateMachine(RuleBasedStateMachine):
         permit.leave_one()
         self.settle()
 
-    @precondition(lambda self: any(self.asked.values()))
+    @precondition(lambda self: any(self.waiting.values()))
     @rule(data=st.data(), ends=st.booleans())
     def a_request_is_given_up(self, data: st.DataObject, ends: bool) -> None:
         """Also in the very turn in which it is let in, when something ends just before."""
-        kind = data.draw(st.sampled_from([kind for kind in KINDS if self.asked[kind]]))
-        index = data.draw(st.integers(0, len(self.asked[kind]) - 1))
-        _, task = self.asked[kind][index]
+        kind = data.draw(st.sampled_from([kind for kind in KINDS if self.waiting[kind]]))
+        index = data.draw(st.integers(0, len(self.waiting[kind]) - 1))
+        _, task = self.waiting[kind][index]
         if ends and self.permits:
             self.permits.pop().close()
         task.cancel()
-        del self.asked[kind][index]
+        del self.waiting[kind][index]
         self.settle()
 
     @rule(limit=st.integers(LIMIT, 2 * LIMIT))
@@ -104,13 +104,13 @@ class GateMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_bound_holds(self) -> None:
-        assert self.gate.in_flight == sum(self.held(kind) for kind in KINDS) <= self.limit
+        assert self.gate.in_flight == sum(self.in_use(kind) for kind in KINDS) <= self.limit
 
     @invariant()
     def nobody_waits_without_need(self) -> None:
-        heads = {kind: queue[0][0] for kind, queue in self.asked.items() if queue}
+        heads = {kind: queue[0][0] for kind, queue in self.waiting.items() if queue}
         if heads:
-            first = min(heads, key=self.held)
+            first = min(heads, key=self.in_use)
             assert self.gate.in_flight + heads[first] > self.limit
 
 
@@ -211,13 +211,13 @@ def on_gpus(**inference: int) -> Config:
 
 
 def test_where_vllm_decides_by_its_gpu_the_limit_is_what_the_replicas_say() -> None:
-    def said(*places: int | None) -> dict[int, ReplicaStats]:
-        return {i: ReplicaStats(0, 0, 0.0, 0, each) for i, each in enumerate(places)}
+    def stats(*places: int | None) -> dict[int, ReplicaStats]:
+        return {i: ReplicaStats(0, 0, 0.0, 0, count) for i, count in enumerate(places)}
 
     pressure = Backpressure(on_gpus(replicas=2))
     first = 2 * LEAST_PLACES * 5 // 4
     limits = [pressure.gate.limit]
-    for loads in (said(None, None), said(1024), said(1024, 1024), said(1024)):
+    for loads in (stats(None, None), stats(1024), stats(1024, 1024), stats(1024)):
         pressure.look(loads)
         limits.append(pressure.gate.limit)
     assert limits == [first, first, 1024 * 5 // 4, 2048 * 5 // 4, 2048 * 5 // 4], "one that leaves lowers nothing"
@@ -232,14 +232,14 @@ def test_a_number_of_sequences_that_was_given_decides_the_limit() -> None:
 async def test_only_new_preemptions_count_and_not_again_before_what_was_too_much_has_ended() -> None:
     async with Looked() as looked:
         pressure, limits = looked.pressure, []
-        for preemptions, ended in [
+        for preemptions, finished in [
             (5, 0),
             (6, 0),
             (6, FIRST // 5),
             (7, 0),
             (0, 0),
         ]:  # the last: it was started again
-            for _ in range(ended):
+            for _ in range(finished):
                 looked.permit.leave_one()
             pressure.look({0: load(waiting=1, preemptions=preemptions)})
             limits.append(pressure.gate.limit)

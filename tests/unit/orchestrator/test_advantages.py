@@ -119,9 +119,9 @@ def test_advantages_are_never_of_one_sign(rewards_G: list[float], kind: Advantag
 
 @pytest.mark.parametrize("vector", VECTORS["remove_constant_reward_groups"])
 def test_groups_of_constant_rewards_are_those_of_the_vectors(vector: dict[str, Any]) -> None:
-    kept = [rewards_G for rewards_G in vector["groups"] if not is_constant(rewards_G)] or vector["groups"][:1]
-    assert len(kept) == vector.get("kept_count", len(vector.get("kept", [])))
-    assert kept == vector.get("kept", vector["groups"][:1])
+    varied = [rewards_G for rewards_G in vector["groups"] if not is_constant(rewards_G)] or vector["groups"][:1]
+    assert len(varied) == vector.get("kept_count", len(vector.get("kept", [])))
+    assert varied == vector.get("kept", vector["groups"][:1])
 
 
 def test_an_empty_observation_is_refused() -> None:
@@ -138,13 +138,13 @@ def minibatch_of(
 
 def test_overlong_answers_have_no_mask() -> None:
     group = Group(0, "0.0.0", floor=3)
-    cut, done = trajectory([transition([1], [2, 3])], "length"), trajectory([transition([1], [4])])
-    scored = ScoredGroup(group, (cut, done), (0.0, 1.0), ({}, {}), ("sort",), 1.0)
-    kept = minibatch_of([scored]).batch.columns
+    cut, whole = trajectory([transition([1], [2, 3])], "length"), trajectory([transition([1], [4])])
+    scored = ScoredGroup(group, (cut, whole), (0.0, 1.0), ({}, {}), ("sort",), 1.0)
+    columns = minibatch_of([scored]).batch.columns
     masked = minibatch_of([scored], overlong_filter=True).batch.columns
-    assert kept["mask"].tolist() == [1, 1, 1]
+    assert columns["mask"].tolist() == [1, 1, 1]
     assert masked["mask"].tolist() == [0, 0, 1]
-    assert kept["advantages"].tolist() == [-0.5, -0.5, 0.5]
+    assert columns["advantages"].tolist() == [-0.5, -0.5, 0.5]
     assert masked["advantages"].tolist() == [0, 0, 0.5], "the trainer refuses advantages where the mask is 0"
 
 

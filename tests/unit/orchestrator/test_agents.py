@@ -37,12 +37,12 @@ async def test_a_program_in_another_language_is_an_agent() -> None:
     args = {"command": ["node", str(EXAMPLE / "sums.mjs")], "problems": str(EXAMPLE / "sums.jsonl")}
     dataset = load_dataset(EnvConfig(id="agent:command", args=args), EnvContext(bpe(QWEN3), 0, 2, "train"))
     group = dataset.get_batch(0)[0]
-    async with rollout("wrong", str(sum(group.problem.values()))) as own:
-        trajectory = await own.play_env(await group.make_env(0))
+    async with rollout("wrong", str(sum(group.problem.values()))) as session:
+        trajectory = await session.play_env(await group.make_env(0))
         assert trajectory.reward == 0.5
         assert trajectory.transitions[-1].metrics["tries"] == 2
-        assert trained(trajectory) == own.sampled
-        assert len(own.record) == 2
+        assert trained(trajectory) == session.sampled
+        assert len(session.record) == 2
         assert open_sessions() == 0
 
 
@@ -54,9 +54,9 @@ def node_agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
         EXAMPLE / "tools-in-node", place, ignore=shutil.ignore_patterns("node_modules", "package-lock.json")
     )
     command = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--cache", str(place / "cache")]
-    made = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=120, check=False)
-    if made.returncode:
-        pytest.skip(f"npm: {made.stderr[-300:]}")  # reason: npm cannot install openai, without a registry for one
+    completed = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=120, check=False)
+    if completed.returncode:
+        pytest.skip(f"npm: {completed.stderr[-300:]}")  # reason: npm cannot install openai, without a registry for one
     return place / "agent.mjs"
 
 
@@ -66,11 +66,11 @@ async def test_openais_client_for_node_is_an_agent_with_a_tool(node_agent: Path)
     dataset = load_dataset(EnvConfig(id="agent:command", args=args), EnvContext(bpe(QWEN3), 0, 2, "train"))
     group = dataset.get_batch(0)[0]
     call = f'<tool_call>\n{{"name": "add", "arguments": {to_json(group.problem)}}}\n</tool_call>'
-    async with rollout(call, str(sum(group.problem.values()))) as own:
-        trajectory = await own.play_env(await group.make_env(0))
+    async with rollout(call, str(sum(group.problem.values()))) as session:
+        trajectory = await session.play_env(await group.make_env(0))
         assert trajectory.reward == 1.0
         assert trajectory.transitions[-1].metrics["tool_calls"] == 1
-        assert trained(trajectory) == own.sampled
+        assert trained(trajectory) == session.sampled
         assert trajectory.num_segments == 1
 
 
@@ -100,8 +100,8 @@ async def test_streams_come_as_they_are_sampled() -> None:
     pieces: list[str] = []
 
     async def play(client: openai.AsyncOpenAI) -> float:
-        asked: Any = [user("q")]
-        async for chunk in await client.chat.completions.create(model="policy", messages=asked, stream=True):
+        messages: Any = [user("q")]
+        async for chunk in await client.chat.completions.create(model="policy", messages=messages, stream=True):
             pieces.append(chunk.choices[0].delta.content or "")
         return 1.0
 
@@ -126,7 +126,7 @@ async def test_a_sub_agent_and_calls_at_once_are_branches_and_each_token_is_trai
         trajectory = await run.play(play)
         assert sorted(trained(trajectory)) == sorted(run.sampled)
         assert len(run.record) == len(trajectory.turns) == 8
-        prompts = {tuple(said.tolist()): request.prompt.tolist() for said, request in run.pairs}
+        prompts = {tuple(tokens.tolist()): request.prompt.tolist() for tokens, request in run.pairs}
         for turn in trajectory.transitions:
             assert turn.observation.tolist() == prompts[tuple(turn.action.tolist())]
         assert trajectory.num_segments == 6
@@ -143,9 +143,9 @@ async def test_the_error_of_an_agent_is_that_of_its_rollout_and_its_session_is_c
         with pytest.raises(ValueError, match="a bug of the agent"):
             await run.play_env(env)
         assert open_sessions() == 0
-        with pytest.raises(openai.APIStatusError) as gone:
+        with pytest.raises(openai.APIStatusError) as closed:
             await Plays(lambda client: ask(client, user("q"))).play(env.access)
-        assert gone.value.status_code == 410
+        assert closed.value.status_code == 410
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -177,21 +177,21 @@ async def test_a_request_that_replicas_refuse_is_refused_to_the_agent_and_ends_i
 
 
 @pytest.mark.parametrize(
-    ("texts", "result", "error", "why"),
+    ("texts", "result", "error", "reason"),
     [
         ([], 1.0, NoAnswer, "nothing to train on"),
         (["one"], "much", BadReward, "expected a number"),
         (["one"], 1e300, BadReward, r"expected one within -2\^53 and 2\^53"),
     ],
 )
-async def test_what_an_agent_must_give(texts: list[str], result: Any, error: type[Exception], why: str) -> None:
+async def test_what_an_agent_must_give(texts: list[str], result: Any, error: type[Exception], reason: str) -> None:
     async def play(client: openai.AsyncOpenAI) -> Any:
         for _ in texts:
             await ask(client, user("q"))
         return result
 
     async with rollout("one") as run:
-        with pytest.raises(error, match=why):
+        with pytest.raises(error, match=reason):
             await run.play(play)
 
 
@@ -227,11 +227,11 @@ def dataset(env_id: str, **args: Any) -> Any:
 
 def test_the_example_plays_with_its_tool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(EXAMPLE), *sys.path])
-    found = dataset("agent:calculator:play", count=20, batch_size=8)
-    assert [len(found.get_batch(index)) for index in range(len(found))] == [8, 8, 4]
+    problems = dataset("agent:calculator:play", count=20, batch_size=8)
+    assert [len(problems.get_batch(index)) for index in range(len(problems))] == [8, 8, 4]
     again = dataset("agent:calculator:play", count=20)
-    assert [each.problem for each in again.get_batch(0)][:8] == [each.problem for each in found.get_batch(0)]
-    (a, b), env = found.get_batch(0)[0].problem, asyncio.run(found.get_batch(0)[0].make_env(0))
+    assert [group.problem for group in again.get_batch(0)][:8] == [group.problem for group in problems.get_batch(0)]
+    (a, b), env = problems.get_batch(0)[0].problem, asyncio.run(problems.get_batch(0)[0].make_env(0))
     call = f'<tool_call>\n{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
 
     async def check() -> None:
@@ -240,8 +240,8 @@ def test_the_example_plays_with_its_tool(monkeypatch: pytest.MonkeyPatch) -> Non
             assert (trajectory.reward, trajectory.turns[-1].metrics["session/turns"]) == (1.0, 2)
             assert trajectory.num_segments == 1
             assert trained(trajectory) == run.sampled
-            asked = run.sampler.tokenizer.decode(run.sampler.requests[1].prompt)
-            assert str(a * b) in asked
+            prompt = run.sampler.tokenizer.decode(run.sampler.requests[1].prompt)
+            assert str(a * b) in prompt
 
     asyncio.run(check())
 
@@ -267,15 +267,15 @@ def test_the_example_asks_helpers_and_shortens_its_history(monkeypatch: pytest.M
             assert trajectory.num_segments == 6, "four helpers, and the history before and after it was shortened"
             assert sorted(trained(trajectory)) == sorted(run.sampled)
             assert len(run.record) == len(texts)
-            asked = run.sampler.tokenizer.decode(run.sampler.requests[-1].prompt)
-            assert "Your notes: my notes" in asked
-            assert "h1" not in asked
+            prompt = run.sampler.tokenizer.decode(run.sampler.requests[-1].prompt)
+            assert "Your notes: my notes" in prompt
+            assert "h1" not in prompt
 
     asyncio.run(check())
 
 
 @pytest.mark.parametrize(
-    ("env_id", "why"),
+    ("env_id", "reason"),
     [
         ("agent:calculator", r"has no function \(none is named\)"),
         ("agent:calculator:nothing", "has no function nothing"),
@@ -284,9 +284,9 @@ def test_the_example_asks_helpers_and_shortens_its_history(monkeypatch: pytest.M
         ("agent:", "no module"),
     ],
 )
-def test_agents_that_are_refused(env_id: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agents_that_are_refused(env_id: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(EXAMPLE), *sys.path])
-    with pytest.raises(BadInput, match=why):
+    with pytest.raises(BadInput, match=reason):
         dataset(env_id)
 
 
@@ -347,9 +347,9 @@ async def test_an_agent_cannot_reward_itself_with_the_key_that_it_has() -> None:
             await ask(client, user("q"))
             base, key = env.access.anthropic_base_url, {"x-api-key": env.access.api_key}
             async with httpx.AsyncClient() as http:
-                given = await http.post(f"{base}/reward", json={"value": 1000}, headers=key)
-                assert given.status_code == 403
-                assert "POST /sessions/{session}/reward is not open to a key of the role session" in given.text
+                response = await http.post(f"{base}/reward", json={"value": 1000}, headers=key)
+                assert response.status_code == 403
+                assert "POST /sessions/{session}/reward is not open to a key of the role session" in response.text
                 for method, url in (
                     *(("GET", f"{base}/export"), ("DELETE", base)),
                     *(("POST", base.rpartition("/")[0]), ("GET", base.rpartition("/")[0])),
@@ -369,9 +369,9 @@ async def test_an_agent_is_told_why_it_gets_no_answer_and_may_ask_again() -> Non
     late = AnswerTimeout(f"{KEY}: an answer took longer than 9 s")
 
     async def play(client: openai.AsyncOpenAI) -> float:
-        with pytest.raises(openai.InternalServerError, match="an answer took longer than 9 s") as told:
+        with pytest.raises(openai.InternalServerError, match="an answer took longer than 9 s") as refused:
             await ask(client, user("q"))
-        assert told.value.status_code == 503
+        assert refused.value.status_code == 503
         await ask(client, user("q"))
         return 1.0
 
@@ -402,10 +402,10 @@ class AskingWith(Plays):
     async def both(self, client: openai.AsyncOpenAI) -> float:
         await ask(client, user("q"))
         if self.lost:
-            here = httpx.URL(self.access.base_url)
+            local = httpx.URL(self.access.base_url)
             body = {"model": "policy", "messages": [user("q")]}
             headers = {"Authorization": f"Bearer {self.lost.api_key}"}
-            for base in (httpx.URL(self.lost.base_url).copy_with(port=here.port), here.copy_with(path="/v1")):
+            for base in (httpx.URL(self.lost.base_url).copy_with(port=local.port), local.copy_with(path="/v1")):
                 async with httpx.AsyncClient() as other:
                     self.answers.append(await other.post(f"{base}/chat/completions", json=body, headers=headers))
         return 1.0
@@ -420,5 +420,5 @@ async def test_an_agent_whose_orchestrator_was_lost_gets_no_answer_of_the_next_o
     async with rollout("one") as run:
         trajectory = await run.play_env(after)
         assert (trajectory.turns[-1].metrics["session/roots"], len(run.record)) == (1, 1)
-    said = [(answer.status_code, answer.json()["error"]["code"]) for answer in after.answers]
-    assert said == [(401, "invalid_api_key")] * 2
+    codes = [(answer.status_code, answer.json()["error"]["code"]) for answer in after.answers]
+    assert codes == [(401, "invalid_api_key")] * 2

@@ -39,8 +39,8 @@ class Player(FakeSampler):
 
     async def sample(self, request: SampleRequest) -> SampledSequence:
         (span,) = (await super().sample(request)).spans
-        said = random.Random(request.params.seed).choice([*"0123456789" * 2, "", "x", "55", "???"])
-        tokens = TOKENIZER.encode(said, add_special_tokens=False)
+        text = random.Random(request.params.seed).choice([*"0123456789" * 2, "", "x", "55", "???"])
+        tokens = TOKENIZER.encode(text, add_special_tokens=False)
         tokens = [*tokens, TOKENIZER.eos_token_id] if len(tokens) < 3 else tokens
         logprobs = -np.arange(1, len(tokens) + 1, dtype=np.float32) / 8
         spans = (replace(span, end=len(tokens)),)
@@ -73,14 +73,14 @@ def config(env: dict[str, Any], deterministic: bool = True, limit_s: float = 30.
 async def played(env: dict[str, Any], jitter: int = 0, **options: Any) -> Run:
     """A whole run, after which its port is closed."""
     guessing_agent.shared.cache_clear()  # its connections are of the event loop of another run
-    own = config(env, **options)
-    context = EnvContext(TOKENIZER, own.seed, group_size=2, rendering=own.renderer)
+    run_config = config(env, **options)
+    context = EnvContext(TOKENIZER, run_config.seed, group_size=2, rendering=run_config.renderer)
     models = ServedModels(("policy",), MAX_LEN, len(TOKENIZER))
     limits = RolloutLimits(len(TOKENIZER), MAX_LEN, decode=TOKENIZER.decode)
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(agent_sessions(lambda: LoopbackSessions(own, models)))
-        dataset = load_dataset(own.env[0], context)
-        return await whole_run(Run(own, dataset, limits, Table(Jitter(jitter))))
+        await stack.enter_async_context(agent_sessions(lambda: LoopbackSessions(run_config, models)))
+        dataset = load_dataset(run_config.env[0], context)
+        return await whole_run(Run(run_config, dataset, limits, Table(Jitter(jitter))))
 
 
 def outcome(run: Run) -> list[Any]:
@@ -117,8 +117,8 @@ def test_an_agent_gives_the_tokens_and_rewards_of_the_environment_bit_for_bit(mo
     assert len({turn for wave in waves(built_in) for turn in [request[-1] for request in wave]}) == 4
     slow_transport(monkeypatch, seed=1)
     agent = run(AGENT, jitter=1)
-    for given, wanted in zip(outcome(agent), expected, strict=True):
-        assert given == wanted
+    for actual, reference in zip(outcome(agent), expected, strict=True):
+        assert actual == reference
     assert agent.rows[0]["env/all/session/undelivered"] == 0
 
 
@@ -128,8 +128,8 @@ def test_an_agent_that_is_silent_is_named_when_its_time_is_over(monkeypatch: pyt
         return 0.0
 
     monkeypatch.setattr(guessing_agent, "play", silent)
-    why = (
+    message = (
         r"environment game, problem 0\.0\.\d, of agent:guessing_agent:play: took longer than orchestrator\.generation_"
     )
-    with pytest.raises(LimitReached, match=why):
+    with pytest.raises(LimitReached, match=message):
         run(AGENT, limit_s=0.2)

@@ -23,12 +23,12 @@ Weights = Sequence[float]
 
 
 def small_config(sizes: Sequence[int | None] = (2, 4), weights: Weights = (1, 3), **options: Any) -> Config:
-    own = one_env(**options).model_dump()
-    own["env"] = [
+    sections = one_env(**options).model_dump()
+    sections["env"] = [
         {"id": "tests:Problems", "name": name, "weight": weight, "group_size": size}
         for name, weight, size in zip("abc", weights, sizes, strict=False)
     ]
-    return Config.model_validate(own)
+    return Config.model_validate(sections)
 
 
 def mix(weights: Weights, seed: int = 0, batches: int = 5) -> Mix:
@@ -60,8 +60,8 @@ def test_each_environment_keeps_its_own_order_and_epochs() -> None:
     problems = drawn(of, 60)
     for name in "ab":
         alone = drawn(mix([1], batches=2), 60)
-        own = [problem.removeprefix(f"{name}/") for problem in problems if problem.startswith(f"{name}/")]
-        assert own == alone[: len(own)]
+        of_env = [problem.removeprefix(f"{name}/") for problem in problems if problem.startswith(f"{name}/")]
+        assert of_env == alone[: len(of_env)]
     assert {problem.split("/")[1].split(".")[0] for problem in problems if problem[0] == "b"} > {"0", "1"}
 
 
@@ -128,8 +128,8 @@ class MixedRun:
 
 
 def datasets(config: Config, reward: Any = None) -> list[Problems]:
-    given = {} if reward is None else {"reward": reward}
-    return [Problems(group_size=config.group_size(env), **given) for env in config.env]
+    options = {} if reward is None else {"reward": reward}
+    return [Problems(group_size=config.group_size(env), **options) for env in config.env]
 
 
 def test_each_environment_has_its_group_size_and_its_metrics() -> None:
@@ -153,18 +153,18 @@ def test_each_environment_has_its_group_size_and_its_metrics() -> None:
 
 @pytest.mark.parametrize("limit", [4, 5, 7])
 def test_groups_of_different_sizes_share_the_room(limit: int) -> None:
-    most = [0]
+    peak = [0]
 
     async def reward(problem: Problem, sample: int) -> float:
         for _ in range(5):
             await asyncio.sleep(0)
-        most[0] = max(most[0], run.pipeline._pressure.gate.in_flight)
+        peak[0] = max(peak[0], run.pipeline._pressure.gate.in_flight)
         return float(sample)
 
     config = small_config(batch_size=6, max_steps=3, max_concurrent=limit)
     run = MixedRun(config, datasets(config, reward))
     asyncio.run(run.whole())
-    assert 2 < most[0] <= limit
+    assert 2 < peak[0] <= limit
 
 
 def test_the_first_failure_is_shown_with_its_environment() -> None:

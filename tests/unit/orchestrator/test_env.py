@@ -19,7 +19,7 @@ from trireme.core.errors import BadInput
 from trireme.core.tokenizer import load_tokenizer
 
 CONTEXT = EnvContext(tokenizer=None, seed=0, group_size=2)
-HERE = "test_orchestrator_env"
+MODULE = "test_orchestrator_env"
 
 
 class Named(EnvGroupBuilder):
@@ -53,34 +53,34 @@ NOT_A_DATASET = Named
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
+    monkeypatch.setitem(sys.modules, MODULE, sys.modules[__name__])
 
 
 def test_a_dataset_is_found_and_given_its_arguments() -> None:
-    dataset = load_dataset(EnvConfig(id=f"{HERE}:Ragged", args={"batches": 3}), CONTEXT)
+    dataset = load_dataset(EnvConfig(id=f"{MODULE}:Ragged", args={"batches": 3}), CONTEXT)
     assert isinstance(dataset, Ragged)
     assert len(dataset) == 3
 
 
 @pytest.mark.parametrize(
-    ("env_id", "args", "said"),
+    ("env_id", "args", "message"),
     [
         ("srot", {}, r"'srot' names no environment; expected a built-in name \(.*sort.*\).* or `package.module:Class`"),
         ("no.such.module:X", {}, r"cannot be imported: ModuleNotFoundError: No module named 'no'; .*--env.path"),
-        (f"{HERE}:Missing", {}, "has no Missing; .*Its datasets: Ragged"),
-        (f"{HERE}:NOT_A_DATASET", {}, "expected a subclass of orchestrator.env.RLDataset"),
-        (f"{HERE}:Ragged", {"bathces": 1}, "'bathces'.*Its arguments: batches: int = 2, loud: bool = False"),
-        (f"{HERE}:Ragged", {"batches": -1}, "must not be negative"),
-        (f"{HERE}:Ragged", {"batches": 0}, "at least one batch"),
+        (f"{MODULE}:Missing", {}, "has no Missing; .*Its datasets: Ragged"),
+        (f"{MODULE}:NOT_A_DATASET", {}, "expected a subclass of orchestrator.env.RLDataset"),
+        (f"{MODULE}:Ragged", {"bathces": 1}, "'bathces'.*Its arguments: batches: int = 2, loud: bool = False"),
+        (f"{MODULE}:Ragged", {"batches": -1}, "must not be negative"),
+        (f"{MODULE}:Ragged", {"batches": 0}, "at least one batch"),
     ],
 )
-def test_bad_environments_are_refused(env_id: str, args: dict[str, int], said: str) -> None:
-    with pytest.raises(BadInput, match=said):
+def test_bad_environments_are_refused(env_id: str, args: dict[str, int], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
         load_dataset(EnvConfig(id=env_id, args=args), CONTEXT)
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("x = 1\nraise OSError('no\\nserver')", r"cannot be imported: OSError: no server \(.*broken.py, line 2\)$"),
         ("def f(:", r"SyntaxError: .*broken.py, line 1\)$"),
@@ -92,18 +92,20 @@ def test_bad_environments_are_refused(env_id: str, args: dict[str, int], said: s
         ),
     ],
 )
-def test_errors_of_a_module_have_a_place(code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_module_have_a_place(
+    code: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "broken.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "broken", raising=False)
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=message):
         load_dataset(EnvConfig(id="broken:D"), CONTEXT)
 
 
 def test_a_variable_that_is_named_and_not_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_API_KEY", raising=False)
     with pytest.raises(BadInput, match=r"env\.variables names JUDGE_API_KEY"):
-        load_dataset(EnvConfig(id=f"{HERE}:Ragged", variables=["JUDGE_API_KEY"]), CONTEXT)
+        load_dataset(EnvConfig(id=f"{MODULE}:Ragged", variables=["JUDGE_API_KEY"]), CONTEXT)
 
 
 def test_the_cursor_goes_round_and_finds_problems_again() -> None:

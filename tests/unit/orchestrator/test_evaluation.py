@@ -72,7 +72,7 @@ class EvalRun(Run):
     def evaluated(self) -> dict[int, float]:
         return {self.start + i: r["eval/fake/version"] for i, r in enumerate(self.rows) if "eval/fake/version" in r}
 
-    def asked(self) -> list[SampleRequest]:
+    def requests(self) -> list[SampleRequest]:
         return [r for r in self.sampler.requests if r.request_id.startswith("eval/")]
 
     def resumed(self, directory: Path, start: int, config: Config | None = None) -> EvalRun:
@@ -97,7 +97,7 @@ class Witness(FakeSampler):
 
 
 @pytest.mark.parametrize(
-    ("every", "last", "done", "due"),
+    ("every", "last", "previous", "due"),
     [
         (0, 6, None, []),
         (2, 6, None, [0, 2, 4, 6]),
@@ -108,14 +108,14 @@ class Witness(FakeSampler):
         (2, 6, 0, [2, 4, 6]),  # a resume: the baseline is not repeated
     ],
 )
-def test_when_evaluations_are_due(every: int, last: int, done: int | None, due: list[int]) -> None:
-    schedule, found = Schedule(every, last), []
+def test_when_evaluations_are_due(every: int, last: int, previous: int | None, due: list[int]) -> None:
+    schedule, versions = Schedule(every, last), []
     for version in range(last + 1):
-        if schedule.due(version, done, owed=False):
-            found.append(version)
-            done = max(done or 0, version)
-    assert found == due
-    assert len({schedule.row(version) for version in found}) == len(found), "one evaluation a row"
+        if schedule.due(version, previous, owed=False):
+            versions.append(version)
+            previous = max(previous or 0, version)
+    assert versions == due
+    assert len({schedule.row(version) for version in versions}) == len(versions), "one evaluation a row"
 
 
 def test_one_that_was_interrupted_is_due_at_once() -> None:
@@ -131,9 +131,9 @@ def test_each_evaluation_stands_in_the_row_of_its_version(max_steps_off_policy: 
     asyncio.run(whole_run(run))
     assert run.evaluated == {0: 0, 2: 2, 4: 4, 5: 6}
     assert isinstance(run.sampler, Witness)
-    for request in run.asked():
+    for request in run.requests():
         assert int(request.request_id.split("/")[2]) == run.sampler.by_request[request.request_id]
-    assert len(run.asked()) == 4 * 6
+    assert len(run.requests()) == 4 * 6
 
 
 def test_only_so_many_problems_are_taken_and_always_the_same() -> None:
@@ -142,7 +142,7 @@ def test_only_so_many_problems_are_taken_and_always_the_same() -> None:
     assert run.rows[0]["eval/fake/problems"] == 4
     assert run.rows[0]["eval/fake/n"] == 8
     by_version = [
-        sorted(r.prompt.tolist() for r in run.asked() if r.request_id.startswith(f"eval/fake/{v}/")) for v in (0, 4)
+        sorted(r.prompt.tolist() for r in run.requests() if r.request_id.startswith(f"eval/fake/{v}/")) for v in (0, 4)
     ]
     assert by_version[0] == by_version[1] == [[FIRST + p, s] for p in range(4) for s in range(2)]
 
@@ -178,8 +178,8 @@ def test_training_is_what_it_is_without() -> None:
             for r in run.sampler.requests
             if not r.request_id.startswith("eval/")
         ]
-        kept = ("reward/", "env/", "stop/", "off_policy/", "ledger/", "rollout_errors/", "weights/")
-        rows = [{name: value for name, value in row.items() if name.startswith(kept)} for row in run.rows]
+        prefixes = ("reward/", "env/", "stop/", "off_policy/", "ledger/", "rollout_errors/", "weights/")
+        rows = [{name: value for name, value in row.items() if name.startswith(prefixes)} for row in run.rows]
         return requests, rows, [released.trained for released in run.released]
 
     config = small_config(2, 6, deterministic=True, max_steps_off_policy=0)
@@ -203,13 +203,13 @@ def test_seeds_are_those_of_no_other_rollout(deterministic: bool) -> None:
 def test_it_samples_with_its_own_options() -> None:
     run = EvalRun(with_evaluation(small_config(2, 2, temperature=0.9), max_tokens=3, temperature=0.25))
     asyncio.run(whole_run(run))
-    assert {(r.params.max_tokens, r.params.temperature) for r in run.asked()} == {(3, 0.25)}
-    others = [r for r in run.sampler.requests if r not in run.asked()]
-    assert {(r.params.max_tokens, r.params.temperature) for r in others} == {(4, 0.9)}
+    assert {(r.params.max_tokens, r.params.temperature) for r in run.requests()} == {(3, 0.25)}
+    training_requests = [r for r in run.sampler.requests if r not in run.requests()]
+    assert {(r.params.max_tokens, r.params.temperature) for r in training_requests} == {(4, 0.9)}
 
 
 @pytest.mark.parametrize(
-    ("own", "expected"),
+    ("held_out_env", "expected"),
     [
         ({}, {"id": "e:D", "args": {"a": 1, "b": 2}, "name": "mine"}),
         ({"args": {"b": 3}}, {"id": "e:D", "args": {"a": 1, "b": 3}, "name": "mine"}),
@@ -217,12 +217,12 @@ def test_it_samples_with_its_own_options() -> None:
         ({"id": "sort", "args": {"c": 4}}, {"id": "sort", "args": {"c": 4}, "name": None}),
     ],
 )
-def test_the_environment_is_the_runs_own_or_another(own: dict[str, Any], expected: dict[str, Any]) -> None:
-    given = small_config().model_dump() | {
+def test_the_environment_is_the_runs_own_or_another(held_out_env: dict[str, Any], expected: dict[str, Any]) -> None:
+    settings = small_config().model_dump() | {
         "env": {"id": "e:D", "args": {"a": 1, "b": 2}, "name": "mine"},
-        "eval": {"env": own},
+        "eval": {"env": held_out_env},
     }
-    (held_out,) = Config.model_validate(given).eval_envs
+    (held_out,) = Config.model_validate(settings).eval_envs
     assert {name: getattr(held_out, name) for name in expected} == expected
 
 
@@ -277,8 +277,8 @@ def test_an_evaluation_whose_environment_always_fails_says_so_and_nothing_else()
         raise ZeroDivisionError
 
     rows = asyncio.run(whole_run(EvalRun(with_evaluation(small_config(2, 2, retries=0)), HeldOut(reward)))).rows
-    said = {name.removeprefix("eval/fake/"): v for name, v in rows[0].items() if name.startswith("eval/")}
-    assert said == {"version": 0, "problems": 0, "n": 0, "failed": 6, "errors/ZeroDivisionError": 6}
+    row = {name.removeprefix("eval/fake/"): v for name, v in rows[0].items() if name.startswith("eval/")}
+    assert row == {"version": 0, "problems": 0, "n": 0, "failed": 6, "errors/ZeroDivisionError": 6}
     assert len(rows) == 2, "training goes on"
 
 
@@ -313,17 +313,17 @@ async def test_a_killed_one_is_done_again_and_a_finished_one_is_not(tmp_path: Pa
     run = EvalRun(with_evaluation(small_config(2, 6)))
     async with run:
         await run.step(0)
-        held = run.sampler.hold(FIRST + 3)
+        gate = run.sampler.hold(FIRST + 3)
         await run.step(1)
         await quiesce()
         again = run.resumed(tmp_path / "during", start=2)
-        held.set()
+        gate.set()
         await quiesce()
         late = run.resumed(tmp_path / "after", start=2)
     (during, after) = await whole_run(again), await whole_run(late)  # type: ignore[return-value]
     assert during.evaluated == after.evaluated == {2: 2, 4: 4, 5: 6}
-    assert len(during.asked()) == 3 * 6
-    assert len(after.asked()) == 2 * 6, "its metrics were kept until there was a row for them"
+    assert len(during.requests()) == 3 * 6
+    assert len(after.requests()) == 2 * 6, "its metrics were kept until there was a row for them"
     assert {n: v for n, v in during.rows[0].items() if n.startswith("eval/")} == {
         n: v for n, v in after.rows[0].items() if n.startswith("eval/")
     }
@@ -363,8 +363,8 @@ class EvalGames(EvalRun):
 
 
 def test_nothing_depends_on_who_is_faster() -> None:
-    first, *others = [asyncio.run(whole_run(EvalGames(seed))) for seed in range(5)]
-    for other in others:
+    first, *rest = [asyncio.run(whole_run(EvalGames(seed))) for seed in range(5)]
+    for other in rest:
         assert outcome(other) == outcome(first)
         assert waves(other) == waves(first)
     mixed = [wave for wave in waves(first) if 0 < sum(r.startswith("eval/") for r in wave) < len(wave)]
@@ -394,18 +394,18 @@ async def test_weights_that_are_there_can_be_evaluated_without_training() -> Non
     row = await run.pipeline.evaluate(40)
     assert row["eval/fake/version"] == 40
     assert row["eval/fake/failed"] == 0, {k: v for k, v in row.items() if "errors" in k}
-    assert run.asked() == run.sampler.requests, "no problem of training was sampled"
+    assert run.requests() == run.sampler.requests, "no problem of training was sampled"
 
 
 async def test_a_long_evaluation_says_how_far_it_is() -> None:
     class Asks(FakeSampler):
         async def sample(self, request: SampleRequest) -> SampledSequence:
-            said.append(run.pipeline.progress())
+            lines.append(run.pipeline.progress())
             return await super().sample(request)
 
-    said: list[str] = []
+    lines: list[str] = []
     run = EvalRun(with_evaluation(small_config(2, 6)), sampler=Asks())
     run.sampler.version = 40
     await run.pipeline.evaluate(40)
-    assert said[0] == "0 of 6 problems of fake are evaluated"
+    assert lines[0] == "0 of 6 problems of fake are evaluated"
     assert run.pipeline.progress().startswith("0 groups are finished, and 0 are being sampled: no group is running")

@@ -74,8 +74,8 @@ class FaultyProblem(Problem):
 
 class FaultyOneByOne(FaultyProblem):
     async def make_env(self, sample: int) -> Env:
-        made: Sequence[Env] = await super().make_envs()
-        return made[sample]
+        envs: Sequence[Env] = await super().make_envs()
+        return envs[sample]
 
 
 class Faulty(Problems):
@@ -129,11 +129,11 @@ async def leaks_and_hangs() -> Any:
     await hangs()
 
 
-LEFT: list[asyncio.Task[Any]] = []
+LEFTOVER: list[asyncio.Task[Any]] = []
 
 
 def leaves_a_task() -> None:
-    LEFT.append(asyncio.ensure_future(asyncio.sleep(3600)))
+    LEFTOVER.append(asyncio.ensure_future(asyncio.sleep(3600)))
 
 
 def errors(run: Run, name: str) -> float:
@@ -146,8 +146,13 @@ def trained(run: Run) -> set[int]:
 
 def played(fault: Fault, one_by_one: bool = False, run: Any = virtual_time.run, **options: Any) -> Run:
     """Under a virtual clock, unless the time that code itself takes matters."""
-    given: dict[str, Any] = {"max_steps": 3, "retries": 1, "generation_timeout_s": 5, "stale_policy": "wait"} | options
-    return run(whole_run(Run(small_config(**given), Faulty(fault, one_by_one=one_by_one))))  # type: ignore[no-any-return]
+    settings: dict[str, Any] = {
+        "max_steps": 3,
+        "retries": 1,
+        "generation_timeout_s": 5,
+        "stale_policy": "wait",
+    } | options
+    return run(whole_run(Run(small_config(**settings), Faulty(fault, one_by_one=one_by_one))))  # type: ignore[no-any-return]
 
 
 TOO_FEW = gives([])
@@ -227,13 +232,15 @@ async def remembered(then: Act, into: list[weakref.ref[Large]]) -> Any:
 
 @pytest.mark.parametrize("act", [raises(KeyError("x")), hangs, exits, cancels_itself])
 def test_what_a_failed_rollout_had_is_gone_at_once_not_when_the_cycle_collector_comes(act: Act) -> None:
-    seen: list[weakref.ref[Large]] = []
+    remembered_refs: list[weakref.ref[Large]] = []
     gc.collect()
     gc.disable()
     try:
-        run = played(Fault(step=lambda: remembered(act, seen)))
-        assert len(seen) == 2 if act is hangs else 4, "two rollouts, each tried twice unless its time is over"
-        assert all(large() is None for large in seen[1:]), "the first failure is kept, as text"
+        run = played(Fault(step=lambda: remembered(act, remembered_refs)))
+        assert len(remembered_refs) == 2 if act is hangs else 4, (
+            "two rollouts, each tried twice unless its time is over"
+        )
+        assert all(large() is None for large in remembered_refs[1:]), "the first failure is kept, as text"
         assert run.rows
     finally:
         gc.enable()
@@ -346,36 +353,36 @@ async def test_a_run_whose_rollouts_are_all_refused_stops_with_the_reason() -> N
 
 
 async def test_tasks_that_a_group_leaves_are_cancelled_and_counted() -> None:
-    LEFT.clear()
+    LEFTOVER.clear()
     run = await whole_run(Run(small_config(max_steps=3), Faulty(Fault(step=leaks))))
     await quiesce()
-    assert len(LEFT) == 2
-    assert all(task.cancelled() for task in LEFT)
+    assert len(LEFTOVER) == 2
+    assert all(task.cancelled() for task in LEFTOVER)
     assert errors(run, "LeakedTasks") == 1
     assert BAD in trained(run), "its rollouts are whole"
 
 
 def test_tasks_that_are_ended_in_cleaning_up_are_not_leaked() -> None:
-    LEFT.clear()
+    LEFTOVER.clear()
 
     async def ends_them() -> None:
-        for task in LEFT:
+        for task in LEFTOVER:
             task.cancel()
-        await asyncio.gather(*LEFT, return_exceptions=True)
+        await asyncio.gather(*LEFTOVER, return_exceptions=True)
 
     assert errors(played(Fault(step=leaks, clean=ends_them)), "LeakedTasks") == 0
 
 
 async def test_an_evicted_group_leaves_no_task_behind() -> None:
-    LEFT.clear()
+    LEFTOVER.clear()
     run = Run(small_config(1, 4, stale_policy="drop"), Faulty(Fault(step=leaks_and_hangs)))
     async with run:
         await run.step(0)
         await run.step(1)
         await run.step(2)
         await quiesce()
-        assert LEFT
-        assert all(task.cancelled() for task in LEFT)
+        assert LEFTOVER
+        assert all(task.cancelled() for task in LEFTOVER)
     assert sum(row["off_policy/expired_running"] for row in run.rows) >= 1
     assert errors(run, "LeakedTasks") == 1
 

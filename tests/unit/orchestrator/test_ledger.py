@@ -81,7 +81,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.finished: dict[int, Group] = {}
         self.problems = 0
         self.pending: list[str] = []
-        self.ended: dict[str, str] = {}
+        self.outcomes: dict[str, str] = {}
         self.taken: list[tuple[int, list[Group]]] = []
         self.released = self.published = 0
 
@@ -90,17 +90,18 @@ class LedgerMachine(RuleBasedStateMachine):
         return f"p{self.problems}"
 
     def end(self, group: Group, how: str) -> None:
-        assert group.problem not in self.ended, "a problem ended twice"
-        self.ended[group.problem] = how
+        assert group.problem not in self.outcomes, "a problem ended twice"
+        self.outcomes[group.problem] = how
 
     def fits_without(self, taken: list[int]) -> bool:
         """True if the active groups but `taken` can all be trained on in time, however late they finish: in order of
         deadline, each has a place in a batch up to its own deadline."""
         ledger = self.ledger
-        left = ledger.batch_size - ledger.assembled - len(taken)
+        remaining = ledger.batch_size - ledger.assembled - len(taken)
         rest = sorted(self.floors[i] for i in (*self.running, *self.finished) if i not in taken)
         batches = (
-            ledger.batch if n < left else ledger.batch + 1 + (n - left) // ledger.batch_size for n in range(len(rest))
+            ledger.batch if n < remaining else ledger.batch + 1 + (n - remaining) // ledger.batch_size
+            for n in range(len(rest))
         )
         return all(batch - floor <= ledger.max_steps_off_policy for batch, floor in zip(batches, rest, strict=False))
 
@@ -246,8 +247,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.acknowledged)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        gone = data.draw(st.sets(st.sampled_from(sorted(self.acknowledged)), min_size=1))
-        self.tell({replica: version for replica, version in self.acknowledged.items() if replica not in gone})
+        lost = data.draw(st.sets(st.sampled_from(sorted(self.acknowledged)), min_size=1))
+        self.tell({replica: version for replica, version in self.acknowledged.items() if replica not in lost})
 
     @rule(behind=st.integers(0, 3))
     def join(self, behind: int) -> None:
@@ -367,9 +368,9 @@ class LedgerMachine(RuleBasedStateMachine):
         assert counts["finished"] == len(self.finished)
         assert counts["in_training"] == len(self.in_training)
         for how in ("trained", "filtered", "failed", "dropped"):
-            assert counts[how] == list(self.ended.values()).count(how)
+            assert counts[how] == list(self.outcomes.values()).count(how)
         alive = [g.problem for g in (*self.running.values(), *self.finished.values(), *self.in_training)] + self.pending
-        assert sorted([*alive, *self.ended]) == sorted(f"p{i + 1}" for i in range(self.problems))
+        assert sorted([*alive, *self.outcomes]) == sorted(f"p{i + 1}" for i in range(self.problems))
         useful = (self.ledger.max_steps - self.released) * self.ledger.batch_size
         assert self.resized or counts["in_training"] + counts["active"] <= useful
 
@@ -378,8 +379,10 @@ class LedgerMachine(RuleBasedStateMachine):
         """A slot is free once its group's batch is released and all live replicas have the version that it made."""
         if not hasattr(self, "ledger"):
             return
-        held = [group for step, groups in self.taken if step >= min(self.released, self.promised) for group in groups]
-        assert self.ledger.slots_taken == len(self.running) + len(self.finished) + len(held)
+        reserved = [
+            group for step, groups in self.taken if step >= min(self.released, self.promised) for group in groups
+        ]
+        assert self.ledger.slots_taken == len(self.running) + len(self.finished) + len(reserved)
         assert self.ledger.slots_taken <= (self.ledger.max_steps_off_policy + 1) * self.ledger.batch_size
 
     @invariant()
@@ -470,7 +473,7 @@ def test_a_part_of_a_batch_leaves_room_for_groups_of_older_weights() -> None:
     old = fill(ledger)
     for group in old[:3]:
         ledger.finish(group)
-    assert [ledger.takeable(most) for most in (2, 4)] == [2, 3], "all are of the same weights"
+    assert [ledger.takeable(limit) for limit in (2, 4)] == [2, 3], "all are of the same weights"
     ledger.finish(old[3])
     assert took(ledger.take(0, 4)) == ([0, 1, 2, 3], [])
     ledger.release(0)
@@ -549,7 +552,7 @@ def stale_state() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "max_steps_off_policy", "policy", "kept"),
+    ("batch_size", "max_steps_off_policy", "policy", "retained"),
     [
         (2, 2, "wait", [2, 3, 4, 5, 6, 7]),
         (2, 3, "wait", [2, 3, 4, 5, 6, 7]),
@@ -562,12 +565,12 @@ def stale_state() -> Any:
     ],
 )
 def test_what_other_options_have_no_room_for_is_sampled_afresh(
-    batch_size: int, max_steps_off_policy: int, policy: StalePolicy, kept: list[int]
+    batch_size: int, max_steps_off_policy: int, policy: StalePolicy, retained: list[int]
 ) -> None:
     ledger = Ledger(batch_size, max_steps_off_policy, policy, 100)
     ledger.load_state_dict(stale_state())
-    assert list(ledger.active) == kept
-    back = [index for index in range(2, 8) if index not in kept]
+    assert list(ledger.active) == retained
+    back = [index for index in range(2, 8) if index not in retained]
     assert list(ledger.resample) == [f"p{index}" for index in back]
     assert ledger.counts()["resampled"] == len(back)
 

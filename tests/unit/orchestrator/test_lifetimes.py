@@ -26,8 +26,8 @@ BUILDERS = [WatchedProblem, WatchedTogether]
 
 
 def config_of(size: int = 2, close_s: float = 5.0, **options: Any) -> Config:
-    given = {"max_steps": 1, "batch_size": 1, "max_steps_off_policy": 0, "stale_policy": "wait", "timeout_s": 1000}
-    config = small_config(**{**given, "group_size": size, **options})
+    defaults = {"max_steps": 1, "batch_size": 1, "max_steps_off_policy": 0, "stale_policy": "wait", "timeout_s": 1000}
+    config = small_config(**{**defaults, "group_size": size, **options})
     return config.model_copy(update={"env": (config.env[0].model_copy(update={"close_s": close_s}),)})
 
 
@@ -39,7 +39,7 @@ def played(
 
 
 @pytest.mark.parametrize(
-    ("builder", "failing", "made"),
+    ("builder", "failing", "expected"),
     [
         (WatchedProblem, {"sample": 7}, 16 + 2),
         (WatchedProblem, {}, 16 * 3),
@@ -47,11 +47,13 @@ def played(
         (WatchedTogether, {}, 16 * 3),
     ],
 )
-def test_a_retry_makes_an_environment_or_takes_a_spare_one(builder: Any, failing: dict[str, int], made: int) -> None:
+def test_a_retry_makes_an_environment_or_takes_a_spare_one(
+    builder: Any, failing: dict[str, int], expected: int
+) -> None:
     act = at("initial_observation", raises, problem=0, **failing)
     _, dataset = played(act, 16, builder, retries=2, max_failure_rate=1.0)
     made_for_problem = sum(count for (problem, _), count in dataset.made_for.items() if problem == 0)
-    assert made_for_problem == made, "16 rollouts of problem 0; not 528"
+    assert made_for_problem == expected, "16 rollouts of problem 0; not 528"
     dataset.assert_each_closed_once()
 
 
@@ -70,19 +72,19 @@ async def test_an_environment_is_closed_when_its_rollout_ends_not_when_its_group
 def test_before_a_retry_the_environment_of_the_failed_try_is_closed() -> None:
     """A rollout never has two, though closing takes a while."""
     open_now: Counter[int] = Counter()
-    most = []
+    open_counts = []
 
     async def act(env: Watched, method: str) -> None:
         if method == "initial_observation":
             open_now[env.sample] += 1
-            most.append(open_now[env.sample])
+            open_counts.append(open_now[env.sample])
             await (raises() if env.problem == 0 else nothing(env, method))
         if method == "close":
             await asyncio.sleep(2)
             open_now[env.sample] -= 1
 
     played(act, retries=2)
-    assert (len(most), max(most)) == (3 * 2 + 2, 1)
+    assert (len(open_counts), max(open_counts)) == (3 * 2 + 2, 1)
 
 
 CLOSES_BADLY = {
@@ -91,9 +93,9 @@ CLOSES_BADLY = {
 }
 
 
-@pytest.mark.parametrize(("act", "counted", "said"), CLOSES_BADLY.values(), ids=CLOSES_BADLY.keys())
+@pytest.mark.parametrize(("act", "counted", "message"), CLOSES_BADLY.values(), ids=CLOSES_BADLY.keys())
 def test_a_close_that_fails_is_counted_and_named_and_the_rollout_counts(
-    act: Any, counted: str, said: str, caplog: pytest.LogCaptureFixture
+    act: Any, counted: str, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "orchestrator"):
         run, dataset = played(at("close", act, problem=0, sample=1))
@@ -101,7 +103,7 @@ def test_a_close_that_fails_is_counted_and_named_and_the_rollout_counts(
     assert [group["problem"] for group in run.released[0].trained] == ["0.0.0"]
     (warning,) = [record.getMessage() for record in caplog.records if "close()" in record.getMessage()]
     assert "environment fake, problem 0.0.0, rollout 1" in warning
-    assert said in warning
+    assert message in warning
     dataset.assert_each_closed_once()
 
 
@@ -139,7 +141,7 @@ async def test_a_stop_closes_all_and_waits_for_it(builder: Any, method: str) -> 
     run = Run(config_of(), dataset)
     async with run:
         await asyncio.sleep(1)
-    assert dataset.whole_closes == dataset.made, "the stop waited until they were closed"
+    assert dataset.whole_closes == dataset.created, "the stop waited until they were closed"
     dataset.assert_each_closed_once()
 
 
@@ -166,7 +168,7 @@ async def test_a_stop_ends_an_evaluation_without_training_too() -> None:
     pipeline = Pipeline(config, [WatchedProblems()], sampler, RolloutLimits(1000, 100), [held_out])
     evaluation = asyncio.create_task(pipeline.evaluate(3))
     await quiesce()
-    assert held_out.made > len(held_out.closed), "some are being played"
+    assert held_out.created > len(held_out.closed), "some are being played"
     await pipeline.stop()
     held_out.assert_each_closed_once()
     with pytest.raises(asyncio.CancelledError):
@@ -194,7 +196,7 @@ def test_a_close_that_is_no_coroutine_is_called_too() -> None:
             return Plain(self.dataset, self.number, sample)
 
     run, dataset = played(builder=Plains)
-    assert sorted(closed) == list(range(dataset.made))
+    assert sorted(closed) == list(range(dataset.created))
     assert not [name for name in run.rows[0] if name.startswith("rollout_errors/")]
 
 
@@ -230,16 +232,16 @@ def test_the_way_that_a_class_defines_itself_holds_not_one_that_it_inherits() ->
 
 
 @pytest.mark.parametrize(
-    ("made", "said"), [(None, "gave None; expected an Env"), (7, "gave 7; expected an Env")], ids=["none", "a number"]
+    ("env", "message"), [(None, "gave None; expected an Env"), (7, "gave 7; expected an Env")], ids=["none", "a number"]
 )
-def test_what_is_no_environment_is_refused_by_name(made: Any, said: str) -> None:
+def test_what_is_no_environment_is_refused_by_name(env: Any, message: str) -> None:
     class Odd(WatchedProblem):
         async def make_env(self, sample: int) -> Env:
-            return made if self.number == 0 else await super().make_env(sample)  # type: ignore[no-any-return]
+            return env if self.number == 0 else await super().make_env(sample)  # type: ignore[no-any-return]
 
     run, dataset = played(builder=Odd)
     assert run.rows[0]["rollout_errors/RolloutError"] == 2 * 3
-    assert said in run.pipeline._run_limits.first_failure
+    assert message in run.pipeline._run_limits.first_failure
     dataset.assert_each_closed_once()
 
 
@@ -282,8 +284,8 @@ def test_a_cleanup_that_is_no_coroutine_is_logged_by_name(
 def test_a_wrong_number_of_environments_is_refused_and_they_are_closed() -> None:
     class TooMany(WatchedTogether):
         async def make_envs(self) -> Sequence[Env]:
-            more = self.number == 0
-            return [Watched(self.dataset, self.number, sample) for sample in range(2 + more)]
+            extra = self.number == 0
+            return [Watched(self.dataset, self.number, sample) for sample in range(2 + extra)]
 
     run, dataset = played(builder=TooMany)
     assert run.rows[0]["rollout_errors/RolloutError"] == 2 * 3

@@ -18,8 +18,8 @@ from trireme.core.errors import LimitReached
 @pytest.mark.parametrize("minibatches", [1, 4])
 def test_nothing_depends_on_who_is_faster(minibatches: int) -> None:
     config = game_config(minibatches=minibatches)
-    first, *others = [asyncio.run(whole_run(GameRun(config, seed))) for seed in range(8)]
-    for other in others:
+    first, *rest = [asyncio.run(whole_run(GameRun(config, seed))) for seed in range(8)]
+    for other in rest:
         assert outcome(other) == outcome(first)
         assert waves(other) == waves(first)
     row = first.rows[-1]
@@ -52,9 +52,9 @@ def test_a_limit_is_reached_at_the_same_place() -> None:
         return str(stopped.value).partition(", the first by")[0], len(run.rows), len(waves(run))
 
     config = game_config(max_failure_rate=0.08)
-    first, *others = [asyncio.run(until_limit(GameRun(config, seed))) for seed in range(8)]
+    first, *rest = [asyncio.run(until_limit(GameRun(config, seed))) for seed in range(8)]
     assert first[1] > 1
-    assert all(other == first for other in others)
+    assert all(other == first for other in rest)
 
 
 async def test_a_rollout_that_was_cancelled_is_not_waited_for() -> None:
@@ -81,7 +81,7 @@ async def test_a_request_that_ends_alone_leaves_its_rollout_its_deadline() -> No
         await asyncio.wait([waiting])
         assert deadline.when() == pytest.approx(asyncio.get_running_loop().time() + 60, abs=5)
         both = enumerate((deadline, other))
-        again = [asyncio.create_task(lockstep.before_sample(0, sample, own)) for sample, own in both]
+        again = [asyncio.create_task(lockstep.before_sample(0, sample, request_id)) for sample, request_id in both]
         await asyncio.wait(again, timeout=5)
         assert all(task.done() and not task.exception() for task in again)
 

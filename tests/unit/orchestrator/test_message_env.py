@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_support import Policy, Questions, ended, play, renderer
+from chat_support import Policy, Questions, encoded_answer, play, renderer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from orchestrator_fakes import trajectory_to_data
-from renderer_support import QWEN3, SAYS, bpe, said, scattered
+from renderer_support import QWEN3, SAYS, bpe, message_of, scattered
 from whole_turns import assert_same_datum, datums
 
 from orchestrator.advantages import ScoredGroup
@@ -28,15 +28,17 @@ KEEPING = {"strip_thinking_from_history": False}
 
 
 def test_an_episode() -> None:
-    env, made = Questions(2), renderer(**KEEPING)
-    policy = Policy([ended("<think>\nhm\n</think>\n\nfour", made), ended("five", made)])
-    trajectory = play(env, made, policy)
+    env, chat_renderer = Questions(2), renderer(**KEEPING)
+    policy = Policy(
+        [encoded_answer("<think>\nhm\n</think>\n\nfour", chat_renderer), encoded_answer("five", chat_renderer)]
+    )
+    trajectory = play(env, chat_renderer, policy)
     assert [m["content"] for m in env.heard] == ["four", "five"]
     assert env.heard[0]["thinking"] == "hm"
     assert trajectory.reward == 2.0
     assert [t.metrics for t in trajectory.transitions] == [{"parse_error": 0.0, "heard": 1.0}] * 2
     assert [t.logs for t in trajectory.transitions] == [{"said": "four"}, {"said": "five"}]
-    assert all(request.params.stop == made.stop_condition() for request in policy.requests)
+    assert all(request.params.stop == chat_renderer.stop_condition() for request in policy.requests)
     decoded = bpe().decode(policy.requests[1].prompt)
     assert decoded == (
         "<|im_start|>system\nAnswer.<|im_end|>\n<|im_start|>user\nQuestion 0?<|im_end|>\n<|im_start|>assistant\n"
@@ -53,8 +55,10 @@ def test_an_episode() -> None:
     ],
 )
 def test_what_cannot_be_read_counts_and_ends_it(text: str, end: bool, cut_off: bool, parse_error: float) -> None:
-    env, made = Questions(2), renderer()
-    trajectory = play(env, made, Policy([ended(text, made) if end else scattered(bpe(), text, 0)]))
+    env, chat_renderer = Questions(2), renderer()
+    trajectory = play(
+        env, chat_renderer, Policy([encoded_answer(text, chat_renderer) if end else scattered(bpe(), text, 0)])
+    )
     assert env.unread == [cut_off]
     assert env.heard == []
     (transition,) = trajectory.transitions
@@ -62,9 +66,9 @@ def test_what_cannot_be_read_counts_and_ends_it(text: str, end: bool, cut_off: b
 
 
 def test_an_environment_may_go_on_after_what_it_cannot_read() -> None:
-    env, made = Questions(2, forgiving=True), renderer(**KEEPING)
-    policy = Policy([ended("<tool_call>", made), scattered(bpe(), "cut", 0)])
-    trajectory = play(env, made, policy)
+    env, chat_renderer = Questions(2, forgiving=True), renderer(**KEEPING)
+    policy = Policy([encoded_answer("<tool_call>", chat_renderer), scattered(bpe(), "cut", 0)])
+    trajectory = play(env, chat_renderer, policy)
     assert env.unread == [False, True]
     assert [t.metrics["parse_error"] for t in trajectory.transitions] == [1.0, 0.0]
     assert len(trajectory_to_data(trajectory, 1.0, 1.0)) == 1
@@ -72,13 +76,19 @@ def test_an_environment_may_go_on_after_what_it_cannot_read() -> None:
 
 class Excusing(Questions):
     async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
-        return MessageStep(0.0, False, [said("user", "Again?")], in_loss=False)
+        return MessageStep(0.0, False, [message_of("user", "Again?")], in_loss=False)
 
 
 def test_a_turn_that_cannot_be_read_may_be_left_out_of_the_loss_alone() -> None:
-    made = renderer(**KEEPING)
-    policy = Policy([ended("four", made), ended("<tool_call>", made), ended("five", made)])
-    trajectory = play(Excusing(2), made, policy)
+    chat_renderer = renderer(**KEEPING)
+    policy = Policy(
+        [
+            encoded_answer("four", chat_renderer),
+            encoded_answer("<tool_call>", chat_renderer),
+            encoded_answer("five", chat_renderer),
+        ]
+    )
+    trajectory = play(Excusing(2), chat_renderer, policy)
     assert [turn.in_loss for turn in trajectory.transitions] == [True, False, True]
     (datum,) = trajectory_to_data(trajectory, 0.5, 1.0)
     columns = {name: column.to_numpy() for name, column in datum.loss_fn_inputs.items()}
@@ -90,9 +100,9 @@ def test_a_turn_that_cannot_be_read_may_be_left_out_of_the_loss_alone() -> None:
 
 
 def test_a_chat_has_a_last_word_when_its_sequence_is_full() -> None:
-    made = renderer(**KEEPING)
-    policy = Policy([ended("four", made)])
-    trajectory = play(Questions(2), made, policy, max_seq_len=60)
+    chat_renderer = renderer(**KEEPING)
+    policy = Policy([encoded_answer("four", chat_renderer)])
+    trajectory = play(Questions(2), chat_renderer, policy, max_seq_len=60)
     (turn,) = trajectory.transitions
     assert (trajectory.stop_reason, trajectory.reward) == ("max_seq_len", 0.0), "1 for the turn, less 1"
     assert (turn.logs, turn.in_loss) == ({"said": "four", "reason": "max_seq_len"}, False)
@@ -100,9 +110,13 @@ def test_a_chat_has_a_last_word_when_its_sequence_is_full() -> None:
 
 
 def test_shares_of_cut_and_malformed_turns_are_metrics() -> None:
-    made = renderer(**KEEPING)
-    cut = play(Questions(1, forgiving=True), made, Policy([scattered(bpe(), "cut", 0)], "length"))
-    bad = play(Questions(3, forgiving=True), made, Policy([ended(text, made) for text in ("<think>", "4", "</think>")]))
+    chat_renderer = renderer(**KEEPING)
+    cut = play(Questions(1, forgiving=True), chat_renderer, Policy([scattered(bpe(), "cut", 0)], "length"))
+    bad = play(
+        Questions(3, forgiving=True),
+        chat_renderer,
+        Policy([encoded_answer(text, chat_renderer) for text in ("<think>", "4", "</think>")]),
+    )
     scored = ScoredGroup(Group(0, "0.0.0", 0, 0), (cut, bad), (0.0, 1.0), ({}, {}), ("chat",), 1.0)
     row = env_metrics([scored])
     assert (row["env/chat/length_cut"], row["env/chat/parse_error"]) == (1 / 4, 2 / 4)
@@ -110,21 +124,21 @@ def test_shares_of_cut_and_malformed_turns_are_metrics() -> None:
 
 
 def test_tools_are_in_the_prompt() -> None:
-    env, made = Questions(1), renderer()
+    env, chat_renderer = Questions(1), renderer()
     env.tools = [{"name": "look", "description": "Looks.", "parameters": {}}]
-    policy = Policy([ended("4", made)])
-    play(env, made, policy)
+    policy = Policy([encoded_answer("4", chat_renderer)])
+    play(env, chat_renderer, policy)
     assert '"name": "look"' in bpe().decode(policy.requests[0].prompt)
 
 
 async def test_a_chat_says_only_what_is_new_and_keeps_its_tokens_once() -> None:
     """Prompts of long chats would be made, compared and held once for each turn."""
-    env, made = Questions(4), renderer(**KEEPING)
-    rendered = RenderedEnv(env, made)
+    env, chat_renderer = Questions(4), renderer(**KEEPING)
+    rendered = RenderedEnv(env, chat_renderer)
     first, _ = await rendered.initial_observation()
     so_far = list(first)
     for turn in range(3):
-        action = ended("4", made, turn)
+        action = encoded_answer("4", chat_renderer, turn)
         observation = (await rendered.step(action)).next_observation
         assert isinstance(observation, Continuation)
         so_far += [*action, *observation.tokens]
@@ -142,10 +156,10 @@ def test_a_group_is_as_many_chats_and_can_be_pickled() -> None:
 
 
 def assert_each_sampled_token_is_trained_once(trajectory: Trajectory, advantage: float = 0.25) -> int:
-    """Compares the datums with those that are made token by token of the whole turns. Returns their number."""
+    """Compares the datums with those made token by token of the whole turns. Returns their number."""
     data_D = trajectory_to_data(trajectory, advantage, 1.0)
-    for found, expected in zip(data_D, datums(trajectory.transitions, advantage, 1.0), strict=True):
-        assert_same_datum(found, expected)
+    for datum, expected in zip(data_D, datums(trajectory.transitions, advantage, 1.0), strict=True):
+        assert_same_datum(datum, expected)
     return len(data_D)
 
 
@@ -167,9 +181,9 @@ class Whole:
         if follows is None:
             return None
         last = max(i for i, message in enumerate(messages) if "tokens" in message)
-        known = [*messages[:last], {**messages[last], "prompt": self._prompt}, *messages[last + 1 :]]
+        rewritten = [*messages[:last], {**messages[last], "prompt": self._prompt}, *messages[last + 1 :]]
         self._prompt = [*self._prompt, *messages[last]["tokens"], *follows]
-        assert self._prompt == self._renderer.generation_prompt(known, tools)
+        assert self._prompt == self._renderer.generation_prompt(rewritten, tools)
         return follows
 
 
@@ -187,12 +201,13 @@ OPTIONS_OF = st.sampled_from(OPTIONS)
 def test_any_chat_is_trained_on_token_for_token(
     name: str, template: str | None, answers: Any, options: dict[str, Any], role: str
 ) -> None:
-    made = renderer(name, template, **options)
+    chat_renderer = renderer(name, template, **options)
     sampled = [
-        [*scattered(bpe(), thought + text, seed), *([made.stop_tokens()[0]] if end else [])] or [made.stop_tokens()[0]]
+        [*scattered(bpe(), thought + text, seed), *([chat_renderer.stop_tokens()[0]] if end else [])]
+        or [chat_renderer.stop_tokens()[0]]
         for thought, text, end, seed in answers
     ]
-    trajectory = play(Questions(len(sampled), role, forgiving=True), Whole(made), Policy(sampled))
+    trajectory = play(Questions(len(sampled), role, forgiving=True), Whole(chat_renderer), Policy(sampled))
     number = assert_each_sampled_token_is_trained_once(trajectory)
     if options == KEEPING or (role == "tool" and not options):
         assert number == 1
@@ -200,15 +215,17 @@ def test_any_chat_is_trained_on_token_for_token(
 
 def test_who_goes_on_as_somebody_else_is_stopped_and_trained_up_to_there() -> None:
     """The sampler here stops at nothing: what it samples beyond the string is no part of the rollout."""
-    env, made = Questions(2), renderer("role_colon", None)
-    kept = scattered(bpe(), " four\n\nUser:", 3)
-    policy = Policy([[*kept, *scattered(bpe(), " and?\n\nAssistant: 5", 4)], ended(" six", made)], "length")
-    trajectory = play(env, made, policy)
+    env, chat_renderer = Questions(2), renderer("role_colon", None)
+    sampled = scattered(bpe(), " four\n\nUser:", 3)
+    policy = Policy(
+        [[*sampled, *scattered(bpe(), " and?\n\nAssistant: 5", 4)], encoded_answer(" six", chat_renderer)], "length"
+    )
+    trajectory = play(env, chat_renderer, policy)
     assert [m["content"] for m in env.heard] == ["four", "six"]
     assert env.unread == []
     first, second = trajectory.transitions
-    assert (first.action.tolist(), first.stop_reason) == (kept, "stop")
-    assert len(first.logprobs) == len(first.versions) == len(first.mixed) == len(first.identities) == len(kept)
+    assert (first.action.tolist(), first.stop_reason) == (sampled, "stop")
+    assert len(first.logprobs) == len(first.versions) == len(first.mixed) == len(first.identities) == len(sampled)
     assert bpe().decode(second.observation).endswith("four\n\nUser: Question 1?\n\nAssistant:")
     assert assert_each_sampled_token_is_trained_once(trajectory) == 1
 
@@ -220,18 +237,22 @@ SPEAKS_FOR = st.sampled_from(["", "\n\nUser:", "\n\nTool:", "\n\nUser: \n\nTool:
 @settings(max_examples=60, deadline=None)
 def test_any_chat_of_a_base_model_is_trained_on_token_for_token(answers: Any, options: dict[str, Any]) -> None:
     for role in ("user", "tool"):
-        made = renderer("role_colon", None, **options)
-        sampled = [[*scattered(bpe(), text + more, seed), made.stop_tokens()[0]] for text, more, seed in answers]
-        trajectory = play(Questions(len(sampled), role, forgiving=True), Whole(made), Policy(sampled))
+        chat_renderer = renderer("role_colon", None, **options)
+        sampled = [
+            [*scattered(bpe(), text + suffix, seed), chat_renderer.stop_tokens()[0]] for text, suffix, seed in answers
+        ]
+        trajectory = play(Questions(len(sampled), role, forgiving=True), Whole(chat_renderer), Policy(sampled))
         number = assert_each_sampled_token_is_trained_once(trajectory)
-        if options == KEEPING and not any(more for _, more, _ in answers):
+        if options == KEEPING and not any(suffix for _, suffix, _ in answers):
             assert number == 1
 
 
 @pytest.mark.parametrize(("strips", "number"), [(True, 3), (False, 1)])
 def test_games_without_thinking_are_one_sequence_if_the_empty_block_stays(strips: bool, number: int) -> None:
-    made = renderer(enable_thinking=False, strip_thinking_from_history=strips)
-    trajectory = play(Questions(3), made, Policy([ended("four", made, turn) for turn in range(3)]))
+    chat_renderer = renderer(enable_thinking=False, strip_thinking_from_history=strips)
+    trajectory = play(
+        Questions(3), chat_renderer, Policy([encoded_answer("four", chat_renderer, turn) for turn in range(3)])
+    )
     assert assert_each_sampled_token_is_trained_once(trajectory) == number
 
 
@@ -239,8 +260,8 @@ THINKING = "<think>\nhm\n</think>\n\nfour"
 
 
 def test_stripping_gives_a_datum_for_every_query_and_keeping_one() -> None:
-    answers = partial(ended, THINKING)
+    answers = partial(encoded_answer, THINKING)
     for options, number in (({}, 4), (KEEPING, 1)):
-        made = renderer(**options)
-        trajectory = play(Questions(4), made, Policy([answers(made, turn) for turn in range(4)]))
+        chat_renderer = renderer(**options)
+        trajectory = play(Questions(4), chat_renderer, Policy([answers(chat_renderer, turn) for turn in range(4)]))
         assert assert_each_sampled_token_is_trained_once(trajectory) == number

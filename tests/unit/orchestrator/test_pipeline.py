@@ -86,14 +86,14 @@ async def test_a_streamed_minibatch_does_not_wait_for_the_batch() -> None:
 async def test_a_trainer_that_is_free_gets_all_groups_that_have_finished() -> None:
     """Of 32 groups of 2 rollouts a part has at least 8, so that a shard has 16 rollouts."""
     run = Run(small_config(32, minibatches="auto", max_steps_off_policy=0))
-    held = [run.sampler.hold(problem) for problem in range(25)]
+    gates = [run.sampler.hold(problem) for problem in range(25)]
     async with run:
         first = asyncio.create_task(run.pipeline.next_minibatch(0, 0))
         await quiesce()
         assert not first.done(), "seven have finished"
-        held[24].set()
+        gates[24].set()
         assert problems_of([await first]) == [n for n in range(24, 32) for _ in range(2)]
-        for straggler in held[1:24]:
+        for straggler in gates[1:24]:
             straggler.set()
         await quiesce()
         second = await run.pipeline.next_minibatch(0, 0)
@@ -101,9 +101,9 @@ async def test_a_trainer_that_is_free_gets_all_groups_that_have_finished() -> No
         last = asyncio.create_task(run.pipeline.next_minibatch(0, 0))
         await quiesce()
         assert not last.done()
-        held[0].set()
+        gates[0].set()
         assert problems_of([await last]) == [0, 0], "the last part is what lacks"
-        assert [each.last for each in (await first, second, await last)] == [False, False, True]
+        assert [batch.last for batch in (await first, second, await last)] == [False, False, True]
 
 
 @pytest.mark.parametrize("substeps", [1, 2])
@@ -140,7 +140,7 @@ async def test_age_stays_within_the_bound_whoever_straggles(
             waiting = asyncio.create_task(run.step(step))
             await quiesce()
             for problem in range(0, 3 * step - 3, 3):
-                run.sampler.held[problem].set()
+                run.sampler.gates[problem].set()
             await quiesce()
             while not waiting.done():
                 for request in run.sampler.requests:
@@ -166,13 +166,13 @@ async def test_no_more_rollouts_are_in_flight_than_may_be_and_each_that_ends_mak
         return float(sample)
 
     async with Run(small_config(4, max_concurrent=3), Problems(waits)) as run:
-        asked: list[list[int]] = []
+        prompts_at_step: list[list[int]] = []
         for _ in range(2):
             await quiesce()
-            asked.append([request.prompt[0] for request in run.sampler.requests])
+            prompts_at_step.append([request.prompt[0] for request in run.sampler.requests])
             second_may_end.set()
-        assert asked[0] == [0, 0, 1, 1], "one of the first two has ended, and two fit again"
-        assert set(asked[1]) == set(range(8))
+        assert prompts_at_step[0] == [0, 0, 1, 1], "one of the first two has ended, and two fit again"
+        assert set(prompts_at_step[1]) == set(range(8))
 
 
 async def test_a_group_that_waits_for_room_gets_the_floor_of_its_start() -> None:
@@ -311,20 +311,22 @@ async def test_an_update_that_does_not_end_names_the_replicas_that_lack_it(monke
 
 
 @pytest.mark.parametrize(
-    ("held", "max_steps", "max_steps_off_policy"),
+    ("version", "max_steps", "max_steps_off_policy"),
     [(0, 5, 1), (1, 1, 1), (1, 5, 0)],
     ids=["first", "last", "synchronous"],
 )
-async def test_an_update_ends_first_where_nothing_goes_on(held: int, max_steps: int, max_steps_off_policy: int) -> None:
+async def test_an_update_ends_first_where_nothing_goes_on(
+    version: int, max_steps: int, max_steps_off_policy: int
+) -> None:
     run = Run(small_config(2, max_steps, max_steps_off_policy=max_steps_off_policy))
-    update = run.sampler.hold_update(held)
-    async with run if held else nullcontext():
-        verb = asyncio.create_task(run.step(0) if held else begin_version(run.pipeline, published(0)))
+    update = run.sampler.hold_update(version)
+    async with run if version else nullcontext():
+        verb = asyncio.create_task(run.step(0) if version else begin_version(run.pipeline, published(0)))
         await quiesce()
-        assert (run.sampler.version, verb.done()) == (held - 1, False)
+        assert (run.sampler.version, verb.done()) == (version - 1, False)
         update.set()
         await verb
-        assert run.sampler.version == held
+        assert run.sampler.version == version
     await run.pipeline.stop()
 
 
@@ -375,8 +377,8 @@ def test_failed_rollouts_are_retried() -> None:
         return float(sample)
 
     for deterministic in (False, True):
-        given = small_config(max_steps=1, retries=1, deterministic=deterministic, max_steps_off_policy=0)
-        run = asyncio.run(whole_run(Run(given, Problems(fails_once))))
+        run_config = small_config(max_steps=1, retries=1, deterministic=deterministic, max_steps_off_policy=0)
+        run = asyncio.run(whole_run(Run(run_config, Problems(fails_once))))
         assert run.rows[0]["rollout_errors/KeyError"] == 4
         assert run.rows[0]["ledger/failed"] == 0
         seeds = {r.params.seed for r in run.sampler.requests}
@@ -454,9 +456,9 @@ async def test_a_limit_reached_while_training_waits_for_the_end_of_the_step() ->
         await run.step(0)
         with pytest.raises(LimitReached, match="last 2 groups"):
             await run.step(1)
-    ended = run
-    assert len(ended.rows) == 1
-    assert ended.pipeline.snapshot().ledger["released"] == 1
+    finished = run
+    assert len(finished.rows) == 1
+    assert finished.pipeline.snapshot().ledger["released"] == 1
 
 
 def test_errors_of_a_loop_surface_in_the_call_that_waits() -> None:

@@ -20,7 +20,7 @@ def small_config(**rollouts: Any) -> Config:
     return small(rollouts=rollouts)
 
 
-def turn(observation: list[int], action: list[int], versions: list[int] | None = None, **given: Any) -> Transition:
+def turn(observation: list[int], action: list[int], versions: list[int] | None = None, **options: Any) -> Transition:
     versions = versions or [3] * len(action)
     return Transition(
         observation=np.asarray(observation, np.int32),
@@ -30,8 +30,8 @@ def turn(observation: list[int], action: list[int], versions: list[int] | None =
         mixed=np.zeros(len(action), np.bool_),
         identities=tuple(WeightIdentity(1, version, "d") for version in sorted(set(versions))),
         stop_reason="stop",
-        reward=given.pop("reward", 0.5),
-        **given,
+        reward=options.pop("reward", 0.5),
+        **options,
     )
 
 
@@ -54,11 +54,11 @@ GROUPS = [group(i, [mean - 0.1, mean + 0.1]) for i, mean in enumerate([0.5, 0.9,
 
 
 def test_the_best_the_worst_and_some_others_are_kept() -> None:
-    kept = records(Recorder(small_config(sample=2), None), 7, GROUPS)
-    assert [(record["why"], record["problem"]) for record in kept[:2]] == [("best", "p1"), ("worst", "p2")]
-    assert [record["why"] for record in kept[2:]] == ["sample", "sample"]
-    assert len({record["problem"] for record in kept}) == 4
-    assert all(record["step"] == 7 and record["floor"] == 2 and record["tags"] == ["sort"] for record in kept)
+    selected = records(Recorder(small_config(sample=2), None), 7, GROUPS)
+    assert [(record["why"], record["problem"]) for record in selected[:2]] == [("best", "p1"), ("worst", "p2")]
+    assert [record["why"] for record in selected[2:]] == ["sample", "sample"]
+    assert len({record["problem"] for record in selected}) == 4
+    assert all(record["step"] == 7 and record["floor"] == 2 and record["tags"] == ["sort"] for record in selected)
 
 
 def test_a_step_done_again_keeps_the_same_groups_and_other_steps_keep_others() -> None:

@@ -78,24 +78,32 @@ def test_tokens_in_tokens_out() -> None:
     assert [i.version for i in first.identities] == [0, 1, 2]
     sampled = sum(len(turn.action) for turn in trajectory.transitions)
     assert (trajectory.reward, trajectory.stop_reason, sampled) == (2.0, "stop", 6)
-    asked, again = sampler.requests
-    assert asked.prompt.tolist() == [1, 2]
-    assert (asked.params.stop, again.params.stop) == ((7,), (8,))
-    assert (asked.params.temperature, asked.params.max_tokens, asked.route_key) == (0.5, 8, "r")
-    assert len({asked.request_id, again.request_id}) == len({asked.params.seed, again.params.seed}) == 2
+    earlier_request, again = sampler.requests
+    assert earlier_request.prompt.tolist() == [1, 2]
+    assert (earlier_request.params.stop, again.params.stop) == ((7,), (8,))
+    assert (earlier_request.params.temperature, earlier_request.params.max_tokens, earlier_request.route_key) == (
+        0.5,
+        8,
+        "r",
+    )
+    assert (
+        len({earlier_request.request_id, again.request_id})
+        == len({earlier_request.params.seed, again.params.seed})
+        == 2
+    )
 
 
 def test_seeds_are_stable_and_depend_on_everything() -> None:
     assert KEY.seed(0, 0) == 3120288973255906796, "seeds of old runs must not change"
-    others = [
+    variants = [
         KEY.seed(1, 0),
         KEY.seed(0, 1),
         RolloutKey("counting", "0.1.3", 3, 0, "r").seed(0, 0),
         RolloutKey("counting", "0.1.2", 4, 0, "r").seed(0, 0),
         RolloutKey("counting", "0.1.2", 3, 1, "r").seed(0, 0),
     ]
-    assert len({KEY.seed(0, 0), *others}) == 6
-    assert all(0 <= seed < 2**63 for seed in others)
+    assert len({KEY.seed(0, 0), *variants}) == 6
+    assert all(0 <= seed < 2**63 for seed in variants)
 
 
 def test_an_answer_gets_the_room_its_prompt_leaves() -> None:
@@ -105,12 +113,12 @@ def test_an_answer_gets_the_room_its_prompt_leaves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "said"),
+    ("limits", "message"),
     [(RolloutLimits(100, 2), "max_seq_len = 2"), (RolloutLimits(100, 20, max_prompt_len=1), "max_prompt_len = 1")],
 )
-def test_a_long_prompt_is_refused_before_sampling(limits: RolloutLimits, said: str) -> None:
+def test_a_long_prompt_is_refused_before_sampling(limits: RolloutLimits, message: str) -> None:
     sampler = Echo()
-    with pytest.raises(PromptTooLong, match=f"counting.*{said}"):
+    with pytest.raises(PromptTooLong, match=f"counting.*{message}"):
         play(Counting(), sampler, limits)
     assert sampler.requests == []
 
@@ -127,10 +135,10 @@ class Judging(Counting):
 
     def __init__(self, result: Any, **options: Any) -> None:
         super().__init__(turns=9, reward=0.25, **options)
-        self.result, self.asked = result, list[str]()
+        self.result, self.questions = result, list[str]()
 
     async def truncated(self, reason: str) -> Any:
-        self.asked.append(reason)
+        self.questions.append(reason)
         return self.result
 
 
@@ -141,18 +149,18 @@ class Judging(Counting):
 def test_an_environment_has_a_last_word_when_a_limit_ends_its_episode(limits: RolloutLimits, reason: str) -> None:
     env = Judging(StepResult(-1.0, True, metrics={"late": 1.0}, logs={"why": "full"}, in_loss=False))
     trajectory = play(env, limits=limits)
-    *others, last = trajectory.transitions
-    assert (env.asked, trajectory.stop_reason) == ([reason], "max_seq_len"), "asked once"
-    assert [turn.reward for turn in others] == [0.25, 0.25]
+    *earlier, last = trajectory.transitions
+    assert (env.questions, trajectory.stop_reason) == ([reason], "max_seq_len"), "asked once"
+    assert [turn.reward for turn in earlier] == [0.25, 0.25]
     assert (last.reward, last.in_loss) == (-0.75, False), "added to its last turn"
     assert (last.metrics, last.logs) == ({"seen": len(last.action), "late": 1.0}, {"why": "full"})
-    assert all(turn.in_loss for turn in others)
+    assert all(turn.in_loss for turn in earlier)
 
 
 def test_without_a_last_word_the_rewards_stay() -> None:
     env = Judging(None)
     assert play(env, limits=RolloutLimits(100, 11)).reward == 0.75
-    assert env.asked == ["max_seq_len"]
+    assert env.questions == ["max_seq_len"]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +178,7 @@ def test_no_last_word_where_the_environment_ends_the_episode_or_the_first_prompt
     play(ends)
     with pytest.raises(PromptTooLong):
         play(begins)
-    assert ends.asked == begins.asked == []
+    assert ends.questions == begins.questions == []
 
 
 class Odd(Counting):
@@ -209,9 +217,9 @@ REFUSED: list[tuple[Env, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("env", "error", "said"), REFUSED)
-def test_what_makes_no_sense_is_refused_with_its_environment(env: Env, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=f"environment counting.*{said}"):
+@pytest.mark.parametrize(("env", "error", "message"), REFUSED)
+def test_what_makes_no_sense_is_refused_with_its_environment(env: Env, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"environment counting.*{message}"):
         play(env)
 
 
@@ -234,9 +242,9 @@ class Forgetting(Counting):
 
 def test_an_environment_may_say_only_what_is_new() -> None:
     whole, new = Echo(), Echo()
-    expected, found = play(Counting(turns=4), whole), play(Continuing(turns=4), new)
-    assert found.tokens.tolist() == expected.tokens.tolist()
-    assert found.turns == expected.turns
+    expected, continued = play(Counting(turns=4), whole), play(Continuing(turns=4), new)
+    assert continued.tokens.tolist() == expected.tokens.tolist()
+    assert continued.turns == expected.turns
     assert [r.prompt.tolist() for r in new.requests] == [r.prompt.tolist() for r in whole.requests]
 
 

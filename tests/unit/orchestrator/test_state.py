@@ -187,12 +187,14 @@ async def test_what_was_running_is_sampled_again_with_its_identity_and_the_new_f
         await run.step(0)
         await quiesce()
         again = resumed(run, tmp_path / "o")
-        asked = [(request.request_id, request.params) for request in run.sampler.requests if request.prompt[0] == 1]
+        first_requests = [
+            (request.request_id, request.params) for request in run.sampler.requests if request.prompt[0] == 1
+        ]
     async with again:
         await again.step(1)
         await quiesce()
         asked_again = [request for request in again.sampler.requests if request.prompt[0] == 1]
-        assert [(request.request_id, request.params) for request in asked_again] == asked
+        assert [(request.request_id, request.params) for request in asked_again] == first_requests
         assert again.released[0].trained == [{"problem": "0.0.2", "index": 2, "floor": 0}], "it had finished"
         assert again.rows[0]["ledger/dispatched"] == 4, "not counted twice"
         await again.step(2)

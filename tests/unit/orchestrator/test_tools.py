@@ -84,27 +84,27 @@ async def test_calls_of_one_message_are_answered_in_their_order_and_made_togethe
 def test_what_a_tool_raises_fails_the_rollout_and_ends_the_other_calls() -> None:
     with pytest.raises(TimeoutError, match="its own"):
         contents(call("fail"))
-    ended = []
+    ended_at = []
 
     async def watched() -> str:
         try:
             return await sleep(20)
         finally:
-            ended.append(asyncio.get_running_loop().time())
+            ended_at.append(asyncio.get_running_loop().time())
 
     box = Toolbox(Tool(spec("watched"), watched), Tool(spec("fail"), fail))
     with pytest.raises(TimeoutError, match="its own"):
         contents(call("watched"), call("fail"), box=box)
-    assert ended == [0]
+    assert ended_at == [0]
 
 
 def test_calls_of_one_tool_beyond_its_number_wait_and_their_wait_is_not_in_the_limit() -> None:
-    running = most = 0
+    running = peak = 0
 
     async def counted(seconds: float) -> str:
-        nonlocal running, most
+        nonlocal running, peak
         running += 1
-        most = max(most, running)
+        peak = max(peak, running)
         await asyncio.sleep(seconds)
         running -= 1
         return ""
@@ -117,7 +117,7 @@ def test_calls_of_one_tool_beyond_its_number_wait_and_their_wait_is_not_in_the_l
         return asyncio.get_running_loop().time()
 
     assert virtual_time.run(played()) == pytest.approx(30)
-    assert most == 3
+    assert peak == 3
     virtual_time.run(played())  # in another event loop
 
 

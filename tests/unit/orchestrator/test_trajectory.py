@@ -28,14 +28,14 @@ TURNS = st.lists(st.tuples(PROMPT, FRESH, ANSWER, st.booleans()), min_size=1, ma
 
 def played(turns: PlayedTurns) -> list[Transition]:
     """Turns with whole prompts. A prompt extends all tokens so far, or those but the last, or is another one."""
-    made: list[Transition] = []
+    transitions: list[Transition] = []
     so_far: list[int] = []
     for number, (prompt, fresh, spans, in_loss) in enumerate(turns):
         begin = {"extends": so_far, "broken": so_far[:-1], "anew": []}[prompt]
         observation = [*begin, *fresh] or [0]
         lengths = [length for _, length, _ in spans]
         total = sum(lengths)
-        made.append(
+        transitions.append(
             Transition(
                 observation=np.asarray(observation, np.int32),
                 action=(np.arange(total, dtype=np.int32) + number) % 3,
@@ -50,19 +50,19 @@ def played(turns: PlayedTurns) -> list[Transition]:
                 in_loss=in_loss,
             )
         )
-        so_far = [*observation, *made[-1].action.tolist()]
-    return made
+        so_far = [*observation, *transitions[-1].action.tolist()]
+    return transitions
 
 
-def assert_same_turns(found: Trajectory, turns: Sequence[Transition]) -> None:
-    assert len(found.transitions) == len(turns)
-    for view, turn in zip(found.transitions, turns, strict=True):
+def assert_same_turns(trajectory: Trajectory, turns: Sequence[Transition]) -> None:
+    assert len(trajectory.transitions) == len(turns)
+    for view, turn in zip(trajectory.transitions, turns, strict=True):
         for column in COLUMNS:
             np.testing.assert_array_equal(getattr(view, column), getattr(turn, column))
             assert getattr(view, column).dtype == getattr(turn, column).dtype
         assert set(view.identities) == set(turn.identities)
-        for said in ("stop_reason", "reward", "metrics", "logs", "in_loss"):
-            assert getattr(view, said) == getattr(turn, said)
+        for name in ("stop_reason", "reward", "metrics", "logs", "in_loss"):
+            assert getattr(view, name) == getattr(turn, name)
 
 
 @given(TURNS)
@@ -104,30 +104,30 @@ def test_the_trainer_gets_what_it_got_of_whole_turns(rollouts: list[tuple[Played
 SPANS = (VersionSpan(IDENTITIES[2], 0, 2), VersionSpan(IDENTITIES[3], 2, 3))
 
 
-def asked(*tokens: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+def prompt_of(*tokens: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     return np.asarray(tokens, np.int32)
 
 
 def answer(builder: TrajectoryBuilder, *tokens: int) -> None:
     logprobs = np.full(len(tokens), -1, np.float32)
-    builder.answer(asked(*tokens), logprobs, SPANS, "stop", 0.5, {}, {}, True)
+    builder.answer(prompt_of(*tokens), logprobs, SPANS, "stop", 0.5, {}, {}, True)
 
 
 def test_what_follows_is_asked_like_the_whole_prompt() -> None:
     builder = TrajectoryBuilder()
-    builder.ask(asked(1, 2))
+    builder.ask(prompt_of(1, 2))
     assert (builder.prompt.tolist(), builder.first_weights) == ([1, 2], None)
     answer(builder, 3, 4, 5)
-    builder.ask(asked(6), follows=True)
+    builder.ask(prompt_of(6), follows=True)
     assert (builder.prompt.tolist(), builder.first_weights) == ([1, 2, 3, 4, 5, 6], IDENTITIES[2])
     answer(builder, 7, 8, 9)
-    builder.ask(asked(*builder.so_far().tokens, 0))
+    builder.ask(prompt_of(*builder.so_far().tokens, 0))
     assert builder.prompt.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
     answer(builder, 1, 1, 1)
-    builder.ask(asked(1, 2, 3, 0))
+    builder.ask(prompt_of(1, 2, 3, 0))
     assert (builder.prompt.tolist(), builder.first_weights) == ([1, 2, 3, 0], None)
     answer(builder, 7, 8, 9)
-    builder.ask(asked(), follows=True)
+    builder.ask(prompt_of(), follows=True)
     assert (builder.prompt.tolist(), builder.first_weights) == ([1, 2, 3, 0, 7, 8, 9], IDENTITIES[2])
     whole = builder.finish("max_seq_len")
     assert [turn.start for turn in whole.turns] == [0, 0, 0, 13]
@@ -136,13 +136,13 @@ def test_what_follows_is_asked_like_the_whole_prompt() -> None:
 
 def test_what_was_handed_out_does_not_change() -> None:
     builder = TrajectoryBuilder()
-    builder.ask(asked(1, 2))
-    kept = [(builder.prompt, [1, 2])]
+    builder.ask(prompt_of(1, 2))
+    snapshots = [(builder.prompt, [1, 2])]
     for turn in range(20):
         answer(builder, turn, turn, turn)
-        builder.ask(asked(turn), follows=turn % 3 != 0)
-        kept += [(array, array.tolist()) for array in (builder.prompt, builder.so_far().tokens)]
-    assert [array.tolist() for array, _ in kept] == [values for _, values in kept]
+        builder.ask(prompt_of(turn), follows=turn % 3 != 0)
+        snapshots += [(array, array.tolist()) for array in (builder.prompt, builder.so_far().tokens)]
+    assert [array.tolist() for array, _ in snapshots] == [values for _, values in snapshots]
     with pytest.raises(ValueError, match="read-only"):
         builder.prompt[0] = 5
 

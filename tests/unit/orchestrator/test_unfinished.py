@@ -62,10 +62,10 @@ class Talk(Env):
     async def step(self, action: Sequence[int]) -> StepResult:
         self.heard += action
         self.dataset.turns[self.number, self.sample, len(self.heard)] += 1
-        done = len(self.heard) == TURNS
+        finished = len(self.heard) == TURNS
         if self.dataset.breaks and len(self.heard) == 2:  # a prompt that does not begin with what was before
-            return StepResult(1.0, done, [self.number, 7, *self.heard])
-        return StepResult(float(self.sample), done, Continuation([9, len(self.heard)]))
+            return StepResult(1.0, finished, [self.number, 7, *self.heard])
+        return StepResult(float(self.sample), finished, Continuation([9, len(self.heard)]))
 
     def state_dict(self) -> Mapping[str, Any] | None:
         assert self.dataset.keeps, "of another environment nothing is asked"
@@ -337,9 +337,9 @@ def test_rollouts_whose_scores_need_their_own_process_start_again() -> None:
     assert Alone(Talks(), 0).scores_in_any_process
     assert EnvGroup(lambda: Talk(Talks(), 0, 0), 2).scores_in_any_process
     finished = asyncio.run(play(Talk(Talks(), 0, 0), Slow()))
-    for keeps, kept in ((False, (None, None)), (True, (finished, None))):
+    for keeps, expected in ((False, (None, None)), (True, (finished, None))):
         progress = GroupProgress(keeps, finished={0: finished})
-        assert progress.take(Group(0, "p", 0), 2, 1.0).rollouts_G == kept
+        assert progress.take(Group(0, "p", 0), 2, 1.0).rollouts_G == expected
 
 
 @pytest.mark.parametrize("change", [{"temperature": 0.5}, {"deterministic": True, "max_steps_off_policy": 0}])
@@ -368,9 +368,9 @@ async def test_a_commit_holds_groups_that_wait_for_their_place_after_a_resume(tm
     first.write(tmp_path / "first")
     again = Run(run.config, Talks(), sampler=Slow(), start=1)
     again.pipeline.load(OrchestratorState.read(tmp_path / "first"))
-    (kept,), (before,) = again.pipeline.snapshot().running, first.running
-    assert kept.group == before.group
-    for one, other in zip(kept.rollouts_G, before.rollouts_G, strict=True):
+    (recovered,), (before,) = again.pipeline.snapshot().running, first.running
+    assert recovered.group == before.group
+    for one, other in zip(recovered.rollouts_G, before.rollouts_G, strict=True):
         assert type(one) is type(other)
         if isinstance(one, UnfinishedRollout) and isinstance(other, UnfinishedRollout):
             assert columns(one.trajectory) == columns(other.trajectory)

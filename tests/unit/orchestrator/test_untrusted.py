@@ -26,10 +26,10 @@ PATIENT = CodeLimits(wall_s=60.0)
 @pytest.fixture
 def machine() -> Machine:
     """What this machine gives; without limits nothing that starts processes is tried."""
-    found = asyncio.run(this_machine())
-    if not found.limits_processes:
+    available = asyncio.run(this_machine())
+    if not available.limits_processes:
         pytest.skip("needs a limit of processes")  # reason: a program could take the whole machine without one
-    return found
+    return available
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-def run(program: str, input: str = "", limits: CodeLimits = PATIENT, **more: Any) -> CodeResult:
-    return asyncio.run(run_code(program, input, limits, **more))
+def run(program: str, input: str = "", limits: CodeLimits = PATIENT, **options: Any) -> CodeResult:
+    return asyncio.run(run_code(program, input, limits, **options))
 
 
 def programs() -> list[int]:

@@ -24,7 +24,7 @@ from orchestrator import workers
 from orchestrator.worker_process import HEADER
 from orchestrator.workers import WorkerDied, WorkerError, Workers, WorkerTimeout, run_in_worker
 
-HERE = "test_workers"
+MODULE = "test_workers"
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +126,7 @@ def take_memory() -> int:
     return len(bytearray(64 * 2**30))
 
 
-def gone(process: int) -> bool:
+def has_ended(process: int) -> bool:
     return not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
 
 
@@ -140,7 +140,7 @@ def test_a_call_runs_elsewhere_and_the_process_is_used_again() -> None:
     value, first, second = in_workers(scenario)
     assert value == 6
     assert first == second != os.getpid()
-    assert gone(first)
+    assert has_ended(first)
 
 
 def test_no_more_than_so_many_at_once_and_all_are_answered() -> None:
@@ -156,7 +156,7 @@ def test_a_call_over_its_limit_is_killed_and_replaced(function: Callable[..., An
         before = await run_in_worker(pid, timeout_s=60)
         with pytest.raises(WorkerTimeout, match=rf"{function.__name__} in a worker process took longer than 0.2 s"):
             await run_in_worker(function, timeout_s=0.2)
-        assert gone(before)
+        assert has_ended(before)
         return before, await run_in_worker(pid, timeout_s=60)
 
     before, after = in_workers(scenario, size=1)
@@ -186,14 +186,14 @@ def test_a_call_that_nobody_waits_for_any_more_is_killed() -> None:
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        assert gone(before)
+        assert has_ended(before)
         return await run_in_worker(pid, timeout_s=60)
 
     assert in_workers(scenario, size=1) > 0
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "said"),
+    ("how", "kind", "message"),
     [
         ("this", KeyError, "this"),
         ("strange", WorkerError, "1 and 2"),
@@ -203,10 +203,10 @@ def test_a_call_that_nobody_waits_for_any_more_is_killed() -> None:
         ("exit", WorkerError, "3"),
     ],
 )
-def test_what_a_function_raises_comes_back(how: str, kind: type[Exception], said: str) -> None:
+def test_what_a_function_raises_comes_back(how: str, kind: type[Exception], message: str) -> None:
     async def scenario() -> int:
         before = await run_in_worker(pid, timeout_s=60)
-        with pytest.raises(kind, match=said) as raised:
+        with pytest.raises(kind, match=message) as raised:
             await run_in_worker(fail, how, timeout_s=60)
         if issubclass(kind, WorkerError):
             assert type(raised.value).__name__ == {"strange": "Strange", "exit": "SystemExit"}[how]
@@ -252,10 +252,10 @@ def test_it_sees_what_code_needs_and_no_credentials(monkeypatch: pytest.MonkeyPa
     async def scenario() -> dict[str, str]:
         return await run_in_worker(environment, timeout_s=60)
 
-    seen = in_workers(scenario)
-    assert seen.items() >= {**needed, "PATH": os.environ["PATH"]}.items()
-    assert os.path.dirname(__file__) in seen["PYTHONPATH"].split(os.pathsep)
-    assert not seen.keys() & set(kept_back)
+    variables = in_workers(scenario)
+    assert variables.items() >= {**needed, "PATH": os.environ["PATH"]}.items()
+    assert os.path.dirname(__file__) in variables["PYTHONPATH"].split(os.pathsep)
+    assert not variables.keys() & set(kept_back)
 
 
 @pytest.mark.parametrize("how", ["pickle", "json", "later"])
@@ -289,9 +289,9 @@ async def test_variables_are_given_by_name_and_a_proxy_without_its_password(monk
     monkeypatch.setenv("JUDGE_API_KEY", "of the judge")
     monkeypatch.setenv("https_proxy", "http://user:password@proxy")
     async with workers.workers(1, ["JUDGE_API_KEY", "NOT_SET"]):
-        seen = await run_in_worker(environment, timeout_s=60)
-    assert seen["JUDGE_API_KEY"] == "of the judge"
-    assert not {"NOT_SET", "https_proxy"} & seen.keys()
+        variables = await run_in_worker(environment, timeout_s=60)
+    assert variables["JUDGE_API_KEY"] == "of the judge"
+    assert not {"NOT_SET", "https_proxy"} & variables.keys()
 
 
 async def test_closing_ends_calls_under_way() -> None:
@@ -302,14 +302,14 @@ async def test_closing_ends_calls_under_way() -> None:
     await pool.close()
     with pytest.raises(WorkerDied):
         await call
-    assert gone(process)
+    assert has_ended(process)
 
 
 def test_a_worker_does_not_outlive_whoever_started_it() -> None:
     """Not even when that is killed, while the worker computes and looks at nothing."""
     code = (
         "import asyncio, sys\n"
-        f"from {HERE} import hang, pid\n"
+        f"from {MODULE} import hang, pid\n"
         "from orchestrator.workers import run_in_worker, workers\n"
         "async def main():\n"
         "    async with workers(1):\n"
@@ -323,7 +323,7 @@ def test_a_worker_does_not_outlive_whoever_started_it() -> None:
     worker = int(caller.stdout.readline())
     caller.kill()
     caller.wait(60)
-    wait_for(lambda: gone(worker), "the end of the worker")
+    wait_for(lambda: has_ended(worker), "the end of the worker")
 
 
 def test_outside_a_run_it_says_what_to_write() -> None:

@@ -28,21 +28,21 @@ class TestDevices:
         [("auto", 0, False), ("auto", 1, True), ("cpu", 8, False), ("gpu", 0, True), ("gpu", 8, True)],
     )
     def test_where_models_compute(self, device: str, present: int, on_gpus: bool) -> None:
-        given = plan(device=device, resources=gpus(present))
-        assert given.on_gpus is on_gpus
-        assert given.resolved(given.config).cluster.device == ("gpu" if on_gpus else "cpu")
+        planned = plan(device=device, resources=gpus(present))
+        assert planned.on_gpus is on_gpus
+        assert planned.resolved(planned.config).cluster.device == ("gpu" if on_gpus else "cpu")
 
     def test_a_gpu_for_each_model(self) -> None:
-        given = plan(shards=4, replicas=4, resources=gpus(8))
-        assert [o["num_gpus"] for o in given.options] == [1.0] * 8 + [0.0]
-        assert given.gpus_needed == 8
+        planned = plan(shards=4, replicas=4, resources=gpus(8))
+        assert [o["num_gpus"] for o in planned.options] == [1.0] * 8 + [0.0]
+        assert planned.gpus_needed == 8
 
     def test_a_gpu_for_each_rank_of_a_replica_in_one_place(self) -> None:
-        given = plan(shards=4, replicas=2, resources=gpus(8), inference={"tensor_parallel": 2})
-        assert [o["num_gpus"] for o in given.options] == [1.0] * 4 + [2.0] * 2 + [0.0]
-        assert given.gpus_needed == 8
-        assert given.added_replica_options["num_gpus"] == 2.0
-        assert "2 vLLM replicas: 2 actors with an engine of 2 ranks, one GPU each" in text_of(given)
+        planned = plan(shards=4, replicas=2, resources=gpus(8), inference={"tensor_parallel": 2})
+        assert [o["num_gpus"] for o in planned.options] == [1.0] * 4 + [2.0] * 2 + [0.0]
+        assert planned.gpus_needed == 8
+        assert planned.added_replica_options["num_gpus"] == 2.0
+        assert "2 vLLM replicas: 2 actors with an engine of 2 ranks, one GPU each" in text_of(planned)
         small = plan(shards=1, replicas=1, resources=gpus(2), inference={"tensor_parallel": 4})
         assert any("needs 5 GPUs, this machine has 2" in warning for warning in small.warnings)
         spread = plan(shards=1, resources=cluster(gpus(4), gpus(4)), inference={"tensor_parallel": 6})
@@ -50,10 +50,10 @@ class TestDevices:
             spread.check_resources()
 
     def test_one_gpu_is_shared(self) -> None:
-        given = plan(shards=1, resources=gpus(1), inference={"gpu_memory_utilization": 0.4})
-        assert [o["num_gpus"] for o in given.options] == [0.5, 0.5, 0.0]
-        assert given.gpus_needed == 1
-        assert "half a GPU" in text_of(given)
+        planned = plan(shards=1, resources=gpus(1), inference={"gpu_memory_utilization": 0.4})
+        assert [o["num_gpus"] for o in planned.options] == [0.5, 0.5, 0.0]
+        assert planned.gpus_needed == 1
+        assert "half a GPU" in text_of(planned)
 
     @pytest.mark.parametrize(("chosen", "visible"), [(None, 2), ("", 0), ("-1", 0), ("0", 1), ("0,1", 2), ("0,1,2", 2)])
     def test_visible_gpus(self, monkeypatch: pytest.MonkeyPatch, chosen: str | None, visible: int) -> None:
@@ -83,12 +83,12 @@ class TestCores:
     @pytest.mark.parametrize(("replicas", "ranks"), [(1, 2), (3, 2), (2, 4)])
     def test_all_ranks_of_a_replica_find_one_place(self, cpus_N: list[int], replicas: int, ranks: int) -> None:
         resources = cluster(*(machines(cpus=cpus) for cpus in cpus_N))
-        given = plan(shards=1, replicas=replicas, resources=resources, inference={"tensor_parallel": ranks})
-        assert given.threads == max(1, sum(cpus_N) // (2 + replicas * ranks))
-        left = list(cpus_N)
-        for wanted in sorted(options["num_cpus"] for options in given.options):  # the widest last: the worst order
-            node = next(n for n, free in enumerate(left) if free >= wanted - 1e-9)
-            left[node] -= wanted
+        planned = plan(shards=1, replicas=replicas, resources=resources, inference={"tensor_parallel": ranks})
+        assert planned.threads == max(1, sum(cpus_N) // (2 + replicas * ranks))
+        free_N = list(cpus_N)
+        for cores in sorted(options["num_cpus"] for options in planned.options):  # the widest last: the worst order
+            node = next(n for n, free in enumerate(free_N) if free >= cores - 1e-9)
+            free_N[node] -= cores
 
     def test_more_processes_than_can_have_a_place_are_refused_with_numbers(self) -> None:
         with pytest.raises(
@@ -103,12 +103,12 @@ class TestCores:
         plan(shards=1, resources=small).check_resources()  # an estimate: it only warns
 
     def test_more_replicas_than_the_machine_holds_are_refused_with_numbers(self) -> None:
-        given = plan(replicas=2, resources=machines(cpus=2, memory_bytes=24 * GIB))
-        given.check_replicas(3, 1)
+        planned = plan(replicas=2, resources=machines(cpus=2, memory_bytes=24 * GIB))
+        planned.check_replicas(3, 1)
         with pytest.raises(
             BadInput, match=r"24 replicas: this machine has 24\.00 GiB of memory, [\d.]+ GiB are needed"
         ):
-            given.check_replicas(24, 22)
+            planned.check_replicas(24, 22)
         with pytest.raises(BadInput, match="which need 9 GPUs"):
             plan(shards=1, resources=gpus(4)).check_replicas(8, 7)
 
@@ -130,18 +130,18 @@ class TestCores:
         """What the run itself holds is not free, and yet it is not asked for again."""
         (node,) = machines(cpus=2, memory_bytes=24 * GIB).nodes
         taken = Resources((replace(node, free_bytes=4 * GIB),), "this machine")
-        given = plan(replicas=9, resources=taken)
-        given.check_replicas(10, 1)
+        planned = plan(replicas=9, resources=taken)
+        planned.check_replicas(10, 1)
         with pytest.raises(BadInput, match=r"13 replicas: 4 of them have to start, and need 1\.\d+ GiB of memory each"):
-            given.check_replicas(13, 4)
+            planned.check_replicas(13, 4)
         with pytest.raises(BadInput, match=r"this machine has 4\.00 GiB of 24\.00 GiB of memory free"):
-            given.check_replicas(13, 4)
+            planned.check_replicas(13, 4)
 
     def test_gpus_of_the_run_itself_do_not_hinder_another_replica(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
         (node,) = machines(gpus=4, memory_bytes=64 * GIB, gpu_bytes=80 * GIB).nodes
-        held = Resources((replace(node, gpus=(node.gpus[0], *[Gpu(80 * GIB, 8 * GIB)] * 3)),), "the Ray cluster")
-        plan(shards=1, replicas=2, resources=held).check_replicas(3, 1)
+        busy = Resources((replace(node, gpus=(node.gpus[0], *[Gpu(80 * GIB, 8 * GIB)] * 3)),), "the Ray cluster")
+        plan(shards=1, replicas=2, resources=busy).check_replicas(3, 1)
 
     @pytest.mark.parametrize(("ranks", "free", "fits"), [(1, 2, True), (1, 1, False), (2, 4, True), (2, 3, False)])
     def test_replicas_are_added_where_gpus_are_free(
@@ -151,16 +151,16 @@ class TestCores:
         monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
         (node,) = machines(gpus=8, memory_bytes=256 * GIB, gpu_bytes=80 * GIB).nodes
         filled = replace(node, gpus=(*[node.gpus[0]] * free, *[Gpu(80 * GIB, GIB)] * (8 - free)))
-        held = Resources((filled,), "the Ray cluster")
-        given = plan(shards=1, replicas=1, resources=held, inference={"tensor_parallel": ranks})
+        busy = Resources((filled,), "the Ray cluster")
+        planned = plan(shards=1, replicas=1, resources=busy, inference={"tensor_parallel": ranks})
         if fits:
-            given.check_replicas(3, 2)
+            planned.check_replicas(3, 2)
         else:
-            has = rf"{ranks} GPUs? each with [\d.]+% of its memory free, as {free} of the 8 are"
-            with pytest.raises(BadInput, match=rf"2 of them have to start(.|\n)*{has}"):
-                given.check_replicas(3, 2)
+            pattern = rf"{ranks} GPUs? each with [\d.]+% of its memory free, as {free} of the 8 are"
+            with pytest.raises(BadInput, match=rf"2 of them have to start(.|\n)*{pattern}"):
+                planned.check_replicas(3, 2)
         unknown = Resources((replace(node, gpus=()),), "the Ray cluster")  # the driver does not say what they have
-        replace(given, resources=unknown).check_replicas(3, 2)
+        replace(planned, resources=unknown).check_replicas(3, 2)
 
     def test_a_run_gets_the_gpus_that_no_other_run_fills(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
@@ -169,9 +169,9 @@ class TestCores:
         full = Gpu(80 * GIB, GIB)
         for number, fits in ((2, True), (1, False)):
             gpus = (*[node.gpus[0]] * number, *[full] * (4 - number))
-            given = plan(shards=1, resources=Resources((replace(node, id="1", gpus=gpus),), "the Ray cluster"))
-            given.check_resources()
-            placed = replace(given, placed=dict.fromkeys(given.actor_names, "1"))
+            planned = plan(shards=1, resources=Resources((replace(node, id="1", gpus=gpus),), "the Ray cluster"))
+            planned.check_resources()
+            placed = replace(planned, placed=dict.fromkeys(planned.actor_names, "1"))
             assert bool(placed.shortages(hopeless=True)) is not fits
 
     def test_in_a_cluster_free_memory_counts_where_actors_are_placed(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,12 +179,12 @@ class TestCores:
         (node,) = machines(memory_bytes=64 * GIB).nodes
         full, empty = replace(node, name="node 1", id="1", free_bytes=GIB), replace(node, name="node 2", id="2")
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-        given = plan(resources=Resources((full, empty), "the Ray cluster"))
-        given.check_resources()
-        assert given.warnings == []
-        replace(given, placed=dict.fromkeys(given.actor_names, "2")).check_resources()
+        planned = plan(resources=Resources((full, empty), "the Ray cluster"))
+        planned.check_resources()
+        assert planned.warnings == []
+        replace(planned, placed=dict.fromkeys(planned.actor_names, "2")).check_resources()
         with pytest.raises(BadInput, match=r"node 1 has 1\.00 GiB of 64\.00 GiB of memory free"):
-            replace(given, placed=dict.fromkeys(given.actor_names, "1")).check_resources()
+            replace(planned, placed=dict.fromkeys(planned.actor_names, "1")).check_resources()
 
     def test_a_shared_memory_without_room_for_the_queues_of_ranks_is_refused(self) -> None:
         (node,) = machines().nodes
@@ -195,9 +195,9 @@ class TestCores:
         plan(inference={"tensor_parallel": 2}).check_resources()
 
     def test_oversubscription_only_warns(self) -> None:
-        given = plan(resources=machines(cpus=2))
-        given.check_resources()
-        assert any("3 processes compute on 2 cores" in warning for warning in given.warnings)
+        planned = plan(resources=machines(cpus=2))
+        planned.check_resources()
+        assert any("3 processes compute on 2 cores" in warning for warning in planned.warnings)
         assert plan().warnings == []
 
 
@@ -237,10 +237,10 @@ class TestRefusals:
 
 def test_what_happens_when_a_part_dies() -> None:
     assert "started again, at most 3 times in 3,600 s" in text_of(plan())
-    given = plan()
-    never = given.config.cluster.model_copy(update={"max_restarts": 0})
-    config = given.config.model_copy(update={"cluster": never})
-    assert "no part that dies is started again" in text_of(replace(given, config=config))
+    planned = plan()
+    never = planned.config.cluster.model_copy(update={"max_restarts": 0})
+    config = planned.config.model_copy(update={"cluster": never})
+    assert "no part that dies is started again" in text_of(replace(planned, config=config))
 
 
 def test_planning_imports_nothing_heavy() -> None:
@@ -259,16 +259,16 @@ class TestThreadsOfActors:
 
     def test_processes_with_a_model_get_the_threads_of_the_plan(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-        given = plan(resources=machines(cpus=16))
+        planned = plan(resources=machines(cpus=16))
         threads = {"env_vars": {"OMP_NUM_THREADS": "4", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}}
-        found = given.by_room([options.get("runtime_env") for options in given.options])
-        assert found == {"trainer": [threads, threads], "inference": [threads], "orchestrator": [None], "service": []}
-        assert given.added_replica_options["runtime_env"] == threads
+        rooms = planned.by_room([options.get("runtime_env") for options in planned.options])
+        assert rooms == {"trainer": [threads, threads], "inference": [threads], "orchestrator": [None], "service": []}
+        assert planned.added_replica_options["runtime_env"] == threads
 
     def test_memory_is_in_huge_pages_on_cpus_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-        given = plan(device="gpu", resources=machines(cpus=16, gpus=3))
-        assert set(given.options[0]["runtime_env"]["env_vars"]) == {"OMP_NUM_THREADS"}
+        planned = plan(device="gpu", resources=machines(cpus=16, gpus=3))
+        assert set(planned.options[0]["runtime_env"]["env_vars"]) == {"OMP_NUM_THREADS"}
 
     def test_processes_of_a_cluster_that_is_started_here_inherit_them(self) -> None:
         assert not any("runtime_env" in options for options in plan().options)

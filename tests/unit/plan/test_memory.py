@@ -27,42 +27,42 @@ def make(family: str, layers: int, dtype: torch.dtype) -> tuple[torch.nn.Module,
 
 def kept_bytes(model: torch.nn.Module) -> int:
     """Memory that the graph holds beside the parameters, each storage once."""
-    held = {}
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    storages = {}
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            held[storage.data_ptr()] = tensor  # kept, so that no other tensor gets its place
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = tensor  # kept, so that no other tensor gets its place
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         model(input_ids=torch.arange(TOKENS)[None] % 50, use_cache=False)
-    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
 def test_what_a_layer_keeps(family: str, dtype: torch.dtype) -> None:
     one, three = make(family, 1, dtype), make(family, 3, dtype)
-    kept = (kept_bytes(three[0]) - kept_bytes(one[0])) / 2
-    said = TOKENS * ModelMemory(three[1], dtype.itemsize, on_gpus=False).layer_bytes
-    assert 0.9 < said / kept < 1.6
+    measured = (kept_bytes(three[0]) - kept_bytes(one[0])) / 2
+    estimate = TOKENS * ModelMemory(three[1], dtype.itemsize, on_gpus=False).layer_bytes
+    assert 0.9 < estimate / measured < 1.6
 
 
 def test_activations_of_layers_that_are_computed_again() -> None:
     memory = ModelMemory(FACTS, 2, on_gpus=False)
-    kept, again = (memory.activations(100, again) for again in (False, True))
-    assert kept == FACTS.num_layers * memory.layer_bytes * 100
+    stored, again = (memory.activations(100, again) for again in (False, True))
+    assert stored == FACTS.num_layers * memory.layer_bytes * 100
     assert again == (FACTS.num_layers * FACTS.hidden_size * 2 + memory.layer_bytes) * 100
 
 
 def test_of_how_many_tokens_layers_are_kept() -> None:
     """Those whose activations fit into what is free."""
     memory = ModelMemory(FACTS, 2, on_gpus=True)
-    most = memory.kept_tokens("auto", 10**9)
-    assert most is not None
-    assert memory.activations(most, False) <= 10**9 < memory.activations(most + 1, False)
+    limit = memory.kept_tokens("auto", 10**9)
+    assert limit is not None
+    assert memory.activations(limit, False) <= 10**9 < memory.activations(limit + 1, False)
     assert memory.kept_tokens("auto", -1) == 0
     assert memory.kept_tokens(True, 10**9) == 0
     assert memory.kept_tokens(False, -1) is None
@@ -83,20 +83,22 @@ def test_the_room_goes_to_activations_first_and_then_to_the_whole_model() -> Non
     options = TrainerConfig(shards=2)
     layered, all_of_it = (memory.gathered(options.lora, whole=whole) for whole in (False, True))
     base = int(SHARD_BASE_GIB * GIB) + memory.logits(tokens)
-    least, kept, whole = base + state // 2 + layered, memory.activations(tokens, False), all_of_it - layered
-    assert kept > whole > 0
+    least, activations, whole = base + state // 2 + layered, memory.activations(tokens, False), all_of_it - layered
+    assert activations > whole > 0
 
     def decided(room: int) -> tuple[bool, bool]:
-        found = memory.shard(options, tokens, state, room)
-        assert found.total <= max(room, least + memory.activations(tokens, True)), "no more than there is"
-        return found.again, found.whole
+        shard = memory.shard(options, tokens, state, room)
+        assert shard.total <= max(room, least + memory.activations(tokens, True)), "no more than there is"
+        return shard.again, shard.whole
 
     assert decided(0) == (True, False)
-    assert decided(least + kept - 1)[0] is True
-    assert decided(least + kept) == (False, False)
-    assert decided(least + kept + whole - 1) == (False, False)
-    assert decided(least + kept + whole) == (False, True)
-    offloaded = memory.shard(TrainerConfig(shards=2, offload="cpu"), tokens, state, least + kept + whole - state // 2)
+    assert decided(least + activations - 1)[0] is True
+    assert decided(least + activations) == (False, False)
+    assert decided(least + activations + whole - 1) == (False, False)
+    assert decided(least + activations + whole) == (False, True)
+    offloaded = memory.shard(
+        TrainerConfig(shards=2, offload="cpu"), tokens, state, least + activations + whole - state // 2
+    )
     assert (offloaded.again, offloaded.whole) == (False, True)
 
 
@@ -138,10 +140,10 @@ OFTEN = ("0.6B-whole", "8B", "8B-lora", "30B-A3B")
 def test_the_plan_of_a_shard_is_what_its_code_holds(name: str) -> None:
     """Keeps only a few layers, as all are alike."""
     case = replace(CASES[name], described={**CASES[name].described, "num_hidden_layers": LAYERS})
-    said = planned(case)
+    plan = planned(case)
     counted = count_shard(case)[PASS]
-    held = counted.device - (sum(counted.kinds[kind] for kind in STATE) if said.offloaded else 0)
-    assert 0.85 < (said.total - SHARD_BASE_GIB * GIB - said.kept) / held < 1.15
+    state_bytes = counted.device - (sum(counted.kinds[kind] for kind in STATE) if plan.offloaded else 0)
+    assert 0.85 < (plan.total - SHARD_BASE_GIB * GIB - plan.kept) / state_bytes < 1.15
 
 
 @pytest.mark.parametrize(("option", "just", "less"), [("auto", True, False), (False, True, True), (True, False, False)])
@@ -153,11 +155,11 @@ def test_weights_stay_gathered_where_they_fit_or_as_told(option: bool | str, jus
     base = int(SHARD_BASE_GIB * GIB) + memory.logits(10)
     room = base + memory.activations(10, False) + freed + 2 * 8 * 100_000
     assert freed + 2 * 8 * 100_000 < memory.gathered(options.lora, whole=True)
-    found = [memory.shard(options, 10, 0, room - missing) for missing in (0, 1)]
-    assert [each.weights_stay for each in found] == [just, less]
-    assert not any(each.whole for each in found)
-    told = "once a batch, their gradients summed layer by layer" if just else "layer by layer"
-    assert found[0].text.endswith(f"weights are gathered {told}")
+    shards = [memory.shard(options, 10, 0, room - missing) for missing in (0, 1)]
+    assert [shard.weights_stay for shard in shards] == [just, less]
+    assert not any(shard.whole for shard in shards)
+    message = "once a batch, their gradients summed layer by layer" if just else "layer by layer"
+    assert shards[0].text.endswith(f"weights are gathered {message}")
     rich = memory.shard(options, 10, 0, 2**40)
     assert (rich.whole, rich.weights_stay) == ((False, False) if option is True else (True, True))
 

@@ -41,20 +41,24 @@ def _gpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
 
 
-def large(*, shards: int = 8, replicas: int = 8, gpus: int = 16, gpu_gib: int = 80, host: int = HUGE, **given) -> Plan:
+def large(
+    *, shards: int = 8, replicas: int = 8, gpus: int = 16, gpu_gib: int = 80, host: int = HUGE, **options_of_plan
+) -> Plan:
     """A plan of Qwen3-8B on one machine."""
-    options = {"micro_batch_tokens": None, **given.pop("trainer", {})}
-    has = machines(cpus=64, gpus=gpus, memory_bytes=host, gpu_bytes=gpu_gib * GIB)
-    return plan(shards=shards, replicas=replicas, resources=has, facts=BILLIONS_8, trainer=options, **given)
+    options = {"micro_batch_tokens": None, **options_of_plan.pop("trainer", {})}
+    resources = machines(cpus=64, gpus=gpus, memory_bytes=host, gpu_bytes=gpu_gib * GIB)
+    return plan(
+        shards=shards, replicas=replicas, resources=resources, facts=BILLIONS_8, trainer=options, **options_of_plan
+    )
 
 
 class TestNeeds:
     def test_on_cpus_all_is_in_host_memory(self) -> None:
-        given = plan(shards=2, replicas=2)
-        (machine,) = given.machines
-        assert list(machine.actors) == given.actor_names
+        planned = plan(shards=2, replicas=2)
+        (machine,) = planned.machines
+        assert list(machine.actors) == planned.actor_names
         assert machine.gpu == {}
-        memory = trainer(given).shard_memory
+        memory = trainer(planned).shard_memory
         assert memory is not None
         assert machine.host["state"] == 2 * memory.state
         assert machine.host["copies for commits"] == 12 * FACTS.num_parameters
@@ -68,11 +72,11 @@ class TestNeeds:
         assert machine.host["copies for commits"] == pytest.approx(12 * BILLIONS_8.num_parameters, rel=1e-6)
 
     def test_offloaded_state_is_in_host_memory(self) -> None:
-        kept, offloaded = (large(trainer={"offload": where}).machines[0] for where in ("none", "cpu"))
+        on_gpu, offloaded = (large(trainer={"offload": place}).machines[0] for place in ("none", "cpu"))
         state = 16 * BILLIONS_8.num_parameters
         assert offloaded.host["state"] == state
         shard = "trainer shard 0"
-        assert kept.actors[shard].gpu["state"] == state // 8
+        assert on_gpu.actors[shard].gpu["state"] == state // 8
         assert "state" not in offloaded.actors[shard].gpu
 
     def test_adapters_are_all_that_is_copied_and_published(self) -> None:
@@ -94,9 +98,9 @@ class TestPublishedWeights:
 
     BYTES = 2 * BILLIONS_8.num_parameters
 
-    def by(self, given: Plan, transport: str = "broadcast") -> Plan:
-        inference = given.config.inference.model_copy(update={"transport": transport})
-        return replace(given, config=given.config.model_copy(update={"inference": inference}))
+    def by(self, planned: Plan, transport: str = "broadcast") -> Plan:
+        inference = planned.config.inference.model_copy(update={"transport": transport})
+        return replace(planned, config=planned.config.model_copy(update={"inference": inference}))
 
     def test_a_store_has_them_once_a_machine(self) -> None:
         (machine,) = large().machines
@@ -105,9 +109,9 @@ class TestPublishedWeights:
 
     def test_a_store_where_no_replica_is_has_the_shares_of_its_ranks(self) -> None:
         four = machines(cpus=32, gpus=4, memory_bytes=HUGE, gpu_bytes=80 * GIB)
-        given = plan(shards=8, replicas=4, facts=BILLIONS_8, resources=cluster(four, four, four))
-        found = [machine.host["two versions of the weights"] for machine in given.machines]
-        assert found == [self.BYTES, self.BYTES, 2 * self.BYTES], "half of the ranks each, and a replica's are whole"
+        planned = plan(shards=8, replicas=4, facts=BILLIONS_8, resources=cluster(four, four, four))
+        versions = [machine.host["two versions of the weights"] for machine in planned.machines]
+        assert versions == [self.BYTES, self.BYTES, 2 * self.BYTES], "half of the ranks each, and a replica's are whole"
         alone = plan(shards=3, replicas=1, facts=BILLIONS_8, resources=cluster(four, four))
         third = -(-self.BYTES // 3)
         assert alone.machines[0].actors["trainer shard 2"].parts == {"two versions of the weights": 2 * third}
@@ -135,26 +139,27 @@ class TestPublishedWeights:
 
     def test_each_rank_has_two_buckets_on_their_way(self) -> None:
         assert BUCKETS_BYTES == BUFFERS * BUCKET_BYTES
-        for given in (large(), self.by(large())):
-            assert given.machines[0].host["buckets on their way"] == 8 * BUCKETS_BYTES
+        for planned in (large(), self.by(large())):
+            assert planned.machines[0].host["buckets on their way"] == 8 * BUCKETS_BYTES
         assert plan(shards=1).machines[0].host["buckets on their way"] == 4 * FACTS.num_parameters, "all of a small one"
 
 
 class TestMachines:
     def test_actors_are_packed_as_ray_does(self) -> None:
         eight = machines(cpus=32, gpus=8, memory_bytes=HUGE, gpu_bytes=80 * GIB)
-        given = plan(shards=8, replicas=8, facts=BILLIONS_8, resources=cluster(eight, eight, machines(cpus=4)))
-        first, second = given.machines
+        planned = plan(shards=8, replicas=8, facts=BILLIONS_8, resources=cluster(eight, eight, machines(cpus=4)))
+        first, second = planned.machines
         assert [name.split()[0] for name in first.actors] == ["trainer"] * 8 + ["orchestrator"]
         assert [name.split()[0] for name in second.actors] == ["inference"] * 8
-        assert "node 0: about" in text_of(given)
-        assert "node 1: about" in text_of(given)
+        assert "node 0: about" in text_of(planned)
+        assert "node 1: about" in text_of(planned)
 
     def test_shards_that_belong_together_are_on_one_machine(self) -> None:
-        has = cluster(*[machines(cpus=8, gpus=n, memory_bytes=HUGE) for n in (3, 4, 4)])
-        given = plan(shards=8, replicas=1, trainer={"gpus_per_node": 4}, facts=BILLIONS_8, resources=has)
+        resources = cluster(*[machines(cpus=8, gpus=n, memory_bytes=HUGE) for n in (3, 4, 4)])
+        planned = plan(shards=8, replicas=1, trainer={"gpus_per_node": 4}, facts=BILLIONS_8, resources=resources)
         on = {
-            machine.node.name: len([n for n in machine.actors if n.startswith("trainer")]) for machine in given.machines
+            machine.node.name: len([n for n in machine.actors if n.startswith("trainer")])
+            for machine in planned.machines
         }
         assert on == {"node 0": 0, "node 1": 4, "node 2": 4}
 
@@ -183,30 +188,30 @@ class TestRefusals:
             large(shards=1, replicas=1, gpus=8, trainer={"replicate": 2}).check_resources()
 
     def test_the_suggestions_fit_and_the_plan_does_not(self) -> None:
-        given = large(shards=1, replicas=1, gpus=8)
-        assert given.shortages(hopeless=True)
+        planned = large(shards=1, replicas=1, gpus=8)
+        assert planned.shortages(hopeless=True)
         assert not large(shards=7, replicas=1, gpus=8).shortages(hopeless=False)
         assert not large(shards=1, replicas=1, gpus=8, trainer={"offload": "cpu"}).shortages(hopeless=False)
 
     def test_memory_that_others_have_taken_counts(self) -> None:
-        given = large()
-        (node,) = given.resources.nodes
+        planned = large()
+        (node,) = planned.resources.nodes
         taken = tuple(replace(gpu, free_bytes=10 * GIB) for gpu in node.gpus)
-        busy = replace(given, resources=replace(given.resources, nodes=(replace(node, gpus=taken),)))
-        given.check_resources()
+        busy = replace(planned, resources=replace(planned.resources, nodes=(replace(node, gpus=taken),)))
+        planned.check_resources()
         with pytest.raises(BadInput, match=r"has 10\.00 GiB of 80\.00 GiB free"):
             busy.check_resources()
 
-    def half_full(self, **given) -> Plan:
+    def half_full(self, **options) -> Plan:
         """Others have taken 40 of 80 GiB on the GPU of the replica and on those of all shards, which need 20."""
         few = {"checkpointing": True, "micro_batch_tokens": 2048}
-        one = large(shards=16, replicas=1, gpus=17, trainer=few, **given)
+        one = large(shards=16, replicas=1, gpus=17, trainer=few, **options)
         return self.with_free(one, 40 * GIB)
 
-    def with_free(self, given: Plan, free: int) -> Plan:
-        (node,) = given.resources.nodes
+    def with_free(self, planned: Plan, free: int) -> Plan:
+        (node,) = planned.resources.nodes
         taken = tuple(replace(gpu, free_bytes=free) for gpu in node.gpus)
-        return replace(given, resources=replace(given.resources, nodes=(replace(node, gpus=taken),)))
+        return replace(planned, resources=replace(planned.resources, nodes=(replace(node, gpus=taken),)))
 
     def test_a_share_that_is_not_free_though_the_cache_is_small(self) -> None:
         """vLLM asks at its start for the share of all memory, also where the cache has a size of its own."""
@@ -222,20 +227,20 @@ class TestRefusals:
 
     def test_a_share_without_room_for_a_sequence_is_not_suggested(self) -> None:
         """Weights of 15.3 GiB, 3 GiB of workspaces and 5.6 GiB of cache for 40,960 tokens need 0.3 of 80 GiB."""
-        given = self.half_full()
-        assert inference(given).least_gpu_share == pytest.approx(23.88 / 80, abs=1e-3)
-        assert any(way.startswith("--inference.gpu-memory-utilization 0.4 (fewer") for way in suggestions(given))
-        assert suggestions(self.with_free(given, 23 * GIB)) == [], "though 0.2 of 80 GiB are free"
+        planned = self.half_full()
+        assert inference(planned).least_gpu_share == pytest.approx(23.88 / 80, abs=1e-3)
+        assert any(way.startswith("--inference.gpu-memory-utilization 0.4 (fewer") for way in suggestions(planned))
+        assert suggestions(self.with_free(planned, 23 * GIB)) == [], "though 0.2 of 80 GiB are free"
         assert inference(self.half_full(inference={"gpu_cache_gb": 4.0})).least_gpu_share == 0
 
     def test_beside_a_shard_its_state_is_taken_too(self) -> None:
         one = machines(gpus=1, gpu_bytes=80 * GIB, memory_bytes=HUGE)
         options = {"gpu_memory_utilization": 0.5, "gpu_cache_gb": 1.0}
-        given = plan(shards=1, resources=one, facts=FACTS, inference=options)
-        assert given.shares_gpu
-        state = trainer(given).shard_memory.state  # type: ignore[union-attr]
+        planned = plan(shards=1, resources=one, facts=FACTS, inference=options)
+        assert planned.shares_gpu
+        state = trainer(planned).shard_memory.state  # type: ignore[union-attr]
         for free, warns in ((40 * GIB + GIB // 2 + state, False), (40 * GIB + GIB // 2 + state - 1, True)):
-            tight = self.with_free(given, free)
+            tight = self.with_free(planned, free)
             assert any("vLLM starts only where" in text for text in tight.warnings) is warns
 
     def test_a_host_that_is_too_small(self) -> None:
@@ -245,25 +250,25 @@ class TestRefusals:
             large(host=int(need / HOST_TOLERANCE) - GIB).check_resources()
 
     def test_on_cpus_caches_and_replicas_are_suggested(self) -> None:
-        given = plan(shards=1, replicas=8, resources=machines(memory_bytes=20 * GIB), inference={"memory_gb": 2.0})
-        assert suggestions(given)[:2] == [
+        planned = plan(shards=1, replicas=8, resources=machines(memory_bytes=20 * GIB), inference={"memory_gb": 2.0})
+        assert suggestions(planned)[:2] == [
             "--inference.memory-gb 0.5 (fewer sequences at the same time)",
             "--inference.replicas 1 (slower sampling)",
         ]
 
     def test_a_replica_is_split_over_gpus_that_are_there(self) -> None:
         small = {"checkpointing": True, "micro_batch_tokens": 2048}
-        given = large(shards=8, replicas=1, gpus=12, gpu_gib=22, trainer=small)
-        assert "--inference.tensor-parallel 4 " in suggestions(given)[0]
+        planned = large(shards=8, replicas=1, gpus=12, gpu_gib=22, trainer=small)
+        assert "--inference.tensor-parallel 4 " in suggestions(planned)[0]
 
     def test_up_to_the_tolerance_it_only_warns(self) -> None:
         small = {"checkpointing": True, "micro_batch_tokens": 2048}
-        given = large(shards=2, replicas=1, gpus=3, trainer=small, inference={"gpu_memory_utilization": 0.5})
-        need = sum(given.machines[0].actors["trainer shard 0"].gpu.values())
+        planned = large(shards=2, replicas=1, gpus=3, trainer=small, inference={"gpu_memory_utilization": 0.5})
+        need = sum(planned.machines[0].actors["trainer shard 0"].gpu.values())
         for times, refused in ((1.02, False), (GPU_TOLERANCE - 0.02, False), (GPU_TOLERANCE + 0.02, True)):
-            (node,) = given.resources.nodes
+            (node,) = planned.resources.nodes
             gpus = tuple(replace(gpu, free_bytes=int(need / times)) for gpu in node.gpus)
-            tight = replace(given, resources=replace(given.resources, nodes=(replace(node, gpus=gpus),)))
+            tight = replace(planned, resources=replace(planned.resources, nodes=(replace(node, gpus=gpus),)))
             assert any("too little memory, by an estimate" in warning for warning in tight.warnings)
             assert bool(tight.shortages(hopeless=True)) is refused
 
@@ -280,27 +285,27 @@ class TestRoom:
     def test_a_machine_without_gpus_plans_for_one_that_is_shared(self) -> None:
         nothing = machines(gpus=0)
         options = {"gpu_memory_utilization": 0.4}
-        given = plan(shards=1, replicas=1, resources=nothing, facts=BILLIONS_8, inference=options, device="gpu")
-        assert given.shares_gpu
-        assert trainer(given)._room == gpu_room(80 * GIB, 80 * GIB, 0.4)
+        planned = plan(shards=1, replicas=1, resources=nothing, facts=BILLIONS_8, inference=options, device="gpu")
+        assert planned.shares_gpu
+        assert trainer(planned)._room == gpu_room(80 * GIB, 80 * GIB, 0.4)
 
 
 class TestSharedGpu:
     def test_the_cache_of_the_replica_is_fixed(self) -> None:
         one = machines(gpus=1, gpu_bytes=80 * GIB)
-        given = plan(shards=1, resources=one, facts=BILLIONS_8, inference={"gpu_memory_utilization": 0.4})
-        assert given.shares_gpu
-        resolved = given.resolved(given.config)
+        planned = plan(shards=1, resources=one, facts=BILLIONS_8, inference={"gpu_memory_utilization": 0.4})
+        assert planned.shares_gpu
+        resolved = planned.resolved(planned.config)
         assert resolved.inference.gpu_memory_utilization == 0.4
         cache = resolved.inference.gpu_cache_gb
         assert cache == pytest.approx(0.4 * 80 - 3 - 2 * BILLIONS_8.num_parameters / GIB)
-        assert given.machines[0].gpu["its KV cache"] == int(cache * GIB)
+        assert planned.machines[0].gpu["its KV cache"] == int(cache * GIB)
         chosen = plan(shards=1, resources=one, inference={"gpu_memory_utilization": 0.4, "gpu_cache_gb": 5.0})
         assert chosen.resolved(chosen.config).inference.gpu_cache_gb == 5.0
 
     def test_elsewhere_vllm_measures_it(self) -> None:
-        for given in (plan(shards=1, resources=machines(gpus=2), facts=BILLIONS_8), plan(shards=1)):
-            assert given.resolved(given.config).inference.gpu_cache_gb is None
+        for planned in (plan(shards=1, resources=machines(gpus=2), facts=BILLIONS_8), plan(shards=1)):
+            assert planned.resolved(planned.config).inference.gpu_cache_gb is None
 
     def test_a_share_without_room_for_a_sequence_does_not_fit(self) -> None:
         tight = plan(

@@ -29,12 +29,12 @@ class TestNumbers:
         ],
     )
     def test_recomputed_tokens(self, bound: int, sequences: int, replicas: int, tokens: int) -> None:
-        given = plan(
+        planned = plan(
             replicas=replicas,
             orchestrator={"max_steps_off_policy": bound},
             inference={"max_num_seqs": sequences},
         )
-        assert inference(given).recomputed_tokens == tokens
+        assert inference(planned).recomputed_tokens == tokens
 
     def test_memory_of_a_replica(self) -> None:
         expected = int((1.4 + 2) * GIB) + 4 * 1_000_000
@@ -54,21 +54,21 @@ class TestCostOfAnUpdate:
 
     @pytest.mark.parametrize(("bound", "share"), [(0, 2 / 3), (1, 4 / 3), (5, 4.0)])
     def test_against_the_training_of_a_step(self, bound: int, share: float) -> None:
-        given = plan(orchestrator={"max_steps_off_policy": bound}, inference={"max_num_seqs": 1000})
-        assert inference(given).recompute_share == pytest.approx(share)
-        assert f"at most {share:.2g} times the arithmetic of a step's training" in text_of(given)
-        assert any("--inference.on-update keep_kv" in warning for warning in given.warnings) == (share > 2)
+        planned = plan(orchestrator={"max_steps_off_policy": bound}, inference={"max_num_seqs": 1000})
+        assert inference(planned).recompute_share == pytest.approx(share)
+        assert f"at most {share:.2g} times the arithmetic of a step's training" in text_of(planned)
+        assert any("--inference.on-update keep_kv" in warning for warning in planned.warnings) == (share > 2)
 
     @pytest.mark.parametrize(
         ("on_update", "says"),
         [("drain", "requests in flight are finished first"), ("keep_kv", "tokens of KV cache stay, of older weights")],
     )
     def test_other_ways_cost_nothing_of_it(self, on_update: str, says: str) -> None:
-        given = plan(orchestrator={"max_steps_off_policy": 5}, inference={"on_update": on_update})
-        text = text_of(given)
+        planned = plan(orchestrator={"max_steps_off_policy": 5}, inference={"on_update": on_update})
+        text = text_of(planned)
         assert says in text
         assert "computed again" not in text
-        assert not given.warnings
+        assert not planned.warnings
 
 
 class TestInFlight:
@@ -80,9 +80,9 @@ class TestInFlight:
         assert "at most 40 rollouts; at most 32 groups" in text_of(plan(orchestrator=options | {"max_concurrent": 40}))
 
     def test_without_a_limit(self) -> None:
-        given = plan(orchestrator={"max_steps_off_policy": 0})
-        given = replace(given, config=given.config.model_copy(update={"deterministic": True}))
-        assert "a whole batch together: 16 groups x 8 rollouts" in text_of(given)
+        planned = plan(orchestrator={"max_steps_off_policy": 0})
+        planned = replace(planned, config=planned.config.model_copy(update={"deterministic": True}))
+        assert "a whole batch together: 16 groups x 8 rollouts" in text_of(planned)
 
 
 class TestText:
@@ -141,12 +141,12 @@ def test_it_fits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load(["@", str(ROOT / "configs" / f"{name}.toml")], {}).config
     facts = ModelFacts.from_json(config.model.name, json.dumps({**sizes, "dtype": "bfloat16"}))
     assert facts.num_parameters == pytest.approx(float(name.split("-")[1].removesuffix("b")) * 1e9, rel=0.05)
-    each = machines(cpus=12 * per_node, gpus=per_node, memory_bytes=per_node * HOST_BYTES, gpu_bytes=GPU_BYTES)
-    given = Plan(config, facts, cluster(*[each] * nodes), RL_ROOMS)
-    assert given.gpus_needed == nodes * per_node
-    given.check_resources()
-    assert given.shortages(hopeless=False) == []
-    assert sum(len(machine.actors) for machine in given.machines) == len(given.actor_names)
+    per_machine = machines(cpus=12 * per_node, gpus=per_node, memory_bytes=per_node * HOST_BYTES, gpu_bytes=GPU_BYTES)
+    planned = Plan(config, facts, cluster(*[per_machine] * nodes), RL_ROOMS)
+    assert planned.gpus_needed == nodes * per_node
+    planned.check_resources()
+    assert planned.shortages(hopeless=False) == []
+    assert sum(len(machine.actors) for machine in planned.machines) == len(planned.actor_names)
 
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
@@ -167,19 +167,19 @@ def quickstart(*flags: str) -> tuple[Plan, ModelFacts]:
     return Plan(config, facts, LARGE, RL_ROOMS), facts
 
 
-def blocks(given: Plan, facts: ModelFacts) -> int:
+def blocks(planned: Plan, facts: ModelFacts) -> int:
     """Returns the number of blocks that the engine makes of the cache."""
-    cache = given.resolved(given.config).inference.gpu_cache_gb  # type: ignore[attr-defined]
+    cache = planned.resolved(planned.config).inference.gpu_cache_gb  # type: ignore[attr-defined]
     return int(int(cache * GIB) // (BLOCK_TOKENS * facts.kv_values_per_token * 2))
 
 
 def test_the_quickstart_on_a_large_gpu_gets_few_blocks() -> None:
     """1,024 sequences of 32 tokens, and as much again; the whole share of the GPU would be seven million blocks."""
-    given, facts = quickstart()
-    assert blocks(given, facts) == 2 * 1024 * 32 // BLOCK_TOKENS <= 8192
-    left = inference(given)._cache_left // (BLOCK_TOKENS * facts.kv_values_per_token * 2)
-    assert left > 6_000_000
-    text = dict(row for part in given.parts for row in part.rows("a GPU"))["memory"]
+    planned, facts = quickstart()
+    assert blocks(planned, facts) == 2 * 1024 * 32 // BLOCK_TOKENS <= 8192
+    blocks_that_fit = inference(planned)._cache_left // (BLOCK_TOKENS * facts.kv_values_per_token * 2)
+    assert blocks_that_fit > 6_000_000
+    text = dict(row for part in planned.parts for row in part.rows("a GPU"))["memory"]
     assert "instead of 40%" in text
     assert "what 1,024 sequences of full length take, and 1 times that" in text
 
@@ -198,15 +198,15 @@ def test_the_keys_that_decide(flags: list[str], expected: float) -> None:
 
 
 def test_the_rest_is_left_to_the_trainer() -> None:
-    given, facts = quickstart()
+    planned, facts = quickstart()
     taken = (
-        ENGINE_BYTES + 2 * facts.num_parameters + blocks(given, facts) * BLOCK_TOKENS * facts.kv_values_per_token * 2
+        ENGINE_BYTES + 2 * facts.num_parameters + blocks(planned, facts) * BLOCK_TOKENS * facts.kv_values_per_token * 2
     )
-    resolved = given.resolved(given.config)
+    resolved = planned.resolved(planned.config)
     share = resolved.inference.gpu_memory_utilization  # type: ignore[attr-defined]
     assert taken <= share * 140 * GIB <= taken + 0.002 * 140 * GIB
-    assert given.shares_gpu
-    assert trainer(given)._room == gpu_room(140 * GIB, 140 * GIB, share)
+    assert planned.shares_gpu
+    assert trainer(planned)._room == gpu_room(140 * GIB, 140 * GIB, share)
 
 
 class CountingBlock:
@@ -229,9 +229,9 @@ class Blocks:
 @pytest.mark.parametrize("whole_share", [True, False])
 def test_an_update_looks_at_each_block_of_the_pool(whole_share: bool) -> None:
     """`BlockPool.reset_prefix_cache`, which runs within the pause of each update, is a Python loop over all blocks."""
-    given, facts = quickstart()
-    left = inference(given)._cache_left // (BLOCK_TOKENS * facts.kv_values_per_token * 2)
-    count = left if whole_share else blocks(given, facts)
+    planned, facts = quickstart()
+    blocks_that_fit = inference(planned)._cache_left // (BLOCK_TOKENS * facts.kv_values_per_token * 2)
+    count = blocks_that_fit if whole_share else blocks(planned, facts)
     pool = BlockPool(num_gpu_blocks=2, enable_caching=True, hash_block_size=BLOCK_TOKENS)
     block = CountingBlock()
     pool.blocks = Blocks(block, count)  # type: ignore[assignment]

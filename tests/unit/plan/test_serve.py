@@ -21,7 +21,7 @@ def added(*flags: str) -> dict[str, int]:
     config = load(argv).config
     facts, resources = ModelFacts.of(config, required=True), Resources.of_this_machine()
     served, loop = (Plan(config, facts, resources, rooms).machines[0].host for rooms in (SERVE_ROOMS, LOOP_ROOMS))
-    return {what: size - loop.get(what, 0) for what, size in served.items() if size != loop.get(what, 0)}
+    return {name: size - loop.get(name, 0) for name, size in served.items() if size != loop.get(name, 0)}
 
 
 def taken(*flags: str) -> int:

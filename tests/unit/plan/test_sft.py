@@ -12,8 +12,8 @@ TWO_GPUS = machines(gpus=2)
 
 
 def test_the_plan_on_gpus() -> None:
-    given = {"model": {"name": "m"}, "data": {"train": "d", "batch_size": 2}, "trainer": {"shards": 2, "replicate": 2}}
-    plan = sft_plan(SftConfig.model_validate(given), FACTS, TWO_GPUS)
+    values = {"model": {"name": "m"}, "data": {"train": "d", "batch_size": 2}, "trainer": {"shards": 2, "replicate": 2}}
+    plan = sft_plan(SftConfig.model_validate(values), FACTS, TWO_GPUS)
     assert plan.gpus_needed == 4
     assert any("needs 4 GPUs" in text for text in plan.warnings)
     assert [options["num_gpus"] for options in plan.options] == [1.0] * 4
@@ -22,8 +22,8 @@ def test_the_plan_on_gpus() -> None:
 
 
 def test_data_that_could_not_be_read_is_said() -> None:
-    given = {"model": {"name": "m"}, "data": {"train": "d", "batch_size": 2}}
-    rows = dict(sft_plan(SftConfig.model_validate(given), None, TWO_GPUS).rows())
+    values = {"model": {"name": "m"}, "data": {"train": "d", "batch_size": 2}}
+    rows = dict(sft_plan(SftConfig.model_validate(values), None, TWO_GPUS).rows())
     assert rows["data"] == "d: unknown, as the model is"
     assert rows["steps"] == "2 examples each"
     assert list(rows)[:2] == ["trainer", "resources"]

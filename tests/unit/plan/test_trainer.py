@@ -23,27 +23,27 @@ class TestShards:
         assert reference.state == 20 * 1_000_000 // 2
 
     def test_copies_of_a_shard_need_as_much_each(self) -> None:
-        given = plan(shards=2, trainer={"replicate": 3}, resources=gpus(7), device="gpu")
-        assert trainer(given).shard_memory == trainer(plan(shards=2, resources=gpus(7), device="gpu")).shard_memory
-        assert len(given.by_room(given.options)["trainer"]) == 6
-        assert given.gpus_needed == 7
-        assert "2 FSDP2 shards x 3 copies: 6 actors" in text_of(given)
+        planned = plan(shards=2, trainer={"replicate": 3}, resources=gpus(7), device="gpu")
+        assert trainer(planned).shard_memory == trainer(plan(shards=2, resources=gpus(7), device="gpu")).shard_memory
+        assert len(planned.by_room(planned.options)["trainer"]) == 6
+        assert planned.gpus_needed == 7
+        assert "2 FSDP2 shards x 3 copies: 6 actors" in text_of(planned)
 
     def test_what_is_done_for_memory_is_said(self) -> None:
         options = {"offload": "cpu", "checkpointing": True, "compile": True, "master_dtype": "bfloat16"}
-        given = plan(shards=1, trainer=options, resources=gpus(2))
-        memory = trainer(given).shard_memory
+        planned = plan(shards=1, trainer=options, resources=gpus(2))
+        memory = trainer(planned).shard_memory
         assert memory is not None
         assert memory.total == memory.base + memory.gathered + memory.activations, "the state is elsewhere"
-        text = text_of(given)
+        text = text_of(planned)
         assert "compiled layers, master weights in bfloat16" in text
         assert "1,000 tokens whose layers are computed twice) and in host memory 8 B x parameters" in text
         assert "whose layers are kept)" in text_of(plan(resources=gpus(3)))
 
     def test_offloading_does_nothing_on_cpus(self) -> None:
-        given = plan(trainer={"offload": "cpu"})
-        assert trainer(given).shard_memory == trainer(plan()).shard_memory
-        assert any("nothing to offload" in warning for warning in given.warnings)
+        planned = plan(trainer={"offload": "cpu"})
+        assert trainer(planned).shard_memory == trainer(plan()).shard_memory
+        assert any("nothing to offload" in warning for warning in planned.warnings)
 
     @pytest.mark.parametrize(
         ("option", "present", "words"),
@@ -65,30 +65,30 @@ class TestAdapters:
     """Inputs and outputs of q, k, v and o together: 4 heads of 32 on 128, 2 for keys and values."""
 
     def of(self, lora: dict, kl: dict | None = None) -> Plan:
-        given = plan(shards=1, kl=kl)
-        trainer = given.config.trainer.model_copy(update={"lora": LoraConfig(**lora)})
-        return replace(given, config=given.config.model_copy(update={"trainer": trainer}))
+        planned = plan(shards=1, kl=kl)
+        trainer = planned.config.trainer.model_copy(update={"lora": LoraConfig(**lora)})
+        return replace(planned, config=planned.config.model_copy(update={"trainer": trainer}))
 
     def test_what_is_trained_and_what_travels(self) -> None:
-        given, numbers = self.of(self.LORA), 8 * 2 * self.WIDTHS
-        text = text_of(given)
+        planned, numbers = self.of(self.LORA), 8 * 2 * self.WIDTHS
+        text = text_of(planned)
         assert f"LoRA of rank 8 and alpha 16 on q_proj, k_proj, v_proj, o_proj: {numbers:,} parameters" in text
         assert f"the adapters ({4 * numbers / 2**20:.2f} MiB) travel by object_store" in text
         assert "adapters" not in text_of(plan())
         assert "all weights (3.81 MiB) travel" in text_of(plan())
 
     def test_the_base_takes_its_weights_only(self) -> None:
-        given = self.of(self.LORA)
-        memory, numbers = trainer(given).shard_memory, 8 * 2 * self.WIDTHS
+        planned = self.of(self.LORA)
+        memory, numbers = trainer(planned).shard_memory, 8 * 2 * self.WIDTHS
         assert memory is not None
         assert memory.state == 16 * numbers + 4 * 1_000_000
-        assert f"(16 B x {numbers:,} of adapters + 4 B x parameters) / shards" in text_of(given)
+        assert f"(16 B x {numbers:,} of adapters + 4 B x parameters) / shards" in text_of(planned)
 
     def test_the_base_is_a_reference_for_nothing(self) -> None:
         def memory(kl: dict | None) -> ShardMemory:
-            found = trainer(self.of(self.LORA, kl)).shard_memory
-            assert found is not None
-            return found
+            memory_of_shard = trainer(self.of(self.LORA, kl)).shard_memory
+            assert memory_of_shard is not None
+            return memory_of_shard
 
         reference = memory({"coef": 0.1})
         assert reference == memory(None)

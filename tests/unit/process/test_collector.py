@@ -20,7 +20,7 @@ def test_what_is_there_is_not_looked_at_again_and_new_cycles_are_still_found() -
     old.append(old)
     assert gc.is_tracked(old)
     spare_collector()
-    assert all(each is not old for each in gc.get_objects())
+    assert all(item is not old for item in gc.get_objects())
     before = gc.get_count()[0]
     for _ in range(10_000):  # more than the usual threshold
         cycle: list[object] = []

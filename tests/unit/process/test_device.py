@@ -18,12 +18,12 @@ OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Rele
 OLD = "The NVIDIA driver on your system is too old (found version 12020).\nPlease update"
 
 
-def config_on(wanted: str) -> Any:
-    return SimpleNamespace(cluster=ClusterConfig.model_validate({"device": wanted}))
+def config_on(kind: str) -> Any:
+    return SimpleNamespace(cluster=ClusterConfig.model_validate({"device": kind}))
 
 
 @pytest.mark.parametrize(
-    ("wanted", "gpus", "deterministic", "chosen"),
+    ("kind", "gpus", "deterministic", "chosen"),
     [
         ("auto", 0, False, "cpu"),
         ("auto", 2, False, "gpu"),
@@ -32,8 +32,8 @@ def config_on(wanted: str) -> Any:
         ("gpu", 0, False, "gpu"),
     ],
 )
-def test_gpus_are_taken_as_they_are_wanted(wanted: device.Device, gpus: int, deterministic: bool, chosen: str) -> None:
-    assert choose_device(wanted, gpus, deterministic=deterministic) == chosen
+def test_gpus_are_taken_as_they_are_wanted(kind: device.Device, gpus: int, deterministic: bool, chosen: str) -> None:
+    assert choose_device(kind, gpus, deterministic=deterministic) == chosen
 
 
 def test_on_cpus_nothing_asks_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_a_driver_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv(VISIBLE, "3")
     with pytest.raises(BadInput) as refused:
         find_device(config_on("gpu"), "inference replica 1")
-    said = str(refused.value)
+    message = str(refused.value)
     number = "535.104.05" if text == TEXT else "580.65.06"
     for part in (
         "in inference replica 1 on ",
@@ -65,7 +65,7 @@ def test_a_driver_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
         "to do: run `uv sync --no-group cpu --group gpu`",
         "--cluster.device cpu",
     ):
-        assert part in said
+        assert part in message
 
 
 def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -78,6 +78,6 @@ def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path
         )
     monkeypatch.setattr(device, "DRIVER", tmp_path / "none")
     monkeypatch.delenv(VISIBLE, raising=False)
-    found = "no NVIDIA driver is loaded; PyTorch is built without CUDA; CUDA_VISIBLE_DEVICES is not set; torch.cuda"
-    with pytest.raises(BadInput, match=found):
+    message = "no NVIDIA driver is loaded; PyTorch is built without CUDA; CUDA_VISIBLE_DEVICES is not set; torch.cuda"
+    with pytest.raises(BadInput, match=message):
         find_device(config_on("gpu"), "trainer shard 0")

@@ -66,12 +66,14 @@ def test_a_cluster_of_its_own_is_at_an_address_that_others_cannot_reach() -> Non
         "from trireme.process.environ import prepare_ray_environment as prepare; prepare(None, 1, False); "
         "import ray; print(ray.util.get_node_ip_address())"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
-    assert said.stdout.strip() == "127.0.0.1"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
+    assert process.stdout.strip() == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
-    ("before", "wanted", "after"),
+    ("before", "huge_pages", "after"),
     [
         (None, True, "glibc.malloc.hugetlb=1"),
         ("glibc.malloc.check=1", True, "glibc.malloc.check=1"),
@@ -79,10 +81,10 @@ def test_a_cluster_of_its_own_is_at_an_address_that_others_cannot_reach() -> Non
     ],
 )
 def test_memory_is_in_huge_pages_unless_malloc_is_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch, before: str | None, wanted: bool, after: str | None
+    monkeypatch: pytest.MonkeyPatch, before: str | None, huge_pages: bool, after: str | None
 ) -> None:
     monkeypatch.setattr(os, "environ", {"HOME": "/", **({"GLIBC_TUNABLES": before} if before else {})})
-    prepare_ray_environment(None, 1, False, huge_pages=wanted)
+    prepare_ray_environment(None, 1, False, huge_pages=huge_pages)
     assert os.environ.get("GLIBC_TUNABLES") == after
 
 

@@ -27,19 +27,20 @@ class Probe:
     def connect(self, address: tuple[str, int]) -> None:
         if address[0] not in ROUTES:
             raise OSError(101, "Network is unreachable")
-        self.own = ROUTES[address[0]]
+        self.address = ROUTES[address[0]]
 
     def getsockname(self) -> tuple[str, int]:
-        return self.own, 4242
+        return self.address, 4242
 
 
 @pytest.fixture
 def two_networks(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "eth1": "192.168.1.5"}
-    found = {
-        name: [SimpleNamespace(address="02:00:00:00:00:01"), SimpleNamespace(address=ip)] for name, ip in own.items()
+    addresses = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "eth1": "192.168.1.5"}
+    interfaces_of_machine = {
+        name: [SimpleNamespace(address="02:00:00:00:00:01"), SimpleNamespace(address=ip)]
+        for name, ip in addresses.items()
     }
-    monkeypatch.setattr(interfaces.psutil, "net_if_addrs", lambda: found)
+    monkeypatch.setattr(interfaces.psutil, "net_if_addrs", lambda: interfaces_of_machine)
     names = {name: getattr(socket, name) for name in ("AF_INET", "AF_INET6", "SOCK_DGRAM")}
     monkeypatch.setattr(interfaces, "socket", SimpleNamespace(**names, socket=Probe))
 
@@ -64,9 +65,11 @@ def test_an_interface_that_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("two_networks")
-@pytest.mark.parametrize(("host", "why"), [("172.16.0.1", "no route .*unreachable"), ("10.9.9.9", "from 10.8.8.8, an")])
-def test_a_first_shard_that_cannot_be_reached_is_said(host: str, why: str) -> None:
-    with pytest.raises(RoomFailed, match=why):
+@pytest.mark.parametrize(
+    ("host", "reason"), [("172.16.0.1", "no route .*unreachable"), ("10.9.9.9", "from 10.8.8.8, an")]
+)
+def test_a_first_shard_that_cannot_be_reached_is_said(host: str, reason: str) -> None:
+    with pytest.raises(RoomFailed, match=reason):
         interfaces.interface_towards(host)
 
 

@@ -22,8 +22,8 @@ BIG, HALF = Gpu(81559 * MIB, 81000 * MIB), Gpu(81559 * MIB, 40000 * MIB)
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with three GPUs, whose nvidia-smi prints the file that is returned."""
     listed = os.listdir
-    found = ["nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"]
-    monkeypatch.setattr(os, "listdir", lambda path=".": found if path == "/dev" else listed(path))
+    devices = ["nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"]
+    monkeypatch.setattr(os, "listdir", lambda path=".": devices if path == "/dev" else listed(path))
     answer = tmp_path / "answer"
     answer.write_text(ANSWER)
     program = tmp_path / "nvidia-smi"
@@ -51,15 +51,15 @@ def test_memory_of_the_visible_gpus(
 ) -> None:
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = this_machine()
-    assert (found.num_gpus, found.gpus) == (count, gpus)
-    assert found.smallest_gpu == min(gpus, key=lambda gpu: gpu.free_bytes, default=None)
+    examined = this_machine()
+    assert (examined.num_gpus, examined.gpus) == (count, gpus)
+    assert examined.smallest_gpu == min(gpus, key=lambda gpu: gpu.free_bytes, default=None)
 
 
 def test_a_driver_that_does_not_answer(driver: Path) -> None:
     driver.unlink()
-    found = this_machine()
-    assert (found.num_gpus, found.gpus) == (3, ())
+    examined = this_machine()
+    assert (examined.num_gpus, examined.gpus) == (3, ())
 
 
 def test_without_gpus_no_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,11 +69,11 @@ def test_without_gpus_no_process_is_started(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_host_memory() -> None:
-    found = this_machine()
-    assert found.memory_bytes <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < found.free_bytes < found.memory_bytes
-    assert found.shm_bytes == shutil.disk_usage("/dev/shm").total
-    assert 0 < found.store_bytes <= found.memory_bytes * 0.3
+    examined = this_machine()
+    assert examined.memory_bytes <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < examined.free_bytes < examined.memory_bytes
+    assert examined.shm_bytes == shutil.disk_usage("/dev/shm").total
+    assert 0 < examined.store_bytes <= examined.memory_bytes * 0.3
 
 
 @pytest.mark.parametrize(

@@ -70,14 +70,14 @@ def left_by_a_killed_driver(base: Path) -> Path:
 
 
 def test_the_next_driver_removes_what_a_killed_one_left_and_nothing_else(base: Path) -> None:
-    left = left_by_a_killed_driver(base)
-    assert (left / "r" / "log").exists()
+    stale = left_by_a_killed_driver(base)
+    assert (stale / "r" / "log").exists()
     for name in ("trireme-eval-x", "other"):
         (base / name / "logs").mkdir(parents=True)
     (base / "trireme-link").symlink_to(base / "other")
     (base / "other" / LOCK).touch()
     with private_directory() as one, private_directory() as other:
-        assert not left.exists()
+        assert not stale.exists()
         assert stat.S_IMODE(one.stat().st_mode) == 0o700
         assert one.exists(), "its own driver lives"
         assert one != other

@@ -49,8 +49,10 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 def reserved(resources: list[dict[str, float]], blocks: list[int]) -> tuple[Any, list[int]]:
     with ExitStack() as ending:
         group, options = cluster.reserve(resources, 1.0, lambda *_: None, ending, blocks)
-    assert [{name: given[name] for name in each} for each, given in zip(resources, options, strict=True)] == resources
-    return group, [given["scheduling_strategy"] for given in options]
+    assert [
+        {name: option[name] for name in expected} for expected, option in zip(resources, options, strict=True)
+    ] == resources
+    return group, [option["scheduling_strategy"] for option in options]
 
 
 def test_without_blocks_each_actor_has_its_own_bundle() -> None:
@@ -86,8 +88,8 @@ def test_a_block_that_no_living_node_can_hold_is_refused() -> None:
     [(3, 1, None, [1, 1, 1]), (8, 2, 8, [8, 8]), (2, 4, 4, [4, 4]), (3, 1, 2, [2, 1]), (2, 1, 8, [2])],
 )
 def test_blocks_of_a_run(shards: int, replicate: int, gpus_per_node: int | None, blocks: list[int]) -> None:
-    given = plan(shards=shards, trainer={"replicate": replicate, "gpus_per_node": gpus_per_node})
-    assert given.blocks[: len(blocks)] == blocks
+    planned = plan(shards=shards, trainer={"replicate": replicate, "gpus_per_node": gpus_per_node})
+    assert planned.blocks[: len(blocks)] == blocks
 
 
 class Ended:
@@ -132,12 +134,12 @@ def test_ray_that_does_not_start_is_started_twice_and_then_an_error_for_people(
 ) -> None:
     """Ray raises Exception itself when its services take longer than 30 s, as they do on a machine with a high load.
     The services that the first attempt left over have ended before the second."""
-    left: list[subprocess.Popen[bytes]] = []
+    services: list[subprocess.Popen[bytes]] = []
 
     def init(**_: Any) -> None:
-        assert all(service.poll() is not None for service in left)
-        if len(left) < failures:
-            left.append(subprocess.Popen(["sleep", "60"]))
+        assert all(service.poll() is not None for service in services)
+        if len(services) < failures:
+            services.append(subprocess.Popen(["sleep", "60"]))
             raise Exception("The current node timed out during startup.")
 
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -146,14 +148,14 @@ def test_ray_that_does_not_start_is_started_twice_and_then_an_error_for_people(
     monkeypatch.setattr(cluster, "SHUTDOWN_S", 0.1)
     monkeypatch.setattr(cluster.ray, "init", init)
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
-    told = r"did not start on this machine in 2 attempts: The current node timed out during startup. If that is busy"
+    message = r"did not start on this machine in 2 attempts: The current node timed out during startup. If that is busy"
     with (
-        pytest.raises(RoomFailed, match=told) if failures == 2 else nullcontext(),
+        pytest.raises(RoomFailed, match=message) if failures == 2 else nullcontext(),
         cluster._local_cluster(1),
     ):
         pass
     assert "It is started once more" in caplog.text
-    assert all(service.poll() is not None for service in left)
+    assert all(service.poll() is not None for service in services)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -180,9 +182,9 @@ def test_compiled_code_outlives_a_run(chosen: str | None, tmp_path: Path, monkey
 
     assert run_command(look_at_a_model, []) == EXIT_OK, "before there is a cluster"
     with cluster._local_cluster(1):
-        own = os.environ["TMPDIR"]
+        directory = os.environ["TMPDIR"]
         places += [cache_dir(), triton_cache_dir(0)]
-    assert not Path(own).exists()
+    assert not Path(directory).exists()
     expected = chosen or str(tmp_path / "cache/trireme/torchinductor")
     assert places == [expected, expected, f"{expected}/triton/0"]
 
@@ -205,8 +207,8 @@ class TestAwaitPlaces:
 
     @pytest.fixture(autouse=True)
     def _clock(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked = 0
-        self.now, self.nodes, self.told = 0.0, {0: "a", 1: "", 2: "a"}, list[tuple[list[str], float]]()
+        self.looks = 0
+        self.now, self.nodes, self.notices = 0.0, {0: "a", 1: "", 2: "a"}, list[tuple[list[str], float]]()
         monkeypatch.setattr(cluster, "placement_group_table", self._table)
         nodes = [{"NodeID": "a", "Alive": True}, {"NodeID": "b", "Alive": True}, {"NodeID": "lost", "Alive": False}]
         monkeypatch.setattr(cluster.ray, "nodes", lambda: nodes)
@@ -216,7 +218,7 @@ class TestAwaitPlaces:
         self.now += seconds
 
     def _table(self, _group: object) -> dict[str, Any]:
-        self.asked += 1
+        self.looks += 1
         is_whole = {"", "lost"}.isdisjoint(self.nodes.values())
         return {"state": "CREATED" if is_whole else "RESCHEDULING", "bundles_to_node_id": self.nodes}
 
@@ -225,17 +227,17 @@ class TestAwaitPlaces:
         self.nodes[1] = node
         places = [*self.OPTIONS["trainer"], *self.OPTIONS["orchestrator"]]
         assert cluster.PlacePool.are_there(places) == [True, False, True]
-        assert self.asked == 1, "places of one group are looked at together"
+        assert self.looks == 1, "places of one group are looked at together"
 
     def test_it_returns_when_another_node_has_come_and_says_what_it_waits_for(self) -> None:
         def progress(names: list[str], waited_s: float) -> None:
-            self.told.append((names, waited_s))
+            self.notices.append((names, waited_s))
             if waited_s == 40.0:
                 self.nodes[1] = "b"
 
         cluster.await_places(self.OPTIONS, 60.0, progress)
-        assert self.told[0] == (["a place in the cluster for the trainer (1 of 2 actors)"], 0.0)
-        assert self.told[-1][1] == 40.0
+        assert self.notices[0] == (["a place in the cluster for the trainer (1 of 2 actors)"], 0.0)
+        assert self.notices[-1][1] == 40.0
 
     def test_it_ends_when_none_comes_in_time(self) -> None:
         with pytest.raises(RoomFailed, match=r"waited 60 s \(timeouts.place_s\) for a place .* the trainer \(1 of 2"):
@@ -243,5 +245,5 @@ class TestAwaitPlaces:
 
     def test_places_that_are_there_are_not_waited_for(self) -> None:
         self.nodes[1] = "a"
-        cluster.await_places(self.OPTIONS, 60.0, lambda *told: self.told.append(told))
-        assert (self.told, self.now) == ([], 0.0)
+        cluster.await_places(self.OPTIONS, 60.0, lambda *notice: self.notices.append(notice))
+        assert (self.notices, self.now) == ([], 0.0)

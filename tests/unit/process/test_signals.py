@@ -104,12 +104,12 @@ def test_a_signal_stops_where_it_is_looked_for(
     assert rest(process) == (says, code)
 
 
-def noted(mode: str, *more: str) -> subprocess.Popen[str]:
+def noted(mode: str, *lines: str) -> subprocess.Popen[str]:
     """Returns a process that has noted a signal."""
     process = start(mode, grace_s=30)
     process.send_signal(signal.SIGTERM)
     assert process.stdout is not None
-    assert [process.stdout.readline() for _ in ("noted", *more)] == ["noted\n", *more]
+    assert [process.stdout.readline() for _ in ("noted", *lines)] == ["noted\n", *lines]
     return process
 
 

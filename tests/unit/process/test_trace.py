@@ -128,9 +128,11 @@ def test_the_clock_of_a_step_traces_its_parts(tmp_path: Path) -> None:
     assert len(named(file, "wait_for_batch")) == 2  # for the item, and for the end
 
 
-@pytest.mark.parametrize("given", ["no megabytes", "no directory"])
-def test_off(tmp_path: Path, given: str) -> None:
-    trace.start(None if given == "no directory" else tmp_path / LOGS, "trainer_0", 0 if given == "no megabytes" else 1)
+@pytest.mark.parametrize("condition", ["no megabytes", "no directory"])
+def test_off(tmp_path: Path, condition: str) -> None:
+    trace.start(
+        None if condition == "no directory" else tmp_path / LOGS, "trainer_0", 0 if condition == "no megabytes" else 1
+    )
     busy = trace.Busy("sampling")
     with trace.span("optim"), trace.overlapping("step", "environment"), trace.life("group", 1) as ending, busy:
         ending["versions"] = [1]
@@ -152,8 +154,8 @@ with trace.life("group", 5):
 
 
 def test_a_killed_process_leaves_all_but_the_last_second(tmp_path: Path) -> None:
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / LOGS)])
-    assert ended.returncode == -signal.SIGKILL
+    process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / LOGS)])
+    assert process.returncode == -signal.SIGKILL
     assert len(named(tmp_path / FILE, "forward_backward")) == 1
     assert [event["ph"] for event in named(tmp_path / FILE, "group")] == ["b"]
 

@@ -8,9 +8,9 @@ from trireme.process.waits import LongWait
 
 
 def test_a_long_wait_says_from_time_to_time_who_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
-    said = LongWait("forward backward", 30.0)
+    wait = LongWait("forward backward", 30.0)
     for waited_s in range(70):
-        said(["trainer shard 0"], waited_s)
+        wait(["trainer shard 0"], waited_s)
     assert capsys.readouterr().out.splitlines() == [
         "  forward backward (30 s): waiting for trainer shard 0",
         "  forward backward (60 s): waiting for trainer shard 0",
@@ -19,13 +19,13 @@ def test_a_long_wait_says_from_time_to_time_who_is_waited_for(capsys: pytest.Cap
 
 def test_a_long_wait_asks_for_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     answers: dict[str, object] = {}
-    monkeypatch.setattr(waits, "ready", lambda asked, _: {ref: answers[ref] for ref in asked if ref in answers})
-    said = LongWait("a minibatch", 30.0, lambda: "asked")
-    said([], 30.0)
-    said([], 31.0)
+    monkeypatch.setattr(waits, "ready", lambda refs, _: {ref: answers[ref] for ref in refs if ref in answers})
+    wait = LongWait("a minibatch", 30.0, lambda: "asked")
+    wait([], 30.0)
+    wait([], 31.0)
     answers["asked"] = "5 groups are finished"
-    said([], 32.0)
-    said([], 33.0)
+    wait([], 32.0)
+    wait([], 33.0)
     assert capsys.readouterr().out == "  a minibatch (32 s): 5 groups are finished\n"
 
 

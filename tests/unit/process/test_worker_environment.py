@@ -20,12 +20,12 @@ TOKEN = "not-in-the-format-of-any-service"
 def config(
     env: str = "sort", loss: str | None = None, variables: tuple[str, ...] = (), of_env: tuple[str, ...] = ()
 ) -> Config:
-    given = plan().config
+    planned = plan().config
     return Config.model_validate(
         {
-            **given.model_dump(mode="json"),
+            **planned.model_dump(mode="json"),
             "env": [{"id": env, "variables": list(of_env)}],
-            "trainer": {**given.trainer.model_dump(), "loss_fn": loss},
+            "trainer": {**planned.trainer.model_dump(), "loss_fn": loss},
             "cluster": {"address": "10.0.0.1:6379", "variables": list(variables)},
         }
     )
@@ -53,7 +53,7 @@ class TestVariables:
             "VLLM_X": "1",
             "GLOO_SOCKET_IFNAME": "e",
         }
-        others = {
+        unrelated = {
             "PATH": "/bin",
             "HOME": "/root",
             "CUDA_VISIBLE_DEVICES": "0",
@@ -61,21 +61,21 @@ class TestVariables:
             "RAY_ADDRESS": "a",
             "VLLM_HOST_IP": "10.0.0.1",
         }
-        found = WorkerEnvironment.of(config(), environ | others)
-        assert found.variables == environ
-        assert found.secrets == {}
+        environment = WorkerEnvironment.of(config(), environ | unrelated)
+        assert environment.variables == environ
+        assert environment.secrets == {}
 
     def test_paths_of_modules_become_absolute(self, directory: Path) -> None:
-        found = WorkerEnvironment.of(config(), {"PYTHONPATH": "src:/opt/code:"})
-        assert found.variables == {"PYTHONPATH": f"{directory}/src:/opt/code"}
+        environment = WorkerEnvironment.of(config(), {"PYTHONPATH": "src:/opt/code:"})
+        assert environment.variables == {"PYTHONPATH": f"{directory}/src:/opt/code"}
 
     def test_those_of_object_storage_travel_with_a_run_there_and_are_not_shown(self) -> None:
         environ = {"AWS_REGION": "some-region", "GOOGLE_SERVICE_ACCOUNT": "account", "AZURE_CLIENT_ID": "client"}
         stored = config().model_copy(update={"run": RunConfig(output_dir="s3://bucket/runs")})
-        found = WorkerEnvironment.of(stored, environ | {"PATH": "/bin"})
-        assert found.secrets == environ
-        assert found.variables == {}
-        assert not [value for value in environ.values() if value in f"{found!r}{found.text}"]
+        environment = WorkerEnvironment.of(stored, environ | {"PATH": "/bin"})
+        assert environment.secrets == environ
+        assert environment.variables == {}
+        assert not [value for value in environ.values() if value in f"{environment!r}{environment.text}"]
         assert WorkerEnvironment.of(config(), environ).secrets == {}, "a run in a directory needs none"
 
     def test_the_configuration_names_more(self) -> None:
@@ -85,8 +85,10 @@ class TestVariables:
         }
 
     def test_those_of_environments_travel(self) -> None:
-        found = WorkerEnvironment.of(config(of_env=("JUDGE_URL", "JUDGE_PASSWORD")), {"JUDGE_URL": "1", "OTHER": "1"})
-        assert (found.variables, found.secrets) == ({"JUDGE_URL": "1"}, {})
+        environment = WorkerEnvironment.of(
+            config(of_env=("JUDGE_URL", "JUDGE_PASSWORD")), {"JUDGE_URL": "1", "OTHER": "1"}
+        )
+        assert (environment.variables, environment.secrets) == ({"JUDGE_URL": "1"}, {})
         assert WorkerEnvironment.of(config(of_env=("JUDGE_PASSWORD",)), {"JUDGE_PASSWORD": TOKEN}).secrets != {}
 
     def test_one_that_is_named_and_not_set_is_refused(self) -> None:
@@ -96,16 +98,16 @@ class TestVariables:
     @pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "JUDGE_PASSWORD"])
     def test_secrets_are_apart_and_never_shown(self, name: str) -> None:
         environ = {name: TOKEN, "HF_HOME": "/hf"}
-        found = WorkerEnvironment.of(config(variables=(name,)), environ)
-        assert (found.secrets, found.variables) == ({name: TOKEN}, {"HF_HOME": "/hf"})
-        assert name in found.text
-        for shown in (repr(found), found.text, repr(found.runtime_env(environ))):
+        environment = WorkerEnvironment.of(config(variables=(name,)), environ)
+        assert (environment.secrets, environment.variables) == ({name: TOKEN}, {"HF_HOME": "/hf"})
+        assert name in environment.text
+        for shown in (repr(environment), environment.text, repr(environment.runtime_env(environ))):
             assert TOKEN not in shown
 
     def test_secrets_are_set_by_what_ray_calls_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_TOKEN", "another one")
-        found = WorkerEnvironment.of(config(), {"HF_TOKEN": TOKEN})
-        found.runtime_env({})["worker_process_setup_hook"]()
+        environment = WorkerEnvironment.of(config(), {"HF_TOKEN": TOKEN})
+        environment.runtime_env({})["worker_process_setup_hook"]()
         assert os.environ["HF_TOKEN"] == TOKEN
 
 
@@ -116,10 +118,10 @@ class TestCode:
         assert modules_not_installed([])[1] == Path(trireme.__file__).parent
 
     def test_what_the_configuration_names_and_what_that_imports(self, directory: Path) -> None:
-        found = WorkerEnvironment.of(config("travelled_games:Game", "travelled_losses.kinds.clipped:loss"), {})
-        own = {path for path in found.modules if path.is_relative_to(directory)}
-        assert own == {directory / name for name in ("travelled_games.py", "travelled_words.py", "travelled_losses")}
-        assert "travelled_games" in found.text
+        environment = WorkerEnvironment.of(config("travelled_games:Game", "travelled_losses.kinds.clipped:loss"), {})
+        local = {path for path in environment.modules if path.is_relative_to(directory)}
+        assert local == {directory / name for name in ("travelled_games.py", "travelled_words.py", "travelled_losses")}
+        assert "travelled_games" in environment.text
 
     @pytest.mark.parametrize("name", ["site-packages", "dist-packages"])
     def test_packages_of_system_and_user_stay(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from renderer_support import CALCULATOR, SAYS, TEXT, said
+from renderer_support import CALCULATOR, SAYS, TEXT, message_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -115,7 +115,7 @@ def thought(form: str) -> str:
 
 @pytest.mark.parametrize("form", TOKENS)
 def test_a_prompt_is_written_as_the_model_was_trained_with(form: str) -> None:
-    prompt = renderer_of(form).generation_prompt([said("system", "Be brief."), said("user", "Why?")])
+    prompt = renderer_of(form).generation_prompt([message_of("system", "Be brief."), message_of("user", "Why?")])
     assert tokenizer_of(form).decode(prompt) == PROMPTS[form]
 
 
@@ -150,46 +150,53 @@ def test_calls_of_tools_are_read_back_and_malformed_ones_reported(form: str) -> 
 @pytest.mark.parametrize("form", TOKENS)
 def test_the_second_turn_extends_the_sampled_tokens(form: str) -> None:
     renderer = renderer_of(form, strip_thinking_from_history=False)
-    asked = [said("user", "Why?")]
-    prompt, sampled = renderer.generation_prompt(asked), sample(form, thought(form))
+    messages = [message_of("user", "Why?")]
+    prompt, sampled = renderer.generation_prompt(messages), sample(form, thought(form))
     message, _ = renderer.parse_response(sampled)
-    after = renderer.generation_prompt([*asked, {**message, "prompt": prompt}, said("user", "Sure?")])
+    after = renderer.generation_prompt([*messages, {**message, "prompt": prompt}, message_of("user", "Sure?")])
     assert after[: len(prompt) + len(sampled)] == prompt + sampled
     assert tokenizer_of(form).decode(after[len(prompt) + len(sampled) :]).count("Sure?") == 1
     cut_off = renderer.parse_response(sampled[:-1])[0]
-    after = renderer.generation_prompt([*asked, {**cut_off, "prompt": prompt}, said("user", "Sure?")])
+    after = renderer.generation_prompt([*messages, {**cut_off, "prompt": prompt}, message_of("user", "Sure?")])
     assert after[: len(prompt) + len(sampled) - 1] == prompt + sampled[:-1], "what was cut off is extended too"
 
 
 @pytest.mark.parametrize("form", CALLS)
 def test_a_tools_answer_extends_the_sampled_call(form: str) -> None:
     renderer, tokenizer = renderer_of(form), tokenizer_of(form)
-    asked = [said("user", "Why?")]
+    messages = [message_of("user", "Why?")]
     end = tokenizer.convert_tokens_to_ids("<|observation|>" if form == "glm-5" else ENDS[form])
-    prompt, sampled = renderer.generation_prompt(asked, [CALCULATOR]), [*tokenizer.encode(CALLS[form]), end]
+    prompt, sampled = renderer.generation_prompt(messages, [CALCULATOR]), [*tokenizer.encode(CALLS[form]), end]
     message, _ = renderer.parse_response(sampled)
-    after = renderer.generation_prompt([*asked, {**message, "prompt": prompt}, said("tool", "4")], [CALCULATOR])
+    after = renderer.generation_prompt(
+        [*messages, {**message, "prompt": prompt}, message_of("tool", "4")], [CALCULATOR]
+    )
     assert after[: len(prompt) + len(sampled)] == prompt + sampled
 
 
 @pytest.mark.parametrize("form", THINKING)
 def test_thinking_leaves_the_history_and_the_answer_keeps_its_tokens(form: str) -> None:
     renderer, tokenizer = renderer_of(form), tokenizer_of(form)
-    asked = [said("user", "Why?")]
-    prompt, sampled = renderer.generation_prompt(asked), sample(form, thought(form))
+    messages = [message_of("user", "Why?")]
+    prompt, sampled = renderer.generation_prompt(messages), sample(form, thought(form))
     message, _ = renderer.parse_response(sampled)
-    after = renderer.generation_prompt([*asked, {**message, "prompt": prompt}, said("user", "Sure?")])
+    after = renderer.generation_prompt([*messages, {**message, "prompt": prompt}, message_of("user", "Sure?")])
     answer = sampled[sampled.index(tokenizer.convert_tokens_to_ids("</think>")) + 1 :]
     assert "Let me think." not in tokenizer.decode(after)
     assert any(after[n : n + len(answer)] == answer for n in range(len(after)))
-    written = [*asked, said("assistant", "It is 4", thinking="Let me think."), said("user", "Sure?")]
+    written = [*messages, message_of("assistant", "It is 4", thinking="Let me think."), message_of("user", "Sure?")]
     assert tokenizer.decode(after) == tokenizer.decode(renderer.generation_prompt(written))
 
 
 @pytest.mark.parametrize("form", TOKENS)
 def test_a_supervised_example_trains_on_what_the_model_says(form: str) -> None:
     renderer, tokenizer = renderer_of(form), tokenizer_of(form)
-    talk = [said("user", "q"), said("assistant", "first"), said("user", "r"), said("assistant", "second")]
+    talk = [
+        message_of("user", "q"),
+        message_of("assistant", "first"),
+        message_of("user", "r"),
+        message_of("assistant", "second"),
+    ]
     tokens, weights = renderer.supervised_example(talk, "all_assistant_messages")
     trained = tokenizer.decode(tokens[weights == 1])
     assert trained.index("first") < trained.index("second")
@@ -206,7 +213,7 @@ def test_a_supervised_example_trains_on_what_the_model_says(form: str) -> None:
 def test_sampled_messages_keep_their_tokens_in_supervised_examples(form: str) -> None:
     renderer, sampled = renderer_of(form), sample(form, "It is 4")
     message: Message = {"role": "assistant", "content": "It is 4", "tokens": sampled}
-    tokens, weights = renderer.supervised_example([said("user", "Why?"), message], "last_assistant_message")
+    tokens, weights = renderer.supervised_example([message_of("user", "Why?"), message], "last_assistant_message")
     assert tokens[weights == 1].tolist()[-len(sampled) :] == sampled
 
 
@@ -215,10 +222,12 @@ def test_sampled_messages_keep_their_tokens_in_supervised_examples(form: str) ->
 def test_any_tokens_can_be_parsed_and_extended(tokens: list[int]) -> None:
     for form in TOKENS:
         renderer = renderer_of(form, strip_thinking_from_history=False)
-        prompt = renderer.generation_prompt([said("user", "q")])
+        prompt = renderer.generation_prompt([message_of("user", "q")])
         message, _ = renderer.parse_response(tokens)
         assert message["tokens"] == tokens
-        after = renderer.generation_prompt([said("user", "q"), {**message, "prompt": prompt}, said("user", "r")])
+        after = renderer.generation_prompt(
+            [message_of("user", "q"), {**message, "prompt": prompt}, message_of("user", "r")]
+        )
         assert after[: len(prompt) + len(tokens)] == prompt + tokens
 
 
@@ -254,7 +263,7 @@ def test_what_does_not_suit_is_refused() -> None:
         make_renderer("renderers:llama-3", tokenizer_of("kimi-k2"))
     with pytest.raises(BadInput, match=r"llama-3.*no switch for renderer\.enable_thinking"):
         renderer_of("llama-3", enable_thinking=False)
-    prompt = renderer_of("glm-5", enable_thinking=False).generation_prompt([said("user", "Why?")])
+    prompt = renderer_of("glm-5", enable_thinking=False).generation_prompt([message_of("user", "Why?")])
     assert tokenizer_of("glm-5").decode(prompt).endswith("</think>")
     with pytest.raises(BadInput, match=r"the package renderers has no format for"):
         make_renderer("renderers", tokenizer_of("llama-3", SAYS))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from renderer_support import CONVERSATIONS, OPENS_THINKING, QWEN3, SAYS, bpe, characters, said, scattered
+from renderer_support import CONVERSATIONS, OPENS_THINKING, QWEN3, SAYS, bpe, characters, message_of, scattered
 
 from trireme.core.errors import BadInput
 from trireme.renderers import Message, ToolSpec, make_renderer, unknown_renderer
@@ -21,13 +21,15 @@ def expected(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool, **options: Any
 ) -> list[int]:
     """Returns the tokens that transformers makes of a conversation."""
-    given = [{"reasoning_content" if key == "thinking" else key: value for key, value in m.items()} for m in messages]
-    for message in given:
+    rendered = [
+        {"reasoning_content" if key == "thinking" else key: value for key, value in m.items()} for m in messages
+    ]
+    for message in rendered:
         calls = message.get("tool_calls", [])
         message |= {"tool_calls": [{"type": "function", "function": call} for call in calls]} if calls else {}
     schemas = [{"type": "function", "function": tool} for tool in tools] or None
     options |= {"add_generation_prompt": generate, "return_dict": False}
-    return list(tokenizer.apply_chat_template(given, tools=schemas, **options))
+    return list(tokenizer.apply_chat_template(rendered, tools=schemas, **options))
 
 
 # ---- prompts
@@ -40,10 +42,10 @@ def test_tokens_are_those_of_the_chat_template(name: str, tokenizer: Any, genera
     messages, tools = CONVERSATIONS[conversation]
     renderer = make_renderer(name, tokenizer(QWEN3))
     if generate:
-        made = renderer.generation_prompt(messages, tools)
+        tokens = renderer.generation_prompt(messages, tools)
     else:
-        made = renderer.supervised_example(messages, "all_tokens", tools)[0].tolist()
-    assert made == expected(tokenizer(QWEN3), messages, tools, generate)
+        tokens = renderer.supervised_example(messages, "all_tokens", tools)[0].tolist()
+    assert tokens == expected(tokenizer(QWEN3), messages, tools, generate)
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
@@ -55,15 +57,20 @@ def test_with_thinking_switched_off_tokens_are_the_templates_too(
 ) -> None:
     messages, tools = CONVERSATIONS[conversation]
     renderer: Any = make_renderer(name, bpe(QWEN3), enable_thinking=enable_thinking)
-    made = renderer.encode(renderer.text(messages, tools, generate))
-    assert made == expected(bpe(QWEN3), messages, tools, generate, enable_thinking=enable_thinking)
+    tokens = renderer.encode(renderer.text(messages, tools, generate))
+    assert tokens == expected(bpe(QWEN3), messages, tools, generate, enable_thinking=enable_thinking)
     if generate:
-        assert renderer.generation_prompt(messages, tools) == made
-        assert bpe(QWEN3).decode(made).endswith("<think>\n\n</think>\n\n") is not enable_thinking
+        assert renderer.generation_prompt(messages, tools) == tokens
+        assert bpe(QWEN3).decode(tokens).endswith("<think>\n\n</think>\n\n") is not enable_thinking
 
 
 def test_role_colon_parts_messages_by_an_empty_line() -> None:
-    messages = [said("system", "Be brief."), said("user", "2 + 2?"), said("assistant", "4"), said("user", "3 + 3?")]
+    messages = [
+        message_of("system", "Be brief."),
+        message_of("user", "2 + 2?"),
+        message_of("assistant", "4"),
+        message_of("user", "3 + 3?"),
+    ]
     tokenizer = characters()
     shown = tokenizer.decode(make_renderer("role_colon", tokenizer).generation_prompt(messages))
     assert shown == "System: Be brief.\n\nUser: 2 + 2?\n\nAssistant: 4<eos>\n\nUser: 3 + 3?\n\nAssistant:"
@@ -71,12 +78,14 @@ def test_role_colon_parts_messages_by_an_empty_line() -> None:
 
 @pytest.mark.parametrize(("name", "template"), [("qwen3", QWEN3), ("chat_template", SAYS), ("role_colon", None)])
 def test_thinking_stays_or_goes(name: str, template: str | None) -> None:
-    turns = [m for n in range(5) for m in (said("user", f"q{n}"), said("assistant", f"a{n}", thinking=f"t{n}"))]
-    asked = [*turns, said("user", "last")]
+    turns = [
+        m for n in range(5) for m in (message_of("user", f"q{n}"), message_of("assistant", f"a{n}", thinking=f"t{n}"))
+    ]
+    messages = [*turns, message_of("user", "last")]
 
     def shown(**options: Any) -> str:
         tokenizer = bpe(template)
-        text = tokenizer.decode(make_renderer(name, tokenizer, **options).generation_prompt(asked))
+        text = tokenizer.decode(make_renderer(name, tokenizer, **options).generation_prompt(messages))
         return "".join(str(n) for n in range(5) if f"t{n}" in text)
 
     assert shown() == ""
@@ -91,7 +100,7 @@ class Chat:
 
     def __init__(self, renderer: Any, remembers_prompt: bool = True) -> None:
         self.renderer, self.remembers_prompt = renderer, remembers_prompt
-        self.messages: list[Message] = [said("user", "q")]
+        self.messages: list[Message] = [message_of("user", "q")]
         self.prompts = [renderer.generation_prompt(self.messages)]
         self.sampled: list[list[int]] = []
 
@@ -130,7 +139,7 @@ def test_with_thinking_kept_each_prompt_goes_on_from_the_sampled_tokens(
     renderer = make_renderer(name, tokenizer(template), **KEEPING)
     chat = Chat(renderer, remembers_prompt)
     for turn in range(4):
-        chat.hear([*scattered(tokenizer(), THOUGHT, turn), end_of(renderer)], said("user", f"and {turn}?"))
+        chat.hear([*scattered(tokenizer(), THOUGHT, turn), end_of(renderer)], message_of("user", f"and {turn}?"))
     assert chat.extends == [True] * 4
     assert chat.prompts[-1][-12:] == chat.prompts[1][-12:], "what follows is rendered anew each time"
 
@@ -155,7 +164,7 @@ def test_stripped_as_the_template_does_it(name: str, remembers_prompt: bool) -> 
     renderer = make_renderer(name, tokenizer)
     chat = Chat(renderer, remembers_prompt)
     for turn in range(3):
-        chat.hear([*tokenizer.encode(THOUGHT), end_of(renderer)], said("user", f"and {turn}?"))
+        chat.hear([*tokenizer.encode(THOUGHT), end_of(renderer)], message_of("user", f"and {turn}?"))
         as_text = [{k: v for k, v in m.items() if k not in ("tokens", "prompt")} for m in chat.messages]
         assert chat.prompts[-1] == expected(tokenizer, as_text, (), True)  # type: ignore[arg-type]
     assert chat.extends == [False] * 3
@@ -167,9 +176,9 @@ def test_thinking_stays_while_tools_are_called() -> None:
     renderer = make_renderer("qwen3", tokenizer)
     chat = Chat(renderer)
     call = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "calculator", "arguments": {}}\n</tool_call>'
-    chat.hear([*tokenizer.encode(call), end_of(renderer)], said("tool", "4"))
-    chat.hear([*tokenizer.encode(call), end_of(renderer)], said("tool", "5"))
-    chat.hear([*tokenizer.encode(THOUGHT), end_of(renderer)], said("user", "next"))
+    chat.hear([*tokenizer.encode(call), end_of(renderer)], message_of("tool", "4"))
+    chat.hear([*tokenizer.encode(call), end_of(renderer)], message_of("tool", "5"))
+    chat.hear([*tokenizer.encode(THOUGHT), end_of(renderer)], message_of("user", "next"))
     assert chat.extends == [True, True, False]
 
 
@@ -178,7 +187,7 @@ def test_a_message_cut_off_is_ended_for_it(name: str, template: str | None) -> N
     tokenizer = bpe(template)
     renderer = make_renderer(name, tokenizer, **KEEPING)
     chat = Chat(renderer)
-    chat.hear(scattered(tokenizer, "The ans", 0), said("user", "what?"))
+    chat.hear(scattered(tokenizer, "The ans", 0), message_of("user", "what?"))
     assert chat.extends == [True]
     after = chat.prompts[1][len(chat.prompts[0]) + len(chat.sampled[0]) :]
     assert after[0] in renderer.stop_tokens()
@@ -186,13 +195,13 @@ def test_a_message_cut_off_is_ended_for_it(name: str, template: str | None) -> N
 
 def test_a_prompt_that_opens_the_thinking() -> None:
     tokenizer = bpe(OPENS_THINKING)
-    kept, stripped = make_renderer("chat_template", tokenizer, **KEEPING), make_renderer("chat_template", tokenizer)
+    keeping, stripped = make_renderer("chat_template", tokenizer, **KEEPING), make_renderer("chat_template", tokenizer)
     tokens = [*scattered(tokenizer, "Let me think.\n</think>\n\n4", 3), tokenizer.eos_token_id]
-    message, whole = kept.parse_response(tokens)
+    message, whole = keeping.parse_response(tokens)
     assert (message["thinking"], message["content"], whole) == ("Let me think.", "4", True)
-    for renderer, extends in ((kept, True), (stripped, False)):
+    for renderer, extends in ((keeping, True), (stripped, False)):
         chat = Chat(renderer)
-        chat.hear(tokens, said("user", "and?"))
+        chat.hear(tokens, message_of("user", "and?"))
         assert chat.extends == [extends]
     assert tokenizer.decode(chat.prompts[1]).startswith("[user]q<eos>[assistant]<think>\n</think>\n\n4<eos>[user]and?")
 
@@ -205,7 +214,7 @@ def test_a_token_across_the_end_of_thinking_is_not_parted() -> None:
     renderer = make_renderer("role_colon", tokenizer)
     tokens = [*tokenizer.encode("<think>hm</thin"), *tokenizer.encode("k>4"), *tokenizer.encode("2"), 1]
     chat = Chat(renderer)
-    chat.hear(tokens, said("user", "and?"))
+    chat.hear(tokens, message_of("user", "and?"))
     assert chat.messages[1]["content"] == "42"
     assert chat.extends == [True]
 
@@ -218,7 +227,13 @@ def marked(tokenizer: Any, tokens: np.ndarray, weights: np.ndarray) -> str:
     return tokenizer.decode(tokens[weights == 1].tolist())
 
 
-TALK = [said("system", "S"), said("user", "U"), said("assistant", "A"), said("user", "V"), said("assistant", "B")]
+TALK = [
+    message_of("system", "S"),
+    message_of("user", "U"),
+    message_of("assistant", "A"),
+    message_of("user", "V"),
+    message_of("assistant", "B"),
+]
 TRAINED = {
     "last_assistant_message": "B|",
     "all_assistant_messages": "A|B|",
@@ -233,10 +248,10 @@ TRAINED = {
 )
 def test_what_counts(name: str, template: str, end: str, train_on: Any) -> None:
     tokenizer = bpe(template)
-    made = make_renderer(name, tokenizer).supervised_example(TALK, train_on)
+    example = make_renderer(name, tokenizer).supervised_example(TALK, train_on)
     empty = "<think>\n\n</think>\n\n" if name == "qwen3" else ""
-    assert marked(tokenizer, *made) == TRAINED[train_on].replace("|", end).replace("B", f"{empty}B")
-    assert made[0].tolist() == expected(tokenizer, TALK, (), False)
+    assert marked(tokenizer, *example) == TRAINED[train_on].replace("|", end).replace("B", f"{empty}B")
+    assert example[0].tolist() == expected(tokenizer, TALK, (), False)
 
 
 @pytest.mark.parametrize(("name", "template"), NAMES)
@@ -261,7 +276,7 @@ def test_sampled_messages_keep_their_tokens_in_supervised_examples() -> None:
     renderer = make_renderer("qwen3", tokenizer, **KEEPING)
     chat = Chat(renderer)
     for turn in range(2):
-        chat.hear([*scattered(tokenizer, THOUGHT, turn), end_of(renderer)], said("user", "and?"))
+        chat.hear([*scattered(tokenizer, THOUGHT, turn), end_of(renderer)], message_of("user", "and?"))
     tokens, weights = renderer.supervised_example(chat.messages[:-1], "all_assistant_messages")
     assert tokens[weights == 1].tolist() == chat.sampled[0] + chat.sampled[1]
     assert tokens.tolist()[: len(chat.prompts[1])] == chat.prompts[1]
@@ -269,7 +284,9 @@ def test_sampled_messages_keep_their_tokens_in_supervised_examples() -> None:
 
 def test_what_cannot_be_told_apart_is_refused() -> None:
     with pytest.raises(ValueError, match=r"none of role assistant.*last_assistant_message"):
-        make_renderer("role_colon", characters()).supervised_example([said("user", "U")], "last_assistant_message")
+        make_renderer("role_colon", characters()).supervised_example(
+            [message_of("user", "U")], "last_assistant_message"
+        )
     with pytest.raises(ValueError, match="train_on = 'everything'; expected one of last_assistant_message"):
         make_renderer("role_colon", characters()).supervised_example(TALK, "everything")  # type: ignore[arg-type]
     counting = "{% for m in messages %}{{ m.content | length ~ m.content }}{% endfor %}"
@@ -283,11 +300,11 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
 # ---- answers
 
 
-def answer(text: str, ended: bool = True) -> tuple[Message, bool]:
+def answer(text: str, complete: bool = True) -> tuple[Message, bool]:
     tokenizer = bpe(QWEN3)
     tokens = tokenizer.encode(text)
     message, whole = make_renderer("qwen3", tokenizer).parse_response(
-        [*tokens, tokenizer.convert_tokens_to_ids("<|im_end|>")] if ended else tokens
+        [*tokens, tokenizer.convert_tokens_to_ids("<|im_end|>")] if complete else tokens
     )
     del message["tokens"]
     return message, whole
@@ -303,21 +320,24 @@ F = {"name": "f", "arguments": {}}
 @pytest.mark.parametrize(
     ("text", "parsed"),
     [
-        ("4", said("assistant", "4")),
-        ("", said("assistant", "")),
-        ("  4\n", said("assistant", "  4\n")),
-        ("<think>\nhm\n</think>\n\n4", said("assistant", "4", thinking="hm")),
-        ("<think>\n\n</think>\n\n4", said("assistant", "4", thinking="")),
-        ("\n<think>a</think>b", said("assistant", "b", thinking="a")),
-        (call(), said("assistant", "", tool_calls=[F])),
-        (f"I call.\n{call()}\n{call()}\n", said("assistant", "I call.", tool_calls=[F, F])),
-        (f"<think>\nt\n</think>\n\n{call()}", said("assistant", "", thinking="t", tool_calls=[F])),
-        (call('{"a": [1, "</x>½"]}'), said("assistant", "", tool_calls=[{**F, "arguments": {"a": [1, "</x>½"]}}])),
+        ("4", message_of("assistant", "4")),
+        ("", message_of("assistant", "")),
+        ("  4\n", message_of("assistant", "  4\n")),
+        ("<think>\nhm\n</think>\n\n4", message_of("assistant", "4", thinking="hm")),
+        ("<think>\n\n</think>\n\n4", message_of("assistant", "4", thinking="")),
+        ("\n<think>a</think>b", message_of("assistant", "b", thinking="a")),
+        (call(), message_of("assistant", "", tool_calls=[F])),
+        (f"I call.\n{call()}\n{call()}\n", message_of("assistant", "I call.", tool_calls=[F, F])),
+        (f"<think>\nt\n</think>\n\n{call()}", message_of("assistant", "", thinking="t", tool_calls=[F])),
+        (
+            call('{"a": [1, "</x>½"]}'),
+            message_of("assistant", "", tool_calls=[{**F, "arguments": {"a": [1, "</x>½"]}}]),
+        ),
     ],
 )
 def test_parsing_back(text: str, parsed: Message) -> None:
     assert answer(text) == (parsed, True)
-    assert answer(text, ended=False) == (parsed, False), "without the token that ends it, it was cut off"
+    assert answer(text, complete=False) == (parsed, False), "without the token that ends it, it was cut off"
 
 
 @pytest.mark.parametrize(
@@ -362,15 +382,15 @@ def every_renderer() -> list[Any]:
 def test_any_tokens_can_be_parsed_and_gone_on_from(tokens: list[int]) -> None:
     """Also ids that no token has, bytes that are no text, and tags in any order."""
     for renderer in every_renderer():
-        prompt = renderer.generation_prompt([said("user", "q")])
+        prompt = renderer.generation_prompt([message_of("user", "q")])
         message, _ = renderer.parse_response(tokens)
         assert message["tokens"] == tokens
-        after = renderer.generation_prompt([said("user", "q"), message, said("user", "r")])
+        after = renderer.generation_prompt([message_of("user", "q"), message, message_of("user", "r")])
         assert after[: len(prompt) + len(tokens)] == prompt + tokens
 
 
 @pytest.mark.parametrize(
-    ("text", "eos", "content", "ended"),
+    ("text", "eos", "content", "complete"),
     [
         (" 4", True, "4", True),
         (" 4", False, "4", False),
@@ -382,12 +402,12 @@ def test_any_tokens_can_be_parsed_and_gone_on_from(tokens: list[int]) -> None:
         (" 4\n\nUser: and 5?\n\nAssistant: 5", True, "4", True),
     ],
 )
-def test_in_role_colon_a_message_ends_where_another_begins(text: str, eos: bool, content: str, ended: bool) -> None:
+def test_in_role_colon_a_message_ends_where_another_begins(text: str, eos: bool, content: str, complete: bool) -> None:
     renderer = make_renderer("role_colon", characters())
     tokens = [*characters().encode(text), *[1] * eos]
     message, whole = renderer.parse_response(tokens)
-    assert (message["content"], message["tokens"], whole) == (content, tokens, ended)
-    assert renderer.finished(tokens) is ended
+    assert (message["content"], message["tokens"], whole) == (content, tokens, complete)
+    assert renderer.finished(tokens) is complete
     assert renderer.stop_condition() == (1, "\n\nUser:", "\n\nSystem:", "\n\nTool:")
 
 
@@ -396,10 +416,10 @@ def test_what_the_user_says_goes_on_from_the_sampled_beginning(seed: int) -> Non
     tokenizer = bpe()
     renderer = make_renderer("role_colon", tokenizer)
     chat = Chat(renderer)
-    chat.hear(scattered(tokenizer, " four\n\nUser:", seed), said("user", "and 3?"))
+    chat.hear(scattered(tokenizer, " four\n\nUser:", seed), message_of("user", "and 3?"))
     assert chat.extends == [True]
     assert tokenizer.decode(chat.prompts[-1]) == "User: q\n\nAssistant: four\n\nUser: and 3?\n\nAssistant:"
-    chat.hear([*scattered(tokenizer, " six", seed), tokenizer.eos_token_id], said("user", "so?"))
+    chat.hear([*scattered(tokenizer, " six", seed), tokenizer.eos_token_id], message_of("user", "so?"))
     assert chat.extends == [True, True]
     assert tokenizer.decode(chat.prompts[-1]).endswith("and 3?\n\nAssistant: six<eos>\n\nUser: so?\n\nAssistant:")
 
@@ -409,7 +429,7 @@ def test_where_another_speaks_next_the_sampled_beginning_is_left_out(seed: int) 
     tokenizer = bpe()
     chat = Chat(make_renderer("role_colon", tokenizer))
     sampled = [*scattered(tokenizer, " four", seed), *scattered(tokenizer, "\n\nUser:", seed)]
-    chat.hear(sampled, said("tool", "5"))
+    chat.hear(sampled, message_of("tool", "5"))
     assert chat.extends == [False]
     assert tokenizer.decode(chat.prompts[-1]) == "User: q\n\nAssistant: four<eos>\n\nTool: 5\n\nAssistant:"
 
@@ -417,17 +437,17 @@ def test_where_another_speaks_next_the_sampled_beginning_is_left_out(seed: int) 
 def test_a_token_that_ends_one_message_and_begins_another_is_not_parted() -> None:
     tokenizer = characters_and([".\n\n", ": "])
     chat = Chat(make_renderer("role_colon", tokenizer))
-    chat.hear(tokenizer.encode("4.\n\nUser:"), said("tool", "5"))
+    chat.hear(tokenizer.encode("4.\n\nUser:"), message_of("tool", "5"))
     assert tokenizer.decode(chat.prompts[-1]).startswith("User: q\n\nAssistant:4.\n\n<eos>\n\nTool: 5")
     chat = Chat(make_renderer("role_colon", tokenizer))
-    chat.hear(tokenizer.encode("4.\n\nUser: "), said("user", "5"))
+    chat.hear(tokenizer.encode("4.\n\nUser: "), message_of("user", "5"))
     assert tokenizer.decode(chat.prompts[-1]) == "User: q\n\nAssistant:4.\n\nUser: 5\n\nAssistant:"
     assert chat.extends == [True]
 
 
-def characters_and(more: list[str]) -> Any:
+def characters_and(words: list[str]) -> Any:
     tokenizer = type(characters()).from_pretrained(characters().name_or_path)
-    tokenizer.add_tokens(more)
+    tokenizer.add_tokens(words)
     return tokenizer
 
 
@@ -435,9 +455,11 @@ def test_a_supervised_example_of_a_message_that_a_string_ended_ends_as_text_does
     tokenizer = bpe()
     renderer = make_renderer("role_colon", tokenizer)
     message, _ = renderer.parse_response([*tokenizer.encode(" four"), *tokenizer.encode("\n\nUser:")])
-    tokens, weights = renderer.supervised_example([said("user", "q"), message, said("user", "r")], "all_messages")
+    tokens, weights = renderer.supervised_example(
+        [message_of("user", "q"), message, message_of("user", "r")], "all_messages"
+    )
     assert tokenizer.decode(tokens) == "User: q\n\nAssistant: four<eos>\n\nUser: r"
-    tokens, weights = renderer.supervised_example([said("user", "q"), message], "last_assistant_message")
+    tokens, weights = renderer.supervised_example([message_of("user", "q"), message], "last_assistant_message")
     assert tokenizer.decode(tokens[weights == 1]) == " four<eos>"
 
 
@@ -451,14 +473,14 @@ def test_an_empty_block_of_thinking_goes_with_the_next_query_or_stays() -> None:
             for strips in (True, False)
         )
         for chat in (strip, keep):
-            chat.hear([*scattered(tokenizer, "four", 1), end], said("user", "r"))
-            chat.hear([*scattered(tokenizer, "five", 2), end], said("tool", "s"))
-            chat.hear([*scattered(tokenizer, "six", 3), end], said("user", "t"))
+            chat.hear([*scattered(tokenizer, "four", 1), end], message_of("user", "r"))
+            chat.hear([*scattered(tokenizer, "five", 2), end], message_of("tool", "s"))
+            chat.hear([*scattered(tokenizer, "six", 3), end], message_of("user", "t"))
         assert keep.extends == [True] * 3
         assert strip.extends == [False, True, False]
         assert tokenizer.decode(keep.prompts[-1]).count(block) == 4
-        asked = [said("user", "q"), said("assistant", "four"), said("user", "r")]
-        as_text = strip.renderer.text(asked, (), True)
+        messages = [message_of("user", "q"), message_of("assistant", "four"), message_of("user", "r")]
+        as_text = strip.renderer.text(messages, (), True)
         assert tokenizer.decode(strip.prompts[1]) == as_text
         assert as_text.count(block) == 1
         last = tokenizer.decode(strip.prompts[-1])
@@ -471,7 +493,7 @@ def test_what_is_trained_without_thinking_is_the_answer_and_not_the_empty_block(
     for enable_thinking, trained in ((False, "four<|im_end|>"), (True, "<think>\n\n</think>\n\nfour<|im_end|>")):
         renderer = make_renderer("qwen3", tokenizer, enable_thinking=enable_thinking)
         tokens, weights = renderer.supervised_example(
-            [said("user", "q"), said("assistant", "four")], "last_assistant_message"
+            [message_of("user", "q"), message_of("assistant", "four")], "last_assistant_message"
         )
         assert tokenizer.decode(tokens[weights == 1]) == trained
 

@@ -41,10 +41,10 @@ def _close() -> Iterator[None]:
     """Removes what the endpoints leave behind: their directories, and that vLLM's app switches other loggers off."""
     root = logging.getLogger()
     levels, disable = (root.level, root.handlers[:]), root.manager.disable
-    before = {name: (each.disabled, each.propagate, each.level) for name, each in loggers().items()}
+    before = {name: (logger.disabled, logger.propagate, logger.level) for name, logger in loggers().items()}
     yield
-    for name, each in loggers().items():
-        each.disabled, each.propagate, each.level = before.get(name, (False, each.propagate, each.level))
+    for name, logger in loggers().items():
+        logger.disabled, logger.propagate, logger.level = before.get(name, (False, logger.propagate, logger.level))
     root.level, root.handlers[:], root.manager.disable = *levels, disable
     root.manager._clear_cache()  # type: ignore[attr-defined]  what a logger is on for is kept
     endpoint.cache_clear()
@@ -52,8 +52,8 @@ def _close() -> Iterator[None]:
 
 
 def loggers() -> dict[str, logging.Logger]:
-    found = logging.getLogger().manager.loggerDict
-    return {name: each for name, each in found.items() if isinstance(each, logging.Logger)}
+    by_name = logging.getLogger().manager.loggerDict
+    return {name: logger for name, logger in by_name.items() if isinstance(logger, logging.Logger)}
 
 
 @cache
@@ -110,10 +110,10 @@ def spoken(message: Message) -> dict[str, Any]:
 def test_token_ids_are_those_of_vllms_render_endpoint(case: str, conversation: str) -> None:
     name, tokenizer, template = CASES[case]
     messages, tools = CONVERSATIONS[conversation]
-    made = make_renderer(name, tokenizer(template)).generation_prompt(messages, tools)
+    tokens = make_renderer(name, tokenizer(template)).generation_prompt(messages, tools)
     theirs = rendered(endpoint(tokenizer, template), messages, tools)
-    assert (made == theirs) == ((case, conversation) not in DIFFERS), (
-        tokenizer(template).decode(made),
+    assert (tokens == theirs) == ((case, conversation) not in DIFFERS), (
+        tokenizer(template).decode(tokens),
         tokenizer(template).decode(theirs),
     )
 
@@ -122,8 +122,8 @@ def test_token_ids_are_those_of_vllms_render_endpoint(case: str, conversation: s
 @pytest.mark.parametrize("enable_thinking", [True, False])
 def test_also_with_thinking_switched_on_or_off(enable_thinking: bool, conversation: str) -> None:
     messages, tools = CONVERSATIONS[conversation]
-    made = make_renderer("qwen3", bpe(QWEN3), enable_thinking=enable_thinking).generation_prompt(messages, tools)
+    tokens = make_renderer("qwen3", bpe(QWEN3), enable_thinking=enable_thinking).generation_prompt(messages, tools)
     options = {"chat_template_kwargs": {"enable_thinking": enable_thinking}}
-    assert (made == rendered(endpoint(bpe, QWEN3), messages, tools, **options)) == (
+    assert (tokens == rendered(endpoint(bpe, QWEN3), messages, tools, **options)) == (
         ("qwen3", conversation) not in DIFFERS
     )

@@ -55,7 +55,7 @@ class Bench:
     start: Start
     trainer: Room = field(default_factory=Room)
     orchestrator: Room = field(default_factory=Room)
-    said: list[str] = field(default_factory=list)
+    incidents: list[str] = field(default_factory=list)
     far: Far | None = None
 
     def __post_init__(self) -> None:
@@ -66,10 +66,10 @@ class Bench:
         self.orchestrator.gate.set()
 
     def commits(self) -> Commits:
-        others = {"orchestrator": self.orchestrator}
+        rooms = {"orchestrator": self.orchestrator}
         head = SimpleNamespace(lineage="aaaaaaaa")
         run: Any = SimpleNamespace(root=self.root, store=self.store, start=self.start, head=head)
-        return Commits(self.config, run, {"loss": "ppo"}, self.trainer, others, self.said.append, self.far)
+        return Commits(self.config, run, {"loss": "ppo"}, self.trainer, rooms, self.incidents.append, self.far)
 
     @property
     def steps(self) -> list[str]:
@@ -85,10 +85,10 @@ def config(**checkpoint: Any) -> Config:
 @pytest.fixture(params=[True, False], ids=["async", "sync"])
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     start = Start(step=0, commit=None, manifest=None, attempt=1, notes=(), run_id="cafecafe")
-    made = Bench(tmp_path, config(async_save=request.param), start)
-    made.store.write_head(Head("cafecafe", "aaaaaaaa", 1, None))
-    yield made
-    made.trainer.gate.set()
+    opened = Bench(tmp_path, config(async_save=request.param), start)
+    opened.store.write_head(Head("cafecafe", "aaaaaaaa", 1, None))
+    yield opened
+    opened.trainer.gate.set()
 
 
 def run_all(bench: Bench, last: int) -> None:
@@ -125,7 +125,7 @@ def test_parts_of_other_nodes_belong_to_the_commit_or_it_is_missed(bench: Bench)
     assert bench.far.calls == ["gather 2", "discard", "gather 4", "gather 6"]
     assert bench.steps == ["step_000004", "step_000006"]
     assert bench.store.partial() == []
-    (note,) = bench.said
+    (note,) = bench.incidents
     assert "commit missed (1 in a row" in note
     assert "the store is silent" in note
 
@@ -180,8 +180,11 @@ def test_commits_may_be_missed_if_allowed(bench: Bench) -> None:
     bench.trainer.errors.append(StorageFailed("cannot write: no space"))
     run_all(bench, 6)
     assert bench.steps == ["step_000004", "step_000006"]
-    assert len(bench.said) == 1
-    assert "commit missed (1 in a row; up to checkpoint.max_missed = 1 may be): cannot write: no space" in bench.said[0]
+    assert len(bench.incidents) == 1
+    assert (
+        "commit missed (1 in a row; up to checkpoint.max_missed = 1 may be): cannot write: no space"
+        in bench.incidents[0]
+    )
     assert Manifest.verified(bench.store.commit(4)).parent is None
 
 
@@ -211,7 +214,7 @@ class TestFullDisk:
             commits._settle()
             run_to(commits, 10, first=7)
         assert full.steps == ["step_000010"], "no more than the newest from then on"
-        (incident,) = full.said
+        (incident,) = full.incidents
         assert "commit missed (1 in a row; up to checkpoint.max_missed = 3 may be): cannot write: no space" in incident
         assert "deleted step_000002, and from now on only the newest commit is kept" in incident
         parent = Manifest.verified(full.store.commit(10)).parent
@@ -225,7 +228,7 @@ class TestFullDisk:
         run_all(full, 6)
         assert full.steps == ["step_000006"]
         assert full.store.partial() == []
-        (incident,) = full.said
+        (incident,) = full.incidents
         assert "No space left on device" in incident
         assert "deleted step_000002" in incident
 
@@ -242,7 +245,7 @@ class TestFullDisk:
         full.trainer.errors += [DiskFull("cannot write: no space")] * 9
         with pytest.raises(DiskFull):
             run_all(full, 20)
-        assert len(full.said) == 4, "3 may be missed"
+        assert len(full.incidents) == 4, "3 may be missed"
         assert list(full.store.checkpoints.iterdir()) == []
 
     def test_the_last_commit_ends_the_run_when_it_cannot_be_written(self, full: Bench) -> None:
@@ -251,7 +254,7 @@ class TestFullDisk:
         with pytest.raises(DiskFull):
             run_all(full, 6)
         assert full.steps == ["step_000004"]
-        assert len(full.said) == 2
+        assert len(full.incidents) == 2
 
     def test_no_commit_is_deleted_for_another_reason(self, full: Bench) -> None:
         full.orchestrator.errors += [StorageFailed("cannot write: not permitted")]
@@ -277,7 +280,7 @@ class TestFullDisk:
             assert full.store.partial() == []
             commits.seal()
             run_to(commits, 6, first=5)
-        assert "its space was needed for the rows of its step" in full.said[0]
+        assert "its space was needed for the rows of its step" in full.incidents[0]
         assert full.steps == ["step_000002", "step_000006"]
 
     def test_a_commit_without_its_line_in_the_table_counts(self, full: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,14 +288,14 @@ class TestFullDisk:
             patched.setattr(store_module, "write_rows", Mock(side_effect=OSError(errno.ENOSPC, "no space")))
             run_all(full, 4)
         assert full.steps == ["step_000002", "step_000004"]
-        assert full.said == []
+        assert full.incidents == []
         full.store.record_commits()
         assert len(full.store.rows.read_text().splitlines()) == 2
 
 
 class TestEndingEarly:
     @pytest.mark.parametrize(
-        ("error", "last", "left", "steps"),
+        ("error", "last", "unfinished", "steps"),
         [
             (Stopped(EXIT_SIGTERM), 3, False, ["step_000002", "step_000003"]),
             (LimitReached("too many refused steps"), 2, False, ["step_000002"]),
@@ -302,13 +305,13 @@ class TestEndingEarly:
         ],
     )
     def test_a_boundary_is_committed_once_unless_the_rest_is_left(
-        self, bench: Bench, error: BaseException, last: int, left: bool, steps: list[str]
+        self, bench: Bench, error: BaseException, last: int, unfinished: bool, steps: list[str]
     ) -> None:
-        """In the middle of a step (`left`) the newest commit stands; what is in flight still becomes one."""
+        """In the middle of a step (`unfinished`) the newest commit stands; what is in flight still becomes one."""
         with ended_by(error, bench) as commits:
             commits.at_boundary(0, weights(0))
             run_to(commits, last)
-            if left:
+            if unfinished:
                 commits.leave_boundary()
         assert bench.steps == steps
         assert bench.trainer.calls == ["trainer", "inference"] * len(steps)

@@ -53,13 +53,13 @@ def test_the_clock_counts_only_the_wait_for_items() -> None:
 class Directory:
     """Looks after the directory of a run; counts how often room was made."""
 
-    made: int = 0
+    count: int = 0
 
     def check_owner(self) -> None:
         """It is ours."""
 
     def make_room(self) -> None:
-        self.made += 1
+        self.count += 1
 
 
 def journal_of(
@@ -100,9 +100,9 @@ def test_a_row_without_room_is_written_later(tmp_path: Path, name: str, monkeypa
     for step in range(3):
         journal.write({"step": step, "attempt": 1}, {"groups": []}, ["{}"])
     journal.close()
-    assert guard.made == 1
-    for each in ("metrics.jsonl", "trained.jsonl"):
-        assert [json.loads(line)["step"] for line in (tmp_path / each).open()] == [0, 1, 2]
+    assert guard.count == 1
+    for file_name in ("metrics.jsonl", "trained.jsonl"):
+        assert [json.loads(line)["step"] for line in (tmp_path / file_name).open()] == [0, 1, 2]
 
 
 def test_rows_that_cannot_be_written_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_rows_that_cannot_be_written_end_the_run(tmp_path: Path, monkeypatch: py
     with pytest.raises(StorageFailed) as failed:
         journal.write({"step": 1, "attempt": 1}, {"groups": []})
     journal.close()
-    assert guard.made == 1
+    assert guard.count == 1
     text = str(failed.value)
     assert all(part in text for part in ("given: ", "No space left on device", "expected: ", "to do: make room"))
     assert len(out.getvalue().splitlines()) == 1, "a step without its row is not told as done"
@@ -127,14 +127,14 @@ def test_half_a_row_is_taken_back(tmp_path: Path) -> None:
         """A file in which only ten bytes fit at first."""
 
         def __init__(self, file: Any) -> None:
-            self.file, self.left = file, 10
+            self.file, self.remaining = file, 10
 
         def write(self, line: memoryview) -> int:
-            if not self.left:
-                self.left = sys.maxsize
+            if not self.remaining:
+                self.remaining = sys.maxsize
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            written = self.file.write(line[: self.left])
-            self.left -= min(self.left, written)
+            written = self.file.write(line[: self.remaining])
+            self.remaining -= min(self.remaining, written)
             return written
 
         def __getattr__(self, name: str) -> Any:
@@ -193,10 +193,10 @@ def test_an_incident_is_an_alert_of_weights_and_biases(tmp_path: Path) -> None:
     roster.note("inference_1", f"its engine died {'x' * 100}")
     sink.close()
     (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    said = f"inference_1: its engine died {'x' * 100}".encode()
+    text = f"inference_1: its engine died {'x' * 100}".encode()
     # Its process ends writing later than `close` returns.
-    wait_for(lambda: said + b"\n\nat step 4" in written.read_bytes(), "the alert")
-    assert said[:63] in written.read_bytes().replace(said, b""), "and a title that is short enough"
+    wait_for(lambda: text + b"\n\nat step 4" in written.read_bytes(), "the alert")
+    assert text[:63] in written.read_bytes().replace(text, b""), "and a title that is short enough"
 
 
 def test_tensorboard_has_the_numbers_rollouts_and_incidents_of_a_run(tmp_path: Path) -> None:

@@ -59,15 +59,15 @@ def test_nothing_new_is_put_once(url: str, server: Double, tmp_path: Path) -> No
     driver = Driver(url, tmp_path).claim()
     driver.step(1, committed=True)
     driver.bring()
-    server.asked.clear()
+    server.requests.clear()
     driver.bring()
-    assert [request.split()[0] for request in server.asked] == ["HEAD"]
+    assert [request.split()[0] for request in server.requests] == ["HEAD"]
     driver.step(2)
-    server.asked.clear()
+    server.requests.clear()
     driver.bring()
-    put = [request.rsplit("/", 3)[1:] for request in server.asked if request.startswith("PUT")]
+    put = [request.rsplit("/", 3)[1:] for request in server.requests if request.startswith("PUT")]
     assert len(put) == 4, "rows, what was trained on, a file of rollouts, HEAD"
-    assert not [request for request in server.asked if "commits" in request]
+    assert not [request for request in server.requests if "commits" in request]
 
 
 def test_only_the_end_of_a_file_is_put_again(url: str, server: Double, tmp_path: Path) -> None:
@@ -83,8 +83,8 @@ def test_only_the_end_of_a_file_is_put_again(url: str, server: Double, tmp_path:
     second = stored(url).files["logs/attempt_1/trainer_0.log"]
     assert second[:2] == first[:2]
     assert second[2].size == 12
-    held = [key for key in objects(url) if "trainer_0.log" in key]
-    assert len(held) == 3, "the part that was replaced is deleted"
+    keys = [key for key in objects(url) if "trainer_0.log" in key]
+    assert len(keys) == 3, "the part that was replaced is deleted"
 
 
 def test_what_is_pruned_here_is_pruned_there(url: str, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_what_is_pruned_here_is_pruned_there(url: str, tmp_path: Path) -> None:
     driver.die()
     # On another machine only the newest is on the disk; the others are kept by the same rule.
     second = Driver(url, tmp_path / "two", "--resume", "--checkpoint.keep-last", "1").claim()
-    assert [each.name for each in second.run.store.commits()] == ["step_000004"]
+    assert [commit.name for commit in second.run.store.commits()] == ["step_000004"]
     second.step(5, committed=True)
     prune(second, keep_last=1)
     second.bring()
@@ -176,7 +176,7 @@ def test_a_thread_that_ends_early_is_told(url: str, tmp_path: Path, monkeypatch:
         wait_for(stops(run), "the end of the run")
 
     with pytest.raises(OSError, match="stale file handle"):
-        kept(driver, work)
+        retained(driver, work)
 
 
 def test_a_new_attempt_is_not_half_there(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_a_failed_upload_is_an_incident_and_tried_again(url: str, server: Double
     assert list(stored(url).of_branch()) == [1]
 
 
-def kept(driver: Driver, work: Callable[[RunDir], None]) -> None:
+def retained(driver: Driver, work: Callable[[RunDir], None]) -> None:
     """Does `work` as a run that is kept in the store."""
     with driver.remote.mirrored(driver.run, driver.notes.append) as run:
         run.checkout()
@@ -247,7 +247,7 @@ def test_too_many_that_are_only_here_stop_the_run(url: str, server: Double, tmp_
         wait_for(stops(run), "the end of the run")
 
     with pytest.raises(StorageFailed, match=r"2 commits among it .*max_missed = 1"):
-        kept(driver, work)
+        retained(driver, work)
 
 
 def test_an_end_that_did_not_arrive_is_an_error(url: str, server: Double, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_an_end_that_did_not_arrive_is_an_error(url: str, server: Double, tmp_pa
         driver.step(1, committed=True)
 
     with pytest.raises(StorageFailed, match="lacks what is new in"):
-        kept(driver, work)
+        retained(driver, work)
 
 
 def test_an_error_of_the_run_is_the_one_that_is_told(url: str, server: Double, tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_an_error_of_the_run_is_the_one_that_is_told(url: str, server: Double, t
         raise RuntimeError("of the run")
 
     with pytest.raises(RuntimeError, match="of the run") as failed:
-        kept(driver, work)
+        retained(driver, work)
     assert "lacks what is new in" in failed.value.__notes__[0]
 
 
@@ -285,7 +285,7 @@ def test_a_superseded_driver_loses_its_right_to_write(url: str, tmp_path: Path) 
         wait_for(stops(run), "the refusal")
 
     with pytest.raises(LockLost, match="was put by"):
-        kept(first, work)
+        retained(first, work)
     assert list(stored(url).of_branch()) == [1]
     assert stored(url).driver == 2
 
@@ -332,14 +332,14 @@ def commit_keys(url: str) -> list[str]:
 
 
 def test_parts_of_other_nodes_are_in_the_commit(far_run: FarRun, url: str, server: Double) -> None:
-    server.asked.clear()
+    server.requests.clear()
     commit = far_run.commit(1)
     assert Manifest.verified(commit).step == 1
     assert far_run.leftovers() == [], "they free their disks"
     far_run.driver.bring()
     assert list(stored(url).of_branch()) == [1]
-    there = [path.split("/", 2)[2] for path in puts(server.asked)]
-    assert sorted(there) == sorted(record.path for record in Manifest.read(commit).files), "each is put once"
+    paths = [path.split("/", 2)[2] for path in puts(server.requests)]
+    assert sorted(paths) == sorted(record.path for record in Manifest.read(commit).files), "each is put once"
 
 
 @pytest.mark.parametrize("point", ["parts.put", "parts.put@2", "parts.fetch", "parts.fetch@2", "commit.manifest"])
@@ -372,7 +372,7 @@ def test_the_next_attempt_of_a_driver_sweeps_too(far_run: FarRun, url: str, monk
         patched.setattr("trireme.process.faults._passed", Counter())
         with pytest.raises(InjectedFault):
             far_run.commit(2)
-    left = [key for key in commit_keys(url) if "step_000002" in key]
+    torn = [key for key in commit_keys(url) if "step_000002" in key]
     again = far_run.run.next_attempt(far_run.driver.config, FIXED)
     again.checkout()
     far_run.run = again
@@ -382,9 +382,9 @@ def test_the_next_attempt_of_a_driver_sweeps_too(far_run: FarRun, url: str, monk
     far_run.far.gather(draft, manifest)
     far_run.driver.bring()
     now = [key for key in commit_keys(url) if "step_000002" in key]
-    assert left
+    assert torn
     assert now
-    assert not set(left) & set(now)
+    assert not set(torn) & set(now)
     again.store.publish(draft, manifest)
     far_run.driver.bring()
     assert list(stored(url).of_branch()) == [1, 2]
@@ -426,23 +426,23 @@ def test_a_store_that_refuses_a_part_is_named_by_the_node(far_run: FarRun, url: 
 def test_of_nodes_that_share_a_disk_one_puts_a_part(far_run: FarRun, server: Double) -> None:
     draft, manifest = far_run.write(1)
     place = far_run.at("far", draft)
-    server.asked.clear()
+    server.requests.clear()
     for _ in range(2):
         assert put_parts(far_run.mirror.bucket.url, "commits/000001/step_000001-a-1", place, manifest.files) == ""
-    assert len(puts(server.asked)) == 1
+    assert len(puts(server.requests)) == 1
 
 
 def test_a_node_fetches_what_it_reads(far_run: FarRun, server: Double) -> None:
     commit = far_run.commit(1)
     far_run.driver.bring()
     source = far_run.source(commit)
-    server.asked.clear()
+    server.requests.clear()
     with PartReader.opened(far_run.at("far", commit / "trainer"), source) as part:
         part.fetch(["__0_0.distcp"])
         assert (part.directory / "__0_0.distcp").read_bytes() == (commit / "trainer" / "__0_0.distcp").read_bytes()
         with pytest.raises(CheckpointInvalid, match=r"trainer/other is no file of the commit s3://"):
             part.fetch(["other"])
-    assert not [request for request in server.asked if "orchestrator" in request or "inference" in request]
+    assert not [request for request in server.requests if "orchestrator" in request or "inference" in request]
     assert far_run.leftovers() == []
     with PartReader.opened(far_run.at("farther", commit / "orchestrator"), source) as part:
         part.fetch_all()
@@ -453,11 +453,11 @@ def test_a_process_that_sees_the_directory_fetches_nothing(far_run: FarRun, serv
     commit = far_run.commit(1)
     far_run.driver.bring()
     source = far_run.far.source(commit, Manifest.read(commit))
-    server.asked.clear()
+    server.requests.clear()
     with PartReader.opened(commit / "trainer", source) as part:
         part.fetch_all()
         assert part.directory == commit / "trainer"
-    assert server.asked == []
+    assert server.requests == []
     # A directory that an earlier driver left at the same path is another one.
     stale = replace(source, text="of another attempt")
     with PartReader.opened(commit / "trainer", stale) as part:

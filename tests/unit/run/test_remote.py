@@ -42,7 +42,7 @@ def test_brought_to_an_empty_machine_it_goes_on(url: str, tmp_path: Path) -> Non
     assert (start.step, start.attempt, start.run_id) == (2, 2, first.run.start.run_id)
     assert start.commit
     assert Manifest.verified(start.commit)
-    assert any("was brought from" in line and "step_000002" in line for line in second.said)
+    assert any("was brought from" in line and "step_000002" in line for line in second.lines)
     second.claim()
     assert rows(second.run.root) == [0, 1], "the row of step 3 is of a step that is done again"
     for number in (3, 4):
@@ -63,7 +63,7 @@ def test_the_same_machine_needs_nothing_brought(url: str, tmp_path: Path) -> Non
     first.step(4, committed=True)  # only here
     first.die()
     second = Driver(url, tmp_path, "--resume")
-    assert second.said == []
+    assert second.lines == []
     assert second.run.start.step == 4
     second.claim().bring()
     assert list(stored(url).of_branch()) == [1, 2, 4]
@@ -80,7 +80,7 @@ def test_a_directory_that_was_superseded_is_set_aside(url: str, tmp_path: Path) 
     assert again.run.start.step == 3
     (aside,) = (tmp_path / "one").glob("r.before-2-*")
     assert CheckpointStore(aside).commit(2).exists()
-    assert str(aside) in again.said[0]
+    assert str(aside) in again.lines[0]
 
 
 def test_of_two_drivers_the_later_one_has_the_run(url: str, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_back_to_a_step_that_is_in_the_store_alone(url: str, tmp_path: Path) -> 
     second.die()
     third = Driver(url, tmp_path / "two", "--resume.step", "1")
     assert third.run.start.step == 1
-    assert "lacks the commit" in third.said[0]
+    assert "lacks the commit" in third.lines[0]
 
 
 def test_a_torn_commit_is_passed_over(url: str, tmp_path: Path) -> None:
@@ -197,13 +197,13 @@ def test_a_torn_commit_is_passed_over(url: str, tmp_path: Path) -> None:
     Bucket(f"{url}/r").put(f"{key}/trainer/__0_0.distcp", b"torn")
     second = Driver(url, tmp_path / "two", "--resume")
     assert second.run.start.step == 1
-    assert any("passed over checkpoints/step_000002" in line for line in second.said)
+    assert any("passed over checkpoints/step_000002" in line for line in second.lines)
     second.claim().bring()
     (branch,) = [path for path in stored(url).commits if path.startswith("branches/")]
     assert branch == f"branches/{state.head.lineage}/checkpoints/step_000002"
     assert stored(url).commits[branch].key == key, "by reference"
-    for each in ("checkpoints/step_000001",):
-        Bucket(f"{url}/r").delete([f"{state.commits[each].key}/{MANIFEST}"])
+    for commit in ("checkpoints/step_000001",):
+        Bucket(f"{url}/r").delete([f"{state.commits[commit].key}/{MANIFEST}"])
     with pytest.raises(BadInput, match="none of whose commits verifies"):
         Driver(url, tmp_path / "three", "--resume")
 
@@ -278,13 +278,13 @@ def test_a_store_that_cannot_be_asked_is_refused(url: str, server: Double, tmp_p
         Driver(url, tmp_path)
 
 
-@pytest.mark.parametrize("why", ["nothing listens", "it is busy"])
+@pytest.mark.parametrize("reason", ["nothing listens", "it is busy"])
 def test_a_store_that_does_not_answer_is_no_wrong_input(
-    why: str, url: str, server: Double, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reason: str, url: str, server: Double, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same command may work later, so a scheduler may repeat it."""
     monkeypatch.setattr(bucket, "RETRY_S", 0.1)
-    if why == "it is busy":
+    if reason == "it is busy":
         server.busy = True
     else:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{unused_port()}")
@@ -332,5 +332,5 @@ def test_the_claim_counts_if_only_its_answer_is_lost(url: str, tmp_path: Path, m
 def test_the_command_that_resumes_names_both_places(url: str, tmp_path: Path) -> None:
     driver = Driver(url, tmp_path)
     words = shlex.split(resume_command(driver.run.root, trusted=True))
-    given = load(words[words.index("@") :], {}).config
-    assert (given.run, given.resume.latest) == (driver.config.run, True)
+    loaded = load(words[words.index("@") :], {}).config
+    assert (loaded.run, loaded.resume.latest) == (driver.config.run, True)

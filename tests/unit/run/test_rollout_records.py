@@ -14,9 +14,9 @@ def test_a_step_has_a_file_of_its_last_records_and_a_step_without_records_has_no
     write_records(files, 3, ['{"step": 3}'])
     write_records(files, 4, [])
     (files / "step_000002.new").write_text('{"step"')
-    found = recorded_steps(files)
-    assert list(found) == [3, 12]
-    assert [record["why"] for record in read_records(found[12])] == ["best", "w\u00f6rst"]
+    files_by_step = recorded_steps(files)
+    assert list(files_by_step) == [3, 12]
+    assert [record["why"] for record in read_records(files_by_step[12])] == ["best", "w\u00f6rst"]
     assert recorded_steps(tmp_path / "none") == {}
 
 

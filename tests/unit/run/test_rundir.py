@@ -45,12 +45,12 @@ def config(output_dir: Path, name: str | None = "r", *flags: str) -> Config:
     ).config
 
 
-def open_run(given: Config, fixed: dict[str, Any] = FIXED) -> RunDir:
-    return RunDir.open(given, fixed)
+def open_run(run_config: Config, fixed: dict[str, Any] = FIXED) -> RunDir:
+    return RunDir.open(run_config, fixed)
 
 
-def refusal(given: Config, fixed: dict[str, Any] = FIXED) -> str:
-    return refused(lambda: open_run(given, fixed))
+def refusal(run_config: Config, fixed: dict[str, Any] = FIXED) -> str:
+    return refused(lambda: open_run(run_config, fixed))
 
 
 def test_named(tmp_path: Path) -> None:
@@ -70,10 +70,10 @@ def test_unnamed_runs_differ(tmp_path: Path) -> None:
 
 
 def test_config_json_runs_again(tmp_path: Path) -> None:
-    given = config(tmp_path, "r", "--clean", "--trainer.learning-rate", "2e-4", "--env.args.length", "5")
-    with open_run(given) as run:
+    run_config = config(tmp_path, "r", "--clean", "--trainer.learning-rate", "2e-4", "--env.args.length", "5")
+    with open_run(run_config) as run:
         again = load(["@", str(run.root / "config.json"), "--trust-config"], {}).config
-    assert again.model_dump(exclude={"clean"}) == given.model_dump(exclude={"clean"})
+    assert again.model_dump(exclude={"clean"}) == run_config.model_dump(exclude={"clean"})
     assert not again.clean  # running it again must not empty anything
     with open_run(config(tmp_path, "r", "--resume")) as run:
         again = load(["@", str(run.root / "config.json"), "--trust-config"], {}).config
@@ -95,10 +95,10 @@ def test_a_directory_in_use_is_refused_with_the_ways_out(tmp_path: Path) -> None
     assert "--resume" in text
 
 
-@pytest.mark.parametrize("left", ["driver.lock", "config.json.new", "metrics.jsonl.new"])
-def test_a_start_that_was_killed_at_once_leaves_nothing_in_the_way(tmp_path: Path, left: str) -> None:
+@pytest.mark.parametrize("leftover", ["driver.lock", "config.json.new", "metrics.jsonl.new"])
+def test_a_start_that_was_killed_at_once_leaves_nothing_in_the_way(tmp_path: Path, leftover: str) -> None:
     (tmp_path / "r").mkdir()
-    (tmp_path / "r" / left).write_text("half")
+    (tmp_path / "r" / leftover).write_text("half")
     with open_run(config(tmp_path)) as run:
         load(["@", str(run.root / "config.json"), "--trust-config"], {})
 
@@ -171,8 +171,8 @@ def test_emptying_that_was_interrupted_can_be_done_again(tmp_path: Path) -> None
 
 def test_the_resume_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    given = config(tmp_path / "with space")
-    with open_run(given) as run:
+    run_config = config(tmp_path / "with space")
+    with open_run(run_config) as run:
         words = shlex.split(resume_command(run.root, trusted=True))
     assert words[:3] == ["uv", "run", "rl"]
     with open_run(load(words[3:], {}).config) as again:
@@ -339,8 +339,8 @@ class TestFork:
             assert (run.start.step, run.start.attempt) == (6, 3)
 
     def test_of_a_step_without_a_name(self, outputs: Path) -> None:
-        given = config(outputs, None, "--resume.dir", str(outputs / "r"), "--resume.step", "2")
-        with open_run(given) as run:
+        run_config = config(outputs, None, "--resume.dir", str(outputs / "r"), "--resume.step", "2")
+        with open_run(run_config) as run:
             assert run.start.step == 2
             assert re.fullmatch(r"envs-tiny-[0-9a-f]{8}", run.root.name)
 

@@ -41,14 +41,14 @@ class Driver:
     """A driver whose rooms are stand-ins; `step` trains one."""
 
     def __init__(self, output_dir: Path, *flags: str) -> None:
-        given = config(output_dir, *flags)
-        self.config, self.run, self.trainer, self.incidents = given, RunDir.open(given, FIXED), Room(), []
+        run_config = config(output_dir, *flags)
+        self.config, self.run, self.trainer, self.incidents = run_config, RunDir.open(run_config, FIXED), Room(), []
         orchestrator = Room()
         self.trainer.gate.set()
         orchestrator.gate.set()
         self.run.checkout()
-        others = {"orchestrator": orchestrator}
-        self.commits = Commits(given, self.run, FIXED, self.trainer, others, self.incidents.append)
+        rooms = {"orchestrator": orchestrator}
+        self.commits = Commits(run_config, self.run, FIXED, self.trainer, rooms, self.incidents.append)
         self.journal = Journal(self.run.root, str, io.StringIO(), [], self.commits)
         self.version = self.run.start.step
         self.commits.at_boundary(self.version)
@@ -66,7 +66,7 @@ class Driver:
         self.commits._settle()
 
     @property
-    def there(self) -> list[str]:
+    def steps_on_disk(self) -> list[str]:
         return names(self.run.store)
 
 
@@ -104,7 +104,7 @@ def test_the_old_driver_writes_publishes_and_deletes_nothing(old: Driver, action
     assert (new.run.root / LOCK).read_text().strip() in text
     assert all(part in text for part in ("given: ", "expected: ", "to do: "))
     new.steps(8)
-    assert new.there == ["step_000002", "step_000004", "step_000006", "step_000008"]
+    assert new.steps_on_disk == ["step_000002", "step_000004", "step_000006", "step_000008"]
     assert [row["step"] for row in read_json_lines(new.run.root / "metrics.jsonl")] == list(range(8))
 
 
@@ -115,7 +115,7 @@ def test_what_was_being_written_when_the_lock_was_lost_is_no_commit(old: Driver,
     old.trainer.gate.set()
     with pytest.raises(LockLost):
         old.step()
-    assert new.there == ["step_000002"]
+    assert new.steps_on_disk == ["step_000002"]
     assert old.incidents == [], "it is no missed commit"
     new.steps(4)
     assert Manifest.verified(new.run.store.commit(4)).attempt == 2
@@ -146,9 +146,9 @@ class TestBetweenTheLookAndTheChange:
         with pytest.raises(LockLost):
             old.steps(4)
         (new,) = started
-        assert new.there == ["step_000002"]
+        assert new.steps_on_disk == ["step_000002"]
         new.steps(4)
-        assert (new.there, new.incidents) == (["step_000004"], [])
+        assert (new.steps_on_disk, new.incidents) == (["step_000004"], [])
         assert Manifest.verified(new.run.store.commit(4)).attempt == 2
 
     def test_a_row_is_lost(self, old: Driver, at: Callable[[str], list[Driver]]) -> None:
@@ -165,7 +165,7 @@ class TestBetweenTheLookAndTheChange:
         other = RunDir.open(config(tmp_path, "--resume"), FIXED)
         old.run.__dict__["store"], old.commits._keep_last = CheckpointStore(old.run.root), 9  # does not look at HEAD
         old.steps(4)
-        assert old.there == ["step_000002", "step_000004"]
+        assert old.steps_on_disk == ["step_000002", "step_000004"]
         other.checkout()
         (parked,) = other.root.glob("branches/*/checkpoints/*")
         assert parked.name == "step_000004"

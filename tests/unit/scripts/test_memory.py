@@ -81,6 +81,6 @@ def test_real_shards_hold_what_is_counted(tmp_path: Path, options: dict[str, Any
     described = json.loads((tmp_path / "config.json").read_text())
     case = Case(described, shards=2, tokens=1024, length=512, gpu=False, options=options)
     counted = count_shard(case)[PASS].device
-    for seen, resident in run_ranks(2, measured, case, directory):
-        assert abs(seen / counted - 1) < 0.08
-        assert 0 < resident - seen < OF_THE_PROCESS
+    for counted_bytes, resident in run_ranks(2, measured, case, directory):
+        assert abs(counted_bytes / counted - 1) < 0.08
+        assert 0 < resident - counted_bytes < OF_THE_PROCESS

@@ -58,15 +58,15 @@ def lines_of(page: str) -> dict[str, list[str]]:
 
 
 CASES = [(name, "packed", "") for name in PACKED]
-CASES += [(name, "rows", why) for name, why in ROWS.items()]
-CASES += [(name, "", why) for name, why in REFUSED.items()]
+CASES += [(name, "rows", reason) for name, reason in ROWS.items()]
+CASES += [(name, "", reason) for name, reason in REFUSED.items()]
 
 
-@pytest.mark.parametrize(("model_type", "layout", "why"), CASES, ids=[name for name, _, _ in CASES])
-def test_it_trains_or_the_reason_is_said(docs: ModuleType, model_type: str, layout: str, why: str) -> None:
-    found = docs.walk(model_type)
-    assert found.layout == layout
-    assert re.search(why, found.reason)
+@pytest.mark.parametrize(("model_type", "layout", "reason"), CASES, ids=[name for name, _, _ in CASES])
+def test_it_trains_or_the_reason_is_said(docs: ModuleType, model_type: str, layout: str, reason: str) -> None:
+    result = docs.walk(model_type)
+    assert result.layout == layout
+    assert re.search(reason, result.reason)
 
 
 def test_the_page_is_of_the_installed_packages(docs: ModuleType) -> None:
@@ -102,15 +102,15 @@ def test_the_file_for_starts_agrees_with_the_page(docs: ModuleType) -> None:
 @pytest.mark.long
 def test_every_architecture_trains_and_opens_again_or_is_refused(docs: ModuleType) -> None:
     """And the page says the same, but for numbers."""
-    said = lines_of(docs.TARGET.read_text(encoding="utf-8"))
+    lines = lines_of(docs.TARGET.read_text(encoding="utf-8"))
     wrong: dict[str, str] = {}
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
-            (found,) = lines_of(docs.line(docs.walk(model_type), ())).values()
+            (line,) = lines_of(docs.line(docs.walk(model_type), ())).values()
         except Exception as error:  # all of them are wanted in the report
             wrong[model_type] = repr(error)
             continue
-        for cell, expected in zip((found[1], found[3]), (said[model_type][1], said[model_type][3]), strict=True):
+        for cell, expected in zip((line[1], line[3]), (lines[model_type][1], lines[model_type][3]), strict=True):
             if re.sub(r"[\d.e-]+", "#", cell) != re.sub(r"[\d.e-]+", "#", expected):
                 wrong[model_type] = f"{cell!r}, and the page says {expected!r}"
     assert wrong == {}

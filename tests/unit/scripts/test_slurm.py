@@ -149,8 +149,8 @@ def test_it_starts_ray_on_each_node_waits_for_all_and_then_starts_the_driver(job
     assert "--head" in head
     assert f"--address={address}" in worker
     assert "--node-name=node-b" in worker
-    made = re.compile(r'mkdir -p -m 700 "\$0" && exec "\$@" (/tmp/ray-1234-[0-9a-f]{16}) uv run ray start')
-    private = {match[1] for call in (head, worker) if (match := made.search(call))}
+    pattern = re.compile(r'mkdir -p -m 700 "\$0" && exec "\$@" (/tmp/ray-1234-[0-9a-f]{16}) uv run ray start')
+    private = {match[1] for call in (head, worker) if (match := pattern.search(call))}
     assert len(private) == 1, "both have the name that nobody else guesses"
     assert f"--temp-dir={private.pop()}/r" in head
     agents = [
@@ -168,8 +168,8 @@ def test_it_starts_ray_on_each_node_waits_for_all_and_then_starts_the_driver(job
 
 @pytest.mark.parametrize("code", [1, 2, 3, 130, 143])
 def test_a_failed_run_ends_the_job_with_its_code_and_is_not_started_again(job: dict[str, str], code: int) -> None:
-    ended, calls = run(job, ENDS=str(code))
-    assert ended == code
+    code_of_job, calls = run(job, ENDS=str(code))
+    assert code_of_job == code
     assert not any("requeue" in call for call in calls)
 
 

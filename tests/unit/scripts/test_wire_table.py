@@ -7,12 +7,12 @@ from wire_table import GPUS_PER_NODE, MODELS, NODE_CARD, NODES, TARGET, Cluster,
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 9, 64])
 def test_every_rank_but_the_root_receives_once_from_one_that_has_it(size):
-    there = {0}
+    receivers = {0}
     for start, end in chain(size):
-        assert start in there
-        assert end not in there
-        there.add(end)
-    assert there == set(range(size))
+        assert start in receivers
+        assert end not in receivers
+        receivers.add(end)
+    assert receivers == set(range(size))
 
 
 def test_a_hop_within_a_node_passes_no_card():
@@ -34,11 +34,11 @@ def test_each_replica_is_in_one_group(nodes, gpus):
 
 def test_seconds_of_a_known_case():
     """Four nodes, of which one trains: one of its ranks sends to 24 replicas, eight on each of the others."""
-    found = seconds(Cluster(4, 1), NODE_CARD)  # as many bytes as a node's card sends in a second
-    assert found["gather"] == 0
-    assert found["object store"] == 3
-    assert found["chain"] == 1
-    assert found["chain, GPU cards"] == pytest.approx(1 / 4)
+    seconds_by_way = seconds(Cluster(4, 1), NODE_CARD)  # as many bytes as a node's card sends in a second
+    assert seconds_by_way["gather"] == 0
+    assert seconds_by_way["object store"] == 3
+    assert seconds_by_way["chain"] == 1
+    assert seconds_by_way["chain, GPU cards"] == pytest.approx(1 / 4)
 
 
 def test_a_chain_over_gpu_cards_takes_the_same_for_any_number_of_nodes():

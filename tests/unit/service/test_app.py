@@ -87,8 +87,8 @@ async def test_a_chat_completion() -> None:
 
 async def test_a_stream_has_the_same_text_as_the_whole_answer() -> None:
     async with served("Let me think about it: the number was 4. 🤖!") as service:
-        more: dict[str, Any] = {"logprobs": True, "extra_body": {"return_token_ids": True}}
-        stream = await ask(service, stream=True, stream_options={"include_usage": True}, **more)
+        options: dict[str, Any] = {"logprobs": True, "extra_body": {"return_token_ids": True}}
+        stream = await ask(service, stream=True, stream_options={"include_usage": True}, **options)
         chunks: Any = [chunk async for chunk in stream]
         pieces = [choice for chunk in chunks for choice in chunk.choices if choice.logprobs]
         ids = [token for piece in pieces for token in piece.token_ids]
@@ -105,36 +105,36 @@ async def test_a_stream_has_the_same_text_as_the_whole_answer() -> None:
 
 async def test_a_finished_answer_does_not_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served("It is 4.", "It may be 5.") as service:
-        slow, own = asyncio.Event(), service.sampler._say
+        slow, original = asyncio.Event(), service.sampler._say
 
-        async def say(request: Any, text: Any, told: Any) -> Any:
+        async def say(request: Any, text: Any, on_progress: Any) -> Any:
             if text == "It may be 5.":
                 await slow.wait()
-            return await own(request, text, told)
+            return await original(request, text, on_progress)
 
         monkeypatch.setattr(service.sampler, "_say", say)
-        ended = []
+        indices = []
         async with asyncio.timeout(20):
             async for chunk in await ask(service, stream=True, n=2):
                 if chunk.choices[0].finish_reason:
-                    ended.append(chunk.choices[0].index)
+                    indices.append(chunk.choices[0].index)
                     slow.set()
-        assert ended == [0, 1]
+        assert indices == [0, 1]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_tool_calls_both_ways(streamed: bool) -> None:
     async with served(CALLS, "It is 4.") as service:
-        found = await ask(service, tools=[TOOL], stream=streamed)
-        choice = await whole_choice(found) if streamed else found.choices[0]
+        response = await ask(service, tools=[TOOL], stream=streamed)
+        choice = await whole_choice(response) if streamed else response.choices[0]
         assert choice.finish_reason == "tool_calls"
         assert choice.message.content == "I look."
         (call,) = choice.message.tool_calls
         assert call.function.name == "calculator"
         assert json.loads(call.function.arguments) == {"expression": "2 + 2"}
-        said = choice.message.model_dump(exclude_none=True) | {"reasoning_content": "I thought."}
-        told = {"role": "tool", "tool_call_id": call.id, "content": "4"}
-        answer = await ask(service, messages=[*QUESTION, said, told], tools=[TOOL])
+        reply = choice.message.model_dump(exclude_none=True) | {"reasoning_content": "I thought."}
+        tool_result = {"role": "tool", "tool_call_id": call.id, "content": "4"}
+        answer = await ask(service, messages=[*QUESTION, reply, tool_result], tools=[TOOL])
         assert answer.choices[0].message.content == "It is 4."
         expected = service.renderer.generation_prompt(
             [
@@ -161,8 +161,8 @@ async def test_sampled_tokens_are_not_tokenised_again() -> None:
             *service.front.turns.tokenizer.encode("I", add_special_tokens=False),
             *ids,
         ]  # not how the text is encoded
-        said = {"role": "assistant", "content": "?", "token_ids": odd, "prompt_token_ids": prompt}
-        await ask(service, messages=[*QUESTION, said, {"role": "user", "content": "Sure?"}])
+        reply = {"role": "assistant", "content": "?", "token_ids": odd, "prompt_token_ids": prompt}
+        await ask(service, messages=[*QUESTION, reply, {"role": "user", "content": "Sure?"}])
         assert service.sampler.requests[-1].prompt.tolist()[: len(prompt) + len(odd)] == [*prompt, *odd]
         spans = first.choices[0].version_spans
         assert [(span["version"], span["digest"]) for span in spans] == [(VERSION, "d0"), (VERSION + 1, "d1")]
@@ -172,8 +172,8 @@ async def test_sampled_tokens_are_not_tokenised_again() -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_stop_strings_are_no_part_of_the_answer(streamed: bool) -> None:
     async with served("one two three four") as service, of(service) as client:
-        found = await ask(service, stop=[" three", "zzz"], stream=streamed)
-        text = await text_of(found) if streamed else found.choices[0].message.content
+        response = await ask(service, stop=[" three", "zzz"], stream=streamed)
+        text = await text_of(response) if streamed else response.choices[0].message.content
         assert text == "one two"
         words = await client.completions.create(model="policy", prompt="0", stop="wo", max_tokens=50)
         assert (words.choices[0].text, words.choices[0].finish_reason) == ("one t", "stop")
@@ -408,11 +408,11 @@ async def test_an_error_of_the_service_within_a_stream_ends_it_with_an_error(mon
 
         monkeypatch.setattr(MessageReader, "read", broken)
         service.sampler.hold = asyncio.Event()
-        asked = asyncio.create_task(ask(service, stream=True))
+        task = asyncio.create_task(ask(service, stream=True))
         await wait_for_tasks(lambda: service.sampler.requests, "the sample")
         service.sampler.hold.set()
         with pytest.raises(openai.InternalServerError, match="an error of the service"):
-            await asked
+            await task
     async with served("Let me think about it.") as service:
         monkeypatch.undo()
         service.sampler.hold_within = asyncio.Event()
@@ -489,8 +489,8 @@ async def test_metrics_are_for_the_administrator_and_this_machine() -> None:
 async def test_the_table_has_every_route() -> None:
     async with served("4") as service:
         routes = [route for route in service.app.routes if hasattr(route, "methods")]
-        there = {(method, r.path.replace(":path", "")) for r in routes for method in r.methods - {"HEAD"}}
-        assert there == {(route.method, route.path) for route in ROUTES}
+        pairs = {(method, r.path.replace(":path", "")) for r in routes for method in r.methods - {"HEAD"}}
+        assert pairs == {(route.method, route.path) for route in ROUTES}
 
 
 async def test_a_large_body_is_refused_unread() -> None:
@@ -535,5 +535,8 @@ async def test_chats_wait_for_their_share_of_the_engine() -> None:
             await ask(service)
         assert int(full.value.response.headers["retry-after"]) >= 1
         service.sampler.hold.set()
-        assert [each.choices[0].message.content for each in await asyncio.gather(first, second)] == ["4", "4"]
+        assert [completion.choices[0].message.content for completion in await asyncio.gather(first, second)] == [
+            "4",
+            "4",
+        ]
         assert (places.taken, places.waiting) == (0, 0)

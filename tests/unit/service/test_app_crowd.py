@@ -36,9 +36,9 @@ async def ask(port: int, number: int, key: str = CLIENT) -> tuple[int, str]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = chat(number)
     writer.write(head(key, f"Content-Length: {len(body)}") + body)
-    found = await answer_of(reader)
+    response = await answer_of(reader)
     writer.close()
-    return found
+    return response
 
 
 async def send_100_mb(port: int, says_so: bool) -> tuple[int, str]:
@@ -65,31 +65,31 @@ async def send_100_mb(port: int, says_so: bool) -> tuple[int, str]:
 async def hang(port: int) -> tuple[int, str]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head(CLIENT, "Content-Length: 1000") + b'{"model": ')
-    found = await answer_of(reader)
+    response = await answer_of(reader)
     writer.close()
-    return found
+    return response
 
 
 async def test_200_clients_are_all_answered_rightly() -> None:
     limits = replace(LIMITS, body_s=BODY_S)
     async with served("4", places=Places(16, CLIENTS, 60.0), limits=limits) as service:
         port = int(service.url.rpartition(":")[2])
-        asked = {
+        tasks_by_kind = {
             "good": [ask(port, number) for number in range(CLIENTS - 3 * BAD)],
             "wrong key": [ask(port, 0, "tr-client-of-somebody-else") for _ in range(BAD)],
             "100 MB": [send_100_mb(port, number % 2 == 0) for number in range(BAD)],
             "hangs": [hang(port) for _ in range(BAD)],
         }
-        answers = await asyncio.gather(*(each for kind in asked.values() for each in kind))
-        names = [name for name, kind in asked.items() for _ in kind]
-        found = [(name, status) for name, (status, _) in zip(names, answers, strict=True)]
+        answers = await asyncio.gather(*(item for kind in tasks_by_kind.values() for item in kind))
+        names = [name for name, kind in tasks_by_kind.items() for _ in kind]
+        statuses = [(name, status) for name, (status, _) in zip(names, answers, strict=True)]
         expected = {"good": 200, "wrong key": 401, "100 MB": 413, "hangs": 408}
-        assert found == [(name, expected[name]) for name in names]
+        assert statuses == [(name, expected[name]) for name in names]
         for name, (_, text) in zip(names, answers, strict=True):
             if name == "good":
                 assert json.loads(text)["choices"][0]["message"]["content"] == "4"
         assert len(service.sampler.requests) == CLIENTS - 3 * BAD, "each good one was sampled once, and no other"
-        prompts = {service.front.turns.tokenizer.decode(each.prompt) for each in service.sampler.requests}
+        prompts = {service.front.turns.tokenizer.decode(item.prompt) for item in service.sampler.requests}
         assert len(prompts) == CLIENTS - 3 * BAD
         assert (service.front.turns.places.taken, service.front.turns.places.waiting, service.sampler.cancelled) == (
             0,

@@ -32,12 +32,12 @@ class Running:
 
 @contextmanager
 def in_thread() -> Iterator[Running]:
-    ready, found, loop = threading.Event(), list[Running](), asyncio.new_event_loop()
+    ready, servers, loop = threading.Event(), list[Running](), asyncio.new_event_loop()
     ending = asyncio.Event()
 
     async def serve() -> None:
         async with served("4", most=10**6) as service:
-            found.append(Running(service.url, schemathesis.openapi.from_dict(service.app.openapi())))
+            servers.append(Running(service.url, schemathesis.openapi.from_dict(service.app.openapi())))
             ready.set()
             await ending.wait()
 
@@ -45,7 +45,7 @@ def in_thread() -> Iterator[Running]:
     thread.start()
     try:
         assert ready.wait(START_S)
-        yield found[0]
+        yield servers[0]
     finally:
         loop.call_soon_threadsafe(ending.set)
         thread.join(START_S)
@@ -86,8 +86,8 @@ def without(body: Any, path: Sequence[str]) -> bool:
 
 
 def operations(running: Running) -> dict[tuple[str, str], Any]:
-    found = (each.ok() for each in running.schema.get_all_operations())
-    return {(each.method.upper(), each.path): each for each in found}
+    results = (operation.ok() for operation in running.schema.get_all_operations())
+    return {(operation.method.upper(), operation.path): operation for operation in results}
 
 
 def test_the_schema_has_every_route(running: Running) -> None:
@@ -98,7 +98,7 @@ def test_the_schema_has_every_route(running: Running) -> None:
 def test_no_request_of_the_schema_makes_an_error_of_the_service(running: Running, method: str, path: str) -> None:
     operation = operations(running)[method, path]
     statuses: set[int] = set()
-    there = sessions(running.url) if "{session}" in path else ["none"]
+    names = sessions(running.url) if "{session}" in path else ["none"]
 
     @settings(
         max_examples=EXAMPLES,
@@ -108,7 +108,7 @@ def test_no_request_of_the_schema_makes_an_error_of_the_service(running: Running
     )
     @given(
         case=operation.as_strategy(),
-        session=st.sampled_from(there),
+        session=st.sampled_from(names),
         key=st.sampled_from([ADMIN, ADMIN, CLIENT]),
         known_model=st.booleans(),
     )

@@ -18,11 +18,11 @@ ANSWER = SampledSequence(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop",
 class Replicas:
     def __init__(self, seconds: float = 0.0, error: Exception | None = None) -> None:
         self.seconds, self.error = seconds, error
-        self.asked: list[tuple[SampleRequest, OnProgress | None]] = []
+        self.requests: list[tuple[SampleRequest, OnProgress | None]] = []
         self.aborted = 0
 
-    async def sample(self, request: SampleRequest, told: OnProgress | None = None) -> SampledSequence:
-        self.asked.append((request, told))
+    async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None) -> SampledSequence:
+        self.requests.append((request, on_progress))
         try:
             await asyncio.sleep(self.seconds)
         except asyncio.CancelledError:
@@ -35,11 +35,11 @@ class Replicas:
 
 async def test_a_request_is_marked_as_a_chat() -> None:
     replicas = Replicas()
-    bounded, told = BoundedSampler(replicas, 30.0), lambda made: None
-    assert await bounded.sample(REQUEST, told) is ANSWER
-    ((request, heard),) = replicas.asked
+    bounded, on_progress = BoundedSampler(replicas, 30.0), lambda partial: None
+    assert await bounded.sample(REQUEST, on_progress) is ANSWER
+    ((request, heard),) = replicas.requests
     assert (request.chat, request.request_id, request.prompt is REQUEST.prompt) == (True, "r", True)
-    assert heard is told
+    assert heard is on_progress
     assert not REQUEST.chat
 
 

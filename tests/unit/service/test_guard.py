@@ -42,7 +42,7 @@ def test_without_a_limit_none_is_refused() -> None:
 
 def sent(size: int, *, says_so: bool) -> tuple[int, str, int]:
     """The status of a request with a body of PARTS parts, what was said of it, and how many parts were read."""
-    told: list[Any] = []
+    messages: list[Any] = []
     read = 0
 
     async def receive() -> Any:
@@ -51,7 +51,7 @@ def sent(size: int, *, says_so: bool) -> tuple[int, str, int]:
         return {"type": "http.request", "body": b" " * (size // PARTS), "more_body": read < PARTS}
 
     async def send(message: Any) -> None:
-        told.append(message)
+        messages.append(message)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         body = (await receive())["body"]
@@ -62,14 +62,14 @@ def sent(size: int, *, says_so: bool) -> tuple[int, str, int]:
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
     guard = RequestGuard(app, ServiceKeys([ServiceKey("client", KEY)]), Limits(4 * UNANNOUNCED, 5.0, None), None)
     asyncio.run(guard(scope, receive, send))
-    said = json.loads(told[1]["body"])["error"]["message"] if len(told) > 1 else ""
-    return told[0]["status"], said, read
+    error = json.loads(messages[1]["body"])["error"]["message"] if len(messages) > 1 else ""
+    return messages[0]["status"], error, read
 
 
 def test_a_body_that_does_not_say_its_length_may_be_small_alone() -> None:
     assert sent(UNANNOUNCED, says_so=False) == (200, "", PARTS)
     assert sent(4 * UNANNOUNCED, says_so=True) == (200, "", PARTS)
-    status, said, read = sent(2 * UNANNOUNCED, says_so=False)
+    status, error, read = sent(2 * UNANNOUNCED, says_so=False)
     assert (status, read) == (413, PARTS // 2 + 1), "it is refused while it comes"
-    assert "1,000,000 bytes in chunks; say its length first (Content-Length)" in said
+    assert "1,000,000 bytes in chunks; say its length first (Content-Length)" in error
     assert sent(5 * UNANNOUNCED, says_so=True)[::2] == (413, 0)

@@ -14,50 +14,50 @@ from trireme.supervision.roster import Roster
 
 class Actor:
     def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
 
     def __getattr__(self, verb: str) -> Any:
         class Remote:
             @staticmethod
-            def remote(*given: Any) -> None:
-                self.told.append((verb, *given))
+            def remote(*arguments: Any) -> None:
+                self.calls.append((verb, *arguments))
 
         return Remote
 
 
 def test_a_service_that_is_lost_as_the_run_ends_has_no_successor(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Actor] = []
+    actors: list[Actor] = []
 
     def make() -> Actor:
-        made.append(Actor())
-        return made[-1]
+        actors.append(Actor())
+        return actors[-1]
 
-    monkeypatch.setattr(handle.ray, "kill", lambda _actor: own._ending.set())  # `stop` begins in this moment
+    monkeypatch.setattr(handle.ray, "kill", lambda _actor: service._ending.set())  # `stop` begins in this moment
     with monkeypatch.context() as first:
         first.setattr(ServiceHandle, "_keep", lambda _self: None)
         config: Any = type("Config", (), {"cluster": type("Cluster", (), {"max_restarts": 3})})
-        own = ServiceHandle(config, make, None, print, [], Roster(lambda: 0.0))
+        service = ServiceHandle(config, make, None, print, [], Roster(lambda: 0.0))
 
     def lost(_self: ServiceHandle, again: bool) -> None:
         raise RoomFailed("it died")
 
     monkeypatch.setattr(ServiceHandle, "_serve", lost)
-    own._keep()
-    assert len(made) == 1
+    service._keep()
+    assert len(actors) == 1
 
 
 def test_a_service_is_a_part_of_the_run_whose_health_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found at first, then lost once more often than it may be."""
-    ended = RoomFailed("the server has ended")
-    outcomes: Iterator[Any] = iter(["its url", Heartbeat((7,), "here"), ended, "its url", ended])
-    seen: list[tuple[str, tuple[int, ...], int]] = []
+    failure = RoomFailed("the server has ended")
+    outcomes: Iterator[Any] = iter(["its url", Heartbeat((7,), "here"), failure, "its url", failure])
+    healths: list[tuple[str, tuple[int, ...], int]] = []
     roster = Roster(lambda: 0.0)
 
     def note(_roster: Roster, _incident: object) -> None:
         (part,) = roster.parts
-        seen.append((part.health, part.pids, part.restarts))
+        healths.append((part.health, part.pids, part.restarts))
 
-    def get(_ref: None, **_given: Any) -> Any:
+    def get(_ref: None, **_arguments: Any) -> Any:
         outcome = next(outcomes)
         if isinstance(outcome, RoomFailed):
             raise outcome
@@ -70,18 +70,18 @@ def test_a_service_is_a_part_of_the_run_whose_health_is_shown(monkeypatch: pytes
     monkeypatch.setattr(handle.ray, "kill", lambda _actor: None)
     timeouts = type("Timeouts", (), {"start_s": 1.0})
     config: Any = type("Config", (), {"cluster": type("Cluster", (), {"max_restarts": 1}), "timeouts": timeouts})
-    own = ServiceHandle(config, Actor, None, print, [], roster)  # type: ignore[arg-type]
-    own._thread.join(10)
-    assert [health for health, _, _ in seen] == ["starting", "healthy", "dead", "starting", "dead"]
-    assert seen[1][1:] == ((7,), 0)
-    assert seen[-1][2] == 1
+    service = ServiceHandle(config, Actor, None, print, [], roster)  # type: ignore[arg-type]
+    service._thread.join(10)
+    assert [health for health, _, _ in healths] == ["starting", "healthy", "dead", "starting", "dead"]
+    assert healths[1][1:] == ((7,), 0)
+    assert healths[-1][2] == 1
     assert roster.parts[0].why == "the server has ended"
 
 
 def test_a_service_and_its_successor_learn_of_all_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServiceHandle, "_keep", lambda _self: None)
     actor, starts, config = Actor(), [(1, 0)], Any
-    own = ServiceHandle(config, lambda: actor, None, print, starts, Roster(lambda: 0.0))  # type: ignore[arg-type]
-    own.attempt_begins(2, 10)
-    assert actor.told == [("attempt_begins", 2, 10)]
+    service = ServiceHandle(config, lambda: actor, None, print, starts, Roster(lambda: 0.0))  # type: ignore[arg-type]
+    service.attempt_begins(2, 10)
+    assert actor.calls == [("attempt_begins", 2, 10)]
     assert starts == [(1, 0), (2, 10)], "with which another one is made"

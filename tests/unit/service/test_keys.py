@@ -10,11 +10,11 @@ from trireme.core.errors import BadInput
 
 def test_made_keys_are_read_again(tmp_path: Path) -> None:
     file = tmp_path / "service.keys"
-    made = generate(file)
-    assert [key.role for key in made] == ["client", "admin"]
+    keys = generate(file)
+    assert [key.role for key in keys] == ["client", "admin"]
     assert file.stat().st_mode & 0o777 == 0o600
-    assert read(file) == made
-    assert len({key.value for key in made} | {key.value for key in generate(tmp_path / "other")}) == 4
+    assert read(file) == keys
+    assert len({key.value for key in keys} | {key.value for key in generate(tmp_path / "other")}) == 4
     with pytest.raises(BadInput, match="which exists"):
         generate(file)
 
@@ -22,22 +22,22 @@ def test_made_keys_are_read_again(tmp_path: Path) -> None:
 def test_a_key_is_found_by_its_value() -> None:
     client, admin = ServiceKey("client", "c" * 20), ServiceKey("admin", "a" * 20)
     keys = ServiceKeys([client, admin])
-    assert [keys.find(each) for each in ("c" * 20, "a" * 20)] == [client, admin]
-    assert [keys.find(each) for each in (None, "", "c" * 19, "c" * 21, "\udcff", client.name)] == [None] * 6
+    assert [keys.find(value) for value in ("c" * 20, "a" * 20)] == [client, admin]
+    assert [keys.find(value) for value in (None, "", "c" * 19, "c" * 21, "\udcff", client.name)] == [None] * 6
     assert client.value not in client.name
 
 
 def test_the_key_of_a_session_says_whose_it_is_and_is_signed() -> None:
     keys = ServiceKeys([ServiceKey("client", "c" * 20), ServiceKey("admin", "a" * 20)])
-    given = keys.of_session("s-1")
-    found = keys.find(given)
-    assert found is not None
-    assert (found.role, found.session) == ("session", "s-1")
-    assert "s-1" not in found.name
-    for forged in (given[:-1], given.replace("s-1", "s-2"), given.upper(), "tr-session-", "tr-session-\udcff-0"):
+    value = keys.of_session("s-1")
+    key = keys.find(value)
+    assert key is not None
+    assert (key.role, key.session) == ("session", "s-1")
+    assert "s-1" not in key.name
+    for forged in (value[:-1], value.replace("s-1", "s-2"), value.upper(), "tr-session-", "tr-session-\udcff-0"):
         assert keys.find(forged) is None, forged
-    assert ServiceKeys([ServiceKey("admin", "b" * 20)]).find(given) is None
-    assert ServiceKeys([ServiceKey("client", "c" * 20)]).find(given) is None
+    assert ServiceKeys([ServiceKey("admin", "b" * 20)]).find(value) is None
+    assert ServiceKeys([ServiceKey("client", "c" * 20)]).find(value) is None
 
 
 def test_without_an_admin_key_no_session_has_a_key() -> None:
@@ -60,7 +60,7 @@ def test_keys_have_owners(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "mode", "said"),
+    ("text", "mode", "message"),
     [
         ("client 0123456789abcdef", 0o644, "chmod 600"),
         ("client short", 0o600, "key number 1"),
@@ -74,11 +74,11 @@ def test_keys_have_owners(tmp_path: Path) -> None:
         ("", 0o600, "has no key"),
     ],
 )
-def test_files_that_are_refused(tmp_path: Path, text: str, mode: int, said: str) -> None:
+def test_files_that_are_refused(tmp_path: Path, text: str, mode: int, message: str) -> None:
     file = tmp_path / "keys"
     file.write_text(text)
     file.chmod(mode)
-    with pytest.raises(BadInput, match=said) as refused:
+    with pytest.raises(BadInput, match=message) as refused:
         read(file)
     assert "0123456789abcdef" not in str(refused.value)
     with pytest.raises(BadInput, match="cannot be read"):

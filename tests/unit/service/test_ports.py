@@ -24,7 +24,7 @@ from service.keys import ServiceKey
 from service.ports import HEAD_BYTES, HEAD_LINES, PENDING_CONNECTIONS, http_server
 from service.routes import CONSOLE_ROUTES, ROUTES
 
-MOST = Cost(megabytes=32.0, blocked_s=0.1)
+BOUND = Cost(megabytes=32.0, blocked_s=0.1)
 HEALTH = b"GET /api/v1/healthz HTTP/1.1\r\nHost: x\r\n"
 TOO_MANY = 160 * 10**6
 HALF_OPEN = 3000
@@ -36,11 +36,11 @@ HEAD_S = 3.0
 def server() -> Iterator[Watched]:
     with watched_server() as server:
         for _ in range(3):  # what is imported and kept at the first requests is no cost of later ones
-            assert status_of(asked(server, HEALTH + b"Connection: close\r\n\r\n")) == 401
+            assert status_of(response_to(server, HEALTH + b"Connection: close\r\n\r\n")) == 401
         yield server
 
 
-def asked(server: Watched, request: bytes) -> bytes:
+def response_to(server: Watched, request: bytes) -> bytes:
     with server.connect() as connection:
         connection.sendall(request)
         return read_to_the_end(connection)
@@ -48,8 +48,8 @@ def asked(server: Watched, request: bytes) -> bytes:
 
 def check_cost(server: Watched) -> None:
     cost = server.cost()
-    assert cost.megabytes < MOST.megabytes, cost
-    assert cost.blocked_s < MOST.blocked_s, cost
+    assert cost.megabytes < BOUND.megabytes, cost
+    assert cost.blocked_s < BOUND.blocked_s, cost
 
 
 FLOODS = {
@@ -71,23 +71,23 @@ def test_a_head_without_end_is_cut_off(server: Watched, kind: str) -> None:
     check_cost(server)
 
 
-@pytest.mark.parametrize(("more", "status"), [(0, 401), (1, 431)])
-def test_a_head_may_have_as_many_bytes_as_are_allowed(server: Watched, more: int, status: int) -> None:
+@pytest.mark.parametrize(("excess", "status"), [(0, 401), (1, 431)])
+def test_a_head_may_have_as_many_bytes_as_are_allowed(server: Watched, excess: int, status: int) -> None:
     start, end = HEALTH + b"a-header: ", b"\r\n\r\n"
-    assert status_of(asked(server, start + b"x" * (HEAD_BYTES - len(start + end) + more) + end)) == status
+    assert status_of(response_to(server, start + b"x" * (HEAD_BYTES - len(start + end) + excess) + end)) == status
 
 
-@pytest.mark.parametrize(("more", "status"), [(0, 401), (1, 431)])
-def test_a_head_may_have_as_many_lines_as_are_allowed(server: Watched, more: int, status: int) -> None:
-    assert status_of(asked(server, HEALTH + b"a: b\r\n" * (HEAD_LINES - 1 + more) + b"\r\n")) == status
+@pytest.mark.parametrize(("excess", "status"), [(0, 401), (1, 431)])
+def test_a_head_may_have_as_many_lines_as_are_allowed(server: Watched, excess: int, status: int) -> None:
+    assert status_of(response_to(server, HEALTH + b"a: b\r\n" * (HEAD_LINES - 1 + excess) + b"\r\n")) == status
 
 
 def test_connections_without_a_key_give_way_to_new_ones(server: Watched) -> None:
     """Also while thousands hold a large part of a head, a client with a key is served."""
-    known = server.connect()
+    persistent = server.connect()
     request = HEALTH + f"X-API-Key: {KEY}\r\n\r\n".encode()
-    known.sendall(request)
-    assert response_status(known) == 200
+    persistent.sendall(request)
+    assert response_status(persistent) == 200
     server.cost()
     half_open: list[socket.socket] = []
     try:
@@ -95,16 +95,19 @@ def test_connections_without_a_key_give_way_to_new_ones(server: Watched) -> None
             half_open.append(server.connect())
             half_open[-1].sendall(HEALTH + b"a-header: " + b"x" * (HEAD_BYTES // 2))
             if number % 500 == 0:
-                began = time.monotonic()
-                assert status_of(asked(server, request.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))) == 200
-                assert time.monotonic() - began < LATE_S
-        known.sendall(request)
-        assert response_status(known) == 200
+                started = time.monotonic()
+                assert (
+                    status_of(response_to(server, request.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")))
+                    == 200
+                )
+                assert time.monotonic() - started < LATE_S
+        persistent.sendall(request)
+        assert response_status(persistent) == 200
         half_open[0].settimeout(LATE_S)
         assert read_to_the_end(half_open[0]) == b"", "the oldest is closed"
         wait_for(lambda: still_open(half_open) <= PENDING_CONNECTIONS, "connections to be closed")
     finally:
-        for connection in [*half_open, known]:
+        for connection in [*half_open, persistent]:
             connection.close()
     check_cost(server)
 
@@ -130,15 +133,15 @@ def test_a_head_must_come_in_time() -> None:
 
 def statuses_of_slow_clients(server: Watched) -> dict[bytes, int]:
     """Returns the status that each client gets, by the letters that it sends at first."""
-    began = time.monotonic()
+    started = time.monotonic()
     slow = {start: server.connect() for start in (b"", b"GET /", b"\r\n")}
     statuses: dict[bytes, int] = {}
     for start, connection in slow.items():
         connection.sendall(start)
-    while len(statuses) < len(slow) and time.monotonic() - began < HEAD_S + DEADLINE_S:
+    while len(statuses) < len(slow) and time.monotonic() - started < HEAD_S + DEADLINE_S:
         for start in slow.keys() - statuses.keys():
             if select([slow[start]], [], [], 0.2)[0]:
-                assert time.monotonic() - began > HEAD_S - 1
+                assert time.monotonic() - started > HEAD_S - 1
                 statuses[start] = response_status(slow[start])
             else:
                 slow[start].sendall(start[-1:])
@@ -165,7 +168,7 @@ def sampled(server: Watched, stop: str) -> bytes:
     body = f'{{"sampling_session_id": "s", "seq_id": 1, "prompt": {{"chunks": []}}, "sampling_params": {params}}}'
     lines = ["POST /api/v1/asample HTTP/1.1", "Host: x", "Connection: close", f"X-API-Key: {KEY}"]
     lines += ["Content-Type: application/json", f"Content-Length: {len(body)}", "", body]
-    return asked(server, "\r\n".join(lines).encode())
+    return response_to(server, "\r\n".join(lines).encode())
 
 
 REQUESTS, AT_ONCE, ANSWER_S = 600, 8, 60.0
@@ -188,7 +191,7 @@ ODD = [
     "",
 ]
 ODD += ["a", "1", "none", ".", "..", "~", "%0D%0A", "\x01", "tinker://x", "K", "%25", "?", "#", "[", "9999999999"]
-SOUND = [each for each in ODD if each.isascii() and each.isprintable()]
+SOUND = [odd_request for odd_request in ODD if odd_request.isascii() and odd_request.isprintable()]
 """Those that a parser of HTTP lets into a path."""
 TINKER = [
     "/signed/{until}/{signature}/{model_id}/{name}/{file}",
@@ -273,7 +276,7 @@ async def listeners(directory: Path) -> AsyncIterator[dict[str, tuple[int, Seque
         await stack.enter_async_context(agents_support.rollout("4"))
         agents: object = orchestrator.agents._current
         tinker = stack.enter_context(tinker_server(directory / "tinker"))
-        found = {
+        by_name = {
             "service": (int(service.url.rpartition(":")[2]), SERVICE),
             "agents": (agents._server.port, SERVICE),  # type: ignore[attr-defined]
             "tinker": (int(tinker.url.rpartition(":")[2]), TINKER),
@@ -282,8 +285,8 @@ async def listeners(directory: Path) -> AsyncIterator[dict[str, tuple[int, Seque
             server = http_server(make_console_app(reader, keys), "127.0.0.1", 0)
             await server.open()
             stack.push_async_callback(server.close)
-            found[name] = (server.port, CONSOLE)
-        yield found
+            by_name[name] = (server.port, CONSOLE)
+        yield by_name
 
 
 async def failures(directory: Path, number: int) -> list[tuple[str, bytes, int]]:
@@ -304,8 +307,8 @@ async def failures(directory: Path, number: int) -> list[tuple[str, bytes, int]]
         await asyncio.gather(
             *(client(name, port, paths, seed) for name, (port, paths) in all_of_them.items() for seed in range(AT_ONCE))
         )
-    for name, each in statuses.items():  # requests come past the parser and the guard
-        assert len(each | {400, 401}) > 3, (name, each)
+    for name, statuses_of_server in statuses.items():  # requests come past the parser and the guard
+        assert len(statuses_of_server | {400, 401}) > 3, (name, statuses_of_server)
     return wrong
 
 

@@ -83,9 +83,9 @@ def test_every_row_survives_a_killed_process(tmp_path: Path, kind: str, last: in
     committed = last + 1 + len(writer.stdout.readlines())
     assert writer.wait(20) == -signal.SIGKILL
     with opened(tmp_path) as store:
-        there = numbers(store)
-    assert there == list(range(len(there)))
-    assert committed <= len(there) <= committed + 1
+        rows = numbers(store)
+    assert rows == list(range(len(rows)))
+    assert committed <= len(rows) <= committed + 1
 
 
 def test_a_transaction_whose_process_dies_leaves_nothing(tmp_path: Path, kind: str) -> None:
@@ -100,27 +100,27 @@ def test_a_torn_page_at_the_end_costs_the_rows_behind_it_alone(tmp_path: Path) -
         shutil.copytree(tmp_path / "whole", tmp_path / "torn", ignore=shutil.ignore_patterns("*-shm"))
     log = tmp_path / "torn" / f"{FILE}-wal"
     contents = log.read_bytes()
-    seen = set()
+    counts = set()
     for end in range(len(contents), 60_000, -1977):
         shutil.rmtree(tmp_path / "now", ignore_errors=True)
         shutil.copytree(tmp_path / "torn", tmp_path / "now")
         (tmp_path / "now" / log.name).write_bytes(contents[:end])
         with opened(tmp_path / "now") as store:
-            there = numbers(store)
-        assert there == list(range(len(there)))
-        seen.add(len(there))
-    assert len(seen) > 3
+            rows = numbers(store)
+        assert rows == list(range(len(rows)))
+        counts.add(len(rows))
+    assert len(counts) > 3
 
 
-@pytest.mark.parametrize(("place", "why"), [("row", "damaged in its row 1"), ("head", "is damaged")])
-def test_damage_is_refused_by_name(tmp_path: Path, place: str, why: str) -> None:
+@pytest.mark.parametrize(("place", "reason"), [("row", "damaged in its row 1"), ("head", "is damaged")])
+def test_damage_is_refused_by_name(tmp_path: Path, place: str, reason: str) -> None:
     with opened(tmp_path) as store:
         fill(store, 3)
     file = tmp_path / FILE
     contents = bytearray(file.read_bytes())
     contents[contents.index(BODY) if place == "row" else 0] ^= 1
     file.write_bytes(contents)
-    with pytest.raises(StorageFailed, match=f"{why}.*; move {tmp_path} elsewhere"), opened(tmp_path) as store:
+    with pytest.raises(StorageFailed, match=f"{reason}.*; move {tmp_path} elsewhere"), opened(tmp_path) as store:
         numbers(store)
 
 
@@ -208,9 +208,9 @@ def test_a_full_disk_is_told_from_other_failures(tmp_path: Path, kind: str) -> N
         store._base.execute("PRAGMA max_page_count = 12")
         with pytest.raises(DiskFull, match=r"MiB free\); make room"):
             fill(store, 100)
-        kept = len(numbers(store))
+        count = len(numbers(store))
         store.remove("a")
-        fill(store, kept)
+        fill(store, count)
 
 
 def test_a_day_of_a_hundred_turns_a_second_stays_below_two_gigabytes(tmp_path: Path) -> None:
@@ -228,11 +228,11 @@ def test_a_day_of_a_hundred_turns_a_second_stays_below_two_gigabytes(tmp_path: P
 
 
 def test_another_boot_is_told_until_it_was_dealt_with(tmp_path: Path) -> None:
-    found = []
+    answers = []
     for boot, deal in (("a", False), ("b", False), ("b", True), ("b", False)):
         store = Store(tmp_path, FORMAT, boot)
-        found.append(store.open())
+        answers.append(store.open())
         if deal:
             store.note_boot()
         store.close()
-    assert found == [False, True, True, False]
+    assert answers == [False, True, True, False]

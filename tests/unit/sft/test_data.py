@@ -123,7 +123,7 @@ def test_what_is_held_out_is_not_trained_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"data__test": "t.jsonl", "data__test_examples": 3, "eval__every": 1}, "one of them"),
         ({"eval__every": 2}, "without held-out data"),
@@ -133,10 +133,10 @@ def test_what_is_held_out_is_not_trained_on() -> None:
         ({"clean": True, "resume__latest": True}, "--clean"),
     ],
 )
-def test_what_cannot_work_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput) as refused:
         check(config(**changes), FACTS)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_paths_of_data_hold_from_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -151,12 +151,12 @@ def test_conversations_of_a_real_tokenizer(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "d.jsonl").write_text(
         json.dumps({"messages": [{"role": "user", "content": "312"}, {"role": "assistant", "content": "123"}]}) + "\n"
     )
-    given = config(data__train=str(tmp_path / "d.jsonl"), model__name="./assets/sort-base", model__max_seq_len=64)
+    loaded = config(data__train=str(tmp_path / "d.jsonl"), model__name="./assets/sort-base", model__max_seq_len=64)
     from trireme.config.model_facts import ModelFacts
 
-    facts = ModelFacts.of(given, required=True)
+    facts = ModelFacts.of(loaded, required=True)
     assert facts is not None
-    data = SftData.load(given, facts, lambda _: None)
+    data = SftData.load(loaded, facts, lambda _: None)
     batch = data.train.batch([0])
     counted = batch.columns["target_tokens"][batch.columns["weights"] > 0]
     from trireme.core.tokenizer import load_tokenizer

@@ -79,7 +79,7 @@ def test_a_pattern_names_files_in_order(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("{", "no JSON"),
         ("[1]", "a list"),
@@ -113,12 +113,12 @@ def test_a_pattern_names_files_in_order(tmp_path: Path, monkeypatch: pytest.Monk
         ({"tokens": [1] * 9}, "at most 8"),
     ],
 )
-def test_what_is_wrong_is_named_by_its_line(line: Any, said: str, tmp_path: Path) -> None:
+def test_what_is_wrong_is_named_by_its_line(line: Any, message: str, tmp_path: Path) -> None:
     file = written(tmp_path, {"tokens": [1, 2]}, line)
     with pytest.raises(BadInput) as refused:
         examples(file)
     text = str(refused.value)
-    assert said in text
+    assert message in text
     assert f"{file}:2: " in text
     assert refused.value.exit_code == EXIT_BAD_INPUT
     for part in ("given: ", "expected: ", "to do: "):
@@ -163,13 +163,13 @@ class TestTooLong:
     LINES = ({"tokens": [1] * 9}, {"tokens": [2] * 8})
 
     def test_cut_where_that_is_asked_for(self, tmp_path: Path) -> None:
-        found, notes = read_examples([written(tmp_path, *self.LINES)], rules(too_long="truncate"))
-        assert [len(example.tokens) for example in found] == [8, 8]
+        read, notes = read_examples([written(tmp_path, *self.LINES)], rules(too_long="truncate"))
+        assert [len(example.tokens) for example in read] == [8, 8]
         assert "1 examples longer than 8 tokens were truncated" in notes[0]
 
     def test_left_out_where_that_is_asked_for(self, tmp_path: Path) -> None:
-        found, notes = read_examples([written(tmp_path, *self.LINES)], rules(too_long="drop"))
-        assert [example.tokens[0] for example in found] == [2]
+        read, notes = read_examples([written(tmp_path, *self.LINES)], rules(too_long="drop"))
+        assert [example.tokens[0] for example in read] == [2]
         assert "left out" in notes[0]
 
     def test_cut_so_that_nothing_is_left_to_train_on(self, tmp_path: Path) -> None:

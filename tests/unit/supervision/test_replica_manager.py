@@ -67,18 +67,18 @@ class World:
             self.answer("start", index)
             self.all_serve()
 
-    def answer(self, *what: object, value: Any = None) -> None:
-        found = [ref for ref in self.monitor.refs() if ref.what[: len(what)] == what]
-        assert found, f"nobody waits for {what}: {list(self.monitor.refs())}"
-        for ref in found:
+    def answer(self, *call: object, value: Any = None) -> None:
+        refs = [ref for ref in self.monitor.refs() if ref.call[: len(call)] == call]
+        assert refs, f"nobody waits for {call}: {list(self.monitor.refs())}"
+        for ref in refs:
             self.monitor.arrived(ref, value)
 
     def all_serve(self) -> None:
         """A table says that all that joined serve."""
         self.answer("table", value=self.room.publish(*self.room.joined))
 
-    def waits_for(self, *what: object) -> bool:
-        return any(ref.what[: len(what)] == what for ref in self.monitor.refs())
+    def waits_for(self, *call: object) -> bool:
+        return any(ref.call[: len(call)] == call for ref in self.monitor.refs())
 
     def set_cluster(self, **options: int) -> None:
         config = self.manager._config
@@ -105,7 +105,7 @@ class World:
             self.answer("start", index)
         self.manager.attach(self.room)
         self.all_serve()
-        self.room.told.clear()
+        self.room.calls.clear()
 
     def health(self) -> dict[str, PartHealth]:
         return {part.name: part.health for part in self.roster.parts}
@@ -133,10 +133,10 @@ DIED = RoomFailed("inference replica 1 died")
 class TestStart:
     def test_a_replica_joins_when_it_and_the_orchestrator_are_there(self, world: World) -> None:
         world.answer("start", 0)
-        assert world.room.told == []
+        assert world.room.calls == []
         world.manager.attach(world.room)
         world.answer("start", 1)
-        assert world.room.told == [("join", 0, "client 0"), ("join", 1, "client 1")]
+        assert world.room.calls == [("join", 0, "client 0"), ("join", 1, "client 1")]
         assert world.health() == {"inference_0": PartHealth.CATCHING_UP, "inference_1": PartHealth.CATCHING_UP}
         world.answer("table", value=world.room.publish(0))
         assert world.manager.missing(all_of_them=False) == []
@@ -144,7 +144,7 @@ class TestStart:
 
     def test_one_that_dies_as_it_starts_is_replaced(self, world: World) -> None:
         world.answer("start", 0, value=DIED)
-        assert world.room.told == [("replace", 0)]
+        assert world.room.calls == [("replace", 0)]
         assert world.waits_for("start", 0)
 
     def test_bad_input_is_no_reason_to_try_again(self, world: World) -> None:
@@ -154,9 +154,9 @@ class TestStart:
     def test_a_start_that_takes_too_long_is_given_up_but_waiting_for_a_place_is_not(self, world: World) -> None:
         world.room.lost_places = {1}
         world.look(601.0)
-        assert world.room.told == [("replace", 0)]
+        assert world.room.calls == [("replace", 0)]
         world.look(601.0)
-        assert ("replace", 1) not in world.room.told
+        assert ("replace", 1) not in world.room.calls
         part = world.roster.part("inference_1")
         assert part is not None
         assert "waits for a place" in part.why
@@ -167,7 +167,7 @@ class TestLoss:
         world.serve()
         world.look()
         world.answer("heartbeat", 1, value=DIED)
-        assert world.room.told == [("leave", 1), ("replace", 1)]
+        assert world.room.calls == [("leave", 1), ("replace", 1)]
         assert world.health() == {"inference_0": PartHealth.HEALTHY, "inference_1": PartHealth.STARTING}
         world.answer("table", value=world.room.publish(0, 1))
         assert world.health()["inference_1"] is PartHealth.STARTING, "it speaks of the one that was lost"
@@ -197,7 +197,7 @@ class TestLoss:
         world.serve()
         world.look()
         world.answer("heartbeat", 0, value=WeightsRefused("canary"))
-        assert ("replace", 0) in world.room.told
+        assert ("replace", 0) in world.room.calls
 
     def test_actors_that_live_are_asked_together_what_they_lost(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """128 replicas refuse one update. None that hangs holds up the others, or the thread."""
@@ -207,16 +207,16 @@ class TestLoss:
         world.room.alive = set(range(128))
         for index in range(128):
             world.answer("heartbeat", index, value=WeightsRefused("canary"))
-        assert world.room.asked == list(range(128))
-        assert {what for what, *_ in world.room.told} == {"leave"}
+        assert world.room.questions == list(range(128))
+        assert {name for name, *_ in world.room.calls} == {"leave"}
         world.answer("lost engine", 0, value=True)
         world.answer("lost engine", 1, value=False)
         world.answer("lost engine", 2, value=DIED)
-        assert world.room.told[-3:] == [("restart", 0), ("replace", 1), ("replace", 2)]
+        assert world.room.calls[-3:] == [("restart", 0), ("replace", 1), ("replace", 2)]
         world.manager.scale(127)
         assert not world.waits_for("lost engine", 127)
         world.look(ALIVE_S)
-        assert [index for what, index in world.room.told if what == "replace"] == list(range(1, 127))
+        assert [index for name, index in world.room.calls if name == "replace"] == list(range(1, 127))
         assert not world.waits_for("lost engine"), "what comes later says nothing of the successor"
 
     def test_places_of_all_that_start_are_looked_at_once_a_second(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,10 +240,10 @@ class TestLoss:
         assert world.health()["inference_1"] is PartHealth.HEALTHY
         world.look(1.5)
         world.look(HEARTBEAT_S)
-        assert world.room.asked == [], "they were killed"
+        assert world.room.questions == [], "they were killed"
         assert world.signals[:2] == [("inference_0", heartbeats_module.STACKS), ("inference_0", 9)]
         assert set(world.pids) == {(11, 12)}, "its engine too"
-        assert ("replace", 1) in world.room.told
+        assert ("replace", 1) in world.room.calls
 
     def test_a_silent_engine_makes_its_replica_suspect_until_its_actor_gives_it_up(self, world: World) -> None:
         world.serve()
@@ -251,16 +251,16 @@ class TestLoss:
         world.answer("heartbeat", 1, value=Heartbeat((11, 12), "node", behind_s=ENGINE_S / 2, limit_s=ENGINE_S))
         assert world.health()["inference_1"] is PartHealth.SUSPECT
         world.look(2.0)
-        assert world.room.told == []
+        assert world.room.calls == []
         world.answer("heartbeat", 1, value=RoomFailed("inference replica 1 has had no sign of life of its engine"))
-        assert ("replace", 1) in world.room.told
+        assert ("replace", 1) in world.room.calls
 
     def test_one_that_fails_again_and_again_is_left_out_and_tried_later(self, world: World) -> None:
         world.serve()
         for how in ("a crash", "a hang", "an error of its GPU", "a signal"):
             world.dies(1, how)
         assert world.health() == {"inference_0": PartHealth.HEALTHY}
-        (incident,) = [each for each in world.roster.incidents if "is left out" in each.what]
+        (incident,) = [left_out for left_out in world.roster.incidents if "is left out" in left_out.what]
         assert incident.part == "inference_1"
         assert "the run goes on with 1 replica, and tries another in 3600 s" in incident.what
         world.answer("heartbeat", 0, value=Heartbeat((7,), "node"))
@@ -291,8 +291,8 @@ class TestLoss:
         for index in range(40, 48):
             world.later += 100.0
             world.answer("heartbeat", index, value=RoomFailed(f"inference replica {index} died"))
-        out = [each for each in world.roster.incidents if "is left out (node node-5)" in each.what]
-        assert [each.part for each in out] == [f"inference_{index}" for index in range(43, 48)]
+        out = [incident for incident in world.roster.incidents if "is left out (node node-5)" in incident.what]
+        assert [incident.part for incident in out] == [f"inference_{index}" for index in range(43, 48)]
         assert "replicas of node node-5 failed 4 times" in out[0].what
         assert len(world.health()) == 123
 
@@ -300,16 +300,16 @@ class TestLoss:
         world = spread(monkeypatch, 16)
         for index in range(8):
             world.answer("heartbeat", index, value=RoomFailed(f"inference replica {index} died"))
-        assert [what for what in world.room.told if what[0] == "replace"] == [("replace", index) for index in range(8)]
+        assert [call for call in world.room.calls if call[0] == "replace"] == [("replace", index) for index in range(8)]
 
     def test_one_that_tables_leave_out_is_replaced_after_a_second_opinion(self, world: World) -> None:
         world.serve()
         for _ in range(2):
-            world.answer("table", value=world.room.publish(0, gone={1: "it names weights it was never given"}))
+            world.answer("table", value=world.room.publish(0, lost={1: "it names weights it was never given"}))
             world.look()
-            assert world.room.told == []
+            assert world.room.calls == []
             world.look(SECOND_OPINION_S / 2)
-        assert world.room.told == [("leave", 1), ("replace", 1)]
+        assert world.room.calls == [("leave", 1), ("replace", 1)]
         world.answer("start", 1)
         world.answer("table", value=world.room.published)
         world.look(2 * SECOND_OPINION_S)
@@ -322,25 +322,25 @@ class TestLoss:
         world.serve()
         world.look()
         world.answer("heartbeat", 1, value=unreached)
-        world.answer("table", value=world.room.publish(0, gone={1: "it does not answer"}))
+        world.answer("table", value=world.room.publish(0, lost={1: "it does not answer"}))
         world.look(2 * SECOND_OPINION_S)
-        assert world.room.told == []
+        assert world.room.calls == []
         world.answer("heartbeat", 1, value=DIED)
-        assert world.room.told == [("leave", 1), ("replace", 1)]
+        assert world.room.calls == [("leave", 1), ("replace", 1)]
         world.look(2 * SECOND_OPINION_S)
-        assert world.room.told == [("leave", 1), ("replace", 1)]
+        assert world.room.calls == [("leave", 1), ("replace", 1)]
 
     def test_when_the_attempt_ends_meanwhile_the_replica_was_not_to_blame(self, world: World) -> None:
         world.serve()
         reason = "it could not fetch the weights of a dead trainer"
-        world.answer("table", value=world.room.publish(0, gone={1: reason}))
+        world.answer("table", value=world.room.publish(0, lost={1: reason}))
         world.look(SECOND_OPINION_S / 2)
         world.manager.detach()
-        assert world.room.told == [("abort all",)]
+        assert world.room.calls == [("abort all",)]
         world.manager.attach(world.room)
         world.look(2 * SECOND_OPINION_S)
         assert world.health()["inference_1"] is PartHealth.CATCHING_UP
-        assert world.room.told[1:] == [("join", 0, "client 0"), ("join", 1, "client 1")]
+        assert world.room.calls[1:] == [("join", 0, "client 0"), ("join", 1, "client 1")]
 
     def test_a_late_table_of_an_earlier_attempt_says_nothing_of_this_one(self, world: World) -> None:
         """The last one comes when the replica set of that attempt is dead."""
@@ -348,14 +348,14 @@ class TestLoss:
         world.answer("start", 1)
         world.manager.attach(world.room)
         for last in (world.room.publish(0, 1), RoomFailed("replica set died")):
-            (late,) = [ref for ref in world.monitor.refs() if ref.what == ("table",)]
+            (late,) = [ref for ref in world.monitor.refs() if ref.call == ("table",)]
             world.manager.detach()
             world.manager.attach(next_set := Room([]))
             world.monitor.arrived(late, last)
             assert set(world.health().values()) == {PartHealth.CATCHING_UP}
         world.answer("table", value=next_set.publish(0, 1))
         world.look(2 * SECOND_OPINION_S)
-        assert not any(told[0] == "replace" for told in world.room.told)
+        assert not any(call[0] == "replace" for call in world.room.calls)
         assert set(world.health().values()) == {PartHealth.HEALTHY}
 
 
@@ -364,19 +364,19 @@ class TestLostSet:
         world.serve()
         world.manager.scale(3)
         world.manager.scale(1)
-        world.room.told.clear()
-        world.answer("table", value=world.room.publish(0, gone={0: "it could not fetch"}))
+        world.room.calls.clear()
+        world.answer("table", value=world.room.publish(0, lost={0: "it could not fetch"}))
         generations = dict(world.room.joined)
-        (late,) = [ref for ref in world.monitor.refs() if ref.what == ("table",)]
+        (late,) = [ref for ref in world.monitor.refs() if ref.call == ("table",)]
         world.manager.begin_set_again()
-        assert world.room.told == [("begin again", 0, 1), ("drain", 1)]
+        assert world.room.calls == [("begin again", 0, 1), ("drain", 1)]
         assert world.room.joined == generations, "requests on them go on"
         world.monitor.arrived(late, RoomFailed("replica set died"))
         world.look(2 * SECOND_OPINION_S)
-        assert ("replace", 0) not in world.room.told, "the set that says so is no more"
+        assert ("replace", 0) not in world.room.calls, "the set that says so is no more"
         world.answer("table", value=world.room.publish(0))
         assert world.health()["inference_0"] is PartHealth.HEALTHY
-        world.answer("table", value=world.room.publish(0, gone={1: "it was drained"}))
+        world.answer("table", value=world.room.publish(0, lost={1: "it was drained"}))
         world.look()
         assert "inference_1" not in world.health()
 
@@ -385,9 +385,9 @@ class TestScale:
     def test_more_start_and_join(self, world: World) -> None:
         world.serve()
         assert world.manager.scale(3) == "2 replicas; 1 more to start"
-        assert world.room.told == [("take",), ("add", 2)]
+        assert world.room.calls == [("take",), ("add", 2)]
         world.answer("start", 2)
-        assert world.room.told[2:] == [("join", 2, "client 2")]
+        assert world.room.calls[2:] == [("join", 2, "client 2")]
 
     def test_those_that_start_and_those_that_still_leave_count_at_once(self, world: World) -> None:
         def added(*numbers: int) -> tuple[int, ...]:
@@ -405,14 +405,14 @@ class TestScale:
     def test_the_youngest_leave_when_they_are_drained(self, world: World) -> None:
         world.serve()
         world.manager.scale(1)
-        assert world.room.told == [("drain", 1)]
+        assert world.room.calls == [("drain", 1)]
         assert world.health()["inference_1"] is PartHealth.DRAINING
         world.answer("table", value=world.room.publish(0, 1))
         world.look()
-        assert world.room.told[1:] == []
-        world.answer("table", value=world.room.publish(0, gone={1: "it was drained"}))
+        assert world.room.calls[1:] == []
+        world.answer("table", value=world.room.publish(0, lost={1: "it was drained"}))
         world.look()
-        assert world.room.told[1:] == [("remove", 1), ("give back", 1)]
+        assert world.room.calls[1:] == [("remove", 1), ("give back", 1)]
         assert world.health() == {"inference_0": PartHealth.HEALTHY}
 
     def test_one_that_dies_while_it_drains_has_no_successor(self, world: World) -> None:
@@ -420,16 +420,16 @@ class TestScale:
         world.look()
         world.manager.scale(1)
         world.answer("heartbeat", 1, value=DIED)
-        assert world.room.told == [("drain", 1), ("leave", 1), ("remove", 1), ("give back", 1)]
+        assert world.room.calls == [("drain", 1), ("leave", 1), ("remove", 1), ("give back", 1)]
 
     def test_one_that_starts_leaves_at_once(self, world: World) -> None:
         world.answer("start", 0)
         world.manager.attach(world.room)
         world.manager.scale(1)
-        assert ("remove", 1) in world.room.told
+        assert ("remove", 1) in world.room.calls
         assert not world.waits_for("start", 1)
 
     def test_as_many_as_there_are(self, world: World) -> None:
         world.serve()
         assert world.manager.scale(2) == "there are 2 already"
-        assert world.room.told == []
+        assert world.room.calls == []

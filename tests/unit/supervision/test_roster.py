@@ -25,7 +25,7 @@ def roster() -> Roster:
     return Roster(Ticks())
 
 
-def told(roster: Roster) -> list[Incident | None]:
+def log(roster: Roster) -> list[Incident | None]:
     heard: list[Incident | None] = []
     roster.listen(lambda _roster, incident: heard.append(incident))
     return heard
@@ -61,7 +61,7 @@ def test_an_answer_of_a_part_that_is_no_suspect_changes_only_its_processes(roste
     roster.answered("inference_0", (1,), "a")
     assert roster.parts == [], "who has left is not called back by a late answer"
     roster.set("inference_0", PartHealth.CATCHING_UP, "why")
-    heard = told(roster)
+    heard = log(roster)
     roster.answered("inference_0", (1, 2), "a")
     roster.answered("inference_0", (1, 2), "a")
     (part,) = roster.parts
@@ -88,7 +88,7 @@ def test_an_answer_that_comes_too_late_raises_nobody_from_the_dead(roster: Roste
 
 
 def test_a_listener_hears_of_changes_only(roster: Roster) -> None:
-    heard = told(roster)
+    heard = log(roster)
     roster.set("a_0", PartHealth.HEALTHY)
     roster.set("a_0", PartHealth.HEALTHY)
     assert heard == [None]

@@ -40,7 +40,7 @@ def roster() -> Roster:
     return roster_of(PartHealth.HEALTHY, PartHealth.STARTING)
 
 
-def said(root: Path) -> Status:
+def read(root: Path) -> Status:
     status = Status.read(root)
     assert status is not None
     return status
@@ -62,7 +62,7 @@ class TestStatus:
         roster.note("inference_1", "its engine died")
         with StatusWriter(tmp_path, roster):
             wait_for((tmp_path / STATUS).exists, "the status")
-            status = said(tmp_path)
+            status = read(tmp_path)
             assert (status.pid, status.node) == (os.getpid(), os.uname().nodename)
             assert (status.attempt, status.step, status.incidents_total, status.ended) == (2, 5, 1, None)
             assert status.parts == tuple(roster.parts)
@@ -83,14 +83,14 @@ class TestStatus:
         with StatusWriter(tmp_path, roster):
             pass
         roster.note("inference_0", "stopped")
-        assert said(tmp_path).ended == RunEnd(0, "done"), "what comes later changes nothing, but is kept"
+        assert read(tmp_path).ended == RunEnd(0, "done"), "what comes later changes nothing, but is kept"
         assert [i.what for i in read_incidents(tmp_path)] == ["stopped"]
         with pytest.raises(LimitReached), StatusWriter(tmp_path, roster):
             raise LimitReached("inference_1 failed\n  4 times")
-        assert said(tmp_path).ended == RunEnd(3, "inference_1 failed 4 times")
+        assert read(tmp_path).ended == RunEnd(3, "inference_1 failed 4 times")
         with pytest.raises(ZeroDivisionError), StatusWriter(tmp_path, roster):
             raise ZeroDivisionError
-        assert said(tmp_path).ended == RunEnd(1, "ZeroDivisionError")
+        assert read(tmp_path).ended == RunEnd(1, "ZeroDivisionError")
 
     def test_nothing_and_torn(self, tmp_path: Path) -> None:
         assert Status.read(tmp_path) is None
@@ -109,7 +109,7 @@ class TestStatus:
 def test_the_example_in_the_docs_is_a_status(tmp_path: Path) -> None:
     (example,) = re.findall(r"```json\n(.*?)```", RECOVERY.read_text(), re.DOTALL)
     (tmp_path / STATUS).write_text(example)
-    status = said(tmp_path)
+    status = read(tmp_path)
     assert status.parts[0].health is PartHealth.HEALTHY
     assert status.recent[0].part == status.parts[0].name
     assert json.loads(json.dumps(asdict(status))) == json.loads(example), "and has every field"
@@ -162,10 +162,10 @@ def test_metrics_count_those_that_serve() -> None:
 
 class TestDriver:
     def test_it_lives_as_long_as_it_holds_the_lock_file(self, tmp_path: Path) -> None:
-        here = os.uname().nodename
+        node = os.uname().nodename
         with driven(tmp_path):
-            assert DriverProcess.read(tmp_path) == DriverProcess(os.getpid(), here, True)
-        assert DriverProcess.read(tmp_path) == DriverProcess(os.getpid(), here, False)
+            assert DriverProcess.read(tmp_path) == DriverProcess(os.getpid(), node, True)
+        assert DriverProcess.read(tmp_path) == DriverProcess(os.getpid(), node, False)
 
     def test_a_killed_one_is_dead(self, tmp_path: Path) -> None:
         lock = tmp_path / LOCK

@@ -65,19 +65,19 @@ class World:
 
     def _ready(self, refs: dict[Any, str], timeout_s: float) -> dict[Any, Any]:
         time.sleep(0.01)
-        return {ref: self._outcome(ref) for ref in refs if ref.what[0] not in self.silent}
+        return {ref: self._outcome(ref) for ref in refs if ref.call[0] not in self.silent}
 
     def _outcome(self, ref: Ref) -> Any:
-        failure = self.fails.get(str(ref.what[0]))
+        failure = self.fails.get(str(ref.call[0]))
         if isinstance(failure, type):
             raise failure("out of the blue")
-        if ref.what[0] == "table":
+        if ref.call[0] == "table":
             return self.room.publish(*self.room.joined)
         return failure or Heartbeat((1,), "node")
 
-    def until(self, said: Callable[[], bool]) -> None:
+    def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_S
-        while not said():
+        while not condition():
             assert time.monotonic() < deadline, (self.roster.parts, self.roster.incidents)
             time.sleep(0.01)
 
@@ -94,17 +94,17 @@ class World:
         self.supervisor.await_replicas(Path("logs"), lambda _names, _waited: None)
 
     def failure(self) -> TriremeError:
-        found: list[TriremeError] = []
+        failures: list[TriremeError] = []
 
         def raised() -> bool:
             try:
                 self.supervisor.check()
             except TriremeError as failure:
-                found.append(failure)
-            return bool(found)
+                failures.append(failure)
+            return bool(failures)
 
         self.until(raised)
-        return found[0]
+        return failures[0]
 
 
 @pytest.fixture
@@ -144,10 +144,10 @@ def test_all_is_well(world: World) -> None:
 @pytest.mark.parametrize("failure", [BadInput("4 replicas need 48 GiB"), RoomFailed("4 nodes do not answer")])
 def test_more_replicas_than_fit_are_refused_meanwhile(failure: TriremeError, world: World, tmp_path: Path) -> None:
     """Whoever is asked for the machines may take long: others get the supervisor's lock meanwhile."""
-    asked: list[tuple[int, int]] = []
+    requests: list[tuple[int, int]] = []
 
     def check(number: int, added: int) -> None:
-        asked.append((number, added))
+        requests.append((number, added))
         assert world.supervisor._lock.acquire(timeout=DEADLINE_S)
         world.supervisor._lock.release()
         raise failure
@@ -156,8 +156,8 @@ def test_more_replicas_than_fit_are_refused_meanwhile(failure: TriremeError, wor
     with world.serving() as supervisor:
         with request_scale(tmp_path, 4) as answered, pytest.raises(BadInput, match=str(failure)):
             world.until(lambda: answered() is not None)
-        assert asked == [(4, 3)]
-        assert not any(told[0] in ("add", "take") for told in world.room.told)
+        assert requests == [(4, 3)]
+        assert not any(call[0] in ("add", "take") for call in world.room.calls)
         supervisor.check()
 
 
@@ -168,17 +168,17 @@ def test_a_lost_shard_ends_the_attempt_and_the_next_one_begins_with_the_replicas
         supervisor.detach(DIED)
         supervisor.may_rebuild(DIED)
         world.fails.clear()
-        world.room.told.clear()
+        world.room.calls.clear()
         world.begin()
         supervisor.check()
-        assert world.room.told == [("join", 0, "client 0")]
+        assert world.room.calls == [("join", 0, "client 0")]
         assert [part.restarts for part in world.roster.parts if part.name == "trainer_0"] == [1]
 
 
 def test_a_lost_replica_is_replaced_and_the_attempt_goes_on(world: World) -> None:
     with world.serving() as supervisor:
         world.fails["heartbeat"] = RoomFailed("inference_0 died")
-        world.until(lambda: ("replace", 0) in world.room.told)
+        world.until(lambda: ("replace", 0) in world.room.calls)
         world.fails.clear()
         world.until(lambda: world.roster.parts[0].health is PartHealth.HEALTHY)
         supervisor.check()
@@ -192,15 +192,15 @@ def test_128_that_fail_together_have_successors_within_ten_seconds(
     with world.serving() as supervisor:
         world.silent, world.room.alive = {"lost engine"}, set(range(128))
         world.fails["heartbeat"] = WeightsRefused("canary")
-        began = time.monotonic()
-        world.until(lambda: len(world.room.asked) == 128)
+        started = time.monotonic()
+        world.until(lambda: len(world.room.questions) == 128)
         world.fails.clear()
         longest_s = 0.0
-        while sum(what == "replace" for what, *_ in world.room.told) < 128:
-            asked = time.monotonic()
+        while sum(name == "replace" for name, *_ in world.room.calls) < 128:
+            requested_at = time.monotonic()
             with supervisor._lock:
-                longest_s = max(longest_s, time.monotonic() - asked)
-            assert asked - began < 10.0, "it is too long"
+                longest_s = max(longest_s, time.monotonic() - requested_at)
+            assert requested_at - started < 10.0, "it is too long"
             time.sleep(0.01)
         assert longest_s < 1.0
         world.until(lambda: all(part.health is PartHealth.HEALTHY for part in world.roster.parts))
@@ -217,7 +217,7 @@ def test_a_lost_replica_set_has_a_successor_as_often_as_the_budget_allows(world:
             world.fails.clear()
             world.until(lambda: all(part.health is PartHealth.HEALTHY for part in world.roster.parts))
             supervisor.check()
-        assert world.room.told == [("join", 0, "client 0"), *[("begin again", 0)] * 3]
+        assert world.room.calls == [("join", 0, "client 0"), *[("begin again", 0)] * 3]
         assert {part.name: part.restarts for part in world.roster.parts if part.restarts} == {"replica_set_0": 3}
         world.fails["replica set"] = RoomFailed("replica set died")
         assert "replica_set_0 failed 4 times" in str(world.failure())
@@ -242,7 +242,7 @@ def test_in_deterministic_mode_it_ends_the_attempt(part: str, monkeypatch: pytes
     with world.serving():
         world.fails[part] = RoomFailed("it died")
         assert "it died" in str(world.failure())
-        assert (("replace", 0) in world.room.told) is (part == "heartbeat")
+        assert (("replace", 0) in world.room.calls) is (part == "heartbeat")
 
 
 def test_beyond_the_budget_the_run_ends_in_the_drivers_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -284,14 +284,14 @@ def test_a_silent_process_out_of_reach_holds_up_nothing(monkeypatch: pytest.Monk
         world.unreachable.set()
         world.silent = {"trainer"}
         world.until(lambda: "trainer_0" in world.signals)
-        done = threading.Event()
+        ended_attempt = threading.Event()
 
         def driver() -> None:
             supervisor.detach(None)
-            done.set()
+            ended_attempt.set()
 
         threading.Thread(target=driver, daemon=True).start()
-        assert done.wait(DEADLINE_S), "the driver ends the attempt meanwhile"
+        assert ended_attempt.wait(DEADLINE_S), "the driver ends the attempt meanwhile"
         world.unreachable.clear()
 
 
@@ -314,26 +314,26 @@ def test_nothing_is_built_again_before_ray_knows_who_is_dead(world: World) -> No
     """A node is lost: first nobody knows, then the shard on it is dead."""
     with world.serving() as supervisor:
         world.fails["trainer"] = unreached("trainer_0")
-        gone: list[float] = []
+        ended_at: list[float] = []
 
         def tell() -> None:
-            gone.append(time.monotonic())
+            ended_at.append(time.monotonic())
             world.fails["trainer"] = DIED
 
         timer = threading.Timer(4.0, tell)
         timer.start()
         supervisor.detach(unreached("trainer_0"))
         timer.join()
-        assert 0.0 <= time.monotonic() - gone[0] < 2.0, "it waits until it is known, and no longer"
+        assert 0.0 <= time.monotonic() - ended_at[0] < 2.0, "it waits until it is known, and no longer"
         supervisor.may_rebuild(unreached("trainer_0"))
         assert [incident.what for incident in world.roster.incidents] == [str(DIED)]
 
 
 def test_an_attempt_that_failed_though_everybody_lives_is_built_again_soon(world: World) -> None:
     with world.serving() as supervisor:
-        began = time.monotonic()
+        started = time.monotonic()
         supervisor.detach(unreached("trainer_0"))
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - started < 5.0
         supervisor.may_rebuild(unreached("trainer_0"))
 
 
@@ -365,19 +365,19 @@ def test_replicas_wait_for_a_place_longer_than_for_their_start(monkeypatch: pyte
         supervisor.may_rebuild(DIED)
         world.silent, world.room.lost_places = {"start"}, {0}
         world.fails["heartbeat"] = RoomFailed("inference_0 died")
-        world.until(lambda: ("replace", 0) in world.room.told)
+        world.until(lambda: ("replace", 0) in world.room.calls)
         world.fails.clear()
-        told: list[str] = []
+        names_of_waits: list[str] = []
 
         def progress(names: list[str], waited_s: float) -> None:
-            told.extend(names)
+            names_of_waits.extend(names)
             if waited_s > 1.0:
                 world.room.lost_places, world.silent = set(), set()
 
         supervisor.expect(Trainer(), Orchestrator(), world.room)
         supervisor.attach(Trainer(), Orchestrator(), world.room, replica_set=world.room)
         supervisor.await_replicas(Path("logs"), progress)
-        assert "a place in the cluster for inference replica 0" in told
+        assert "a place in the cluster for inference replica 0" in names_of_waits
         supervisor.check()
 
 

@@ -93,14 +93,14 @@ def user(text: str) -> Any:
 
 async def ask(client: openai.AsyncOpenAI, *messages: Any, **body: Any) -> Any:
     answer = await client.chat.completions.create(model="policy", messages=list(messages), **body)
-    said = [{"role": "assistant", "content": choice.message.content} for choice in answer.choices]
-    return said if "n" in body else said[0]
+    replies = [{"role": "assistant", "content": choice.message.content} for choice in answer.choices]
+    return replies if "n" in body else replies[0]
 
 
 def trained(trajectory: Trajectory) -> list[int]:
     batch = lay_out([WeightedTrajectory(trajectory, 1.0, 0.7)])
-    found: list[int] = batch.columns["target_tokens"][batch.columns["mask"] > 0].tolist()
-    return found
+    tokens: list[int] = batch.columns["target_tokens"][batch.columns["mask"] > 0].tolist()
+    return tokens
 
 
 def open_sessions() -> int:

@@ -33,8 +33,8 @@ Tensors = Sequence[tuple[str, torch.Tensor]]
 
 def tensors_of(version: int, count: int = 12) -> list[tuple[str, torch.Tensor]]:
     """Makes the tensors of a version, of some 1 to 3 KB each."""
-    made = torch.Generator().manual_seed(version)
-    return [(f"t{n}", torch.rand(300 + 40 * n, generator=made)) for n in range(count)]
+    generator = torch.Generator().manual_seed(version)
+    return [(f"t{n}", torch.rand(300 + 40 * n, generator=generator)) for n in range(count)]
 
 
 def laid_out(tensors: Tensors) -> Layout:
@@ -53,10 +53,10 @@ class Receiver:
 
     def __init__(self, number: int, faults: str = "") -> None:
         context, self.number = importing_once(), number
-        self._end, there = context.Pipe()
-        self.process = context.Process(target=_receive, args=(there, number, faults), daemon=True)
+        self._end, child = context.Pipe()
+        self.process = context.Process(target=_receive, args=(child, number, faults), daemon=True)
         self.process.start()
-        there.close()
+        child.close()
 
     @property
     def pid(self) -> int:
@@ -98,15 +98,15 @@ class Receiver:
         self._end.send(("file",))
         return int(self.hear()["file"])
 
-    def held(self, *, sockets: bool = False) -> Mapping[str, Any]:
+    def resources(self, *, sockets: bool = False) -> Mapping[str, Any]:
         """Returns what the process has open, files without names and perhaps sockets, as soon as it is nothing, or
         after some seconds."""
         deadline = time.monotonic() + 20.0
         while True:
             self._end.send(("held",))
-            found = {name: value for name, value in self.hear().items() if name == "files" or sockets}
-            if not any(found.values()) or time.monotonic() > deadline:
-                return found
+            resources = {name: value for name, value in self.hear().items() if name == "files" or sockets}
+            if not any(resources.values()) or time.monotonic() > deadline:
+                return resources
             time.sleep(0.05)
 
     def groups(self) -> Mapping[str, int]:
@@ -172,8 +172,8 @@ def what_is_held() -> dict[str, Any]:
     mapped = [m.path for m in process.memory_maps()]
     return {
         "files": sum("memfd:weights" in name for name in [*files, *mapped]),
-        "sockets": sum(each.status == psutil.CONN_ESTABLISHED for each in process.net_connections("tcp")),
-        "threads": sum(each.name.startswith(("receiving", "broadcast of")) for each in threading.enumerate()),
+        "sockets": sum(item.status == psutil.CONN_ESTABLISHED for item in process.net_connections("tcp")),
+        "threads": sum(item.name.startswith(("receiving", "broadcast of")) for item in threading.enumerate()),
     }
 
 
@@ -185,29 +185,31 @@ class Parts:
     threads: frozenset[str] = frozenset()
 
     @classmethod
-    def here(cls) -> Parts:
-        connections = [each for each in psutil.Process().net_connections("tcp") if each.raddr]
+    def current(cls) -> Parts:
+        connections = [connection for connection in psutil.Process().net_connections("tcp") if connection.raddr]
         threads = set()
         for task in Path("/proc/self/task").iterdir():
             with suppress(FileNotFoundError):  # it has ended meanwhile
                 threads |= {task.name} if (task / "comm").read_text() == GLOO_THREAD else set()
-        return cls(frozenset((each.laddr.port, each.raddr.port) for each in connections), frozenset(threads))
+        return cls(
+            frozenset((connection.laddr.port, connection.raddr.port) for connection in connections), frozenset(threads)
+        )
 
 
 def of_groups(endpoint: tuple[str, int], before: Parts = Parts()) -> dict[str, int]:
     """Returns how many connections, but for those of the store at `endpoint`, and threads of groups this process has
     that it did not have `before`."""
-    now = Parts.here()
+    now = Parts.current()
     return {
         "sockets": sum(endpoint[1] not in ports for ports in now.sockets - before.sockets),
         "threads": len(now.threads - before.threads),
     }
 
 
-def soon(found: Callable[[], Any], expected: Any) -> Any:
-    """Returns what `found` returns, as soon as that is `expected`, or after some seconds."""
+def soon(read: Callable[[], Any], expected: Any) -> Any:
+    """Returns what `read` returns, as soon as that is `expected`, or after some seconds."""
     deadline = time.monotonic() + 20.0
-    while (now := found()) != expected and time.monotonic() < deadline:
+    while (now := read()) != expected and time.monotonic() < deadline:
         time.sleep(0.05)
     return now
 
@@ -237,9 +239,9 @@ class Fleet:
 
 @contextmanager
 def receivers(count: int, faults: str = "") -> Iterator[list[Receiver]]:
-    made = [Receiver(number, faults) for number in range(count)]
+    created = [Receiver(number, faults) for number in range(count)]
     try:
-        yield made
+        yield created
     finally:
-        for receiver in made:
+        for receiver in created:
             receiver.end()

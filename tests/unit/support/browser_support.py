@@ -52,14 +52,14 @@ class Tab:
         number = next(self._numbers)
         self._line.send(json.dumps({"id": number, "method": method, "params": params}))
         while True:
-            told = json.loads(self._line.recv(DEADLINE_S))
-            self._note(told)
-            if told.get("id") == number:
-                assert "error" not in told, told
-                return told["result"]
+            message = json.loads(self._line.recv(DEADLINE_S))
+            self._note(message)
+            if message.get("id") == number:
+                assert "error" not in message, message
+                return message["result"]
 
-    def _note(self, told: dict[str, Any]) -> None:
-        match told:
+    def _note(self, message: dict[str, Any]) -> None:
+        match message:
             case {"method": "Runtime.exceptionThrown", "params": {"exceptionDetails": details}}:
                 self.complaints.append(str(details.get("exception", details)))
             case {"method": "Log.entryAdded", "params": {"entry": {"level": "error" | "warning", "text": text}}}:
@@ -74,9 +74,9 @@ class Tab:
 
     def run(self, script: str) -> Any:
         """Returns the value of an expression in the page."""
-        told = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in told, told["exceptionDetails"]
-        return told["result"].get("value")
+        result = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in result, result["exceptionDetails"]
+        return result["result"].get("value")
 
     def until(self, script: str) -> Any:
         """Waits until an expression is true, and returns its value."""
@@ -134,8 +134,8 @@ def _address(profile: Path, running: subprocess.Popen[bytes]) -> str:
         time.sleep(0.05)
     port = file.read_text().splitlines()[0]
     while True:
-        with urlopen(f"http://127.0.0.1:{port}/json/list", timeout=DEADLINE_S) as told:
-            pages = [page for page in json.load(told) if page["type"] == "page"]
+        with urlopen(f"http://127.0.0.1:{port}/json/list", timeout=DEADLINE_S) as response:
+            pages = [page for page in json.load(response) if page["type"] == "page"]
         if pages:
             return str(pages[0]["webSocketDebuggerUrl"])
         assert time.monotonic() < ends, f"chromium opened no page within {DEADLINE_S:g} s"

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from renderer_support import QWEN3, bpe, said, scattered
+from renderer_support import QWEN3, bpe, message_of, scattered
 
 from orchestrator.env import Trajectory, Truncation
 from orchestrator.message_env import MessageEnv, MessageStep, RenderedEnv
@@ -25,13 +25,15 @@ class Questions(MessageEnv):
         self.unread: list[bool] = []
 
     async def initial_messages(self) -> Sequence[Message]:
-        return [said("system", "Answer."), said("user", "Question 0?")]
+        return [message_of("system", "Answer."), message_of("user", "Question 0?")]
 
     async def step(self, message: Message) -> MessageStep:
         self.heard.append(message)
-        done = len(self.heard) == self.turns
-        asked = [said(self.role, f"Question {len(self.heard)}?")]
-        return MessageStep(1.0, done, () if done else asked, metrics={"heard": 1.0}, logs={"said": message["content"]})
+        finished = len(self.heard) == self.turns
+        questions = [message_of(self.role, f"Question {len(self.heard)}?")]
+        return MessageStep(
+            1.0, finished, () if finished else questions, metrics={"heard": 1.0}, logs={"said": message["content"]}
+        )
 
     async def truncated(self, reason: Truncation) -> MessageStep | None:
         return MessageStep(-1.0, True, metrics={"full": 1.0}, logs={"reason": reason}, in_loss=False)
@@ -74,5 +76,5 @@ def renderer(name: str = "qwen3", template: str | None = QWEN3, **options: Any) 
     return make_renderer(name, bpe(template), **options)
 
 
-def ended(text: str, made: Renderer, seed: int = 0) -> list[int]:
-    return [*scattered(bpe(), text, seed), made.stop_tokens()[0]]
+def encoded_answer(text: str, chat_renderer: Renderer, seed: int = 0) -> list[int]:
+    return [*scattered(bpe(), text, seed), chat_renderer.stop_tokens()[0]]

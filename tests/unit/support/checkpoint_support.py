@@ -34,11 +34,11 @@ class Crashing:
     """
 
     def __init__(self, at: int | None) -> None:
-        self.at, self.seen = at, 0
+        self.at, self.count = at, 0
 
     def due(self) -> bool:
-        self.seen += 1
-        return self.seen == self.at
+        self.count += 1
+        return self.count == self.at
 
     def instead_of(self, change: Callable[..., Any]) -> Callable[..., Any]:
         def changed(*args: Any, **options: Any) -> Any:
@@ -119,7 +119,7 @@ def commit(store: CheckpointStore, step: int, attempt: int = 1, state: Any = Non
 
 
 def names(store: CheckpointStore) -> list[str]:
-    return [each.name for each in store.commits()]
+    return [path.name for path in store.commits()]
 
 
 def steps(store: CheckpointStore) -> list[int]:
@@ -156,5 +156,5 @@ def forge(commit: Path, path: str, data: bytes) -> None:
     (commit / path).write_bytes(data)
     before = Manifest.read(commit)
     record = FileRecord(path, len(data), xxhash.xxh3_128_hexdigest(data))
-    files = tuple(record if each.path == path else each for each in before.files)
+    files = tuple(record if file.path == path else file for file in before.files)
     (commit / MANIFEST).write_text(replace(before, files=files).to_json())

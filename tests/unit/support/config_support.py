@@ -21,10 +21,10 @@ REQUIRED = [
 """The same as flags."""
 
 
-def small(**given: Any) -> Config:
+def small(**options: Any) -> Config:
     """Lays sections, key by key, and plain values over the small configuration."""
-    sections = {name: {**BASE.get(name, {}), **value} for name, value in given.items() if isinstance(value, dict)}
-    return Config.model_validate({**BASE, **given, **sections})
+    sections = {name: {**BASE.get(name, {}), **value} for name, value in options.items() if isinstance(value, dict)}
+    return Config.model_validate({**BASE, **options, **sections})
 
 
 def refused(call: Callable[[], object]) -> str:

@@ -52,10 +52,15 @@ def reader_of(root: Path) -> RunReader:
 def make_live_run(root: Path) -> Path:
     """A run of four steps, without a driver: a replica is dead, and a session is open."""
     root.mkdir(parents=True)
-    own = {"max_steps": 8, "model": {"name": str(MODEL), "dtype": "auto"}}
-    (root / "config.json").write_text(json.dumps(CONFIG | own))
-    more = {"off_policy/token_mean": 0.5, "off_policy/mean": 1.0, "optim/kl_sample_train_v2": 1e-4, "time/optim": 0.1}
-    (root / "metrics.jsonl").write_text("".join(json.dumps(row(step) | more) + "\n" for step in range(STEPS)))
+    settings = {"max_steps": 8, "model": {"name": str(MODEL), "dtype": "auto"}}
+    (root / "config.json").write_text(json.dumps(CONFIG | settings))
+    metrics = {
+        "off_policy/token_mean": 0.5,
+        "off_policy/mean": 1.0,
+        "optim/kl_sample_train_v2": 1e-4,
+        "time/optim": 0.1,
+    }
+    (root / "metrics.jsonl").write_text("".join(json.dumps(row(step) | metrics) + "\n" for step in range(STEPS)))
     (root / "trained.jsonl").write_text(
         "".join(
             json.dumps({"step": s, "groups": [{"floor": s}, {"floor": max(0, s - 1)}]}) + "\n" for s in range(STEPS)
@@ -91,11 +96,11 @@ def _write_status(root: Path) -> None:
     roster.set("inference_1", PartHealth.DEAD, "its engine was killed")
     with StatusWriter(root, roster):
         roster.note("inference_1", f"its engine was killed {ATTACK}")
-    said = json.loads((root / "STATUS").read_text())
-    (root / "STATUS").write_text(json.dumps(said | {"ended": None}))
+    status = json.loads((root / "STATUS").read_text())
+    (root / "STATUS").write_text(json.dumps(status | {"ended": None}))
 
 
-def record(step: int, why: str, answers: Sequence[str] = ("12", ATTACK)) -> str:
+def record(step: int, reason: str, answers: Sequence[str] = ("12", ATTACK)) -> str:
     """A group with a rollout for each answer; the last token is of the next version."""
     rollouts = []
     for text in answers:
@@ -114,7 +119,13 @@ def record(step: int, why: str, answers: Sequence[str] = ("12", ATTACK)) -> str:
         }
         rollouts.append({"reward": 1.0, "stop_reason": "stop", "turns": [turn]})
     scores = [float(i == 0) for i in range(len(answers))]
-    about: dict[str, Any] = {"step": step, "why": why, "problem": f"0/{step}{ATTACK}", "tags": ["sort"], "floor": step}
+    about: dict[str, Any] = {
+        "step": step,
+        "why": reason,
+        "problem": f"0/{step}{ATTACK}",
+        "tags": ["sort"],
+        "floor": step,
+    }
     return json.dumps(about | {"rewards": scores, "advantages": scores, "rollouts": rollouts})
 
 
@@ -150,10 +161,10 @@ def write_sessions(directory: Path) -> Store:
     """A store with a session that is open and one that has ended, still open for more."""
     store = Store(directory, FORMAT)
     store.open()
-    for each in (
+    for record_of_session in (
         *records_of("open-one"),
         *records_of("ended-one"),
         SessionEnded("ended-one", 1005.0, "by its harness"),
     ):
-        store.append(encode(each))
+        store.append(encode(record_of_session))
     return store

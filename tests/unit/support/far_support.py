@@ -72,7 +72,9 @@ class FarRun:
         return [file for node in self.far.nodes for file in (self.disks / node).rglob("*") if file.is_file()]
 
 
-def puts(asked: list[str]) -> list[str]:
+def puts(requests: list[str]) -> list[str]:
     """The files of commits, manifests apart, that were put, in order of time."""
-    paths = [request.split("/commits/")[1] for request in asked if request.startswith("PUT") and "/commits/" in request]
+    paths = [
+        request.split("/commits/")[1] for request in requests if request.startswith("PUT") and "/commits/" in request
+    ]
     return [path for path in paths if not path.endswith(MANIFEST)]

@@ -48,14 +48,14 @@ class FakeSampler:
     def __init__(self) -> None:
         self.version = -1
         self.requests: list[SampleRequest] = []
-        self.held: dict[int, asyncio.Event] = {}
+        self.gates: dict[int, asyncio.Event] = {}
         self.held_updates: dict[int, asyncio.Event] = {}
         self.update_error: Exception | None = None
         self.label_with: int | None = None
         self.mixes = False
 
     def hold(self, problem: int) -> asyncio.Event:
-        return self.held.setdefault(problem, asyncio.Event())
+        return self.gates.setdefault(problem, asyncio.Event())
 
     def hold_update(self, version: int) -> asyncio.Event:
         return self.held_updates.setdefault(version, asyncio.Event())
@@ -63,7 +63,7 @@ class FakeSampler:
     async def sample(self, request: SampleRequest) -> SampledSequence:
         self.requests.append(request)
         started = self.version
-        if event := self.held.get(request.prompt[0]):
+        if event := self.gates.get(request.prompt[0]):
             await event.wait()
         versions = sorted({started if self.label_with is None else self.label_with, self.version})
         spans = tuple(

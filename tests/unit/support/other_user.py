@@ -36,7 +36,7 @@ def as_another_user(act: Callable[[], object]) -> str:
 
 def reached(paths: Iterable[Path]) -> str:
     """Tries to read, enter, change, move and call each path. Returns those with which one of that was possible."""
-    found = []
+    reachable = []
     for path in paths:
         attempts: list[Callable[[], object]] = [
             path.read_bytes,
@@ -48,6 +48,6 @@ def reached(paths: Iterable[Path]) -> str:
         for attempt in attempts:
             with suppress(OSError):
                 attempt()
-                found.append(str(path))
+                reachable.append(str(path))
                 break
-    return " ".join(found)
+    return " ".join(reachable)

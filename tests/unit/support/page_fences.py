@@ -36,14 +36,14 @@ class Fence:
         """Its commands, one each, with the files that it writes in place of its documents."""
         joined = re.sub(r"\\\n\s*", " ", self.text)
         joined = re.sub(
-            r"<<'END'\n(.*?)\nEND$", lambda found: shlex.quote(found[1].replace("\n", "\0")), joined, flags=re.S | re.M
+            r"<<'END'\n(.*?)\nEND$", lambda match: shlex.quote(match[1].replace("\n", "\0")), joined, flags=re.S | re.M
         )
         return list(re.split(r"\n+(?=\S)", joined.strip()))
 
 
 def fences(page: Path) -> list[Fence]:
     """Returns the samples of a page in their order."""
-    found, lines = [], page.read_text().splitlines()
+    blocks, lines = [], page.read_text().splitlines()
     opened: int | None = None
     for n, line in enumerate(lines):
         if line.startswith("```") and opened is None:
@@ -52,9 +52,9 @@ def fences(page: Path) -> list[Fence]:
             marked = MARK.fullmatch(lines[opened - 1])
             text = "\n".join(lines[opened + 1 : n]) + "\n"
             place = f"{page.name}:{opened + 1}"
-            found.append(Fence(place, lines[opened].removeprefix("```"), text, marked[1] if marked else ""))
+            blocks.append(Fence(place, lines[opened].removeprefix("```"), text, marked[1] if marked else ""))
             opened = None
-    return found
+    return blocks
 
 
 ALL = [fence for page in PAGES for fence in fences(page)]
@@ -71,8 +71,8 @@ def calls_of(program: str, text: str) -> list[list[str]]:
 def words_of(command: str) -> list[list[str]]:
     """Returns the words of each part of a command line that `&&` separates, without variables and `uv run`."""
     parts = []
-    for ends, found in groupby(shlex.split(command, comments=True), lambda word: word == "&&"):
-        words = [] if ends else list(found)
+    for ends, group in groupby(shlex.split(command, comments=True), lambda word: word == "&&"):
+        words = [] if ends else list(group)
         while words and re.match(r"[A-Z]\w*=", words[0]):
             words = words[1:]
         if words[:2] == ["uv", "run"]:

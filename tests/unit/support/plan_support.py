@@ -19,14 +19,16 @@ from trireme.process.machine import Gpu, Node
 
 def machines(cpus: int = 8, gpus: int = 0, memory_bytes: int = 16 * GIB, gpu_bytes: int = 0) -> Resources:
     """One machine; with `gpu_bytes` its driver tells how much memory each GPU has, all of it free."""
-    known = (Gpu(gpu_bytes, gpu_bytes),) * gpus if gpu_bytes else ()
-    node = Node("this machine", cpus, gpus, memory_bytes, memory_bytes, memory_bytes // 2, memory_bytes // 4, known)
+    gpus_of_node = (Gpu(gpu_bytes, gpu_bytes),) * gpus if gpu_bytes else ()
+    node = Node(
+        "this machine", cpus, gpus, memory_bytes, memory_bytes, memory_bytes // 2, memory_bytes // 4, gpus_of_node
+    )
     return Resources((node,), "this machine")
 
 
-def cluster(*each: Resources) -> Resources:
+def cluster(*parts: Resources) -> Resources:
     """The machines of all these together, in a cluster."""
-    nodes = [replace(node, name=f"node {n}") for n, one in enumerate(each) for node in one.nodes]
+    nodes = [replace(node, name=f"node {n}") for n, one in enumerate(parts) for node in one.nodes]
     return Resources(tuple(nodes), "the Ray cluster")
 
 
@@ -62,24 +64,24 @@ def plan(
     return Plan(config, facts, resources, RL_ROOMS, run_dir, warnings)
 
 
-def text_of(given: Plan) -> str:
+def text_of(plan_of_run: Plan) -> str:
     console = Console(width=400, record=True, file=io.StringIO())
-    console.print(given.render(whole=True))
+    console.print(plan_of_run.render(whole=True))
     return console.export_text()
 
 
-def trainer(given: Plan) -> TrainerPart:
-    (part,) = (part for part in given.parts if isinstance(part, TrainerPart))
+def trainer(plan_of_run: Plan) -> TrainerPart:
+    (part,) = (part for part in plan_of_run.parts if isinstance(part, TrainerPart))
     return part
 
 
-def inference(given: Plan) -> InferencePart:
-    (part,) = (part for part in given.parts if isinstance(part, InferencePart))
+def inference(plan_of_run: Plan) -> InferencePart:
+    (part,) = (part for part in plan_of_run.parts if isinstance(part, InferencePart))
     return part
 
 
-def orchestrator(given: Plan) -> OrchestratorPart:
-    (part,) = (part for part in given.parts if isinstance(part, OrchestratorPart))
+def orchestrator(plan_of_run: Plan) -> OrchestratorPart:
+    (part,) = (part for part in plan_of_run.parts if isinstance(part, OrchestratorPart))
     return part
 
 

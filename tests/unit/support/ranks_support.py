@@ -23,11 +23,11 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=DEADLINE_S), wait_for_workers=False)
     ends, processes = [], []
     for rank in range(world_size):
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_run, args=(there, rank, world_size, store.port, work, args), daemon=True)
+        parent, child = context.Pipe(duplex=False)
+        process = context.Process(target=_run, args=(child, rank, world_size, store.port, work, args), daemon=True)
         process.start()
-        there.close()
-        ends.append(here)
+        child.close()
+        ends.append(parent)
         processes.append(process)
     try:
         return [_result(rank, end) for rank, end in enumerate(ends)]

@@ -29,20 +29,20 @@ def reap_after_this_process() -> None:
 
 
 def _marked(mark: bytes) -> list[int]:
-    found = []
+    pids = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/environ", "rb") as environ:  # it may have ended
             if mark in environ.read().split(b"\0"):
-                found.append(int(name))
-    return found
+                pids.append(int(name))
+    return pids
 
 
 def main(parent: int, mark: str) -> None:
     while os.getppid() == parent:
         time.sleep(LOOK_S)
     end = time.monotonic() + KILL_S  # those that are killed may have started others meanwhile
-    while (left := _marked(mark.encode())) and time.monotonic() < end:
-        for pid in left:
+    while (remaining := _marked(mark.encode())) and time.monotonic() < end:
+        for pid in remaining:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from session_support import (
-    said,
+    message_of,
 )
 
 from orchestrator.advantages import WeightedTrajectory, lay_out
@@ -15,7 +15,7 @@ from service.sessions.session import SessionExport
 from trireme.core.types import SampledSequence
 from trireme.renderers import Message
 
-SYSTEM, FIRST = said("system", "s"), said("user", "q0")
+SYSTEM, FIRST = message_of("system", "s"), message_of("user", "q0")
 
 
 async def ask(service: SessionRegistry, request: TurnRequest, name: str = "s") -> AnsweredTurn:
@@ -43,7 +43,7 @@ def sampled(answers: Sequence[SampledSequence]) -> list[float]:
     return sorted(value for answer in answers for value in answer.logprobs.tolist())
 
 
-async def ended(service: SessionRegistry, name: str = "s") -> SessionExport:
+async def export_of(service: SessionRegistry, name: str = "s") -> SessionExport:
     await service.end(name, "done")
     return service.export(name)
 

@@ -122,60 +122,90 @@ CALCULATOR: ToolSpec = {
 }
 
 
-def said(role: str, content: str, **rest: Any) -> Message:
+def message_of(role: str, content: str, **rest: Any) -> Message:
     return {"role": role, "content": content, **rest}  # type: ignore[typeddict-item]
 
 
 CALL = {"name": "calculator", "arguments": {"expression": "2 + 2", "unité": "µ"}}
 CONVERSATIONS: dict[str, tuple[Sequence[Message], Sequence[ToolSpec]]] = {
-    "one question": ([said("user", "What is 2 + 2?")], ()),
-    "system prompt": ([said("system", "Be brief."), said("user", "Why?")], ()),
-    "empty system prompt": ([said("system", ""), said("user", "Why?")], ()),
-    "a second system message": ([said("system", "a"), said("user", "b"), said("system", "c"), said("user", "d")], ()),
-    "empty content": ([said("user", ""), said("assistant", ""), said("user", "")], ()),
-    "unicode": ([said("user", "Größe? 数学 🤖 e\u0301"), said("assistant", "½ 🤖"), said("user", "\u200bñ")], ()),
-    "newlines": ([said("user", "\n a\n\n"), said("assistant", "x\n\n\ny\n"), said("user", "b")], ()),
-    "several turns": ([said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d")], ()),
+    "one question": ([message_of("user", "What is 2 + 2?")], ()),
+    "system prompt": ([message_of("system", "Be brief."), message_of("user", "Why?")], ()),
+    "empty system prompt": ([message_of("system", ""), message_of("user", "Why?")], ()),
+    "a second system message": (
+        [
+            message_of("system", "a"),
+            message_of("user", "b"),
+            message_of("system", "c"),
+            message_of("user", "d"),
+        ],
+        (),
+    ),
+    "empty content": ([message_of("user", ""), message_of("assistant", ""), message_of("user", "")], ()),
+    "unicode": (
+        [
+            message_of("user", "Größe? 数学 🤖 e\u0301"),
+            message_of("assistant", "½ 🤖"),
+            message_of("user", "\u200bñ"),
+        ],
+        (),
+    ),
+    "newlines": (
+        [message_of("user", "\n a\n\n"), message_of("assistant", "x\n\n\ny\n"), message_of("user", "b")],
+        (),
+    ),
+    "several turns": (
+        [
+            message_of("user", "a"),
+            message_of("assistant", "b"),
+            message_of("user", "c"),
+            message_of("assistant", "d"),
+        ],
+        (),
+    ),
     "thinking": (
         [
-            said("user", "2 + 2?"),
-            said("assistant", "4", thinking="Let me think."),
-            said("user", "3 + 3?"),
-            said("assistant", "6", thinking="\nAgain,\n\nand again.\n"),
+            message_of("user", "2 + 2?"),
+            message_of("assistant", "4", thinking="Let me think."),
+            message_of("user", "3 + 3?"),
+            message_of("assistant", "6", thinking="\nAgain,\n\nand again.\n"),
         ],
         (),
     ),
     "thinking within content": (
-        [said("user", "2?"), said("assistant", "<think>\nhm\n</think>\n\n4"), said("user", "3?")],
+        [
+            message_of("user", "2?"),
+            message_of("assistant", "<think>\nhm\n</think>\n\n4"),
+            message_of("user", "3?"),
+        ],
         (),
     ),
-    "tools": ([said("system", "Use it."), said("user", "2 + 2?")], [CALCULATOR, CALCULATOR]),
-    "tools without a system prompt": ([said("user", "2 + 2?")], [CALCULATOR]),
+    "tools": ([message_of("system", "Use it."), message_of("user", "2 + 2?")], [CALCULATOR, CALCULATOR]),
+    "tools without a system prompt": ([message_of("user", "2 + 2?")], [CALCULATOR]),
     "a tool call": (
         [
-            said("user", "2 + 2?"),
-            said("assistant", "", thinking="I call it.", tool_calls=[CALL]),
-            said("tool", "4"),
-            said("assistant", "It is 4.", thinking="So."),
-            said("user", "Sure?"),
+            message_of("user", "2 + 2?"),
+            message_of("assistant", "", thinking="I call it.", tool_calls=[CALL]),
+            message_of("tool", "4"),
+            message_of("assistant", "It is 4.", thinking="So."),
+            message_of("user", "Sure?"),
         ],
         [CALCULATOR],
     ),
     "several calls and words": (
         [
-            said("user", "2 + 2?"),
-            said("assistant", "I look.", tool_calls=[CALL, CALL]),
-            said("tool", "4"),
-            said("tool", ""),
+            message_of("user", "2 + 2?"),
+            message_of("assistant", "I look.", tool_calls=[CALL, CALL]),
+            message_of("tool", "4"),
+            message_of("tool", ""),
         ],
         [CALCULATOR],
     ),
     "a tool's answer as a user's message": (
         [
-            said("user", "2?"),
-            said("assistant", "b", thinking="t"),
-            said("user", "<tool_response>\n4\n</tool_response>"),
-            said("assistant", "c", thinking="u"),
+            message_of("user", "2?"),
+            message_of("assistant", "b", thinking="t"),
+            message_of("user", "<tool_response>\n4\n</tool_response>"),
+            message_of("assistant", "c", thinking="u"),
         ],
         (),
     ),

@@ -57,7 +57,7 @@ async def joined(source: ReplicaSet, index: int, client: Any) -> None:
 async def losses(source: ReplicaSet) -> dict[int, str]:
     """Returns why replicas are gone that have no successor."""
     table = await source.table((0, 0), 0.0)
-    return {index: str(ended.reason) for index, ended in table.departed.items() if index not in table.rows}
+    return {index: str(departure.reason) for index, departure in table.departed.items() if index not in table.rows}
 
 
 async def next_loss(source: ReplicaSet, handled: Collection[int] = ()) -> int:

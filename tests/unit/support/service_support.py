@@ -53,16 +53,16 @@ class ScriptedSampler:
         self.hold_within: asyncio.Event | None = None
         """An answer stops after its first tokens until it is set."""
 
-    async def sample(self, request: SampleRequest, told: OnProgress | None = None) -> SampledSequence:
+    async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None) -> SampledSequence:
         self.requests.append(request)
         text = self.texts[(len(self.requests) - 1) % len(self.texts)]
         try:
-            return await self._say(request, text, told)
+            return await self._say(request, text, on_progress)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
 
-    async def _say(self, request: SampleRequest, text: str | Exception, told: Any) -> SampledSequence:
+    async def _say(self, request: SampleRequest, text: str | Exception, on_progress: Any) -> SampledSequence:
         if self.hold:
             await self.hold.wait()
         if isinstance(text, Exception):
@@ -76,8 +76,8 @@ class ScriptedSampler:
             sequence_of(tokens[:limit], reason, self.version), request.params.stop_strings, self.tokenizer.decode
         )
         for end in range(3, len(whole.tokens), 3):
-            if told:
-                told(beginning(whole, end))
+            if on_progress:
+                on_progress(beginning(whole, end))
             await asyncio.sleep(0)
             if self.hold_within:
                 await self.hold_within.wait()
@@ -119,7 +119,7 @@ def front_of(
     directory: Path,
     limits_of_sessions: SessionLimits = SESSION_LIMITS,
     max_steps_off_policy: int | None = None,
-    most: int = 8,
+    limit: int = 8,
 ) -> Front:
     sampling, store = SamplingParams(max_tokens=500), Store(directory, FORMAT)
     registry = SessionRegistry(turns, store, limits_of_sessions, sampling, time.time, max_steps_off_policy)
@@ -128,7 +128,7 @@ def front_of(
     async def floor() -> WeightIdentity:
         return WeightIdentity(1, VERSION, "d0")
 
-    return Front(turns, registry, keys, floor, most)
+    return Front(turns, registry, keys, floor, limit)
 
 
 @asynccontextmanager
@@ -148,8 +148,8 @@ async def served(
     renderer = make_renderer("auto", tokenizer)
     models = ServedModels(("policy", "step-000020"), MAX_LEN, len(tokenizer))
     turns = TurnAnswering(sampler, models, tokenizer, renderer, places or Places(64, 64, 30.0))
-    with tempfile.TemporaryDirectory() as own:
-        front = front_of(turns, keys, sessions or Path(own), **options)
+    with tempfile.TemporaryDirectory() as directory:
+        front = front_of(turns, keys, sessions or Path(directory), **options)
         async with _running(make_app(front, keys, limits, run), sampler, front) as running:
             yield running
 

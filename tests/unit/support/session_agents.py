@@ -42,12 +42,12 @@ async def ask(agent: openai.AsyncOpenAI, *messages: Any, **body: Any) -> Any:
 
 def sampled(service: Served) -> list[int]:
     """The tokens of all answers, as the sampler said them."""
-    found: list[int] = []
+    tokens: list[int] = []
     for request, text in zip(service.sampler.requests, service.sampler.texts * 99, strict=False):
         assert isinstance(text, str)
         end = next(iter(request.params.stop_token_ids), service.front.turns.tokenizer.eos_token_id)
-        found += [*service.front.turns.tokenizer.encode(text, add_special_tokens=False), end]
-    return found
+        tokens += [*service.front.turns.tokenizer.encode(text, add_special_tokens=False), end]
+    return tokens
 
 
 def trained(export: Any) -> list[int]:
@@ -55,6 +55,6 @@ def trained(export: Any) -> list[int]:
 
 
 async def refused(agent: openai.AsyncOpenAI, *messages: Any) -> openai.APIStatusError:
-    with pytest.raises(openai.APIStatusError) as found:
+    with pytest.raises(openai.APIStatusError) as refusal:
         await ask(agent, *(messages or (QUESTION,)))
-    return found.value
+    return refusal.value

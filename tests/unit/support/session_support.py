@@ -31,7 +31,7 @@ STORES: dict[Path, Store] = {}
 LOOK: ToolSpec = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
 
 
-def said(role: str, content: str, **rest: object) -> Message:
+def message_of(role: str, content: str, **rest: object) -> Message:
     return {"role": role, "content": content, **rest}  # type: ignore[typeddict-item]
 
 
@@ -58,19 +58,19 @@ class Letters(Renderer):
         tokens = rendered("".join(tool["name"] for tool in tools))
         for i, message in enumerate(messages):
             tokens += rendered(f"<{message['role']}>")
-            own = list(message["tokens"]) if "tokens" in message else [*rendered(message["content"]), END]
+            tokens_of_message = list(message["tokens"]) if "tokens" in message else [*rendered(message["content"]), END]
             if self._cut(messages, i):
-                own = own[own.index(SAMPLED + ord(")")) + 1 :]
-            tokens += own if own[-1] == END else [*own, END]
+                tokens_of_message = tokens_of_message[tokens_of_message.index(SAMPLED + ord(")")) + 1 :]
+            tokens += tokens_of_message if tokens_of_message[-1] == END else [*tokens_of_message, END]
         return [*tokens, *rendered("<assistant>")]
 
     def continuation(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int] | None:
         last = max(i for i, message in enumerate(messages) if "tokens" in message)
         if any(self._cut(messages, i) for i in range(len(messages))):
             return None
-        ended = messages[last]["tokens"][-1] == END
+        complete = messages[last]["tokens"][-1] == END
         rest = "".join(f"<{message['role']}>{message['content']}\x01" for message in messages[last + 1 :])
-        return rendered(f"{'' if ended else chr(END)}{rest}<assistant>")
+        return rendered(f"{'' if complete else chr(END)}{rest}<assistant>")
 
     def _cut(self, messages: Sequence[Message], i: int) -> bool:
         later = any(message["role"] == "user" for message in messages[i + 1 :])
@@ -87,7 +87,7 @@ class Letters(Renderer):
     def parse_response(self, tokens: Sequence[int], tools: Sequence[ToolSpec] = ()) -> tuple[Message, bool]:
         text = "".join(chr(token - SAMPLED) for token in tokens if token != END)
         thinking, _, content = text.rpartition(")")
-        message = said("assistant", content, tokens=list(tokens))
+        message = message_of("assistant", content, tokens=list(tokens))
         if thinking:
             message["thinking"] = thinking.removeprefix("(")
         return message, tokens[-1] == END
@@ -164,17 +164,17 @@ def registry(
     models = ServedModels(("policy",), 4096, 1 << 31)
     places = Places(1000, 1000, 1000.0)
     turns = TurnAnswering(sampler or ScriptedSampler(), models, LetterTokens(), renderer or Letters(), places)
-    made = SessionRegistry(turns, store, limits, SamplingParams(), clock or Hand(), None)
-    made.restore()
-    return made
+    opened = SessionRegistry(turns, store, limits, SamplingParams(), clock or Hand(), None)
+    opened.restore()
+    return opened
 
 
-def asked(*messages: Message, retry: bool = False, n: int = 1, tools: Sequence[ToolSpec] = ()) -> TurnRequest:
+def turn_request(*messages: Message, retry: bool = False, n: int = 1, tools: Sequence[ToolSpec] = ()) -> TurnRequest:
     return TurnRequest(tuple(messages), tuple(tools), n=n, retry=retry)
 
 
-def opened_registry(*given: Any, **options: Any) -> SessionRegistry:
+def opened_registry(*arguments: Any, **options: Any) -> SessionRegistry:
     """Returns a registry with the open session `s`."""
-    made = registry(*given, **options)
-    made.open("s", floor=3)
-    return made
+    opened = registry(*arguments, **options)
+    opened.open("s", floor=3)
+    return opened

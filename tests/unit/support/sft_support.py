@@ -19,9 +19,9 @@ def config(**changes: Any) -> SftConfig:
 
 def some(*lengths: int) -> Examples:
     """Examples of these lengths; the tokens count on through all of them, the weights of the last half are 1."""
-    made, first = [], 0
+    examples, first = [], 0
     for n, length in enumerate(lengths):
         tokens = np.arange(first, first + length, dtype=np.int32)
-        made.append(Example(tokens, (np.arange(length) >= length // 2).astype(np.float32), f"f:{n}"))
+        examples.append(Example(tokens, (np.arange(length) >= length // 2).astype(np.float32), f"f:{n}"))
         first += length
-    return Examples.of(made)
+    return Examples.of(examples)

@@ -38,7 +38,7 @@ class Double:
 
     url: str
     environment: dict[str, str]
-    asked: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
     """Method and path of each request."""
     ignores: tuple[str, ...] = ()
     """Conditions that it does not look at, as HTTP_IF_MATCH."""
@@ -53,19 +53,19 @@ def double(host: str = "127.0.0.1", port: int = 0, bucket: str = "") -> Iterator
     """Runs the server with one bucket, of a name of its own unless one is given; port 0 is any free one."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     app = DomainDispatcherApplication(create_backend_app)
-    found: list[Double] = []
+    doubles: list[Double] = []
 
     def filtered(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
         request = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}"
-        for here in found:
-            here.asked.append(request)
-            if here.busy:
+        for server in doubles:
+            server.requests.append(request)
+            if server.busy:
                 start_response("503 Service Unavailable", [("Content-Length", "0")])
                 return [b""]
-            if here.refuses(request):
+            if server.refuses(request):
                 start_response("403 Forbidden", [("Content-Length", "0")])
                 return [b""]
-            for condition in here.ignores:
+            for condition in server.ignores:
                 environ.pop(condition, None)
         return app(environ, start_response)
 
@@ -83,8 +83,8 @@ def double(host: str = "127.0.0.1", port: int = 0, bucket: str = "") -> Iterator
             "AWS_SECRET_ACCESS_KEY": "b",
             "AWS_REGION": "us-east-1",
         }
-        found.append(Double(f"s3://{bucket}/group", environment))
-        yield found[0]
+        doubles.append(Double(f"s3://{bucket}/group", environment))
+        yield doubles[0]
     finally:
         server.shutdown()
         thread.join(10)
@@ -99,9 +99,9 @@ def config(url: str, local: Path, *flags: str) -> Config:
 
 
 def stored(url: str, name: str = "r") -> StoredRun:
-    found = Bucket(f"{url}/{name}").read(HEAD)
-    assert found
-    return StoredRun.from_json(found[0])
+    body = Bucket(f"{url}/{name}").read(HEAD)
+    assert body
+    return StoredRun.from_json(body[0])
 
 
 def objects(url: str) -> dict[str, str | None]:
@@ -115,9 +115,9 @@ class Driver:
     `mirror.bring` is called by the test."""
 
     def __init__(self, url: str, local: Path, *flags: str) -> None:
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self.config = config(url, local, *flags)
-        self.remote = RemoteRun(url, self.config, self.said.append)
+        self.remote = RemoteRun(url, self.config, self.lines.append)
         self.run = RunDir.open(self.config, FIXED)
         self.notes: list[str] = []
         self.mirror: Mirror | None = None

@@ -53,11 +53,11 @@ def roster_of(*healths: PartHealth) -> Roster:
 
 
 class Ref:
-    def __init__(self, *what: object) -> None:
-        self.what = what
+    def __init__(self, *call: object) -> None:
+        self.call = call
 
     def __repr__(self) -> str:
-        return f"Ref{self.what}"
+        return f"Ref{self.call}"
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class Room:
 
     def __init__(self, indices: list[int]) -> None:
         self.indices, self.next = indices, len(indices)
-        self.told: list[tuple[object, ...]] = []
+        self.calls: list[tuple[object, ...]] = []
         self.lost_places: set[int] = set()
         self.added: list[int] = []
-        self.asked: list[int] = []
+        self.questions: list[int] = []
         """The replicas whose actors are asked what they lost."""
         self.alive: set[int] = set()
         """Those whose actors can be asked."""
@@ -89,9 +89,9 @@ class Room:
         self.joined: dict[int, Generation] = {}
         """The replica of each number that joined last."""
 
-    def _ref(self, *what: object) -> Ref:
-        self.told.append(what)
-        return Ref(*what)
+    def _ref(self, *call: object) -> Ref:
+        self.calls.append(call)
+        return Ref(*call)
 
     def ready_ref(self, index: int) -> Ref:
         return Ref("start", index)
@@ -99,7 +99,7 @@ class Room:
     def lost_engine_ref(self, index: int) -> Ref | None:
         if index not in self.alive:
             return None
-        self.asked.append(index)
+        self.questions.append(index)
         return Ref("lost engine", index)
 
     def replace(self, index: int, *, same_actor: bool) -> Ref:
@@ -108,16 +108,16 @@ class Room:
 
     def add(self, _options: dict[str, Any]) -> int:
         self.next += 1
-        self.told.append(("add", self.next - 1))
+        self.calls.append(("add", self.next - 1))
         self.added.append(self.next - 1)
         return self.next - 1
 
     def remove(self, index: int) -> dict[str, Any]:
-        self.told.append(("remove", index))
+        self.calls.append(("remove", index))
         return self.options(index)
 
     def take(self) -> dict[str, Any]:
-        self.told.append(("take",))
+        self.calls.append(("take",))
         return {}
 
     def are_there(self, options_N: Sequence[dict[str, Any]]) -> list[bool]:
@@ -125,10 +125,10 @@ class Room:
         return [options["place of"] not in self.lost_places for options in options_N]
 
     def give_back(self, options: dict[str, Any]) -> None:
-        self.told.append(("give back", options["place of"]))
+        self.calls.append(("give back", options["place of"]))
 
     def abort_all(self) -> None:
-        self.told.append(("abort all",))
+        self.calls.append(("abort all",))
 
     def heartbeat_ref(self, index: int) -> Ref:
         return Ref("heartbeat", index)
@@ -146,14 +146,14 @@ class Room:
         assert clients.keys() == generations.keys()
         self.incarnation += 1
         self.joined = generations
-        self.told.append(("begin again", *clients))
+        self.calls.append(("begin again", *clients))
         return Ref("start of the set")
 
-    def publish(self, *serving: int, gone: dict[int, str] | None = None) -> Table:
-        """Returns the next table, in which those that have joined serve or are `gone`."""
+    def publish(self, *serving: int, lost: dict[int, str] | None = None) -> Table:
+        """Returns the next table, in which those that have joined serve or are `lost`."""
         number = self.published.number
-        rows = {i: ReplicaRow(g, Any, behind=i not in serving) for i, g in self.joined.items() if i not in (gone or {})}
-        departed = {i: Departure(self.joined[i], RoomFailed(reason)) for i, reason in (gone or {}).items()}
+        rows = {i: ReplicaRow(g, Any, behind=i not in serving) for i, g in self.joined.items() if i not in (lost or {})}
+        departed = {i: Departure(self.joined[i], RoomFailed(reason)) for i, reason in (lost or {}).items()}
         self.published = Table((self.incarnation, number[1] + 1), rows, {**self.published.departed, **departed})
         return self.published
 
@@ -162,7 +162,7 @@ class Room:
         return self._ref("join", index, client)
 
     def _leave(self, index: int, reason: str) -> Ref:
-        self.told.append(("leave", index))
+        self.calls.append(("leave", index))
         return Ref("leave", index)
 
     def _drain(self, index: int, _timeout_s: float) -> Ref:

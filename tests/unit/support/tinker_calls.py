@@ -31,7 +31,7 @@ def datums() -> list[types.Datum]:
 
 
 def own_loss(_: Any, logprobs: Any) -> Any:
-    return -sum(each.sum() for each in logprobs), {}
+    return -sum(values.sum() for values in logprobs), {}
 
 
 def server_loss(logprobs: Any) -> Any:
@@ -93,14 +93,14 @@ class Stage:
     def of(self, owner: type) -> Any:
         """Returns the instance of a class whose method is called, in a session that has begun."""
         assert self.session
-        made: Mapping[type, Callable[[], Any]] = {
+        makers: Mapping[type, Callable[[], Any]] = {
             tinker.ServiceClient: lambda: self.service,
             tinker.TrainingClient: lambda: self.training,
             tinker.SamplingClient: lambda: self.sampling,
             tinker.RestClient: lambda: self.service.create_rest_client(),
             tinker.AdminClient: lambda: tinker.AdminClient(base_url=self.served.url, api_key=KEY),
         }
-        return made[owner]()
+        return makers[owner]()
 
 
 def _is_sampler(stage: Stage, answer: Any) -> bool:
@@ -132,11 +132,11 @@ def _is_run(stage: Stage, answer: Any) -> bool:
 
 
 def _lists_state(stage: Stage, answer: Any) -> bool:
-    return stage.state in [each.tinker_path for each in answer.checkpoints]
+    return stage.state in [checkpoint.tinker_path for checkpoint in answer.checkpoints]
 
 
 def _uses(stage: Stage, answer: Any) -> bool:
-    return any(each.project_id == PROJECT and each.size_bytes > 0 for each in answer.data)
+    return any(item.project_id == PROJECT and item.size_bytes > 0 for item in answer.data)
 
 
 def _copied(stage: Stage, answer: Any) -> bool:
@@ -149,15 +149,15 @@ def _checkpoints(stage: Stage) -> Any:
 
 
 def _is_deleted(stage: Stage, answer: Any) -> bool:
-    return stage.state not in [each.tinker_path for each in _checkpoints(stage)]
+    return stage.state not in [checkpoint.tinker_path for checkpoint in _checkpoints(stage)]
 
 
 def _state_of(stage: Stage) -> Any:
-    return next(each for each in _checkpoints(stage) if each.tinker_path == stage.state)
+    return next(checkpoint for checkpoint in _checkpoints(stage) if checkpoint.tinker_path == stage.state)
 
 
 def _serves_base(stage: Stage, answer: Any) -> bool:
-    return [each.model_name for each in answer.supported_models] == [BASE_MODEL]
+    return [model.model_name for model in answer.supported_models] == [BASE_MODEL]
 
 
 @dataclass(frozen=True)
@@ -168,13 +168,15 @@ class Call:
     right: Callable[[Stage, Any], bool]
 
 
-def call(right: Callable[[Stage, Any], bool], *given: Any, **named: Any) -> Call:
+def call(right: Callable[[Stage, Any], bool], *arguments: Any, **named: Any) -> Call:
     """Returns a call; arguments that are functions are asked with the stage."""
 
     def of(stage: Stage, value: Any) -> Any:
         return value.ask(stage) if isinstance(value, Of) else value
 
-    return Call(lambda s: (tuple(of(s, each) for each in given), {k: of(s, v) for k, v in named.items()}), right)
+    return Call(
+        lambda s: (tuple(of(s, argument) for argument in arguments), {k: of(s, v) for k, v in named.items()}), right
+    )
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ CALLS: dict[str, Call] = {
     "SamplingClient.on_queue_state_change": call(_none, Of(lambda s: _queue_state()), "a test"),
     "SamplingClient.sample": call(lambda s, a: len(a.sequences) == 2, PROMPT, 2, types.SamplingParams(max_tokens=4)),
     "RestClient.assign_session_project": call(
-        lambda s, a: s.session in [each.session_id for each in _search(s, project_ids=["project-2"])],
+        lambda s, a: s.session in [item.session_id for item in _search(s, project_ids=["project-2"])],
         SESSION,
         "project-2",
     ),
@@ -275,8 +277,8 @@ def _id_of(path: str) -> str:
     return path.partition("/weights/")[1].strip("/") + "/" + path.rpartition("/")[2]
 
 
-def _search(stage: Stage, **asked: Any) -> Any:
-    request = types.SessionSearchRequest(**asked)
+def _search(stage: Stage, **query: Any) -> Any:
+    request = types.SessionSearchRequest(**query)
     return stage.service.create_rest_client().search_sessions(request).result(DEADLINE_S).sessions
 
 

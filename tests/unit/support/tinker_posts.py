@@ -32,13 +32,13 @@ def result(url: str, request_id: str) -> Any:
 def begun(url: str) -> tuple[str, str]:
     """Begins a session with a model; returns their ids."""
     session = post(url, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
-    asked = {"session_id": session, "model_seq_id": 0, "base_model": BASE_MODEL}
-    return session, result(url, accepted(url, "create_model", asked))["model_id"]
+    request = {"session_id": session, "model_seq_id": 0, "base_model": BASE_MODEL}
+    return session, result(url, accepted(url, "create_model", request))["model_id"]
 
 
 def sampler_of(url: str, session: str, number: int, **target: str) -> str:
-    asked = {"session_id": session, "sampling_session_seq_id": number, **target}
-    return str(post(url, "create_sampling_session", asked).json()["sampling_session_id"])
+    request = {"session_id": session, "sampling_session_seq_id": number, **target}
+    return str(post(url, "create_sampling_session", request).json()["sampling_session_id"])
 
 
 def sampling(sampler: str, seq_id: int) -> dict[str, Any]:

@@ -29,12 +29,12 @@ def main() -> None:
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets those that ended
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         if child := os.fork():
             print(child, flush=True)
             continue
-        os.environ.update(asked["environ"])
-        serve_in_process(Path(asked["directory"]), asked["port"])
+        os.environ.update(request["environ"])
+        serve_in_process(Path(request["directory"]), request["port"])
         os._exit(0)
 
 
@@ -60,11 +60,11 @@ class ServerStarter:
 
     def start(self, directory: Path, port: int = 0, environ: Mapping[str, str] | None = None) -> ServerProcess:
         """Starts a server, and waits until it answers, or has ended."""
-        asked = {"directory": str(directory), "port": port, "environ": dict(environ or {})}
+        request = {"directory": str(directory), "port": port, "environ": dict(environ or {})}
         assert self.process.stdin
         assert self.process.stdout
         (directory / ADDRESS).unlink(missing_ok=True)
-        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         server = ServerProcess(int(self.process.stdout.readline()), "")
         until = time.monotonic() + START_S

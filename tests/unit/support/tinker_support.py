@@ -207,8 +207,8 @@ class UnigramSampler:
         topk_prompt_logprobs: int = 0,
         adapter: str = "",
     ) -> Future[SampleResponse]:
-        asked = (prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs, adapter)
-        return self._threads.submit(self._sample, *asked)
+        arguments = (prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs, adapter)
+        return self._threads.submit(self._sample, *arguments)
 
     def _sample(
         self, prompt: ModelInput, count: int, params: SamplingParams, include: bool, topk: int, adapter: str
@@ -329,8 +329,8 @@ def serve_in_process(directory: Path, port: int) -> None:
         yield UnigramTrainer(), UnigramSampler()
 
     def say(text: str) -> None:
-        if found := re.search(r"TINKER_BASE_URL=(\S+)", text):
-            (directory / "address.new").write_text(found[1])
+        if match := re.search(r"TINKER_BASE_URL=(\S+)", text):
+            (directory / "address.new").write_text(match[1])
             (directory / "address.new").rename(directory / "address")
 
     (directory / f"started-{os.getpid()}").touch()

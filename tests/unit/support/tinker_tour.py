@@ -17,12 +17,12 @@ from tinker_support import DEADLINE_S, Served
 
 def methods() -> list[tuple[type, str]]:
     """Returns all public methods and properties of the client's classes."""
-    found = []
+    pairs = []
     for owner in CLASSES:
         for name, member in inspect.getmembers(owner):
             if not name.startswith("_") and (callable(member) or isinstance(member, property)):
-                found.append((owner, name))
-    return found
+                pairs.append((owner, name))
+    return pairs
 
 
 def sync_name(owner: type, name: str) -> str:
@@ -32,15 +32,15 @@ def sync_name(owner: type, name: str) -> str:
 
 def answer_of(stage: Stage, owner: type, name: str) -> tuple[Any, Call]:
     """Calls a method, and waits for all that it promises."""
-    told, target = CALLS[sync_name(owner, name)], stage.of(owner)
-    arguments, named = told.arguments(stage)
+    call, target = CALLS[sync_name(owner, name)], stage.of(owner)
+    arguments, named = call.arguments(stage)
     member = getattr(target, name)
     answer = member(*arguments, **named) if callable(member) else member
     if inspect.iscoroutine(answer):
         answer = asyncio.run(_awaited(answer))
     if hasattr(answer, "result") and callable(answer.result):
         answer = answer.result(DEADLINE_S)
-    return answer, told
+    return answer, call
 
 
 async def _awaited(answer: Any) -> Any:
@@ -94,11 +94,11 @@ def refusal_of(stage: Stage, owner: type, name: str) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecated twins, experiments
-            answer, told = answer_of(stage, owner, name)
-            assert told.right(stage, answer), f"{owner.__name__}.{name} answered {answer!r}"
+            answer, call = answer_of(stage, owner, name)
+            assert call.right(stage, answer), f"{owner.__name__}.{name} answered {answer!r}"
     except RuntimeError as error:
-        said, refusal = BY_CLIENT.get(sync_name(owner, name), ("", ""))
-        if not said or said not in str(error):
+        message, refusal = BY_CLIENT.get(sync_name(owner, name), ("", ""))
+        if not message or message not in str(error):
             raise
         return refusal
     except tinker.APIStatusError as error:

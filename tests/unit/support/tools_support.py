@@ -35,7 +35,9 @@ def write_parts(draft: Path, scale: float) -> tuple[FileRecord, ...]:
     """All rooms' parts, as the rooms write them: the model's weights are those of the base model times `scale`."""
     weights = {name: p.detach() * scale for name, p in base_model().named_parameters()}
     entries, buckets = pack([[item] for item in weights.items()], np.copy)
-    groups = [{"index": i, "problem": f"p{i}", "floor": 1, "finished": done} for i, done in enumerate([1, 1, 0])]
+    groups = [
+        {"index": i, "problem": f"p{i}", "floor": 1, "finished": finished} for i, finished in enumerate([1, 1, 0])
+    ]
     state = OrchestratorState({}, {"groups": groups}, {}, (), (), {}, {}, {}, {})
     return (
         write_bytes(draft / "trainer", "__0_0.distcp", b"\0" * 3000),

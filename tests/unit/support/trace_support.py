@@ -21,7 +21,7 @@ CONFIG = {
 }
 
 
-def row(step: int, attempt: int = 1, **more: float) -> dict[str, Any]:
+def row(step: int, attempt: int = 1, **metrics: float) -> dict[str, Any]:
     return {
         "step": step,
         "attempt": attempt,
@@ -30,7 +30,7 @@ def row(step: int, attempt: int = 1, **more: float) -> dict[str, Any]:
         "reward/total": step / 10,
         "optim/entropy": 1.0,
         "perf/tokens_per_s": 100.0,
-        **more,
+        **metrics,
     }
 
 

@@ -12,10 +12,10 @@ Sample = tuple[str, int]
 Action = tuple[str, str]
 
 
-def actions(names: str, most: int) -> SearchStrategy[list[Action]]:
-    """Arrivals, ends, renewals of the weights of these names, and steps, at most so many."""
+def actions(names: str, limit: int) -> SearchStrategy[list[Action]]:
+    """Arrivals, ends, renewals of the weights of these names, and steps, at limit so many."""
     kinds = st.sampled_from(["add", "end", "renew", "step"])
-    return st.lists(st.tuples(kinds, st.sampled_from(names)), max_size=most)
+    return st.lists(st.tuples(kinds, st.sampled_from(names)), max_size=limit)
 
 
 class TurningReplicas(ABC):
@@ -80,5 +80,5 @@ class TurningReplicas(ABC):
                 self.step()
         self.settle()
         assert sorted(self.ran) == sorted(added)
-        for name in {each for each, _ in added}:
+        for name in {name_of_item for name_of_item, _ in added}:
             assert [item for item in self.ran if item[0] == name] == [item for item in added if item[0] == name]

@@ -9,18 +9,18 @@ T = TypeVar("T")
 DEADLINE_S = 60.0
 
 
-def wait_for(condition: Callable[[], T], what: str, seconds: float = DEADLINE_S) -> T:
+def wait_for(condition: Callable[[], T], label: str, seconds: float = DEADLINE_S) -> T:
     """Waits until other processes or threads make a condition true; returns its value."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
+        assert time.monotonic() < deadline, f"waited {seconds:g} s for {label}"
         time.sleep(0.01)
     return value
 
 
-async def wait_for_tasks(condition: Callable[[], object], what: str, seconds: float = DEADLINE_S) -> None:
+async def wait_for_tasks(condition: Callable[[], object], label: str, seconds: float = DEADLINE_S) -> None:
     """Waits until other tasks of this event loop make a condition true."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
+        assert time.monotonic() < deadline, f"waited {seconds:g} s for {label}"
         await asyncio.sleep(0.001)

@@ -24,9 +24,9 @@ class Watched(Env):
 
     def __init__(self, dataset: WatchedProblems, problem: int, sample: int) -> None:
         self.dataset, self.problem, self.sample = dataset, problem, sample
-        self.number = dataset.made
+        self.number = dataset.created
         self.busy = False
-        dataset.made += 1
+        dataset.created += 1
         dataset.made_for[problem, sample] += 1
 
     async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
@@ -82,7 +82,7 @@ class WatchedProblems(Problems):
     def __init__(self, act: Act = nothing, group_size: int = 2, builder: Any = WatchedProblem) -> None:
         super().__init__(group_size=group_size)
         self.act, self.builder = act, builder
-        self.made, self.whole_closes = 0, 0
+        self.created, self.whole_closes = 0, 0
         self.made_for: Counter[tuple[int, int]] = Counter()
         self.closed: Counter[int] = Counter()
         """Closes that began, by the environment's number."""
@@ -91,15 +91,15 @@ class WatchedProblems(Problems):
         return [self.builder(self, 3 * index + i) for i in range(3)]
 
     def assert_each_closed_once(self) -> None:
-        assert self.made
-        assert self.closed == Counter(range(self.made)), f"{self.made} were made"
+        assert self.created
+        assert self.closed == Counter(range(self.created)), f"{self.created} were made"
 
 
-def at(method: str, act: Callable[[], Awaitable[Any]], **where: int) -> Act:
+def at(method: str, act: Callable[[], Awaitable[Any]], **numbers: int) -> Act:
     """Acts in `method` of the environments with these numbers (`problem`, `sample`)."""
 
     async def run(env: Watched, called: str) -> None:
-        if called == method and all(getattr(env, name) == number for name, number in where.items()):
+        if called == method and all(getattr(env, name) == number for name, number in numbers.items()):
             await act()
 
     return run

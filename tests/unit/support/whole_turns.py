@@ -15,8 +15,8 @@ def trajectory_of(transitions: Iterable[Transition], stop_reason: RolloutEnd) ->
     builder = TrajectoryBuilder()
     for turn in transitions:
         builder.ask(turn.observation)
-        said = (turn.stop_reason, turn.reward, turn.metrics, turn.logs, turn.in_loss)
-        builder.answer(turn.action, turn.logprobs, spans_of(turn), *said)
+        fields = (turn.stop_reason, turn.reward, turn.metrics, turn.logs, turn.in_loss)
+        builder.answer(turn.action, turn.logprobs, spans_of(turn), *fields)
     return builder.finish(stop_reason)
 
 
@@ -32,8 +32,8 @@ def spans_of(turn: Transition) -> tuple[VersionSpan, ...]:
 
 def continues(turn: Transition, before: Transition) -> bool:
     """True if the prompt begins with exactly the prompt and the answer of the turn before."""
-    known = np.concatenate([before.observation, before.action])
-    return np.array_equal(turn.observation[: len(known)], known)
+    prefix = np.concatenate([before.observation, before.action])
+    return np.array_equal(turn.observation[: len(prefix)], prefix)
 
 
 def datums(transitions: Sequence[Transition], advantage: float, temperature: float, counts: bool = True) -> list[Datum]:
@@ -68,10 +68,10 @@ def _datum(turns: Sequence[Transition], advantage: float, temperature: float, co
     return Datum(ModelInput(np.asarray(tokens[:-1], np.int32)), inputs, temperature)
 
 
-def assert_same_datum(found: Datum, expected: Datum) -> None:
-    assert found.temperature == expected.temperature
-    np.testing.assert_array_equal(found.model_input.tokens, expected.model_input.tokens)
-    assert found.loss_fn_inputs.keys() == expected.loss_fn_inputs.keys()
+def assert_same_datum(datum: Datum, expected: Datum) -> None:
+    assert datum.temperature == expected.temperature
+    np.testing.assert_array_equal(datum.model_input.tokens, expected.model_input.tokens)
+    assert datum.loss_fn_inputs.keys() == expected.loss_fn_inputs.keys()
     for name, column in expected.loss_fn_inputs.items():
-        np.testing.assert_array_equal(found.loss_fn_inputs[name].data, column.data)
-        assert found.loss_fn_inputs[name].data.dtype == column.data.dtype
+        np.testing.assert_array_equal(datum.loss_fn_inputs[name].data, column.data)
+        assert datum.loss_fn_inputs[name].data.dtype == column.data.dtype

@@ -64,10 +64,10 @@ def test_a_file_that_claims_more_than_it_holds_is_named(tmp_path: Path, capsys: 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["export", *arguments]) == EXIT_BAD_INPUT
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     for part in ("given: ", "expected: ", "to do: "):
-        assert part in said
-    return said
+        assert part in output
+    return output
 
 
 def test_a_directory_in_use_stays(store: CheckpointStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,9 +82,9 @@ def test_a_directory_in_use_stays(store: CheckpointStore, tmp_path: Path, capsys
 
 
 def test_a_step_that_is_not_there_is_refused(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused([str(store.root), "--step", "3"], capsys)
-    assert "--step 3" in said
-    assert "there are: 2, 4" in said
+    output = refused([str(store.root), "--step", "3"], capsys)
+    assert "--step 3" in output
+    assert "there are: 2, 4" in output
 
 
 def test_a_run_without_commits_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,8 +96,8 @@ def test_a_run_without_commits_is_refused(tmp_path: Path, capsys: pytest.Capture
 def test_damaged_files_are_seen_and_gone(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = make_run(tmp_path / "run", 2)
     flip(store.commit(2) / "inference" / name)
-    said = refused([str(store.root), "--step", "2", "--out", str(tmp_path / "out")], capsys)
-    assert f"the contents of inference/{name} were altered" in said
+    output = refused([str(store.root), "--step", "2", "--out", str(tmp_path / "out")], capsys)
+    assert f"the contents of inference/{name} were altered" in output
     (store.commit(2) / "inference" / name).unlink()
     assert f"inference/{name} is missing" in refused([str(store.root), "--step", "2"], capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

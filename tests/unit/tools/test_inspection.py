@@ -20,9 +20,9 @@ from trireme.tools.inspection import age
 
 def inspected(root: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
     assert main(["inspect", str(root), "--json", *flags]) == EXIT_OK
-    said = capsys.readouterr()
-    assert said.err == ""
-    return json.loads(said.out)
+    output = capsys.readouterr()
+    assert output.err == ""
+    return json.loads(output.out)
 
 
 def shown(root: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
@@ -114,8 +114,8 @@ def test_lineages_that_were_left_and_what_they_left(store: CheckpointStore, caps
         second: {"lineage": first, "step": 4},
         third: {"lineage": first, "step": 2},
     }
-    where = {(c["step"], c["branch"], c["lineage"]) for c in report["commits"]}
-    assert where == {(2, None, first), (6, first, first), (4, second, first), (8, second, second)}
+    commits = {(c["step"], c["branch"], c["lineage"]) for c in report["commits"]}
+    assert commits == {(2, None, first), (6, first, first), (4, second, first), (8, second, second)}
     assert all((store.root / c["path"]).is_dir() and c["verifies"] for c in report["commits"])
     text = shown(store.root, capsys)
     lines = [line for line in text.splitlines() if line.startswith("lineage ")]
@@ -142,8 +142,8 @@ def test_incidents_are_told_the_newest_ten(store: CheckpointStore, capsys: pytes
         roster.at_step(4)
         for n in range(12):
             roster.note("inference_0", f"died [{n}]")
-    found = inspected(store.root, capsys)["incidents"]
-    assert [incident["what"] for incident in found] == [f"died [{n}]" for n in range(12)]
+    incidents = inspected(store.root, capsys)["incidents"]
+    assert [incident["what"] for incident in incidents] == [f"died [{n}]" for n in range(12)]
     text = shown(store.root, capsys)
     assert "12 incidents, all in incidents.jsonl; the newest:" in text
     assert "2027-01-15 08:00:00 UTC, attempt 1, step 4: inference_0: died [11]" in text
@@ -161,7 +161,7 @@ def test_a_damaged_head_does_not_hide_the_commits(store: CheckpointStore, capsys
 
 
 @pytest.mark.parametrize(
-    ("arguments", "given", "expected"),
+    ("arguments", "value", "expected"),
     [
         (["inspect", "no/such/run"], "no/such/run, which is no directory", "the directory of a run"),
         (["inspect", "."], "., which holds none of config.json, HEAD, checkpoints", "the directory of a run"),
@@ -174,7 +174,7 @@ def test_a_damaged_head_does_not_hide_the_commits(store: CheckpointStore, capsys
 )
 def test_wrong_inputs_are_refused(
     arguments: list[str],
-    given: str,
+    value: str,
     expected: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -182,9 +182,9 @@ def test_wrong_inputs_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == EXIT_BAD_INPUT
-    error, wanted, do = capsys.readouterr().err.splitlines()
-    assert given in error.removeprefix("error: given: ")
-    assert expected in wanted.removeprefix("  expected: ")
+    error, expectation, do = capsys.readouterr().err.splitlines()
+    assert value in error.removeprefix("error: given: ")
+    assert expected in expectation.removeprefix("  expected: ")
     assert do.startswith("  to do: ")
 
 

@@ -65,8 +65,8 @@ def test_without_merge_the_adapter_is_copied(store: CheckpointStore, base: Path,
 
 
 def test_a_changed_base_is_refused(store: CheckpointStore, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = base.with_name("kept")
-    shutil.copytree(base, kept)
+    copy = base.with_name("kept")
+    shutil.copytree(base, copy)
     file = sorted(base.glob("*.safetensors"))[0]
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
     assert main(["export", str(store.root), "--merge"]) == EXIT_BAD_INPUT
@@ -74,7 +74,7 @@ def test_a_changed_base_is_refused(store: CheckpointStore, base: Path, capsys: p
     shutil.rmtree(base)
     assert main(["export", str(store.root), "--merge"]) == EXIT_BAD_INPUT
     assert f"an adapter of {base}, which is no directory here" in capsys.readouterr().err
-    kept.rename(base)
+    copy.rename(base)
     assert not (store.root / "exports").exists()
 
 

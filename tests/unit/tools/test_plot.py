@@ -35,14 +35,14 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
 
 def curves(svg: ElementTree.Element) -> list[tuple[str, list[tuple[float, float]]]]:
     """The colour and the points of each line that is drawn over steps, in pixels; y grows downwards."""
-    found = []
+    lines = []
     for group in svg.iter(f"{SVG}g"):
         if re.fullmatch(r"line2d_\d+", group.get("id", "")) and (path := group.find(f"{SVG}path")) is not None:
             numbers = re.findall(r"[ML] (\S+) (\S+)", path.get("d"))
             color = re.search(r"stroke: (#\w+)", path.get("style"))[1]
             if color in drawing.COLORS:
-                found.append((color, [(float(x), float(y)) for x, y in numbers]))
-    return found
+                lines.append((color, [(float(x), float(y)) for x, y in numbers]))
+    return lines
 
 
 def texts(svg: ElementTree.Element) -> set[str]:
@@ -53,8 +53,8 @@ def test_the_lines_are_where_the_metrics_say(tmp_path):
     root = make_run(tmp_path / "run", [0.0, 1.0, 0.5])
     plotted(root, "--window", "2")
     svg = ElementTree.parse(root / "plot.svg").getroot()
-    (_, [(left, bottom), (middle, top), (right, half)]), (_, means) = curves(svg)
-    assert middle == pytest.approx((left + right) / 2, abs=0.1)
+    (_, [(start, bottom), (middle, top), (right, half)]), (_, means) = curves(svg)
+    assert middle == pytest.approx((start + right) / 2, abs=0.1)
     assert half == pytest.approx((bottom + top) / 2, abs=0.1)
     assert [y for _, y in means] == pytest.approx([bottom, half, bottom + 0.75 * (top - bottom)], abs=0.1)
 
@@ -112,10 +112,10 @@ def test_a_line_goes_through_the_means_and_each_run_is_a_dot():
         for use in svg.iter(f"{SVG}use")
     }
     of_color = {
-        color: next(found for style, found in dots.items() if f"fill: {color}" in style) for color, _ in curves(svg)
+        color: next(dot for style, dot in dots.items() if f"fill: {color}" in style) for color, _ in curves(svg)
     }
     (color, line), *_ = drawn = curves(svg)
-    other, (point,) = next((each, found) for each, found in drawn if each != color)
+    other, (point,) = next((curve, dot) for curve, dot in drawn if curve != color)
     (x, low), (_, high), second = of_color[color]
     assert line == [
         (pytest.approx(x, abs=0.1), pytest.approx((low + high) / 2, abs=0.1)),

@@ -20,8 +20,8 @@ QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
 
 def make_run(root: Path, **config: Any) -> Path:
     root.mkdir()
-    known = load(["@", str(QUICKSTART)]).config.model_dump(mode="json")
-    (root / "config.json").write_text(json.dumps(known | config))
+    values = load(["@", str(QUICKSTART)]).config.model_dump(mode="json")
+    (root / "config.json").write_text(json.dumps(values | config))
     return root
 
 
@@ -52,12 +52,12 @@ def test_less_than_one(run: Path, replicas: int, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("config", "why"), [({"deterministic": True}, "deterministic"), ({"data": {"train": "x"}}, "a run of sft")]
+    ("config", "reason"), [({"deterministic": True}, "deterministic"), ({"data": {"train": "x"}}, "a run of sft")]
 )
-def test_another_run(config: dict[str, Any], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_run(config: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", **config)
     with driven(run):
-        assert why in refused(capsys, run, "--replicas", 2)
+        assert reason in refused(capsys, run, "--replicas", 2)
 
 
 def test_a_run_that_nobody_drives(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,11 +14,11 @@ from trireme.tools.standing import described, headline, standing, target_of, tro
 RUNNING = f"running, process {os.getpid()}"
 
 
-def status_of(run: Path, health: PartHealth, ended: bool = False) -> Status:
+def status_of(run: Path, health: PartHealth, finished: bool = False) -> Status:
     """Writes and returns the STATUS of a run with one replica."""
     with StatusWriter(run, roster_of(health)):
         live = Status.read(run)
-    status = Status.read(run) if ended else live
+    status = Status.read(run) if finished else live
     assert status is not None
     return status
 
@@ -54,7 +54,7 @@ def test_parts_that_are_not_healthy(tmp_path: Path) -> None:
     assert troubles(status, status.at + 1) == "inference_0 dead"
     assert troubles(status, status.at + 40) == "no word from the driver for 40 s"
     assert troubles(None, 0.0) == ""
-    status = status_of(tmp_path, PartHealth.DEAD, ended=True)
+    status = status_of(tmp_path, PartHealth.DEAD, finished=True)
     assert troubles(status, status.at + 1000) == ""
 
 
@@ -66,7 +66,9 @@ def test_how_the_run_ended_is_told(tmp_path: Path) -> None:
     assert "a new command begins; the one before it was killed" in standing(status, "running, process 1")
     with pytest.raises(LimitReached), StatusWriter(tmp_path, roster_of(PartHealth.DEAD)):
         raise LimitReached("inference_0 failed 4 times")
-    ended = "ended with exit code 3: inference_0 failed 4 times"
-    assert standing(Status.read(tmp_path), "not running") == ended
-    assert standing(Status.read(tmp_path), RUNNING) == ended
-    assert standing(Status.read(tmp_path), "running, process 1") == (f"a new command begins; the one before it {ended}")
+    outcome = "ended with exit code 3: inference_0 failed 4 times"
+    assert standing(Status.read(tmp_path), "not running") == outcome
+    assert standing(Status.read(tmp_path), RUNNING) == outcome
+    assert standing(Status.read(tmp_path), "running, process 1") == (
+        f"a new command begins; the one before it {outcome}"
+    )

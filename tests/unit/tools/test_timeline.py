@@ -16,9 +16,9 @@ from trireme.tools.timeline import Span, Timeline, Track, export_trace, json_lin
 
 
 def read(root: Path, steps: int = module.NEWEST_STEPS) -> Timeline:
-    found = timeline(root, steps)
-    assert found is not None
-    return found
+    view = timeline(root, steps)
+    assert view is not None
+    return view
 
 
 def steps(root: Path, attempt: int, numbers: Sequence[int]) -> Path:
@@ -35,8 +35,8 @@ def steps(root: Path, attempt: int, numbers: Sequence[int]) -> Path:
     return write_trace(root, attempt, "driver_0", ["main"], spans)
 
 
-def only(found: Timeline, process: str, track: str) -> Track:
-    (one,) = [t for p in found.processes if p.name == process for t in p.tracks if t.name == track]
+def only(view: Timeline, process: str, track: str) -> Track:
+    (one,) = [t for p in view.processes if p.name == process for t in p.tracks if t.name == track]
     return one
 
 
@@ -53,18 +53,18 @@ def test_what_the_tracer_writes(tmp_path: Path) -> None:
             pass
         trace.stop()
     (tmp_path / "trace" / "attempt_3" / "all.json").write_text("[]")  # which somebody put there
-    found = traces(tmp_path)
-    assert [file.stem for file in found[3]] == ["driver_0", "inference_0"]
+    files = traces(tmp_path)
+    assert [file.stem for file in files[3]] == ["driver_0", "inference_0"]
     assert read(tmp_path).traced == (6, 6), "as people count, from 1"
 
 
 def test_steps_bound_what_is_shown(tmp_path: Path) -> None:
     steps(tmp_path, 1, range(10))
-    found = read(tmp_path, 3)
-    assert (found.start, found.end) == (START + 7 * SECOND, START + 10 * SECOND)
-    assert list(found.steps) == [8, 9, 10]
-    assert found.traced == (1, 10)
-    (row,) = only(found, "driver_0", "main").rows
+    view = read(tmp_path, 3)
+    assert (view.start, view.end) == (START + 7 * SECOND, START + 10 * SECOND)
+    assert list(view.steps) == [8, 9, 10]
+    assert view.traced == (1, 10)
+    (row,) = only(view, "driver_0", "main").rows
     assert [s.name for s in row] == ["wait_for_batch", "forward_backward"] * 3
 
 
@@ -72,8 +72,8 @@ def test_the_newest_attempt(tmp_path: Path) -> None:
     steps(tmp_path, 2, range(4))
     assert read(tmp_path).attempt == 2
     write_trace(tmp_path, 10, "driver_0", ["main"], [])  # which has not finished a step
-    found = read(tmp_path)
-    assert (found.attempt, found.traced, found.steps) == (10, None, {})
+    view = read(tmp_path)
+    assert (view.attempt, view.traced, view.steps) == (10, None, {})
 
 
 def test_replicas_outlive_the_attempt_in_which_they_were_started(tmp_path: Path) -> None:
@@ -110,16 +110,16 @@ def test_counters_keep_their_peaks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "MOST_POINTS", 10)
     points = [counter("sampling", i / 10, 7 if i == 33 else 1) for i in range(100)]
     write_trace(tmp_path, 1, "inference_0", [], points)
-    (kept,) = [p.counters["sampling"] for p in read(tmp_path).processes]
-    assert len(kept) == 10
-    assert max(value for _, value in kept) == 7
+    (peaks,) = [p.counters["sampling"] for p in read(tmp_path).processes]
+    assert len(peaks) == 10
+    assert max(value for _, value in peaks) == 7
 
 
 def test_a_trace_that_is_full_says_so(tmp_path: Path) -> None:
     file = steps(tmp_path, 1, range(2))
     write_trace(tmp_path, 1, "trainer_0", [], [])
-    with file.open("a") as more:
-        more.write("\n," + json.dumps({"ph": "i", "name": trace.FULL, "ts": START}))
+    with file.open("a") as stream:
+        stream.write("\n," + json.dumps({"ph": "i", "name": trace.FULL, "ts": START}))
     assert [(p.name, p.full) for p in read(tmp_path).processes] == [("driver_0", True), ("trainer_0", False)]
 
 
@@ -133,7 +133,7 @@ moments = st.integers(min_value=0, max_value=10_000)
 
 
 @given(st.lists(st.tuples(moments, st.integers(min_value=1, max_value=500)), max_size=200), st.integers(1, 60))
-def test_never_more_spans_than_the_bound(spans: list[tuple[int, int]], most: int) -> None:
+def test_never_more_spans_than_the_bound(spans: list[tuple[int, int]], limit: int) -> None:
     """Whatever there is: the bound holds, nothing overlaps, no time between the first and the last is lost."""
     row, free = [], 0
     for start, length in sorted(spans):
@@ -142,10 +142,10 @@ def test_never_more_spans_than_the_bound(spans: list[tuple[int, int]], most: int
         row.append(Span("ab"[length % 2], at, free, {}))
     process = module.Process("trainer_0", [Track("main", [list(row)])], {}, False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MOST_SPANS", most)
+        patch.setattr(module, "MOST_SPANS", limit)
         resolution = module._bound([process], free)
     ((joined,),) = [track.rows for track in process.tracks]
-    assert len(joined) <= max(most, 1)
+    assert len(joined) <= max(limit, 1)
     assert sum(s.joined for s in joined) == len(row)
     assert (resolution == 0) == (joined == row)
     for one, other in pairwise(joined):
@@ -162,10 +162,10 @@ def test_the_newest_steps_are_read_from_the_ends_of_long_traces(tmp_path: Path) 
     file = write_trace(root, 1, "driver_0", ["main"], events)
     least = 80_000
     assert file.stat().st_size > 5 * least
-    found = timeline(root, 3, least)
-    assert found is not None
-    assert sorted(found.steps) == [4998, 4999, 5000]
-    (track,) = found.processes[0].tracks
+    view = timeline(root, 3, least)
+    assert view is not None
+    assert sorted(view.steps) == [4998, 4999, 5000]
+    (track,) = view.processes[0].tracks
     assert track.name == "main"
     assert [span.name for row in track.rows for span in row] == ["optim"] * 3
-    assert found.processes == read(root, 3).processes, "as where all is read"
+    assert view.processes == read(root, 3).processes, "as where all is read"

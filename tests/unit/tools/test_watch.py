@@ -121,16 +121,16 @@ def test_it_follows_a_run_to_its_end(run: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_without_a_terminal_a_finished_run_is_printed_once(run: Path) -> None:
     command: list[Any] = [sys.executable, "-m", "trireme.cli.trireme", "watch", run]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.count("step 3/10") == 1
-    assert "\x1b" not in done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert process.stdout.count("step 3/10") == 1
+    assert "\x1b" not in process.stdout
 
 
 START_S = 60.0
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--port", "8000"], "--port without --web"),
         (["--host", "0.0.0.0", "--keys", "k"], "--host --keys without --web"),
@@ -138,11 +138,11 @@ START_S = 60.0
         (["--web", "--keys", "/nowhere/keys"], "/nowhere/keys"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused(tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert main(["watch", str(tmp_path), *options]) == EXIT_BAD_INPUT
     text = capsys.readouterr().err
-    for part in (said, "given: ", "expected: ", "to do: "):
+    for part in (message, "given: ", "expected: ", "to do: "):
         assert part in text
 
 

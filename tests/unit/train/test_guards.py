@@ -25,15 +25,15 @@ def row(step=0, refused=0.0, kl=0.0):
 
 
 def test_a_refused_step_names_its_problems_and_the_run_goes_on():
-    said: list[str] = []
-    guard = Guard(config(), said.append)
+    lines: list[str] = []
+    guard = Guard(config(), lines.append)
     refuse = Mock(side_effect=NonFiniteGradient("the gradient norm is nan."))
     assert math.isnan(guard.update(refuse, "step 1, update 2", ["7", "7", "3"]))
-    assert said[0].startswith("step 1, update 2 was refused")
-    assert "gradient norm is nan" in said[0]
-    assert said[0].endswith("Problems to look at: 7, 3")
+    assert lines[0].startswith("step 1, update 2 was refused")
+    assert "gradient norm is nan" in lines[0]
+    assert lines[0].endswith("Problems to look at: 7, 3")
     assert guard.update(step, "step 2, update 1", []) == 2.0
-    assert len(said) == 1
+    assert len(lines) == 1
 
 
 def test_only_refused_steps_in_a_row_stop_the_run():
@@ -46,12 +46,12 @@ def test_only_refused_steps_in_a_row_stop_the_run():
 
 
 def test_the_alarm_sounds_once_per_stretch_and_names_age_and_temperature():
-    said: list[str] = []
-    guard = Guard(config(), said.append)
+    lines: list[str] = []
+    guard = Guard(config(), lines.append)
     for number, kl in enumerate([0.001, 0.02, 0.03, 0.001, 0.02]):
         guard.check(row(number, kl=kl))
-    assert [line.split(":")[0] for line in said] == ["step 2", "step 5"]
-    assert "1.50 steps, temperature 0.7" in said[0]
+    assert [line.split(":")[0] for line in lines] == ["step 2", "step 5"]
+    assert "1.50 steps, temperature 0.7" in lines[0]
 
 
 def test_the_run_stops_beyond_kl_stop():
@@ -67,29 +67,29 @@ def shares(env: str, bad: float = 0.0, good: float = 0.0):
 
 @pytest.mark.parametrize(("kind", "instead"), [("bad", "easier"), ("good", "harder")])
 def test_problems_that_teach_nothing_are_warned_of_once_per_stretch(kind: str, instead: str):
-    said: list[str] = []
-    guard = Guard(config(), said.append)
+    lines: list[str] = []
+    guard = Guard(config(), lines.append)
     for n in range(4):
         guard.check(row(n) | shares("sort", **{kind: 0.9}))
     guard.check(row(4) | shares("sort", **{kind: 0.89}))
-    assert said == []
+    assert lines == []
     for n in range(5, 15):
         guard.check(row(n) | shares("sort", **{kind: 1.0}))
-    (warning,) = said
+    (warning,) = lines
     assert warning.startswith("step 10: for 5 steps the rollouts of at least 90% of the problems of sort")
     assert f"choose {instead} ones" in warning
     guard.check(row(15) | shares("sort"))
     for n in range(16, 21):
         guard.check(row(n) | shares("sort", **{kind: 1.0}))
-    assert len(said) == 2
+    assert len(lines) == 2
 
 
 def test_each_environment_is_judged_by_itself_and_only_where_it_has_problems():
-    given = config().model_dump() | {"env": [{"id": "sort", "name": "easy"}, {"id": "sort", "name": "rare"}]}
-    said: list[str] = []
-    guard = Guard(Config.model_validate(given), said.append)
+    values = config().model_dump() | {"env": [{"id": "sort", "name": "easy"}, {"id": "sort", "name": "rare"}]}
+    lines: list[str] = []
+    guard = Guard(Config.model_validate(values), lines.append)
     for n in range(9):
         guard.check(row(n) | shares("all", bad=1.0) | shares("easy") | (shares("rare", bad=1.0) if n % 2 == 0 else {}))
-    (warning,) = said
+    (warning,) = lines
     assert "step 9" in warning
     assert "of rare" in warning

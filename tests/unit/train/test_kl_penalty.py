@@ -86,8 +86,8 @@ def test_a_token_that_counts_in_part_has_the_whole_penalty():
     mask = batch.columns["mask"]
     halved = replace(batch, columns={**batch.columns, "mask": np.where(np.arange(len(mask)) < 4, mask / 2, mask)})
     for discount in (0.0, 0.5):
-        (expected, mean), (found, same) = (penalized(b, reference, 0.1, discount) for b in (batch, halved))
-        assert (found.tolist(), same) == (expected.tolist(), mean)
+        (expected, mean), (penalized_half, same) = (penalized(b, reference, 0.1, discount) for b in (batch, halved))
+        assert (penalized_half.tolist(), same) == (expected.tolist(), mean)
 
 
 def test_the_sum_of_the_vectors():

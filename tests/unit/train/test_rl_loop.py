@@ -96,12 +96,12 @@ def run(all_: Any, config: Config, guard: RefusedSteps, check: Callable[[], None
     assert roster.step == config.max_steps
 
 
-def asked(check: Callable[[], None] = lambda: None, max_steps: int = 1, **trainer: int) -> list[str]:
-    given = config(max_steps, **trainer)
-    parts = given.trainer.num_minibatches
+def calls(check: Callable[[], None] = lambda: None, max_steps: int = 1, **trainer: int) -> list[str]:
+    run_config = config(max_steps, **trainer)
+    parts = run_config.trainer.num_minibatches
     all_ = StandIns(1 if parts == "auto" else parts)
     try:
-        run(all_, given, RefusedSteps(given, print), check)
+        run(all_, run_config, RefusedSteps(run_config, print), check)
     except LimitReached:
         return [*all_.asked, "limit reached"]
     return list(all_.asked)
@@ -111,7 +111,7 @@ def test_a_step_is_published_its_update_begun_and_then_released_and_committed() 
     start = ["publish 0", "at boundary 0", "end version", "update 0", "begin version 0"]
     step = ["wait for 0.0.0", "forward_backward 0.0.0", "leave boundary", "optim_step"]
     end = ["publish 1", "end version", "update 1", "begin version 1", "release 0", "at boundary 1"]
-    assert asked() == [*start, *step, *end, "row 0 ['{}']", "seal"]
+    assert calls() == [*start, *step, *end, "row 0 ['{}']", "seal"]
 
 
 def test_what_ends_the_run_is_seen_between_two_steps_where_it_can_be_committed() -> None:
@@ -122,7 +122,7 @@ def test_what_ends_the_run_is_seen_between_two_steps_where_it_can_be_committed()
         if failure := next(looks):
             raise failure
 
-    assert asked(check, max_steps=9)[-3:] == ["row 0 ['{}']", "seal", "limit reached"]
+    assert calls(check, max_steps=9)[-3:] == ["row 0 ['{}']", "seal", "limit reached"]
 
 
 def test_a_signal_gives_up_the_evaluation_that_an_update_waits_for() -> None:
@@ -147,25 +147,25 @@ def test_a_signal_gives_up_the_evaluation_that_an_update_waits_for() -> None:
 
 def test_a_streamed_minibatch_is_trained_on_before_the_next_one_is_there() -> None:
     parts = ["0.0.0", "0.0.1", "0.1.0", "0.1.1"]
-    expected = [f"{what} {part}" for part in parts for what in ("wait for", "forward_backward")]
-    assert [call for call in asked(num_minibatches=2, num_substeps=2) if call.split()[-1] in parts] == expected
+    expected = [f"{verb} {part}" for part in parts for verb in ("wait for", "forward_backward")]
+    assert [call for call in calls(num_minibatches=2, num_substeps=2) if call.split()[-1] in parts] == expected
 
 
 def test_each_substep_is_guarded_reported_and_blamed_on_its_own() -> None:
     """Three of four updates are refused in every step: the run stops, the row says so, and each names its problems."""
-    given, said = config(9, num_substeps=4, max_refused_steps=2), []
+    run_config, lines = config(9, num_substeps=4, max_refused_steps=2), []
     all_ = StandIns(1, norms=[nan, nan, 3.0, nan, nan, nan, nan, 1.0])
     with pytest.raises(LimitReached, match="in 2 steps in a row"):
-        run(all_, given, RefusedSteps(given, said.append))
+        run(all_, run_config, RefusedSteps(run_config, lines.append))
     assert [row["optim/refused"] for row in all_.rows] == [0.75, 0.75]
     assert [row["optim/grad_norm"] for row in all_.rows] == [3.0, 1.0]
-    assert [line.partition(" was refused")[0] for line in said[:3]] == [f"step 1, update {n}" for n in (1, 2, 4)]
-    assert [line.rpartition("look at: ")[2] for line in said[:3]] == [f"problem 0.{n}.0" for n in (0, 1, 3)]
+    assert [line.partition(" was refused")[0] for line in lines[:3]] == [f"step 1, update {n}" for n in (1, 2, 4)]
+    assert [line.rpartition("look at: ")[2] for line in lines[:3]] == [f"problem 0.{n}.0" for n in (0, 1, 3)]
 
 
 def test_norms_are_those_of_the_updates_that_were_made() -> None:
-    given, all_ = config(2, num_substeps=4), StandIns(1, norms=[1.0, 3.0, nan, 5.0, *[nan] * 4])
-    run(all_, given, RefusedSteps(given, lambda _: None))
+    run_config, all_ = config(2, num_substeps=4), StandIns(1, norms=[1.0, 3.0, nan, 5.0, *[nan] * 4])
+    run(all_, run_config, RefusedSteps(run_config, lambda _: None))
     first, second = all_.rows
     assert (first["optim/grad_norm"], first["optim/grad_norm_max"], first["optim/refused"]) == (3.0, 5.0, 0.25)
     assert isnan(second["optim/grad_norm"])

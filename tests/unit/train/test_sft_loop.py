@@ -23,25 +23,25 @@ class StandIn:
     """Trainer, commits and rows in one. Every token costs 2 nats."""
 
     def __init__(self, refuses: Sequence[int] = ()) -> None:
-        self.asked: list[str] = []
+        self.calls: list[str] = []
         self.rows: list[dict[str, Any]] = []
         self.trained: list[list[int]] = []
         self.normalizers: list[float] = []
         self._refuses, self._steps = refuses, 0
 
     def publish_weights(self, version: int) -> Any:
-        self.asked.append(f"publish {version}")
+        self.calls.append(f"publish {version}")
         return SimpleNamespace(identity=WeightIdentity(3, version, f"d{version}"))
 
     def forward_backward(self, batch: TokenBatch, loss_fn: str, *_: object) -> ForwardBackwardOutput:
         assert loss_fn == "cross_entropy"
-        self.asked.append(f"train on {len(batch)}")
+        self.calls.append(f"train on {len(batch)}")
         weights = batch.columns["weights"]
         metrics = {"loss:sum": 2.0 * float(weights.sum()), "loss_tokens:sum": float((weights > 0).sum())}
         return ForwardBackwardOutput(np.full(len(batch.tokens), -2, np.float32), batch.offsets, metrics, suspects=(0,))
 
     def forward(self, batch: TokenBatch) -> Any:
-        self.asked.append(f"look at {len(batch)}")
+        self.calls.append(f"look at {len(batch)}")
         weights = batch.columns["weights"]
         return SimpleNamespace(logprobs=np.where(weights > 0, -3.0, -np.inf).astype(np.float32))
 
@@ -57,10 +57,10 @@ class StandIn:
 
     def at_boundary(self, version: int, weights: Any = None) -> None:
         assert weights is None or weights.identity.version == version
-        self.asked.append(f"at boundary {version}")
+        self.calls.append(f"at boundary {version}")
 
     def seal(self) -> None:
-        self.asked.append("seal")
+        self.calls.append("seal")
 
     def write(self, row: Mapping[str, Any], trained: Mapping[str, list[int]]) -> None:
         self.rows.append(dict(row))
@@ -76,12 +76,14 @@ def run(
     held_out: bool = False,
     **changes: Any,
 ) -> SftData:
-    given = config(**{"max_steps": 3, **changes})
+    run_config = config(**{"max_steps": 3, **changes})
     data = SftData(some(4, 6, 4, 6), some(4, 4) if held_out else None, ExampleCursor(4, 0, False))
     anything: Any = all_
-    guard, roster = RefusedSteps(given, say), Roster(lambda: 0.0)
-    attempt = Attempt(given, 3, start, lambda s: 0.1 * s, anything, guard, stop or Stop(60.0), roster, lambda: None)
-    train(given, anything, data, attempt, anything)
+    guard, roster = RefusedSteps(run_config, say), Roster(lambda: 0.0)
+    attempt = Attempt(
+        run_config, 3, start, lambda s: 0.1 * s, anything, guard, stop or Stop(60.0), roster, lambda: None
+    )
+    train(run_config, anything, data, attempt, anything)
     return data
 
 
@@ -90,7 +92,7 @@ def test_weights_are_published_at_the_start_and_then_only_by_commits() -> None:
     all_ = StandIn()
     run(all_, data__batch_size=2)
     steps = [["train on 2", f"at boundary {version}", "seal"] for version in (1, 2, 3)]
-    assert all_.asked == ["publish 0", "at boundary 0", *chain.from_iterable(steps)]
+    assert all_.calls == ["publish 0", "at boundary 0", *chain.from_iterable(steps)]
 
 
 def test_rows() -> None:
@@ -129,14 +131,14 @@ def test_a_signal_is_obeyed_between_steps_with_the_boundary_there() -> None:
     stop.exit_code = 75
     with pytest.raises(Stopped):
         run(all_, start=2, stop=stop)
-    assert all_.asked == ["publish 2", "at boundary 2"]
+    assert all_.calls == ["publish 2", "at boundary 2"]
 
 
 def test_gradients_that_are_not_finite_stop_the_run_after_a_commit_and_are_named() -> None:
-    all_, said = StandIn(refuses=[1, 2]), []
+    all_, lines = StandIn(refuses=[1, 2]), []
     with pytest.raises(LimitReached):
-        run(all_, say=said.append, trainer__max_refused_steps=2, data__batch_size=2)
-    assert "f:0" in said[0]
-    assert "f:2" in said[1]
-    assert all_.asked[-2:] == ["at boundary 2", "seal"]
+        run(all_, say=lines.append, trainer__max_refused_steps=2, data__batch_size=2)
+    assert "f:0" in lines[0]
+    assert "f:2" in lines[1]
+    assert all_.calls[-2:] == ["at boundary 2", "seal"]
     assert [row["optim/refused"] for row in all_.rows] == [1.0, 1.0]

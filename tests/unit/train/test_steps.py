@@ -12,13 +12,13 @@ from trireme.train.steps import StepRecord
 
 @pytest.mark.parametrize(("divisors", "normalizers", "loss"), [((4, 2, 3), [6, 3], 2.0), ((0, 0, 0), [1, 1], 18.0)])
 def test_substeps_have_their_own_divisor(divisors: tuple[float, ...], normalizers: list[float], loss: float) -> None:
-    record, given = StepRecord(0), []
+    record, applied = StepRecord(0), []
     guard: Any = SimpleNamespace(update=lambda step, *_: step() or 1.0)
     for number, divisor in enumerate(divisors):
         metrics = {"loss:sum": 6.0, "loss_tokens:sum": 10.0, "entropy:sum": 20.0}
         record.add(ForwardBackwardOutput(np.zeros(1, np.float32), np.arange(2), metrics), divisor, ("p",))
         if number:
-            record.update(guard, given.append)
-    assert given == normalizers
+            record.update(guard, applied.append)
+    assert applied == normalizers
     row = record.optim_metrics()
     assert (row["optim/loss"], row["optim/entropy"]) == (loss, 2.0)

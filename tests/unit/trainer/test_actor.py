@@ -11,14 +11,18 @@ from trainer import actor
 
 
 def listening() -> set[str]:
-    return {each.laddr.ip for each in psutil.Process().net_connections("inet") if each.status == psutil.CONN_LISTEN}
+    return {
+        connection.laddr.ip
+        for connection in psutil.Process().net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
 
 
 @pytest.fixture
 def shard() -> actor.ShardActor:
-    made = object.__new__(actor.ShardActor)
-    made._config = SimpleNamespace(timeouts=SimpleNamespace(start_s=30), cluster=SimpleNamespace(port_range=()))  # type: ignore[assignment]
-    return made
+    double = object.__new__(actor.ShardActor)
+    double._config = SimpleNamespace(timeouts=SimpleNamespace(start_s=30), cluster=SimpleNamespace(port_range=()))  # type: ignore[assignment]
+    return double
 
 
 @pytest.mark.parametrize("ip", ["127.0.0.1", "127.0.0.2", "::1"])

@@ -59,13 +59,13 @@ def train_new(shard: Shard, name: str, steps: int = 2) -> None:
 
 
 def state(shard: Shard) -> list[Tensor]:
-    found = []
+    tensors = []
     for parameter in shard._parameters:
-        kept = shard._optimizer.state[parameter]
+        moments = shard._optimizer.state[parameter]
         gradient = [] if parameter.grad is None else [parameter.grad]
-        found += [t.full_tensor().clone() for t in (parameter, kept["exp_avg"], kept["exp_avg_sq"], *gradient)]
-        found.append(kept["step"].clone())
-    return found
+        tensors += [t.full_tensor().clone() for t in (parameter, moments["exp_avg"], moments["exp_avg_sq"], *gradient)]
+        tensors.append(moments["step"].clone())
+    return tensors
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -77,9 +77,9 @@ def logprobs(shard: Shard, batch: TokenBatch) -> np.ndarray:
 
 
 def published(shard: Shard, version: int = 1) -> PublishedWeights:
-    found = shard.publish_weights(version)
-    assert found is not None
-    return found
+    weights = shard.publish_weights(version)
+    assert weights is not None
+    return weights
 
 
 def test_adapters_in_turn_equal_each_alone_bit_for_bit(make: Make) -> None:
@@ -96,28 +96,28 @@ def test_adapters_in_turn_equal_each_alone_bit_for_bit(make: Make) -> None:
         losses[name].append(add_gradient(shard, 99))
         alone[name] = state(shard)
     shard = make()
-    began = state(shard)
+    initial = state(shard)
     for name, spec in SPECS.items():
         shard.add_adapter(name, spec)
-    found: dict[str, list[float]] = {name: [] for name in SPECS}
+    results: dict[str, list[float]] = {name: [] for name in SPECS}
     for step in range(3):
         for half in range(2):
             for name in SPECS:
                 shard.use_adapter(name)
-                found[name].append(add_gradient(shard, 10 * step + half))
+                results[name].append(add_gradient(shard, 10 * step + half))
         for name in reversed(SPECS):
             shard.use_adapter(name)
             shard.optim_step(RATE, 10.0)
     for name in SPECS:
         shard.use_adapter(name)
-        found[name].append(add_gradient(shard, 99))
-    assert found == losses
-    for name, wanted in alone.items():
+        results[name].append(add_gradient(shard, 99))
+    assert results == losses
+    for name, expected in alone.items():
         shard.use_adapter(name)
-        assert same(state(shard), wanted), name
+        assert same(state(shard), expected), name
     assert not same(alone["whole"], alone["attention"])
     shard.use_adapter("")
-    assert same(state(shard), began)
+    assert same(state(shard), initial)
 
 
 def test_a_new_adapter_computes_what_the_base_does(make: Make) -> None:
@@ -137,21 +137,21 @@ def test_what_fills_an_adapter_up_stays_zero(make: Make, name: str, lora: Mappin
     """A model whose LoRA layers are of that rank, or on those layers, learns the same, but for the order in which
     kernels add up."""
     batch, spec = make_batch(LENGTHS), SPECS[name]
-    own = make({"rank": 8, "alpha": 8, **lora, "seed": spec.seed})
+    alone = make({"rank": 8, "alpha": 8, **lora, "seed": spec.seed})
     for step in range(4):
-        add_gradient(own, step)
-        own.optim_step(RATE, 10.0)
-    wanted = logprobs(own, batch)
+        add_gradient(alone, step)
+        alone.optim_step(RATE, 10.0)
+    expected = logprobs(alone, batch)
     shard = make()
     train_new(shard, name, steps=4)
-    np.testing.assert_allclose(logprobs(shard, batch), wanted, atol=2e-5)
+    np.testing.assert_allclose(logprobs(shard, batch), expected, atol=2e-5)
     for parameter, tensor in zip(shard._model.named_parameters(), shard._model.parameters(), strict=True):
         if tensor.requires_grad:
             layer, _, which = parameter[0].partition(".lora_")
             whole = tensor.full_tensor()
-            kept = spec.rank if layer.rpartition(".")[2] in spec.targets else 0
-            assert not (whole[kept:] if which.startswith("A") else whole[:, kept:]).any(), parameter[0]
-            assert kept == 0 or whole.any()
+            rank = spec.rank if layer.rpartition(".")[2] in spec.targets else 0
+            assert not (whole[rank:] if which.startswith("A") else whole[:, rank:]).any(), parameter[0]
+            assert rank == 0 or whole.any()
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -159,7 +159,7 @@ def test_peft_opens_what_is_written(make: Make, model: str, tmp_path: Path, name
     """An adapter in its own rank and on its own layers, whichever is in use while it is written."""
     shard, spec, batch = make(), SPECS[name], make_batch(LENGTHS)
     train_new(shard, name)
-    wanted, weights = logprobs(shard, batch), published(shard)
+    expected, weights = logprobs(shard, batch), published(shard)
     check_received(weights.manifest, weights.source)
     shard.use_adapter("")
     shard.save_weights(tmp_path, weights.manifest.entries, weights.source, weights.manifest.adapter)
@@ -169,7 +169,7 @@ def test_peft_opens_what_is_written(make: Make, model: str, tmp_path: Path, name
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert {min(t.shape) for t in tensors.values()} == {spec.rank}
     opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path)
-    np.testing.assert_allclose(unsharded_logprobs(opened, batch).detach().numpy(), wanted, atol=1e-5)
+    np.testing.assert_allclose(unsharded_logprobs(opened, batch).detach().numpy(), expected, atol=1e-5)
 
 
 def exported(shard: Shard, name: str, path: Path) -> None:
@@ -185,21 +185,21 @@ def test_an_adapter_begins_with_what_was_exported(make: Make, tmp_path: Path, na
     kind would from there, with moments of 0."""
     shard, batch = make(), make_batch(LENGTHS)
     exported(shard, name, tmp_path)
-    wanted = logprobs(shard, batch)
+    expected = logprobs(shard, batch)
     shard.reset_optimizer()
     add_gradient(shard, 3)
     shard.optim_step(RATE, 10.0)
     learnt = logprobs(shard, batch)
     shard.add_adapter("again", SPECS[name], tmp_path)
     shard.use_adapter("again")
-    np.testing.assert_array_equal(logprobs(shard, batch), wanted)
+    np.testing.assert_array_equal(logprobs(shard, batch), expected)
     add_gradient(shard, 3)
     shard.optim_step(RATE, 10.0)
     np.testing.assert_array_equal(logprobs(shard, batch), learnt)
     wider = make({"rank": 16, "alpha": 4})
     wider.add_adapter("again", SPECS[name], tmp_path)
     wider.use_adapter("again")
-    np.testing.assert_allclose(logprobs(wider, batch), wanted, atol=1e-5)
+    np.testing.assert_allclose(logprobs(wider, batch), expected, atol=1e-5)
     add_gradient(wider, 3)
     wider.optim_step(RATE, 10.0)
     np.testing.assert_allclose(logprobs(wider, batch), learnt, atol=1e-5)
@@ -210,7 +210,7 @@ def change(path: Path, **values: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda path: change(path / "adapter_config.json", r=4), "has rank 4 and alpha 32; expected 3 and 32"),
         (lambda path: change(path / "adapter_config.json", lora_alpha=7), "rank 3 and alpha 7"),
@@ -221,11 +221,11 @@ def change(path: Path, **values: Any) -> None:
         (lambda path: save_file({"y": torch.zeros(1)}, path / "adapter_model.safetensors"), "the first that differs: "),
     ],
 )
-def test_another_adapter_is_refused(make: Make, tmp_path: Path, damage: Callable[[Path], Any], said: str) -> None:
+def test_another_adapter_is_refused(make: Make, tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:
     shard = make()
     exported(shard, "small", tmp_path)
     damage(tmp_path)
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=message):
         shard.add_adapter("again", SPECS["small"], tmp_path)
     shard.add_adapter("again", SPECS["small"])
 
@@ -234,7 +234,7 @@ def test_a_state_is_of_the_adapter_that_was_in_use_at_its_begin(make: Make, tmp_
     shard = make()
     for name in ("whole", "small"):
         train_new(shard, name, steps=1)
-    wanted = state(shard)
+    expected = state(shard)
     shard.begin_save(tmp_path)
     shard.use_adapter("whole")
     add_gradient(shard, 2)
@@ -244,7 +244,7 @@ def test_a_state_is_of_the_adapter_that_was_in_use_at_its_begin(make: Make, tmp_
     shard.add_adapter("again", SPECS["small"])
     shard.use_adapter("again")
     shard.load_state(tmp_path, [])
-    assert same(state(shard), wanted)
+    assert same(state(shard), expected)
     shard.use_adapter("whole")
     assert same(state(shard), trained)
 
@@ -255,31 +255,31 @@ def test_gradients_and_moments_are_dropped_of_the_adapter_in_use_alone(make: Mak
         shard.add_adapter(name, SPECS[name])
         shard.use_adapter(name)
         add_gradient(shard, 1)
-    wanted = state(shard)
+    expected = state(shard)
     shard.use_adapter("whole")
     shard.drop_gradients()
     shard.reset_optimizer()
     with pytest.raises(Exception, match="without a gradient"):
         shard.optim_step(RATE, 1.0)
     shard.use_adapter("small")
-    assert same(state(shard), wanted)
+    assert same(state(shard), expected)
 
 
 def test_an_adapter_is_dropped_and_its_name_is_free(make: Make) -> None:
     shard = make()
-    began = state(shard)
+    initial = state(shard)
     shard.add_adapter("a", SPECS["whole"])
     shard.use_adapter("a")
     add_gradient(shard, 1)
     shard.drop_adapter("a")
-    assert same(state(shard), began)
+    assert same(state(shard), initial)
     shard.add_adapter("a", SPECS["whole"])
     shard.use_adapter("a")
     assert all(parameter.grad is None for parameter in shard._parameters)
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda s: s.add_adapter("a", SPECS["small"]), "'a' is there already.*another name"),
         (lambda s: s.add_adapter("b", AdapterSpec(9, 1.0, ALL, 0)), r"rank 9; expected 1 to 8.*trainer\.lora\.rank"),
@@ -290,10 +290,10 @@ def test_an_adapter_is_dropped_and_its_name_is_free(make: Make) -> None:
         (lambda s: s.drop_adapter(""), "the first adapter was to be dropped"),
     ],
 )
-def test_what_is_refused_leaves_all_as_it_is(make: Make, call: Callable[[Shard], None], said: str) -> None:
+def test_what_is_refused_leaves_all_as_it_is(make: Make, call: Callable[[Shard], None], message: str) -> None:
     shard = make()
     shard.add_adapter("a", SPECS["whole"])
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=message):
         call(shard)
     shard.use_adapter("a")
     add_gradient(shard, 1)
@@ -317,18 +317,18 @@ def in_turn(rank: int, world_size: int, store: Any, model: str) -> dict[str, lis
         for name in ("whole", "small"):
             shard.use_adapter(name)
             shard.optim_step(RATE, 10.0)
-    found = {}
+    tensors = {}
     for name in ("whole", "small"):
         shard.use_adapter(name)
-        found[name] = [parameter.full_tensor().clone() for parameter in shard._parameters]
+        tensors[name] = [parameter.full_tensor().clone() for parameter in shard._parameters]
     dist.destroy_process_group()
-    return found
+    return tensors
 
 
 def test_shards_each_hold_their_part_of_all_adapters(model: str) -> None:
     many = run_ranks(2, in_turn, model)
     alone = run_alone(in_turn, model)
     for rank in many:
-        for name, wanted in alone.items():
-            for got, tensor in zip(rank[name], wanted, strict=True):
+        for name, expected in alone.items():
+            for got, tensor in zip(rank[name], expected, strict=True):
                 torch.testing.assert_close(got, tensor, rtol=1e-3, atol=1e-5)

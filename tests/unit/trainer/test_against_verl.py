@@ -93,8 +93,8 @@ def test_a_loss_and_its_gradient_are_verls(loss: str, mode: str) -> None:
         batch = random_batch(seed)
         number = np.count_nonzero(batch["mask"].any(-1)) if mode == "sequence_mean_token_sum_norm" else 1
         expected = [x / number for x in numbers]
-        found = summary(*computed(loss, mode, batch))
-        assert found[first:] == pytest.approx(expected[first:], rel=1e-4, abs=1e-5)
+        results = summary(*computed(loss, mode, batch))
+        assert results[first:] == pytest.approx(expected[first:], rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +105,9 @@ def test_advantages_are_verls(name: str, kind: str) -> None:
     recorded = json.loads(VERL.read_text())["advantages"][name]
     assert len(recorded) == BATCHES
     for seed, numbers in enumerate(recorded):
-        found = []
+        advantages = []
         for rewards in random_rewards(seed):
             n = len(rewards)
             sample = np.sqrt((n - 1) / n) if kind == "std" else 1.0
-            found.append(compute_advantages(rewards.tolist(), kind).astype(np.float64) * sample)
-        assert summary(0.0, np.concatenate(found)) == pytest.approx(numbers, rel=1e-4, abs=1e-4)
+            advantages.append(compute_advantages(rewards.tolist(), kind).astype(np.float64) * sample)
+        assert summary(0.0, np.concatenate(advantages)) == pytest.approx(numbers, rel=1e-4, abs=1e-4)

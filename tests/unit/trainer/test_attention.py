@@ -48,8 +48,8 @@ def test_sequences_of_a_row_are_as_if_alone(window):
     expected = one_by_one(*inputs, LENGTHS, window)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     gradients = torch.autograd.grad(out, inputs, upstream)
-    for got, wanted in zip(gradients, torch.autograd.grad(expected, inputs, upstream), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    for got, reference in zip(gradients, torch.autograd.grad(expected, inputs, upstream), strict=True):
+        torch.testing.assert_close(got, reference, rtol=1e-12, atol=1e-12)
 
 
 def test_what_the_kernel_of_gpus_is_given(monkeypatch):

@@ -149,7 +149,7 @@ def test_who_knows_the_lengths_knows_which_rank_computes_a_datum(lengths, num_ra
     assignment = pickle.loads(pickle.dumps(RankAssignment(num_ranks, 100)))
     planned = plan(np.array(lengths), num_ranks, 64, 100, packed)
     own_R = [sorted(d for micro in micro_M if not micro.filler for d in micro.datums) for micro_M in planned]
-    assert [own.tolist() for own in assignment(np.array(lengths))] == own_R
+    assert [indices.tolist() for indices in assignment(np.array(lengths))] == own_R
 
 
 # ---- inputs and expected numbers of other projects' tests (tests/conformance/numbers.toml)
@@ -163,10 +163,10 @@ def token_sums(lengths, micro_R):
     return [sum(int(lengths[d]) for m in micro_M if not m.filler for d in m.datums) for micro_M in micro_R]
 
 
-@pytest.mark.parametrize(("datums", "ranks", "each"), [(4, 2, 2), (5, 2, 3), (7, 1, 7), (11, 4, 3)])
-def test_ranks_get_as_many_micro_batches_and_the_rest_are_fillers(datums, ranks, each):
+@pytest.mark.parametrize(("datums", "ranks", "count"), [(4, 2, 2), (5, 2, 3), (7, 1, 7), (11, 4, 3)])
+def test_ranks_get_as_many_micro_batches_and_the_rest_are_fillers(datums, ranks, count):
     micro_R = plan(np.full(datums, 4), ranks, 4, FAR, packed=True)
-    assert [len(micro_M) for micro_M in micro_R] == [each] * ranks
+    assert [len(micro_M) for micro_M in micro_R] == [count] * ranks
     assert sum(not m.filler for micro_M in micro_R for m in micro_M) == datums
 
 

@@ -46,11 +46,11 @@ def test_tensors_are_spread_over_files(shard, tmp_path):
     files = sorted(set(index["weight_map"].values()))
     assert files == [f"model-{i:05d}.safetensors" for i in range(1, len(files) + 1)]
     assert len(files) > 3
-    found = {name: load_file(tmp_path / "inference" / file) for name, file in index["weight_map"].items()}
+    tensors = {name: load_file(tmp_path / "inference" / file) for name, file in index["weight_map"].items()}
     for entry in published.manifest.entries:
-        assert tuple(found[entry.name][entry.name].shape) == entry.shape
+        assert tuple(tensors[entry.name][entry.name].shape) == entry.shape
         content = published.source[entry.bucket][entry.offset : entry.offset + entry.nbytes]
-        assert found[entry.name][entry.name].numpy().tobytes() == content.tobytes()
+        assert tensors[entry.name][entry.name].numpy().tobytes() == content.tobytes()
     sizes = [sum(e.nbytes for e in published.manifest.entries if index["weight_map"][e.name] == file) for file in files]
     assert all(a + b > 20_000 for a, b in pairwise(sizes)), "files are filled"
     assert index["metadata"]["total_size"] == sum(sizes) == published.nbytes

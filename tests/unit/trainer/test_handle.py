@@ -24,14 +24,14 @@ def test_options_for_another_number_of_processes_are_refused():
 
 @pytest.mark.parametrize(("gpus", "share"), [(0.5, 0.4), (1.0, 0.0), (0.0, 0.0)])
 def test_half_a_gpu_is_shared_with_a_replica(monkeypatch, gpus, share):
-    made = []
+    calls = []
 
     class Actor:
         def options(self, **_options):
             return self
 
         def remote(self, *args):
-            made.append(args)
+            calls.append(args)
             return self
 
         rendezvous = setup = property(lambda self: self)
@@ -40,7 +40,7 @@ def test_half_a_gpu_is_shared_with_a_replica(monkeypatch, gpus, share):
     monkeypatch.setattr(handle.ray, "cluster_resources", dict)
     config = make_config("m", inference__gpu_memory_utilization=0.4)
     TrainerHandle.start(config, [{"num_gpus": gpus}], None)
-    assert made[0][-1] == share
+    assert calls[0][-1] == share
 
 
 @pytest.mark.parametrize(("within_s", "sends_for_s"), [(20.0, 20.0), (900.0, 200.0)])
@@ -61,22 +61,22 @@ ASSIGN = RankAssignment(2, 100)
 class StandIn:
     """A shard that computes a log-probability of -1 for each token of its `own` datums, and keeps what it trains."""
 
-    def __init__(self, part, own):
-        self.part, self.own, self.trained = part, own, {}
+    def __init__(self, part, indices):
+        self.part, self.indices, self.trained = part, indices, {}
 
     def forward_backward(self, loss_fn, loss_fn_config, provenance, wants_logprobs):
-        places = self.part.places(self.own)
-        self.trained = {d: self.part.batch.datum(n) for d, n in zip(self.own, places, strict=True)}
+        places = self.part.places(self.indices)
+        self.trained = {d: self.part.batch.datum(n) for d, n in zip(self.indices, places, strict=True)}
         output = self.output()
         return replace(output, logprobs=output.logprobs[: None if wants_logprobs else 0])
 
     def output(self):
-        return ShardOutput(tuple(self.own), np.full(self.part.lengths[self.own].sum(), -1, np.float32), {})
+        return ShardOutput(tuple(self.indices), np.full(self.part.lengths[self.indices].sum(), -1, np.float32), {})
 
     def forward_summarized(self, which, name, summarize):
         column, batch = self.output().as_column(self.part), self.part.batch
         sums = summarize(replace(batch, columns={**batch.columns, name: column}))
-        return SummarizedOutput(np.array(self.own, np.int64), column, sums[:, self.part.places(self.own)])
+        return SummarizedOutput(np.array(self.indices, np.int64), column, sums[:, self.part.places(self.indices)])
 
 
 class Shards(TrainerHandle):
@@ -84,16 +84,16 @@ class Shards(TrainerHandle):
 
     def __init__(self):
         super().__init__(make_config("m"), [None] * 2, [None] * 2, None)
-        self.asked, self.trained = [], {}
+        self.calls, self.trained = [], {}
 
     def _call(self, verb, *args, timeout_s=None):
         assert verb == "rank_assignment"
         return [ASSIGN] * 2
 
     def _call_with(self, batch, verb, *args):
-        self.asked.append(verb)
+        self.calls.append(verb)
         parts_R = [part.opened(lambda column, owner: column) for part in batch.parts_R]
-        owns_R = [own.tolist() for own in ASSIGN(batch.lengths)]
+        owns_R = [indices.tolist() for indices in ASSIGN(batch.lengths)]
         assert sorted(itertools.chain(*owns_R)) == list(range(len(batch))), "each datum is one shard's own"
         shards_R = list(map(StandIn, parts_R, owns_R))
         outputs_R = [getattr(shard, verb)(*args) for shard in shards_R]
@@ -111,9 +111,9 @@ def test_the_ratio_of_a_sequence_in_several_datums_is_known_before_the_backward_
     batch, shards = make_batch((3, 2, 2)), Shards()
     if sequences:
         batch = replace(batch, sequences=np.array(sequences))
-    given = StoredBatch.store(batch.lengths, batch.sequences, batch.take, ASSIGN)
-    output = shards.forward_backward(given if is_stored else batch, loss)
-    assert shards.asked == ["forward_summarized", "forward_backward"][-passes:]
+    stored = StoredBatch.store(batch.lengths, batch.sequences, batch.take, ASSIGN)
+    output = shards.forward_backward(stored if is_stored else batch, loss)
+    assert shards.calls == ["forward_summarized", "forward_backward"][-passes:]
     if is_stored:
         assert not len(output.logprobs), "they stay with the shards"
         assert output.metrics == {}
@@ -130,16 +130,16 @@ def test_the_ratio_of_a_sequence_in_several_datums_is_known_before_the_backward_
 
 
 def test_a_loss_of_all_datums_fetches_a_stored_batch(monkeypatch):
-    batch, shards, seen = make_batch((3, 2, 2)), Shards(), []
+    batch, shards, prompts = make_batch((3, 2, 2)), Shards(), []
     stored = StoredBatch.store(batch.lengths, batch.sequences, batch.take, ASSIGN)
     monkeypatch.setattr(shards, "forward", lambda batch: SimpleNamespace(logprobs=np.zeros(7, np.float32)))
 
     def loss(data_D, p_D):
-        seen.extend(datum.model_input.to_ints() for datum in data_D)
+        prompts.extend(datum.model_input.to_ints() for datum in data_D)
         return sum(p.sum() for p in p_D), {}
 
     shards.forward_backward_custom(stored, loss)
-    assert seen == [batch.datum(d).model_input.to_ints() for d in range(3)]
+    assert prompts == [batch.datum(d).model_input.to_ints() for d in range(3)]
 
 
 def test_importing_it_imports_neither_torch_nor_transformers():

@@ -34,8 +34,8 @@ def test_values_and_gradients_are_those_of_the_whole_logits(monkeypatch, chunk):
     gradients = torch.autograd.grad(p, (hidden, weight), upstream)
     expected = whole(hidden, weight, targets, temperature)
     torch.testing.assert_close(p, expected, rtol=1e-5, atol=1e-6)
-    for got, wanted in zip(gradients, torch.autograd.grad(expected, (hidden, weight), upstream), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    for got, reference in zip(gradients, torch.autograd.grad(expected, (hidden, weight), upstream), strict=True):
+        torch.testing.assert_close(got, reference, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_free_on_a_gpu(monkeypatch):
@@ -56,21 +56,21 @@ def test_in_bfloat16_sums_are_taken_in_float32(monkeypatch):
     assert p.dtype == torch.float32
     _, gradient = torch.autograd.grad(p, (hidden, weight), upstream)
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-    wanted = torch.autograd.grad(whole(*exact, targets, temperature), exact, upstream)[1]
+    reference = torch.autograd.grad(whole(*exact, targets, temperature), exact, upstream)[1]
     assert gradient.dtype == torch.bfloat16
-    assert float((gradient - wanted).norm() / wanted.norm()) < 0.01
+    assert float((gradient - reference).norm() / reference.norm()) < 0.01
 
 
-def off_by(wanted, given, head_dtype):
-    return float((SelectedLogprobs.apply(*given, head_dtype) - wanted).abs().max())
+def off_by(reference, arguments, head_dtype):
+    return float((SelectedLogprobs.apply(*arguments, head_dtype) - reference).abs().max())
 
 
 def test_a_model_in_bfloat16_has_exact_logits_unless_they_are_asked_for_in_its_dtype(monkeypatch):
     monkeypatch.setattr(logprobs, "CAST_ELEMENTS", 3 * inputs()[0].shape[1])
-    *given, _ = inputs(torch.bfloat16)
-    wanted = whole(*(t.detach().double() for t in given[:2]), *given[2:])
-    assert off_by(wanted, given, torch.float32) < 1e-5
-    assert off_by(wanted, given, torch.bfloat16) > 1e-3
+    *arguments, _ = inputs(torch.bfloat16)
+    reference = whole(*(t.detach().double() for t in arguments[:2]), *arguments[2:])
+    assert off_by(reference, arguments, torch.float32) < 1e-5
+    assert off_by(reference, arguments, torch.bfloat16) > 1e-3
 
 
 def test_in_float32_nothing_changes_bit_for_bit(monkeypatch):
@@ -106,8 +106,8 @@ def test_a_bias_of_the_output_matrix_counts_and_is_trained():
     expected = model(tokens).logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
     p = token_logprobs(add_token_logprobs(model), tokens, targets, torch.ones(1, 6))
     torch.testing.assert_close(p, expected)
-    wanted, got = (torch.autograd.grad(values.sum(), model.lm_head.bias)[0] for values in (expected, p))
-    torch.testing.assert_close(got, wanted)
+    reference, got = (torch.autograd.grad(values.sum(), model.lm_head.bias)[0] for values in (expected, p))
+    torch.testing.assert_close(got, reference)
 
 
 def test_a_model_without_an_output_matrix_is_refused():
@@ -120,7 +120,7 @@ def test_without_a_temperature_it_is_1(dtype):
     hidden, weight, targets, temperature, upstream = inputs(dtype)
     factors = hidden.requires_grad_(), weight.requires_grad_()
     with_ones, without = (
-        SelectedLogprobs.apply(*factors, targets, each) for each in (torch.ones_like(temperature), None)
+        SelectedLogprobs.apply(*factors, targets, divisor) for divisor in (torch.ones_like(temperature), None)
     )
     assert torch.equal(with_ones, without)
     gradients = [torch.autograd.grad(p, factors, upstream) for p in (with_ones, without)]

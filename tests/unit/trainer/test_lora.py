@@ -36,14 +36,14 @@ Make = Callable[..., Shard]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def base_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: make_model(tmp_path_factory.mktemp(name), *kind) for name, kind in MODELS.items()}
 
 
 @pytest.fixture
-def models(made: dict[str, str]) -> dict[str, str]:
+def models(base_models: dict[str, str]) -> dict[str, str]:
     """A copy, which a test may change."""
-    return dict(made)
+    return dict(base_models)
 
 
 @pytest.fixture(params=list(MODELS))
@@ -102,16 +102,16 @@ def test_gradients_are_those_of_peft(make: Make, kind: str, models: dict[str, st
     p = expected(model, batch)
     columns = {name: torch.from_numpy(c) for name, c in batch.columns.items()}
     (-(columns["mask"] * columns["advantages"] * (p - columns["logprobs"]).exp()).sum()).backward()
-    wanted = {n.removeprefix("base_model.model."): q.grad for n, q in model.named_parameters() if q.requires_grad}
+    gradients = {n.removeprefix("base_model.model."): q.grad for n, q in model.named_parameters() if q.requires_grad}
     for micro_batch_tokens in (1, 20, 10_000):
         shard._config = make_config(
             models[kind], trainer__lora=LORA[kind], trainer__micro_batch_tokens=micro_batch_tokens
         )
         shard.forward_backward(batch, "importance_sampling", {}, None)
         got = {name: q.grad.to_local() for name, q in shard._model.named_parameters() if q.grad is not None}
-        assert got.keys() == wanted.keys()
+        assert got.keys() == gradients.keys()
         for name, gradient in got.items():
-            assert (gradient - wanted[name]).abs().max() <= 1e-5 * wanted[name].abs().max(), name
+            assert (gradient - gradients[name]).abs().max() <= 1e-5 * gradients[name].abs().max(), name
         shard._optimizer.zero_grad()
 
 
@@ -198,13 +198,13 @@ def test_a_commit_holds_adapters_and_goes_on_bit_for_bit(make: Make, kind: str, 
     records = shard.finish_save(tmp_path)
     numbers = 3 * sum(p.numel() for p in shard._parameters)
     assert sum(record.size for record in records) < 4 * numbers + 200_000
-    ended = trained(shard).publish_weights(4)
+    weights = trained(shard).publish_weights(4)
     resumed = make(kind)
     resumed.load_state(tmp_path, [])
     again = trained(resumed).publish_weights(4)
-    assert ended is not None
+    assert weights is not None
     assert again is not None
-    assert again.identity == ended.identity
+    assert again.identity == weights.identity
 
 
 def test_a_commit_on_another_base_is_refused(make: Make, models: dict[str, str], tmp_path: Path) -> None:
@@ -316,10 +316,10 @@ def test_shards_and_layouts_change_nothing(models: dict[str, str], make: Make, w
     gradients, after, reference = run_alone(two_steps, models["untied"], {}, tmp_path / "one")
     for got, _, _ in ranks:
         assert got.keys() == gradients.keys()
-        for name, wanted in gradients.items():
-            assert (got[name] - wanted).norm() <= 1e-5 * wanted.norm() + 1e-9, name
-    for name, wanted in after.items():
-        assert (ranks[0][1][name] - wanted).norm() <= 1e-4 * wanted.norm() + 1e-9, name
+        for name, unsharded in gradients.items():
+            assert (got[name] - unsharded).norm() <= 1e-5 * unsharded.norm() + 1e-9, name
+    for name, unsharded in after.items():
+        assert (ranks[0][1][name] - unsharded).norm() <= 1e-4 * unsharded.norm() + 1e-9, name
     batch = make_batch(LONG)
     np.testing.assert_allclose(
         scatter_outputs(batch, [output for _, _, output in ranks]), scatter_outputs(batch, [reference]), atol=1e-5
@@ -362,8 +362,8 @@ def test_a_base_in_low_precision_beside_adapters_in_float32(models: dict[str, st
     ranks = run_ranks(2, in_bfloat16, models["untied"])
     alone, dtypes = run_alone(in_bfloat16, models["untied"])
     assert sorted(map(str, dtypes.values())) == ["torch.bfloat16", "torch.float32", "torch.float32"]
-    got, wanted = scatter_outputs(batch, [output for output, _ in ranks]), scatter_outputs(batch, [alone])
-    np.testing.assert_allclose(got, wanted, atol=0.05)  # gradients are added up in another order
+    got, reference = scatter_outputs(batch, [output for output, _ in ranks]), scatter_outputs(batch, [alone])
+    np.testing.assert_allclose(got, reference, atol=0.05)  # gradients are added up in another order
 
 
 def test_attention_beside_experts(tmp_path: Path, make: Make, models: dict[str, str]) -> None:

@@ -286,10 +286,10 @@ def test_custom_equals_built_in(name, config):
 
 def test_the_loss_of_the_page_is_the_policy_gradient():
     (fence,) = [fence for fence in ALL if "def reinforce(" in fence.text]
-    made = {}
-    exec(fence.text, made)
+    namespace = {}
+    exec(fence.text, namespace)
     data = batch()
-    weighted, metrics = surrogate(data, np.full(sum(CUSTOM_LENGTHS), -1.0, np.float32), made["reinforce"])
+    weighted, metrics = surrogate(data, np.full(sum(CUSTOM_LENGTHS), -1.0, np.float32), namespace["reinforce"])
     np.testing.assert_allclose(weighted.columns["weights"], data.columns["advantages"])
     assert metrics == {"datums:sum": 3.0, "loss:sum": pytest.approx(data.columns["advantages"].sum(), rel=1e-5)}
 

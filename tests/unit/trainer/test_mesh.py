@@ -32,8 +32,8 @@ def describe(rank, world_size, store, shards, copies):
 )
 def test_ranks_know_their_place(shards, copies, names, sums):
     size = shards * copies
-    found = run_ranks(size, describe, shards, copies)
-    assert found == [(size, size, rank, rank == 0, names, (10, sums[rank])) for rank in range(size)]
+    ranks = run_ranks(size, describe, shards, copies)
+    assert ranks == [(size, size, rank, rank == 0, names, (10, sums[rank])) for rank in range(size)]
 
 
 def waits_for_the_other(rank, world_size, store, shards, copies):

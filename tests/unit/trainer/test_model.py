@@ -88,10 +88,10 @@ def logprobs(steps):
     return scatter_outputs(make_batch(LENGTHS), [step.output for step in steps])
 
 
-def assert_close_to_the_norm(got, wanted, bound=1e-5):
+def assert_close_to_the_norm(got, references, bound=1e-5):
     """Each tensor within `bound` of the norm of what is wanted."""
-    assert got.keys() == wanted.keys()
-    for name, expected in wanted.items():
+    assert got.keys() == references.keys()
+    for name, expected in references.items():
         difference = float((torch.as_tensor(got[name]) - torch.as_tensor(expected)).norm())
         assert difference <= bound * float(torch.as_tensor(expected).norm()) + 1e-9, name
 
@@ -104,7 +104,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def unsharded(models):
     """Logprobs [T] and gradients of the same loss by the Hugging Face model, each datum alone, without padding."""
-    found = {}
+    results = {}
     for family, model in models.items():
         policy, batch = AutoModelForCausalLM.from_pretrained(model), make_batch(LENGTHS)
         function, config = resolve_loss("ppo", {})
@@ -115,8 +115,8 @@ def unsharded(models):
             p = logits.log_softmax(-1).gather(-1, columns["target_tokens"].long()[:, None])[:, 0]
             function(p, columns, config)[0].backward()
             rows.append(p.detach())
-        found[family] = torch.cat(rows).numpy(), {name: p.grad for name, p in policy.named_parameters()}
-    return found
+        results[family] = torch.cat(rows).numpy(), {name: p.grad for name, p in policy.named_parameters()}
+    return results
 
 
 WAYS = {
@@ -178,9 +178,9 @@ def failing_backend(graph, inputs):
 
 
 @pytest.mark.parametrize(
-    ("backend", "why"), [(wrong_backend, "log-probabilities differ by"), (failing_backend, "no compiler here")]
+    ("backend", "reason"), [(wrong_backend, "log-probabilities differ by"), (failing_backend, "no compiler here")]
 )
-def test_layers_that_do_not_compile_right_are_not_compiled(models, monkeypatch, backend, why):
+def test_layers_that_do_not_compile_right_are_not_compiled(models, monkeypatch, backend, reason):
     monkeypatch.setattr(CommonTrainer, "compiles", lambda _, on_gpus: True)
     try:
         one = run_alone(make_shard, models["qwen3"], {"backend": backend})
@@ -188,9 +188,9 @@ def test_layers_that_do_not_compile_right_are_not_compiled(models, monkeypatch, 
     finally:
         torch.compiler.set_stance("default")
         dist.destroy_process_group()
-    said = one.shown()[0].split("; ")[1]
-    assert said.startswith("layers are not compiled: ")
-    assert why in said
+    message = one.shown()[0].split("; ")[1]
+    assert message.startswith("layers are not compiled: ")
+    assert reason in message
     monkeypatch.undo()
     np.testing.assert_array_equal(output.logprobs, run_alone(one_step, models["qwen3"], {}).output.logprobs)
 
@@ -231,8 +231,10 @@ def gathers(rank, world_size, store, model, reshard):
 
 def test_weights_that_stay_gathered_change_no_bit_and_are_gathered_once(models):
     """ZeRO-2 and ZeRO-3 of two shards: gradients are summed after the same passes in the same order."""
-    kept, freed = (run_ranks(2, gathers, models["qwen3"], reshard) for reshard in (False, True))
-    for (p, gradient, calls, units, passes, sharded), (other_p, other, more_calls, *_) in zip(kept, freed, strict=True):
+    gathered, freed = (run_ranks(2, gathers, models["qwen3"], reshard) for reshard in (False, True))
+    for (p, gradient, calls, units, passes, sharded), (other_p, other, more_calls, *_) in zip(
+        gathered, freed, strict=True
+    ):
         np.testing.assert_array_equal(p, other_p)
         assert gradient.keys() == other.keys()
         assert all(torch.equal(gradient[name], other[name]) for name in gradient)
@@ -321,12 +323,12 @@ def test_the_temperature_is_exact_whatever_the_model_computes_in(models):
 
 def temperatures_of_all_verbs(rank, world_size, store, model, options):
     """What reaches the softmax in every verb and loss."""
-    one, seen = make_shard(rank, world_size, store, model, options), []
+    one, temperatures = make_shard(rank, world_size, store, model, options), []
     plain = SelectedLogprobs.apply
     batch = make_batch(LENGTHS, temperature=0.7)
     weights = {"target_tokens": batch.columns["target_tokens"], "weights": batch.columns["mask"]}
     supervised = TokenBatch(batch.tokens, batch.offsets, weights, batch.temperatures)
-    SelectedLogprobs.apply = lambda *args: seen.append(args[3]) or plain(*args)
+    SelectedLogprobs.apply = lambda *args: temperatures.append(args[3]) or plain(*args)
     try:
         one.forward(batch)
         one.forward_backward(batch, "ppo", {}, None)
@@ -334,8 +336,8 @@ def temperatures_of_all_verbs(rank, world_size, store, model, options):
     finally:
         SelectedLogprobs.apply = plain
     dist.destroy_process_group()
-    assert len(seen) >= 3
-    for temperature in seen:
+    assert len(temperatures) >= 3
+    for temperature in temperatures:
         assert temperature.dtype == torch.float32
         assert set(temperature.tolist()) == {float(np.float32(0.7))}
 

@@ -104,11 +104,11 @@ def with_whole(shard, monkeypatch, whole):
 
 
 def test_a_shard_beside_a_replica_asks_for_what_that_leaves(shard, monkeypatch):
-    asked = {}
+    arguments = {}
     one = shard()
     monkeypatch.setattr(one._mesh, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (60 * memory.GIB, 80 * memory.GIB))
-    monkeypatch.setattr(mesh, "gpu_room", lambda *numbers: asked.setdefault("of", numbers) and 7)
+    monkeypatch.setattr(mesh, "gpu_room", lambda *numbers: arguments.setdefault("of", numbers) and 7)
     monkeypatch.setattr(mesh.torch, "tensor", lambda value, device: torch.full((), value))
     assert one._mesh.smallest_room(one._config, 0.4) == 7
-    assert asked["of"] == (60 * memory.GIB, 80 * memory.GIB, 0.4)
+    assert arguments["of"] == (60 * memory.GIB, 80 * memory.GIB, 0.4)

@@ -72,25 +72,25 @@ def agreement(kind, **options):
 
 @pytest.mark.parametrize("kind", LEAKING)
 def test_sequences_that_see_each_other_in_a_packed_row_are_noticed(kind):
-    found = agreement(kind, **LEAKING[kind])
-    assert found.not_rows == ""
-    assert "when the sample before it changes" in found.not_packed
-    assert found.leak > 100 * found.tolerance
+    agreed = agreement(kind, **LEAKING[kind])
+    assert agreed.not_rows == ""
+    assert "when the sample before it changes" in agreed.not_packed
+    assert agreed.leak > 100 * agreed.tolerance
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gemma3_text", "deepseek_v3", "opt"])
 def test_what_can_be_packed_agrees_within_rounding(kind):
-    found = agreement(kind)
-    assert (found.not_rows, found.not_packed) == ("", "")
-    assert max(found.rows, found.packed, found.leak, found.future) < found.tolerance / 2
+    agreed = agreement(kind)
+    assert (agreed.not_rows, agreed.not_packed) == ("", "")
+    assert max(agreed.rows, agreed.packed, agreed.leak, agreed.future) < agreed.tolerance / 2
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "bloom"])
 def test_what_attention_is_given_beyond_packed_rows_is_noticed(kind):
     """Sinks, and a bias for each distance."""
-    found = agreement(kind)
-    assert found.not_rows == ""
-    assert found.not_packed
+    agreed = agreement(kind)
+    assert agreed.not_rows == ""
+    assert agreed.not_packed
 
 
 @pytest.mark.parametrize("kind", OTHER_LOGITS)
@@ -103,9 +103,9 @@ def test_a_model_that_sees_later_tokens_is_noticed():
 
 
 def test_a_small_softcap_shows_although_logits_are_small_at_first():
-    found = prove(add_token_logprobs(twin_of("gemma2")), CPU, torch.float32, packed=False)
+    plain = prove(add_token_logprobs(twin_of("gemma2")), CPU, torch.float32, packed=False)
     magnified = agreement("gemma2")
-    assert magnified.rows > 10 * found.rows
+    assert magnified.rows > 10 * plain.rows
     assert magnified.not_rows
 
 
@@ -117,9 +117,9 @@ def test_packed_rows_that_leak_are_refused_by_name(shard, tmp_path):
 def test_a_packed_row_that_fails_half_way_leaves_a_sharded_model_as_it_was(shard, tmp_path):
     one, batch = shard(saved("gemma2", tmp_path, final_logit_softcapping=None)), make_batch(LENGTHS)
     before = scatter_outputs(batch, [one.forward(batch)])
-    found = prove(one._model, CPU, torch.float32, packed=True)
-    assert found.packed == math.inf
-    assert "a packed row cannot be computed (BadInput: Gemma2Attention uses a soft cap" in found.not_packed
+    proved = prove(one._model, CPU, torch.float32, packed=True)
+    assert proved.packed == math.inf
+    assert "a packed row cannot be computed (BadInput: Gemma2Attention uses a soft cap" in proved.not_packed
     np.testing.assert_array_equal(scatter_outputs(batch, [one.forward(batch)]), before)
     one.forward_backward(batch, "importance_sampling", {}, None)
     assert one.optim_step(AdamParams(), 1.0).metrics["grad_norm"] > 0
@@ -131,8 +131,8 @@ def test_where_packing_is_chosen_such_a_model_is_computed_in_rows_and_it_is_said
     one = shard(source)
     assert not one.proof.packed
     assert "StableLmForCausalLM" in one.proof.text
-    said, why_rows = one.shown()
-    assert (said.startswith(one.proof.text), why_rows) == (True, one.proof.why_rows)
+    message, why_rows = one.shown()
+    assert (message.startswith(one.proof.text), why_rows) == (True, one.proof.why_rows)
     assert "a sample of a packed row moves by" in one.proof.why_rows
     unsharded = AutoModelForCausalLM.from_pretrained(source)
     computed = scatter_outputs(batch, [one.forward(batch)])

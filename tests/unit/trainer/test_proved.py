@@ -13,7 +13,7 @@ LLAMA_3_ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_f
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
+DESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2.5-1.5B": ("qwen2", {"tie_word_embeddings": True, "num_hidden_layers": 28, "rope_theta": 1e6}),
     "Qwen3-0.6B": ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 8, "eos_token_id": 151_645}),
     "Qwen3-30B-A3B": ("qwen3_moe", {"norm_topk_prob": True, "num_experts": 128, "num_hidden_layers": 48}),
@@ -21,7 +21,7 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral-7B-v0.3": ("mistral", {"sliding_window": None, "vocab_size": 32_768, "dtype": "bfloat16"}),
     "OLMo-2-7B": ("olmo2", {"vocab_size": 100_352, "max_position_embeddings": 4096}),
 }
-OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+UNPROVED: dict[str, tuple[str, dict[str, Any]]] = {
     "a type that is refused": ("gemma2", {}),
     "a scale": ("granite", {"logits_scaling": 8.0}),
     "another function": ("llama", {"hidden_act": "gelu"}),
@@ -43,25 +43,25 @@ def refuse(*_: Any) -> Any:
     raise BadInput("a twin was made")
 
 
-def shown(given: PretrainedConfig, *, packed: bool = True) -> Any:
-    return proof._prove_kind(given, packed=packed)
+def shown(model_config: PretrainedConfig, *, packed: bool = True) -> Any:
+    return proof._prove_kind(model_config, packed=packed)
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", DESCRIBED)
 def test_models_that_people_train_need_no_twin(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "make_twin", refuse)
-    model_type, options = KNOWN[name]
+    model_type, options = DESCRIBED[name]
     assert shown(config(model_type, **options)) == ProvedType("")
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", UNPROVED)
 def test_a_twin_of_any_other_is_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "make_twin", refuse)
-    model_type, options = OTHERS[name]
-    given = config(model_type)
+    model_type, options = UNPROVED[name]
+    model_config = config(model_type)
     for key, value in options.items():
-        setattr(given, key, value)
-    assert shown(given) == "a twin was made"
+        setattr(model_config, key, value)
+    assert shown(model_config) == "a twin was made"
 
 
 @pytest.mark.parametrize("package", ["transformers", "vllm"])
@@ -72,24 +72,24 @@ def test_other_versions_show_nothing(package: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_type_that_is_computed_in_rows_says_why() -> None:
-    given = config("gpt_oss")
-    found = proved_type(given)
-    assert found is not None
-    assert "of a packed row differ by" in found.not_packed
-    assert shown(given) == found
-    assert shown(given, packed=False) == ProvedType("")
+    model_config = config("gpt_oss")
+    result = proved_type(model_config)
+    assert result is not None
+    assert "of a packed row differ by" in result.not_packed
+    assert shown(model_config) == result
+    assert shown(model_config, packed=False) == ProvedType("")
     model = proof.Agreement(tolerance=0.1, rows=0.0)
-    decided = proof.decide("G", model, found, packing="auto")
-    assert (decided.packed, decided.why_rows) == (False, f"{found.not_packed} (docs/models.md)")
+    decided = proof.decide("G", model, result, packing="auto")
+    assert (decided.packed, decided.why_rows) == (False, f"{result.not_packed} (docs/models.md)")
     with pytest.raises(BadInput, match=r"packing = packed for G: log-prob.*\(docs/models\.md\)"):
-        proof.decide("G", model, found, packing="packed")
+        proof.decide("G", model, result, packing="packed")
 
 
 def test_switches_are_all_but_sizes() -> None:
-    given = switches(config("gemma3_text", num_hidden_layers=7))
-    assert given[".layer_types"] == "'full_attention', 'sliding_attention', a list"
-    assert given[".sliding_window"] == given[".num_hidden_layers"] == "more than 1"
-    assert given[".rope_parameters.full_attention.rope_type"] == "'default'"
-    assert ".rope_parameters.full_attention.rope_theta" not in given
-    assert ".rms_norm_eps" not in given
-    assert ".final_logit_softcapping" not in given, "None"
+    values = switches(config("gemma3_text", num_hidden_layers=7))
+    assert values[".layer_types"] == "'full_attention', 'sliding_attention', a list"
+    assert values[".sliding_window"] == values[".num_hidden_layers"] == "more than 1"
+    assert values[".rope_parameters.full_attention.rope_type"] == "'default'"
+    assert ".rope_parameters.full_attention.rope_theta" not in values
+    assert ".rms_norm_eps" not in values
+    assert ".final_logit_softcapping" not in values, "None"

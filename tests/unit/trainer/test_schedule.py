@@ -22,11 +22,11 @@ def test_full_training_has_a_tenth_and_model_types_do_as_names():
     assert get_lr("qwen3", 2560) == pytest.approx(get_lr("Qwen/Qwen3-4B", 2560, lora=True) / 10)
 
 
-@pytest.mark.parametrize(("given", "peak"), [("auto", 10.0), (3e-5, 1.0)])
-def test_auto_knows_of_adapters_and_a_number_does_not(given, peak):
+@pytest.mark.parametrize(("rate", "peak"), [("auto", 10.0), (3e-5, 1.0)])
+def test_auto_knows_of_adapters_and_a_number_does_not(rate, peak):
     def first(lora):
         sizes = {"orchestrator": {"batch_size": 2}, "inference": {"sampling": {"max_tokens": 8}}}
-        trainer = {"learning_rate": given, "lora": lora}
+        trainer = {"learning_rate": rate, "lora": lora}
         config = Config.model_validate({"model": {"name": "m"}, "env": {"id": "sort"}, "trainer": trainer, **sizes})
         return learning_rate_schedule(config, "qwen3", 2560)(0)
 

@@ -74,10 +74,10 @@ def test_streamed_parts_accumulate_to_the_gradient_of_the_whole_batch(shard):
     def gradients(parts):
         for part in parts:
             one.forward_backward(TokenBatch.from_datums(part), "ppo", {}, None)
-        found = [parameter.grad.to_local().clone() for parameter in one._parameters]
+        tensors = [parameter.grad.to_local().clone() for parameter in one._parameters]
         for parameter in one._parameters:
             parameter.grad = None
-        return found
+        return tensors
 
     whole, streamed = gradients([datums]), gradients([datums[3:], datums[:1], datums[1:3]])
     for expected, gradient in zip(whole, streamed, strict=True):
@@ -189,9 +189,9 @@ def test_gspo_of_rollouts_in_several_datums_is_that_of_the_whole_model(shard, mo
     q, a, m = (torch.from_numpy(whole.columns[name]) for name in ("logprobs", "advantages", "mask"))
     loss = torch.zeros(())
     for number in range(3):
-        own = torch.from_numpy(np.repeat(batch.sequences == number, batch.lengths)) & (m != 0)
-        s = ((p - q)[own].mean().detach() + p - p.detach()).exp()[own]
-        loss = loss - torch.minimum(s * a[own], s.clamp(0.2, 5.0) * a[own]).mean()
+        mask = torch.from_numpy(np.repeat(batch.sequences == number, batch.lengths)) & (m != 0)
+        s = ((p - q)[mask].mean().detach() + p - p.detach()).exp()[mask]
+        loss = loss - torch.minimum(s * a[mask], s.clamp(0.2, 5.0) * a[mask]).mean()
     loss.backward()
     assert divisor == 3
     for (name, expected), parameter in zip(unsharded.named_parameters(), one._parameters, strict=True):
@@ -207,12 +207,12 @@ def mean_over_the_micro_batch(p, columns, config):
 
 def test_a_custom_loss_is_not_asked_where_no_token_counts(shard, monkeypatch):
     """In fillers, and in micro-batches of masked datums; metrics are means over tokens, not over micro-batches."""
-    own, batch = f"{__name__}:mean_over_the_micro_batch", make_batch(LENGTHS)
+    loss, batch = f"{__name__}:mean_over_the_micro_batch", make_batch(LENGTHS)
     assert not batch.columns["mask"][batch.offsets[2] : batch.offsets[3]].any(), "datum 2 has no token that counts"
     one = shard(trainer__micro_batch_size=1)
     plan = [*one._micro_batches(batch.lengths), MicroBatch((0,), filler=True)]
     monkeypatch.setattr(one, "_micro_batches", lambda _: plan)
-    output = one.forward_backward(batch, own, {}, None)
+    output = one.forward_backward(batch, loss, {}, None)
     logprobs, mask = scatter_outputs(batch, [output]), batch.columns["mask"]
     assert output.suspects == ()
     assert output.metrics["mean_of_p:mean"] == pytest.approx((logprobs * mask).sum() / mask.sum(), rel=1e-5)

@@ -81,6 +81,6 @@ def test_ranks_add_up_to_what_arrives(case, tmp_path, shard):
         assert (weights.manifest.identity, names) == (expected.identity, gathered), "whatever the number of ranks"
         assert weights.manifest.entries == expected.entries
         check_received(weights.manifest, buckets)
-        computed, wanted = weights.manifest.canary.logprobs, expected.canary.logprobs
-        np.testing.assert_allclose(computed, wanted, rtol=0, atol=1e-4)
+        computed, expected_logprobs = weights.manifest.canary.logprobs, expected.canary.logprobs
+        np.testing.assert_allclose(computed, expected_logprobs, rtol=0, atol=1e-4)
     assert [sums for *_, sums in ranks] == who_sums

@@ -35,15 +35,15 @@ def test_a_snapshot_is_read_as_it_was_wherever_it_is_when_the_state_changes(size
     snapshot.begin()
     reads = 0
     for buffer, whole in zip(buffers, expected, strict=True):
-        found = np.empty(buffer.nbytes, np.uint8)
+        copied = np.empty(buffer.nbytes, np.uint8)
         for start in range(0, buffer.nbytes, at_once):
             if reads == kept_after:
                 snapshot.keep()
                 for tensor in live:
                     tensor.fill_(-1)
             reads += 1
-            snapshot.copy(found[start : start + at_once], as_bytes(buffer)[start : start + at_once])
-        assert found.tobytes() == as_bytes(whole).tobytes()
+            snapshot.copy(copied[start : start + at_once], as_bytes(buffer)[start : start + at_once])
+        assert copied.tobytes() == as_bytes(whole).tobytes()
 
 
 def test_nothing_is_copied_twice_where_nobody_changes_the_state():
@@ -63,9 +63,9 @@ def test_a_snapshot_copies_other_bytes_too_and_tensors_that_do_not_lie_in_a_row(
     snapshot = StateSnapshot([StagedTensor(host, matrix)], None)
     snapshot.host_is_free()
     snapshot.begin()
-    found, header = np.empty(host.nbytes, np.uint8), np.arange(5, dtype=np.uint8)
-    snapshot.copy(found, as_bytes(host.view(-1)))
-    assert found.tobytes() == matrix.numpy().tobytes()
+    copy, header = np.empty(host.nbytes, np.uint8), np.arange(5, dtype=np.uint8)
+    snapshot.copy(copy, as_bytes(host.view(-1)))
+    assert copy.tobytes() == matrix.numpy().tobytes()
     for other in (header, header[:0], header[1:]):
         copied = np.zeros_like(other)
         snapshot.copy(copied, other)
@@ -76,12 +76,12 @@ def test_a_snapshot_is_kept_only_when_the_save_before_has_written_what_lies_ther
     host, live = torch.zeros(3), torch.ones(3)
     snapshot = StateSnapshot([StagedTensor(host, live)], None)
     with ThreadPoolExecutor(1) as thread:
-        kept = thread.submit(snapshot.keep)
+        future = thread.submit(snapshot.keep)
         with pytest.raises(TimeoutError):
-            kept.result(0.1)
+            future.result(0.1)
         assert not host.any()
         snapshot.host_is_free()
-        kept.result(60)
+        future.result(60)
     assert torch.equal(host, live)
 
 

@@ -107,16 +107,16 @@ ELSEWHERE = ["/etc/hostname", "../secret.distcp", "sub/../../secret.distcp", "..
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "why"),
+    ("name", "value", "reason"),
     [
         *(("relative_path", path, "a file in this directory") for path in ELSEWHERE),
         ("transform_descriptors", ["evil"], "transform"),
     ],
 )
-def test_files_elsewhere_and_transforms_are_not_read(saved, name, value, why):
+def test_files_elsewhere_and_transforms_are_not_read(saved, name, value, reason):
     (saved.parent / "secret.distcp").write_bytes((saved / "__0_0.distcp").read_bytes())
     change(saved, lambda metadata: [setattr(info, name, value) for info in metadata.storage_data.values()])
-    with pytest.raises(CheckpointInvalid, match=why):
+    with pytest.raises(CheckpointInvalid, match=reason):
         load(saved)
 
 

@@ -57,47 +57,47 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
 def numbers(shape: tuple[int, ...], source: torch.dtype, device: str) -> Tensor:
     """Returns numbers to convert, with infinities and zeros of both signs. Triton's interpreter does not round to
     bfloat16 and does not know subnormal ones; on a GPU there are all sizes and NaN."""
-    found = torch.randn(shape, dtype=torch.float64, device=device)
-    found.view(-1)[::7] = float("inf")
-    found.view(-1)[1::7] = -0.0
+    values = torch.randn(shape, dtype=torch.float64, device=device)
+    values.view(-1)[::7] = float("inf")
+    values.view(-1)[1::7] = -0.0
     if device == "cpu":
-        return found.to(torch.bfloat16).to(source)
-    found *= 10.0 ** torch.randint(-42, 40, shape, device=device)
-    found.view(-1)[2::7] = float("nan")
-    return found.to(source)
+        return values.to(torch.bfloat16).to(source)
+    values *= 10.0 ** torch.randint(-42, 40, shape, device=device)
+    values.view(-1)[2::7] = float("nan")
+    return values.to(source)
 
 
 def cases(device: str) -> list[tuple[str, TensorPart]]:
-    found = []
+    parts = []
     for dtype in DTYPES:
         for shape in SHAPES if device == "cuda" else random.sample(SHAPES, 2):  # the interpreter is slow
             first = random.choice([0, 1, 6, 2**31 + 5, 2**33, 2**45 + 3])
-            found.append(
+            parts.append(
                 (f"{dtype} {shape} at {first}", TensorPart(make(shape, dtype, device), first, c_strides(shape), dtype))
             )
         if device == "cpu" and dtype not in ONE_OF_A_SIZE:
             continue  # the kernel sees integers of the same size
         whole = make((64, 96), dtype, device)
-        found.append((f"{dtype} transposed", TensorPart(whole.T, 3, c_strides((96, 64)), dtype)))
+        parts.append((f"{dtype} transposed", TensorPart(whole.T, 3, c_strides((96, 64)), dtype)))
         part, (first, strides) = whole[10:50, 32:64], rectangle((64, 96), (10, 32))
-        found.append((f"{dtype} rectangle", TensorPart(part, first, strides, dtype)))
-        found.append((f"{dtype} every other", TensorPart(whole[::2, 1::3], 0, c_strides((32, 32)), dtype)))
-        found.append((f"{dtype} shifted", TensorPart(whole.reshape(-1)[1:5000], 0, (1,), dtype)))
-        found.append((f"{dtype} repeated", TensorPart(whole[0].expand(5, 96), 7, (96, 1), dtype)))
+        parts.append((f"{dtype} rectangle", TensorPart(part, first, strides, dtype)))
+        parts.append((f"{dtype} every other", TensorPart(whole[::2, 1::3], 0, c_strides((32, 32)), dtype)))
+        parts.append((f"{dtype} shifted", TensorPart(whole.reshape(-1)[1:5000], 0, (1,), dtype)))
+        parts.append((f"{dtype} repeated", TensorPart(whole[0].expand(5, 96), 7, (96, 1), dtype)))
         stack = make((6, 20, 48), dtype, device)
-        found.append((f"{dtype} stack", TensorPart(stack[0], 11, (48, 1), dtype, 6, 20 * 48)))
-        found.append((f"{dtype} stack of rows", TensorPart(stack[1][4:9, :16], 0, (16, 1), dtype, 4, 20 * 48)))
+        parts.append((f"{dtype} stack", TensorPart(stack[0], 11, (48, 1), dtype, 6, 20 * 48)))
+        parts.append((f"{dtype} stack of rows", TensorPart(stack[1][4:9, :16], 0, (16, 1), dtype, 4, 20 * 48)))
     for source, target in CONVERTED:
         for shape in ((5,), (4096,), (33, 70), (3, 2048)):
-            found.append(
+            parts.append(
                 (
                     f"{source} as {target} {shape}",
                     TensorPart(numbers(shape, source, device), 9, c_strides(shape), target),
                 )
             )
         stack = numbers((4, 64, 32), source, device)
-        found.append((f"{source} as {target} stack", TensorPart(stack[0, 8:24], 5, (32, 1), target, 4, 64 * 32)))
-    return found
+        parts.append((f"{source} as {target} stack", TensorPart(stack[0, 8:24], 5, (32, 1), target, 4, 64 * 32)))
+    return parts
 
 
 def far(device: str) -> list[tuple[str, TensorPart]]:
@@ -126,7 +126,7 @@ def operation_sums(part: TensorPart) -> Tensor:
     for size, stride in zip(tensor.shape, part.strides, strict=True):
         steps = torch.arange(size, dtype=torch.int64, device=tensor.device).mul_(stride)
         places = (places[:, None] + steps).reshape(-1)
-    found = []
+    sums = []
     for number in range(part.tensors):
         start = tensor.storage_offset() + number * part.pace
         one = tensor.as_strided(tensor.shape, tensor.stride(), start).to(part.dtype).contiguous()
@@ -137,8 +137,8 @@ def operation_sums(part: TensorPart) -> Tensor:
             within = torch.arange(item // WORD_BYTES, device=tensor.device)
             at = (places[:, None] * len(within) + within).reshape(-1)
             words = flat.view(torch.int16).to(torch.int64).bitwise_and_(0xFFFF)
-        found.append(torch.stack([(keys(2 * at + k) * words).sum() for k in range(2)]))
-    return torch.stack(found)
+        sums.append(torch.stack([(keys(2 * at + k) * words).sum() for k in range(2)]))
+    return torch.stack(sums)
 
 
 def keys(x: Tensor) -> Tensor:
@@ -160,10 +160,10 @@ def main() -> None:
     torch.manual_seed(seed)
     named = [*cases(device), *far(device)]
     random.shuffle(named)
-    found = device_sums([part for _, part in named]).cpu()
+    sums = device_sums([part for _, part in named]).cpu()
     wrong, row = [], 0
     for name, part in named:
-        if not torch.equal(found[row : row + part.tensors], operation_sums(part).cpu()):
+        if not torch.equal(sums[row : row + part.tensors], operation_sums(part).cpu()):
             wrong.append(name)
         row += part.tensors
     assert not wrong, f"{len(wrong)} of {len(named)} differ: {wrong}"

@@ -73,7 +73,7 @@ def test_a_version_arrives_in_the_memory_of_the_one_before_that_was_copied(sende
             assert members[0].digests(copied=version < 2) == expected
         assert files[0] == files[1] == files[2], "the first two were copied"
         assert files[3] != files[2], "vLLM may keep a part of the third"
-        assert members[0].held() == {"files": 0}
+        assert members[0].resources() == {"files": 0}
 
 
 def test_tensors_are_summed_as_they_arrive_at_the_places_of_the_version_before(sender: BroadcastSender) -> None:
@@ -82,14 +82,14 @@ def test_tensors_are_summed_as_they_arrive_at_the_places_of_the_version_before(s
         places = [entry.place for entry in layout.entries]
         moved = places[0]._replace(offset=64)
         expected: list[Sequence[TensorPlace]] = [[], places, [moved, *places[2:]], places]
-        for version, (known, after) in enumerate(pairwise(expected)):
+        for version, (names, after) in enumerate(pairwise(expected)):
             published(sender, fleet, version)
             assert members[0].outcome() == "arrived"
             sums = members[0].sums(after)
-            assert set(sums) == set(known)
-            for place, found in sums.items():
+            assert set(sums) == set(names)
+            for place, total in sums.items():
                 bucket = sender.kept.bucket(version, place.bucket)
-                assert found == str(sums_of(bucket[place.offset : place.offset + place.nbytes]))
+                assert total == str(sums_of(bucket[place.offset : place.offset + place.nbytes]))
             members[0].digests(copied=True)
             assert members[0].sums(after) == {}, "once it is loaded, the memory is the next version's"
 
@@ -104,7 +104,7 @@ def test_all_receive_the_same_bytes_version_after_version_by_one_group(sender: B
             assert [member.digests() for member in members] == [sent] * 3
             assert sender._group is not None
             groups.add(sender._group.name)
-            assert [member.held() for member in members] == [{"files": 0}] * 3, "the memory was given back"
+            assert [member.resources() for member in members] == [{"files": 0}] * 3, "the memory was given back"
         assert groups == {"1.0.0"}
         fleet.epoch, fleet.members = 1, (0, 2)
         sent = published(sender, fleet, 3)
@@ -125,7 +125,7 @@ def test_a_receiver_that_is_lost_holds_nobody_up(
     part again in the next session. All sockets and threads are then those of the new group, while the lost one may
     still be stopped."""
     nothing, among_four = {"sockets": 0, "threads": 0}, {"sockets": 3, "threads": 1}
-    before = Parts.here()  # other tests of this process may have left groups that are not collected yet
+    before = Parts.current()  # other tests of this process may have left groups that are not collected yet
     name, _, passage = point.partition("@")
     fault = f"{name}[{lost}]@{passage or 1}={action}"
     with receivers(4, fault) as members:
@@ -180,19 +180,19 @@ def test_a_later_offer_ends_what_is_still_received(sender: BroadcastSender) -> N
         fleet.offer(0, laid_out(tensors_of(0)))  # which is never sent
         sent = published(sender, fleet, 1)
         for member in members:
-            said = [member.outcome(), member.outcome()]
-            assert sorted(said) == ["a later version was offered", "arrived"]
+            outcomes = [member.outcome(), member.outcome()]
+            assert sorted(outcomes) == ["a later version was offered", "arrived"]
             assert member.digests() == sent
 
 
 def test_a_sender_that_is_stopped_holds_up_no_later_version(sender: BroadcastSender) -> None:
     """Its store takes connections, since the system does that for it, and never answers."""
     context = importing_once()
-    here, there = context.Pipe()
-    process = context.Process(target=host_a_store, args=(there,), daemon=True)
+    parent, child = context.Pipe()
+    process = context.Process(target=host_a_store, args=(child,), daemon=True)
     process.start()
-    assert here.poll(DEADLINE_S)
-    endpoint = here.recv()
+    assert parent.poll(DEADLINE_S)
+    endpoint = parent.recv()
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
     with receivers(1) as members:
@@ -212,19 +212,19 @@ def host_a_store(end: Any) -> None:
 
 def test_when_the_sender_dies_its_receivers_know() -> None:
     context = importing_once()
-    here, there = context.Pipe()
-    process = context.Process(target=send_and_die, args=(there,), daemon=True)
+    parent, child = context.Pipe()
+    process = context.Process(target=send_and_die, args=(child,), daemon=True)
     process.start()
-    assert here.poll(DEADLINE_S)
-    endpoint, timeout_s = here.recv(), 30.0
+    assert parent.poll(DEADLINE_S)
+    endpoint, timeout_s = parent.recv(), 30.0
     with receivers(3) as members:
         fleet = Fleet(members, (endpoint,), timeout_s=timeout_s)
-        here.send(fleet.offer(0, laid_out(tensors_of(0))))
+        parent.send(fleet.offer(0, laid_out(tensors_of(0))))
         outcomes = [member.outcome() for member in members]
         assert not {"arrived", "dead"} & set(outcomes), outcomes
         process.join(60)
         for member in members:
-            assert member.held(sockets=True) == {"files": 0, "sockets": 0, "threads": 0}
+            assert member.resources(sockets=True) == {"files": 0, "sockets": 0, "threads": 0}
 
 
 def send_and_die(end: Any) -> None:
@@ -282,7 +282,7 @@ def test_tensors_are_kept_and_sent(shapes: list[tuple[int, ...]], dtype: torch.d
     """Bit for bit: NaNs with payloads, -0.0, subnormals. Empty ones, single elements, and some larger than a bucket; by
     one to three ranks, with members or without."""
     tensors = [(f"t{n}", any_bits(shape, dtype, n)) for n, shape in enumerate(shapes)]
-    layout, parts, kept, recorded = laid_out(tensors), [], {}, []
+    layout, parts, retained, recorded = laid_out(tensors), [], {}, []
     for rank in range(size):
         sender, collective = BroadcastSender(rank, size, HOST, f"holder {rank}"), Recorded()
         group = BroadcastGroup("1.0.0", 0, (rank,), "gloo", collective)
@@ -291,13 +291,13 @@ def test_tensors_are_kept_and_sent(shapes: list[tuple[int, ...]], dtype: torch.d
             patched.setattr(GroupRoot, "meet", lambda *_, group=group: (group, ()))
             patched.setattr(GroupRoot, "clear", lambda _: None)
             parts.append(sender.send(3, layout, [tensors], session))
-        kept.update({n: sender.kept.bucket(3, n) for n in range(rank, len(layout.sizes), size)})
+        retained.update({n: sender.kept.bucket(3, n) for n in range(rank, len(layout.sizes), size)})
         recorded.append(collective.sent)
     source = broadcast.join(parts)
     assert (source.buckets, source.holders_R) == (len(layout.sizes), tuple(f"holder {rank}" for rank in range(size)))
     numbers = [n for n, nbytes in enumerate(layout.sizes) if nbytes]
-    sent = [dict(zip(numbers, each, strict=True)) for each in recorded if served]
-    for buckets in (kept, *sent):  # all but what lies between tensors
+    sent = [dict(zip(numbers, of_rank, strict=True)) for of_rank in recorded if served]
+    for buckets in (retained, *sent):  # all but what lies between tensors
         arrived = {entry.name: tensor_of(entry, buckets) for entry in layout.entries}
         for name, tensor in tensors:
             assert (arrived[name].shape, arrived[name].dtype) == (tensor.shape, tensor.dtype)

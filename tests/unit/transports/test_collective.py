@@ -129,18 +129,18 @@ def test_what_is_written_out_here_is_what_the_installed_header_says() -> None:
 class Addresses(Store):
     """A store in this process whose values can be read, and set before a group meets at it."""
 
-    def __init__(self, known: dict[str, bytes]) -> None:
+    def __init__(self, addresses: dict[str, bytes]) -> None:
         super().__init__()
-        self.known = known
+        self.addresses = addresses
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        self.known.setdefault(key, value)
+        self.addresses.setdefault(key, value)
 
     def get(self, key: str) -> bytes:
-        return self.known[key]
+        return self.addresses[key]
 
     def check(self, keys: list[str]) -> bool:
-        return all(key in self.known for key in keys)
+        return all(key in self.addresses for key in keys)
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:  # type: ignore[override]
         while not self.check(keys):
@@ -152,9 +152,9 @@ def address_of_a_lost_member() -> bytes:
     store = Addresses({})
     with ThreadPoolExecutor(2) as threads:  # which keep both groups until both are there
         list(threads.map(lambda rank: GlooCollective(store, rank, 2, 60.0, "lo"), range(2)))
-    said = store.known["0/1"]
-    host = said.index(bytes([127, 0, 0, 1]))
-    return said[: host - 2] + (65535).to_bytes(2, "big") + said[host:]
+    address = store.addresses["0/1"]
+    host = address.index(bytes([127, 0, 0, 1]))
+    return address[: host - 2] + (65535).to_bytes(2, "big") + address[host:]
 
 
 def test_gloo_waits_longer_than_its_timeout_for_a_member_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,9 +163,9 @@ def test_gloo_waits_longer_than_its_timeout_for_a_member_to_connect(monkeypatch:
     waited_s = {}
     for times in (1, collective.CONNECTING):
         monkeypatch.setattr(collective, "CONNECTING", times)
-        began = time.monotonic()
+        started = time.monotonic()
         with pytest.raises(RoomFailed, match="did not all connect"):
             GlooCollective(Addresses({"0/1": lost}), 0, 2, 0.2, "lo")
-        waited_s[times] = time.monotonic() - began
+        waited_s[times] = time.monotonic() - started
     assert waited_s[1] >= 5 * 0.2
     assert waited_s[5] >= 0.2

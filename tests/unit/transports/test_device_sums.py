@@ -68,7 +68,7 @@ def loop_length(cubin: bytes, path: Path) -> int:
 
 @pytest.mark.parametrize(
     ("variant", "capability"),
-    [*((CONTIGUOUS, each) for each in (80, 90, 100)), *((each, 90) for each in MOST_PER_WORD if each != CONTIGUOUS)],
+    [*((CONTIGUOUS, size) for size in (80, 90, 100)), *((size, 90) for size in MOST_PER_WORD if size != CONTIGUOUS)],
 )
 def test_a_word_takes_few_instructions(variant: Variant, capability: int, tmp_path: Path) -> None:
     """Also no division of 64 bits, which would be a call; contiguous ones are loaded 16 bytes at a time."""
@@ -86,7 +86,7 @@ def test_a_word_takes_few_instructions(variant: Variant, capability: int, tmp_pa
 
 def test_the_interpreter_agrees_with_the_oracle() -> None:
     """All dtypes, strides, stacks, casts, places in the whole and distances in memory beyond 2^31."""
-    ended = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "ignore", ORACLE, "cpu"],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
@@ -94,8 +94,8 @@ def test_the_interpreter_agrees_with_the_oracle() -> None:
         timeout=1800,
         check=False,
     )
-    assert ended.returncode == 0, ended.stderr
-    assert "parts are equal" in ended.stdout
+    assert process.returncode == 0, process.stderr
+    assert "parts are equal" in process.stdout
 
 
 def qwen3_8b(dtype: torch.dtype) -> list[TensorPart]:
@@ -109,9 +109,9 @@ def qwen3_8b(dtype: torch.dtype) -> list[TensorPart]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_large_model_takes_one_launch(dtype: torch.dtype) -> None:
-    found = jobs_by_variant(qwen3_8b(dtype))
-    assert len(found) == 1
-    ((variant, jobs),) = found.items()
+    jobs_found = jobs_by_variant(qwen3_8b(dtype))
+    assert len(jobs_found) == 1
+    ((variant, jobs),) = jobs_found.items()
     table, ends = tables(variant, jobs)
     assert len(table) == 399
     assert int(ends[-1]) < 2**18

@@ -14,7 +14,7 @@ class Keeping(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept = KeptVersions()
+        self.versions = KeptVersions()
         self.published: list[int] = []
         self.leased: list[int] = []
 
@@ -25,8 +25,8 @@ class Keeping(RuleBasedStateMachine):
     @rule()
     def publish(self) -> None:
         version = len(self.published)
-        self.kept.begin(version)
-        self.kept.keep(version, 3, np.full(4, version, np.uint8))
+        self.versions.begin(version)
+        self.versions.keep(version, 3, np.full(4, version, np.uint8))
         self.published.append(version)
 
     @precondition(lambda self: self.published)
@@ -34,27 +34,27 @@ class Keeping(RuleBasedStateMachine):
     def lease(self, back: int) -> None:
         version = self.published[-min(back, len(self.published))]
         if version in self.expected:
-            self.kept.lease(version)
+            self.versions.lease(version)
             self.leased.append(version)
         else:
             with pytest.raises(WeightsGone, match=f"version {version} is gone"):
-                self.kept.lease(version)
+                self.versions.lease(version)
 
     @precondition(lambda self: self.leased)
     @rule(which=st.randoms(use_true_random=False))
     def release(self, which) -> None:  # type: ignore[no-untyped-def]
         version = self.leased.pop(which.randrange(len(self.leased)))
-        self.kept.release(version)
+        self.versions.release(version)
 
     @invariant()
     def has_what_is_expected(self) -> None:
-        assert set(self.kept._versions) == self.expected
+        assert set(self.versions._versions) == self.expected
         for version in self.published:
             if version in self.expected:
-                assert self.kept.bucket(version, 3).tolist() == [version] * 4
+                assert self.versions.bucket(version, 3).tolist() == [version] * 4
             else:
                 with pytest.raises(WeightsGone, match=f"the bytes of version {version} are gone"):
-                    self.kept.bucket(version, 3)
+                    self.versions.bucket(version, 3)
 
 
 TestKeeping = Keeping.TestCase
@@ -62,44 +62,44 @@ TestKeeping = Keeping.TestCase
 
 def test_a_version_that_is_published_again_replaces_itself() -> None:
     """A run that was resumed publishes where it begins; nothing else of it is wanted any more."""
-    kept = KeptVersions()
+    versions = KeptVersions()
     for value in (1, 2):
-        kept.begin(7)
-        kept.keep(7, 0, np.full(1, value, np.uint8))
-    assert kept.bucket(7, 0).tolist() == [2]
+        versions.begin(7)
+        versions.keep(7, 0, np.full(1, value, np.uint8))
+    assert versions.bucket(7, 0).tolist() == [2]
 
 
 def test_a_version_lies_in_the_memory_of_one_that_is_gone_and_not_being_read() -> None:
-    kept = KeptVersions()
+    versions = KeptVersions()
     places = []
 
     def publish(version: int, nbytes: int) -> None:
-        kept.begin(version, reuse=True)
+        versions.begin(version, reuse=True)
         for number in (0, 1):
-            whole = kept.memory(nbytes)
+            whole = versions.memory(nbytes)
             whole[:] = 10 * version + number
             places.append(whole.ctypes.data)
-            kept.keep(version, number, whole[:nbytes])
+            versions.keep(version, number, whole[:nbytes])
 
     for version in range(4):
         publish(version, 64)
     assert set(places[4:6]) == set(places[:2]) != set(places[2:4]) == set(places[6:])
-    reads, reads_a_part = kept.bucket(2, 0), kept.bucket(2, 1)[3:5]
+    reads, reads_a_part = versions.bucket(2, 0), versions.bucket(2, 1)[3:5]
     publish(4, 64)
     assert not set(places[8:]) & set(places[:8])
     assert (reads.tolist(), reads_a_part.tolist()) == ([20] * 64, [21] * 2), "readers see what they asked for"
     del reads, reads_a_part
     publish(5, 65)
-    assert [len(kept.bucket(5, number)) for number in (0, 1)] == [65, 65]
+    assert [len(versions.bucket(5, number)) for number in (0, 1)] == [65, 65]
 
 
 def test_memory_of_a_leased_version_is_not_used_again() -> None:
-    kept = KeptVersions()
+    versions = KeptVersions()
     for version in range(4):
-        kept.begin(version, reuse=True)
-        bucket = kept.memory(8)
+        versions.begin(version, reuse=True)
+        bucket = versions.memory(8)
         bucket[:] = version
-        kept.keep(version, 0, bucket)
+        versions.keep(version, 0, bucket)
         if version == 0:
-            kept.lease(0)
-    assert kept.bucket(0, 0).tolist() == [0] * 8
+            versions.lease(0)
+    assert versions.bucket(0, 0).tolist() == [0] * 8

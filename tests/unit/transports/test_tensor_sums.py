@@ -81,12 +81,12 @@ def test_rectangles_add_up_to_the_whole(name: str, cut: tuple[list[int], list[li
 
 def test_memory_in_another_order_is_summed_in_the_order_of_the_whole() -> None:
     whole = filled([6, 10], torch.bfloat16)
-    held = whole.t().contiguous()
-    assert summed(tensor_sums(held.t())) == plain(whole)
-    parts = [tensor_sums(held[a : a + 5].t(), *rectangle(whole.shape, (0, a))) for a in (0, 5)]
+    transposed = whole.t().contiguous()
+    assert summed(tensor_sums(transposed.t())) == plain(whole)
+    parts = [tensor_sums(transposed[a : a + 5].t(), *rectangle(whole.shape, (0, a))) for a in (0, 5)]
     assert summed(*parts) == plain(whole)
     # `held` itself as a part: its columns are the rows of the whole.
-    assert summed(tensor_sums(held, 0, (1, 10))) == plain(whole)
+    assert summed(tensor_sums(transposed, 0, (1, 10))) == plain(whole)
 
 
 def test_a_cast_is_summed_piece_by_piece() -> None:

@@ -25,11 +25,11 @@ class Replica(IdleReplica):
         self.name, self.index = f"replica {index}", index
         self.going = asyncio.Event()
         self.going.set()
-        self.asked = 0
+        self.request_count = 0
         self.fails: RoomFailed | None = None
 
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
-        self.asked += len(requests)
+        self.request_count += len(requests)
         await self.going.wait()
         if self.fails:
             raise self.fails
@@ -52,7 +52,7 @@ async def turns(n: int = 20) -> None:
         await asyncio.sleep(0)
 
 
-def asked(router: Router, name: str) -> asyncio.Task[SampledSequence]:
+def sampling(router: Router, name: str) -> asyncio.Task[SampledSequence]:
     request = SampleRequest(name, (1,), SamplingParams(max_tokens=1), name)
     return asyncio.create_task(router.sample(request))
 
@@ -72,17 +72,17 @@ async def test_requests_in_flight_go_on_and_new_ones_wait_until_the_update_is_re
     router, (first, second) = await fleet(2)
     first.going.clear()
     second.going.clear()
-    before = [asked(router, name) for name in "ab"]
+    before = [sampling(router, name) for name in "ab"]
     await turns()
     successor = await next_incarnation(router, weights(3))
-    after = asked(router, "c")
+    after = sampling(router, "c")
     await turns()
     assert serving(successor) == []
     assert not after.done()
     first.going.set()
     second.going.set()
     await asyncio.gather(*before, after)
-    assert first.asked + second.asked == 3, "none was asked for again"
+    assert first.request_count + second.request_count == 3, "none was asked for again"
     assert router.acknowledged() == {0: 3, 1: 3}
     assert not await losses(successor)
 
@@ -93,10 +93,10 @@ async def test_none_serves_below_what_was_published_before_whatever_is_repeated(
     successor = await next_incarnation(router, None, (1, 5))
     await turns()
     assert serving(successor) == [], "it trusts nothing before an update"
-    for newest, there in ((weights(4), []), (weights(5), [0, 1])):
+    for newest, expected in ((weights(4), []), (weights(5), [0, 1])):
         in_background(successor.try_update(newest))
         await turns()
-        assert serving(successor) == there
+        assert serving(successor) == expected
     successor = await next_incarnation(router, None, (2, 0))
     joining = asyncio.create_task(joined(successor, 2, Replica(2)))
     in_background(successor.try_update(weights(7)))
@@ -118,7 +118,7 @@ async def test_it_dies_twice_in_a_row_at_each_verb_and_all_serve_in_the_end(verb
     router, replicas = await fleet(2)
     for replica in replicas:
         replica.going.clear()
-    in_flight = [asked(router, name) for name in "abc"]
+    in_flight = [sampling(router, name) for name in "abc"]
     await turns()
     newest = weights(4 if verb == "update" else 3)
     for _ in range(2):
@@ -141,7 +141,7 @@ async def test_it_dies_twice_in_a_row_at_each_verb_and_all_serve_in_the_end(verb
 async def test_what_a_replica_did_to_a_router_while_there_was_no_set_is_told_to_the_next_one() -> None:
     router, (first, second) = await fleet(2)
     first.going.clear()
-    request = asked(router, "a")
+    request = sampling(router, "a")
     await turns()
     router.source.report = lambda *_: None  # it is dead
     first.fails = RoomFailed("replica 0 died")
@@ -150,4 +150,4 @@ async def test_what_a_replica_did_to_a_router_while_there_was_no_set_is_told_to_
     successor = await next_incarnation(router, weights(3))
     await turns()
     assert await losses(successor) == {0: "replica 0 died"}
-    assert second.asked == 1
+    assert second.request_count == 1

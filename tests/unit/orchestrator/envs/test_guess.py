@@ -35,9 +35,9 @@ def secret_of(game: EnvGroup) -> str:
     return env.secret
 
 
-def play(tokenizer: Any, env: Env, said: list[str]) -> Trajectory:
+def play(tokenizer: Any, env: Env, texts: list[str]) -> Trajectory:
     """One game, as a rollout plays it; `.` at the end of a guess is the end of sequence."""
-    answers = iter(said)
+    answers = iter(texts)
 
     async def sample(request: SampleRequest) -> SampledSequence:
         guess = next(answers)
@@ -70,7 +70,7 @@ def test_a_game_is_one_growing_sequence_of_tokens(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "reward", "turns"),
+    ("texts", "reward", "turns"),
     [
         (["3."], 1.0, 1),
         (["1.", "2.", "0.", "3."], 0.7, 4),
@@ -79,9 +79,9 @@ def test_a_game_is_one_growing_sequence_of_tokens(tokenizer: Any) -> None:
         (["3", "3", "3", "3"], 0.0, 4),
     ],
 )
-def test_rewards(tokenizer: Any, said: list[str], reward: float, turns: int) -> None:
+def test_rewards(tokenizer: Any, texts: list[str], reward: float, turns: int) -> None:
     env = asyncio.run(game(tokenizer, "3").make_env(0))
-    trajectory = play(tokenizer, env, said)
+    trajectory = play(tokenizer, env, texts)
     assert trajectory.reward == pytest.approx(reward)
     assert len(trajectory.transitions) == turns
 
@@ -96,8 +96,8 @@ def test_secrets_follow_from_seed_split_and_place(tokenizer: Any) -> None:
     secrets = [secret_of(g) for g in games(tokenizer, 4)]
     assert "".join(secrets[:8]) == "66962708", "runs resume on them"
     assert secrets == [secret_of(g) for g in games(tokenizer, 2, batch_size=32)]
-    others = [games(tokenizer, 4, seed=1), games(tokenizer, 4, split="eval")]
-    assert all(secrets != [secret_of(g) for g in other] for other in others)
+    variants = [games(tokenizer, 4, seed=1), games(tokenizer, 4, split="eval")]
+    assert all(secrets != [secret_of(g) for g in other] for other in variants)
     assert set(secrets) == set(DIGITS)
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 from aiohttp import web
-from chat_support import Policy, ended
+from chat_support import Policy, encoded_answer
 from renderer_support import QWEN3, bpe
 
 from orchestrator.env import EnvContext, Trajectory, load_dataset
@@ -40,18 +40,18 @@ EXAMPLE = example()
 
 class Watched(EXAMPLE.Addition):  # type: ignore[name-defined,misc]
     closed: ClassVar[asyncio.Event]
-    seen: ClassVar[Counter[str]] = Counter()
+    counts: ClassVar[Counter[str]] = Counter()
 
     async def reset(self, task: dict[str, Any]) -> Any:
-        self.seen["reset"] += 1
+        self.counts["reset"] += 1
         return await super().reset(task)
 
     async def step(self, message: dict[str, Any], fault: str | None) -> Any:
-        self.seen["step"] += 1
+        self.counts["step"] += 1
         return await super().step(message, fault)
 
     async def close(self) -> None:
-        self.seen["close"] += 1
+        self.counts["close"] += 1
         self.closed.set()
 
 
@@ -72,12 +72,12 @@ async def sessions(
     tool_s: float = 0.0, lease_s: float = 60.0, middleware: Any = None
 ) -> AsyncIterator[tuple[str, Counter[str]]]:
     """The example's server; `middleware` stands before it."""
-    Watched.seen, Watched.closed = Counter(), asyncio.Event()
+    Watched.counts, Watched.closed = Counter(), asyncio.Event()
     app = EXAMPLE.Sessions(lambda: Watched(tool_s), lease_s).app()
     if middleware:
         app.middlewares.append(middleware)
     async with serving(app) as url:
-        yield url, Watched.seen
+        yield url, Watched.counts
 
 
 def context(split: Any = "train") -> EnvContext:
@@ -94,7 +94,7 @@ async def play(env: Any, *texts: str) -> tuple[Trajectory, list[str]]:
     from orchestrator.message_env import RenderedEnv
 
     renderer = context().renderer
-    policy = Policy([ended(text, renderer, seed) for seed, text in enumerate(texts)])
+    policy = Policy([encoded_answer(text, renderer, seed) for seed, text in enumerate(texts)])
     rendered, key = RenderedEnv(env, renderer), RolloutKey("http", "0.0.0", 0, 0, "0")
     try:
         trajectory = await run_rollout(
@@ -110,7 +110,7 @@ def call(a: int, b: int) -> str:
 
 
 async def test_an_episode_with_a_tool_of_the_server() -> None:
-    async with sessions() as (url, seen):
+    async with sessions() as (url, counts):
         make = maker(url)
         env = make()
         trajectory, prompts = await play(env, call(4, 38), "I do not know.")
@@ -122,7 +122,7 @@ async def test_an_episode_with_a_tool_of_the_server() -> None:
         a, b = prompts[0].partition("What is ")[2].partition("?")[0].split(" + ")
         right, _ = await play(make(), str(int(a) + int(b)))
         assert right.reward == 1, "the same task again"
-        assert seen == {"reset": 2, "step": 3, "close": 2}
+        assert counts == {"reset": 2, "step": 3, "close": 2}
 
 
 async def test_what_cannot_be_read_is_told_to_the_server() -> None:
@@ -133,8 +133,8 @@ async def test_what_cannot_be_read_is_told_to_the_server() -> None:
 
 
 def test_tasks_depend_on_seed_split_and_number_alone_and_spread_over_servers() -> None:
-    def tasks(**given: Any) -> list[Mapping[str, Any]]:
-        dataset = load_dataset(EnvConfig(id="http://a:1/", args={"options": {"level": 3}}), context(**given))
+    def tasks(**options: Any) -> list[Mapping[str, Any]]:
+        dataset = load_dataset(EnvConfig(id="http://a:1/", args={"options": {"level": 3}}), context(**options))
         return [group.make.args[1] for group in dataset.get_batch(2)]  # type: ignore[attr-defined]
 
     assert tasks() == tasks()
@@ -163,18 +163,18 @@ async def test_a_lost_answer_is_asked_for_again_and_the_turn_is_played_once(monk
             request.transport.abort()
         return answer
 
-    async with sessions(middleware=cut) as (url, seen):
+    async with sessions(middleware=cut) as (url, counts):
         trajectory, _ = await play(maker(url)(), "7")
         assert len(trajectory.transitions) == 1
-        assert seen == {"reset": 1, "step": 1, "close": 1}
+        assert counts == {"reset": 1, "step": 1, "close": 1}
     assert set(tries.values()) == {5}
 
 
 async def test_a_turn_that_takes_too_long_names_the_url_and_the_session_is_ended() -> None:
-    async with sessions(tool_s=60) as (url, seen):
+    async with sessions(tool_s=60) as (url, counts):
         with pytest.raises(http.EnvServerDown, match=rf"POST {url}/sessions/\w+/step .*within 0.3 s .*env.args.step_s"):
             await play(maker(url, step_s=0.3)(), call(1, 2))
-        assert seen["close"] == 1
+        assert counts["close"] == 1
 
 
 async def test_a_server_that_is_not_there_is_named() -> None:
@@ -236,7 +236,7 @@ async def test_a_session_that_was_not_begun_asks_nothing_and_one_whose_start_is_
             begun.set()
             await asyncio.sleep(60)
 
-    Watched.seen, Watched.closed = Counter(), asyncio.Event()
+    Watched.counts, Watched.closed = Counter(), asyncio.Event()
     async with serving(EXAMPLE.Sessions(lambda: Slow(0.0)).app()) as url:
         make = maker(url)
         await make().close()
@@ -246,39 +246,39 @@ async def test_a_session_that_was_not_begun_asks_nothing_and_one_whose_start_is_
         start.cancel()
         await asyncio.wait([start])
         await env.close()
-        assert Watched.seen == {"close": 1}
+        assert Watched.counts == {"close": 1}
 
 
 async def test_an_episode_continues_in_another_session_from_the_state_that_its_server_gave() -> None:
     class Counting:
         async def reset(self, task: dict[str, Any]) -> Any:
-            self.seen = task.get("state", [0])[0]
+            self.turns = task.get("state", [0])[0]
             return {"observation": {"messages": [{"role": "user", "content": "Begin."}], "tools": [EXAMPLE.ADD]}}
 
         async def step(self, message: dict[str, Any], fault: str | None) -> Any:
-            self.seen += 1
-            said = {"role": "user", "content": f"turn {self.seen}"}
-            return {"observation": {"messages": [said]}, "reward": 0.0, "done": self.seen == 3, "state": [self.seen]}
+            self.turns += 1
+            reply = {"role": "user", "content": f"turn {self.turns}"}
+            return {"observation": {"messages": [reply]}, "reward": 0.0, "done": self.turns == 3, "state": [self.turns]}
 
         async def close(self) -> None:
             pass
 
     async with serving(EXAMPLE.Sessions(Counting).app()) as url:
-        make, said = maker(url), {"role": "assistant", "content": "and"}
+        make, heard = maker(url), {"role": "assistant", "content": "and"}
         first, second = make(), make()
         await first.initial_messages()
         assert first.state_dict() is None, "this server gives no state before the first turn"
         for _ in range(2):
-            await first.step(said)
+            await first.step(heard)
         state = json.loads(json.dumps(first.state_dict()))
-        third = asyncio.ensure_future(first.step(said))
+        third = asyncio.ensure_future(first.step(heard))
         await asyncio.sleep(0)
         assert first.state_dict() is None, "within a turn there is no state"
         assert (await third).episode_done
         await second.load_state_dict(state)
         assert second.state_dict() == state, "nothing was played since"
         assert second.tools == [EXAMPLE.ADD]
-        assert (await second.step(said)).episode_done, "it was the third turn of the episode"
+        assert (await second.step(heard)).episode_done, "it was the third turn of the episode"
         assert second.state_dict() == {"turn": 3, "tools": [EXAMPLE.ADD], "state": [3]}
         await first.close()
         await second.close()

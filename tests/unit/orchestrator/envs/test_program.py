@@ -49,22 +49,24 @@ def left_of(directory: Path) -> list[int]:
         except psutil.Error:
             return False
 
-    found = [process for process in psutil.process_iter() if process.pid != os.getpid() and marked(process)]
-    return [process.pid for process in psutil.wait_procs(found, timeout=5.0)[1]]
+    processes = [process for process in psutil.process_iter() if process.pid != os.getpid() and marked(process)]
+    return [process.pid for process in psutil.wait_procs(processes, timeout=5.0)[1]]
 
 
 def test_a_program_gets_its_problem_its_session_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     monkeypatch.setenv("TASK_LEVEL", "7")
-    said = tmp_path / "said.json"
-    code = f"import json, os, sys; json.dump([sys.stdin.read(), dict(os.environ)], open({str(said)!r}, 'w')); print(1)"
+    record = tmp_path / "said.json"
+    code = (
+        f"import json, os, sys; json.dump([sys.stdin.read(), dict(os.environ)], open({str(record)!r}, 'w')); print(1)"
+    )
     assert play(tmp_path, code) == (1.0, {})
-    problem, environment = json.loads(said.read_text())
+    problem, environment = json.loads(record.read_text())
     assert json.loads(problem) in ("first", {"second": 2}, 3)
-    given = {
+    expected = {
         name: environment[name] for name in environment if name.startswith(("OPENAI", "ANTHROPIC", "TRIREME", "TASK"))
     }
-    assert given == {
+    assert expected == {
         "OPENAI_BASE_URL": ACCESS.base_url,
         "OPENAI_API_KEY": ACCESS.api_key,
         "ANTHROPIC_BASE_URL": ACCESS.anthropic_base_url,
@@ -117,7 +119,7 @@ def test_one_that_takes_too_long_is_killed_with_its_children(tmp_path: Path, mon
 def test_what_has_left_its_session_is_killed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     monkeypatch.setenv("MARK", str(tmp_path))
     begun = tmp_path / "begun"
-    left = f"open({str(begun)!r}, 'w'); [os.close(n) for n in (0, 1, 2)]; time.sleep(600)"
+    escape = f"open({str(begun)!r}, 'w'); [os.close(n) for n in (0, 1, 2)]; time.sleep(600)"
     code = f"""
 import os, pathlib, time
 if not os.fork():
@@ -125,7 +127,7 @@ if not os.fork():
     if os.fork():
         os._exit(0)
     os.setsid()
-    {left}
+    {escape}
 while not pathlib.Path({str(begun)!r}).exists():
     time.sleep(0.01)
 print(1, flush=True)
@@ -184,17 +186,17 @@ def test_its_memory_is_limited(tmp_path: Path) -> None:
 
 
 def test_problems_follow_from_the_seed_and_the_split(tmp_path: Path) -> None:
-    def found(**args: Any) -> list[Any]:
-        made = dataset(tmp_path, batch_size=2, **args)
-        assert len(made) == 2
-        return [group.problem for index in range(2) for group in made.get_batch(index)]
+    def problems_of(**args: Any) -> list[Any]:
+        created = dataset(tmp_path, batch_size=2, **args)
+        assert len(created) == 2
+        return [group.problem for index in range(2) for group in created.get_batch(index)]
 
-    assert found() == found()
-    assert {json.dumps(found(seed=seed)) for seed in range(20)} != {json.dumps(found())}
+    assert problems_of() == problems_of()
+    assert {json.dumps(problems_of(seed=seed)) for seed in range(20)} != {json.dumps(problems_of())}
     other = tmp_path / "other.jsonl"
     other.write_text("8\n8\n8\n")
-    assert found(split="eval", eval_problems=str(other)) == [8, 8, 8]
-    assert sorted(map(str, found(split="eval"))) == sorted(map(str, found()))
+    assert problems_of(split="eval", eval_problems=str(other)) == [8, 8, 8]
+    assert sorted(map(str, problems_of(split="eval"))) == sorted(map(str, problems_of()))
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_parquet_is_read_alike(tokenizer: Any, jsonl: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "args", "said"),
+    ("text", "args", "message"),
     [
         ("{", {}, r"line 1 of .*data\.jsonl is no JSON"),
         ('{"question": "What?"}', {}, r"line 1 of .*data\.jsonl: expected 'question' and 'answer'"),
@@ -75,9 +75,9 @@ def test_parquet_is_read_alike(tokenizer: Any, jsonl: str, tmp_path: Path) -> No
         ('{"question": "What?", "answer": 1}', {"grading": "exact", "batch_size": 0}, r"batch_size = 0; expected"),
     ],
 )
-def test_other_data_is_bad_input(tokenizer: Any, tmp_path: Path, text: str, args: dict[str, Any], said: str) -> None:
+def test_other_data_is_bad_input(tokenizer: Any, tmp_path: Path, text: str, args: dict[str, Any], message: str) -> None:
     (tmp_path / "data.jsonl").write_text(text)
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=message):
         dataset(tokenizer, path=str(tmp_path / "data.jsonl"), **args)
 
 
@@ -115,7 +115,7 @@ def test_an_episode_over_the_renderer(tokenizer: Any, jsonl: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "given", "same"),
+    ("target", "text", "same"),
     [
         ("18", "18", True),
         ("18", "18.0", True),
@@ -129,8 +129,8 @@ def test_an_episode_over_the_renderer(tokenizer: Any, jsonl: str) -> None:
         ("18", "", False),
     ],
 )
-def test_math_verify(target: str, given: str, same: bool) -> None:
-    assert same_number(target, given) == same
+def test_math_verify(target: str, text: str, same: bool) -> None:
+    assert same_number(target, text) == same
 
 
 def test_a_target_that_math_verify_cannot_read_is_an_error_and_no_wrong_answer() -> None:
@@ -154,8 +154,8 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("given", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_answers_end_within_their_limit(tokenizer: Any, tmp_path: Path, given: str) -> None:
+@pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_answers_end_within_their_limit(tokenizer: Any, tmp_path: Path, answer: str) -> None:
     """Wrong, or over the limit, which ends it: never right, and never without an end."""
     (tmp_path / "data.jsonl").write_text('{"question": "What?", "answer": "18"}\n' * 2)
     (builder,) = dataset(tokenizer, path=str(tmp_path / "data.jsonl"), grading_limit_s=1.0, batch_size=1).get_batch(0)
@@ -163,7 +163,7 @@ def test_hostile_answers_end_within_their_limit(tokenizer: Any, tmp_path: Path, 
     async def grade() -> Any:
         env = await builder.make_env(0)
         try:
-            return await env.step([*tokenizer.encode(f"#### ${given}$"), tokenizer.eos_token_id])  # type: ignore[union-attr]
+            return await env.step([*tokenizer.encode(f"#### ${answer}$"), tokenizer.eos_token_id])  # type: ignore[union-attr]
         except (workers.WorkerTimeout, workers.WorkerError, workers.WorkerDied) as error:
             return error
 

@@ -171,8 +171,10 @@ def test_the_part_of_an_answer_that_counts(text: str, raw: str | None, tag: str,
 def test_another_right_answer_counts_but_none_that_is_cut_off(tokenizer: Any) -> None:
     (problem, *_) = dataset(tokenizer, "n_queens", batch_size=1).get_batch(0)
     entry = dict(problem.row.columns["entry"])
-    others = [answer for answer in entry["metadata"]["valid_answers"] if answer != entry["answer"]]
-    assert [reward_of(exact, answer, problem.row) for answer in [entry["answer"], *others]] == [1] * (1 + len(others))
+    alternatives = [answer for answer in entry["metadata"]["valid_answers"] if answer != entry["answer"]]
+    assert [reward_of(exact, answer, problem.row) for answer in [entry["answer"], *alternatives]] == [1] * (
+        1 + len(alternatives)
+    )
     assert reward_of(exact, entry["answer"], problem.row, finished=False) == 0
     assert reward_of(score, entry["answer"], problem.row, finished=False) == 0
 

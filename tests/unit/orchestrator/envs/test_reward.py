@@ -72,9 +72,9 @@ def play(env: EnvConfig, tokenizer: Any, *texts: str) -> tuple[str, list[Any], l
         answers = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts]
         async with workers(1):
             for number, answer in enumerate(answers):
-                made = await problem.make_env(number)
-                prompt, _ = await made.initial_observation()
-                steps.append(await made.step(answer))
+                made_env = await problem.make_env(number)
+                prompt, _ = await made_env.initial_observation()
+                steps.append(await made_env.step(answer))
             grouped = await problem.compute_group_rewards([trajectory(answer) for answer in answers])
         return tokenizer.decode(prompt), steps, grouped
 
@@ -95,8 +95,8 @@ def test_each_form_gets_its_columns_and_each_function_is_a_weighted_metric(tmp_p
 
 def test_prompts_may_be_messages_as_in_trl(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"prompt": [{"role": "user", "content": row["prompt"]}], "target": row["target"]} for row in ROWS]
-    for given, args in ((rows, {}), (ROWS, {"chat": True})):
-        prompt, (step,), ((_, metrics),) = play(config(tmp_path, "score,brief", rows=given, **args), tokenizer, " 1")
+    for data, args in ((rows, {}), (ROWS, {"chat": True})):
+        prompt, (step,), ((_, metrics),) = play(config(tmp_path, "score,brief", rows=data, **args), tokenizer, " 1")
         assert prompt.startswith("User: "), "a chat is rendered"
         assert (step.logs["answer"].strip(), metrics) == ("1", {"brief": -0.2})
         assert step.metrics["parse_error"] == 0
@@ -143,11 +143,11 @@ def test_a_function_that_fails_is_refused_before_the_run(tmp_path: Path, tokeniz
 
     async def dry_runs() -> None:
         async with workers(1):
-            for number, (rewards, said) in enumerate(FAILING.items()):
+            for number, (rewards, message) in enumerate(FAILING.items()):
                 (tmp_path / str(number)).mkdir()
                 env = config(tmp_path / str(number), "score", rewards, limit_s=1.0)
                 with pytest.raises(
-                    BadInput, match=rf"score of .*my_rewards\.py.* line \d+ of .*data\.jsonl(.|\n)*{said}"
+                    BadInput, match=rf"score of .*my_rewards\.py.* line \d+ of .*data\.jsonl(.|\n)*{message}"
                 ):
                     await first_problem(env, tokenizer).try_rewards()
 
@@ -155,7 +155,7 @@ def test_a_function_that_fails_is_refused_before_the_run(tmp_path: Path, tokeniz
 
 
 @pytest.mark.parametrize(
-    ("functions", "rewards", "rows", "said"),
+    ("functions", "rewards", "rows", "message"),
     [
         ("nothing", REWARDS, ROWS, "has no function nothing: KeyError: 'nothing'"),
         ("score", "import nowhere", ROWS, "has no function score: ModuleNotFoundError.*my_rewards.py, line 1"),
@@ -166,7 +166,7 @@ def test_a_function_that_fails_is_refused_before_the_run(tmp_path: Path, tokeniz
     ],
 )
 def test_functions_and_rows_that_do_not_suit_are_bad_input(
-    tmp_path: Path, tokenizer: Any, functions: str, rewards: str, rows: list[Any], said: str
+    tmp_path: Path, tokenizer: Any, functions: str, rewards: str, rows: list[Any], message: str
 ) -> None:
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=message):
         load_dataset(config(tmp_path, functions, rewards, rows), EnvContext(tokenizer, 0, 2))

@@ -37,10 +37,10 @@ class Knowing:
     """Answers from a list, and notes what it was told."""
 
     def __init__(self, *answers: str) -> None:
-        self.answers, self.told = list(answers), list[list[Message]]()
+        self.answers, self.conversations = list(answers), list[list[Message]]()
 
     async def answer(self, messages: list[Message]) -> str:
-        self.told.append(messages)
+        self.conversations.append(messages)
         return self.answers.pop(0)
 
 
@@ -54,24 +54,24 @@ def play(env: TwentyQuestionsEnv, *questions: str) -> list[MessageStep]:
 def test_a_game() -> None:
     answerer = Knowing("Yes.", "no, it does not", "Maybe")
     env = TwentyQuestionsEnv("dog", 20, answerer)
-    *asked, last = play(env, "Is it alive?", "Does it fly?", "Is it big?", "x" * 200, "Is it a DOG?")
-    assert [message["content"] for step in asked for message in step.next_messages] == [
+    *earlier, last = play(env, "Is it alive?", "Does it fly?", "Is it big?", "x" * 200, "Is it a DOG?")
+    assert [message["content"] for step in earlier for message in step.next_messages] == [
         "yes",
         "no",
         "I can not say.",
         "That is too long. Ask one short question.",
     ]
-    assert [step.episode_done for step in asked] == [False] * 4
+    assert [step.episode_done for step in earlier] == [False] * 4
     assert (last.reward, last.episode_done, last.metrics) == (1.0, True, {"success": 1.0})
-    assert "dog" in answerer.told[0][0]["content"]
-    assert answerer.told[0][1]["content"] == "Is it alive?"
+    assert "dog" in answerer.conversations[0][0]["content"]
+    assert answerer.conversations[0][1]["content"] == "Is it alive?"
 
 
 def test_a_game_ends_after_the_last_question() -> None:
     answerer = Knowing("no")
     first, last = play(TwentyQuestionsEnv("dog", 2, answerer), "Is it a cat?", "Is it a cow?")
     assert (first.episode_done, last.episode_done, last.reward) == (False, True, 0.0)
-    assert len(answerer.told) == 1, "the last question needs no answer"
+    assert len(answerer.conversations) == 1, "the last question needs no answer"
 
 
 @pytest.mark.parametrize(
@@ -111,13 +111,13 @@ def test_bad_arguments_are_bad_input(tokenizer: Any, args: dict[str, Any]) -> No
 def server(replies: Sequence[tuple[int, str]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """An OpenAI-compatible server that gives these statuses and texts, one after the other; its URL, and what it was
     asked."""
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            asked.append({"path": self.path, "key": self.headers["Authorization"], **json.loads(body)})
-            status, text = replies[len(asked) - 1]
+            requests.append({"path": self.path, "key": self.headers["Authorization"], **json.loads(body)})
+            status, text = replies[len(requests) - 1]
             answer = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(answer)))
@@ -130,7 +130,7 @@ def server(replies: Sequence[tuple[int, str]]) -> Iterator[tuple[str, list[dict[
     thread = Thread(target=running.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{running.server_port}/v1", asked
+        yield f"http://127.0.0.1:{running.server_port}/v1", requests
     finally:
         running.shutdown()
         running.server_close()
@@ -145,12 +145,12 @@ def ask(answerer: UrlAnswerer | StartAnswerer, times: int = 1) -> list[str]:
 
 
 def test_a_server_is_asked_greedily() -> None:
-    with server([(200, "Yes"), (200, "No")]) as (url, asked):
+    with server([(200, "Yes"), (200, "No")]) as (url, requests):
         answerer = pickle.loads(pickle.dumps(UrlAnswerer(url, "big", "secret-key")))
         assert ask(answerer, times=2) == ["Yes", "No"]
-    assert asked[0]["path"] == "/v1/chat/completions"
-    assert (asked[0]["model"], asked[0]["temperature"], asked[0]["key"]) == ("big", 0.0, "Bearer secret-key")
-    assert asked[0]["messages"] == [{"role": "user", "content": "Is it alive?"}]
+    assert requests[0]["path"] == "/v1/chat/completions"
+    assert (requests[0]["model"], requests[0]["temperature"], requests[0]["key"]) == ("big", 0.0, "Bearer secret-key")
+    assert requests[0]["messages"] == [{"role": "user", "content": "Is it alive?"}]
 
 
 def test_a_used_answerer_can_be_pickled() -> None:
@@ -168,9 +168,9 @@ def test_a_server_that_is_busy_is_asked_again_with_growing_pauses(status: int, m
         pauses.append(seconds)
 
     monkeypatch.setattr("orchestrator.envs.answerers.asyncio.sleep", sleep)
-    with server([(status, ""), (status, ""), (200, "yes")]) as (url, asked):
+    with server([(status, ""), (status, ""), (200, "yes")]) as (url, requests):
         assert ask(UrlAnswerer(url, "big")) == ["yes"]
-    assert len(asked) == 3
+    assert len(requests) == 3
     assert pauses == [0.5, 1.0]
 
 
@@ -182,10 +182,10 @@ def test_a_server_that_stays_down_is_named_after_the_last_try() -> None:
 
 
 def test_a_server_that_refuses_is_not_asked_again() -> None:
-    with server([(404, "no such model")]) as (url, asked):
+    with server([(404, "no such model")]) as (url, requests):
         with pytest.raises(AnswererDown, match="refuses with status 404"):
             ask(UrlAnswerer(url, "big"))
-        assert len(asked) == 1
+        assert len(requests) == 1
 
 
 def test_the_model_that_the_run_starts_from_answers_the_same_whenever_it_is_asked() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import verifiers.v1 as vf
-from chat_support import Policy, ended
+from chat_support import Policy, encoded_answer
 from renderer_support import QWEN3, bpe
 from verifiers.v1.errors import TaskError
 
@@ -115,8 +115,8 @@ def answer(name: str, text: str | None = None, **args: Any) -> Trajectory:
     async def one() -> Trajectory:
         (group, *_) = opened(name, scoring="loop", **args).get_batch(0)
         env, _ = await group.make_envs()
-        said = group.make.args[0].data.answer if text is None else text  # type: ignore[attr-defined]
-        return await answered(env, Policy([ended(said, context().renderer)]))
+        answer_text = group.make.args[0].data.answer if text is None else text  # type: ignore[attr-defined]
+        return await answered(env, Policy([encoded_answer(answer_text, context().renderer)]))
 
     return asyncio.run(one())
 
@@ -168,11 +168,11 @@ def test_rewards_are_weighted_and_metrics_reported(written: Written) -> None:
             return {"prompt": float(trace.num_input_tokens), "messages": float(len(trace.messages))}
     """)
     (turn,) = answer(name).transitions
-    said = len(turn.action)
-    assert turn.reward == 2.0 - 0.5 * said + 0.25
+    length = len(turn.action)
+    assert turn.reward == 2.0 - 0.5 * length + 0.25
     assert turn.metrics == {
         "parse_error": 0.0, "turns": 1.0, "prompt": float(len(turn.observation)), "messages": 3.0, "score/right": 1.0,
-        "score/verbose": float(said), "score/short": 0.25, "score/polite": 0.0,
+        "score/verbose": float(length), "score/short": 0.25, "score/polite": 0.0,
     }  # fmt: skip
 
 
@@ -208,7 +208,7 @@ async def test_an_answer_that_is_cut_off_or_malformed_is_scored_as_what_it_is(wr
             return trace.is_truncated
     """)
     env = TaskEnv(tasks(opened(name))[0], context().renderer, "loop", 10.0)
-    whole = ended("<think>\nand thinks", context().renderer)
+    whole = encoded_answer("<think>\nand thinks", context().renderer)
     await env.initial_observation()
     (cut_off, malformed) = [
         await answered(env, Policy([tokens], reason)) for tokens, reason in [(whole[:-1], "length"), (whole, "stop")]
@@ -222,7 +222,7 @@ def test_the_trace_has_all_that_was_said(written: Written) -> None:
     (task, *_) = tasks(opened(written()))
     text = '<think>\nhm\n</think>\n\nlook<tool_call>\n{"name": "find", "arguments": {"x": [1]}}\n</tool_call>'
     renderer = context().renderer
-    action = ended(text, renderer)
+    action = encoded_answer(text, renderer)
     message, whole = renderer.parse_response(action)
     trace = make_trace(task, [5, 6, 7], action, message, cut_off=False)
     assert whole
@@ -230,9 +230,9 @@ def test_the_trace_has_all_that_was_said(written: Written) -> None:
     assert [(m.role, m.content) for m in trace.messages] == [
         ("system", "Add."), ("user", task.data.prompt), ("assistant", "look"),
     ]  # fmt: skip
-    (said,) = trace.assistant_messages
-    assert said.reasoning_content == "hm"
-    assert [(call.name, json.loads(call.arguments)) for call in said.tool_calls] == [("find", {"x": [1]})]
+    (reply,) = trace.assistant_messages
+    assert reply.reasoning_content == "hm"
+    assert [(call.name, json.loads(call.arguments)) for call in reply.tool_calls] == [("find", {"x": [1]})]
     (branch,) = trace.branches
     assert branch.token_ids == [5, 6, 7, *action]
     assert branch.sampled_mask == [False] * 3 + [True] * len(action)
@@ -265,7 +265,7 @@ def test_a_prompt_of_several_messages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "error", "said"),
+    ("body", "error", "message"),
     [
         ("raise ZeroDivisionError('by nothing')", TaskError, "Answered scoring: ZeroDivisionError: by nothing"),
         ("return None", TaskError, "scoring: TypeError"),
@@ -275,16 +275,18 @@ def test_a_prompt_of_several_messages() -> None:
         ("await asyncio.sleep(60)", TimeoutError, None),
     ],
 )
-def test_a_rollout_without_score_fails(written: Written, body: str, error: type[Exception], said: str | None) -> None:
+def test_a_rollout_without_score_fails(
+    written: Written, body: str, error: type[Exception], message: str | None
+) -> None:
     name = written(f"@vf.reward\nasync def bad(self, trace: vf.Trace) -> float:\n    {body}")
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         answer(name, scoring_limit_s=0.2)
 
 
 def test_deferred_scoring_is_no_reward_of_zero(written: Written) -> None:
     env = TaskEnv(tasks(opened(written()))[0].defer_scoring(), context().renderer, "loop", 10.0)
     with pytest.raises(NotScored):
-        asyncio.run(answered(env, Policy([ended("4", context().renderer)])))
+        asyncio.run(answered(env, Policy([encoded_answer("4", context().renderer)])))
 
 
 def test_scoring_in_a_worker_process(written: Written) -> None:
@@ -303,16 +305,16 @@ def test_scoring_in_a_worker_process(written: Written) -> None:
     renderer = context().renderer
 
     async def scenario() -> None:
-        async def said(text: str, task: Any = task) -> Trajectory:
-            return await answered(TaskEnv(task, renderer, "worker", 60.0), Policy([ended(text, renderer)]))
+        async def trajectory_of(text: str, task: Any = task) -> Trajectory:
+            return await answered(TaskEnv(task, renderer, "worker", 60.0), Policy([encoded_answer(text, renderer)]))
 
-        assert (await said("\\boxed{\\frac{1}{2}}")).reward == 1.0
-        assert (await said("\\boxed{2}")).reward == 0.0
+        assert (await trajectory_of("\\boxed{\\frac{1}{2}}")).reward == 1.0
+        assert (await trajectory_of("\\boxed{2}")).reward == 0.0
         with pytest.raises(WorkerError, match="ZeroDivisionError: by nothing") as raised:
-            await said("raise")
+            await trajectory_of("raise")
         assert type(raised.value).__name__ == "TaskError"
         with pytest.raises(WorkerTimeout, match=r"score_alone in a worker process took longer than 0\.2 s"):
-            await said("hang", task.with_data(timeout=vf.TaskTimeout(scoring=0.2)))
+            await trajectory_of("hang", task.with_data(timeout=vf.TaskTimeout(scoring=0.2)))
 
     in_workers(scenario)
 
@@ -321,7 +323,7 @@ def test_scoring_in_a_worker_process(written: Written) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "said"),
+    ("parts", "message"),
     [
         (
             {"module": "class Game(vf.SingleAgentEnv):\n    pass", "exported": ("Questions", "Game")},
@@ -375,10 +377,10 @@ def test_scoring_in_a_worker_process(written: Written) -> None:
         ),
     ],
 )
-def test_what_needs_more_than_an_answer_is_refused(written: Written, parts: dict[str, Any], said: str) -> None:
+def test_what_needs_more_than_an_answer_is_refused(written: Written, parts: dict[str, Any], message: str) -> None:
     name = written(**parts)
     with pytest.raises(
-        BadInput, match=f"taskset '{name}' of verifiers cannot be played here: .*{said}.*environment of your own"
+        BadInput, match=f"taskset '{name}' of verifiers cannot be played here: .*{message}.*environment of your own"
     ):
         opened(name)
 
@@ -389,7 +391,7 @@ def test_a_runtime_that_a_reward_can_do_without(written: Written) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said"),
+    ("prompt", "message"),
     [
         ([vf.UserMessage(content=[{"type": "image_url", "image_url": {"url": "x"}}])], "more than text"),
         ([vf.AssistantMessage(tool_calls=[vf.ToolCall(id="1", name="f", arguments="[]")])], "tool f"),
@@ -397,13 +399,13 @@ def test_a_runtime_that_a_reward_can_do_without(written: Written) -> None:
         ("", "no prompt"),
     ],
 )
-def test_prompts_that_no_renderer_can_show(prompt: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_prompts_that_no_renderer_can_show(prompt: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         conversation(vf.TaskData(prompt=prompt))
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("no_such_taskset", "'no_such_taskset' of verifiers cannot be loaded: ModuleNotFoundError.*installed package"),
         ("json", "'json' of verifiers cannot be loaded: TypeError: .*exports no Taskset"),
@@ -411,13 +413,13 @@ def test_prompts_that_no_renderer_can_show(prompt: Any, said: str) -> None:
         ("", "taskset '' of verifiers cannot be loaded"),
     ],
 )
-def test_a_name_that_leads_to_no_taskset(name: str, said: str) -> None:
-    with pytest.raises(BadInput, match=said):
+def test_a_name_that_leads_to_no_taskset(name: str, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
         opened(name)
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (
             {"seize": 1},
@@ -433,8 +435,8 @@ def test_a_name_that_leads_to_no_taskset(name: str, said: str) -> None:
         ({"size": 0}, "none of the 0 tasks .* belongs to the split 'train'"),
     ],
 )
-def test_bad_arguments(written: Written, args: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadInput, match=said):
+def test_bad_arguments(written: Written, args: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
         opened(written(), **args)
 
 
@@ -467,15 +469,17 @@ def test_without_tools_and_an_env_there_is_one_answer() -> None:
     assert callers, "those that have several turns"
 
 
-@pytest.mark.parametrize(("patch", "said"), [("missing", "import of verifiers"), ("old", "verifiers 0.1.14 is inst")])
-def test_the_package_is_not_installed(monkeypatch: pytest.MonkeyPatch, patch: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("patch", "message"), [("missing", "import of verifiers"), ("old", "verifiers 0.1.14 is inst")]
+)
+def test_the_package_is_not_installed(monkeypatch: pytest.MonkeyPatch, patch: str, message: str) -> None:
     monkeypatch.delitem(sys.modules, "orchestrator.envs.verifiers")
     if patch == "missing":
         monkeypatch.setitem(sys.modules, "verifiers", None)
         monkeypatch.setitem(sys.modules, "verifiers.v1", None)
     else:
         monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1.14")
-    with pytest.raises(BadInput, match=rf"package verifiers 0\.4\.x: .*{said}.*`uv sync --extra verifiers`"):
+    with pytest.raises(BadInput, match=rf"package verifiers 0\.4\.x: .*{message}.*`uv sync --extra verifiers`"):
         load_dataset(EnvConfig(id="verifiers:gsm8k"), context())
 
 

@@ -24,24 +24,24 @@ from service.routes import CONSOLE_ROUTES, ROUTES, caller_of
 from service.sessions.records import FORMAT
 from service.store import Store
 
-HERE = ("127.0.0.1", 50000)
+ADDRESS = ("127.0.0.1", 50000)
 
 
 def client_of(
-    root: Path, *keys: ServiceKey, peer: tuple[str, int] = HERE, reader: RunReader | None = None
+    root: Path, *keys: ServiceKey, peer: tuple[str, int] = ADDRESS, reader: RunReader | None = None
 ) -> TestClient:
     app = make_console_app(reader or reader_of(root), list(keys))
     return TestClient(app, base_url="http://127.0.0.1", client=peer, raise_server_exceptions=False)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_live_run(tmp_path_factory.mktemp("made") / "run")
 
 
 @pytest.fixture
-def root(made: Path, tmp_path: Path) -> Path:
-    shutil.copytree(made, tmp_path / "run")
+def root(finished_run: Path, tmp_path: Path) -> Path:
+    shutil.copytree(finished_run, tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -51,7 +51,7 @@ def client(root: Path) -> Iterator[TestClient]:
         yield client
 
 
-def told(client: TestClient, route: str, /, **query: Any) -> Any:
+def answer_of(client: TestClient, route: str, /, **query: Any) -> Any:
     reply = client.get(f"/console/api/{route}", params=query)
     assert reply.status_code == 200, reply.text
     return reply.json()
@@ -67,7 +67,7 @@ def refusal(client: TestClient, route: str, status: int, /, **query: Any) -> str
 
 
 def test_how_the_run_and_its_parts_are(client: TestClient, root: Path) -> None:
-    run = told(client, "run")
+    run = answer_of(client, "run")
     assert (run["run"], run["step"], run["target"]) == ("run", STEPS, "8")
     assert run["headline"].endswith("not started")
     assert "the driver was killed" in run["standing"]
@@ -77,36 +77,36 @@ def test_how_the_run_and_its_parts_are(client: TestClient, root: Path) -> None:
         ("trainer_0", "healthy"),
     ]
     assert ["perf/tokens_per_s", 100.0] in run["rooms"]["inference"]
-    assert [each["part"] for each in run["incidents"]] == ["inference_1"]
+    assert [incident["part"] for incident in run["incidents"]] == ["inference_1"]
     assert dict(run["facts"])["directory"] == str(root)
 
 
 def test_a_live_run_goes_on_and_its_new_rows_are_seen(client: TestClient, root: Path) -> None:
     with driven(root):
-        assert "running, process" in told(client, "run")["headline"]
+        assert "running, process" in answer_of(client, "run")["headline"]
         with (root / "metrics.jsonl").open("a") as rows:
             rows.write(json.dumps({"step": STEPS, "reward/total": 0.9}) + "\n" + '{"step": 5, "rew')
-        assert told(client, "run")["step"] == STEPS + 1
+        assert answer_of(client, "run")["step"] == STEPS + 1
 
 
 def test_curves_and_ages(client: TestClient) -> None:
-    curves = told(client, "curves")
+    curves = answer_of(client, "curves")
     panels = {panel["title"]: panel["curves"] for panel in curves["panels"]}
     (reward,) = panels["Reward"]
     assert (reward["name"], reward["points"]) == ("mean reward", [[s + 1, s / 10] for s in range(STEPS)])
     assert [point[0] for point in reward["smooth"]] == [s + 1 for s in range(STEPS)]
     assert {curve["name"] for curve in panels["Age of what was trained on"]} == {"mean of groups", "mean of tokens"}
     assert curves["ages"] == {"counts": [[0, 5], [1, 3]], "bound": 2}
-    assert told(client, "curve", name="reward/total")["curves"][0]["points"] == panels["Reward"][0]["points"]
-    assert told(client, "curve", name="no such metric")["curves"] == []
+    assert answer_of(client, "curve", name="reward/total")["curves"][0]["points"] == panels["Reward"][0]["points"]
+    assert answer_of(client, "curve", name="no such metric")["curves"] == []
 
 
 def test_rollouts_token_by_token(client: TestClient) -> None:
-    assert told(client, "rollouts") == {"steps": [3, 2, 1, 0], "older": 0}
-    assert [group["why"] for group in told(client, "groups", step=3)["groups"]] == ["best", "worst"]
-    group = told(client, "group", step=3, group=1)
+    assert answer_of(client, "rollouts") == {"steps": [3, 2, 1, 0], "older": 0}
+    assert [group["why"] for group in answer_of(client, "groups", step=3)["groups"]] == ["best", "worst"]
+    group = answer_of(client, "group", step=3, group=1)
     assert [rollout["reward"] for rollout in group["rollouts"]] == [1.0, 0.0]
-    page = told(client, "rollout", step=3, group=1, rollout=0)
+    page = answer_of(client, "rollout", step=3, group=1, rollout=0)
     observed, sampled = page["pieces"]
     assert observed["text"] == "Sort: 21\n"
     assert (sampled["texts"], sampled["versions"]) == (["1", "2"], [[3, 1], [4, 1]])
@@ -115,17 +115,17 @@ def test_rollouts_token_by_token(client: TestClient) -> None:
 
 
 def test_sessions_token_by_token(client: TestClient) -> None:
-    listed = told(client, "sessions")
-    assert {each["session"]: each["reason"] for each in listed["sessions"]} == {
+    listed = answer_of(client, "sessions")
+    assert {session["session"]: session["reason"] for session in listed["sessions"]} == {
         "open-one": None,
         "ended-one": "by its harness",
     }
-    tree = told(client, "session", name="open-one")
+    tree = answer_of(client, "session", name="open-one")
     kinds = [(node["node"], node["parent"], node["kind"]) for node in tree["nodes"]]
     assert kinds == [(0, -1, "prompt"), (1, 0, "answer"), (2, 0, "answer"), (3, 1, "prompt"), (4, 3, "answer")]
     assert [node["node"] for node in tree["nodes"] if node.get("delivered")] == [1]
     assert tree["nodes"][4]["reward"] == 0.5
-    page = told(client, "node", name="open-one", node=4)
+    page = answer_of(client, "node", name="open-one", node=4)
     assert [piece["kind"] for piece in page["pieces"]] == ["observed", "sampled", "observed", "sampled"]
     assert page["pieces"][1]["versions"] == [[3, 1], [4, 1]]
     assert "".join(page["pieces"][3]["texts"]) == "same"
@@ -133,18 +133,18 @@ def test_sessions_token_by_token(client: TestClient) -> None:
 
 def test_without_a_tokenizer_tokens_are_numbers_and_texts_those_of_the_records(root: Path) -> None:
     with client_of(root, reader=RunReader(root, None)) as client:
-        _, sampled = told(client, "rollout", step=3, group=0, rollout=1)["pieces"]
+        _, sampled = answer_of(client, "rollout", step=3, group=0, rollout=1)["pieces"]
         assert (sampled["text"], sampled["tokens"]) == (ATTACK, encoded(ATTACK))
         assert "texts" not in sampled
 
 
 def test_logs_are_read_from_their_end(client: TestClient) -> None:
-    listed = {(each["attempt"], each["name"]) for each in told(client, "logs")}
+    listed = {(log["attempt"], log["name"]) for log in answer_of(client, "logs")}
     assert listed == {(1, "trainer_0"), (1, "inference_0")}
-    last = told(client, "log", attempt=1, name="inference_0")
+    last = answer_of(client, "log", attempt=1, name="inference_0")
     assert last["text"].endswith("line 19999\n")
     assert len(last["text"]) <= 64 << 10
-    before = told(client, "log", attempt=1, name="inference_0", end=last["start"])
+    before = answer_of(client, "log", attempt=1, name="inference_0", end=last["start"])
     lines = (before["text"] + last["text"]).splitlines()
     assert lines == [f"line {i}" for i in range(20_000 - len(lines), 20_000)]
 
@@ -156,28 +156,28 @@ def test_whatever_is_missing_the_rest_is_told(root: Path, missing: str) -> None:
     shutil.rmtree(root / missing) if (root / missing).is_dir() else (root / missing).unlink()
     with client_of(root) as client:
         for name in ("run", "curves", "timeline", "rollouts", "sessions", "logs"):
-            told(client, name)
+            answer_of(client, name)
 
 
 def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with client_of(tmp_path) as client:
-        run = told(client, "run")
+        run = answer_of(client, "run")
         assert (run["step"], run["parts"], run["incidents"]) == (0, [], [])
         assert "has not begun" in run["standing"]
-        assert told(client, "curves")["panels"] == []
-        assert told(client, "timeline") is None
-        assert told(client, "rollouts")["steps"] == []
-        assert told(client, "sessions")["sessions"] == []
-        assert told(client, "logs") == []
+        assert answer_of(client, "curves")["panels"] == []
+        assert answer_of(client, "timeline") is None
+        assert answer_of(client, "rollouts")["steps"] == []
+        assert answer_of(client, "sessions")["sessions"] == []
+        assert answer_of(client, "logs") == []
 
 
 def test_a_run_in_object_storage_says_that_this_is_its_local_directory(root: Path) -> None:
     config = json.loads((root / "config.json").read_text())
     (root / "config.json").write_text(json.dumps(config | {"run": {"output_dir": "s3://bucket/runs"}}))
     with client_of(root) as client:
-        said = dict(told(client, "run")["facts"])["kept in"]
-    assert said == "s3://bucket/runs; this page shows what its directory on this machine has"
+        place = dict(answer_of(client, "run")["facts"])["kept in"]
+    assert place == "s3://bucket/runs; this page shows what its directory on this machine has"
 
 
 # ------------------------------------------------------------------------------------------------------ who may call
@@ -185,8 +185,8 @@ def test_a_run_in_object_storage_says_that_this_is_its_local_directory(root: Pat
 
 def test_the_table_has_every_route(root: Path) -> None:
     routes = [route for route in make_console_app(reader_of(root), []).routes if isinstance(route, APIRoute)]
-    there = {(method, route.path.replace(":path", "")) for route in routes for method in route.methods - {"HEAD"}}
-    assert there == {(route.method, route.path) for route in CONSOLE_ROUTES}
+    pairs = {(method, route.path.replace(":path", "")) for route in routes for method in route.methods - {"HEAD"}}
+    assert pairs == {(route.method, route.path) for route in CONSOLE_ROUTES}
     assert {route.method for route in CONSOLE_ROUTES} == {"GET"}, "it only reads"
     for route in CONSOLE_ROUTES:
         assert caller_of(route.method, route.path) == route.caller
@@ -242,7 +242,7 @@ def test_a_look_changes_no_file(client: TestClient, root: Path) -> None:
     test_sessions_token_by_token(client)
     test_rollouts_token_by_token(client)
     for name in ("run", "curves", "timeline", "logs"):
-        told(client, name)
+        answer_of(client, name)
     assert stand() == before
 
 
@@ -280,7 +280,7 @@ def test_a_link_out_of_the_run_is_no_log(client: TestClient, root: Path, tmp_pat
     secret.write_text("secret")
     (root / "logs" / "attempt_1" / "link.log").symlink_to(secret)
     os.mkfifo(root / "logs" / "attempt_1" / "pipe.log")
-    assert {each["name"] for each in told(client, "logs")} == {"trainer_0", "inference_0"}
+    assert {log["name"] for log in answer_of(client, "logs")} == {"trainer_0", "inference_0"}
     refusal(client, "log", 404, attempt=1, name="link")
     refusal(client, "log", 404, attempt=1, name="pipe")
 
@@ -303,12 +303,12 @@ def test_a_link_out_of_the_run_is_no_log(client: TestClient, root: Path, tmp_pat
     ],
 )
 def test_what_is_not_there_is_refused_in_words(client: TestClient, name: str, status: int, query: Any) -> None:
-    said = refusal(client, name, status, **query)
+    message = refusal(client, name, status, **query)
     if status == 400:
-        assert said.startswith("`query.")
+        assert message.startswith("`query.")
     else:
-        assert "given: " in said
-        assert "expected: " in said
+        assert "given: " in message
+        assert "expected: " in message
 
 
 def test_every_answer_allows_own_files_alone(client: TestClient) -> None:
@@ -325,8 +325,8 @@ async def test_the_port_of_a_service_has_the_console_for_admin_keys(tmp_path: Pa
     root = make_live_run(tmp_path / "run")
     async with served("4", run=reader_of(root)) as service:
         routes = [route for route in service.app.routes if hasattr(route, "methods")]
-        there = {(method, r.path.replace(":path", "")) for r in routes for method in r.methods - {"HEAD"}}
-        assert there == {(route.method, route.path) for route in (*ROUTES, *CONSOLE_ROUTES)}
+        pairs = {(method, r.path.replace(":path", "")) for r in routes for method in r.methods - {"HEAD"}}
+        assert pairs == {(route.method, route.path) for route in (*ROUTES, *CONSOLE_ROUTES)}
         opened = await service.client.post("/sessions", json={}, headers={"Authorization": f"Bearer {ADMIN}"})
         assert opened.status_code == 200
         assert "script-src 'self'" in (await service.client.get("/console/")).headers["content-security-policy"]
@@ -352,8 +352,8 @@ async def test_the_console_of_another_process_asks_the_service(tmp_path: Path, m
     alone = make_console_app(reader_of(root), [])
     transport = httpx.ASGITransport(alone)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1/console/api") as console:
-        own = RunReader(root, None, lambda: service.front.registry.book)
-        async with served("4", run=own, sessions=root / "sessions") as service:
+        reader = RunReader(root, None, lambda: service.front.registry.book)
+        async with served("4", run=reader, sessions=root / "sessions") as service:
             await service.client.post("/sessions", json={"problem": "p"}, headers=admin)
             store = service.front.registry._store
             assert store is not None

@@ -151,5 +151,5 @@ def test_the_policy_stops_scripts_that_the_page_does_not_bring(root: Path, tab: 
             assert tab.run(f"(() => {{ try {{ {attempt}; return ''; }} catch (e) {{ return e.name; }} }})()"), attempt
         assert tab.run("fetch('http://localhost:1/').then(() => '', error => error.name)") == "TypeError"
         assert tab.run("document.title") == f"run: {STEPS}/8"
-        assert any("connect-src" in said for said in tab.complaints)
+        assert any("connect-src" in complaint for complaint in tab.complaints)
     tab.complaints.clear()

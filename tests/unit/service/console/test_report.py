@@ -42,11 +42,11 @@ def reported(root: Path, *flags: str) -> Path:
     return root / "report.html"
 
 
-def said(page: Path) -> dict[str, Any]:
+def report_of(page: Path) -> dict[str, Any]:
     """Returns the answers that are embedded in the page, by request."""
-    found = re.search(r'<script type="application/json" id="report">(.*?)</script>', page.read_text(), re.DOTALL)
-    assert found
-    return json.loads(found[1], parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    match = re.search(r'<script type="application/json" id="report">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert match
+    return json.loads(match[1], parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 def refused(*argv: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -66,7 +66,7 @@ def test_curves_are_those_that_there_are(run: Path) -> None:
         row(1, **{"optim/grad_norm": 3.0}),
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 2, "rew')
-    answers = said(reported(run))
+    answers = report_of(reported(run))
     panels = {panel["title"]: panel["curves"] for panel in answers["curves"]["panels"]}
     assert panels["Evaluation"] == [{"name": "sort/avg@4", "points": [[1, 0.5]]}]
     assert panels["Gradient norm"] == [{"name": "norm", "points": [[2, 3.0]]}]
@@ -77,7 +77,7 @@ def test_curves_are_those_that_there_are(run: Path) -> None:
 
 
 def test_where_it_stands(run: Path) -> None:
-    overview = said(reported(run))["run"]
+    overview = report_of(reported(run))["run"]
     assert overview["headline"].startswith("step 4/8  attempt 1  reward 0.300  not started  (report of 2")
     facts = dict(overview["facts"])
     assert facts["newest step"].endswith("(2027-01-15 08:00 UTC); 2 s a step (median)")
@@ -87,13 +87,13 @@ def test_where_it_stands(run: Path) -> None:
 
 def test_what_was_sampled_in_vain_and_which_lengths_are_preferred(run: Path) -> None:
     """The first step is of a version that did not count it."""
-    assert not dict(said(reported(run))["run"]["facts"]).keys() & {"sampled in vain", "length bias"}
+    assert not dict(report_of(reported(run))["run"]["facts"]).keys() & {"sampled in vain", "length bias"}
     wasted = {"expired_running": 60.0, "expired_finished": 30.0, "filtered": 0.0, "failed": 10.0}
     counted = {f"waste/{name}": tokens for name, tokens in wasted.items()}
     counted |= {"perf/tokens": 400.0, "perf/rollouts": 5.0, "length/trained": 80.0, "length/sampled": 100.0}
     rows = [row(0, **{"perf/tokens": 1e6, "perf/rollouts": 1.0}), row(1, **counted), row(2, **counted)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    answers = said(reported(run))
+    answers = report_of(reported(run))
     facts = dict(answers["run"]["facts"])
     assert facts["sampled in vain"] == (
         "20.0% of 1,000 tokens: 12.0% of groups given up while they ran, 6.0% of finished groups given up, "
@@ -110,7 +110,7 @@ def test_several_attempts(run: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (run / "branches" / "0123abcd").mkdir(parents=True)
     write_trace(run, 2, "driver_0", ["main"], [span("step", 0, 20, 22, step=2)])
-    answers = said(reported(run))
+    answers = report_of(reported(run))
     attempts = dict(answers["run"]["facts"])["attempts"]
     assert attempts == "1: steps 1 to 2; 2: steps 3 to 4; superseded: branches/0123abcd"
     assert (answers["timeline"]["attempt"], answers["timeline"]["steps"]) == (2, [[3, 0.0, 2.0]])
@@ -118,7 +118,7 @@ def test_several_attempts(run: Path) -> None:
 
 def test_neither_logs_nor_sessions_are_in_a_page_that_is_sent_to_others(tmp_path: Path) -> None:
     page = reported(make_live_run(tmp_path / "run"))
-    assert not [request for request in said(page) if request.split()[0] in ("logs", "log", "sessions", "session")]
+    assert not [request for request in report_of(page) if request.split()[0] in ("logs", "log", "sessions", "session")]
     assert "the trainer says" not in page.read_text()
     assert "open-one" not in page.read_text()
 
@@ -127,7 +127,7 @@ def test_words_of_a_model_cannot_end_the_script(tmp_path: Path) -> None:
     root = make_live_run(tmp_path / "run")
     write_trace(root, 1, "trainer_0", ["main"], [span("optim", 0, 0, 1, problem=ATTACK)])
     page = reported(root)
-    assert ATTACK in json.dumps(said(page)).replace('\\"', '"')
+    assert ATTACK in json.dumps(report_of(page)).replace('\\"', '"')
     assert ATTACK not in page.read_text()
     assert page.read_text().count("</script>") == 2
 
@@ -139,8 +139,8 @@ def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
     values = np.random.default_rng(0).normal(size=(steps, metrics))
     with (root / "metrics.jsonl").open("w") as file:
         for step in range(steps):
-            more = {f"own/metric_{i:03}": value for i, value in enumerate(values[step].tolist())}
-            file.write(json.dumps(row(step) | more) + "\n")
+            extra_metrics = {f"own/metric_{i:03}": value for i, value in enumerate(values[step].tolist())}
+            file.write(json.dumps(row(step) | extra_metrics) + "\n")
     spans = [
         event
         for s in range(steps - 100, steps)
@@ -155,7 +155,7 @@ def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
         write_records(root / ROLLOUTS, step, records)
     page = reported(root)
     assert 10_000_000 < page.stat().st_size < 20_000_000
-    answers = said(page)
+    answers = report_of(page)
     assert answers["timeline"]["resolution"] > 0
     assert answers["curves"]["rows"] == steps
     for i in range(metrics):

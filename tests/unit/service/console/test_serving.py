@@ -28,8 +28,8 @@ def test_elsewhere_a_new_key_is_made_each_time(host: str) -> None:
 
 
 def test_keys_of_a_file_open_it_on_loopback_too(tmp_path: Path) -> None:
-    made = generate(tmp_path / "keys")
-    assert console_keys("127.0.0.1", tmp_path / "keys") == made
+    keys = generate(tmp_path / "keys")
+    assert console_keys("127.0.0.1", tmp_path / "keys") == keys
 
 
 def test_a_file_without_an_admin_key_is_refused(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_a_forgotten_session_is_gone(tmp_path: Path) -> None:
     store, shown = write_sessions(tmp_path), RunSessions(StoredSessions(tmp_path))
     assert len(shown.listing()["sessions"]) == 2
     store.remove("ended-one")
-    assert [each["session"] for each in shown.listing()["sessions"]] == ["open-one"]
+    assert [session["session"] for session in shown.listing()["sessions"]] == ["open-one"]
     with pytest.raises(RequestRefused, match="ended-one"):
         shown.tree("ended-one")
     store.close()
@@ -42,5 +42,7 @@ def test_sessions_of_a_machine_that_was_started_again_have_ended(tmp_path: Path)
     assert store.open()
     store.note_boot()
     store.close()
-    listed = {each["session"]: each["reason"] for each in RunSessions(StoredSessions(tmp_path)).listing()["sessions"]}
+    listed = {
+        session["session"]: session["reason"] for session in RunSessions(StoredSessions(tmp_path)).listing()["sessions"]
+    }
     assert listed == {"open-one": LOST, "ended-one": "by its harness"}

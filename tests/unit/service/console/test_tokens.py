@@ -25,26 +25,26 @@ def many_pieces(draw: st.DrawFn) -> list[TokenPiece]:
 
 
 def by_token(pieces: list[dict[str, Any]]) -> list[tuple[int, float | None, int | None]]:
-    found: list[tuple[int, float | None, int | None]] = []
+    triples: list[tuple[int, float | None, int | None]] = []
     for piece in pieces:
         if piece["kind"] == "observed":
-            found += [(token, None, None) for token in piece["tokens"]]
+            triples += [(token, None, None) for token in piece["tokens"]]
         else:
             versions = [version for version, count in piece["versions"] for _ in range(count)]
-            found += list(zip(piece["tokens"], piece["logprobs"], versions, strict=True))
-    return found
+            triples += list(zip(piece["tokens"], piece["logprobs"], versions, strict=True))
+    return triples
 
 
 @given(many_pieces(), st.integers(1, 9))
-def test_pages_joined_are_all_tokens_each_once(pieces: list[TokenPiece], most: int) -> None:
+def test_pages_joined_are_all_tokens_each_once(pieces: list[TokenPiece], limit: int) -> None:
     whole = by_token(tokens_page(pieces, 0, None, limit=10_000)["pieces"])
     assert [token for token, _, _ in whole] == list(range(len(whole)))
     start: int | None = 0
     joined = []
     while start is not None:
-        page = tokens_page(pieces, start, None, most)
+        page = tokens_page(pieces, start, None, limit)
         assert page["total"] == len(whole)
-        assert sum(len(piece["tokens"]) for piece in page["pieces"]) <= most
+        assert sum(len(piece["tokens"]) for piece in page["pieces"]) <= limit
         joined += by_token(page["pieces"])
         start = page["next"]
     assert joined == whole

@@ -25,29 +25,29 @@ def of(service: Served, key: str = CLIENT) -> anthropic.AsyncAnthropic:
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_thinking_text_and_calls_both_ways(streamed: bool) -> None:
     async with served(CALLS, "It is 4.") as service, of(service) as client:
-        asked: Any = {"model": "policy", "max_tokens": 99, "messages": QUESTION, "tools": [TOOL]}
+        request: Any = {"model": "policy", "max_tokens": 99, "messages": QUESTION, "tools": [TOOL]}
         if streamed:
-            async with client.messages.stream(**asked) as stream:
+            async with client.messages.stream(**request) as stream:
                 texts = [text async for text in stream.text_stream]
                 message: Any = await stream.get_final_message()
             assert len(texts) > 1
             assert "".join(texts) == "I look."
         else:
-            message = await client.messages.create(**asked)
+            message = await client.messages.create(**request)
             assert (message.usage.version, message.usage.oldest_version) == (VERSION + 1, VERSION)
         thinking, text, call = message.content
         assert (thinking.thinking, text.text) == ("hm", "I look.")
         assert (call.name, call.input) == ("calculator", {"expression": "2 + 2"})
         assert message.stop_reason == "tool_use"
         assert message.usage.input_tokens == len(service.sampler.requests[0].prompt)
-        said = {"role": "assistant", "content": [block.model_dump() for block in message.content]}
-        told = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "4"}]}
-        asked["messages"] = [
+        message_of_assistant = {"role": "assistant", "content": [block.model_dump() for block in message.content]}
+        tool_result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "4"}]}
+        request["messages"] = [
             *QUESTION,
-            said,
-            {"role": "user", "content": [told, {"type": "text", "text": "Go on."}]},
+            message_of_assistant,
+            {"role": "user", "content": [tool_result, {"type": "text", "text": "Go on."}]},
         ]
-        answer = await client.messages.create(**asked, system="Be brief.")
+        answer = await client.messages.create(**request, system="Be brief.")
         assert [block.text for block in answer.content] == ["It is 4."]  # type: ignore[union-attr]
         calls = [{"name": "calculator", "arguments": {"expression": "2 + 2"}}]
         expected: Any = [
@@ -63,26 +63,26 @@ async def test_thinking_text_and_calls_both_ways(streamed: bool) -> None:
 
 async def test_a_stop_sequence_is_named() -> None:
     async with served("one two three") as service, of(service) as client:
-        asked: Any = {"model": "policy", "max_tokens": 99, "messages": QUESTION, "stop_sequences": [" three"]}
-        answer = await client.messages.create(**asked)
+        request: Any = {"model": "policy", "max_tokens": 99, "messages": QUESTION, "stop_sequences": [" three"]}
+        answer = await client.messages.create(**request)
         assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", " three")
-        async with client.messages.stream(**asked) as stream:
+        async with client.messages.stream(**request) as stream:
             streamed = await stream.get_final_message()
         assert (streamed.stop_reason, streamed.stop_sequence) == ("stop_sequence", " three")
         assert [block.text for block in streamed.content] == ["one two"]  # type: ignore[union-attr]
-        asked["max_tokens"] = 2
-        assert (await client.messages.create(**asked)).stop_reason == "max_tokens"
+        request["max_tokens"] = 2
+        assert (await client.messages.create(**request)).stop_reason == "max_tokens"
 
 
 async def test_refusals_have_the_dialects_body() -> None:
     async with served("4") as service, of(service) as client, of(service, "wrong") as stranger:
-        asked: Any = {"model": "policy", "max_tokens": 9, "messages": QUESTION}
+        request: Any = {"model": "policy", "max_tokens": 9, "messages": QUESTION}
         with pytest.raises(anthropic.BadRequestError, match=r"thinking\.type"):
-            await client.messages.create(**asked, thinking={"type": "enabled", "budget_tokens": 1024})
+            await client.messages.create(**request, thinking={"type": "enabled", "budget_tokens": 1024})
         with pytest.raises(anthropic.NotFoundError, match="there is policy"):
-            await client.messages.create(**{**asked, "model": "claude"})
+            await client.messages.create(**{**request, "model": "claude"})
         with pytest.raises(anthropic.AuthenticationError) as refused:
-            await stranger.messages.create(**asked)
+            await stranger.messages.create(**request)
         assert refused.value.body == {
             "type": "error",
             "error": {"type": "authentication_error", "message": refused.value.body["error"]["message"]},  # type: ignore[index]

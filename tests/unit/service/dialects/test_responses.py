@@ -21,9 +21,9 @@ def of(service: Served) -> openai.AsyncOpenAI:
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_thinking_text_and_calls_both_ways(streamed: bool) -> None:
     async with served(CALLS, "It is 4.") as service, of(service) as client:
-        asked: Any = {"model": "policy", "input": "What is 2 + 2?", "tools": [TOOL], "instructions": "Be brief."}
+        request: Any = {"model": "policy", "input": "What is 2 + 2?", "tools": [TOOL], "instructions": "Be brief."}
         if streamed:
-            events = [event async for event in await client.responses.create(**asked, stream=True)]
+            events = [event async for event in await client.responses.create(**request, stream=True)]
             assert [event.sequence_number for event in events] == list(range(len(events)))
             texts = [event.delta for event in events if event.type == "response.output_text.delta"]
             assert len(texts) > 1
@@ -31,7 +31,7 @@ async def test_thinking_text_and_calls_both_ways(streamed: bool) -> None:
             assert events[-1].type == "response.completed"
             answer: Any = events[-1].response
         else:
-            answer = await client.responses.create(**asked)
+            answer = await client.responses.create(**request)
         thinking, message, call = answer.output
         assert (answer.status, answer.output_text) == ("completed", "I look.")
         assert thinking.content[0].text == "hm"
@@ -40,8 +40,8 @@ async def test_thinking_text_and_calls_both_ways(streamed: bool) -> None:
         assert (answer.usage.version, answer.usage.oldest_version) == (VERSION + 1, VERSION)
         items = [item.model_dump(exclude_none=True) for item in answer.output]
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "4"}
-        asked["input"] = [{"role": "user", "content": "What is 2 + 2?"}, *items, result]
-        assert (await client.responses.create(**asked)).output_text == "It is 4."
+        request["input"] = [{"role": "user", "content": "What is 2 + 2?"}, *items, result]
+        assert (await client.responses.create(**request)).output_text == "It is 4."
         calls = [{"name": "calculator", "arguments": {"expression": "2 + 2"}}]
         expected: Any = [
             {"role": "system", "content": "Be brief."},
@@ -55,9 +55,9 @@ async def test_thinking_text_and_calls_both_ways(streamed: bool) -> None:
 
 async def test_a_cut_answer_is_incomplete() -> None:
     async with served("Let me think about it.") as service, of(service) as client:
-        asked: Any = {"model": "policy", "input": "Why?", "max_output_tokens": 3}
-        whole = await client.responses.create(**asked)
-        events = [event async for event in await client.responses.create(**asked, stream=True)]
+        request: Any = {"model": "policy", "input": "Why?", "max_output_tokens": 3}
+        whole = await client.responses.create(**request)
+        events = [event async for event in await client.responses.create(**request, stream=True)]
         for answer in (whole, events[-1].response):
             assert answer.status == "incomplete"
             assert answer.incomplete_details.reason == "max_output_tokens"

@@ -98,11 +98,11 @@ PLAIN: Mapping[Any, Any] = {bool: True, int: 1, float: 0.5, str: "auto"}
 
 def hints_of(theirs: tuple[Any, ...]) -> dict[str, Any]:
     """Returns the fields of types of a package, with the type of each."""
-    return {name: hint for each in theirs for name, hint in get_type_hints(each).items()}
+    return {name: hint for type_ in theirs for name, hint in get_type_hints(type_).items()}
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "beyond", "refused"), BODIES, ids=lambda each: getattr(each, "__name__", "")
+    ("ours", "theirs", "beyond", "refused"), BODIES, ids=lambda value: getattr(value, "__name__", "")
 )
 def test_a_body_has_its_fields(ours: type[Body], theirs: tuple[Any, ...], beyond: set[str], refused: set[str]) -> None:
     hints = hints_of(theirs)
@@ -111,11 +111,11 @@ def test_a_body_has_its_fields(ours: type[Body], theirs: tuple[Any, ...], beyond
     for name in refused:
         with pytest.raises(ValidationError) as error:
             ours.model_validate({name: 1})
-        assert "extra_forbidden" in {each["type"] for each in error.value.errors() if each["loc"] == (name,)}
+        assert "extra_forbidden" in {error_["type"] for error_ in error.value.errors() if error_["loc"] == (name,)}
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "beyond", "refused"), BODIES, ids=lambda each: getattr(each, "__name__", "")
+    ("ours", "theirs", "beyond", "refused"), BODIES, ids=lambda value: getattr(value, "__name__", "")
 )
 def test_a_plain_value_of_the_package_has_the_type_that_is_read_here(
     ours: type[Body], theirs: tuple[Any, ...], beyond: set[str], refused: set[str]
@@ -132,5 +132,5 @@ def test_a_plain_value_of_the_package_has_the_type_that_is_read_here(
             try:
                 adapter.validate_python(PLAIN[kind], strict=True)
             except ValidationError as error:
-                kinds_of_errors = {each["type"] for each in error.errors()}
+                kinds_of_errors = {problem["type"] for problem in error.errors()}
             assert kinds_of_errors <= VALUES, (name, kind)

@@ -36,9 +36,9 @@ def tree_of(*turns: tuple[int, str, list[int], list[int]]) -> SessionTree:
 def grow(tree: SessionTree, follows: int, text: str, prompt: list[int], answer: list[int]) -> int:
     columns = np.asarray(answer, np.int32), np.zeros(len(answer), np.float32)
     spans = (VersionSpan(WeightIdentity(0, 3, "d"), 0, len(answer)),)
-    said = SampledAnswer({"role": "assistant", "content": ""}, *columns, spans, "stop")
+    sampled = SampledAnswer({"role": "assistant", "content": ""}, *columns, spans, "stop")
     messages: Any = ({"role": "prompt", "content": text},)
-    return tree.add(TurnGiven(follows, follows, messages, (), np.asarray(prompt, np.int32), (said,)))[0]
+    return tree.add(TurnGiven(follows, follows, messages, (), np.asarray(prompt, np.int32), (sampled,)))[0]
 
 
 def encoded(text: str) -> list[int]:
@@ -63,13 +63,13 @@ def test_a_text_has_the_sampled_tokens_and_reads_as_its_client_wrote_it(turns: A
             continue
         follows = grow(tree, follows, text, prompt, answer)
         whole, ids = whole + text + TOKENIZER.decode(answer), [*ids, *prompt, *answer]
-    asked = whole[: data.draw(st.integers(0, len(whole)))] + data.draw(PIECES)
-    found = prompt_ids(tree, asked, TOKENIZER)
-    if "\ufffd" not in asked:
-        assert TOKENIZER.decode(found.tolist()) == asked
-    if ids and asked.startswith(whole) and whole:
-        assert found.tolist()[: len(ids)] == ids
-        match = match_ids(tree, found)
+    wished_text = whole[: data.draw(st.integers(0, len(whole)))] + data.draw(PIECES)
+    ids_of_prompt = prompt_ids(tree, wished_text, TOKENIZER)
+    if "\ufffd" not in wished_text:
+        assert TOKENIZER.decode(ids_of_prompt.tolist()) == wished_text
+    if ids and wished_text.startswith(whole) and whole:
+        assert ids_of_prompt.tolist()[: len(ids)] == ids
+        match = match_ids(tree, ids_of_prompt)
         assert (match.node, match.matched) == (follows, len(ids))
 
 
@@ -88,7 +88,7 @@ class TestTexts:
 
 def test_token_ids_go_on_behind_the_longest_answer_that_they_begin_with() -> None:
     tree = tree_of((ROOT, "p", [5], [6, 7]), (1, "q", [8], [9]), (ROOT, "", [5, 6], [7, 8]))
-    for ids, node, known in (
+    for ids, node, count in (
         ([5, 6, 7, 8, 9, 1], 3, 5),
         ([5, 6, 7, 8, 1], 5, 4),
         ([5, 6, 7], 1, 3),
@@ -97,7 +97,7 @@ def test_token_ids_go_on_behind_the_longest_answer_that_they_begin_with() -> Non
         ([8], ROOT, 0),
     ):
         match = match_ids(tree, np.asarray(ids, np.int32))
-        assert (match.node, match.matched) == (node, known), ids
+        assert (match.node, match.matched) == (node, count), ids
 
 
 # ---------------------------------------------------------------------------------------------------------- over HTTP
@@ -131,9 +131,9 @@ async def test_several_prompts_are_a_turn_each_and_streams_are_whole() -> None:
     async with served("a", "b", "c", "d", "e") as service:
         session = await opened(service)
         async with of(session) as agent:
-            found = await complete(agent, ["x", "y"], n=2)
-            assert [choice.text for choice in found.choices] == ["a", "b", "c", "d"]
-            assert found.usage.answers == [1, 2, 4, 5]
+            completion = await complete(agent, ["x", "y"], n=2)
+            assert [choice.text for choice in completion.choices] == ["a", "b", "c", "d"]
+            assert completion.usage.answers == [1, 2, 4, 5]
             chunks = [chunk async for chunk in await complete(agent, "z", stream=True)]
             assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == "e"
         export = await exported(service, session)
@@ -156,7 +156,7 @@ async def test_a_prompt_that_is_refused_is_named() -> None:
     async with served("one") as service:
         session = await opened(service)
         async with of(session) as agent:
-            for prompt, why in (("", "at least one"), ([len(TOKENIZER) + 5], "beyond the vocabulary")):
-                with pytest.raises(openai.BadRequestError, match=why) as refused:
+            for prompt, reason in (("", "at least one"), ([len(TOKENIZER) + 5], "beyond the vocabulary")):
+                with pytest.raises(openai.BadRequestError, match=reason) as refused:
                     await complete(agent, prompt)
                 assert refused.value.param == "prompt"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from session_support import LOOK, said
+from session_support import LOOK, message_of
 
 from service import store as stores
 from service.sessions.records import (
@@ -41,9 +41,9 @@ def answers(draw: st.DrawFn) -> SampledAnswer:
         for length, end in zip(lengths, ends, strict=True)
     )
     values = draw(st.lists(st.floats(-50, 0, width=32), min_size=ends[-1], max_size=ends[-1]))
-    message = said("assistant", draw(TEXT))
+    message = message_of("assistant", draw(TEXT))
     if draw(st.booleans()):
-        message |= said(
+        message |= message_of(
             "assistant", "", thinking=draw(TEXT), tool_calls=[{"name": "look", "arguments": {"é": [1, None]}}]
         )
     tokens = np.asarray(draw(st.lists(st.integers(0, 2**31 - 1), min_size=ends[-1], max_size=ends[-1])), np.int32)
@@ -64,18 +64,18 @@ def histories(draw: st.DrawFn) -> list[SessionRecord]:
         if session is None:
             record = SessionOpened(name, at, draw(st.integers(-1, 9)), 0.7, draw(TEXT))
         else:
-            known = [n for n in range(len(session.tree.nodes)) if session.is_answer(n)]
-            kinds = ["turn", "end", "reward"] + ["deliver"] * bool(known)
+            answer_nodes = [n for n in range(len(session.tree.nodes)) if session.is_answer(n)]
+            kinds = ["turn", "end", "reward"] + ["deliver"] * bool(answer_nodes)
             kind = draw(st.sampled_from(kinds))
             if kind == "turn":
-                follows = draw(st.sampled_from([ROOT, *known]))
+                follows = draw(st.sampled_from([ROOT, *answer_nodes]))
                 record = TurnAnswered(
                     name,
                     at,
                     TurnGiven(
                         follows,
                         draw(st.sampled_from([ROOT, follows])),
-                        (said("user", draw(TEXT)),),
+                        (message_of("user", draw(TEXT)),),
                         (LOOK,) if follows == ROOT else (),
                         np.asarray(draw(st.lists(st.integers(0, 9), min_size=1, max_size=4)), np.int32),
                         tuple(draw(st.lists(answers(), min_size=1, max_size=2))),
@@ -83,9 +83,9 @@ def histories(draw: st.DrawFn) -> list[SessionRecord]:
                     ),
                 )
             elif kind == "deliver":
-                record = AnswersDelivered(name, at, (draw(st.sampled_from(known)),))
+                record = AnswersDelivered(name, at, (draw(st.sampled_from(answer_nodes)),))
             elif kind == "reward":
-                node = draw(st.sampled_from([None, *known]))
+                node = draw(st.sampled_from([None, *answer_nodes]))
                 record = RewardGiven(name, at, draw(st.floats(-1e9, 1e9)), node, {"m": 0.5})
             else:
                 record = SessionEnded(name, at, draw(TEXT))
@@ -128,7 +128,7 @@ def state(book: SessionBook) -> dict[str, Any]:
     }
 
 
-def told(records: Iterable[SessionRecord]) -> dict[str, Any]:
+def state_of(records: Iterable[SessionRecord]) -> dict[str, Any]:
     book = SessionBook()
     for record in records:
         book.apply(record)
@@ -146,5 +146,5 @@ def test_records_are_read_as_they_were_written(records: list[SessionRecord], kin
             if first:
                 for record in records:
                     store.append(encode(record))
-            assert told(decode(row) for row in store.rows()) == told(records)
+            assert state_of(decode(row) for row in store.rows()) == state_of(records)
             store.close()

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from registry_agents import FIRST, SYSTEM, answer_of, ask, ended, sampled, trained, trajectory_of
+from registry_agents import FIRST, SYSTEM, answer_of, ask, export_of, sampled, trained, trajectory_of
 from session_support import (
     END,
     LIMITS,
@@ -14,12 +14,12 @@ from session_support import (
     Hand,
     Letters,
     ScriptedSampler,
-    asked,
+    message_of,
     opened_registry,
     registry,
     rendered,
-    said,
     spoken,
+    turn_request,
 )
 
 from service.answering import AnsweredTurn
@@ -34,16 +34,16 @@ class TestAgents:
     async def test_thinking_that_a_client_leaves_out_stays_in_the_prompt(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler(lambda request: "(hm)yes")
         service = opened_registry(tmp_path, sampler)
-        served = await ask(service, asked(FIRST))
-        assert answer_of(served) == said("assistant", "yes", thinking="hm")
-        served = await ask(service, asked(FIRST, said("assistant", "yes"), said("user", "q1")))
+        served = await ask(service, turn_request(FIRST))
+        assert answer_of(served) == message_of("assistant", "yes", thinking="hm")
+        served = await ask(service, turn_request(FIRST, message_of("assistant", "yes"), message_of("user", "q1")))
         assert spoken("(hm)yes") == served.prompt.tolist()[len(sampler.requests[0].prompt) :][: len(spoken("(hm)yes"))]
 
     async def test_thinking_that_the_format_strips_begins_the_tokens_anew(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler(lambda request: "(hm)yes")
         service = opened_registry(tmp_path, sampler, renderer=Letters(strips=True))
-        await ask(service, asked(FIRST))
-        served = await ask(service, asked(FIRST, said("assistant", "yes"), said("user", "q1")))
+        await ask(service, turn_request(FIRST))
+        served = await ask(service, turn_request(FIRST, message_of("assistant", "yes"), message_of("user", "q1")))
         assert served.prompt.tolist() == [
             *rendered("<user>q0\x01<assistant>"),
             *spoken("yes"),
@@ -51,50 +51,53 @@ class TestAgents:
         ]
         counts = service.book.sessions["s"].tree.counts
         assert (counts.roots, counts.retokenised, counts.forks) == (1, 1, 0)
-        export = await ended(service)
+        export = await export_of(service)
         assert trajectory_of(export).num_segments == 2
         assert trained(export) == sampled([answer for _, answer in sampler.record])
 
     async def test_a_sub_agent_and_a_compacted_history_begin_anew(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = opened_registry(tmp_path, sampler)
-        main = await ask(service, asked(SYSTEM, FIRST))
-        helper = await ask(service, asked(said("system", "help"), FIRST))
-        told = said("user", answer_of(helper)["content"])
-        await ask(service, asked(said("system", "help"), FIRST, answer_of(helper), said("user", "more")))
-        await ask(service, asked(SYSTEM, FIRST, answer_of(main), told))
-        await ask(service, asked(SYSTEM, said("user", "in short: q0, a0")))
+        main = await ask(service, turn_request(SYSTEM, FIRST))
+        helper = await ask(service, turn_request(message_of("system", "help"), FIRST))
+        report = message_of("user", answer_of(helper)["content"])
+        await ask(
+            service,
+            turn_request(message_of("system", "help"), FIRST, answer_of(helper), message_of("user", "more")),
+        )
+        await ask(service, turn_request(SYSTEM, FIRST, answer_of(main), report))
+        await ask(service, turn_request(SYSTEM, message_of("user", "in short: q0, a0")))
         counts = service.book.sessions["s"].tree.counts
         assert (counts.roots, counts.forks, counts.turns) == (3, 0, 5)
-        export = await ended(service)
+        export = await export_of(service)
         assert trajectory_of(export).num_segments == 3
         assert trained(export) == sampled([answer for _, answer in sampler.record])
 
     async def test_other_tools_are_another_conversation(self, tmp_path: Path) -> None:
         service = opened_registry(tmp_path)
         for tools in ((), (LOOK,), (LOOK,)):
-            await ask(service, asked(FIRST, tools=tools))
+            await ask(service, turn_request(FIRST, tools=tools))
         counts = service.book.sessions["s"].tree.counts
         assert (counts.roots, counts.forks) == (2, 1)
 
     async def test_equal_answers_are_told_apart_by_delivery(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler(lambda request: "same")
         service = opened_registry(tmp_path, sampler)
-        await ask(service, asked(FIRST))
-        await service.turn("s", asked(FIRST))  # whose client never reads it
-        await ask(service, asked(FIRST, said("assistant", "same"), said("user", "q1")))
+        await ask(service, turn_request(FIRST))
+        await service.turn("s", turn_request(FIRST))  # whose client never reads it
+        await ask(service, turn_request(FIRST, message_of("assistant", "same"), message_of("user", "q1")))
         tree = service.book.sessions["s"].tree
         assert [node.delivered for node in tree.nodes if node.message] == [True, False, True]
-        assert trained(await ended(service)) == sampled([sampler.record[0][1], sampler.record[2][1]])
+        assert trained(await export_of(service)) == sampled([sampler.record[0][1], sampler.record[2][1]])
 
     async def test_tool_calls_are_compared_by_value(self, tmp_path: Path) -> None:
         service = opened_registry(tmp_path)
-        served = await ask(service, asked(FIRST, tools=(LOOK,)))
-        called = said("assistant", answer_of(served)["content"], tool_calls=[{"name": "look", "arguments": {}}])
-        await ask(service, asked(FIRST, called, said("tool", "r"), tools=(LOOK,)))
+        served = await ask(service, turn_request(FIRST, tools=(LOOK,)))
+        called = message_of("assistant", answer_of(served)["content"], tool_calls=[{"name": "look", "arguments": {}}])
+        await ask(service, turn_request(FIRST, called, message_of("tool", "r"), tools=(LOOK,)))
         assert service.book.sessions["s"].tree.counts.roots == 2
-        without = said("assistant", answer_of(served)["content"], tool_calls=[])
-        await ask(service, asked(FIRST, without, said("tool", "r"), tools=(LOOK,)))
+        without = message_of("assistant", answer_of(served)["content"], tool_calls=[])
+        await ask(service, turn_request(FIRST, without, message_of("tool", "r"), tools=(LOOK,)))
         assert service.book.sessions["s"].tree.counts.roots == 2
 
     async def test_stop_strings_are_not_for_the_client(self, tmp_path: Path) -> None:
@@ -113,9 +116,9 @@ class TestRetries:
     async def test_a_retry_of_another_request_is_sampled(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = opened_registry(tmp_path, sampler)
-        await ask(service, asked(FIRST))
-        await ask(service, asked(FIRST, n=2, retry=True))
-        await ask(service, asked(SYSTEM, FIRST, retry=True))
+        await ask(service, turn_request(FIRST))
+        await ask(service, turn_request(FIRST, n=2, retry=True))
+        await ask(service, turn_request(SYSTEM, FIRST, retry=True))
         assert len(sampler.record) == 4
 
     async def test_a_turn_that_fails_leaves_nothing(self, tmp_path: Path) -> None:
@@ -123,22 +126,22 @@ class TestRetries:
         service = opened_registry(tmp_path, sampler)
         sampler.fails = RoomFailed("no replica is left")
         with pytest.raises(RoomFailed, match="no replica"):
-            await service.turn("s", asked(FIRST, n=3))
+            await service.turn("s", turn_request(FIRST, n=3))
         assert service.book.sessions["s"].tree.nodes == []
         sampler.fails = None
-        await ask(service, asked(FIRST, retry=True))
+        await ask(service, turn_request(FIRST, retry=True))
         assert len(sampler.record) == 1
 
 
 class TestEnds:
     async def test_an_ended_session_answers_nothing_new(self, tmp_path: Path) -> None:
         service = opened_registry(tmp_path)
-        lost = await service.turn("s", asked(FIRST))
+        lost = await service.turn("s", turn_request(FIRST))
         await service.end("s", "done")
         with pytest.raises(SessionClosed, match="done") as closed:
-            await service.turn("s", asked(FIRST))
+            await service.turn("s", turn_request(FIRST))
         assert closed.value.reason == "done"
-        again = await ask(service, asked(FIRST, retry=True))
+        again = await ask(service, turn_request(FIRST, retry=True))
         assert again.nodes == lost.nodes
 
     async def test_a_forgotten_session_and_one_that_never_was_are_closed(self, tmp_path: Path) -> None:
@@ -147,43 +150,43 @@ class TestEnds:
             service.open("s", floor=3)
         with pytest.raises(BadInput, match="open"):
             service.forget("s")
-        served = await service.turn("s", asked(FIRST))
+        served = await service.turn("s", turn_request(FIRST))
         await service.end("s", "done")
         service.forget("s")
         service.delivered("s", served.nodes)
         for name in ("s", "never"):
             with pytest.raises(SessionClosed, match="never opened, or was forgotten"):
-                await service.turn(name, asked(FIRST))
+                await service.turn(name, turn_request(FIRST))
 
     @pytest.mark.parametrize(
-        ("limits", "why"),
+        ("limits", "reason"),
         [
             (SessionLimits(2, 10**6, 1e6, 1e6, 1e6), "turns: it had 2"),
             (SessionLimits(100, 45, 1e6, 1e6, 1e6), "tokens: it holds"),
             (SessionLimits(100, 10**6, 15.0, 1e6, 1e6), "seconds: it was opened 20 s ago"),
         ],
     )
-    async def test_limits(self, limits: SessionLimits, why: str, tmp_path: Path) -> None:
+    async def test_limits(self, limits: SessionLimits, reason: str, tmp_path: Path) -> None:
         clock = Hand()
         service = opened_registry(tmp_path, limits=limits, clock=clock)
         conversation = [FIRST]
         for _ in range(2):
-            served = await ask(service, asked(*conversation))
-            conversation += [answer_of(served), said("user", "next")]
+            served = await ask(service, turn_request(*conversation))
+            conversation += [answer_of(served), message_of("user", "next")]
             clock.now += 10
-        with pytest.raises(SessionClosed, match=why):
-            await service.turn("s", asked(*conversation))
+        with pytest.raises(SessionClosed, match=reason):
+            await service.turn("s", turn_request(*conversation))
         assert len(service.export("s").turns) == 2
 
     async def test_calls_at_the_same_time_count_as_turns(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         service = opened_registry(tmp_path, sampler, limits=SessionLimits(2, 10**6, 1e6, 1e6, 1e6))
         sampler.gate.clear()
-        calls = [asyncio.ensure_future(ask(service, asked(FIRST))) for _ in range(3)]
+        calls = [asyncio.ensure_future(ask(service, turn_request(FIRST))) for _ in range(3)]
         await asyncio.sleep(0)
         sampler.gate.set()
         served = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(each) for each in served] == [AnsweredTurn, AnsweredTurn, SessionClosed]
+        assert [type(turn) for turn in served] == [AnsweredTurn, AnsweredTurn, SessionClosed]
         assert trained(service.export("s")) == sampled([answer for _, answer in sampler.record])
 
     async def test_leases_are_swept_by_the_clock(self, tmp_path: Path) -> None:
@@ -192,9 +195,9 @@ class TestEnds:
         for name in ("idle", "busy", "waiting"):
             service.open(name, floor=3)
         clock.now += LIMITS.idle_s - 1
-        await ask(service, asked(FIRST), "busy")
+        await ask(service, turn_request(FIRST), "busy")
         sampler.gate.clear()
-        call = asyncio.ensure_future(service.turn("waiting", asked(FIRST)))
+        call = asyncio.ensure_future(service.turn("waiting", turn_request(FIRST)))
         await asyncio.sleep(0)
         clock.now += 1
         assert await service.sweep() == ["idle"]
@@ -212,7 +215,7 @@ class TestEnds:
         service = registry(tmp_path, sampler, clock=clock)
         service.open("long", floor=3)
         sampler.gate.clear()
-        call = asyncio.ensure_future(service.turn("long", asked(FIRST)))
+        call = asyncio.ensure_future(service.turn("long", turn_request(FIRST)))
         await asyncio.sleep(0)
         for name in ("ended", "idle"):
             service.open(name, floor=3)
@@ -229,7 +232,7 @@ class TestEnds:
         clock, sampler = Hand(), ScriptedSampler()
         service = opened_registry(tmp_path, sampler, clock=clock)
         sampler.gate.clear()
-        call = asyncio.ensure_future(service.turn("s", asked(FIRST)))
+        call = asyncio.ensure_future(service.turn("s", turn_request(FIRST)))
         await asyncio.sleep(0)
         clock.now += LIMITS.idle_s + 1
         sampler.fails = RoomFailed("no replica is left")
@@ -245,7 +248,7 @@ class TestEnds:
         service = registry(tmp_path, sampler)
         service.open("old", floor=4)
         with pytest.raises(SessionClosed, match="version 3; its session was promised 4"):
-            await service.turn("old", asked(FIRST))
+            await service.turn("old", turn_request(FIRST))
         service.open("s", floor=3)
         sample = sampler.sample
 
@@ -255,43 +258,43 @@ class TestEnds:
 
         sampler.sample = broken  # type: ignore[method-assign]
         with pytest.raises(RoomFailed, match="expected as many of both, at least one, all finite"):
-            await service.turn("s", asked(FIRST))
+            await service.turn("s", turn_request(FIRST))
         assert service.book.sessions["s"].tree.nodes == []
 
 
 class TestRewards:
     async def test_rewards_that_mean_nothing(self, tmp_path: Path) -> None:
         service = opened_registry(tmp_path)
-        served = await ask(service, asked(FIRST))
+        served = await ask(service, turn_request(FIRST))
         prompt = service.book.sessions["s"].tree.nodes[served.nodes[0]].follows
-        for arguments, why in (
+        for arguments, reason in (
             ((float("nan"),), "finite"),
             ((1.0, 77), "answer 77"),
             ((1.0, prompt), f"answer {prompt}"),
         ):
-            with pytest.raises(BadInput, match=why):
+            with pytest.raises(BadInput, match=reason):
                 service.reward("s", *arguments)
 
 
 class TestRestarts:
     async def test_after_the_machine_was_started_again_sessions_are_closed(self, tmp_path: Path) -> None:
         before = opened_registry(tmp_path)
-        await ask(before, asked(FIRST))
+        await ask(before, turn_request(FIRST))
         for boot in ("another", "another"):
             after = registry(tmp_path, boot=boot)
             with pytest.raises(SessionClosed, match="store: the machine was started again"):
-                await after.turn("s", asked(FIRST))
+                await after.turn("s", turn_request(FIRST))
         assert len(after.export("s").turns) == 1
 
     async def test_a_closed_service_can_be_opened_again(self, tmp_path: Path) -> None:
         sampler = ScriptedSampler()
         before = opened_registry(tmp_path, sampler)
         sampler.gate.clear()
-        call = asyncio.ensure_future(before.turn("s", asked(FIRST)))
+        call = asyncio.ensure_future(before.turn("s", turn_request(FIRST)))
         await asyncio.sleep(0)
         await before.close()
         with pytest.raises(asyncio.CancelledError):
             await call
         after = registry(tmp_path)
-        await ask(after, asked(FIRST, retry=True))
-        assert len((await ended(after)).turns) == 1
+        await ask(after, turn_request(FIRST, retry=True))
+        assert len((await export_of(after)).turns) == 1

@@ -42,11 +42,11 @@ async def test_pieces_come_before_the_turn_is_stored_and_its_end_comes_after() -
             assert (first.choices[0].delta.role, first.choices[0].finish_reason) == ("assistant", None)
             assert turns_of(service, session) == 0
             service.sampler.hold_within.set()
-            said = ""
+            text = ""
             async for chunk in stream:
-                said += chunk.choices[0].delta.content or ""
+                text += chunk.choices[0].delta.content or ""
                 assert (turns_of(service, session) == 1) >= (chunk.choices[0].finish_reason is not None)
-        assert said == TEXT
+        assert text == TEXT
         assert trained(await exported(service, session)) == sampled(service)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
-from session_support import Hand, Letters, LetterTokens, ScriptedSampler, asked, registry, rendered, said
+from session_support import Hand, Letters, LetterTokens, ScriptedSampler, message_of, registry, rendered, turn_request
 
 from service.answering import AnsweredTurn
 from service.requests import TurnRequest
@@ -72,13 +72,13 @@ class Sessions(RuleBasedStateMachine):
         """Returns a request that continues a conversation, sometimes as it was asked before."""
         before = data.draw(st.sampled_from(agent.conversations))
         role = data.draw(st.sampled_from(["user", "tool"])) if before else "user"
-        return asked(*before, said(role, data.draw(st.sampled_from("pqr"))), n=n)
+        return turn_request(*before, message_of(role, data.draw(st.sampled_from("pqr"))), n=n)
 
     def take(self, name: str, request: TurnRequest, turn: AnsweredTurn, confirmed: bool) -> None:
         agent = self.agents[name]
         for answer, spoken in zip(turn.answers, spoken_of(turn), strict=True):
             assert spoken not in agent.delivered or spoken in agent.unconfirmed
-            read = said("assistant", answer.message["content"])
+            read = message_of("assistant", answer.message["content"])
             if request.messages:
                 agent.conversations.append([*request.messages, read])
             else:
@@ -104,7 +104,7 @@ class Sessions(RuleBasedStateMachine):
         turn = self.run(self.service.turn(name, request))
         echoed = [message for message in request.messages if message["role"] == "assistant"][-1:]
         unconfirmed = self.agents[name].unconfirmed
-        for spoken in [each for each, message in unconfirmed.items() if message in echoed]:
+        for spoken in [candidate for candidate, message in unconfirmed.items() if message in echoed]:
             del unconfirmed[spoken]  # the answer came back
         return turn
 
@@ -137,9 +137,9 @@ class Sessions(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.agents)))
         agent = self.agents[name]
         text, ids, echoed = data.draw(st.sampled_from(agent.texts))
-        more = data.draw(st.sampled_from(["p", "q", "pq", ""] if text else ["p", "q"]))
-        expected = [*ids, *rendered(more)]
-        request = TurnRequest(ids=np.asarray(expected, np.int32)) if as_ids else TurnRequest(text=text + more)
+        suffix = data.draw(st.sampled_from(["p", "q", "pq", ""] if text else ["p", "q"]))
+        expected = [*ids, *rendered(suffix)]
+        request = TurnRequest(ids=np.asarray(expected, np.int32)) if as_ids else TurnRequest(text=text + suffix)
         turn = self.asks(name, replace(request, n=n))
         assert turn.prompt.tolist() == expected
         if echoed:
@@ -161,20 +161,20 @@ class Sessions(RuleBasedStateMachine):
         agent = self.agents[name]
         request, _ = data.draw(st.sampled_from(agent.lost))
         turn = self.asks(name, replace(request, retry=True))
-        found = [each for each in agent.lost if each[1] == spoken_of(turn)]
-        if not found:  # the service does not know that this agent has it: it is the same answer once more
+        lost = [item for item in agent.lost if item[1] == spoken_of(turn)]
+        if not lost:  # the service does not know that this agent has it: it is the same answer once more
             assert all(spoken in agent.unconfirmed for spoken in spoken_of(turn))
             self.take(name, request, turn, True)
             return
-        assert len(found) == 1, "a retry gets an answer that was not delivered"
-        assert (found[0][0].messages, found[0][0].n) == (request.messages, request.n)
-        assert self.words_of(found[0][0]) == self.words_of(request)
-        agent.lost.remove(found[0])
+        assert len(lost) == 1, "a retry gets an answer that was not delivered"
+        assert (lost[0][0].messages, lost[0][0].n) == (request.messages, request.n)
+        assert self.words_of(lost[0][0]) == self.words_of(request)
+        agent.lost.remove(lost[0])
         self.take(name, request, turn, True)
 
     @precondition(lambda self: self.agents)
     @rule(data=st.data(), calls=st.integers(2, 4), gone=st.integers(0, 2))
-    def at_the_same_time(self, data: st.DataObject, calls: int, gone: int) -> None:
+    def at_the_same_time(self, data: st.DataObject, calls: int, cancelled: int) -> None:
         """Some of the same calls lose their connection before they are answered; then these are asked again."""
         name = data.draw(st.sampled_from(sorted(self.agents)))
         request = self.request(self.agents[name], data, 1)
@@ -184,13 +184,13 @@ class Sessions(RuleBasedStateMachine):
             self.sampler.gate.clear()
             tasks = [asyncio.ensure_future(self.service.turn(name, request)) for _ in range(calls)]
             await asyncio.sleep(0)
-            for task in tasks[:gone]:
+            for task in tasks[:cancelled]:
                 task.cancel()
             await asyncio.sleep(0)
-            again = asked(*request.messages, retry=True)
+            again = turn_request(*request.messages, retry=True)
             waiting = not self.agents[name].lost  # others of the same words may be stored
-            tasks[:gone] = [
-                asyncio.ensure_future(self.service.turn(name, again)) for _ in range(gone if waiting else 0)
+            tasks[:cancelled] = [
+                asyncio.ensure_future(self.service.turn(name, again)) for _ in range(cancelled if waiting else 0)
             ]
             await asyncio.sleep(0)
             self.sampler.gate.set()
@@ -202,7 +202,7 @@ class Sessions(RuleBasedStateMachine):
         self.asks_nothing_of(name, request)
         for turn in turns:
             self.take(name, request, turn, True)
-        if lost and gone:
+        if lost and cancelled:
             heard = {spoken for turn in turns for spoken in spoken_of(turn)}
             for _, answer in self.sampler.record[before:]:
                 spoken = (tuple(answer.tokens.tolist()), tuple(answer.logprobs.tolist()))
@@ -213,7 +213,7 @@ class Sessions(RuleBasedStateMachine):
         """Takes note of the answer that a request sent back."""
         echoed = [message for message in request.messages if message["role"] == "assistant"][-1:]
         unconfirmed = self.agents[name].unconfirmed
-        for spoken in [each for each, message in unconfirmed.items() if message in echoed]:
+        for spoken in [candidate for candidate, message in unconfirmed.items() if message in echoed]:
             del unconfirmed[spoken]
 
     @rule()
@@ -230,7 +230,7 @@ class Sessions(RuleBasedStateMachine):
         del self.agents[name]
         self.service.forget(name)
         try:
-            self.run(self.service.turn(name, asked(said("user", "p"))))
+            self.run(self.service.turn(name, turn_request(message_of("user", "p"))))
         except SessionClosed:
             return
         raise AssertionError("a forgotten session answered")

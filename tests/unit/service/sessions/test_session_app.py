@@ -30,9 +30,9 @@ async def test_an_agent_with_a_tool_is_one_growing_sequence() -> None:
             first = (await ask(agent, QUESTION, tools=[TOOL])).choices[0]
             (call,) = first.message.tool_calls
             assert json.loads(call.function.arguments) == {"expression": "2 + 2"}
-            said = first.message.model_dump(exclude_none=True)
-            told = {"role": "tool", "tool_call_id": call.id, "content": "4"}
-            answer = await ask(agent, QUESTION, said, told, tools=[TOOL])
+            reply = first.message.model_dump(exclude_none=True)
+            tool_result = {"role": "tool", "tool_call_id": call.id, "content": "4"}
+            answer = await ask(agent, QUESTION, reply, tool_result, tools=[TOOL])
         assert answer.choices[0].message.content == "It is 4."
         assert (answer.usage.version, answer.usage.oldest_version) == (VERSION + 1, VERSION)
         export = await exported(service, session)
@@ -57,8 +57,8 @@ async def test_anthropics_client() -> None:
             used = first.content[-1]
             assert used.type == "tool_use"
             result: Any = {"type": "tool_result", "tool_use_id": used.id, "content": "4"}
-            said: Any = {"role": "assistant", "content": first.content}
-            messages: Any = [QUESTION, said, {"role": "user", "content": [result]}]
+            reply: Any = {"role": "assistant", "content": first.content}
+            messages: Any = [QUESTION, reply, {"role": "user", "content": [result]}]
             async with agent.messages.stream(messages=messages, **options) as stream:
                 assert await stream.get_final_text() == "It is 4."
         export = await exported(service, session)
@@ -71,8 +71,8 @@ async def test_the_dialect_of_responses() -> None:
         session = await opened(service)
         async with of(session) as agent:
             first = await agent.responses.create(model="policy", input=[QUESTION])
-            said: Any = [QUESTION, *first.output, {"role": "user", "content": "Sure?"}]
-            second = await agent.responses.create(model="policy", input=said)
+            conversation: Any = [QUESTION, *first.output, {"role": "user", "content": "Sure?"}]
+            second = await agent.responses.create(model="policy", input=conversation)
         assert second.output_text == "Sure."
         export = await exported(service, session)
         assert [turn["follows"] for turn in export["turns"]] == [False, True]
@@ -160,7 +160,7 @@ async def test_an_answer_that_could_not_be_delivered_is_masked_and_counted() -> 
         async with of(session) as agent:
             await ask(agent, QUESTION)
         sessions = service.front.registry.book.sessions.values()
-        await wait_for_tasks(lambda: not any(each.running for each in sessions), "the first answer")
+        await wait_for_tasks(lambda: not any(open_session.running for open_session in sessions), "the first answer")
         export = await exported(service, session)
         assert [turn["in_loss"] for turn in export["turns"]].count(True) == 1
         assert export["metrics"]["session/undelivered"] == 1
@@ -176,9 +176,9 @@ async def test_rewards_are_those_of_whoever_opened_the_session_alone() -> None:
             await ask(agent, QUESTION, first.choices[0].message, {"role": "user", "content": "Sure?"})
         (answer,) = first.usage.answers
         for key in (session["key"], CLIENT):
-            given = await service.client.post(path, json={"value": 1000.0}, headers=bearer(key))
-            assert given.status_code == 403
-            assert "POST /sessions/{session}/reward is not open to a key of the role" in given.text
+            response = await service.client.post(path, json={"value": 1000.0}, headers=bearer(key))
+            assert response.status_code == 403
+            assert "POST /sessions/{session}/reward is not open to a key of the role" in response.text
         for value in (0.25, 0.5):  # the last word counts
             await admin(service, "POST", path, value=value, answer=answer)
         for body in ({"value": 1.0, "answer": 0}, {"value": "much"}, {}):
@@ -254,9 +254,9 @@ async def test_only_so_many_are_open() -> None:
 )
 async def test_errors_say_whether_to_try_again(error: Exception, status: int, code: str) -> None:
     async with served(error) as service, of(await opened(service)) as agent:
-        found = await refused(agent)
-        assert (found.status_code, found.code) == (status, code)
-        assert ("retry-after" in found.response.headers) == (status == 503)
+        refusal = await refused(agent)
+        assert (refusal.status_code, refusal.code) == (status, code)
+        assert ("retry-after" in refusal.response.headers) == (status == 503)
 
 
 async def test_after_a_restart_the_same_key_continues_and_without_a_journal_it_is_closed(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ async def test_after_a_restart_the_same_key_continues_and_without_a_journal_it_i
         session = await opened(service)
         async with of(session) as agent:
             first = (await ask(agent, QUESTION)).choices[0].message
-    more = {"role": "user", "content": "Sure?"}
+    question = {"role": "user", "content": "Sure?"}
 
     async def later(directory: Path, check: Callable[[Served, openai.AsyncOpenAI], Awaitable[None]]) -> None:
         async with served("two", sessions=directory) as again:
@@ -273,14 +273,14 @@ async def test_after_a_restart_the_same_key_continues_and_without_a_journal_it_i
                 await check(again, agent)
 
     async def continues(again: Served, agent: openai.AsyncOpenAI) -> None:
-        await ask(agent, QUESTION, first, more)
+        await ask(agent, QUESTION, first, question)
         export = await exported(again, session)
         assert [turn["follows"] for turn in export["turns"]] == [False, True]
         before = export["turns"][0]["prompt"] + export["turns"][0]["tokens"]
         assert again.sampler.requests[0].prompt.tolist()[: len(before)] == before
 
     async def closed(again: Served, agent: openai.AsyncOpenAI) -> None:
-        assert (await refused(agent, QUESTION, first, more)).status_code == 410
+        assert (await refused(agent, QUESTION, first, question)).status_code == 410
         assert again.sampler.requests == []
 
     await later(tmp_path / "sessions", continues)
@@ -288,24 +288,24 @@ async def test_after_a_restart_the_same_key_continues_and_without_a_journal_it_i
 
 
 def strange_bodies() -> Sequence[tuple[Any, str]]:
-    said = {"role": "assistant", "content": "4", "token_ids": [1, 2]}
+    reply = {"role": "assistant", "content": "4", "token_ids": [1, 2]}
     return [
-        ({"messages": [QUESTION, said, QUESTION]}, "token_ids in a message of a session"),
+        ({"messages": [QUESTION, reply, QUESTION]}, "token_ids in a message of a session"),
         ({"messages": [QUESTION, {"role": "assistant", "content": "4"}]}, "the last message has the role assistant"),
         ({"messages": [{"role": "user", "content": "word " * 3000}]}, "context length"),
         ({"messages": [QUESTION], "model": "other"}, "is not loaded"),
     ]
 
 
-@pytest.mark.parametrize(("body", "why"), strange_bodies())
-async def test_what_no_session_answers(body: Any, why: str) -> None:
+@pytest.mark.parametrize(("body", "reason"), strange_bodies())
+async def test_what_no_session_answers(body: Any, reason: str) -> None:
     async with served("one") as service:
         session = await opened(service)
         headers = bearer(session["key"])
         path = f"/sessions/{session['session']}/v1/chat/completions"
         answer = await service.client.post(path, json={"model": "policy", **body}, headers=headers)
         assert answer.status_code in (400, 404), answer.text
-        assert why in answer.json()["error"]["message"]
+        assert reason in answer.json()["error"]["message"]
         assert not service.sampler.requests
 
 

@@ -54,7 +54,7 @@ class TestTheClient:
             params = types.SamplingParams(max_tokens=8, seed=1, stop=[9])
             futures = [sampler.sample(types.ModelInput.from_ints([1, 2]), 3, params) for _ in range(4)]
             answers = [future.result(DEADLINE_S) for future in futures]
-            for sequence in (each for answer in answers for each in answer.sequences):
+            for sequence in (sampled for answer in answers for sampled in answer.sequences):
                 trained = model.forward([datum(list(sequence.tokens))], "cross_entropy").result(DEADLINE_S)
                 np.testing.assert_array_equal(trained.loss_fn_outputs[0]["logprobs"].data, sequence.logprobs)
                 assert (sequence.stop_reason == "stop") == (sequence.tokens[-1] in (0, 9))
@@ -77,14 +77,14 @@ class TestTheClient:
                 snapshots.append(model.save_weights_and_get_sampling_client().result(DEADLINE_S))
                 expected = served.trainer.logprobs()[[2, 3]]
                 for sampler in (following, newest, snapshots[-1]):
-                    found = sampler.compute_logprobs(prompt).result(DEADLINE_S)
-                    np.testing.assert_allclose(found[1:], expected, rtol=1e-6)
+                    logprobs = sampler.compute_logprobs(prompt).result(DEADLINE_S)
+                    np.testing.assert_allclose(logprobs[1:], expected, rtol=1e-6)
             with pytest.raises(tinker.BadRequestError, match="no longer in memory"):
                 snapshots[0].compute_logprobs(prompt).result(DEADLINE_S)
 
     def test_a_custom_loss_is_the_built_in_one(self, served: Served) -> None:
         def cross_entropy(data: Any, logprobs: Any) -> Any:
-            return -sum(each.sum() for each in logprobs), {"own": 1.0}
+            return -sum(values.sum() for values in logprobs), {"own": 1.0}
 
         gradients = []
         with client_of(served) as client:
@@ -107,8 +107,8 @@ class TestTheClient:
             output = model.forward_backward(data, "cross_entropy").result(DEADLINE_S)
             assert served.trainer.calls.count("cross_entropy") == 3
             expected = served.trainer.logprobs()[[1 + number % 9 for number in range(9000)]]
-            found = [float(each["logprobs"].data[0]) for each in output.loss_fn_outputs]
-            np.testing.assert_allclose(found, expected, rtol=1e-6)
+            logprobs = [float(loss_output["logprobs"].data[0]) for loss_output in output.loss_fn_outputs]
+            np.testing.assert_allclose(logprobs, expected, rtol=1e-6)
             np.testing.assert_allclose(output.metrics["loss:sum"], -expected.sum(), rtol=1e-6)
 
     def test_failures_are_told_and_leave_the_server_usable(self, served: Served) -> None:
@@ -147,8 +147,8 @@ class TestTheProtocol:
         monkeypatch.setattr("service.tinker.serving.HOLD_S", 0.1)
         session, model = begun(served.url)
         second = post(served.url, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
-        asked = {"session_id": second, "model_seq_id": 0, "base_model": BASE_MODEL}
-        request = post(served.url, "create_model", asked).json()["request_id"]
+        request_body = {"session_id": second, "model_seq_id": 0, "base_model": BASE_MODEL}
+        request = post(served.url, "create_model", request_body).json()["request_id"]
         answer = post(served.url, "retrieve_future", {"request_id": request})
         assert answer.status_code == 408
         assert answer.json()["queue_state"] == "paused_capacity"
@@ -194,8 +194,8 @@ class TestTheProtocol:
 
     def test_an_untested_client_is_warned(self, served: Served) -> None:
         for untested in ("0.99.0", "0.24.1", "1.30.0", "0.3", ""):
-            told = post(served.url, "create_session", {"sdk_version": untested}).json()
-            assert "0.25 to 0.38" in told["warning_message"], untested
+            response = post(served.url, "create_session", {"sdk_version": untested}).json()
+            assert "0.25 to 0.38" in response["warning_message"], untested
         for tested in ("0.25.0", "0.31.0", tinker.__version__):
             assert "warning_message" not in post(served.url, "create_session", {"sdk_version": tested}).json()
 
@@ -216,7 +216,7 @@ class TestTheProtocol:
     )
     def test_samples_that_cannot_be_made_are_refused(self, served: Served, changed: Any, named: str) -> None:
         session = post(served.url, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
-        made = post(
+        response = post(
             served.url,
             "create_sampling_session",
             {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE_MODEL},
@@ -224,7 +224,7 @@ class TestTheProtocol:
         body = {
             "prompt": {"chunks": [{"tokens": [1], "type": "encoded_text"}]},
             "sampling_params": {"max_tokens": 2},
-            "sampling_session_id": made.json()["sampling_session_id"],
+            "sampling_session_id": response.json()["sampling_session_id"],
             "seq_id": 0,
         }
         refused = post(served.url, "asample", body | changed)

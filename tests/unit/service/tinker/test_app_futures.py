@@ -37,42 +37,42 @@ def served(tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) 
 def test_the_table_of_results(served: Served, clock: ManualClock) -> None:
     """That of docs/tinker.md, row by row."""
 
-    def asked(request_id: str) -> Any:
+    def status_of(request_id: str) -> Any:
         return post(served.url, "retrieve_future", {"request_id": request_id})
 
     def forgotten(request_id: str) -> None:
-        wait_for(lambda: asked(request_id).status_code == 410, "the end of its time")
+        wait_for(lambda: status_of(request_id).status_code == 410, "the end of its time")
 
     session, model = begun(served.url)
     sample = accepted(served.url, "asample", sampling(sampler_of(served.url, session, 0, base_model=BASE_MODEL), 0))
-    wait_for(lambda: asked(sample).status_code == 200, "the sample")
+    wait_for(lambda: status_of(sample).status_code == 200, "the sample")
     served.trainer.hold = threading.Event()
     passed = accepted(served.url, "forward_backward", passing(model, 1))
     updated = accepted(served.url, "optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
-    waiting = asked(updated)
+    waiting = status_of(updated)
     assert (waiting.status_code, waiting.json()["queue_state"]) == (408, "active")
     served.trainer.hold.set()
-    wait_for(lambda: asked(updated).status_code == 200, "the update")
+    wait_for(lambda: status_of(updated).status_code == 200, "the update")
     assert result(served.url, updated)["metrics"]["grad_norm"] > 0
     assert isinstance(result(served.url, passed), bytes)
     assert result(served.url, passed) == result(served.url, passed)
     failed = accepted(served.url, "optim_step", {"model_id": model, "seq_id": 3, "adam_params": {}})
     unasked = accepted(served.url, "forward_backward", passing(model, 4))
     wait_for(lambda: served.server.state.promise(unasked).outcome is not None, "a result that is not asked for")
-    assert asked(f"{model}/9").status_code == 404
-    assert asked("x").status_code == 404
-    error = asked(failed)
+    assert status_of(f"{model}/9").status_code == 404
+    assert status_of("x").status_code == 404
+    error = status_of(failed)
     assert error.status_code == 200
     assert error.json()["category"] == "user"
     wait_for(lambda: served.server.state.promise(unasked).settled_s is not None, "a look at it")
     for seconds in (KEPT_S, 2.0):  # beats keep the session, whose end would let go of results too
-        given = asked(passed).status_code
+        status = status_of(passed).status_code
         clock.now += seconds
         served.server.state.sessions[session].beat_s = clock.now
-    assert given == 200, "ten minutes are not over"
+    assert status == 200, "ten minutes are not over"
     forgotten(passed)
     forgotten(sample)
-    assert asked(unasked).status_code == 200
+    assert status_of(unasked).status_code == 200
     clock.now += UNASKED_S + 1
     served.server.state.sessions[session].beat_s = clock.now
     forgotten(unasked)
@@ -80,16 +80,16 @@ def test_the_table_of_results(served: Served, clock: ManualClock) -> None:
 
 def answered_first(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int) -> list[str]:
     """Has the first `times` questions for results answered with an error. Returns the requests they were for."""
-    found, promise = list[str](), ProtocolState.promise
+    lost, promise = list[str](), ProtocolState.promise
 
     def refusing(self: ProtocolState, request_id: str, caller: Caller) -> Promise:
-        if len(found) < times:
-            found.append(request_id)
+        if len(lost) < times:
+            lost.append(request_id)
             raise error
         return promise(self, request_id, caller)
 
     monkeypatch.setattr(ProtocolState, "promise", refusing)
-    return found
+    return lost
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,14 @@ def test_the_client_and_the_result_of_a_pass(
     with tinker.ServiceClient(base_url=served.url, api_key=KEY) as client:
         model: Any = client.create_lora_training_client(base_model=BASE_MODEL, rank=8).result(DEADLINE_S)
         with monkeypatch.context() as patched:
-            found = answered_first(patched, error, times)
+            lost = answered_first(patched, error, times)
             passed = model.forward_backward([DATUM], "cross_entropy")
             if then is None:
                 assert passed.result(DEADLINE_S).metrics["loss:sum"] > 0
             else:
                 with pytest.raises(then):
                     passed.result(DEADLINE_S)
-        assert set(found) == {f"{model.model_id}/1"}
+        assert set(lost) == {f"{model.model_id}/1"}
         assert model.optim_step(types.AdamParams()).result(DEADLINE_S).metrics["grad_norm"] > 0
     assert served.trainer.calls.count("cross_entropy") == 1
 
@@ -126,11 +126,11 @@ def test_the_client_and_the_result_of_a_pass(
 def test_the_client_asks_anew_for_a_lost_sample(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     with tinker.ServiceClient(base_url=served.url, api_key=KEY) as client:
         sampler: Any = client.create_sampling_client(base_model=BASE_MODEL).result(DEADLINE_S)
-        found = answered_first(monkeypatch, GoneError("it is forgotten"), 1)
+        lost_ids = answered_first(monkeypatch, GoneError("it is forgotten"), 1)
         params = types.SamplingParams(max_tokens=3)
         answer = sampler.sample(types.ModelInput.from_ints([1]), 2, params).result(DEADLINE_S)
         assert len(answer.sequences) == 2
-        (lost,) = found
+        (lost,) = lost_ids
         sampler_id, _, number = lost.rpartition("/")
-        asked = [bool(served.server.state.accepted(sampler_id, int(number) + more)) for more in range(3)]
-        assert asked == [True, True, False]
+        flags = [bool(served.server.state.accepted(sampler_id, int(number) + offset)) for offset in range(3)]
+        assert flags == [True, True, False]

@@ -17,14 +17,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
 
 
 def test_no_method_is_left_out() -> None:
-    assert {sync_name(*each) for each in methods()} == set(CALLS)
+    assert {sync_name(*method) for method in methods()} == set(CALLS)
     assert set(NOTES) <= set(CALLS)
 
 
 def test_most_methods_work_and_the_others_are_refused_in_a_sentence(outcomes: list[Outcome]) -> None:
-    assert sum(not each.refusal for each in outcomes) >= LEAST
-    for each in outcomes:
-        assert not each.refusal or "; " in each.refusal, "a refusal names the alternative"
+    assert sum(not outcome.refusal for outcome in outcomes) >= LEAST
+    for outcome in outcomes:
+        assert not outcome.refusal or "; " in outcome.refusal, "a refusal names the alternative"
 
 
 def test_the_docs_have_the_table(outcomes: list[Outcome]) -> None:

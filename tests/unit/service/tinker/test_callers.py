@@ -36,7 +36,7 @@ class Things:
         url = f"{self.served.url}{path if path.startswith('/') else f'/api/v1/{path}'}"
         return httpx.request(method, url, headers={"x-api-key": key.value}, timeout=DEADLINE_S, **content)
 
-    def done(self, key: ServiceKey, path: str, body: Any) -> Any:
+    def finish(self, key: ServiceKey, path: str, body: Any) -> Any:
         answer = self.ask(key, "POST", path, body)
         assert answer.status_code == 200, answer.text
         answer = self.ask(key, "POST", "retrieve_future", answer.json())
@@ -48,9 +48,9 @@ class Things:
     def resumed(self, key: ServiceKey, path: str) -> Any:
         """Asks for a model that begins with a state, in a session of its own, which then ends."""
         session = self.begun(key)
-        made = self.done(key, "load_weights", {**creation(session), "path": path, "optimizer": True})
+        created = self.finish(key, "load_weights", {**creation(session), "path": path, "optimizer": True})
         self.ask(key, "POST", f"sessions/{session}/finish")
-        return made
+        return created
 
     @property
     def state(self) -> str:
@@ -71,31 +71,31 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Things]:
     with tinker_server(tmp_path_factory.mktemp("served"), keys=KEYS, places=4) as served:
         things = Things(served)
         things.session = things.begun(ALICE)
-        things.model = things.done(ALICE, "create_model", creation(things.session))["model_id"]
+        things.model = things.finish(ALICE, "create_model", creation(things.session))["model_id"]
         for seq, path in enumerate(("save_weights", "save_weights_for_sampler", "save_weights_external"), 1):
-            assert "path" in things.done(ALICE, path, {"model_id": things.model, "seq_id": seq, "path": "w"})
-        asked = {"session_id": things.session, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
-        things.sampler = things.ask(ALICE, "POST", "create_sampling_session", asked).json()["sampling_session_id"]
+            assert "path" in things.finish(ALICE, path, {"model_id": things.model, "seq_id": seq, "path": "w"})
+        request = {"session_id": things.session, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
+        things.sampler = things.ask(ALICE, "POST", "create_sampling_session", request).json()["sampling_session_id"]
         yield things
 
 
-Asked = Callable[[Things], tuple[str, str, Any, int]]
+Request = Callable[[Things], tuple[str, str, Any, int]]
 
 
-def post(path: str, body: Callable[[Things], Any], status: int = 404) -> Asked:
+def post(path: str, body: Callable[[Things], Any], status: int = 404) -> Request:
     return lambda things: ("POST", path, body(things), status)
 
 
-def at(method: str, path: Callable[[Things], str], body: Any = None, status: int = 404) -> Asked:
+def at(method: str, path: Callable[[Things], str], body: Any = None, status: int = 404) -> Request:
     return lambda things: (method, path(things), body, status)
 
 
-def of_model(things: Things, **more: Any) -> dict[str, Any]:
-    return {"model_id": things.model, "seq_id": 4, **more}
+def of_model(things: Things, **options: Any) -> dict[str, Any]:
+    return {"model_id": things.model, "seq_id": 4, **options}
 
 
 SAMPLE = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "seq_id": 0}
-CLOSED: dict[str, Asked] = {
+CLOSED: dict[str, Request] = {
     "POST session_heartbeat": post("session_heartbeat", lambda t: {"session_id": t.session}, 410),
     "POST create_model": post("create_model", lambda t: {**creation(t.session), "model_seq_id": 1}),
     "POST load_weights": post("load_weights", lambda t: of_model(t, path=t.state, optimizer=True)),
@@ -175,7 +175,7 @@ def test_each_route_has_a_decision(things: Things) -> None:
         if isinstance(route, APIRoute)
         for method in route.methods
     }
-    assert len(app.routes) == len([each for each in app.routes if isinstance(each, APIRoute)])
+    assert len(app.routes) == len([one for one in app.routes if isinstance(one, APIRoute)])
     assert routes == {*CLOSED, *LISTS, *OPEN}
 
 
@@ -191,7 +191,7 @@ def test_what_is_another_owners_is_answered_as_what_is_not_there(things: Things,
             return value.replace(things.session, "0" * 32)
         if isinstance(value, bytes):
             return value.replace(things.session.encode(), b"0" * 32)
-        return {name: unknown(each) for name, each in value.items()} if isinstance(value, dict) else value
+        return {name: unknown(item) for name, item in value.items()} if isinstance(value, dict) else value
 
     unheard_of = things.ask(BOB, method, unknown(path), unknown(body))
     assert unheard_of.status_code == status
@@ -210,8 +210,8 @@ def test_it_is_open_to_the_owner_and_to_administrators(things: Things, key: Any,
 def test_lists_tell_what_is_ones_own(things: Things, route: str) -> None:
     method, _, path = route.partition(" ")
 
-    def listed(key: ServiceKey, **asked: Any) -> str:
-        return things.ask(key, method, path, asked if method == "POST" else None).json()[LISTS[route]]
+    def listed(key: ServiceKey, **query: Any) -> str:
+        return things.ask(key, method, path, query if method == "POST" else None).json()[LISTS[route]]
 
     everyone = {"owner": {"type": "accessible"}} if method == "POST" else {}
     whole = listed(ALICE)
@@ -240,15 +240,15 @@ def test_states_are_read_by_others_only_while_they_are_published(things: Things)
     assert "nothing is saved" in refused["error"]
     sampling = {"session_id": things.begun(BOB), "sampling_session_seq_id": 0, "model_path": weights}
     assert things.ask(BOB, "POST", "create_sampling_session", sampling).status_code == 400
-    for each in (place, things.saved):
-        assert things.ask(ALICE, "POST", f"{each}/publish").status_code == 204
+    for path in (place, things.saved):
+        assert things.ask(ALICE, "POST", f"{path}/publish").status_code == 204
     assert things.resumed(BOB, things.state)["type"] == "load_weights"
     assert things.ask(BOB, "POST", "create_sampling_session", sampling).status_code == 200
     copy = {"source_path": things.state, "destination_project_id": "p"}
     copied = things.ask(BOB, "POST", "copy_weights", copy).json()["tinker_path"]
     assert things.ask(BOB, "DELETE", place).status_code == 400, "it is read, and not changed"
-    for each in (place, things.saved):
-        assert things.ask(ALICE, "DELETE", f"{each}/publish").status_code == 204
+    for path in (place, things.saved):
+        assert things.ask(ALICE, "DELETE", f"{path}/publish").status_code == 204
     assert things.resumed(BOB, things.state) == {**refused}
     assert things.ask(BOB, "POST", "weights_info", {"tinker_path": copied}).status_code == 200, "the copy is Bob's"
     assert things.ask(ALICE, "POST", "weights_info", {"tinker_path": copied}).status_code == 400
@@ -259,8 +259,8 @@ def test_owners_are_known_after_a_restart(tmp_path: Path) -> None:
     with tinker_server(tmp_path, keys=KEYS) as served:
         things = Things(served)
         session = things.begun(ALICE)
-        model = things.done(ALICE, "create_model", creation(session))["model_id"]
-        things.done(ALICE, "save_weights", {"model_id": model, "seq_id": 1, "path": "w"})
+        model = things.finish(ALICE, "create_model", creation(session))["model_id"]
+        things.finish(ALICE, "save_weights", {"model_id": model, "seq_id": 1, "path": "w"})
     with tinker_server(tmp_path, keys=KEYS) as served:
         things = Things(served, session, model)
         for key, status in ((ALICE, 200), (BOB, 404), (ADMIN, 200)):

@@ -15,9 +15,9 @@ MODEL = "abc:train:0"
 
 @pytest.fixture
 def catalog(tmp_path: Path, clock: ManualClock) -> Catalog:
-    made = Catalog(tmp_path, "base", clock)
-    made.begin(MODEL, {"renderer_name": "qwen3"})
-    return made
+    opened = Catalog(tmp_path, "base", clock)
+    opened.begin(MODEL, {"renderer_name": "qwen3"})
+    return opened
 
 
 def save(
@@ -116,11 +116,11 @@ def test_what_is_damaged_can_be_deleted_and_hinders_no_others(catalog: Catalog, 
 
 def test_it_is_deleted_when_its_time_is_over(catalog: Catalog, clock: ManualClock) -> None:
     short, long = save(catalog, "short", ttl_s=3600), save(catalog, "long", ttl_s=3600)
-    kept = save(catalog, "kept")
+    unexpired = save(catalog, "kept")
     catalog.set_ttl(long, None)
     clock.now += 3600
     catalog.expire()
-    assert [each.path for each in catalog.saved(MODEL)] == [long, kept]
+    assert [state.path for state in catalog.saved(MODEL)] == [long, unexpired]
     with pytest.raises(RequestRefused, match="nothing is saved"):
         catalog.find(short)
 

@@ -43,12 +43,12 @@ def datums(draw: st.DrawFn) -> types.Datum:
     return types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)
 
 
-def encoded(data: list[types.Datum], loss_fn: Any, config: Any = None, seq_id: int = 3, **more: Any) -> bytes:
-    asked = ForwardBackwardInput(data=data, loss_fn=loss_fn, loss_fn_config=config)
+def encoded(data: list[types.Datum], loss_fn: Any, config: Any = None, seq_id: int = 3, **fields: Any) -> bytes:
+    request = ForwardBackwardInput(data=data, loss_fn=loss_fn, loss_fn_config=config)
     message = forward_backward_request_to_proto(
-        ForwardBackwardRequest(forward_backward_input=asked, model_id="s:train:0", seq_id=seq_id)
+        ForwardBackwardRequest(forward_backward_input=request, model_id="s:train:0", seq_id=seq_id)
     )
-    for name, value in more.items():
+    for name, value in fields.items():
         setattr(message, name, value)
     return message.SerializeToString()
 
@@ -76,15 +76,15 @@ def test_what_the_client_writes_is_read(data: list[types.Datum], loss_fn: str, f
     assert len(read) == len(data)
     for mine, theirs in zip(read, data, strict=True):
         assert mine.model_input.to_ints() == theirs.model_input.to_ints()
-        own = {name: column.data for name, column in mine.loss_fn_inputs.items()}
-        expected = {name: np.asarray(t.data, t.dtype) for name, t in theirs.loss_fn_inputs.items() if name in own}
+        columns = {name: column.data for name, column in mine.loss_fn_inputs.items()}
+        expected = {name: np.asarray(t.data, t.dtype) for name, t in theirs.loss_fn_inputs.items() if name in columns}
         for name, values in expected.items():
-            np.testing.assert_array_equal(own[name], values)
+            np.testing.assert_array_equal(columns[name], values)
         if loss_fn == "cross_entropy":
-            assert set(own) == {"target_tokens", "weights"}
+            assert set(columns) == {"target_tokens", "weights"}
         else:
-            assert set(own) == {"target_tokens", "logprobs", "advantages", "mask"}
-            np.testing.assert_array_equal(own["mask"], own["advantages"] != 0)
+            assert set(columns) == {"target_tokens", "logprobs", "advantages", "mask"}
+            np.testing.assert_array_equal(columns["mask"], columns["advantages"] != 0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -136,17 +136,17 @@ def test_the_likeliest_tokens_of_a_prompt_keep_their_places() -> None:
 def test_our_schema_is_a_part_of_the_clients() -> None:
     """Each field has the number, the type and the label that it has there."""
     theirs = tinker_public_pb2.DESCRIPTOR.message_types_by_name
-    seen = 0
+    count = 0
     for name, message in theirs.items():
         try:
-            own = message_class(name).DESCRIPTOR
+            message_type = message_class(name).DESCRIPTOR
         except KeyError:
             continue
-        for field in own.fields:
+        for field in message_type.fields:
             other = message.fields_by_name[field.name]
             assert (field.number, field.type, field.is_repeated) == (other.number, other.type, other.is_repeated)
-            seen += 1
-    assert seen == sum(line.startswith("  field {") for line in SCHEMA.read_text().splitlines())
+            count += 1
+    assert count == sum(line.startswith("  field {") for line in SCHEMA.read_text().splitlines())
 
 
 def test_bfloat16_is_the_upper_half_of_a_float() -> None:
@@ -190,13 +190,13 @@ def test_weights_are_one_unless_they_are_given() -> None:
 
 
 def test_a_sequence_mask_is_the_mask() -> None:
-    given = {name: np.array([1.0, 0.0], np.float32) for name in ("logprobs", "advantages")}
-    given |= {"target_tokens": np.array([1, 2]), "sequence_ratio_mask": np.array([1.0, 1.0], np.float32)}
-    given["clip_low_threshold"] = given["clip_high_threshold"] = np.array([0.9, 0.9], np.float32)
-    columns = columns_of("gspo", given)
+    inputs = {name: np.array([1.0, 0.0], np.float32) for name in ("logprobs", "advantages")}
+    inputs |= {"target_tokens": np.array([1, 2]), "sequence_ratio_mask": np.array([1.0, 1.0], np.float32)}
+    inputs["clip_low_threshold"] = inputs["clip_high_threshold"] = np.array([0.9, 0.9], np.float32)
+    columns = columns_of("gspo", inputs)
     assert columns["mask"].tolist() == [1.0, 1.0]
     assert "clip_low_threshold" in columns
-    assert "clip_low_threshold" not in columns_of("importance_sampling", given)
+    assert "clip_low_threshold" not in columns_of("importance_sampling", inputs)
 
 
 @pytest.mark.parametrize(

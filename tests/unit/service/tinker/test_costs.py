@@ -55,14 +55,14 @@ def test_models_get_the_same_time_whatever_else_than_passes_they_ask_for(seconds
     for session in "st":
         state.begin_session(session, 0.0)
         state.create_model(session, 0, STATE)
-    asked: list[Work] = [passing(2000), UPDATE, passing(2000), UPDATE, STATE]
+    works: list[Work] = [passing(2000), UPDATE, passing(2000), UPDATE, STATE]
     for number in range(1, 4000):
-        state.train("s:train:0", number, asked[number % len(asked)])
-        state.train("t:train:0", number, asked[0])
+        state.train("s:train:0", number, works[number % len(works)])
+        state.train("t:train:0", number, works[0])
     while sum(spent.values()) < 2000:
-        found = state.next_training()
-        assert found
-        model, promise = found
+        training = state.next_training()
+        assert training
+        model, promise = training
         took = tokens_of(promise.work) / SPEED or (seconds if promise.work is UPDATE else 4.0)
         if promise.number:
             spent[model.model_id] += took

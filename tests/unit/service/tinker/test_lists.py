@@ -16,43 +16,43 @@ def ask(served: Served, method: str, path: str, body: Any = None, **headers: str
     return httpx.request(method, url, headers=key | headers, timeout=DEADLINE_S, **content)
 
 
-def done(served: Served, path: str, body: Any) -> Any:
+def finished(served: Served, path: str, body: Any) -> Any:
     request = ask(served, "POST", path, body).json()["request_id"]
     answer = ask(served, "POST", "retrieve_future", {"request_id": request})
     return answer.json() if answer.headers["content-type"] == "application/json" else answer.content
 
 
-def session_of(served: Served, **said: Any) -> str:
-    return str(ask(served, "POST", "create_session", {"sdk_version": "0.38.0", **said}).json()["session_id"])
+def session_of(served: Served, **options: Any) -> str:
+    return str(ask(served, "POST", "create_session", {"sdk_version": "0.38.0", **options}).json()["session_id"])
 
 
 def model_of(served: Served, session: str) -> str:
-    asked = {"session_id": session, "model_seq_id": 0, "base_model": BASE_MODEL}
-    return str(done(served, "create_model", asked)["model_id"])
+    request = {"session_id": session, "model_seq_id": 0, "base_model": BASE_MODEL}
+    return str(finished(served, "create_model", request)["model_id"])
 
 
 class TestSessions:
-    def found(self, served: Served, **asked: Any) -> list[str]:
-        answer = ask(served, "POST", SEARCH, asked)
+    def search(self, served: Served, **query: Any) -> list[str]:
+        answer = ask(served, "POST", SEARCH, query)
         assert answer.status_code == 200, answer.text
-        return [each["session_id"] for each in answer.json()["sessions"]]
+        return [session["session_id"] for session in answer.json()["sessions"]]
 
     def test_they_are_found_by_what_their_clients_said(self, served: Served) -> None:
         first = session_of(
             served, display_name="Nightly run of sort", project_id="p", user_metadata={"a": "1", "b": "2"}
         )
         second = session_of(served, display_name="Another")
-        assert self.found(served) == [second, first], "the newest comes first"
-        assert self.found(served, display_name="SORT nightly") == [first]
-        assert self.found(served, display_name="sort", session_id=second) == [second, first], "either of both"
-        assert self.found(served, user_metadata={"b": "2"}) == [first]
-        assert self.found(served, user_metadata={"b": "3"}) == []
-        assert self.found(served, project_ids=["p"]) == [first]
+        assert self.search(served) == [second, first], "the newest comes first"
+        assert self.search(served, display_name="SORT nightly") == [first]
+        assert self.search(served, display_name="sort", session_id=second) == [second, first], "either of both"
+        assert self.search(served, user_metadata={"b": "2"}) == [first]
+        assert self.search(served, user_metadata={"b": "3"}) == []
+        assert self.search(served, project_ids=["p"]) == [first]
         assert ask(served, "PUT", f"sessions/{second}/project", {"project_id": "q"}).status_code == 204
-        assert self.found(served, project_ids=["q"]) == [second]
-        assert self.found(served, owner={"type": "user", "owner_urns": ["urn:trireme:key:other"]}) == []
+        assert self.search(served, project_ids=["q"]) == [second]
+        assert self.search(served, owner={"type": "user", "owner_urns": ["urn:trireme:key:other"]}) == []
         me = ask(served, "POST", SEARCH, {}).json()["sessions"][0]["owner"]
-        assert self.found(served, owner={"type": "user", "owner_urns": [me]}) == [second, first]
+        assert self.search(served, owner={"type": "user", "owner_urns": [me]}) == [second, first]
         assert KEY not in me
         assert ask(served, "PUT", "sessions/none/project", {"project_id": "q"}).status_code == 404
 
@@ -61,19 +61,19 @@ class TestSessions:
         finish = {"reason": {"type": "errored"}, "detail": "a test"}
         assert ask(served, "POST", f"sessions/{failed}/finish", finish).status_code == 204
         ask(served, "POST", f"sessions/{failed}/finish", {"reason": {"type": "success"}})
-        assert self.found(served, statuses=[{"type": "active"}]) == [active]
-        assert self.found(served, statuses=[{"type": "client_finished", "reasons": ["errored"]}]) == [failed]
-        assert self.found(served, statuses=[{"type": "client_finished", "reasons": ["success"]}]) == []
+        assert self.search(served, statuses=[{"type": "active"}]) == [active]
+        assert self.search(served, statuses=[{"type": "client_finished", "reasons": ["errored"]}]) == [failed]
+        assert self.search(served, statuses=[{"type": "client_finished", "reasons": ["success"]}]) == []
 
     def test_pages_have_each_session_once(self, served: Served) -> None:
         sessions = [session_of(served) for _ in range(5)]
-        found, cursor = [], None
+        listed, cursor = [], None
         for _ in range(3):
             page = ask(served, "POST", SEARCH, {"limit": 2, **({"cursor": cursor} if cursor else {})}).json()
-            found += [each["session_id"] for each in page["sessions"]]
+            listed += [session["session_id"] for session in page["sessions"]]
             cursor = page["next_cursor"]
         assert cursor is None
-        assert found == sessions[::-1]
+        assert listed == sessions[::-1]
 
     def test_a_search_for_what_is_unknown_is_refused(self, served: Served) -> None:
         refused = ask(served, "POST", SEARCH, {"colour": "red"})
@@ -84,7 +84,7 @@ class TestSessions:
 class TestDownloads:
     def urls(self, served: Served) -> dict[str, str]:
         model = model_of(served, session_of(served))
-        saved = done(served, "save_weights_external", {"model_id": model, "seq_id": 1, "path": "w"})
+        saved = finished(served, "save_weights_external", {"model_id": model, "seq_id": 1, "path": "w"})
         assert saved["size_bytes"] == served.trainer.theta.nbytes
         answer = ask(served, "GET", f"training_runs/{model}/checkpoints/external_weights/w/external_weights_urls")
         urls: dict[str, str] = answer.json()["urls"]
@@ -114,27 +114,27 @@ class TestDownloads:
         refused = ask(served, "POST", "save_weights_external", body)
         assert refused.status_code == 400
         assert "age_encryption_recipients" in refused.text
-        assert done(served, "save_weights", {"model_id": model, "seq_id": 2, "path": "s"})["path"]
+        assert finished(served, "save_weights", {"model_id": model, "seq_id": 2, "path": "s"})["path"]
 
 
 class TestCopies:
     def test_a_copy_outlives_its_source_and_is_made_once(self, served: Served) -> None:
         model = model_of(served, session_of(served))
-        source = done(served, "save_weights", {"model_id": model, "seq_id": 1, "path": "s"})["path"]
+        source = finished(served, "save_weights", {"model_id": model, "seq_id": 1, "path": "s"})["path"]
         body = {"source_path": source, "destination_project_id": "archive", "ttl_seconds": 3600}
         headers = {"x-idempotency-key": "one"}
         (path,) = {ask(served, "POST", "copy_weights", body, **headers).json()["tinker_path"] for _ in range(2)}
         other = ask(served, "POST", "copy_weights", body, **{"x-idempotency-key": "two"}).json()["tinker_path"]
         assert len({source, path, other}) == 3
         usage = ask(served, "GET", "billing/usage/checkpoints/current?project_id=archive").json()["data"]
-        assert [(each["checkpoint_count"], each["project_id"]) for each in usage] == [(2, "archive")]
+        assert [(item["checkpoint_count"], item["project_id"]) for item in usage] == [(2, "archive")]
         runs = ask(served, "GET", "training_runs?project_id=archive").json()["training_runs"]
-        assert {run["training_run_id"] for run in runs} == {each.split("/")[2] for each in (path, other)}
+        assert {run["training_run_id"] for run in runs} == {item.split("/")[2] for item in (path, other)}
         kind_and_name = source.removeprefix("tinker://").partition("/")[2]
         assert ask(served, "DELETE", f"training_runs/{model}/checkpoints/{kind_and_name}").status_code == 204
         loaded = {"session_id": session_of(served), "model_seq_id": 0, "path": path, "optimizer": True}
         ask(served, "POST", f"sessions/{model.partition(':')[0]}/finish", {})
-        assert done(served, "load_weights", loaded)["path"] == path
+        assert finished(served, "load_weights", loaded)["path"] == path
 
     def test_a_copy_of_nothing_is_refused(self, served: Served) -> None:
         body = {"source_path": "tinker://a:train:0/weights/none", "destination_project_id": "p"}

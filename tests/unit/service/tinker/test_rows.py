@@ -62,43 +62,43 @@ def work_read(work: Any) -> Any:
     state.begin_session("s", 0.0)
     state.create_model("s", 0, CREATION)
     state.train("s:train:0", 1, work)
-    found = Contents()
-    found.read([row for row in rows if isinstance(row, Row)], 0.0)
-    return found.promises["s:train:0/1"].work
+    contents = Contents()
+    contents.read([row for row in rows if isinstance(row, Row)], 0.0)
+    return contents.promises["s:train:0/1"].work
 
 
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: type(work).__name__)
 def test_work_is_read_as_it_was_written(work: Any) -> None:
-    found = work_read(work)
+    restored = work_read(work)
     if isinstance(work, ForwardBackwardCall):
-        assert isinstance(found, ForwardBackwardCall)
-        assert found.encoded == work.encoded
+        assert isinstance(restored, ForwardBackwardCall)
+        assert restored.encoded == work.encoded
     else:
-        assert found == work
+        assert restored == work
 
 
 def test_a_sample_is_read_as_it_was_written() -> None:
-    found = work_read(SAMPLE)
-    np.testing.assert_array_equal(found.prompt.tokens, [1, 2])
-    assert (found.params, found.num_samples, found.topk) == (SAMPLE.params, 2, 5)
+    restored = work_read(SAMPLE)
+    np.testing.assert_array_equal(restored.prompt.tokens, [1, 2])
+    assert (restored.params, restored.num_samples, restored.topk) == (SAMPLE.params, 2, 5)
 
 
 def test_what_is_done_again_is_what_made_the_weights() -> None:
     """Passes whose gradients were dropped are not, nor what only looked."""
-    history, done = ModelHistory(), Success({})
+    history, success = ModelHistory(), Success({})
     forward = ForwardBackwardCall("m", 1, True, "cross_entropy", {}, None)
     outcomes: list[tuple[Work, Outcome]] = [
-        (CREATION, done),
-        (PASS, done),
-        (forward, done),
-        (STATE, done),
+        (CREATION, success),
+        (PASS, success),
+        (forward, success),
+        (STATE, success),
         (PASS, FAILED),
         (UPDATE, FAILED),
-        (PASS, done),
-        (UPDATE, done),
-        (SNAPSHOT, done),
+        (PASS, success),
+        (UPDATE, success),
+        (SNAPSHOT, success),
         (SNAPSHOT, FAILED),
-        (PASS, done),
+        (PASS, success),
         (PASS, FAILED),
     ]
     for seq, (work, outcome) in enumerate(outcomes):
@@ -148,7 +148,7 @@ class Kept:
         return state
 
 
-def seen(state: ProtocolState) -> dict[str, Any]:
+def contents_of(state: ProtocolState) -> dict[str, Any]:
     """All that clients, and who does the work, can see of a state."""
     return {
         "sessions": {
@@ -174,15 +174,15 @@ def seen(state: ProtocolState) -> dict[str, Any]:
 @given(st.data())
 def test_a_state_is_loaded_as_it_was_whatever_happened_and_whichever_write_failed(data: st.DataObject) -> None:
     with TemporaryDirectory() as directory:
-        kept = Kept(Path(directory))
+        stored = Kept(Path(directory))
         try:
-            play(kept, data)
+            play(stored, data)
         finally:
-            kept.store.close()
+            stored.store.close()
 
 
-def play(kept: Kept, data: st.DataObject) -> None:
-    state, now = kept.state, 0.0
+def play(stored: Kept, data: st.DataObject) -> None:
+    state, now = stored.state, 0.0
     running: list[Promise] = []
 
     def number() -> int:
@@ -234,38 +234,41 @@ def play(kept: Kept, data: st.DataObject) -> None:
         "fetched": fetch,
         "days": days,
         "tell": lambda: state.tell(state.session(session_of[number() % 2]), project_id=str(number())),
-        "lost": lambda: [state.lose(each) for each in state.promises.values() if each.outcome is None],
+        "lost": lambda: [state.lose(pending) for pending in state.promises.values() if pending.outcome is None],
         "finish": lambda: state.finish(state.living(session_of[number() % 2]), now, "it is over"),
     }
     for action in data.draw(st.lists(st.sampled_from([*actions, "ran", "sampled", "train"]), max_size=40)):
         now += 1.0
         for session in state.sessions:
             state.sessions[session].beat_s = now + KEPT_S
-        kept.fails = data.draw(st.integers(0, 9)) == 0 and action not in ("lost", "fetched", "days")
+        stored.fails = data.draw(st.integers(0, 9)) == 0 and action not in ("lost", "fetched", "days")
         with suppress(RequestRefused, DiskFull):
             actions[action]()
-        kept.fails = False
+        stored.fails = False
         if any(
-            state.running is each for model in state.models.values() if model.failure for each in model.waiting.values()
+            state.running is pending
+            for model in state.models.values()
+            if model.failure
+            for pending in model.waiting.values()
         ):
             continue  # a server that starts now has refused what the trainer still works on
-        assert seen(kept.loaded(now)) == seen(state)
+        assert contents_of(stored.loaded(now)) == contents_of(state)
 
 
 def test_numbers_are_never_done_again_though_their_promises_are_gone(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
-    kept.state.begin_session("s", 0.0)
-    kept.state.create_model("s", 0, CREATION)
-    begun = kept.state.create_sampler("s", 0, "base")
+    stored = Kept(tmp_path)
+    stored.state.begin_session("s", 0.0)
+    stored.state.create_model("s", 0, CREATION)
+    begun = stored.state.create_sampler("s", 0, "base")
     sampler = begun.sampler_id
-    samples = [kept.state.sample(begun, number, SAMPLE) for number in (0, 2, CLONE)]
-    kept.state.next_training()
-    kept.state.trained(Success({}))
+    samples = [stored.state.sample(begun, number, SAMPLE) for number in (0, 2, CLONE)]
+    stored.state.next_training()
+    stored.state.trained(Success({}))
     for promise in samples:
-        kept.state.settle(promise, Success(b"x"))
-    kept.state.retire(list(kept.state.promises.values()))
-    assert sum(row.head["kind"] == "promise" for row in kept.store.rows()) == 0
-    again = kept.loaded(0.0)
+        stored.state.settle(promise, Success(b"x"))
+    stored.state.retire(list(stored.state.promises.values()))
+    assert sum(row.head["kind"] == "promise" for row in stored.store.rows()) == 0
+    again = stored.loaded(0.0)
     assert again.sample(again.sampler(sampler), 2, SAMPLE).forgotten
     assert again.create_model("s", 0, CREATION).forgotten
     assert not again.sample(again.sampler(sampler), 1, SAMPLE).forgotten
@@ -274,32 +277,32 @@ def test_numbers_are_never_done_again_though_their_promises_are_gone(tmp_path: P
     with pytest.raises(UnknownId):
         again.promise(f"{sampler}/{CLONE + 1}")
     assert again.samplers[sampler].settled_count == 3
-    kept.store.close()
+    stored.store.close()
 
 
 def test_what_the_trainer_worked_on_for_a_model_that_has_ended_is_refused_after_a_start(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
-    kept.state.begin_session("s", 0.0)
-    kept.state.create_model("s", 0, CREATION)
-    assert kept.state.next_training()
-    kept.state.finish(kept.state.session("s"), 0.0, "it is over")
-    again = kept.loaded(0.0)
+    stored = Kept(tmp_path)
+    stored.state.begin_session("s", 0.0)
+    stored.state.create_model("s", 0, CREATION)
+    assert stored.state.next_training()
+    stored.state.finish(stored.state.session("s"), 0.0, "it is over")
+    again = stored.loaded(0.0)
     assert isinstance(again.promise("s:train:0/0").outcome, Failure)
-    kept.state.trained(Success({}))
-    assert kept.loaded(0.0).promise("s:train:0/0").outcome == Success({})
-    kept.store.close()
+    stored.state.trained(Success({}))
+    assert stored.loaded(0.0).promise("s:train:0/0").outcome == Success({})
+    stored.store.close()
 
 
 def test_a_disk_without_room_refuses_a_request_and_a_smaller_one_is_accepted(tmp_path: Path) -> None:
     """All rows of a change are committed, or none."""
-    kept = Kept(tmp_path)
-    kept.state.begin_session("s", 0.0)
-    assert kept.store._base
-    kept.store._base.execute("PRAGMA max_page_count = 16")
-    before = seen(kept.state)
+    stored = Kept(tmp_path)
+    stored.state.begin_session("s", 0.0)
+    assert stored.store._base
+    stored.store._base.execute("PRAGMA max_page_count = 16")
+    before = contents_of(stored.state)
     with pytest.raises(DiskFull):
-        kept.state.create_model("s", 0, CREATION.model_copy(update={"user_metadata": {"a": "x" * 100_000}}))
-    assert seen(kept.state) == before == seen(kept.loaded(0.0))
-    kept.state.create_model("s", 0, CREATION)
-    assert seen(kept.state) == seen(kept.loaded(0.0)) != before
-    kept.store.close()
+        stored.state.create_model("s", 0, CREATION.model_copy(update={"user_metadata": {"a": "x" * 100_000}}))
+    assert contents_of(stored.state) == before == contents_of(stored.loaded(0.0))
+    stored.state.create_model("s", 0, CREATION)
+    assert contents_of(stored.state) == contents_of(stored.loaded(0.0)) != before
+    stored.store.close()

@@ -66,21 +66,21 @@ def test_clients_wait_while_rooms_are_started_again(tmp_path: Path) -> None:
     with tinker_server(tmp_path / "lost", trainer) as served, ThreadPoolExecutor() as threads:
         session, model = begun(served.url)
         passed = [accepted(served.url, "forward_backward", passing(model, seq_id)) for seq_id in (1, 2)]
-        before = [result(served.url, each) for each in passed]
+        before = [result(served.url, request_id) for request_id in passed]
         step = accepted(served.url, "optim_step", stepping(model, 3))
         behind = accepted(served.url, "save_weights", {"model_id": model, "seq_id": 4, "path": "s"})
-        asked = [threads.submit(result, served.url, request) for request in (step, behind)]
+        futures = [threads.submit(result, served.url, request) for request in (step, behind)]
         trainer.fails.set()
         lost(served)
-        assert not any(each.done() for each in asked)
+        assert not any(request_id.done() for request_id in futures)
         base = sampler_of(served.url, session, 0, base_model=BASE_MODEL)  # while there are no rooms
         sample = accepted(served.url, "asample", sampling(base, 0))
         served.trainer, served.sampler = UnigramTrainer(), UnigramSampler()
         served.work()
-        assert asked[0].result(DEADLINE_S)["metrics"]["grad_norm"] > 0
-        assert asked[1].result(DEADLINE_S)["path"] == f"tinker://{model}/weights/s"
+        assert futures[0].result(DEADLINE_S)["metrics"]["grad_norm"] > 0
+        assert futures[1].result(DEADLINE_S)["path"] == f"tinker://{model}/weights/s"
         assert isinstance(result(served.url, sample), bytes)
-        assert [result(served.url, each) for each in passed] == before
+        assert [result(served.url, request_id) for request_id in passed] == before
         assert served.trainer.calls == ["cross_entropy"] * 2 + ["optim_step"]
         np.testing.assert_array_equal(served.trainer.theta, whole.theta)
 
@@ -98,8 +98,8 @@ def test_a_request_under_which_rooms_are_lost_twice_has_failed(tmp_path: Path) -
         lost(served)
         served.trainer = UnigramTrainer()
         served.work()
-        told = result(served.url, step)
-        assert (told["category"], "shard 0 died" in told["error"]) == ("server", True)
+        error = result(served.url, step)
+        assert (error["category"], "shard 0 died" in error["error"]) == ("server", True)
         assert isinstance(result(served.url, accepted(served.url, "forward_backward", passing(model, 3))), bytes)
 
 
@@ -121,8 +121,8 @@ def test_a_sample_is_asked_again_once(tmp_path: Path) -> None:
         sample = accepted(served.url, "asample", sampling(base, 1))
         lost(served)
         served.work()
-        told = result(served.url, sample)
-        assert (told["category"], "lost twice" in told["error"]) == ("server", True)
+        error = result(served.url, sample)
+        assert (error["category"], "lost twice" in error["error"]) == ("server", True)
         assert not served.working.done(), "other samples may do well"
 
 
@@ -139,7 +139,7 @@ def test_a_sample_that_replicas_refuse_touches_no_room(tmp_path: Path) -> None:
         served.work()
         base = sampler_of(served.url, session, 0, base_model=BASE_MODEL)
         refused = [result(served.url, accepted(served.url, "asample", sampling(base, seq))) for seq in range(5)]
-        assert [each["category"] for each in refused] == ["user"] * 5
+        assert [error["category"] for error in refused] == ["user"] * 5
         assert not served.working.done(), "no room is started again"
         for beyond in ({"temperature": 2.0001}, {"top_k": 10**30}, {"stop": ["x"] * 65}):
             body = sampling(base, 9)
@@ -158,15 +158,15 @@ def test_samples_of_weights_that_are_lost_are_told_so(tmp_path: Path) -> None:
             result(served.url, accepted(served.url, "optim_step", stepping(model, seq + 2)))
             body = {"model_id": model, "seq_id": seq + 3, "sampling_session_seq_id": number, "kind": "snapshot"}
             samplers.append(result(served.url, accepted(served.url, "save_weights_for_sampler", body)))
-        old, new = (each["sampling_session_id"] for each in samplers)
+        old, new = (sampler["sampling_session_id"] for sampler in samplers)
         theta = served.trainer.theta.copy()
         served.working.cancel()
         wait_for(lambda: not served.server.ready, "the end of the rooms")
-        samples = [accepted(served.url, "asample", sampling(each, 0)) for each in (old, new)]
+        samples = [accepted(served.url, "asample", sampling(sampler, 0)) for sampler in (old, new)]
         served.trainer, served.sampler = UnigramTrainer(), UnigramSampler()
         served.work()
-        told = result(served.url, samples[0])
-        assert (told["category"], "save weights for samplers again" in told["error"]) == ("server", True)
+        error = result(served.url, samples[0])
+        assert (error["category"], "save weights for samplers again" in error["error"]) == ("server", True)
         assert isinstance(result(served.url, samples[1]), bytes)
         assert post(served.url, "asample", sampling(old, 1)).status_code == 400
         np.testing.assert_array_equal(served.trainer.theta, theta)
@@ -277,14 +277,14 @@ def test_deletions_that_fail_do_not_end_the_server(tmp_path: Path, monkeypatch: 
 
 
 def test_what_a_killed_server_left_is_removed(tmp_path: Path) -> None:
-    left: Sequence[Path] = [tmp_path / f"{BASE}x" / "state", tmp_path / RUNS / "a-train-0" / "new-weights" / "s"]
-    kept = tmp_path / "base-model"
-    for directory in (*left, kept):
+    leftover: Sequence[Path] = [tmp_path / f"{BASE}x" / "state", tmp_path / RUNS / "a-train-0" / "new-weights" / "s"]
+    unrelated = tmp_path / "base-model"
+    for directory in (*leftover, unrelated):
         write_bytes(directory, "state.bin", b"12")
     clear(tmp_path)
-    assert not left[0].parent.exists()
-    assert not left[1].exists()
-    assert kept.exists()
+    assert not leftover[0].parent.exists()
+    assert not leftover[1].exists()
+    assert unrelated.exists()
 
 
 MACHINE = "the machine was started again"
@@ -327,15 +327,15 @@ def test_after_another_boot_sessions_end_by_name_and_states_stay(tmp_path: Path,
             for lost in (f"{model}/9", f"{sampler}/9"):  # it may have been accepted, and its row be missing
                 refused(served, "retrieve_future", {"request_id": lost})
             for request in promised:
-                told = result(served.url, request)
-                assert (told["category"], MACHINE in told["error"]) == ("server", True)
-                assert "continue from a saved state" in told["error"]
+                error = result(served.url, request)
+                assert (error["category"], MACHINE in error["error"]) == ("server", True)
+                assert "continue from a saved state" in error["error"]
             assert result(served.url, stepped)["metrics"]["grad_norm"] > 0, "what it was told stays as it was told"
             assert served.trainer.calls == [], "nothing is done again"
-            own = post(served.url, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
-            loading = {"session_id": own, "model_seq_id": 0, "path": path["path"], "optimizer": True}
+            new_session = post(served.url, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
+            loading = {"session_id": new_session, "model_seq_id": 0, "path": path["path"], "optimizer": True}
             assert result(served.url, accepted(served.url, "load_weights", loading))["path"] == path["path"]
             np.testing.assert_array_equal(served.trainer.theta, theta)
-            again = sampler_of(served.url, own, 0, base_model=BASE_MODEL)
+            again = sampler_of(served.url, new_session, 0, base_model=BASE_MODEL)
             assert isinstance(result(served.url, accepted(served.url, "asample", sampling(again, 0))), bytes)
-            assert post(served.url, f"sessions/{own}/finish", {}).status_code == 204
+            assert post(served.url, f"sessions/{new_session}/finish", {}).status_code == 204

@@ -68,7 +68,7 @@ def test_two_clients_at_once_learn_what_each_alone_learns(tmp_path: Path) -> Non
     with serving(tmp_path / "both") as served, client_of(served) as one, client_of(served) as other:
         models = [model_of(one), model_of(other)]
         with ThreadPoolExecutor(2) as threads:
-            together = list(threads.map(lambda each: learn(*each, steps=8), zip(models, (4, 7), strict=True)))
+            together = list(threads.map(lambda arguments: learn(*arguments, steps=8), zip(models, (4, 7), strict=True)))
         assert together == alone
         owners = [call.partition(":train:")[0] for call in served.trainer.calls if ":cross_entropy" in call]
         assert sum(a != b for a, b in itertools.pairwise(owners)) > 2, "in turn, and not one after the other"
@@ -89,8 +89,8 @@ def test_snapshots_of_two_adapters_and_the_base_are_sampled_side_by_side(served:
                 samplers.append(one.create_sampling_client(model_path=named).result(DEADLINE_S))
                 expected.append(trained(model))
         served.sampler.seconds = 0.01
-        asked = [(number, samplers[number].compute_logprobs(PROMPT)) for _ in range(4) for number in range(5)]
-        for number, future in asked:
+        futures = [(number, samplers[number].compute_logprobs(PROMPT)) for _ in range(4) for number in range(5)]
+        for number, future in futures:
             np.testing.assert_allclose(np.asarray(future.result(DEADLINE_S)[1:]), expected[number], rtol=1e-6)
         assert served.sampler.updates == 1, "the base stays where it is"
         assert served.sampler.most_slots == 2
@@ -114,8 +114,13 @@ def test_a_state_is_resumed_beside_its_own_model_with_what_it_is(served: Served)
         rest = client.create_rest_client()
         run: Any = rest.get_training_run_by_tinker_path(state).result(DEADLINE_S)
         assert (run.is_lora, run.lora_rank) == (True, 4)
-        told: Any = rest.get_weights_info_by_tinker_path(state).result(DEADLINE_S)
-        assert (told.is_lora, told.lora_rank, told.train_attn, told.train_mlp) == (True, 4, True, False)
+        description: Any = rest.get_weights_info_by_tinker_path(state).result(DEADLINE_S)
+        assert (description.is_lora, description.lora_rank, description.train_attn, description.train_mlp) == (
+            True,
+            4,
+            True,
+            False,
+        )
         rest.delete_checkpoint_from_tinker_path(state).result(DEADLINE_S)
         with pytest.raises(tinker.RequestFailedError, match="nothing is saved"):
             client.create_training_client_from_state(state).result(DEADLINE_S)
@@ -169,7 +174,7 @@ def test_a_failed_part_drops_the_gradients_of_its_own_model_alone(served: Served
 def test_an_adapter_is_dropped_with_its_session_and_its_place_is_given_on(tmp_path: Path) -> None:
     with serving(tmp_path, places=2) as served, client_of(served) as third, client_of(served) as one:
         with client_of(served) as other:
-            models = [model_of(each) for each in (one, other)]
+            models = [model_of(adapter) for adapter in (one, other)]
             waiting = third.create_lora_training_client(base_model=BASE_MODEL, rank=8)
             learn(models[0], 4)
             assert len(served.trainer.specs) == 2
@@ -191,7 +196,7 @@ def test_what_cannot_be_an_adapter_here_is_refused(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "found"),
+    ("wish", "expected"),
     [
         (LoraBody(rank=8), AdapterSpec(8, 32.0, (*ATTENTION, *MLP), 5)),
         (LoraBody(rank=1, seed=3, train_attn=False), AdapterSpec(1, 32.0, MLP, 3)),
@@ -200,16 +205,16 @@ def test_what_cannot_be_an_adapter_here_is_refused(served: Served) -> None:
         (None, "without a lora_config"),
     ],
 )
-def test_an_adapter_has_the_layers_that_both_sides_want(wish: LoraBody | None, found: AdapterSpec | str) -> None:
-    if isinstance(found, AdapterSpec):
-        assert spec_of(wish, LORA) == found
+def test_an_adapter_has_the_layers_that_both_sides_want(wish: LoraBody | None, expected: AdapterSpec | str) -> None:
+    if isinstance(expected, AdapterSpec):
+        assert spec_of(wish, LORA) == expected
     else:
-        with pytest.raises(RequestRefused, match=found):
+        with pytest.raises(RequestRefused, match=expected):
             spec_of(wish, LORA)
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "message"),
     [
         (LORA, LoraConfig(rank=32, seed=5), r"trainer\.lora\.rank = 16"),
         (LORA, LoraConfig(rank=16, seed=5, train_mlp=False), "adapters for q_proj.*down_proj"),
@@ -218,11 +223,11 @@ def test_an_adapter_has_the_layers_that_both_sides_want(wish: LoraBody | None, f
     ],
 )
 def test_a_state_of_another_kind_of_server_is_refused(
-    tmp_path: Path, before: LoraConfig | None, after: LoraConfig | None, said: str
+    tmp_path: Path, before: LoraConfig | None, after: LoraConfig | None, message: str
 ) -> None:
     with serving(tmp_path, before) as served, client_of(served) as client:
         state = model_of(client).save_state("s").result(DEADLINE_S).path
     with serving(tmp_path, after) as served, client_of(served) as client:
-        with pytest.raises(tinker.RequestFailedError, match=said):
+        with pytest.raises(tinker.RequestFailedError, match=message):
             client.create_training_client_from_state(state).result(DEADLINE_S)
         assert trained(model_of(client)).shape == (2,)

@@ -44,10 +44,10 @@ AT_START = ("tinker.begun", "tinker.restore")
 
 
 def test_every_fault_point_is_tried() -> None:
-    found = set[str]()
+    points = set[str]()
     for file in (ROOT / "src/service/tinker").glob("*.py"):
-        found |= set(re.findall(r'fault_point\("([\w.]+)"\)', file.read_text()))
-    assert found == set(POINTS)
+        points |= set(re.findall(r'fault_point\("([\w.]+)"\)', file.read_text()))
+    assert points == set(POINTS)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ class PatientClient:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self.told: list[Any] = []
+        self.results: list[Any] = []
         """All results, in the order of the requests."""
 
     def post(self, path: str, body: Any) -> httpx.Response:
@@ -85,9 +85,9 @@ class PatientClient:
     def result(self, request_id: str) -> Any:
         answer = self.post("retrieve_future", {"request_id": request_id})
         assert answer.status_code == 200, answer.text
-        found = answer.json() if answer.headers["content-type"] == "application/json" else answer.content
-        self.told.append(found)
-        return found
+        content = answer.json() if answer.headers["content-type"] == "application/json" else answer.content
+        self.results.append(content)
+        return content
 
 
 def play(url: str) -> list[Any]:
@@ -95,8 +95,8 @@ def play(url: str) -> list[Any]:
     state; returns all that was told, and the last state."""
     client = PatientClient(url)
     session = client.post("create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
-    asked = {"session_id": session, "model_seq_id": 0, "base_model": BASE_MODEL}
-    model = client.result(client.ask("create_model", asked, twice=True))["model_id"]
+    request = {"session_id": session, "model_seq_id": 0, "base_model": BASE_MODEL}
+    model = client.result(client.ask("create_model", request, twice=True))["model_id"]
     seq = 0
     for step in range(4):
         parts = [client.ask("forward_backward", passing(model, seq + n), twice=n == 2) for n in (2, 1)]
@@ -106,14 +106,14 @@ def play(url: str) -> list[Any]:
         parts.append(client.ask("save_weights_for_sampler", sampling_weights))
         for request_id in parts:
             client.result(request_id)
-        sampler = client.told[-1]["sampling_session_id"]
+        sampler = client.results[-1]["sampling_session_id"]
         samples = [client.ask("asample", sampling(sampler, n), twice=True) for n in range(3)]
         for request_id in samples:
             client.result(request_id)
         state = {"model_id": model, "seq_id": seq + 5, "path": f"s{step}"}
         client.result(client.ask("save_weights", state))
         seq += 5
-    session_free = [repr(each).replace(session, "SESSION") for each in client.told]
+    session_free = [repr(result).replace(session, "SESSION") for result in client.results]
     assert client.post(f"sessions/{session}/finish", {}).status_code == 204
     return session_free
 
@@ -129,8 +129,8 @@ def played(
     port = free_port()
     settings = {"COMMIT_S": "0.0001", **environ}
     server = starter.start(directory, port, {**settings, **(first or {})})
-    told: list[Any] = []
-    playing = threading.Thread(target=lambda: told.append(play(f"http://127.0.0.1:{port}")), daemon=True)
+    outcomes: list[Any] = []
+    playing = threading.Thread(target=lambda: outcomes.append(play(f"http://127.0.0.1:{port}")), daemon=True)
     playing.start()
     try:
         until = time.monotonic() + 3 * DEADLINE_S
@@ -141,9 +141,9 @@ def played(
             playing.join(0.01)
     finally:
         server.kill()
-    (found,) = told
+    (outcome,) = outcomes
     state = (next((directory / "runs").glob("*/weights/s3")) / "state.bin").read_bytes()
-    return [*found, np.frombuffer(state).tolist()]
+    return [*outcome, np.frombuffer(state).tolist()]
 
 
 def free_port() -> int:
@@ -165,7 +165,7 @@ def test_killed_at_a_point(point: str, starter: ServerStarter, tmp_path: Path, e
     if point == "tinker.restore":  # a server that commits has little to restore
         environ["COMMIT_S"] = "60"
     assert played(starter, directory, environ, first=first) == expected
-    assert fault in {each.name for each in once.iterdir()}, "it was killed there"
+    assert fault in {path.name for path in once.iterdir()}, "it was killed there"
 
 
 @pytest.mark.parametrize("faults", ["test.optim_step@2=lost", "test.sample@5=lost", "test.optim_step@1=lost"])
@@ -177,7 +177,7 @@ def test_a_room_is_lost(faults: str, starter: ServerStarter, tmp_path: Path, exp
     commit_s = "60" if faults.startswith("test.optim_step@2") else "0.0001"
     environ = {"TRIREME_FAULTS": faults, "TRIREME_FAULT_ONCE": str(once), "COMMIT_S": commit_s}
     assert played(starter, directory, environ) == expected
-    assert [each.name for each in once.iterdir()] == [faults]
+    assert [path.name for path in once.iterdir()] == [faults]
     assert len(list(directory.glob("started-*"))) == 1
 
 
@@ -213,9 +213,9 @@ def test_the_real_client_outlives_a_server_that_is_away_for_a_while(starter: Ser
 
     def train() -> Any:
         passed, updated = model.forward_backward([datum(4)], "cross_entropy"), model.optim_step(STEP)
-        saved, kept = model.save_weights_and_get_sampling_client(), model.save_state("s")
-        for each in (passed, updated, kept):
-            each.result(PATIENCE_S)
+        saved, state = model.save_weights_and_get_sampling_client(), model.save_state("s")
+        for future in (passed, updated, state):
+            future.result(PATIENCE_S)
         return saved.result(PATIENCE_S).compute_logprobs(PROMPT).result(PATIENCE_S)
 
     def begin() -> Any:

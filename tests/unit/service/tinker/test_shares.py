@@ -12,12 +12,12 @@ QUANTUM, LARGEST = 50, 100
 
 def served(shares: TokenShares, sizes: dict[str, int], until: int, counts: dict[str, int] | None = None) -> list[str]:
     """Serves those that always have requests of these sizes, for so many tokens; returns who was served."""
-    order, done, counts = [], 0, {} if counts is None else counts
-    while done < until:
+    order, total, counts = [], 0, {} if counts is None else counts
+    while total < until:
         name = shares.choose(list(sizes))
         shares.charge(name, sizes[name])
         counts[name] = counts.get(name, 0) + sizes[name]
-        done += sizes[name]
+        total += sizes[name]
         order.append(name)
     return order
 
@@ -63,11 +63,11 @@ def test_one_that_had_nothing_to_do_saves_nothing_up() -> None:
 
 def test_one_that_asks_again_after_each_answer_gets_its_share_beside_one_with_a_queue() -> None:
     """The first has no request at the moment at which its last one ended, and one at the next."""
-    shares, counts, ended = TokenShares(QUANTUM), {"queue": 0, "loop": 0}, False
+    shares, counts, waiting = TokenShares(QUANTUM), {"queue": 0, "loop": 0}, False
     for _ in range(1_000):
-        ready = ["queue"] if ended else ["queue", "loop"]
+        ready = ["queue"] if waiting else ["queue", "loop"]
         name = shares.choose(ready)
-        ended = name == "loop"
+        waiting = name == "loop"
         shares.charge(name, 20)
         counts[name] += 20
     assert counts["loop"] >= 0.45 * sum(counts.values())

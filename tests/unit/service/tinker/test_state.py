@@ -12,7 +12,7 @@ from service.tinker.promises import Failure, GoneError, Promise, Success, Unknow
 from service.tinker.state import CLONE, GAP_S, HEIR_S, KEPT_S, PLACE_S, SESSION_S, UNASKED_S, ProtocolState
 from service.tinker.turns import LoadWeights, StartSample
 
-DONE = Success({})
+SUCCESS = Success({})
 WORK = Unusable(error="some work")
 
 
@@ -34,10 +34,10 @@ def beat(state: ProtocolState, session_id: str, now: float) -> None:
 def run_all(state: ProtocolState) -> list[str]:
     """Lets the trainer do all that can be done; returns the ids of the requests in that order."""
     ran = []
-    while found := state.next_training():
+    while training := state.next_training():
         assert state.next_training() is None, "one thing at a time"
-        ran.append(found[1].request_id)
-        state.trained(DONE)
+        ran.append(training[1].request_id)
+        state.trained(SUCCESS)
     return ran
 
 
@@ -60,12 +60,12 @@ def test_a_model_is_trained_in_the_order_of_its_numbers_and_once(data: st.DataOb
         if data.draw(st.booleans()) and state.next_training():
             assert state.running
             ran.append(state.running.request_id)
-            state.trained(DONE)
+            state.trained(SUCCESS)
     ran += run_all(state)
     assert ran == [f"s:train:0/{seq}" for seq in range(count + 1)], "the second waits for the end of the first"
     finish(state, "s", 1.0)
     assert run_all(state) == [f"t:train:0/{seq}" for seq in range(count + 1)]
-    assert all(promise.outcome == DONE for promise in promises.values())
+    assert all(promise.outcome == SUCCESS for promise in promises.values())
     assert set(settled) == {f"{s}:train:0/{n}" for s in "st" for n in range(count + 1)}
 
 
@@ -144,9 +144,9 @@ def test_a_silent_client_whose_model_has_done_nothing_gives_its_place_to_the_sam
     for late_s in (0, 1, 2):
         state.expire(HEIR_S + late_s)
         assert run_all(state) == (["v:train:0/0"] if late_s == 1 else [])
-    ended = state.models["s:train:0"].failure
-    assert ended
-    assert "v:train:0 waits, while it has done nothing" in ended.error
+    failure = state.models["s:train:0"].failure
+    assert failure
+    assert "v:train:0 waits, while it has done nothing" in failure.error
     state.train("v:train:0", 1, WORK)
     assert run_all(state) == ["v:train:0/1"]
     state.begin_session("w", 2 * HEIR_S, Caller("alice"))
@@ -173,12 +173,12 @@ def test_what_the_trainer_works_on_is_finished_though_its_session_ends() -> None
     state = new_state("s", "t")
     state.create_model("s", 0, WORK)
     state.create_model("t", 0, WORK)
-    found = state.next_training()
-    assert found
+    training = state.next_training()
+    assert training
     finish(state, "s", 0.0)
     assert state.next_training() is None
-    state.trained(DONE)
-    assert found[1].outcome == DONE
+    state.trained(SUCCESS)
+    assert training[1].outcome == SUCCESS
     assert run_all(state) == ["t:train:0/0"]
 
 
@@ -208,7 +208,7 @@ def test_an_adapter_ends_for_no_other_and_one_beyond_the_places_is_refused(frees
             beat(state, session, now)
         state.expire(now)
     assert run_all(state) == []
-    assert [each.model_id for each in state.holders] == ["s:train:0", "s:train:1", "t:train:0"]
+    assert [model.model_id for model in state.holders] == ["s:train:0", "s:train:1", "t:train:0"]
     if frees:
         finish(state, "t", 75.0)
         assert run_all(state) == ["s:train:2/0"]
@@ -218,7 +218,7 @@ def test_an_adapter_ends_for_no_other_and_one_beyond_the_places_is_refused(frees
     assert isinstance(refused, Failure)
     assert "3 adapters are trained at the same time (service.models)" in refused.error
     assert "has 2 of them: s:train:0, s:train:1." in refused.error
-    assert [each.failure for each in state.holders] == [None] * 3
+    assert [model.failure for model in state.holders] == [None] * 3
 
 
 def test_a_model_whose_batch_is_on_its_way_is_not_taken_over() -> None:
@@ -231,7 +231,7 @@ def test_a_model_whose_batch_is_on_its_way_is_not_taken_over() -> None:
     assert run_all(state) == []
     state.train("s:train:0", 1, WORK)
     assert run_all(state) == ["s:train:0/1", "s:train:0/2", "s:train:1/0"]
-    assert second.outcome == DONE
+    assert second.outcome == SUCCESS
 
 
 def test_requests_do_not_wait_for_ever_for_one_that_does_not_come() -> None:
@@ -249,7 +249,7 @@ def test_requests_do_not_wait_for_ever_for_one_that_does_not_come() -> None:
     pass_time(100.0)
     state.train("s:train:0", 1, WORK)
     assert run_all(state) == ["s:train:0/1", "s:train:0/2"]
-    assert late.outcome == DONE
+    assert late.outcome == SUCCESS
     stuck = state.train("s:train:0", 4, WORK)
     for now in (200.0, 200.0 + GAP_S):
         pass_time(now)
@@ -272,7 +272,7 @@ def test_promises_of_sessions_that_ended_long_ago_take_no_memory() -> None:
     with pytest.raises(GoneError, match="'s:train:0/0'"):
         state.promise(promises[0].request_id)
     assert list(state.promises.values()) == promises[1:]
-    assert state.promise(promises[1].request_id).outcome == DONE
+    assert state.promise(promises[1].request_id).outcome == SUCCESS
 
 
 def test_an_ended_session_is_forgotten_a_day_after_it_or_anything_of_it_was_used() -> None:
@@ -295,7 +295,7 @@ def test_an_ended_session_is_forgotten_a_day_after_it_or_anything_of_it_was_used
 
     passes(2 * ENDED_S)
     assert state.promise(sample.request_id) is sample, "it is not done yet"
-    state.settle(sample, DONE)
+    state.settle(sample, SUCCESS)
     for days in range(3, 6):
         passes(days * ENDED_S, uses=True)
     passes(6 * ENDED_S)
@@ -336,7 +336,7 @@ def test_a_long_session_keeps_no_promises_that_were_fetched() -> None:
         sampled = state.sample(begun, CLONE + number - 1, WORK)
         while not isinstance(state.turns.next(), StartSample):
             pass
-        state.sampled(sampled, DONE)
+        state.sampled(sampled, SUCCESS)
         new, _ = state.completions(begun, 1, number - 1, [])
         assert new == [sampled]
         state.expire(now)
@@ -357,14 +357,14 @@ def test_a_long_session_keeps_no_promises_that_were_fetched() -> None:
 def test_unknown_ids_are_refused() -> None:
     state = new_state("s")
     state.create_model("s", 0, WORK)
-    for asked in (
+    for call in (
         lambda: state.session("x"),
         lambda: state.model("x"),
         lambda: state.sampler("x"),
         lambda: state.promise("x"),
     ):
         with pytest.raises(UnknownId, match="'x'"):
-            asked()
+            call()
     with pytest.raises(RequestRefused, match="seq_id = 0"):
         state.train("s:train:0", 0, WORK)
 
@@ -386,15 +386,15 @@ def test_cursors_tell_each_completion_of_a_clone(data: st.DataObject) -> None:
     while isinstance(step := state.turns.next(), StartSample):
         running.append(step.item)
     assert len(running) == len(numbers)
-    cursors, told = [0, 0], (list[str](), list[str]())
+    cursors, completions = [0, 0], (list[str](), list[str]())
     for promise in data.draw(st.permutations(running)):
-        state.sampled(promise, DONE)
+        state.sampled(promise, SUCCESS)
         clone = data.draw(st.integers(0, 1))
-        new, cursors[clone] = state.completions(begun, clone, cursors[clone], told[clone])
-        told[clone].extend(each.request_id for each in new)
+        new, cursors[clone] = state.completions(begun, clone, cursors[clone], completions[clone])
+        completions[clone].extend(completion.request_id for completion in new)
     for clone in range(2):
         new, _ = state.completions(begun, clone, cursors[clone], [])
-        told[clone].extend(each.request_id for each in new)
-        assert sorted(told[clone]) == [f"{sampler}/{clone * CLONE + n}" for n in range(3)]
-        again, _ = state.completions(begun, clone, 0, told[clone])
+        completions[clone].extend(completion.request_id for completion in new)
+        assert sorted(completions[clone]) == [f"{sampler}/{clone * CLONE + n}" for n in range(3)]
+        again, _ = state.completions(begun, clone, 0, completions[clone])
         assert again == [], "what was retrieved is dropped"

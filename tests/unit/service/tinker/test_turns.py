@@ -14,22 +14,22 @@ BASE = "0"
 class ModelReplicas(TurningReplicas):
     def __init__(self) -> None:
         super().__init__(SampleTurns(base=BASE))
-        self.held: str | None = None
+        self.loaded: str | None = None
         self.renewed: set[str] = set()
 
     def do(self, step: Any) -> None:
         match step:
             case LoadWeights(name):
                 assert not self.running or name in self.renewed, "others' samples ran under these weights"
-                self.held = name
+                self.loaded = name
                 self.loads.append(name)
                 self.renewed.discard(name)
             case StartSample(item):
-                assert item[0] == self.held
+                assert item[0] == self.loaded
                 self.started(item)
 
     def renew(self, name: str) -> None:
-        if name == self.held:
+        if name == self.loaded:
             self.renewed.add(name)
         self.turns.renew(name)
 
