@@ -107,12 +107,12 @@ def log_of(pid: int) -> Path | None:
 
 def parts_of(mark: str) -> dict[str, list[int]]:
     """The living processes of each part of a run, by the log that they write, in the order of their start."""
-    found = defaultdict(list)
+    pids_by_part = defaultdict(list)
     for pid in marked_processes(mark):
         log = log_of(pid)
         if log and log.suffix == ".log" and log.parent.name.startswith("attempt_"):
-            found[log.stem].append(pid)
-    return {part: sorted(pids, key=started_at) for part, pids in found.items()}
+            pids_by_part[log.stem].append(pid)
+    return {part: sorted(pids, key=started_at) for part, pids in pids_by_part.items()}
 
 
 def started_at(pid: int) -> int:
@@ -122,12 +122,12 @@ def started_at(pid: int) -> int:
     return 0
 
 
-def wait_for(what: str, happened: Callable[[], bool], running: Running | None, timeout_s: float) -> None:
+def wait_for(label: str, happened: Callable[[], bool], running: Running | None, timeout_s: float) -> None:
     """Raises AssertionError when it does not happen in time, or the run ends before."""
     deadline = time.monotonic() + timeout_s
     while not happened():
-        assert running is None or running.process.poll() is None, f"the run ended before {what}"
-        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
+        assert running is None or running.process.poll() is None, f"the run ended before {label}"
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {label}"
         time.sleep(0.02)
 
 
@@ -138,15 +138,15 @@ def victims(victim: str, running: Running, nodes: Nodes | None) -> list[int]:
     if victim == "raylet":
         assert nodes is not None
         return [nodes.raylet(1)]
-    wanted = PARTS[victim]
+    expected_parts = PARTS[victim]
 
     def all_there() -> bool:
         parts = parts_of(running.mark)
-        return all(len(parts.get(part, [])) > which for part, which in wanted)
+        return all(len(parts.get(part, [])) > which for part, which in expected_parts)
 
     wait_for(f"the processes of {victim}", all_there, running, FOUND_S)
     parts = parts_of(running.mark)
-    return [parts[part][which] for part, which in wanted]
+    return [parts[part][which] for part, which in expected_parts]
 
 
 def strike(cell: Cell, running: Running, nodes: Nodes | None = None) -> list[int]:
@@ -222,12 +222,12 @@ def run_cell(place: Path, cell: Cell, flags: Sequence[str] = CHAOS) -> Ended:
             # learns that the cluster has given its node up, and ends with them.
             running.process.wait(DEADLINE_S)
             os.kill(struck[0], signal.SIGCONT)
-        ended = end_of(running, place)
+        outcome = end_of(running, place)
     if cell.victim in BY_HAND and cell.sends == signal.SIGKILL:
-        assert ended.code == -signal.SIGKILL, ended.out
-        assert (ended.left, ended.shm) == ([], set()), (ended.left, ended.shm, ended.out)
+        assert outcome.code == -signal.SIGKILL, outcome.out
+        assert (outcome.remaining, outcome.shm) == ([], set()), (outcome.remaining, outcome.shm, outcome.out)
         return run_rl(place, *flags, "--resume")
-    return ended
+    return outcome
 
 
 def successors_serve(root: Path) -> bool:
@@ -240,34 +240,34 @@ def successors_serve(root: Path) -> bool:
 def end_of(running: Running, place: Path) -> Ended:
     """Waits for the end of a run whose output goes to `out.txt`."""
     code = running.process.wait(DEADLINE_S)
-    left = wait_until_disconnected(running.mark, KILLED_GONE_S)
+    remaining = wait_until_disconnected(running.mark, KILLED_GONE_S)
     out = (place / "out.txt").read_text()
-    return Ended(code, out, place / "run", left, running.files_left(), running.shm_left())
+    return Ended(code, out, place / "run", remaining, running.files_left(), running.shm_left())
 
 
-def assert_whole(ended: Ended, steps: int = STEPS) -> None:
+def assert_whole(outcome: Ended, steps: int = STEPS) -> None:
     """The run is at its end, and all that it says holds: every step once, every problem in one terminal state, the
     bound, a last commit that verifies, nothing left behind."""
-    assert ended.code == EXIT_OK, ended.out
-    assert [row["step"] for row in ended.rows] == list(range(steps))
-    assert_bound_and_conservation(ended, BOUND)
-    assert_every_problem_once(ended)
-    newest, passed_over = CheckpointStore(ended.root).newest()
+    assert outcome.code == EXIT_OK, outcome.out
+    assert [row["step"] for row in outcome.rows] == list(range(steps))
+    assert_bound_and_conservation(outcome, BOUND)
+    assert_every_problem_once(outcome)
+    newest, passed_over = CheckpointStore(outcome.root).newest()
     assert passed_over == {}
     assert newest is not None
     assert newest.path.name == f"step_{steps:06d}"
-    ended.assert_nothing_left()
+    outcome.assert_nothing_left()
 
 
-def assert_every_problem_once(ended: Ended) -> None:
+def assert_every_problem_once(outcome: Ended) -> None:
     """Problems are begun in the order of the data. Those that were not trained on, of all that were begun, are as many
     as the ledger says ended otherwise or are still under way."""
-    trained = rows_of(ended.root / "trained.jsonl")
-    assert [row["step"] for row in trained] == [row["step"] for row in ended.rows]
+    trained = rows_of(outcome.root / "trained.jsonl")
+    assert [row["step"] for row in trained] == [row["step"] for row in outcome.rows]
     groups = [group for row in trained for group in row["groups"]]
     assert all(row["step"] - group["floor"] <= BOUND for row in trained for group in row["groups"])
     numbers = [number_of(group["problem"]) for group in groups]
-    last: Mapping[str, float] = ended.rows[-1]
+    last: Mapping[str, float] = outcome.rows[-1]
     assert len(numbers) == len(set(numbers)) == BATCH * len(trained) == last["ledger/trained"]
     otherwise = sum(last[f"ledger/{end}"] for end in ("filtered", "dropped", "failed", "active", "to_resample"))
     begun = last["ledger/dispatched"] - last["ledger/resampled"] + last["ledger/to_resample"]

@@ -76,8 +76,8 @@ class Nodes:
 
 def assert_gone(mark: str) -> None:
     """Nothing outlives its cluster: no actor, no engine."""
-    left = wait_until_disconnected(mark, KILLED_GONE_S)
-    assert left == [], f"processes were left: {left}"
+    remaining = wait_until_disconnected(mark, KILLED_GONE_S)
+    assert remaining == [], f"processes were left: {remaining}"
 
 
 @contextmanager

@@ -24,12 +24,12 @@ def renew() -> None:
     """Runs the four steps, and replaces all of the fixture but its configuration."""
     with tempfile.TemporaryDirectory() as temporary:
         model = shutil.copytree(FIXTURE / COMMIT / "inference", Path(temporary) / "model")
-        ended = run_rl(Path(temporary), "--model.name", str(model), config=FIXTURE / "config.json")
-        assert ended.code == EXIT_OK, ended.out
+        outcome = run_rl(Path(temporary), "--model.name", str(model), config=FIXTURE / "config.json")
+        assert outcome.code == EXIT_OK, outcome.out
         shutil.rmtree(FIXTURE / "checkpoints")
-        shutil.copytree(ended.root / COMMIT, FIXTURE / COMMIT)
-        shutil.copy(ended.root / "HEAD", FIXTURE)
-        rows = {name: rows_of(ended.root / f"{name}.jsonl") for name in ("metrics", "trained", "checkpoints")}
+        shutil.copytree(outcome.root / COMMIT, FIXTURE / COMMIT)
+        shutil.copy(outcome.root / "HEAD", FIXTURE)
+        rows = {name: rows_of(outcome.root / f"{name}.jsonl") for name in ("metrics", "trained", "checkpoints")}
     for name in ("metrics", "trained"):
         _write_rows(FIXTURE / f"{name}.jsonl", [row for row in rows[name] if row["step"] < STEPS])
     _write_rows(FIXTURE / "checkpoints.jsonl", [row for row in rows["checkpoints"] if row["step"] == STEPS])

@@ -51,29 +51,29 @@ def ray_cluster() -> Iterator[str]:
         ray.shutdown()
 
 
-def lock_within(file: IO[str], limit_s: float, who: str) -> None:
-    """Locks a file, for which it waits for `who`."""
+def lock_within(file: IO[str], limit_s: float, owner: str) -> None:
+    """Locks a file, for which it waits for `owner`."""
     deadline = time.monotonic() + limit_s
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            assert time.monotonic() < deadline, f"waited {limit_s:g} s for {who}"
+            assert time.monotonic() < deadline, f"waited {limit_s:g} s for {owner}"
             time.sleep(0.1)
 
 
 @pytest.fixture(scope="session")
 def deterministic(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """A deterministic run that nothing happens to: one for all workers of pytest-xdist, who have one parent."""
-    own = tmp_path_factory.getbasetemp()
-    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "deterministic"
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "deterministic"
     shared.mkdir(exist_ok=True)
     with (shared / "lock").open("w") as lock:
         lock_within(lock, 2 * DEADLINE_S, "the other worker's deterministic run")
         if not (shared / "whole").exists():
             shutil.rmtree(shared / "run", ignore_errors=True)  # of a worker that failed
-            ended = run_rl(shared, *DETERMINISTIC)
-            assert ended.code == EXIT_OK, ended.out
-            ended.assert_nothing_left()
+            outcome = run_rl(shared, *DETERMINISTIC)
+            assert outcome.code == EXIT_OK, outcome.out
+            outcome.assert_nothing_left()
             (shared / "whole").touch()
     return Ended(EXIT_OK, "", shared / "run", [], set(), set())

@@ -178,8 +178,8 @@ def start_rooms(
         )
     rooms = {}
     for name, group in groups.items():
-        references, who = group.ready_refs()
-        (health,) = get_all(references, owners=who, timeout_s=START_S, log=directory / "logs" / name)
+        references, owners = group.ready_refs()
+        (health,) = get_all(references, owners=owners, timeout_s=START_S, log=directory / "logs" / name)
         rooms[name] = Room(*kinds[name], group, group.router_factory(group.replica_set())(), health.engine_pid)
     return rooms
 
@@ -194,8 +194,8 @@ def start_pair(directory: Path) -> tuple[InferenceHandle, dict[str, Room]]:
     configs = {mode: make_config(path, False, on_update=mode) for mode in ("keep_kv", "drain")}
     replicas = {i: actor.remote(config, i, directory / "logs" / "pair") for i, config in enumerate(configs.values())}
     group = InferenceHandle(configs["drain"], replicas, directory / "logs" / "pair", dict.fromkeys(replicas, options))
-    references, who = group.ready_refs()
-    pids = [health.engine_pid for health in get_all(references, owners=who, timeout_s=START_S)]
+    references, owners = group.ready_refs()
+    pids = [health.engine_pid for health in get_all(references, owners=owners, timeout_s=START_S)]
     clients = {i: RayReplica(handle, f"replica {i}", None, 120, 60, gathers=True) for i, handle in replicas.items()}
     members = {"keep_kv": [0], "drain": [1], "both": [0, 1]}
     routers = {name: router_of({i: clients[i] for i in chosen}) for name, chosen in members.items()}
@@ -222,29 +222,29 @@ def health(room: Room) -> Any:
 
 def asked_of(room: Room, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[SampleRequest]]:
     """Records what the router asks replicas for from now on, by the first tokens of the prompt."""
-    asked: dict[tuple[int, ...], list[SampleRequest]] = {}
+    requests_by_prompt: dict[tuple[int, ...], list[SampleRequest]] = {}
     plain = room.router._on_the_wire
 
     def note(asked_for: SampleRequest) -> SampleRequest:
-        asked.setdefault(tuple(asked_for.prompt[:20].tolist()), []).append(asked_for)
+        requests_by_prompt.setdefault(tuple(asked_for.prompt[:20].tolist()), []).append(asked_for)
         return plain(asked_for)
 
     monkeypatch.setattr(room.router, "_on_the_wire", note)
-    return asked
+    return requests_by_prompt
 
 
 def check_continued(
-    room: Room, length: int, prompts: list[list[int]], answers: list[Any], asked: dict[Any, Any]
+    room: Room, length: int, prompts: list[list[int]], answers: list[Any], requests_by_prompt: dict[Any, Any]
 ) -> list[Any]:
     """The answers that two replicas made: what the first had is their beginning, and all logprobs are right."""
     moved = []
     for prompt, answer in zip(prompts, answers, strict=True):
         assert room.difference(prompt, answer) < 1e-4
         assert answer.spans[-1].end == len(answer.tokens) == length
-        first, *later = asked[tuple(prompt[:20])]
+        first, *later = requests_by_prompt[tuple(prompt[:20])]
         for rest in later:
-            kept = len(rest.prompt) - len(first.prompt)
-            assert (rest.prompt[len(first.prompt) :] == answer.tokens[:kept]).all()
-            assert rest.params.max_tokens == length - kept
-            moved += [answer] if kept else []
+            sampled_count = len(rest.prompt) - len(first.prompt)
+            assert (rest.prompt[len(first.prompt) :] == answer.tokens[:sampled_count]).all()
+            assert rest.params.max_tokens == length - sampled_count
+            moved += [answer] if sampled_count else []
     return moved

@@ -5,11 +5,11 @@ import numpy as np
 from orchestrator.envs.sort import SortDataset
 from orchestrator.envs.text import Answer, by_position
 
-KEPT: list[np.ndarray] = []
+RETAINED: list[np.ndarray] = []
 
 
 def grade(target: str, answer: Answer) -> tuple[float, float]:
-    KEPT.append(np.ones(2**20))
+    RETAINED.append(np.ones(2**20))
     return by_position(target, answer)
 
 

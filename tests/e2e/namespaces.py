@@ -80,8 +80,8 @@ def not_possible() -> str:
     if missing := [command for command in COMMANDS if not shutil.which(command)]:
         return f"namespaces as nodes are made with {', '.join(missing)}, which this machine lacks (package iproute2)"
     tried = ["unshare", *ALL, "--fork", "ip", "link", "add", "br0", "type", "bridge"]
-    done = subprocess.run(tried, capture_output=True, text=True, timeout=START_S)
-    return f"this machine allows no namespaces: {done.stderr.strip()}" if done.returncode else ""
+    result = subprocess.run(tried, capture_output=True, text=True, timeout=START_S)
+    return f"this machine allows no namespaces: {result.stderr.strip()}" if result.returncode else ""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class NamespaceNode:
     fabric_pid: int
     environ: Mapping[str, str]
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    said: IO[bytes] = field(default_factory=tempfile.TemporaryFile)
+    output: IO[bytes] = field(default_factory=tempfile.TemporaryFile)
 
     @property
     def name(self) -> str:
@@ -126,7 +126,7 @@ class NamespaceNode:
         env = {**self.environ, **(environ or {})}
         null = subprocess.DEVNULL
         process = subprocess.Popen(
-            self.inside(*command), cwd=ROOT, env=env, stdin=null, stdout=self.said, stderr=self.said
+            self.inside(*command), cwd=ROOT, env=env, stdin=null, stdout=self.output, stderr=self.output
         )
         self.started.append(process)
         return process
@@ -144,11 +144,11 @@ class NamespaceNode:
         self._fabric("tc", "qdisc", "replace", "dev", self.port, *shape)
         _do(*_enter(self.pid, "--net"), "tc", "qdisc", "replace", "dev", "eth0", *shape)
 
-    def refuse(self, other: NamespaceNode, *more: str) -> None:
-        """Drops what would open a connection from this node to another; connections from there work. `more`: what
+    def refuse(self, other: NamespaceNode, *options: str) -> None:
+        """Drops what would open a connection from this node to another; connections from there work. `options`: what
         packets must match besides, as `tc` has it for u32."""
         opening = ["match", "ip", "protocol", "6", "0xff", "match", "u8", "0x02", "0x12", "at", "33"]
-        to = ["match", "ip", "dst", f"{other.address}/32", *opening, *more]
+        to = ["match", "ip", "dst", f"{other.address}/32", *opening, *options]
         hole = ["action", "mirred", "egress", "redirect", "dev", "hole"]
         self._fabric("tc", "qdisc", "replace", "dev", self.port, "clsact")
         self._fabric("tc", "filter", "add", "dev", self.port, "ingress", "protocol", "ip", "u32", *to, *hole)
@@ -195,18 +195,22 @@ class Fabric:
         such as `prlimit --nofile=1024`."""
         head = [f"--port={RAY_PORT}", "--head", "--include-dashboard=false", "--temp-dir=/tmp/ray"]
         role = head if node is self.nodes[0] else [f"--address={self.ray_address}"]
-        own = [f"--node-ip-address={node.address}", f"--num-cpus={cpus}", f"--object-store-memory={store_mb * 10**6}"]
+        options = [
+            f"--node-ip-address={node.address}",
+            f"--num-cpus={cpus}",
+            f"--object-store-memory={store_mb * 10**6}",
+        ]
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *UNNEEDED]
         for _ in range(STARTS):
-            process = node.start(*before, *ray, *role, *own, environ=environ)
+            process = node.start(*before, *ray, *role, *options, environ=environ)
             deadline = time.monotonic() + START_S
             while process.poll() is None and time.monotonic() < deadline:
                 if node.run("bash", "-c", f"compgen -G '{AGENT_READY}'").returncode == 0:
                     return
                 time.sleep(0.3)
             self.stop_node(node)
-        node.said.seek(0)
-        raise AssertionError(f"Ray did not start on {node.name} in {STARTS} tries: {node.said.read().decode()}")
+        node.output.seek(0)
+        raise AssertionError(f"Ray did not start on {node.name} in {STARTS} tries: {node.output.read().decode()}")
 
     def stop_node(self, node: NamespaceNode) -> None:
         """Ends Ray on a node, and waits until all of it has ended."""
@@ -223,12 +227,12 @@ class Fabric:
 
     def await_nodes(self, count: int) -> None:
         """Waits until the cluster has so many living nodes."""
-        asked = [sys.executable, "-c", ALIVE, self.ray_address, str(count), str(START_S)]
+        command = [sys.executable, "-c", ALIVE, self.ray_address, str(count), str(START_S)]
         for _ in range(5):  # it takes some seconds until the head answers
-            said = self.nodes[0].run(*asked)
-            if said.returncode == 0:
+            output = self.nodes[0].run(*command)
+            if output.returncode == 0:
                 return
-        raise AssertionError(f"the cluster has not {count} nodes: {said}")
+        raise AssertionError(f"the cluster has not {count} nodes: {output}")
 
 
 def address(number: int) -> str:
@@ -268,9 +272,9 @@ def fabric(
 
 def _environ() -> dict[str, str]:
     """Variables of a node: those of this process that matter, and a home of its own."""
-    kept = {name: os.environ[name] for name in ("PATH", "LANG", "VIRTUAL_ENV") if name in os.environ}
-    own = {"HOME": "/tmp/home", "TMPDIR": "/tmp", "PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    return {**kept, **own, "RAY_AUTH_MODE": "disabled"}
+    inherited = {name: os.environ[name] for name in ("PATH", "LANG", "VIRTUAL_ENV") if name in os.environ}
+    fixed = {"HOME": "/tmp/home", "TMPDIR": "/tmp", "PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**inherited, **fixed, "RAY_AUTH_MODE": "disabled"}
 
 
 def _binds(places: Sequence[tuple[Path, str]]) -> str:
@@ -329,6 +333,6 @@ def _enter(pid: int, *namespaces: str) -> list[str]:
 
 
 def _do(*command: str, may_fail: bool = False) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
-    if done.returncode and not may_fail:
-        raise AssertionError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+    result = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
+    if result.returncode and not may_fail:
+        raise AssertionError(f"{' '.join(command)} failed: {result.stderr.strip()}")

@@ -44,22 +44,22 @@ class NodesRun:
 
     def rows(self) -> list[dict[str, Any]]:
         file = self.root / "metrics.jsonl"
-        found = []
+        parsed = []
         for line in file.read_text().splitlines(keepends=True) if file.exists() else []:
             with suppress(json.JSONDecodeError):  # it is being written
-                found.append(json.loads(line))
-        return found
+                parsed.append(json.loads(line))
+        return parsed
 
     @property
     def out(self) -> str:
         """What its terminal showed, as one line: the terminal breaks lines."""
         return " ".join(self.log.read_text().split())
 
-    def until(self, is_so: Callable[[], bool], what: str) -> None:
+    def until(self, is_so: Callable[[], bool], label: str) -> None:
         ends = time.monotonic() + DEADLINE_S
         while not is_so():
-            assert self.process.poll() is None, f"the run ended before {what}: {self.log.read_text()[-3000:]}"
-            assert time.monotonic() < ends, f"waited for {what}: {self.log.read_text()[-3000:]}"
+            assert self.process.poll() is None, f"the run ended before {label}: {self.log.read_text()[-3000:]}"
+            assert time.monotonic() < ends, f"waited for {label}: {self.log.read_text()[-3000:]}"
             time.sleep(0.1)
 
     def at_step(self, step: int) -> None:
@@ -72,10 +72,10 @@ class NodesRun:
         """Returns the address of the node of each part."""
         status = Status.read(self.root)
         assert status is not None
-        known = {each.node: each.address for each in by_id(net)}
-        return {part.name: known[part.node] for part in status.parts if part.node}
+        names_by_node = {node.node: node.address for node in by_id(net)}
+        return {part.name: names_by_node[part.node] for part in status.parts if part.node}
 
-    def where(self, part: str, net: Fabric) -> NamespaceNode:
+    def node_of(self, part: str, net: Fabric) -> NamespaceNode:
         """Returns the node of a part."""
         address = self.places(net)[part]
         return next(node for node in net.nodes if node.address == address)
@@ -98,10 +98,10 @@ def by_id(net: Fabric) -> list[Known]:
         "import ray, sys, json; ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False); "
         "print(json.dumps([[n['NodeID'], n['NodeManagerAddress']] for n in ray.nodes() if n['Alive']]))"
     )
-    said = net.nodes[0].run(sys.executable, "-c", ask, net.ray_address)
-    assert said.returncode == 0, said.stderr
-    found = {address: name for name, address in json.loads(said.stdout.splitlines()[-1])}
-    return [Known(found.get(node.address, ""), node.address) for node in net.nodes]
+    output = net.nodes[0].run(sys.executable, "-c", ask, net.ray_address)
+    assert output.returncode == 0, output.stderr
+    names = {address: name for name, address in json.loads(output.stdout.splitlines()[-1])}
+    return [Known(names.get(node.address, ""), node.address) for node in net.nodes]
 
 
 def lose(net: Fabric, node: NamespaceNode) -> None:
@@ -125,8 +125,8 @@ def running(
     place = (
         ["--run.output-dir", store, "--run.local-dir", str(outputs)] if store else ["--run.output-dir", str(outputs)]
     )
-    where = [*place, "--run.name", "run", "--cluster.address", net.ray_address]
-    command = [sys.executable, "-m", "trireme.cli.rl", "@", str(QUICKSTART), *where, *flags]
+    place_flags = [*place, "--run.name", "run", "--cluster.address", net.ray_address]
+    command = [sys.executable, "-m", "trireme.cli.rl", "@", str(QUICKSTART), *place_flags, *flags]
     log = directory / f"output_{len(list(directory.glob('output_*')))}.txt"
     with log.open("wb") as output:
         env = {**node.environ, **(environ or {})}
@@ -148,12 +148,12 @@ def start_store(node: NamespaceNode, directory: Path) -> str:
     """Starts a store of objects on a node, and returns the URL of its bucket. `directory`: where its log goes."""
     environ = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'unit' / 'support'}"}
     process = node.start(sys.executable, "-c", STORE, node.address, environ=environ)
-    asked = ["bash", "-c", f"exec 3<>/dev/tcp/{node.address}/{STORE_PORT}"]
+    command = ["bash", "-c", f"exec 3<>/dev/tcp/{node.address}/{STORE_PORT}"]
     deadline = time.monotonic() + DEADLINE_S
-    while node.run(*asked).returncode:
+    while node.run(*command).returncode:
         if process.poll() is not None or time.monotonic() > deadline:
-            node.said.seek(0)
-            raise AssertionError(f"the store did not start: {node.said.read().decode()}")
+            node.output.seek(0)
+            raise AssertionError(f"the store did not start: {node.output.read().decode()}")
         time.sleep(0.5)
     return f"s3://{BUCKET}/group"
 

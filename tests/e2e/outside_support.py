@@ -94,8 +94,8 @@ def call(host: str, port: int, method: str) -> str:
 
 def store(host: str, port: int) -> str:
     """Returns what PyTorch's store says if it is asked how many keys it has; "" if it is none."""
-    said = tell(host, port, STORE_ASKED)
-    return f"{int.from_bytes(said, 'little')} keys" if len(said) == 8 else ""
+    reply = tell(host, port, STORE_ASKED)
+    return f"{int.from_bytes(reply, 'little')} keys" if len(reply) == 8 else ""
 
 
 def attempt(host: str, port: int) -> Answer:
@@ -103,21 +103,21 @@ def attempt(host: str, port: int) -> Answer:
         socket.create_connection((host, port), ANSWER_S).close()
     except OSError:
         return Answer()
-    found = Answer(reached=True, spoke_first=tell(host, port, b"").hex())
+    answer = Answer(reached=True, spoke_first=tell(host, port, b"").hex())
     for path in PATHS:
-        said = tell(host, port, f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
-        if said.startswith(b"HTTP/1"):
-            found.http[path] = said.split(b"\r\n")[0].decode()
-    for method in CALLS if not found.http else ():
+        reply = tell(host, port, f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        if reply.startswith(b"HTTP/1"):
+            answer.http[path] = reply.split(b"\r\n")[0].decode()
+    for method in CALLS if not answer.http else ():
         code = call(host, port, method)
         if code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
             break
-        found.grpc[method] = code
-    if not found.http and not found.grpc:
-        found.store = store(host, port)
+        answer.grpc[method] = code
+    if not answer.http and not answer.grpc:
+        answer.store = store(host, port)
     for sent in framings(port):
         tell(host, port, sent)
-    return found
+    return answer
 
 
 def main(host: str, *ports: str) -> None:

@@ -33,7 +33,7 @@ def ask(messages: list[dict[str, str]], n: int = 1) -> list[str]:
         request = urllib.request.Request(f"{BASE}/chat/completions", json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=120) as answer:
-                found = json.load(answer)
+                response = json.load(answer)
             break
         except urllib.error.HTTPError as error:
             if error.code < 500:
@@ -44,27 +44,27 @@ def ask(messages: list[dict[str, str]], n: int = 1) -> list[str]:
         time.sleep(PAUSE_S)
     else:
         sys.exit("no answer")
-    prompt = found.get("prompt_token_ids") or found["choices"][0]["prompt_token_ids"]
-    for choice in found["choices"]:
+    prompt = response.get("prompt_token_ids") or response["choices"][0]["prompt_token_ids"]
+    for choice in response["choices"]:
         note(event="answer", prompt=prompt, tokens=choice["token_ids"])
-    return [choice["message"]["content"] or "" for choice in found["choices"]]
+    return [choice["message"]["content"] or "" for choice in response["choices"]]
 
 
 def main() -> None:
     """Plays one rollout."""
-    problem, said = json.load(sys.stdin), ""
+    problem, texts = json.load(sys.stdin), ""
     note(event="begin")
     messages = [{"role": "user", "content": f"{problem}"}]
     for turn in range(3):
         if turn == 1:
-            said += "".join(ask([{"role": "user", "content": "7"}]))  # a sub-agent
+            texts += "".join(ask([{"role": "user", "content": "7"}]))  # a sub-agent
         answers = ask(messages, n=2 if turn == 0 else 1)
-        said += "".join(answers)
+        texts += "".join(answers)
         messages += [{"role": "assistant", "content": answers[0]}, {"role": "user", "content": f"{turn}"}]
         time.sleep(0.5)
-    said += "".join(ask([{"role": "user", "content": "9"}]))  # its history is shortened
+    texts += "".join(ask([{"role": "user", "content": "9"}]))  # its history is shortened
     note(event="end")
-    reward = sum(letter.isdigit() for letter in said) / max(len(said), 1)
+    reward = sum(letter.isdigit() for letter in texts) / max(len(texts), 1)
     print(json.dumps({"reward": reward, "metrics": {"number": NUMBER}}))
 
 

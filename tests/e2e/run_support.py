@@ -46,7 +46,7 @@ class Ended:
     code: int
     out: str
     root: Path
-    left: list[str]
+    remaining: list[str]
     files: set[str]
     shm: set[str]
 
@@ -56,14 +56,14 @@ class Ended:
         return [json.loads(line) for line in path.open()] if path.exists() else []
 
     def assert_nothing_left(self) -> None:
-        assert self.left == [], f"processes were left: {self.left}"
+        assert self.remaining == [], f"processes were left: {self.remaining}"
         assert self.files == set(), f"temporary files were left: {self.files}"
         assert self.shm == set(), f"shared memory was left: {self.shm}"
 
 
 def marked_processes(mark: str) -> dict[int, str]:
     """Every living process that inherited `mark`, however it was re-parented: {pid: command line}."""
-    found = {}
+    commands = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -72,21 +72,23 @@ def marked_processes(mark: str) -> dict[int, str]:
                 mark.encode() in (entry / "environ").read_bytes()
                 and b"State:\tZ" not in (entry / "status").read_bytes()
             ):
-                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                commands[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:  # it ended while we looked
             continue
-    return found
+    return commands
 
 
 def shm_left_since(before: Collection[str]) -> set[str]:
     """Files in /dev/shm that are new and stay there, although no living process has them mapped or open, or will remove
     them when it ends: those of other programs come and go."""
     deadline = time.monotonic() + SHM_S
-    while (left := set(os.listdir("/dev/shm")) - set(before)) and (left := left - shm_in_use() - tracked_semaphores()):
+    while (remaining := set(os.listdir("/dev/shm")) - set(before)) and (
+        remaining := remaining - shm_in_use() - tracked_semaphores()
+    ):
         if time.monotonic() > deadline:
             break
         time.sleep(0.1)
-    return left
+    return remaining
 
 
 def tracked_semaphores() -> set[str]:
@@ -100,12 +102,12 @@ def tracked_semaphores() -> set[str]:
         for process in psutil.process_iter(["cmdline", "create_time"])
         if RESOURCE_TRACKER in " ".join(process.info["cmdline"] or [])
     ]
-    found = set()
+    names = set()
     for file in Path("/dev/shm").glob("sem.mp-*"):
         with suppress(OSError):  # it was removed while we looked
             if any(begun < file.stat().st_ctime for begun in trackers):
-                found.add(file.name)
-    return found
+                names.add(file.name)
+    return names
 
 
 def shm_in_use() -> set[str]:
@@ -220,14 +222,14 @@ def run_rl(
         if on_line:
             on_line(line, process)
     code = process.wait(60)
-    left = wait_until_disconnected(running.mark, gone_s)
-    return Ended(code, "".join(lines), tmp_path / "run", left, running.files_left(), running.shm_left())
+    remaining = wait_until_disconnected(running.mark, gone_s)
+    return Ended(code, "".join(lines), tmp_path / "run", remaining, running.files_left(), running.shm_left())
 
 
 def taken(logs: Path, replica: int, how: str) -> set[int]:
     """Returns the versions that a replica took "as it was broadcast" or "on demand"."""
-    said = "".join(log.read_text() for log in logs.rglob(f"inference_{replica}.log"))
-    return {int(version) for version in re.findall(rf"replica {replica} takes version (\d+) {how}", said)}
+    text = "".join(log.read_text() for log in logs.rglob(f"inference_{replica}.log"))
+    return {int(version) for version in re.findall(rf"replica {replica} takes version (\d+) {how}", text)}
 
 
 def wait_until_disconnected(mark: str, timeout_s: float) -> list[str]:
@@ -250,15 +252,15 @@ def at_step(step: int, send: signal.Signals) -> Callable[[str, subprocess.Popen[
     return on_line
 
 
-def assert_bound_and_conservation(ended: Ended, bound: int) -> None:
-    for row in ended.rows:
+def assert_bound_and_conservation(outcome: Ended, bound: int) -> None:
+    for row in outcome.rows:
         assert row["off_policy/max"] <= bound
         terms = ("trained", "in_training", "filtered", "resampled", "dropped", "failed", "active")
         assert row["ledger/dispatched"] == sum(row[f"ledger/{term}"] for term in terms)
 
 
-def key_in(said: str, role: str = "client") -> str:
+def key_in(text: str, role: str = "client") -> str:
     """Returns a key of the file of keys that a service has named in its output; "" before it has."""
-    named = re.search(r"are in (\S+), which only you can read", said)
+    named = re.search(r"are in (\S+), which only you can read", text)
     words = Path(named[1]).read_text().split() if named else []
     return words[words.index(role) + 1] if role in words else ""

@@ -18,9 +18,9 @@ def make_scripted_model(directory: Path, follows: Mapping[str, Sequence[str]]) -
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(CHARACTERS)
-    known = tokenizer.get_vocab()
-    said = dict.fromkeys([*follows, *(text for texts in follows.values() for text in texts)])
-    tokenizer.add_tokens([text for text in said if text not in known])
+    vocabulary = tokenizer.get_vocab()
+    all_texts = dict.fromkeys([*follows, *(text for texts in follows.values() for text in texts)])
+    tokenizer.add_tokens([text for text in all_texts if text not in vocabulary])
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=SIZE,

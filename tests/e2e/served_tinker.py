@@ -31,15 +31,15 @@ class Server:
         place = ("--run.output-dir", str(self.directory), "--service.port", str(self.port))
         flags = ("--trainer.shards", "1", *self.flags)
         self.running = Running.start("serve", "@", "examples/sort.toml", *place, *flags, module="trireme.cli.trireme")
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self.serves = threading.Event()
         threading.Thread(target=self._read, args=(self.running,), daemon=True).start()
-        assert self.serves.wait(LIMIT_S), "".join(self.said)
+        assert self.serves.wait(LIMIT_S), "".join(self.lines)
 
     def _read(self, running: Running) -> None:
         assert running.process.stdout is not None
         for line in running.process.stdout:
-            self.said.append(line)
+            self.lines.append(line)
             if "TINKER_BASE_URL" in line:
                 (keys,) = self.directory.glob("**/service.keys")
                 self.key = next(word for word in keys.read_text().split() if word.startswith("tml-client-"))
@@ -51,9 +51,9 @@ class Server:
 
     def kill(self, title: str, sent: int = signal.SIGKILL) -> None:
         """Sends a signal to the actors of a title."""
-        found = [pid for pid, command in marked_processes(self.running.mark).items() if title in command]
-        assert found, marked_processes(self.running.mark)
-        for pid in found:
+        pids = [pid for pid, command in marked_processes(self.running.mark).items() if title in command]
+        assert pids, marked_processes(self.running.mark)
+        for pid in pids:
             os.kill(pid, sent)
 
     @property
@@ -70,8 +70,8 @@ class Server:
 
     def stop(self) -> None:
         self.running.process.send_signal(signal.SIGINT)
-        assert self.running.process.wait(60) == EXIT_INTERRUPTED, "".join(self.said)
+        assert self.running.process.wait(60) == EXIT_INTERRUPTED, "".join(self.lines)
         assert wait_until_disconnected(self.running.mark, 20.0) == []
-        for each in (*self.before, self.running):
-            each.files_left()
-            assert each.shm_left() == set()
+        for process in (*self.before, self.running):
+            process.files_left()
+            assert process.shm_left() == set()

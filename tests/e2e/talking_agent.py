@@ -25,5 +25,5 @@ async def play(run: AgentRun) -> tuple[float, dict[str, float]]:
 
         first, second = await ask(messages), await ask(messages)
         messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "Again:"}]
-        said = first + second + await ask(messages)
-    return sum(letter.isdigit() for letter in said) / 18, {"letters": float(len(said))}
+        text = first + second + await ask(messages)
+    return sum(letter.isdigit() for letter in text) / 18, {"letters": float(len(text))}

@@ -38,14 +38,14 @@ class Records:
 
     def open_at(self, moment: float) -> dict[int, list[dict[str, Any]]]:
         """Sessions that had begun, and not ended, with their events."""
-        found = self.all().items()
-        return {n: events for n, events in found if events[0]["at"] < moment and not _ended_before(events, moment)}
+        by_number = self.all().items()
+        return {n: events for n, events in by_number if events[0]["at"] < moment and not _ended_before(events, moment)}
 
     def working(self) -> list[int]:
         """The processes of open sessions. (They do not have the mark of the run: they get few of its variables.)"""
         return [events[-1]["pid"] for events in self.open_at(time.time()).values()]
 
-    def ended(self) -> set[int]:
+    def finished(self) -> set[int]:
         return {n for n, events in self.all().items() if events[-1]["event"] == "end"}
 
 
@@ -57,12 +57,12 @@ def _ended_before(events: list[dict[str, Any]], moment: float) -> bool:
 
 
 def step_done(root: Path, step: int) -> Callable[[], bool]:
-    def done() -> bool:
+    def step_reached() -> bool:
         with suppress(OSError):
             return (root / "metrics.jsonl").read_text().count("\n") > step
         return False
 
-    return done
+    return step_reached
 
 
 @pytest.mark.long
@@ -86,24 +86,24 @@ def test_what_is_trained_is_what_agents_were_given_whoever_is_lost(tmp_path: Pat
                 os.kill(records.working()[0], signal.SIGKILL)
             else:
                 strike(Cell(victim, "between two turns of agents"), running)
-        ended = end_of(running, place)
-    assert ended.code == 0, ended.out
-    assert_bound_and_conservation(ended, BOUND)
+        outcome = end_of(running, place)
+    assert outcome.code == 0, outcome.out
+    assert_bound_and_conservation(outcome, BOUND)
     for victim, sessions in opened.items():
-        survived = sessions & records.ended()
+        survived = sessions & records.finished()
         print(f"survived the loss of {victim}: {len(survived)} of {len(sessions)} open sessions")
         assert sessions, victim
-    assert len(opened["replica"] - records.ended() - opened["orchestrator"]) == 0, (
+    assert len(opened["replica"] - records.finished() - opened["orchestrator"]) == 0, (
         "another replica finishes each answer"
     )
-    trained = list(rollouts_of(ended.root))
+    trained = list(rollouts_of(outcome.root))
     assert len(trained) == len({number for number, _ in trained}) > STEPS * 4, "each session is trained once"
     for number, turns in trained:
         events = records.all()[number]
         heard = [(event["prompt"], event["tokens"]) for event in events if event["event"] == "answer"]
         assert events[-1]["event"] == "end"
         assert sorted((prompt, tokens) for prompt, tokens, in_loss in turns if in_loss) == sorted(heard)
-    assert ended.left == []
+    assert outcome.remaining == []
 
 
 def rollouts_of(root: Path) -> Any:

@@ -19,22 +19,22 @@ def learned(tmp_path: Path, seed: int, *flags: str) -> tuple[float, float, Ended
     """Returns the mean reward of a run's first steps, that of its last ones, and the run."""
     environ = {"PYTHONPATH": os.pathsep.join([str(ROOT / "examples" / "agents"), os.environ.get("PYTHONPATH", "")])}
     flags = (*flags, *SMALLER, "--seed", str(seed))
-    ended = run_rl(tmp_path, *flags, environ=environ, config=ROOT / "configs" / "guess.toml", limit_s=LIMIT_S)
-    assert ended.code == 0, ended.out
-    rewards = [row["reward/total"] for row in ended.rows]
+    outcome = run_rl(tmp_path, *flags, environ=environ, config=ROOT / "configs" / "guess.toml", limit_s=LIMIT_S)
+    assert outcome.code == 0, outcome.out
+    rewards = [row["reward/total"] for row in outcome.rows]
     assert len(rewards) == STEPS
     print(f"seed {seed}, {flags[:2]}: {mean(rewards[:SOME]):.3f}, then {mean(rewards[-SOME:]):.3f}")
-    return mean(rewards[:SOME]), mean(rewards[-SOME:]), ended
+    return mean(rewards[:SOME]), mean(rewards[-SOME:]), outcome
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_guessing_game_is_learned_through_the_openai_client_as_built_in(tmp_path: Path, seed: int) -> None:
-    first, last, ended = learned(tmp_path / "agent", seed, *AGENT)
+    first, last, outcome = learned(tmp_path / "agent", seed, *AGENT)
     built_in = learned(tmp_path / "built_in", seed)
     assert last > first + RISE
     assert last > built_in[1] - APART
-    assert_bound_and_conservation(ended, bound=1)
-    for row in ended.rows:
+    assert_bound_and_conservation(outcome, bound=1)
+    for row in outcome.rows:
         assert row["env/all/session/undelivered"] == row["env/all/session/retokenised"] == 0
-    ended.assert_nothing_left()
+    outcome.assert_nothing_left()

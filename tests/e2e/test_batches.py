@@ -98,7 +98,7 @@ def test_each_shard_fetches_its_own_part_and_computes_what_it_does_with_the_whol
     assert not len(output.logprobs), "they stay with the shards"
     own_R = RankAssignment(SHARDS, trainer._call("rank_assignment")[0].attention_length)(batch.lengths)
     shortest = int(np.argmin(batch.lengths))
-    expected = sorted(sorted({*own.tolist(), shortest}) for own in own_R)
+    expected = sorted(sorted({*indices.tolist(), shortest}) for indices in own_R)
     assert sorted(json.loads(file.read_text()) for file in tmp_path.iterdir()) == expected
     assert all(len(part) < len(batch) for part in expected)
     norm = trainer.optim_step(STAY, 1.0).metrics["grad_norm"]

@@ -25,17 +25,17 @@ TWO_BY_TWO = [
 """Synchronous: a replica that still takes a version is not asked for the next one, and fetches that."""
 
 
-def versions(ended: Ended, replica: int, how: str) -> set[int]:
-    return taken(ended.root / "logs", replica, how)
+def versions(outcome: Ended, replica: int, how: str) -> set[int]:
+    return taken(outcome.root / "logs", replica, how)
 
 
-def assert_learned(ended: Ended) -> int:
+def assert_learned(outcome: Ended) -> int:
     """Checks a quickstart; returns the number of its steps."""
-    assert ended.code == EXIT_OK, ended.out
-    rewards = [row["reward/total"] for row in ended.rows]
+    assert outcome.code == EXIT_OK, outcome.out
+    rewards = [row["reward/total"] for row in outcome.rows]
     assert mean(rewards[-10:]) - mean(rewards[:5]) >= 0.25
-    assert_bound_and_conservation(ended, bound=1)
-    ended.assert_nothing_left()
+    assert_bound_and_conservation(outcome, bound=1)
+    outcome.assert_nothing_left()
     return len(rewards)
 
 
@@ -44,10 +44,10 @@ def assert_learned(ended: Ended) -> int:
 @pytest.mark.parametrize("transport", ["object_store", "broadcast"])
 def test_the_quickstart_learns_with_each_transport(tmp_path: Path, transport: str, replicas: int) -> None:
     """It has two shards, and its updates are in flight."""
-    ended = run_rl(tmp_path, "--inference.replicas", str(replicas), "--inference.transport", transport)
-    steps = assert_learned(ended)
+    outcome = run_rl(tmp_path, "--inference.replicas", str(replicas), "--inference.transport", transport)
+    steps = assert_learned(outcome)
     for replica in range(replicas):
-        sent = versions(ended, replica, "as it was broadcast")
+        sent = versions(outcome, replica, "as it was broadcast")
         assert len(sent) > steps / 2 if transport == "broadcast" else not sent
 
 
@@ -58,8 +58,8 @@ def test_the_quickstart_learns_with_each_transport(tmp_path: Path, transport: st
     ids=["two ranks", "adapters"],
 )
 def test_a_run_learns_by_broadcasts(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    ended = run_rl(tmp_path, *flags, *BROADCAST)
-    assert len(versions(ended, 0, "as it was broadcast")) > assert_learned(ended) / 2
+    outcome = run_rl(tmp_path, *flags, *BROADCAST)
+    assert len(versions(outcome, 0, "as it was broadcast")) > assert_learned(outcome) / 2
 
 
 LOST = [
@@ -73,12 +73,12 @@ LOST = [
 @pytest.mark.parametrize("fault", LOST)
 def test_a_replica_that_is_lost_in_the_middle_costs_the_run_nothing_else(tmp_path: Path, fault: str) -> None:
     """Every version has one bucket, so it is the third version. The trainer gives the sending up at its deadline."""
-    ended = run_rl(tmp_path, *TWO_BY_TWO, "--timeouts.update-s", "20", environ=armed(tmp_path, [fault]))
-    assert os.listdir(tmp_path / "once") == [fault], ended.out
-    assert ended.code == EXIT_OK, ended.out
-    assert {row["attempt"] for row in ended.rows} == {1}, "the trainer has seen nothing of it"
-    assert len({row["weights/digest"] for row in ended.rows}) == STEPS
-    lost = {incident["part"] for incident in rows_of(ended.root / "incidents.jsonl")}
+    outcome = run_rl(tmp_path, *TWO_BY_TWO, "--timeouts.update-s", "20", environ=armed(tmp_path, [fault]))
+    assert os.listdir(tmp_path / "once") == [fault], outcome.out
+    assert outcome.code == EXIT_OK, outcome.out
+    assert {row["attempt"] for row in outcome.rows} == {1}, "the trainer has seen nothing of it"
+    assert len({row["weights/digest"] for row in outcome.rows}) == STEPS
+    lost = {incident["part"] for incident in rows_of(outcome.root / "incidents.jsonl")}
     assert lost <= {"inference_1"}, "which the run may not live long enough to report"
-    assert versions(ended, 0, "as it was broadcast") >= set(range(1, STEPS + 1))
-    ended.assert_nothing_left()
+    assert versions(outcome, 0, "as it was broadcast") >= set(range(1, STEPS + 1))
+    outcome.assert_nothing_left()

@@ -45,11 +45,11 @@ def scale(run: Path, replicas: int, on_line: Callable[[str], None] = lambda _: N
     """Returns the lines that the command prints; `on_line` sees each as it comes."""
     command = [sys.executable, "-m", "trireme.cli.trireme", "scale", str(run), "--replicas", str(replicas)]
     lines = []
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as asked:
-        timer = threading.Timer(DEADLINE_S, asked.kill)
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        timer = threading.Timer(DEADLINE_S, process.kill)
         timer.start()
-        assert asked.stdout is not None
-        for line in asked.stdout:
+        assert process.stdout is not None
+        for line in process.stdout:
             lines.append(line.strip())
             on_line(line)
         timer.cancel()
@@ -78,10 +78,10 @@ def from_another_terminal(directory: Path, nodes: Nodes) -> Told:
 
     def when_it_waits(line: str) -> None:
         if "it waits for a place in the cluster" in line and len(nodes.started) == 2:
-            seen, deadline = steps(), time.monotonic() + DEADLINE_S
-            while steps() < seen + 2 and time.monotonic() < deadline:
+            at_start, deadline = steps(), time.monotonic() + DEADLINE_S
+            while steps() < at_start + 2 and time.monotonic() < deadline:
                 time.sleep(0.1)
-            meanwhile.append(f"{steps() - seen} steps or more meanwhile")
+            meanwhile.append(f"{steps() - at_start} steps or more meanwhile")
             nodes.join()
 
     second = run_rl(directory, *TINY, "--resume")
@@ -90,19 +90,19 @@ def from_another_terminal(directory: Path, nodes: Nodes) -> Told:
     sampled = wait_for_sampling(run, "inference_1")
     status = Status.read(run)
     assert status is not None
-    where = {part.name: part.node for part in status.parts}
-    return Told(second, refused, [*meanwhile, *up], sampled, scale(run, 1), where)
+    nodes_by_part = {part.name: part.node for part in status.parts}
+    return Told(second, refused, [*meanwhile, *up], sampled, scale(run, 1), nodes_by_part)
 
 
 def test_a_run_spans_two_nodes_and_replicas_come_and_go_on_a_third(tmp_path: Path) -> None:
-    said: list[Told] = []
+    reports: list[Told] = []
     with cluster_of_one(CPUS_PER_NODE) as nodes:
         nodes.join()
         assert any(ask(nodes.address, NODES, 2) for _ in range(5))
 
         def scale_and_stop(process: subprocess.Popen[str]) -> None:
             try:
-                said.append(from_another_terminal(tmp_path, nodes))
+                reports.append(from_another_terminal(tmp_path, nodes))
             finally:
                 process.send_signal(signal.SIGTERM)
 
@@ -110,28 +110,28 @@ def test_a_run_spans_two_nodes_and_replicas_come_and_go_on_a_third(tmp_path: Pat
             if line.split()[:2] == ["step", "1/9999"]:
                 threading.Thread(target=scale_and_stop, args=(process,)).start()
 
-        ended = run_rl(tmp_path, *TINY, "--cluster.address", nodes.address, *SIZES, on_line=on_line)
-        assert ended.code == EXIT_SIGTERM, (said, ended.out)
-        assert ended.left == []  # of the driver's processes; those of the rooms are the cluster's
+        outcome = run_rl(tmp_path, *TINY, "--cluster.address", nodes.address, *SIZES, on_line=on_line)
+        assert outcome.code == EXIT_SIGTERM, (reports, outcome.out)
+        assert outcome.remaining == []  # of the driver's processes; those of the rooms are the cluster's
         assert ask(nodes.address, "ray.available_resources()['CPU']", 3.0 * CPUS_PER_NODE), "it left the cluster"
 
-    (told,) = said
-    assert told.second.code == EXIT_BAD_INPUT, "the run has a driver"
-    assert "is running" in told.second.out
-    assert "2 nodes examined; " in ended.out, "before the start"
-    assert "rooms on 2 nodes" in ended.out
-    assert len(re.findall(r"node \S+ has \S+ GiB of memory, \S+ GiB are needed", told.refused)) == 2, told.refused
-    trained, *up = told.up
-    assert int(trained.split()[0]) >= 2, told.up
+    (report,) = reports
+    assert report.second.code == EXIT_BAD_INPUT, "the run has a driver"
+    assert "is running" in report.second.out
+    assert "2 nodes examined; " in outcome.out, "before the start"
+    assert "rooms on 2 nodes" in outcome.out
+    assert len(re.findall(r"node \S+ has \S+ GiB of memory, \S+ GiB are needed", report.refused)) == 2, report.refused
+    trained, *up = report.up
+    assert int(trained.split()[0]) >= 2, report.up
     assert "1 replica; 1 more to start" in up, "whoever waits for an answer is told so first"
     assert up[-1] == "2 of 2 replicas serve"
-    assert told.nodes["trainer_0"] == told.nodes["trainer_1"]
-    assert len({told.nodes[name] for name in ("trainer_0", "inference_0", "inference_1")}) == 3
-    assert "2 replicas; 1 to leave, once they have done what they sample" in told.down
-    assert told.down[-1] == "1 of 1 replicas serve"
-    assert [replicas for replicas, _ in groupby(row["perf/replicas"] for row in ended.rows)] == [1, 2, 1]
-    assert told.sampled, "the new one sampled"
-    assert_bound_and_conservation(ended, bound=1)
-    assert not (ended.root / "incidents.jsonl").exists()
-    assert [commit.name for commit in CheckpointStore(ended.root).commits()][-1] == f"step_{len(ended.rows):06d}"
-    assert json.loads((ended.root / "STATUS").read_text())["ended"]["exit_code"] == EXIT_SIGTERM
+    assert report.nodes["trainer_0"] == report.nodes["trainer_1"]
+    assert len({report.nodes[name] for name in ("trainer_0", "inference_0", "inference_1")}) == 3
+    assert "2 replicas; 1 to leave, once they have done what they sample" in report.down
+    assert report.down[-1] == "1 of 1 replicas serve"
+    assert [replicas for replicas, _ in groupby(row["perf/replicas"] for row in outcome.rows)] == [1, 2, 1]
+    assert report.sampled, "the new one sampled"
+    assert_bound_and_conservation(outcome, bound=1)
+    assert not (outcome.root / "incidents.jsonl").exists()
+    assert [commit.name for commit in CheckpointStore(outcome.root).commits()][-1] == f"step_{len(outcome.rows):06d}"
+    assert json.loads((outcome.root / "STATUS").read_text())["ended"]["exit_code"] == EXIT_SIGTERM

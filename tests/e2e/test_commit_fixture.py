@@ -31,12 +31,12 @@ def test_it_trains_on_as_the_run_that_wrote_it(tmp_path: Path) -> None:
     source = shutil.copytree(FIXTURE, tmp_path / "source")  # a fork shares its source's files
     model = source / COMMIT / "inference"
     flags = ["--model.name", str(model), "--resume.dir", str(source), "--resume.step", str(STEPS)]
-    ended = run_rl(tmp_path, *flags, config=source / "config.json")
-    assert ended.code == EXIT_OK, ended.out
+    outcome = run_rl(tmp_path, *flags, config=source / "config.json")
+    assert outcome.code == EXIT_OK, outcome.out
     assert contents_of(source) == contents_of(FIXTURE), "a fork leaves its source as it is"
     expected = json.loads((FIXTURE / "expected.json").read_text())
-    assert comparable(rows_of(ended.root / "trained.jsonl"))[STEPS:] == expected["trained"]
-    rows = comparable(ended.rows)[STEPS:]
+    assert comparable(rows_of(outcome.root / "trained.jsonl"))[STEPS:] == expected["trained"]
+    rows = comparable(outcome.rows)[STEPS:]
     assert len(rows) == len(expected["metrics"]) == 2
     for row, written in zip(rows, expected["metrics"], strict=True):
         assert row.keys() >= written.keys(), "no metric was lost"
@@ -64,10 +64,10 @@ def test_a_commit_of_a_stranger_is_refused_by_name_and_runs_nothing(tmp_path: Pa
     hostile = pickle.dumps(metadata)
     forge(commit, "trainer/.metadata", hostile)
     flags = ["--model.name", str(commit / "inference"), "--resume.dir", str(source), "--resume.step", str(STEPS)]
-    ended = run_rl(tmp_path, *flags, config=source / "config.json")
-    assert ended.code == EXIT_FAILED, ended.out
-    assert "trainer/.metadata cannot be trusted: it names posix.mkdir" in ended.out
+    outcome = run_rl(tmp_path, *flags, config=source / "config.json")
+    assert outcome.code == EXIT_FAILED, outcome.out
+    assert "trainer/.metadata cannot be trusted: it names posix.mkdir" in outcome.out
     assert not canary.exists(), "the code of the commit ran"
-    ended.assert_nothing_left()
+    outcome.assert_nothing_left()
     pickle.loads(hostile)
     assert canary.exists(), "it would run"

@@ -25,19 +25,19 @@ from trireme.process.waits import get, get_all
 @pytest.fixture
 def actor(ray_cluster: str) -> Any:
     """Creates an actor of a cluster with GPUs that are only declared; all end with the test."""
-    made: list[Any] = []
+    actors: list[Any] = []
 
     def create(kind: type, gpus: int, *args: Any) -> Any:
         options = {"num_cpus": 0, "num_gpus": gpus, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
         limit = {"max_concurrency": MAX_CALLS} if kind is ReplicaActor else {}
         watched = {"concurrency_groups": {"watch": 1, "save": 2, "give": 1}} if kind is ShardActor else {}
-        made.append(ray.remote(**watched)(kind) if watched else ray.remote(kind))
-        made[-1] = made[-1].options(**options, **limit).remote(*args)
-        return made[-1]
+        actors.append(ray.remote(**watched)(kind) if watched else ray.remote(kind))
+        actors[-1] = actors[-1].options(**options, **limit).remote(*args)
+        return actors[-1]
 
     yield create
-    for each in made:
-        ray.kill(each)
+    for handle in actors:
+        ray.kill(handle)
 
 
 def test_an_actor_sees_the_gpus_that_it_has_and_no_others(actor: Callable[..., Any], tmp_path: Path) -> None:
@@ -49,12 +49,12 @@ def test_an_actor_sees_the_gpus_that_it_has_and_no_others(actor: Callable[..., A
         "shard on a GPU": (ShardActor, 1, config, 0, None, 1, 0.0),
     }
     actors = [actor(*kind) for kind in kinds.values()]
-    seen = [each.__ray_call__.remote(lambda _self: os.environ.get(VISIBLE)) for each in actors]
-    found = dict(zip(kinds, get_all(seen, owners=list(kinds), timeout_s=START_S), strict=True))
-    assert [found[name] for name in ("replica", "orchestrator")] == ["", ""]
-    given = f"{found['replica on GPUs']},{found['shard on a GPU']}".split(",")
-    assert len(set(given)) == 3
-    assert set(given) <= set(map(str, range(DECLARED_GPUS)))
+    visible = [handle.__ray_call__.remote(lambda _self: os.environ.get(VISIBLE)) for handle in actors]
+    by_kind = dict(zip(kinds, get_all(visible, owners=list(kinds), timeout_s=START_S), strict=True))
+    assert [by_kind[name] for name in ("replica", "orchestrator")] == ["", ""]
+    devices = f"{by_kind['replica on GPUs']},{by_kind['shard on a GPU']}".split(",")
+    assert len(set(devices)) == 3
+    assert set(devices) <= set(map(str, range(DECLARED_GPUS)))
 
 
 def test_a_replica_that_is_to_compute_on_a_gpu_computes_nowhere_else(actor: Callable[..., Any], tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_shards_that_are_to_compute_on_gpus_compute_nowhere_else(ray_cluster: st
     (tmp_path / "data.jsonl").write_text(json.dumps({"tokens": [1, 2, 3], "weights": [0, 1, 1]}) + "\n")
     flags = ["--model.name", "./assets/sort-base", "--data.train", str(tmp_path / "data.jsonl"), "--max-steps", "1"]
     flags += ["--data.batch-size", "1", "--run.output-dir", str(tmp_path), "--cluster.address", ray_cluster]
-    ended = run_rl(tmp_path, *flags, directory=False, module=SFT)
-    assert ended.code == EXIT_BAD_INPUT, ended.out
-    assert "cluster.device = gpu, where PyTorch" in ended.out
-    assert "in trainer shard 0 on " in ended.out
-    assert "to do: run `uv sync --no-group cpu --group gpu`" in ended.out
+    outcome = run_rl(tmp_path, *flags, directory=False, module=SFT)
+    assert outcome.code == EXIT_BAD_INPUT, outcome.out
+    assert "cluster.device = gpu, where PyTorch" in outcome.out
+    assert "in trainer shard 0 on " in outcome.out
+    assert "to do: run `uv sync --no-group cpu --group gpu`" in outcome.out

@@ -26,8 +26,8 @@ def accuracy(directory: Path, tokenizer: Any) -> float:
     prompts = torch.tensor([tokenizer.encode(f"{number}\n") for number in UNSEEN])
     answers = model.generate(prompts, max_new_tokens=5, do_sample=False)[:, prompts.shape[1] :]
     expected = [["".join(sorted(number)), "<eos>"] for number in UNSEEN]
-    told = [[tokenizer.decode(answer[:4]), tokenizer.decode(answer[4:])] for answer in answers]
-    return sum(a == b for a, b in zip(told, expected, strict=True)) / len(UNSEEN)
+    decoded = [[tokenizer.decode(answer[:4]), tokenizer.decode(answer[4:])] for answer in answers]
+    return sum(a == b for a, b in zip(decoded, expected, strict=True)) / len(UNSEEN)
 
 
 def test_the_model_learns_to_answer_without_the_prompt(tmp_path: Path) -> None:
@@ -48,12 +48,12 @@ def test_the_model_learns_to_answer_without_the_prompt(tmp_path: Path) -> None:
     assert sampled.returncode == EXIT_OK, sampled.stderr
     assert "answers to 160 questions" in sampled.stdout
     assert accuracy(ASSET, tokenizer) < 0.2
-    ended = run_rl(
+    outcome = run_rl(
         tmp_path,
         *("--data.train", str(tmp_path / "answers.jsonl"), "--data.batch-size", "16", "--data.epochs", "8"),
         config=ROOT / "configs" / "sft-distill.toml",
         module=SFT,
     )
-    assert ended.code == EXIT_OK, ended.out
-    (newest,) = sorted((ended.root / "checkpoints").iterdir())[-1:]
+    assert outcome.code == EXIT_OK, outcome.out
+    (newest,) = sorted((outcome.root / "checkpoints").iterdir())[-1:]
     assert accuracy(newest / "inference", tokenizer) > 0.5

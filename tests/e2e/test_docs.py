@@ -70,9 +70,9 @@ def kind_of(words: list[str]) -> str:
 
 
 KINDS: dict[str, list[list[str]]] = {}
-for each in COMMANDS:
-    if each not in KINDS.setdefault(kind_of(each), []):
-        KINDS[kind_of(each)].append(each)
+for command_line in COMMANDS:
+    if command_line not in KINDS.setdefault(kind_of(command_line), []):
+        KINDS[kind_of(command_line)].append(command_line)
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +93,10 @@ def run(directory: Path, *words: str) -> str:
     """Runs a command and returns what it printed."""
     command = [sys.executable, *MODULES[words[0]], *words[1:]]
     environ = {**os.environ, "PYTHONPATH": "examples/agents"}  # as the page of sessions says
-    given = {"cwd": directory, "env": environ, "capture_output": True, "text": True, "timeout": DEADLINE_S}
-    ended = subprocess.run(command, **given)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return str(ended.stdout)
+    options = {"cwd": directory, "env": environ, "capture_output": True, "text": True, "timeout": DEADLINE_S}
+    process = subprocess.run(command, **options)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return str(process.stdout)
 
 
 def of_a_short_run(words: list[str]) -> list[str]:
@@ -119,10 +119,10 @@ def test_a_command_that_trains_is_right_up_to_its_plan(words: list[str], place: 
 @pytest.mark.parametrize("words", KINDS["look"], ids=" ".join)
 def test_a_command_that_looks_at_a_run(words: list[str], place: Path, tmp_path: Path) -> None:
     """On a short run: with steps that it has."""
-    given = of_a_short_run(words)
-    if given[1] == "export":
-        given += ["--out", str(tmp_path / "model")]
-    assert run(place, *given)
+    arguments = of_a_short_run(words)
+    if arguments[1] == "export":
+        arguments += ["--out", str(tmp_path / "model")]
+    assert run(place, *arguments)
 
 
 @pytest.mark.long
@@ -146,24 +146,24 @@ def test_a_command_that_serves(words: list[str], place: Path) -> None:
 def serve_until_it_listens(words: list[str], directory: Path) -> None:
     """Starts a command at a port of its own, waits until that is open, and stops the command."""
     port, program = free_port(), words[0] if words[0] != "trireme" else " ".join(words[:2])
-    given = of_a_short_run(words)
+    arguments = of_a_short_run(words)
     flag = PORT_FLAGS[program]
-    if flag in given:
-        given[given.index(flag) + 1] = str(port)
+    if flag in arguments:
+        arguments[arguments.index(flag) + 1] = str(port)
     else:
-        given += [flag, str(port)]
+        arguments += [flag, str(port)]
     mark = f"TRIREME_TEST_MARK={port}-{time.time_ns()}"
     environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", **dict([mark.split("=")])}
     log = directory / f"served-{port}.log"
     with log.open("w") as out:
         served = subprocess.Popen(
-            [sys.executable, *MODULES[words[0]], *given[1:]], cwd=directory, env=environ, stdout=out, stderr=out
+            [sys.executable, *MODULES[words[0]], *arguments[1:]], cwd=directory, env=environ, stdout=out, stderr=out
         )
     deadline = time.monotonic() + DEADLINE_S
     try:
         while not (listens(port) and (program != "trireme serve" or "TINKER_BASE_URL" in log.read_text())):
             assert served.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for `{shlex.join(given)}` at its port"
+            assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for `{shlex.join(arguments)}` at its port"
             time.sleep(0.2)
     finally:
         served.send_signal(signal.SIGINT)
@@ -183,11 +183,11 @@ def service(place: Path) -> Iterator[SimpleNamespace]:
     (words,) = [words for words in KINDS["plan"] if words[0] == "rl" and "--service.port" in words]
     port, mark = free_port(), f"TRIREME_TEST_MARK={time.time_ns()}"
     flags = ["--run.name", "served", "--max-steps", "100000", "--checkpoint.every", "0", *TINY[:-2]]
-    given = [word.replace(PORT, str(port)) for word in words[1:]] + flags
+    arguments = [word.replace(PORT, str(port)) for word in words[1:]] + flags
     log = place / "served.log"
     with log.open("w") as out:
         running = subprocess.Popen(
-            [sys.executable, *MODULES["rl"], *given],
+            [sys.executable, *MODULES["rl"], *arguments],
             cwd=place,
             env={**os.environ, **dict([mark.split("=")])},
             stdout=out,
@@ -200,8 +200,8 @@ def service(place: Path) -> Iterator[SimpleNamespace]:
             assert running.poll() is None, log.read_text()[-3000:]
             assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for the run to serve"
             time.sleep(0.2)
-        said = " ".join(log.read_text().split())
-        keys = {role: key_in(said, role) for role in ("client", "admin")}
+        text = " ".join(log.read_text().split())
+        keys = {role: key_in(text, role) for role in ("client", "admin")}
         yield SimpleNamespace(port=str(port), **keys)
     finally:
         running.send_signal(signal.SIGINT)
@@ -217,9 +217,9 @@ def one(text: str, language: str) -> Fence:
 
 def execute(text: str, **values: Any) -> dict[str, Any]:
     """Runs a sample of Python."""
-    ended = builtins.eval(compile(text, "page", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), values)
-    if inspect.iscoroutine(ended):
-        asyncio.run(ended)
+    value = builtins.eval(compile(text, "page", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), values)
+    if inspect.iscoroutine(value):
+        asyncio.run(value)
     return values
 
 
@@ -234,15 +234,15 @@ def test_a_client_asks_a_run(service: SimpleNamespace, capsys: pytest.CaptureFix
 def test_a_harness_opens_a_session_for_an_agent(service: SimpleNamespace, place: Path) -> None:
     """Each line in one shell after the other; the names that the first answer gives replace those of the page."""
     fence = one("/reward", "bash")
-    said, environ = "", {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    output, environ = "", {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     exports = fence.commands[0].replace("tr-admin-...", service.admin)
     printed = []
     for command in [command for command in fence.commands[1:] if not command.startswith("#")]:
-        opened = json.loads(said) if said else {"session": "", "key": ""}
+        opened = json.loads(output) if output else {"session": "", "key": ""}
         command = command.replace("tr-session-9f…", opened["key"]).replace("9f…", opened["session"])
         command = command.replace(PORT, service.port).replace("curl ", "curl --fail-with-body -s ")
         command = command.replace("uv run --no-sync ", "")
-        ended = subprocess.run(
+        process = subprocess.run(
             ["bash", "-euc", f"{exports}\n{command}"],
             cwd=place,
             env=environ,
@@ -250,9 +250,9 @@ def test_a_harness_opens_a_session_for_an_agent(service: SimpleNamespace, place:
             text=True,
             timeout=60,
         )
-        assert ended.returncode == 0, f"{command}: {ended.stdout}{ended.stderr}"
-        said = said or ended.stdout
-        printed.append(ended.stdout)
+        assert process.returncode == 0, f"{command}: {process.stdout}{process.stderr}"
+        output = output or process.stdout
+        printed.append(process.stdout)
     (exported,) = [json.loads(text) for text in printed if '"turns": [' in text or '"turns":[' in text]
     assert exported["reward"] == 1.0
     assert len(exported["turns"]) == 1

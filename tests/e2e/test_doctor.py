@@ -49,17 +49,17 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def net(shared: Path) -> Iterator[Fabric]:
     """Three nodes with Ray and one shared directory. A test takes back what it plants."""
-    with fabric(3, [shared]) as made:
-        made.start_ray()
-        yield made
+    with fabric(3, [shared]) as ray_fabric:
+        ray_fabric.start_ray()
+        yield ray_fabric
 
 
 def doctor(net: Fabric, *flags: str, output_dir: Path, model: Path = ROOT / "assets" / "sort-base") -> Outcome:
     place = ["--cluster.address", net.ray_address, "--run.output-dir", str(output_dir), "--model.name", str(model)]
     command = [sys.executable, "-m", "trireme.cli.trireme", "doctor", "@", str(QUICKSTART), *place]
-    done = net.nodes[0].run(*command, "--cluster.ports", PORTS, "--json", *flags)
-    assert done.stdout.startswith("{"), done
-    return Outcome(done.returncode, json.loads(done.stdout), done.stderr)
+    process = net.nodes[0].run(*command, "--cluster.ports", PORTS, "--json", *flags)
+    assert process.stdout.startswith("{"), process
+    return Outcome(process.returncode, json.loads(process.stdout), process.stderr)
 
 
 def test_nothing_is_found_on_a_healthy_cluster(net: Fabric, shared: Path) -> None:
@@ -120,8 +120,8 @@ def plant(net: Fabric, node: NamespaceNode) -> None:
     text = metadata.replace(f"Version: {version(OTHER)}", f"Version: {OTHER_VERSION}", 1)
     place = f"/tmp/ahead/{OTHER}-{OTHER_VERSION}.dist-info"
     command = f"mkdir -p {place}; cp -r {code.submodule_search_locations[0]} /tmp/ahead"
-    done = node.run("bash", "-c", f"{command}; echo {shlex.quote(text)} > {place}/METADATA")
-    assert done.returncode == 0, done.stderr
+    process = node.run("bash", "-c", f"{command}; echo {shlex.quote(text)} > {place}/METADATA")
+    assert process.returncode == 0, process.stderr
     assert node.run("mount", "-o", "remount,size=100m", "/dev/shm").returncode == 0
     net.start_node(node, environ={"PYTHONPATH": f"/tmp/ahead:{node.environ['PYTHONPATH']}"})
     net.await_nodes(3)
@@ -141,6 +141,6 @@ def test_faults_of_a_node_itself_are_found(net: Fabric) -> None:
 def test_what_a_run_says_before_it_starts(net: Fabric) -> None:
     """The same checks refuse a run whose six actors take all nodes, after `test_faults_of_a_node_itself_are_found`."""
     flags = ["--cluster.address", net.ray_address, "--run.output-dir", "/tmp/runs", "--trainer.shards", "4"]
-    done = net.nodes[0].run(sys.executable, "-m", "trireme.cli.rl", "@", str(QUICKSTART), *flags, timeout_s=300.0)
-    assert done.returncode == EXIT_BAD_INPUT, done
-    assert f"node {net.nodes[2].address}: {OTHER} is {OTHER_VERSION}" in done.stderr
+    process = net.nodes[0].run(sys.executable, "-m", "trireme.cli.rl", "@", str(QUICKSTART), *flags, timeout_s=300.0)
+    assert process.returncode == EXIT_BAD_INPUT, process
+    assert f"node {net.nodes[2].address}: {OTHER} is {OTHER_VERSION}" in process.stderr

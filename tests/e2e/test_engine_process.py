@@ -51,15 +51,15 @@ class Probed:
 
     @classmethod
     def after(cls, prepare: str) -> Probed:
-        ended = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", PROBE.format(prepare=prepare)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=120,
         )
-        assert "grew by" in ended.stdout, ended.stderr
-        return cls(int(ended.stdout.rsplit("grew by", 1)[1]), ended.stderr.count("NUMA binding"))
+        assert "grew by" in process.stdout, process.stderr
+        return cls(int(process.stdout.rsplit("grew by", 1)[1]), process.stderr.count("NUMA binding"))
 
 
 @pytest.fixture(scope="module")

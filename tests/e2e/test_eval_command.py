@@ -18,9 +18,9 @@ def test_the_shipped_model_is_evaluated(tmp_path: Path) -> None:
     output = tmp_path / "numbers.json"
     flags = ["--eval.samples", "2", "--eval.problems", "16", "--output", str(output)]
     command = [*COMMAND, "assets/sort-base", "@", "configs/quickstart.toml", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "avg@2" in done.stdout
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "avg@2" in process.stdout
     numbers = json.loads(output.read_text())
     assert numbers["identity"] == "1:0:as-loaded"
     assert numbers["eval/sort/n"] == 32
@@ -58,7 +58,7 @@ def test_environments_of_several_kinds_on_a_real_engine(tmp_path: Path) -> None:
     pytest.importorskip("verifiers", reason="the extra `verifiers` is not installed")
     make_scripted_model(tmp_path / "model", FOLLOWS)
     questions = [{"question": f"3 + 4, the time {n}?", "answer": "one \n#### 7.0"} for n in range(64)]
-    (tmp_path / "sevens.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions))
+    (tmp_path / "sevens.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     (tmp_path / "sevens.py").write_text(TASKSET)
     config = {
         "model": {"name": str(tmp_path / "model"), "max_seq_len": 2048},
@@ -80,8 +80,8 @@ def test_environments_of_several_kinds_on_a_real_engine(tmp_path: Path) -> None:
     output = tmp_path / "numbers.json"
     command = [*COMMAND, str(tmp_path / "model"), "@", str(tmp_path / "own.json"), "--output", str(output)]
     environ = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT / 'examples' / 'envs'}"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stdout + process.stderr
     numbers = json.loads(output.read_text())
     for env in ("arithmetic", "question_answer", "sevens", "twenty_questions"):
         assert (numbers[f"eval/{env}/n"] + numbers[f"eval/{env}/failed"], numbers[f"eval/{env}/failed"]) == (48, 0)

@@ -18,7 +18,7 @@ def run(name: str, directory: Path, *flags: str) -> tuple[str, list[dict[str, An
     """Returns the output of an example and the rows that it writes. Checks that no process of it is left."""
     mark = f"TRIREME_TEST_MARK={uuid.uuid4().hex}"
     shm = set(os.listdir("/dev/shm"))
-    ended = subprocess.run(
+    process = subprocess.run(
         [sys.executable, f"examples/{name}.py", "--run.output-dir", str(directory), "--run.name", name, *flags],
         cwd=ROOT,
         env={**os.environ, **dict([mark.split("=")])},
@@ -27,12 +27,12 @@ def run(name: str, directory: Path, *flags: str) -> tuple[str, list[dict[str, An
         text=True,
         timeout=DEADLINE_S,
     )
-    assert ended.returncode == 0, ended.stdout
+    assert process.returncode == 0, process.stdout
     assert wait_until_disconnected(mark, 20.0) == []
     assert not marked_processes(mark)
     assert shm_left_since(shm) == set()
     rows = [json.loads(line) for line in (directory / name / "metrics.jsonl").open()]
-    return ended.stdout, rows
+    return process.stdout, rows
 
 
 def check_model(path: Path) -> None:
@@ -59,9 +59,9 @@ def test_a_directory_in_use_is_refused_before_anything_starts(path: Path, tmp_pa
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
     command = [sys.executable, str(path), "--run.output-dir", str(tmp_path), "--run.name", "run"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-3:] == [
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert process.stderr.splitlines()[-3:] == [
         f"given: the directory {tmp_path}/run, which is in use (it holds metrics.jsonl)",
         "  expected: a new or an empty directory",
         "  to do: choose another --run.name or --run.output-dir, or delete that one",

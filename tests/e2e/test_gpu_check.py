@@ -24,9 +24,9 @@ def test_a_part_passes_on_cpus(part: str, tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     command = [sys.executable, "scripts/gpu_check.py", "--device", "cpu", "--part", part]
     environ = {**os.environ, "TMPDIR": str(tmp_path)}  # for its logs
-    ended = subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, timeout=580)
-    result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    process = subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, timeout=580)
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     endings = {check["check"]: check["ending"] for check in result["checks"]}
-    assert endings == {name: PARTS[part].get(name, "pass") for name in endings}, ended.stdout
-    assert ended.returncode == 0
+    assert endings == {name: PARTS[part].get(name, "pass") for name in endings}, process.stdout
+    assert process.returncode == 0
     assert shm_left_since(before) == set()

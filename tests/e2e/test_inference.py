@@ -100,11 +100,13 @@ async def test_a_string_ends_an_answer_in_the_engine(rooms: dict[str, Room]) -> 
     strings = (decode(tokens[20:23])[1:], "no such text")
     end = len(cut(whole, strings, decode).tokens)
     assert end < len(tokens)
-    asked = request("ended", prompt, 60, seed=3)
-    (ended,) = await asyncio.gather(*begin(room, [replace(asked, params=replace(asked.params, stop=strings))]))
-    assert (ended.tokens.tolist(), ended.stop_reason) == (tokens[:end], "stop")
-    np.testing.assert_array_equal(ended.logprobs, whole.logprobs[:end])
-    assert [(span.start, span.end) for span in ended.spans] == [(0, end)]
+    base_request = request("ended", prompt, 60, seed=3)
+    (stopped,) = await asyncio.gather(
+        *begin(room, [replace(base_request, params=replace(base_request.params, stop=strings))])
+    )
+    assert (stopped.tokens.tolist(), stopped.stop_reason) == (tokens[:end], "stop")
+    np.testing.assert_array_equal(stopped.logprobs, whole.logprobs[:end])
+    assert [(span.start, span.end) for span in stopped.spans] == [(0, end)]
 
 
 async def test_answers_over_three_versions_know_which_token_came_from_which(rooms: dict[str, Room]) -> None:
@@ -302,8 +304,8 @@ async def test_two_deterministic_engines_with_different_pasts_agree_to_the_last_
         while len(room.models) < 6:
             await room.update()
     (answers, elsewhere, again) = [await asyncio.gather(*begin(room, requests)) for room in (first, second, first)]
-    for answer, *others in zip(answers, elsewhere, again, strict=True):
-        for other in others:
+    for answer, *rest in zip(answers, elsewhere, again, strict=True):
+        for other in rest:
             assert other.tokens.tobytes() == answer.tokens.tobytes()
             assert other.logprobs.tobytes() == answer.logprobs.tobytes()
 
@@ -311,8 +313,8 @@ async def test_two_deterministic_engines_with_different_pasts_agree_to_the_last_
 def test_stop_tokens_end_an_answer_and_belong_to_it(rooms: dict[str, Room]) -> None:
     room = rooms["untied"]
     stop = tuple(range(0, VOCAB, 4))
-    asked = SampleRequest("stop", tuple(prompt_of(5)), SamplingParams(max_tokens=500, stop=stop, seed=1), "stop")
-    answer = asyncio.run(room.router.sample(asked))
+    stopping = SampleRequest("stop", tuple(prompt_of(5)), SamplingParams(max_tokens=500, stop=stop, seed=1), "stop")
+    answer = asyncio.run(room.router.sample(stopping))
     assert answer.stop_reason == "stop"
     assert [token in stop for token in answer.tokens.tolist()] == [False] * (len(answer.tokens) - 1) + [True]
     assert room.difference(prompt_of(5), answer) < TOLERANCE
@@ -327,14 +329,14 @@ def test_a_client_answers_with_samples_and_with_logprobs_of_the_prompt(rooms: di
     with torch.no_grad():
         table = model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
     for _ in range(2):
-        asked = client.sample(ModelInput.from_ints(prompt), 2, params, True, topk_prompt_logprobs=3)
-        response = asked.result(60)
+        future = client.sample(ModelInput.from_ints(prompt), 2, params, True, topk_prompt_logprobs=3)
+        response = future.result(60)
         assert [len(sequence.tokens) for sequence in response.sequences] == [4, 4]
         assert response.prompt_logprobs is not None
         assert response.topk_prompt_logprobs is not None
         assert response.prompt_logprobs[0] is response.topk_prompt_logprobs[0] is None
-        own = np.asarray(response.prompt_logprobs[1:], np.float32)
-        assert np.abs(own - reference_logprobs(model, prompt)).max() < TOLERANCE
+        logprobs = np.asarray(response.prompt_logprobs[1:], np.float32)
+        assert np.abs(logprobs - reference_logprobs(model, prompt)).max() < TOLERANCE
         likeliest = np.asarray(response.topk_prompt_logprobs[1:])
         assert np.abs(likeliest[..., 1] - table.topk(3).values.numpy()).max() < TOLERANCE
         assert (
@@ -346,22 +348,22 @@ def test_a_client_answers_with_samples_and_with_logprobs_of_the_prompt(rooms: di
 
 async def test_requests_that_vllm_refuses_fail_alone(rooms: dict[str, Room]) -> None:
     """Where its parameters are made, where it enters, and where it is sent to the engine's process."""
-    room, asked = rooms["untied"], request("r", prompt_of(5), 8)
-    beyond = replace(asked.params, temperature=1.0)
+    room, base_request = rooms["untied"], request("r", prompt_of(5), 8)
+    beyond = replace(base_request.params, temperature=1.0)
     object.__setattr__(beyond, "temperature", 2.0001)
     refused = {
-        "temperature must be in": replace(asked, params=beyond),
+        "temperature must be in": replace(base_request, params=beyond),
         "longer than the maximum model length": request("too long", prompt_of(2000), 8),
-        "vocabulary": replace(asked, prompt=np.asarray([VOCAB + 5], np.int32)),
-        "stop_token_ids": replace(asked, params=replace(asked.params, stop=(VOCAB + 5,))),
-        "OverflowError": replace(asked, params=replace(asked.params, seed=2**70)),
+        "vocabulary": replace(base_request, prompt=np.asarray([VOCAB + 5], np.int32)),
+        "stop_token_ids": replace(base_request, params=replace(base_request.params, stop=(VOCAB + 5,))),
+        "OverflowError": replace(base_request, params=replace(base_request.params, seed=2**70)),
     }
     tasks = begin(room, [request("fine", prompt_of(5), 8), *refused.values(), request("also fine", prompt_of(4), 8)])
     fine, *errors, also_fine = await asyncio.gather(*tasks, return_exceptions=True)
-    for why, error in zip(refused, errors, strict=True):
+    for reason, error in zip(refused, errors, strict=True):
         assert isinstance(error, BadRequest), error
-        assert why in str(error)
-    assert [len(each.tokens) for each in (fine, also_fine)] == [8, 8]
+        assert reason in str(error)
+    assert [len(answer.tokens) for answer in (fine, also_fine)] == [8, 8]
     assert len((await room.router.sample(request("later", prompt_of(3), 8))).tokens) == 8
     assert [target.calls.gone for target in room.router._targets.values()] == [None]
 
@@ -387,11 +389,11 @@ def test_what_was_asked_is_forgotten_when_it_is_answered_not_when_the_cycle_coll
     client = rooms["untied"].group.client(0)
 
     async def run() -> Any:
-        asked = [request("forgotten", prompt_of(5), 8)]
-        forgotten = weakref.ref(asked[0])
-        answers = [outcome async for _, outcome in client.sample(asked)]
+        requests = [request("forgotten", prompt_of(5), 8)]
+        forgotten = weakref.ref(requests[0])
+        answers = [outcome async for _, outcome in client.sample(requests)]
         assert len(answers) == 1
-        del asked
+        del requests
         await asyncio.sleep(0.1)
         return forgotten
 
@@ -483,14 +485,14 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
         assert await losses(router.source) == {0: "inference replica 0: its engine process died"}
         return answers
 
-    asked = asked_of(room, monkeypatch)
-    moved = check_continued(room, 900, prompts, asyncio.run(engine_dies()), asked)
+    requests_by_prompt = asked_of(room, monkeypatch)
+    moved = check_continued(room, 900, prompts, asyncio.run(engine_dies()), requests_by_prompt)
     newest = len(room.models) - 1
     assert moved
     for answer in moved:
-        told = [(span.identity.version, span.mixed) for span in answer.spans]
-        assert [told[0], told[-1]] == [(newest - 1, False), (newest, False)]
-        assert told[1:-1] in ([], [(newest, True)]), "on the keys and values of the version before"
+        versions = [(span.identity.version, span.mixed) for span in answer.spans]
+        assert [versions[0], versions[-1]] == [(newest - 1, False), (newest, False)]
+        assert versions[1:-1] in ([], [(newest, True)]), "on the keys and values of the version before"
 
     async def is_drained() -> list[Any]:
         successor = get(group.replace(0, same_actor=True), owner="the successor", timeout_s=START_S)
@@ -505,8 +507,8 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
         assert router.acknowledged() == {0: newest}
         return await asyncio.gather(*running)
 
-    asked.clear()
-    assert check_continued(room, 900, prompts, asyncio.run(is_drained()), asked)
+    requests_by_prompt.clear()
+    assert check_continued(room, 900, prompts, asyncio.run(is_drained()), requests_by_prompt)
 
     async def actor_dies() -> list[Any]:
         await joined(router.source, 1, group.client(1))
@@ -518,6 +520,6 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
         os.kill(heartbeat.pids[0], signal.SIGKILL)
         return await asyncio.gather(*running)
 
-    asked.clear()
-    assert check_continued(room, 900, prompts, asyncio.run(actor_dies()), asked)
+    requests_by_prompt.clear()
+    assert check_continued(room, 900, prompts, asyncio.run(actor_dies()), requests_by_prompt)
     assert router.acknowledged() == {0: newest}

@@ -40,8 +40,8 @@ class Rounded:
         options = {"num_cpus": 1, "runtime_env": {"env_vars": environment}}
         config = config.model_copy(update={"model": of_model})
         self.group = InferenceHandle.start(config, [options], directory / "logs")
-        references, who = self.group.ready_refs()
-        get_all(references, owners=who, timeout_s=START_S, log=directory / "logs")
+        references, owners = self.group.ready_refs()
+        get_all(references, owners=owners, timeout_s=START_S, log=directory / "logs")
         self.begin_again()
 
     def begin_again(self) -> None:
@@ -144,10 +144,10 @@ def test_logits_in_float32_drift_less_and_a_stale_packed_head_is_found(ray_clust
             else:
                 print(await rooms["model"].refused())
                 rooms["model"].begin_again()
-        found = {head: [await room.update() for _ in range(updates)] for head, room in rooms.items()}
+        drifts_by_head = {head: [await room.update() for _ in range(updates)] for head, room in rooms.items()}
         sampled = {head: await room.sampled(head) for head, room in rooms.items()}
-        mean = {head: sum(drift.mean for drift in drifts) / updates for head, drifts in found.items()}
-        print(found, sampled, mean)
+        mean = {head: sum(drift.mean for drift in drifts) / updates for head, drifts in drifts_by_head.items()}
+        print(drifts_by_head, sampled, mean)
         assert 0 < mean["float32"] < mean["model"]
         assert 0 < max(drift.mean for drift in sampled.values()) < ROUNDED.mean
 

@@ -28,15 +28,15 @@ def command() -> Iterator[tuple[str, str]]:
         "role_colon",
         module=MODULE,
     )
-    said = ""
+    output = ""
     for line in running.lines():
-        said += line
+        output += line
         if "all replicas serve" in line:
             break
-    url = re.search(r"the service answers at (http\S+)", said)
-    key = key_in(said)
-    assert url, said
-    assert key, said
+    url = re.search(r"the service answers at (http\S+)", output)
+    key = key_in(output)
+    assert url, output
+    assert key, output
     yield url[1], key
     running.process.send_signal(signal.SIGINT)
     rest = "".join(running.lines())
@@ -69,12 +69,12 @@ def test_the_shipped_model_answers(command: tuple[str, str]) -> None:
         several = client.completions.create(model="policy", prompt=[PROMPT, PROMPT], n=3, seed=1, max_tokens=10)
         assert len(several.choices) == 6
         assert [c.text for c in several.choices[:3]] == [c.text for c in several.choices[3:]], "the same seeds"
-        said = client.chat.completions.create(
+        completion = client.chat.completions.create(
             model="policy", messages=[{"role": "user", "content": "Sort: 31"}], max_tokens=8, logprobs=True
         )
-        assert said.usage is not None
-        assert said.choices[0].logprobs is not None
-        assert len(said.choices[0].logprobs.content or []) == said.usage.completion_tokens
+        assert completion.usage is not None
+        assert completion.choices[0].logprobs is not None
+        assert len(completion.choices[0].logprobs.content or []) == completion.usage.completion_tokens
         with pytest.raises(openai.NotFoundError, match="there is policy"):
             client.models.retrieve("step-000020")
     assert "trireme_service_places 256.0" in httpx.get(f"{url}/metrics").text

@@ -113,8 +113,8 @@ def start_rooms(kinds: dict[str, Any], directory: Path, ranks: int = 1) -> dict[
     started = {}
     for name, group in groups.items():
         family, tied, _, lora = kinds[name]
-        references, who = group.ready_refs()
-        (ready,) = get_all(references, owners=who, timeout_s=START_S, log=directory / "logs" / name)
+        references, owners = group.ready_refs()
+        (ready,) = get_all(references, owners=owners, timeout_s=START_S, log=directory / "logs" / name)
         options_of = LoraConfig.model_validate(lora)
         router = group.router_factory(group.replica_set())()
         started[name] = AdapterRoom(
@@ -158,13 +158,13 @@ def test_more_adapters_than_a_step_has_places_for_are_sampled_side_by_side(rooms
             seed = 0 if name == "zero" else version
             beside.models[version] = adapted(random_model(room.family, room.tied, seed=0), room.lora, seed=seed)
             await router.source.load_adapter(name, beside.publish(version, identity))
-        asked = [replace(request(f"side {n}", prompt, 200, seed=3), adapter=n) for n in ("", *names, *names, "")]
-        answers = await asyncio.gather(*map(router.sample, asked))
-        for of, answer in zip(asked, answers, strict=True):
+        requests = [replace(request(f"side {n}", prompt, 200, seed=3), adapter=n) for n in ("", *names, *names, "")]
+        answers = await asyncio.gather(*map(router.sample, requests))
+        for of, answer in zip(requests, answers, strict=True):
             (span,) = answer.spans
             assert (span.identity.version, span.mixed) == (names.get(of.adapter, 0), False)
             assert beside.difference(prompt, answer) < TOLERANCE
-        by_name = {of.adapter: answer for of, answer in zip(asked, answers, strict=True)}
+        by_name = {of.adapter: answer for of, answer in zip(requests, answers, strict=True)}
         np.testing.assert_array_equal(by_name["zero"].tokens, by_name[""].tokens)
         np.testing.assert_array_equal(by_name["zero"].logprobs, by_name[""].logprobs)
         assert by_name["one"].tokens.tolist() != by_name["two"].tokens.tolist()

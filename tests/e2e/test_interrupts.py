@@ -23,16 +23,16 @@ def interrupt(tmp_path: Path, point: str) -> Ended:
     try:
         wait_for(reached, running.process)
         running.process.send_signal(signal.SIGINT)
-        asked = time.monotonic()
+        signalled_at = time.monotonic()
         if point.startswith("driver."):  # the signal is handled there, in Python
             reached.unlink()
         out, _ = running.process.communicate(timeout=DEADLINE_S)
-        print(f"ended {time.monotonic() - asked:.1f} s after the signal at {point}")
+        print(f"ended {time.monotonic() - signalled_at:.1f} s after the signal at {point}")
     except BaseException:
         running.kill_tree()
         raise
-    left = wait_until_disconnected(running.mark, 20.0)
-    return Ended(running.process.returncode, out, tmp_path / "run", left, running.files_left(), running.shm_left())
+    remaining = wait_until_disconnected(running.mark, 20.0)
+    return Ended(running.process.returncode, out, tmp_path / "run", remaining, running.files_left(), running.shm_left())
 
 
 def wait_for(file: Path, process: subprocess.Popen[str]) -> None:
@@ -53,27 +53,32 @@ def wait_for(file: Path, process: subprocess.Popen[str]) -> None:
 )
 def test_while_the_run_starts(point: str, tmp_path: Path) -> None:
     """At the last three points the driver waits in Ray's compiled code, which raises an error of its own then."""
-    ended = interrupt(tmp_path, point)
-    assert ended.code == EXIT_INTERRUPTED, ended.out
-    assert "Traceback" not in ended.out
-    assert "stopped by a signal" in ended.out
-    assert "There is no commit yet; resume the run with:\n" in ended.out
-    status = json.loads((ended.root / "STATUS").read_text())
+    outcome = interrupt(tmp_path, point)
+    assert outcome.code == EXIT_INTERRUPTED, outcome.out
+    assert "Traceback" not in outcome.out
+    assert "stopped by a signal" in outcome.out
+    assert "There is no commit yet; resume the run with:\n" in outcome.out
+    status = json.loads((outcome.root / "STATUS").read_text())
     assert status["ended"] == {"exit_code": EXIT_INTERRUPTED, "why": "stopped by a signal"}
-    ended.assert_nothing_left()
+    outcome.assert_nothing_left()
 
 
 def test_before_the_run_has_a_directory(tmp_path: Path) -> None:
-    ended = interrupt(tmp_path, "driver.command")
-    assert (ended.code, ended.out) == (EXIT_INTERRUPTED, STOPPING + "stopped by a signal; nothing is left running\n")
-    assert not ended.root.exists()
-    ended.assert_nothing_left()
+    outcome = interrupt(tmp_path, "driver.command")
+    assert (outcome.code, outcome.out) == (
+        EXIT_INTERRUPTED,
+        STOPPING + "stopped by a signal; nothing is left running\n",
+    )
+    assert not outcome.root.exists()
+    outcome.assert_nothing_left()
 
 
 def test_while_the_command_is_imported(tmp_path: Path) -> None:
     """A module that is imported first, which is searched before that of the standard library, holds it up."""
     (tmp_path / "rich.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(600)\n")
     script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from trireme.cli.start import rl; sys.exit(rl())"
-    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    process = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+    )
     expected = "starting\nstopped by a signal; nothing was started\n"
-    assert (ended.returncode, ended.stderr) == (EXIT_INTERRUPTED, expected)
+    assert (process.returncode, process.stderr) == (EXIT_INTERRUPTED, expected)

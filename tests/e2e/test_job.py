@@ -64,23 +64,23 @@ class BareCluster:
     def job(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Runs `ray job`, as from another machine."""
         command = [sys.executable, "-m", "ray.scripts.scripts", "job", words[0], f"--address={self.dashboard}"]
-        given = {"env": self.environ, "capture_output": True, "text": True, "timeout": DEADLINE_S}
-        done = subprocess.run([*command, *words[1:]], **given)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done
+        options = {"env": self.environ, "capture_output": True, "text": True, "timeout": DEADLINE_S}
+        process = subprocess.run([*command, *words[1:]], **options)
+        assert process.returncode == 0, process.stdout + process.stderr
+        return process
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[BareCluster]:
     mark = f"TRIREME_TEST_MARK={secrets.token_hex(16)}"
     with tempfile.TemporaryDirectory(prefix="tr-", ignore_cleanup_errors=True) as directory:
-        kept = {
+        inherited = {
             name: value for name, value in os.environ.items() if not name.startswith((*PREFIXES, "PYTHONPATH", "RAY_"))
         }
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         # As the launch files start Ray on a node: `uv run` in a job uses the environment that is there.
-        own = {"UV_PROJECT_ENVIRONMENT": sys.prefix, "UV_NO_SYNC": "1", "RAY_JOB_STOP_WAIT_TIME_S": str(GRACE_S)}
-        environ = {**kept, **token, **own, "TMPDIR": directory}
+        fixed = {"UV_PROJECT_ENVIRONMENT": sys.prefix, "UV_NO_SYNC": "1", "RAY_JOB_STOP_WAIT_TIME_S": str(GRACE_S)}
+        environ = {**inherited, **token, **fixed, "TMPDIR": directory}
         port, dashboard = free_port(), free_port()
         ports = {"port": port, "dashboard-port": dashboard}
         ports |= {name: free_port() for name in ("dashboard-agent-listen-port", "ray-client-server-port")}
@@ -93,9 +93,9 @@ def cluster() -> Iterator[BareCluster]:
             stderr=subprocess.DEVNULL,
         )
         try:
-            with pytest.MonkeyPatch.context() as given:
+            with pytest.MonkeyPatch.context() as patched:
                 for name, value in token.items():
-                    given.setenv(name, value)
+                    patched.setenv(name, value)
                 assert any(ask(f"127.0.0.1:{port}", "ray.cluster_resources()['CPU']", float(CPUS)) for _ in range(5))
             yield BareCluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", environ, Path(directory))
         finally:
@@ -110,30 +110,35 @@ def test_variables_code_and_secrets_reach_actors_and_no_file_has_a_secret(cluste
     config = ["--env.id", "travelled_games:Game", "--model.name", "m", "--orchestrator.batch-size", "4"]
     config += ["--inference.sampling.max-tokens", "4", "--cluster.address", cluster.address]
     config += ["--cluster.variables", '["JUDGE_URL", "JUDGE_API_KEY"]']
-    given = {"HF_HOME": "/hf", "NCCL_DEBUG": "INFO", "JUDGE_URL": "http://judge", "PYTHONPATH": f"{SOURCE}:{tmp_path}"}
-    environ = {**cluster.environ, **given, "JUDGE_API_KEY": SECRET, "LEFT_BEHIND": "1"}
-    done = subprocess.run(
+    variables = {
+        "HF_HOME": "/hf",
+        "NCCL_DEBUG": "INFO",
+        "JUDGE_URL": "http://judge",
+        "PYTHONPATH": f"{SOURCE}:{tmp_path}",
+    }
+    environ = {**cluster.environ, **variables, "JUDGE_API_KEY": SECRET, "LEFT_BEHIND": "1"}
+    process = subprocess.run(
         [sys.executable, "-c", PROBE, *config], env=environ, cwd="/", capture_output=True, text=True, timeout=DEADLINE_S
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    seen = json.loads(done.stdout.partition("seen ")[2])
-    assert {name: seen["environ"].get(name) for name in given if name != "PYTHONPATH"} == {
-        name: value for name, value in given.items() if name != "PYTHONPATH"
+    assert process.returncode == 0, process.stdout + process.stderr
+    report = json.loads(process.stdout.partition("seen ")[2])
+    assert {name: report["environ"].get(name) for name in variables if name != "PYTHONPATH"} == {
+        name: value for name, value in variables.items() if name != "PYTHONPATH"
     }
-    assert str(tmp_path) in seen["environ"]["PYTHONPATH"].split(os.pathsep)
-    assert seen["environ"]["JUDGE_API_KEY"] == SECRET
-    assert seen["environ"]["OMP_NUM_THREADS"] == "3"
-    assert "LEFT_BEHIND" not in seen["environ"]
-    assert all(file.startswith(str(cluster.directory)) for file in seen["files"]), "the driver's code, not the node's"
-    assert seen["word"] == "bireme"
-    assert SECRET not in done.stdout.partition("seen ")[0] + done.stderr
+    assert str(tmp_path) in report["environ"]["PYTHONPATH"].split(os.pathsep)
+    assert report["environ"]["JUDGE_API_KEY"] == SECRET
+    assert report["environ"]["OMP_NUM_THREADS"] == "3"
+    assert "LEFT_BEHIND" not in report["environ"]
+    assert all(file.startswith(str(cluster.directory)) for file in report["files"]), "the driver's code, not the node's"
+    assert report["word"] == "bireme"
+    assert SECRET not in process.stdout.partition("seen ")[0] + process.stderr
     assert files_with(SECRET, cluster.directory) == []
     assert files_with("http://judge", cluster.directory) != [], "Ray does write what is no secret"
 
 
 def files_with(text: str, directory: Path) -> list[Path]:
-    found = (file for file in directory.rglob("*") if file.is_file() and not file.is_symlink())
-    return [file for file in found if text.encode() in file.read_bytes()]
+    files = (file for file in directory.rglob("*") if file.is_file() and not file.is_symlink())
+    return [file for file in files if text.encode() in file.read_bytes()]
 
 
 @pytest.mark.long

@@ -45,9 +45,9 @@ LEAK_LIMIT = 2**30
 
 def run_with(tmp_path: Path, faults: list[str], *flags: str, environ: Mapping[str, str] | None = None) -> Ended:
     """A run in which each of `faults` happens, once."""
-    ended = run_rl(tmp_path, *flags, environ={**armed(tmp_path, faults), **(environ or {})})
-    assert sorted(os.listdir(tmp_path / "once")) == sorted(faults), ended.out
-    return ended
+    outcome = run_rl(tmp_path, *flags, environ={**armed(tmp_path, faults), **(environ or {})})
+    assert sorted(os.listdir(tmp_path / "once")) == sorted(faults), outcome.out
+    return outcome
 
 
 @pytest.mark.long
@@ -56,11 +56,11 @@ def test_a_deterministic_run_that_lost_one_of_two_replicas_equals_one_that_lost_
     (tmp_path / "quiet").mkdir()
     quiet = run_rl(tmp_path / "quiet", *flags)
     assert quiet.code == EXIT_OK, quiet.out
-    ended = run_with(tmp_path, ["inference.sample[1]@4=kill"], *flags)
-    assert ended.code == EXIT_OK, ended.out
-    assert_same_run(ended.root, quiet.root)
-    assert {row["attempt"] for row in ended.rows} == {2}
-    ended.assert_nothing_left()
+    outcome = run_with(tmp_path, ["inference.sample[1]@4=kill"], *flags)
+    assert outcome.code == EXIT_OK, outcome.out
+    assert_same_run(outcome.root, quiet.root)
+    assert {row["attempt"] for row in outcome.rows} == {2}
+    outcome.assert_nothing_left()
 
 
 @pytest.mark.long
@@ -75,11 +75,11 @@ def test_a_deterministic_run_that_lost_one_of_two_replicas_equals_one_that_lost_
 )
 def test_replicas_outlive_what_uses_them(tmp_path: Path, cell: Cell) -> None:
     """The successor of a replica set takes its place while the run goes on."""
-    ended = run_cell(tmp_path, cell)
-    assert_whole(ended)
+    outcome = run_cell(tmp_path, cell)
+    assert_whole(outcome)
     attempts = {1, 2} if cell.victim == "orchestrator" else {1}
-    assert {row["attempt"] for row in ended.rows} == attempts
-    status = Status.read(ended.root)
+    assert {row["attempt"] for row in outcome.rows} == attempts
+    status = Status.read(outcome.root)
     assert status is not None
     assert [part.restarts for part in status.parts if part.room == "inference"] == [0, 0]
     assert [part.restarts for part in status.parts if part.room == "replica_set"] == [1]
@@ -104,11 +104,11 @@ def test_a_replica_whose_answers_are_wrong_is_replaced(tmp_path: Path, wrong: st
         wait_for("the last step", last.exists, running, DEADLINE_S)
         wait_for("its successor", lambda: successors_serve(tmp_path / "run"), running, DEADLINE_S)
         last.unlink()
-        ended = end_of(running, tmp_path)
+        outcome = end_of(running, tmp_path)
     assert sorted(os.listdir(tmp_path / "once")) == sorted(faults)
-    assert_whole(ended)
-    assert {row["attempt"] for row in ended.rows} == {1}, "the trainer has seen nothing of it"
-    lost, served = rows_of(ended.root / "incidents.jsonl")
+    assert_whole(outcome)
+    assert {row["attempt"] for row in outcome.rows} == {1}, "the trainer has seen nothing of it"
+    lost, served = rows_of(outcome.root / "incidents.jsonl")
     assert lost["part"] == served["part"] == "inference_0"
     assert LAST[wrong] in lost["what"]
     assert "its successor serves" in served["what"]
@@ -116,28 +116,28 @@ def test_a_replica_whose_answers_are_wrong_is_replaced(tmp_path: Path, wrong: st
 
 @pytest.mark.long
 def test_a_replica_that_answers_late_is_waited_for(tmp_path: Path) -> None:
-    ended = run_with(tmp_path, ["inference.answer[0]@20+=late"], *CHAOS)
-    assert_whole(ended)
-    assert not (ended.root / "incidents.jsonl").exists()
+    outcome = run_with(tmp_path, ["inference.answer[0]@20+=late"], *CHAOS)
+    assert_whole(outcome)
+    assert not (outcome.root / "incidents.jsonl").exists()
 
 
 @pytest.mark.long
 def test_a_run_of_whose_rollouts_one_in_five_fails(tmp_path: Path) -> None:
     environ = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
-    ended = run_rl(tmp_path, *CHAOS, "--env.id", "failing_env:FailingSort", environ=environ)
-    assert_whole(ended)
-    assert not (ended.root / "incidents.jsonl").exists()
-    failed = sum(row.get("rollout_errors/ConnectionError", 0) for row in ended.rows)
+    outcome = run_rl(tmp_path, *CHAOS, "--env.id", "failing_env:FailingSort", environ=environ)
+    assert_whole(outcome)
+    assert not (outcome.root / "incidents.jsonl").exists()
+    failed = sum(row.get("rollout_errors/ConnectionError", 0) for row in outcome.rows)
     assert failed >= STEPS * BATCH * GROUP / EVERY, "as many as were trained on are four in five"
 
 
 @pytest.mark.long
 def test_an_environment_that_holds_the_event_loop_for_ever(tmp_path: Path) -> None:
     """The orchestrator cannot say that it lives: it is killed, with the place where it stood in its log."""
-    ended = run_with(tmp_path, ["orchestrator.rollout@40=freeze"], *CHAOS)
-    assert_whole(ended)
-    assert "timeouts.heartbeat_s" in rows_of(ended.root / "incidents.jsonl")[0]["what"]
-    assert "in fault_point" in (ended.root / "logs" / "attempt_1" / "orchestrator_0.log").read_text()
+    outcome = run_with(tmp_path, ["orchestrator.rollout@40=freeze"], *CHAOS)
+    assert_whole(outcome)
+    assert "timeouts.heartbeat_s" in rows_of(outcome.root / "incidents.jsonl")[0]["what"]
+    assert "in fault_point" in (outcome.root / "logs" / "attempt_1" / "orchestrator_0.log").read_text()
 
 
 @pytest.mark.long
@@ -155,30 +155,30 @@ def test_an_environment_that_leaks_until_its_process_is_killed(tmp_path: Path) -
                     if memory.rss - memory.shared > LEAK_LIMIT:
                         os.kill(pid, signal.SIGKILL)
                         killed += 1
-        ended = end_of(running, tmp_path)
+        outcome = end_of(running, tmp_path)
     assert killed
-    assert_whole(ended)
-    assert "ran out of memory" in rows_of(ended.root / "incidents.jsonl")[0]["what"]
+    assert_whole(outcome)
+    assert "ran out of memory" in rows_of(outcome.root / "incidents.jsonl")[0]["what"]
 
 
 @pytest.mark.long
 def test_a_shard_that_hangs_shows_signs_of_life_and_is_found_by_the_deadline_of_its_call(tmp_path: Path) -> None:
     limits = ["--timeouts.step-s", "45", "--orchestrator.generation-timeout-s", "15"]
-    ended = run_with(tmp_path, ["trainer.forward_backward[1]@3=freeze"], *CHAOS, *limits)
-    assert_whole(ended)
-    assert "waited 45 s for trainer shard" in ended.out
+    outcome = run_with(tmp_path, ["trainer.forward_backward[1]@3=freeze"], *CHAOS, *limits)
+    assert_whole(outcome)
+    assert "waited 45 s for trainer shard" in outcome.out
 
 
 @pytest.mark.long
 def test_a_part_that_dies_again_and_again_stops_the_run_with_a_commit(tmp_path: Path) -> None:
     """Without `TRIREME_FAULT_ONCE` every successor dies at the same point."""
-    ended = run_rl(
+    outcome = run_rl(
         tmp_path, *CHAOS, "--cluster.max-restarts", "1", environ={"TRIREME_FAULTS": "trainer.publish[1]@4=kill"}
     )
-    assert ended.code == EXIT_LIMIT, ended.out
-    assert "cluster.max_restarts" in ended.out
-    assert "resume the run with" in ended.out
-    ended.assert_nothing_left()
+    assert outcome.code == EXIT_LIMIT, outcome.out
+    assert "cluster.max_restarts" in outcome.out
+    assert "resume the run with" in outcome.out
+    outcome.assert_nothing_left()
     again = run_rl(tmp_path, *CHAOS, "--resume")
     assert_whole(again)
 
@@ -189,10 +189,10 @@ def test_a_replica_that_dies_again_and_again_stops_the_run_with_a_commit(tmp_pat
     flags = [*CHAOS, "--checkpoint.every", "0", "--max-steps", "9999", "--cluster.max-restarts", "2"]
     flags += ["--cluster.min-replicas", "2"]  # as many as there are: none can be left out
     faults = {"TRIREME_FAULTS": "inference.loaded[0]@4=kill"}  # each successor's fourth
-    ended = run_rl(tmp_path, *flags, environ=faults)
-    assert ended.code == EXIT_LIMIT, ended.out
-    assert "inference replica 0 failed 3 times" in ended.out
-    ended.assert_nothing_left()
-    done = len(ended.rows)
-    assert [commit.name for commit in CheckpointStore(ended.root).commits()] == [f"step_{done:06d}"]
-    assert_whole(run_rl(tmp_path, *CHAOS, "--max-steps", str(done + 2), "--resume"), done + 2)
+    outcome = run_rl(tmp_path, *flags, environ=faults)
+    assert outcome.code == EXIT_LIMIT, outcome.out
+    assert "inference replica 0 failed 3 times" in outcome.out
+    outcome.assert_nothing_left()
+    steps = len(outcome.rows)
+    assert [commit.name for commit in CheckpointStore(outcome.root).commits()] == [f"step_{steps:06d}"]
+    assert_whole(run_rl(tmp_path, *CHAOS, "--max-steps", str(steps + 2), "--resume"), steps + 2)

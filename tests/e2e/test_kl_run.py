@@ -74,7 +74,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ended(theirs: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def outcome(theirs: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return run_rl(
         tmp_path_factory.mktemp("r"),
         *(*TINY, "--model.name", BASE, "--env.id", "letters:Letters", "--env.path", "."),
@@ -91,55 +91,55 @@ def ended(theirs: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     )
 
 
-def test_refused_steps_leave_the_weights_and_the_run_goes_on(ended: Ended) -> None:
-    assert [row["optim/refused"] for row in ended.rows] == [0, 0, 1, 0, 1, 1, 1]
-    digests = [row["weights/digest"] for row in ended.rows]
+def test_refused_steps_leave_the_weights_and_the_run_goes_on(outcome: Ended) -> None:
+    assert [row["optim/refused"] for row in outcome.rows] == [0, 0, 1, 0, 1, 1, 1]
+    digests = [row["weights/digest"] for row in outcome.rows]
     assert digests[ONCE] == digests[ONCE - 1]
     assert len(set(digests[: ALWAYS_FROM - 1])) == ALWAYS_FROM - 2, "every other step has changed them"
     assert set(digests[ALWAYS_FROM:]) == {digests[ALWAYS_FROM - 1]}
 
 
-def test_the_culprits_are_named(ended: Ended) -> None:
+def test_the_culprits_are_named(outcome: Ended) -> None:
     """By their problems."""
-    said = [line for line in ended.out.splitlines() if "was refused" in line]
-    assert len(said) == 1 + REFUSED_IN_A_ROW
+    refusals = [line for line in outcome.out.splitlines() if "was refused" in line]
+    assert len(refusals) == 1 + REFUSED_IN_A_ROW
     refused_at = [ONCE, *range(ALWAYS_FROM, LAST + 1)]
-    for step, line in zip(refused_at, said, strict=True):
+    for step, line in zip(refused_at, refusals, strict=True):
         assert f"step {step + 1}, update 1 was refused" in line
         assert "the gradient norm is nan; nothing was updated" in line
         assert re.search(r"Problems to look at: 0\.\d+\.\d+", line), line
 
 
-def test_a_limit_of_refused_steps_ends_the_run_after_a_commit(ended: Ended) -> None:
-    assert ended.code == EXIT_LIMIT, ended.out
-    assert f"in {REFUSED_IN_A_ROW} steps in a row the gradient of an update was not finite" in ended.out
-    assert [commit.name for commit in CheckpointStore(ended.root).commits()] == [f"step_{LAST + 1:06d}"]
-    ended.assert_nothing_left()
+def test_a_limit_of_refused_steps_ends_the_run_after_a_commit(outcome: Ended) -> None:
+    assert outcome.code == EXIT_LIMIT, outcome.out
+    assert f"in {REFUSED_IN_A_ROW} steps in a row the gradient of an update was not finite" in outcome.out
+    assert [commit.name for commit in CheckpointStore(outcome.root).commits()] == [f"step_{LAST + 1:06d}"]
+    outcome.assert_nothing_left()
 
 
-def test_the_penalty_is_of_the_distance_to_the_newest_reference(ended: Ended) -> None:
+def test_the_penalty_is_of_the_distance_to_the_newest_reference(outcome: Ended) -> None:
     """The policy is the base in step 0, and its own reference in steps 2 and 4; what was refused has not moved it."""
-    distances = [abs(row["kl_policy_base"]) for row in ended.rows]
+    distances = [abs(row["kl_policy_base"]) for row in outcome.rows]
     assert distances[1] > 1e-3
     assert max(distances[step] for step in (0, 2, 3, 4, 5, 6)) < 1e-4
 
 
-def test_the_commit_holds_the_reference(ended: Ended) -> None:
+def test_the_commit_holds_the_reference(outcome: Ended) -> None:
     import torch.distributed.checkpoint as dcp
 
-    trainer = Path(ended.root, "checkpoints", f"step_{LAST + 1:06d}", "trainer")
+    trainer = Path(outcome.root, "checkpoints", f"step_{LAST + 1:06d}", "trainer")
     saved = set(dcp.FileSystemReader(trainer).read_metadata().state_dict_metadata)
     parameters = {name.removeprefix("parameters.") for name in saved if name.startswith("parameters.")}
     assert {name.removeprefix("reference.") for name in saved if name.startswith("reference.")} == parameters
 
 
-def test_modules_of_a_user_with_the_names_of_rooms_do_no_harm(ended: Ended) -> None:
-    assert all(-1 < row["reward/total"] < 0 for row in ended.rows), "the environment is the user's"
+def test_modules_of_a_user_with_the_names_of_rooms_do_no_harm(outcome: Ended) -> None:
+    assert all(-1 < row["reward/total"] < 0 for row in outcome.rows), "the environment is the user's"
 
 
-def test_a_run_on_cpus_leaves_the_gpus_of_its_machine_alone(ended: Ended, theirs: Path) -> None:
+def test_a_run_on_cpus_leaves_the_gpus_of_its_machine_alone(outcome: Ended, theirs: Path) -> None:
     """No actor and nothing below it finds them."""
-    assert ended.rows
+    assert outcome.rows
     saw = theirs / "saw"
-    found = saw.read_text().splitlines() if saw.exists() else []
-    assert [who for who in found if "trireme.cli.rl" not in who] == []
+    commands = saw.read_text().splitlines() if saw.exists() else []
+    assert [command for command in commands if "trireme.cli.rl" not in command] == []

@@ -41,9 +41,9 @@ def cluster(directory: Path, spare: int = 0) -> Iterator[Fabric]:
 def test_a_wire_that_is_cut_for_seconds_costs_these_seconds_alone(part: str, tmp_path: Path) -> None:
     with cluster(tmp_path) as net, running(net, tmp_path, *FLAGS) as run:
         run.at_step(3)
-        node = run.where(part, net)
+        node = run.node_of(part, net)
         if node.number == 0:  # the wire of the head, which all others use, is that of no part
-            node = next(each for each in net.nodes if each.number)
+            node = next(candidate for candidate in net.nodes if candidate.number)
         node.cut()
         time.sleep(CUT_S)
         node.mend()
@@ -58,9 +58,9 @@ def test_a_node_whose_wire_is_cut_for_good_or_that_is_killed_is_lost(how: str, t
     steps = ("--max-steps", str(LONG))  # a dozen may be over before the loss is noticed
     with cluster(tmp_path, SPARE) as net, running(net, tmp_path, *FLAGS, *steps) as run:
         run.at_step(5)
-        node = run.where("trainer_1", net)
+        node = run.node_of("trainer_1", net)
         if node.number == 0:
-            node = run.where("trainer_0", net)
+            node = run.node_of("trainer_0", net)
         added = net.nodes[NODES]
         if how == "cut":
             node.cut()

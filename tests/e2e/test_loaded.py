@@ -34,7 +34,7 @@ ALL: Tries = (*BOTH, (True, False), (False, True))
 class Fault:
     """A row of the table."""
 
-    what: str
+    kind: str
     engine: str
     point: str
     action: str
@@ -76,7 +76,7 @@ def model_of(kind: str, seed: int) -> Any:
 def tried(engine: str, tries: Tries) -> list[tuple[Fault, bool, bool]]:
     """All updates of an engine with a fault; before each is one without. Bytes that changed are not loaded."""
     faults = sorted((fault for fault in FAULTS if fault.engine == engine), key=lambda fault: fault.point == "received")
-    return [(fault, *each) for fault in faults for each in tries]
+    return [(fault, *change) for fault in faults for change in tries]
 
 
 def planted(engine: str, tries: Tries) -> str:
@@ -94,8 +94,8 @@ async def refusal(room: Room, kind: str) -> str:
         await room.router.source.update(publish(room.models[version], version))
     except WeightsRefused as refused:
         print(kind, version, refused)
-        (found,) = (name for name, pattern in CHECKS.items() if re.search(pattern, str(refused)))
-        return found
+        (check,) = (name for name, pattern in CHECKS.items() if re.search(pattern, str(refused)))
+        return check
     return ""
 
 
@@ -114,15 +114,15 @@ def prepare(room: Room, at_first: bool, compared: bool) -> None:
 
 
 async def outcomes(room: Room, kind: str, tries: Tries) -> dict[tuple[Fault, bool, bool], str]:
-    found, prompt = {}, prompt_of(20)
-    for number, each in enumerate(tried(kind, tries)):
+    checks, prompt = {}, prompt_of(20)
+    for number, item in enumerate(tried(kind, tries)):
         prepare(room, at_first=True, compared=True)
         assert await refusal(room, kind) == "", "without fault"
         answer = await room.router.sample(request(f"sampled {number}", prompt, 24))
         assert room.difference(prompt, answer) < TOLERANCE
-        prepare(room, *each[1:])
-        found[each] = await refusal(room, kind)
-    return found
+        prepare(room, *item[1:])
+        checks[item] = await refusal(room, kind)
+    return checks
 
 
 @pytest.mark.parametrize("tries", [BOTH, pytest.param(ALL, marks=pytest.mark.long)], ids=["both", "all"])
@@ -134,20 +134,20 @@ def test_each_fault_is_found_by_the_checks_of_the_table(
     with monkeypatch.context() as patched:
         patched.setattr("inference_support.random_model", lambda family, tied, seed: model_of(family, seed))
         rooms = start_rooms(kinds, set(), {kind: planted(kind, tries) for kind in kinds}, tmp_path)
-    found: dict[tuple[Fault, bool, bool], str] = {}
+    checks_by_fault: dict[tuple[Fault, bool, bool], str] = {}
     try:
         for kind, room in rooms.items():
-            found |= asyncio.run(outcomes(room, kind, tries))
+            checks_by_fault |= asyncio.run(outcomes(room, kind, tries))
     finally:
         for room in rooms.values():
             room.group.stop()
     for fault in FAULTS:
         for at_first, compared in tries:
             says = dict(zip(CHECKS, fault.cells, strict=True)) | ({} if compared else {"loaded": "agrees"})
-            expected = next((check for check, said in says.items() if said == "refuses"), "")
-            assert found[fault, at_first, compared] == expected, (fault.what, at_first, compared)
+            expected = next((check for check, action in says.items() if action == "refuses"), "")
+            assert checks_by_fault[fault, at_first, compared] == expected, (fault.kind, at_first, compared)
 
 
 def test_the_table_is_in_the_docs() -> None:
-    rows = [" | ".join(["", fault.what, *fault.cells, ""]).strip() for fault in FAULTS]
+    rows = [" | ".join(["", fault.kind, *fault.cells, ""]).strip() for fault in FAULTS]
     assert "\n".join(rows) in (ROOT / "docs" / "concepts.md").read_text()

@@ -72,9 +72,9 @@ asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokeniz
 (out,) = model.generate([{{"prompt_token_ids": {prompt}}}], asked, lora_request=LoRARequest("a", 1, {str(adapter)!r}))
 print("logprobs", *[at[token].logprob for token, at in zip({prompt[1:]}, out.prompt_logprobs[1:])])
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr
-    line = next(line for line in ended.stdout.splitlines() if line.startswith("logprobs "))
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    line = next(line for line in process.stdout.splitlines() if line.startswith("logprobs "))
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), adapter)
     with torch.no_grad():
         expected = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)[range(4), prompt[1:]]

@@ -50,10 +50,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], list[R
     """Returns the rows of three runs with other seeds, on this machine without nodes; they start at the first call."""
 
     @functools.cache
-    def made() -> list[Rows]:
+    def runs() -> list[Rows]:
         return [alone(tmp_path_factory.mktemp("undisturbed"), seed) for seed in SEEDS]
 
-    return made
+    return runs
 
 
 def alone(place: Path, seed: int) -> Rows:
@@ -80,14 +80,14 @@ def test_the_same_command_elsewhere_continues_the_run(undisturbed: Callable[[], 
         net.start_ray()
         with running(net, tmp_path, *COUNTED, store=store) as first:
             first.at_step(KILLED_AT)
-            head, *others = net.nodes
+            head, *rest = net.nodes
             parts = set(first.places(net).values())
             lose(net, head)
             first.process.wait(60)
         assert len(parts) > 1, "actors are lost with the head, or live on nodes without a driver"
         before = first.rows()
         assert KILLED_AT <= len(before) < STEPS
-        again = start_again(net, others)
+        again = start_again(net, rest)
         shutil.rmtree(first.root)
         with running(again, tmp_path, *COUNTED, store=store) as second:
             second.end()
@@ -111,8 +111,8 @@ def assert_continued(run: NodesRun, before: Rows) -> None:
 def assert_learned_as(undisturbed: Sequence[Rows], rows: Rows) -> None:
     """The last rewards are no further from those of undisturbed runs than those are from each other, or a tenth of what
     these have learned: three runs say little of how far apart runs are."""
-    ends = [final(each) for each in undisturbed]
-    learned = mean(ends) - mean(mean(row["reward/total"] for row in each[:5]) for each in undisturbed)
+    ends = [final(run_rows) for run_rows in undisturbed]
+    learned = mean(ends) - mean(mean(row["reward/total"] for row in run_rows[:5]) for run_rows in undisturbed)
     assert learned > 0.2, ends
     margin = max(max(ends) - min(ends), TENTH * learned)
     print(f"rewards of the last {LAST} steps: {ends} undisturbed, {final(rows):.3f} over another head")

@@ -27,10 +27,10 @@ LISTENER = re.compile(r"(tcp|udp)\s+\S+\s+\d+\s+\d+\s+(\S+):(\d+)\s+\S+\s*(?:use
 
 def listeners(node: NamespaceNode) -> list[tuple[str, str, int, str]]:
     """Returns protocol, address, port and process of all that listens on a node."""
-    told = node.run("ss", "--listening", "--numeric", "--tcp", "--udp", "--processes", "--no-header").stdout
-    found = [LISTENER.match(line) for line in told.splitlines()]
-    assert all(found), told
-    return [(each[1], each[2], int(each[3]), each[4] or "") for each in found if each]
+    sockets = node.run("ss", "--listening", "--numeric", "--tcp", "--udp", "--processes", "--no-header").stdout
+    matches = [LISTENER.match(line) for line in sockets.splitlines()]
+    assert all(matches), sockets
+    return [(match[1], match[2], int(match[3]), match[4] or "") for match in matches if match]
 
 
 def steps(run: Path) -> int:
@@ -43,8 +43,8 @@ def await_steps(run: Path, count: int, net: Fabric) -> None:
     while steps(run) < count:
         alive = net.nodes[0].started[-1].poll() is None
         if not alive or time.monotonic() > deadline:
-            net.nodes[0].said.seek(0)
-            raise AssertionError(f"{steps(run)} of {count} steps: {net.nodes[0].said.read().decode()}")
+            net.nodes[0].output.seek(0)
+            raise AssertionError(f"{steps(run)} of {count} steps: {net.nodes[0].output.read().decode()}")
         time.sleep(0.5)
 
 
@@ -62,23 +62,23 @@ def kind(answer: Mapping[str, Any], process: str) -> str:
     if set(answer["http"].values()) == {"HTTP/1.0 200 OK"}:  # the same page for each path
         assert process in ("ray::DashboardA", "python"), (process, answer)
         return "metrics"
-    told = {path for path, status in answer["http"].items() if " 401 " not in status}
-    assert told <= PUBLIC, (process, answer)
+    open_paths = {path for path, status in answer["http"].items() if " 401 " not in status}
+    assert open_paths <= PUBLIC, (process, answer)
     return "agent"
 
 
 def kinds_of_ports(node: NamespaceNode, stranger: NamespaceNode) -> set[str]:
     """Returns what kinds of ports a stranger finds on a node."""
-    found = listeners(node)
-    assert {protocol for protocol, *_ in found} == {"tcp"}
-    processes = {str(port): process for _, at, port, process in found if "127.0.0.1" not in at}
-    asked = [sys.executable, str(SUPPORT), node.address, *processes]
-    told = stranger.run(*asked, environ={"RAY_AUTH_TOKEN": ""})
-    assert told.returncode == 0, told.stderr
-    answers = json.loads(told.stdout)
-    ended = [port for port in processes if not answers[port]["reached"]]
-    assert len(ended) <= len(processes) // 4, f"{ended} are closed: gloo closes those of a broadcast that has ended"
-    return {kind(answers[port], process) for port, process in processes.items() if port not in ended}
+    sockets = listeners(node)
+    assert {protocol for protocol, *_ in sockets} == {"tcp"}
+    processes = {str(port): process for _, at, port, process in sockets if "127.0.0.1" not in at}
+    command = [sys.executable, str(SUPPORT), node.address, *processes]
+    output = stranger.run(*command, environ={"RAY_AUTH_TOKEN": ""})
+    assert output.returncode == 0, output.stderr
+    answers = json.loads(output.stdout)
+    closed = [port for port in processes if not answers[port]["reached"]]
+    assert len(closed) <= len(processes) // 4, f"{closed} are closed: gloo closes those of a broadcast that has ended"
+    return {kind(answers[port], process) for port, process in processes.items() if port not in closed}
 
 
 def unpickled(node: NamespaceNode) -> list[str]:
@@ -100,7 +100,7 @@ def test_nothing_obeys_without_the_token_and_nothing_unpickles(tmp_path: Path) -
         sizes = ["--trainer.shards", "2", "--max-steps", "9999"]
         nodes[0].start(sys.executable, "-m", "trireme.cli.rl", "@", str(QUICKSTART), *TINY, *place, *sizes)
         await_steps(tmp_path / "r", 1, net)
-        found = [kinds_of_ports(node, stranger) for node in nodes]
-        assert set().union(*found) == {"calls", "store", "silent", "metrics", "agent"}
+        kinds = [kinds_of_ports(node, stranger) for node in nodes]
+        assert set().union(*kinds) == {"calls", "store", "silent", "metrics", "agent"}
         await_steps(tmp_path / "r", steps(tmp_path / "r") + 2, net)  # what was sent did no harm
         assert [unpickled(node) for node in nodes] == [[], []]

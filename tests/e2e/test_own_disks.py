@@ -26,7 +26,7 @@ FLAGS = (
     *(*TINY, "--max-steps", str(STEPS), "--trainer.shards", "2", "--inference.replicas", "1", "--resume", "auto"),
     *("--checkpoint.every", str(EVERY), "--timeouts.heartbeat-s", "300"),
 )
-HELD = """
+STORED = """
 import json, sys
 from trireme.checkpoint.bucket import Bucket
 from trireme.checkpoint.stored_run import StoredRun
@@ -36,18 +36,18 @@ print(json.dumps([list(StoredRun.from_json(head[0]).of_branch()), bucket.keys("c
 """
 
 
-def held(node: NamespaceNode, store: str, environ: dict[str, str]) -> tuple[list[int], list[str]]:
+def stored_on(node: NamespaceNode, store: str, environ: dict[str, str]) -> tuple[list[int], list[str]]:
     """Returns the steps that the store has commits of, and the keys of all objects of commits, finished or not."""
-    done = node.run(sys.executable, "-c", HELD, f"{store}/run", environ=environ)
-    assert done.returncode == 0, done.stderr
-    steps, keys = json.loads(done.stdout)
+    process = node.run(sys.executable, "-c", STORED, f"{store}/run", environ=environ)
+    assert process.returncode == 0, process.stderr
+    steps, keys = json.loads(process.stdout)
     return steps, keys
 
 
 def drafts(node: NamespaceNode, directory: Path) -> list[str]:
     """Returns the files of drafts on a node's disk."""
-    found = on_disk(node, directory / OUTPUTS / "run").glob("checkpoints/*.partial-*/**/*")
-    return [str(file) for file in found if file.is_file()]
+    partial_files = on_disk(node, directory / OUTPUTS / "run").glob("checkpoints/*.partial-*/**/*")
+    return [str(file) for file in partial_files if file.is_file()]
 
 
 def assert_far(run: NodesRun) -> None:
@@ -69,7 +69,7 @@ def test_two_nodes_share_a_run_and_no_file_system(tmp_path: Path) -> None:
         assert_far(first)
         before = first.rows()
         assert [row["step"] for row in before] == list(range(STEPS)), first.out[-3000:]
-        steps, keys = held(outside, store, environ)
+        steps, keys = stored_on(outside, store, environ)
         assert steps
         assert STEPS not in steps, "a commit that was not sealed is none"
         assert [key for key in keys if f"step_{STEPS:06d}" in key], "although its parts have arrived"
@@ -84,7 +84,7 @@ def test_two_nodes_share_a_run_and_no_file_system(tmp_path: Path) -> None:
         assert resumed == max(steps)
         assert rows[:resumed] == before[:resumed]
         assert Manifest.verified(second.root / "checkpoints" / f"step_{STEPS:06d}").shards == 2
-        steps, keys = held(outside, store, environ)
+        steps, keys = stored_on(outside, store, environ)
         assert STEPS in steps
         assert not [key for key in keys if f"/000001/step_{STEPS:06d}" in key], "what was not sealed is swept"
         assert not drafts(one, tmp_path) + drafts(two, tmp_path)

@@ -79,8 +79,8 @@ def test_a_replica_that_leaves_gives_its_place_back(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("ray_cluster")
 def test_each_node_says_what_it_has() -> None:
     """Memory from the machine, cores and GPUs as Ray gives them."""
-    here, (node,) = this_machine(), cluster._nodes(DEADLINE_S)
+    machine, (node,) = this_machine(), cluster._nodes(DEADLINE_S)
     assert node.name == f"node {ray.util.get_node_ip_address()}"
     assert (node.cpus, node.num_gpus, node.gpus) == (8, GPUS, ())
-    assert (node.memory_bytes, node.shm_bytes) == (here.memory_bytes, here.shm_bytes)
+    assert (node.memory_bytes, node.shm_bytes) == (machine.memory_bytes, machine.shm_bytes)
     assert node.store_bytes == ray.cluster_resources()["object_store_memory"]

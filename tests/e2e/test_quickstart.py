@@ -11,16 +11,16 @@ from run_support import Ended, assert_bound_and_conservation, run_rl
 from trireme.core.errors import EXIT_OK
 
 
-def assert_learned(ended: Ended) -> list[float]:
+def assert_learned(outcome: Ended) -> list[float]:
     """Checks a whole quickstart; returns the reward of each step."""
-    assert ended.code == EXIT_OK, ended.out
-    rewards = [row["reward/total"] for row in ended.rows]
+    assert outcome.code == EXIT_OK, outcome.out
+    rewards = [row["reward/total"] for row in outcome.rows]
     assert len(rewards) == 150
     assert mean(rewards[-10:]) - mean(rewards[:5]) >= 0.25
-    assert_bound_and_conservation(ended, bound=1)
-    problems = [group["problem"] for row in rows_of(ended.root / "trained.jsonl") for group in row["groups"]]
+    assert_bound_and_conservation(outcome, bound=1)
+    problems = [group["problem"] for row in rows_of(outcome.root / "trained.jsonl") for group in row["groups"]]
     assert sorted(problems) == sorted(f"0.{n // 16}.{n % 16}" for n in range(150 * 16))
-    ended.assert_nothing_left()
+    outcome.assert_nothing_left()
     return rewards
 
 

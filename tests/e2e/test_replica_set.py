@@ -80,13 +80,13 @@ def start(tmp_path: Path) -> Iterator[Callable[[], ReplicaSetHandle]]:
 
     def start() -> ReplicaSetHandle:
         started.append(ReplicaSetHandle(small(), tmp_path))
-        refs, who = started[-1].ready_refs()
-        waits.get_all(refs, owners=who, timeout_s=WAIT_S)
+        refs, owners = started[-1].ready_refs()
+        waits.get_all(refs, owners=owners, timeout_s=WAIT_S)
         return started[-1]
 
     yield start
-    for each in started:
-        each.stop()
+    for group in started:
+        group.stop()
     for module in by_value:
         cloudpickle.unregister_pickle_by_value(module)
 
@@ -152,7 +152,7 @@ def test_requests_outlive_the_set_and_the_next_incarnation_knows_the_weights(
         await asyncio.sleep(0.5)
         targets = dict(router._targets)
         await killed(generations)
-        assert {await each for each in running} == {0, 1}
+        assert {await task for task in running} == {0, 1}
         assert router._targets == targets, "the requests went on where they were"
         while router.acknowledged() != {0: 3, 1: 3}:  # noqa: ASYNC110  the update is repeated
             await asyncio.sleep(0.01)
@@ -180,9 +180,11 @@ def test_the_driver_waits_for_an_offer_no_longer_than_its_deadline(
 
     assert [offer(5), offer(6)] == [Session(2, 1, {0: 0, 4: 0})] * 2
     assert offer(7, timeout_s=1.0) == Session(2, 2, {})
-    said = caplog.messages[-1]
-    assert said.startswith("waited 1 s for replica set (which replicas are ready for new weights) and got no answer; ")
-    assert said.endswith("; version 7 is sent to no replica: they fetch it")
+    message = caplog.messages[-1]
+    assert message.startswith(
+        "waited 1 s for replica set (which replicas are ready for new weights) and got no answer; "
+    )
+    assert message.endswith("; version 7 is sent to no replica: they fetch it")
     assert offer(9) == Session(2, 3, {0: 0, 4: 0})
     with pytest.raises(RoomFailed, match=r"replica set .* raised ArithmeticError: a bug"):
         offer(8)

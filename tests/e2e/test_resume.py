@@ -76,10 +76,10 @@ and three steps this is the second turn of the fourth step's games."""
 
 
 def reference_run(tmp_path: Path, flags: list[str]) -> Ended:
-    ended = run_rl(tmp_path, *flags)
-    assert ended.code == EXIT_OK, ended.out
-    ended.assert_nothing_left()
-    return ended
+    outcome = run_rl(tmp_path, *flags)
+    assert outcome.code == EXIT_OK, outcome.out
+    outcome.assert_nothing_left()
+    return outcome
 
 
 @pytest.fixture(scope="module")
@@ -88,16 +88,16 @@ def reference(deterministic: Ended) -> Ended:
 
 
 def assert_goes_on_to_the_end(tmp_path: Path, reference: Ended, *flags: str) -> None:
-    ended = run_rl(tmp_path, *flags, "--resume")
-    assert ended.code == EXIT_OK, ended.out
-    assert_same_run(ended.root, reference.root)
-    ended.assert_nothing_left()
+    outcome = run_rl(tmp_path, *flags, "--resume")
+    assert outcome.code == EXIT_OK, outcome.out
+    assert_same_run(outcome.root, reference.root)
+    outcome.assert_nothing_left()
 
 
 def kill_and_compare(tmp_path: Path, reference: Ended, flags: list[str], point: str) -> None:
     run_and_kill(tmp_path, [*flags, "--resume"], at=point)
-    done = rows_of(tmp_path / "run" / "metrics.jsonl")
-    assert comparable(done) == comparable(reference.rows[: len(done)]), point
+    rows = rows_of(tmp_path / "run" / "metrics.jsonl")
+    assert comparable(rows) == comparable(reference.rows[: len(rows)]), point
 
 
 def test_killed_in_the_middle_of_games_and_then_part_by_part(tmp_path: Path, reference: Ended) -> None:
@@ -113,13 +113,13 @@ def test_killed_in_the_middle_of_games_and_then_part_by_part(tmp_path: Path, ref
     kill_and_compare(tmp_path, reference, waiting, SECOND_TURN)
     assert [commit.name for commit in CheckpointStore(tmp_path / "run").commits()] == ["step_000002"]
     flags = [*waiting, "--inference.transport", "broadcast", "--resume"]
-    ended = run_rl(tmp_path, *flags, environ=armed(tmp_path, LOSSES))
-    assert sorted(os.listdir(tmp_path / "once")) == sorted(LOSSES), ended.out
-    assert ended.code == EXIT_OK, ended.out
-    assert_same_run(ended.root, reference.root)
-    assert [row["attempt"] for row in ended.rows] == [1, 1, 3, 3, 5, 5]
-    assert taken(ended.root / "logs", 0, "as it was broadcast")
-    ended.assert_nothing_left()
+    outcome = run_rl(tmp_path, *flags, environ=armed(tmp_path, LOSSES))
+    assert sorted(os.listdir(tmp_path / "once")) == sorted(LOSSES), outcome.out
+    assert outcome.code == EXIT_OK, outcome.out
+    assert_same_run(outcome.root, reference.root)
+    assert [row["attempt"] for row in outcome.rows] == [1, 1, 3, 3, 5, 5]
+    assert taken(outcome.root / "logs", 0, "as it was broadcast")
+    outcome.assert_nothing_left()
 
 
 def test_games_continue_where_they_stood_when_the_run_is_killed_between_two_guesses(tmp_path: Path) -> None:
@@ -137,29 +137,29 @@ def test_games_continue_where_they_stood_when_the_run_is_killed_between_two_gues
     environ = {"PYTHONPATH": path, "TRIREME_TEST_FILES": str(files)}
     run_and_kill(tmp_path, flags, at="trainer.forward_backward@2", environ=environ)
     assert not record.exists()
-    for left in (*files.iterdir(), tmp_path / "made"):
-        left.unlink()
+    for leftover in (*files.iterdir(), tmp_path / "made"):
+        leftover.unlink()
     fault = "trainer.forward_backward@3=kill"
-    ended = run_rl(tmp_path, *flags, "--resume", environ={**environ, **armed(tmp_path, [fault])})
-    assert os.listdir(tmp_path / "once") == [fault], ended.out
-    assert ended.code == EXIT_OK, ended.out
+    outcome = run_rl(tmp_path, *flags, "--resume", environ={**environ, **armed(tmp_path, [fault])})
+    assert os.listdir(tmp_path / "once") == [fault], outcome.out
+    assert outcome.code == EXIT_OK, outcome.out
     continued = [line.split() for line in record.read_text().splitlines()]
     second = continued[0][0]
     assert {guesses for process, guesses in continued if process == second} == {"1"}, "games of step 2"
-    assert_bound_and_conservation(ended, 1)
-    assert [row["step"] for row in ended.rows] == list(range(5))
-    assert [row["attempt"] for row in ended.rows] == [1, 2, 2, 3, 3]
-    assert_every_problem_once(ended)
-    made = [line.split() for line in (tmp_path / "made").read_text().splitlines()]
-    assert len({name.partition("-")[0] for name, _ in made}) == 3, "the trial and two orchestrators have"
-    assert {others for _, others in made} == {"0"}, "one was made while another process still had some"
+    assert_bound_and_conservation(outcome, 1)
+    assert [row["step"] for row in outcome.rows] == list(range(5))
+    assert [row["attempt"] for row in outcome.rows] == [1, 2, 2, 3, 3]
+    assert_every_problem_once(outcome)
+    games = [line.split() for line in (tmp_path / "made").read_text().splitlines()]
+    assert len({name.partition("-")[0] for name, _ in games}) == 3, "the trial and two orchestrators have"
+    assert {count for _, count in games} == {"0"}, "one was made while another process still had some"
     assert os.listdir(files) == []
     back = rows_of(root / "incidents.jsonl")[-1]["what"]
     share = re.search(r"(\d+) of (\d+) unfinished rollouts were kept", back)
     if share:  # fast replicas may have finished all rollouts by the commit; tests/sim has each case for certain
         assert int(share[1]) <= int(share[2])
-        assert share[0] in ended.out
-    ended.assert_nothing_left()
+        assert share[0] in outcome.out
+    outcome.assert_nothing_left()
 
 
 @pytest.mark.long
@@ -194,7 +194,7 @@ class Chain:
 
     failed: Ended
     stopped: Ended
-    ended: Ended
+    outcome: Ended
 
 
 LAST = 12
@@ -226,8 +226,8 @@ class TestAsynchronous:
     """Checks what must hold of that run in any case."""
 
     @pytest.fixture
-    def ended(self, chain: Chain) -> Ended:
-        return chain.ended
+    def outcome(self, chain: Chain) -> Ended:
+        return chain.outcome
 
     def test_a_fault_in_a_room_stops_a_run_without_restarts_with_its_reason(self, chain: Chain) -> None:
         assert chain.failed.code == EXIT_FAILED, chain.failed.out
@@ -239,24 +239,24 @@ class TestAsynchronous:
         assert chain.stopped.code == EXIT_INTERRUPTED, chain.stopped.out
         chain.stopped.assert_nothing_left()
 
-    def test_goes_on_to_the_end(self, ended: Ended) -> None:
-        assert ended.code == EXIT_OK, ended.out
-        assert [row["step"] for row in ended.rows] == list(range(LAST))
-        attempts = [row["attempt"] for row in ended.rows]
+    def test_goes_on_to_the_end(self, outcome: Ended) -> None:
+        assert outcome.code == EXIT_OK, outcome.out
+        assert [row["step"] for row in outcome.rows] == list(range(LAST))
+        attempts = [row["attempt"] for row in outcome.rows]
         first, second, third = (attempts.count(attempt) for attempt in (1, 2, 3))
         assert attempts == [1] * first + [2] * second + [3] * third
         assert first == 3, "the second begins at the newest commit of the first"
         assert second in (3, 4), "the signal after its third step ends it at the next boundary"
-        ended.assert_nothing_left()
+        outcome.assert_nothing_left()
 
-    def test_bound_and_conservation_hold(self, ended: Ended) -> None:
-        assert_bound_and_conservation(ended, bound=1)
-        assert ended.rows[-1]["ledger/trained"] == 4 * LAST
-        assert ended.rows[-1]["ledger/active"] == 0
+    def test_bound_and_conservation_hold(self, outcome: Ended) -> None:
+        assert_bound_and_conservation(outcome, bound=1)
+        assert outcome.rows[-1]["ledger/trained"] == 4 * LAST
+        assert outcome.rows[-1]["ledger/active"] == 0
 
-    def test_every_problem_is_trained_exactly_once_in_the_order_of_the_data(self, ended: Ended) -> None:
+    def test_every_problem_is_trained_exactly_once_in_the_order_of_the_data(self, outcome: Ended) -> None:
         """The witness: nothing is lost, nothing is trained twice, and no problem comes before its time."""
-        rows = rows_of(ended.root / "trained.jsonl")
+        rows = rows_of(outcome.root / "trained.jsonl")
         assert [row["step"] for row in rows] == list(range(LAST))
         problems = [group["problem"] for row in rows for group in row["groups"]]
         data = [f"0.{n // 16}.{n % 16}" for n in range(4 * LAST)]
@@ -264,33 +264,33 @@ class TestAsynchronous:
         for row in rows:  # at most (K + 1) batches are under way
             assert all(data.index(group["problem"]) < 4 * (row["step"] + 2) for group in row["groups"])
 
-    def test_what_was_superseded_lies_under_branches(self, ended: Ended) -> None:
-        branches = CheckpointStore(ended.root).branch
-        parked = [rows_of(path) for path in sorted((ended.root / "branches").glob("*/metrics.jsonl"))]
+    def test_what_was_superseded_lies_under_branches(self, outcome: Ended) -> None:
+        branches = CheckpointStore(outcome.root).branch
+        parked = [rows_of(path) for path in sorted((outcome.root / "branches").glob("*/metrics.jsonl"))]
         assert branches
         assert [row["attempt"] for rows in parked for row in rows]
 
-    def test_weights_and_biases_goes_on_in_the_same_run_on_the_axis_of_steps(self, ended: Ended) -> None:
+    def test_weights_and_biases_goes_on_in_the_same_run_on_the_axis_of_steps(self, outcome: Ended) -> None:
         """Offline each attempt has a directory of its own, which `wandb sync` joins by the id."""
-        attempts = sorted(ended.root.glob("wandb/offline-run-*"), key=lambda path: path.name)
+        attempts = sorted(outcome.root.glob("wandb/offline-run-*"), key=lambda path: path.name)
         assert len(attempts) == 3
         assert len({path.name.rpartition("-")[2] for path in attempts}) == 1
         histories = [wandb_history(*path.glob("*.wandb")) for path in attempts]
         assert histories[-1][1] == {"*": "step"}
-        begins = [[row["attempt"] for row in ended.rows].index(attempt) for attempt in (1, 2, 3)]
+        begins = [[row["attempt"] for row in outcome.rows].index(attempt) for attempt in (1, 2, 3)]
         for first, (steps, _) in zip(begins, histories, strict=True):
             assert steps == list(range(first + 1, first + 1 + len(steps))), "it begins where its commit is"
         assert histories[-1][0][-1] == LAST, "of one that was killed the last ones may not be written"
 
-    def test_each_commit_opens_with_transformers(self, ended: Ended) -> None:
+    def test_each_commit_opens_with_transformers(self, outcome: Ended) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        for commit in CheckpointStore(ended.root).commits():
+        for commit in CheckpointStore(outcome.root).commits():
             model = AutoModelForCausalLM.from_pretrained(commit / "inference")
             assert len(AutoTokenizer.from_pretrained(commit / "inference")) == model.config.vocab_size
 
-    def test_at_max_steps_there_is_nothing_to_do(self, ended: Ended) -> None:
-        again = run_rl(ended.root.parent, *SMALL, "--resume", "--max-steps", str(LAST))
+    def test_at_max_steps_there_is_nothing_to_do(self, outcome: Ended) -> None:
+        again = run_rl(outcome.root.parent, *SMALL, "--resume", "--max-steps", str(LAST))
         assert again.code == EXIT_OK
         assert "nothing to do" in again.out
 
@@ -302,7 +302,7 @@ class TestGoingBack:
 
     @pytest.fixture
     def root(self, chain: Chain, tmp_path: Path) -> Path:
-        return shutil.copytree(chain.ended.root, tmp_path / "run")
+        return shutil.copytree(chain.outcome.root, tmp_path / "run")
 
     @pytest.mark.parametrize("damage", ["flipped", "truncated", "deleted"])
     def test_each_file_of_a_commit_is_looked_at(self, root: Path, damage: str) -> None:

@@ -40,7 +40,7 @@ SOON_S = 20.0
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return run_rl(
         tmp_path_factory.mktemp("r"),
         *("--max-steps", str(STEPS), "--inference.replicas", "2"),
@@ -94,16 +94,20 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killed]:
 
 
 def listening(pids: Mapping[int, str]) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
+    commands_by_address: dict[str, set[str]] = {}
     for pid, command in pids.items():
         try:
             sockets = psutil.Process(pid).net_connections("inet")
         except psutil.Error:  # it ended while we looked
             continue
-        for each in sockets:
-            if each.status == psutil.CONN_LISTEN or (each.type.name == "SOCK_DGRAM" and not each.raddr):
-                found.setdefault(each.laddr.ip, set()).add(command.split(" ")[0] + " " + command[-60:])
-    return found
+        for connection in sockets:
+            if connection.status == psutil.CONN_LISTEN or (
+                connection.type.name == "SOCK_DGRAM" and not connection.raddr
+            ):
+                commands_by_address.setdefault(connection.laddr.ip, set()).add(
+                    command.split(" ")[0] + " " + command[-60:]
+                )
+    return commands_by_address
 
 
 def test_a_run_on_one_machine_listens_on_loopback_alone(killed: Killed) -> None:
@@ -132,53 +136,53 @@ def test_a_run_writes_no_secret_that_it_is_given(killed: Killed) -> None:
 class TestQuickstart:
     """The quickstart with two replicas and evaluations, looked at from all sides."""
 
-    def test_reaches_its_last_step(self, ended: Ended) -> None:
-        assert ended.code == EXIT_OK, ended.out
-        assert [row["step"] for row in ended.rows] == list(range(STEPS))
-        assert [row["version"] for row in ended.rows] == list(range(1, STEPS + 1))
+    def test_reaches_its_last_step(self, outcome: Ended) -> None:
+        assert outcome.code == EXIT_OK, outcome.out
+        assert [row["step"] for row in outcome.rows] == list(range(STEPS))
+        assert [row["version"] for row in outcome.rows] == list(range(1, STEPS + 1))
 
-    def test_it_learns(self, ended: Ended) -> None:
+    def test_it_learns(self, outcome: Ended) -> None:
         """After all of its 150 steps the reward is above 0.85 (test_quickstart.py)."""
-        rewards = [row["reward/total"] for row in ended.rows]
+        rewards = [row["reward/total"] for row in outcome.rows]
         assert mean(rewards[-10:]) - mean(rewards[:5]) >= 0.25
 
-    def test_each_problem_is_trained_once(self, ended: Ended) -> None:
-        problems = [group["problem"] for row in rows_of(ended.root / "trained.jsonl") for group in row["groups"]]
+    def test_each_problem_is_trained_once(self, outcome: Ended) -> None:
+        problems = [group["problem"] for row in rows_of(outcome.root / "trained.jsonl") for group in row["groups"]]
         assert sorted(problems) == sorted(f"0.{n // 16}.{n % 16}" for n in range(STEPS * 16))
 
-    def test_age_is_above_zero_and_within_the_bound(self, ended: Ended) -> None:
-        assert sum(row["off_policy/mean"] for row in ended.rows) > 0
-        assert_bound_and_conservation(ended, bound=1)
+    def test_age_is_above_zero_and_within_the_bound(self, outcome: Ended) -> None:
+        assert sum(row["off_policy/mean"] for row in outcome.rows) > 0
+        assert_bound_and_conservation(outcome, bound=1)
 
-    def test_every_update_agrees_with_the_trainer(self, ended: Ended) -> None:
-        assert max(row["weights/canary_max_diff"] for row in ended.rows) < 1e-4
-        assert len({row["weights/digest"] for row in ended.rows}) == STEPS
+    def test_every_update_agrees_with_the_trainer(self, outcome: Ended) -> None:
+        assert max(row["weights/canary_max_diff"] for row in outcome.rows) < 1e-4
+        assert len({row["weights/digest"] for row in outcome.rows}) == STEPS
 
-    def test_evaluations_are_of_one_version_each_and_lose_nothing(self, ended: Ended) -> None:
+    def test_evaluations_are_of_one_version_each_and_lose_nothing(self, outcome: Ended) -> None:
         """A token of another version would have stopped the run."""
-        evaluated = {row["step"]: row["eval/sort/version"] for row in ended.rows if "eval/sort/version" in row}
+        evaluated = {row["step"]: row["eval/sort/version"] for row in outcome.rows if "eval/sort/version" in row}
         assert evaluated == {0: 0, 20: 20, STEPS - 1: STEPS}
         for step in evaluated:
-            row = ended.rows[step]
+            row = outcome.rows[step]
             assert (row["eval/sort/n"], row["eval/sort/failed"], row["eval/sort/problems"]) == (48, 0, 24)
             assert 0 < row["eval/sort/reward/total"] < 1
             assert row["eval/sort/pass@1"] <= row["eval/sort/pass@2"]
             assert row["eval/sort/avg@2/ci95"] > 0
             assert row["eval/sort/success"] == pytest.approx(row["eval/sort/pass@1"])
-        assert ended.out.count("evaluation of version") == 3
+        assert outcome.out.count("evaluation of version") == 3
 
-    def test_prints_plan_steps_and_what_next(self, ended: Ended) -> None:
+    def test_prints_plan_steps_and_what_next(self, outcome: Ended) -> None:
         rooms, last = ("trainer", "orchestrator", "inference"), f"{STEPS}/{STEPS}"
         for expected in (*rooms, "written to", last, "What next", "tokens"):
-            assert expected in ended.out
+            assert expected in outcome.out
 
-    def test_each_room_has_a_log(self, ended: Ended) -> None:
-        logs = sorted((ended.root / "logs" / "attempt_1").glob("*.log"))
+    def test_each_room_has_a_log(self, outcome: Ended) -> None:
+        logs = sorted((outcome.root / "logs" / "attempt_1").glob("*.log"))
         assert len(logs) == 6
         assert not any("Failed to load weights" in log.read_text() for log in logs), "a false alarm at every update"
 
-    def test_each_step_left_rollouts_to_read(self, ended: Ended) -> None:
-        files = recorded_steps(ended.root / ROLLOUTS)
+    def test_each_step_left_rollouts_to_read(self, outcome: Ended) -> None:
+        files = recorded_steps(outcome.root / ROLLOUTS)
         assert list(files) == list(range(STEPS))
         groups = read_records(files[STEPS - 1])
         assert [group["why"] for group in groups[:2]] == ["best", "worst"]
@@ -186,8 +190,8 @@ class TestQuickstart:
         assert turn["observation_text"].startswith("Sort: ")
         assert len(turn["logprobs"]) == len(turn["action"]) == sum(tokens for _, tokens in turn["versions"])
 
-    def test_each_room_traced_what_it_did(self, ended: Ended) -> None:
-        shown = timeline(ended.root)
+    def test_each_room_traced_what_it_did(self, outcome: Ended) -> None:
+        shown = timeline(outcome.root)
         assert shown is not None
         spans: dict[str, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
         for process in shown.processes:
@@ -206,7 +210,7 @@ class TestQuickstart:
             assert [span.args["version"] for span in spans[replica]["update"]] == list(range(STEPS + 1))
             assert spans[replica]["sampling"]
         groups = spans["orchestrator_0"]["group"]
-        assert len(groups) == ended.rows[-1]["ledger/dispatched"]
+        assert len(groups) == outcome.rows[-1]["ledger/dispatched"]
         played = [span for span in groups if "versions" in span.args]  # the others were under way at the end
         assert len(played) >= STEPS * 16
         assert all(span.args["floor"] <= span.args["versions"][0] for span in played)
@@ -218,8 +222,8 @@ class TestQuickstart:
             assert other.end is not None
             assert other.start <= one.start < one.end <= other.end
 
-    def test_wandb_has_the_run_offline_with_its_rollouts(self, ended: Ended) -> None:
-        (run,) = (ended.root / "wandb").glob("offline-run-*")
+    def test_wandb_has_the_run_offline_with_its_rollouts(self, outcome: Ended) -> None:
+        (run,) = (outcome.root / "wandb").glob("offline-run-*")
         assert list(run.glob("*.wandb"))
         tables = [json.loads(file.read_text()) for file in run.glob("files/media/table/rollouts_*.table.json")]
         assert sorted({row[0] for table in tables for row in table["data"]}) == list(range(1, STEPS + 1)), (
@@ -227,25 +231,27 @@ class TestQuickstart:
         )
         assert all(table["columns"] == TABLE_COLUMNS for table in tables)
 
-    def test_leaves_nothing(self, ended: Ended) -> None:
-        ended.assert_nothing_left()
+    def test_leaves_nothing(self, outcome: Ended) -> None:
+        outcome.assert_nothing_left()
 
 
 @pytest.mark.long  # one that is loaded wrong: test_resume.py
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "message"),
     [
         ("trainer.forward_backward@2=raise", r"trainer shard"),
         ("orchestrator.minibatch@2=raise", r"orchestrator"),
         ("inference.received@2=corrupt", r"corrupted on the way"),
     ],
 )
-def test_a_fault_in_a_room_stops_a_run_without_restarts_with_its_reason(tmp_path: Path, fault: str, told: str) -> None:
-    ended = run_rl(tmp_path, *LONG, "--cluster.max-restarts", "0", environ={"TRIREME_FAULTS": fault})
-    assert ended.code == EXIT_FAILED, ended.out
-    assert told in ended.out.replace("\n", " ")
-    assert len(ended.rows) < 200
-    ended.assert_nothing_left()
+def test_a_fault_in_a_room_stops_a_run_without_restarts_with_its_reason(
+    tmp_path: Path, fault: str, message: str
+) -> None:
+    outcome = run_rl(tmp_path, *LONG, "--cluster.max-restarts", "0", environ={"TRIREME_FAULTS": fault})
+    assert outcome.code == EXIT_FAILED, outcome.out
+    assert message in outcome.out.replace("\n", " ")
+    assert len(outcome.rows) < 200
+    outcome.assert_nothing_left()
 
 
 def test_a_killed_driver_takes_everything_along(killed: Killed) -> None:

@@ -51,16 +51,16 @@ class Agent:
             return
         body = {"model": "policy", "messages": self._messages, "max_tokens": 4, "return_token_ids": True}
         answer = self._call("POST", f"/sessions/{self.name}/v1/chat/completions", body, self._key)
-        said = answer.json()
+        reply = answer.json()
         if answer.status_code == 410:
-            assert said["error"]["code"] == "session_closed"
-            self.closed = said["error"]["message"]
+            assert reply["error"]["code"] == "session_closed"
+            self.closed = reply["error"]["message"]
             return
-        assert answer.status_code == 200, said
-        prompt, sampled = said["prompt_token_ids"], said["choices"][0]["token_ids"]
+        assert answer.status_code == 200, reply
+        prompt, sampled = reply["prompt_token_ids"], reply["choices"][0]["token_ids"]
         assert prompt[: len(self._tokens)] == self._tokens, "it continues from the tokens that its client was given"
-        self._tokens, self.newest = prompt + sampled, said["usage"]["version"]
-        self._messages.append({"role": "assistant", "content": said["choices"][0]["message"]["content"]})
+        self._tokens, self.newest = prompt + sampled, reply["usage"]["version"]
+        self._messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
         self._messages.append({"role": "user", "content": "7"})
 
     def state(self) -> Any:
@@ -75,12 +75,12 @@ class Agent:
                 answer = httpx.request(method, self._url + path, json=body, headers=headers, timeout=DEADLINE_S)
                 if answer.status_code < 500:
                     return answer
-                why = answer.text
+                failure = answer.text
             except httpx.TransportError as error:
-                why = repr(error)
-            assert time.monotonic() < deadline, why
+                failure = repr(error)
+            assert time.monotonic() < deadline, failure
             time.sleep(PAUSE_S)
-        raise AssertionError(why)
+        raise AssertionError(failure)
 
 
 def free_port() -> int:
@@ -129,22 +129,22 @@ def test_a_session_continues_or_is_closed_whoever_is_lost(tmp_path: Path) -> Non
                 agent.turn()
             turns, before = [threads.submit(agent.turn) for agent in busy], attempt(root)
             os.kill(parts_of(running.mark)[part][0], signal.SIGKILL)
-            for each in turns:
-                each.result(DEADLINE_S)
+            for turn in turns:
+                turn.result(DEADLINE_S)
             if victim in REBUILT:
                 wait_for("another attempt", lambda: attempt(root) > before, running, DEADLINE_S)  # noqa: B023
             for agent in agents:
                 agent.turn()
                 state = agent.state()
                 assert (state["roots"], state["retokenised"], state["open"]) == (1, 0, not agent.closed)
-            there = [agent for agent in agents if not agent.closed]
-            survived[victim] = len(there), len(agents)
-            print(f"survived the loss of {victim}: {len(there)} of {len(agents)} sessions")
+            open_agents = [agent for agent in agents if not agent.closed]
+            survived[victim] = len(open_agents), len(agents)
+            print(f"survived the loss of {victim}: {len(open_agents)} of {len(agents)} sessions")
             for agent in agents:
                 assert not agent.closed or (victim in REBUILT and "before version" in agent.closed), agent.closed
             assert not any(agent.closed for agent in idle), "all that they have is of weights that the run still has"
         running.process.send_signal(signal.SIGINT)
-        ended = end_of(running, tmp_path)
-    assert ended.code == EXIT_INTERRUPTED, ended.out
+        outcome = end_of(running, tmp_path)
+    assert outcome.code == EXIT_INTERRUPTED, outcome.out
     assert list(survived) == list(VICTIMS)
-    assert ended.left == []
+    assert outcome.remaining == []

@@ -36,8 +36,8 @@ class Chatting:
 
     def see(self, line: str, process: subprocess.Popen[str]) -> None:
         self._key, self._admin = self._key or key_in(line), self._admin or key_in(line, "admin")
-        if found := re.search(r"the service answers at (http\S+)", line):
-            self._urls.put(found[1])
+        if match := re.search(r"the service answers at (http\S+)", line):
+            self._urls.put(match[1])
             if not self.killed and self._urls.qsize() == 1:
                 threading.Thread(target=self._play, args=[process], daemon=True).start()
 
@@ -46,10 +46,10 @@ class Chatting:
             url = self._urls.get()
             self._chat(url, until=2)
             session = self._turn_of_a_session(url)
-            for each in psutil.Process(process.pid).children(recursive=True):
-                if "ServiceActor" in " ".join(each.cmdline()):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                if "ServiceActor" in " ".join(child.cmdline()):
                     self.killed += 1
-                    each.kill()
+                    child.kill()
             url = self._urls.get(timeout=DEADLINE_S)
             self.states.append(self._call("GET", f"{url}/sessions/{session['session']}", session["key"]))
             self._chat(url, until=3)
@@ -90,16 +90,16 @@ class Chatting:
 def test_chats_get_the_weights_of_the_moment_and_survive_the_service(tmp_path: Path) -> None:
     chatting = Chatting()
     flags = ["--trainer.shards", "1", "--max-steps", "2000", "--service.port", "0"]
-    ended = run_rl(tmp_path, *TINY, *flags, on_line=chatting.see)
-    assert chatting.error is None, (chatting.error, ended.out)
-    assert ended.code == EXIT_INTERRUPTED, ended.out
+    outcome = run_rl(tmp_path, *TINY, *flags, on_line=chatting.see)
+    assert chatting.error is None, (chatting.error, outcome.out)
+    assert outcome.code == EXIT_INTERRUPTED, outcome.out
     assert chatting.killed == 1
     before, after = chatting.states
     assert before == after
     assert (before["turns"], before["answers"], before["open"]) == (1, 1, True)
     assert chatting.versions == sorted(chatting.versions), "the newest weights answer"
-    assert max(chatting.versions) <= ended.rows[-1]["version"]
-    assert_bound_and_conservation(ended, bound=1)
-    assert (ended.root / KEYS).stat().st_mode & 0o777 == 0o600
-    assert "the service is started again" in ended.out
-    ended.assert_nothing_left()
+    assert max(chatting.versions) <= outcome.rows[-1]["version"]
+    assert_bound_and_conservation(outcome, bound=1)
+    assert (outcome.root / KEYS).stat().st_mode & 0o777 == 0o600
+    assert "the service is started again" in outcome.out
+    outcome.assert_nothing_left()

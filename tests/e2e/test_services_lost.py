@@ -27,12 +27,14 @@ def test_it_is_started_again_and_the_run_continues_from_its_commit(service: str,
 
     with started(tmp_path, FLAGS, {}) as running:
         wait_for(f"step {KILLED_AT} and a commit", has_begun, running, DEADLINE_S)
-        (victim,) = (each for each in psutil.Process(running.process.pid).children() if each.name() == service)
+        (victim,) = (process for process in psutil.Process(running.process.pid).children() if process.name() == service)
         os.kill(victim.pid, signal.SIGKILL)
-        ended = end_of(running, tmp_path)
-    told = [each["what"] for each in rows_of(ended.root / "incidents.jsonl") if each["part"] == "cluster"]
-    assert len(told) == 2, ended.out
-    assert f"{service} (exit code -9)" in told[0]
-    assert told[1].startswith("Ray was started again; attempt 2 begins at step ")
-    assert {row["attempt"] for row in ended.rows} == {1, 2}, "it went back to a commit, not to the start"
-    assert_whole(ended, STEPS)
+        outcome = end_of(running, tmp_path)
+    incidents = [
+        process["what"] for process in rows_of(outcome.root / "incidents.jsonl") if process["part"] == "cluster"
+    ]
+    assert len(incidents) == 2, outcome.out
+    assert f"{service} (exit code -9)" in incidents[0]
+    assert incidents[1].startswith("Ray was started again; attempt 2 begins at step ")
+    assert {row["attempt"] for row in outcome.rows} == {1, 2}, "it went back to a commit, not to the start"
+    assert_whole(outcome, STEPS)

@@ -72,10 +72,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """A run that nothing happens to."""
-    ended = run_rl(tmp_path_factory.mktemp("r"), config=config, module=SFT)
-    assert ended.code == EXIT_OK, ended.out
-    ended.assert_nothing_left()
-    return ended
+    outcome = run_rl(tmp_path_factory.mktemp("r"), config=config, module=SFT)
+    assert outcome.code == EXIT_OK, outcome.out
+    outcome.assert_nothing_left()
+    return outcome
 
 
 def stop_after_step_2(line: str, process: subprocess.Popen[str]) -> None:
@@ -104,18 +104,18 @@ def test_killed_and_stopped_it_comes_to_the_same(config: Path, reference: Ended,
     once = tmp_path / "once"
     once.mkdir()
     faults = {"TRIREME_FAULTS": "trainer.forward_backward=kill", "TRIREME_FAULT_ONCE": str(once)}
-    ended = run_rl(tmp_path, "--resume", config=config, module=SFT, environ=faults)
-    assert ended.code == EXIT_OK, ended.out
-    lost, built = read_incidents(ended.root)
+    outcome = run_rl(tmp_path, "--resume", config=config, module=SFT, environ=faults)
+    assert outcome.code == EXIT_OK, outcome.out
+    lost, built = read_incidents(outcome.root)
     assert "continues from step" in built.what
-    assert f"! {lost.part}: {lost.what}" in ended.out
-    status = Status.read(ended.root)
+    assert f"! {lost.part}: {lost.what}" in outcome.out
+    status = Status.read(outcome.root)
     assert status is not None
     assert status.ended is not None
     assert {(part.name, part.restarts) for part in status.parts} == {("trainer_0", 1), ("trainer_1", 1)}
-    assert (status.step, status.ended.exit_code) == (len(ended.rows), EXIT_OK)
-    assert_same_run(ended.root, reference.root)
-    ended.assert_nothing_left()
+    assert (status.step, status.ended.exit_code) == (len(outcome.rows), EXIT_OK)
+    assert_same_run(outcome.root, reference.root)
+    outcome.assert_nothing_left()
 
 
 def test_a_run_in_object_storage_goes_on_after_its_machine_is_lost(
@@ -152,21 +152,24 @@ def test_a_run_in_object_storage_goes_on_after_its_machine_is_lost(
             running.files_left()
         shutil.rmtree(tmp_path / "run")
 
-        ended = run_rl(tmp_path, *command, module=SFT, directory=False)
-        assert ended.code == EXIT_OK, ended.out
-        assert "was brought from" in " ".join(ended.out.split())
-        assert f"resumed from {tmp_path}/run/checkpoints/step_000003" in " ".join(ended.out.split())
-        assert_same_run(ended.root, reference.root)
-        ended.assert_nothing_left()
-        kept = stored(server.url, "run")
-        assert list(kept.of_branch()) == [6, STEPS], "the end is in the store, and what was pruned is not"
-        assert sum(part.size for part in kept.files["metrics.jsonl"]) == (ended.root / "metrics.jsonl").stat().st_size
+        outcome = run_rl(tmp_path, *command, module=SFT, directory=False)
+        assert outcome.code == EXIT_OK, outcome.out
+        assert "was brought from" in " ".join(outcome.out.split())
+        assert f"resumed from {tmp_path}/run/checkpoints/step_000003" in " ".join(outcome.out.split())
+        assert_same_run(outcome.root, reference.root)
+        outcome.assert_nothing_left()
+        stored_run = stored(server.url, "run")
+        assert list(stored_run.of_branch()) == [6, STEPS], "the end is in the store, and what was pruned is not"
+        assert (
+            sum(part.size for part in stored_run.files["metrics.jsonl"])
+            == (outcome.root / "metrics.jsonl").stat().st_size
+        )
 
 
 def has_commit(url: str) -> bool:
     """Returns True once the run in the store has a commit."""
-    found = Bucket(f"{url}/run").read(HEAD)
-    return found is not None and bool(StoredRun.from_json(found[0]).of_branch())
+    head = Bucket(f"{url}/run").read(HEAD)
+    return head is not None and bool(StoredRun.from_json(head[0]).of_branch())
 
 
 def test_what_it_made_opens_with_transformers_and_peft(config: Path, reference: Ended, tmp_path: Path) -> None:
@@ -215,9 +218,9 @@ def test_the_script_of_the_base_models_trains_by_sft(tmp_path: Path) -> None:
 
     out = tmp_path / "base"
     script = [sys.executable, "scripts/make_base_model.py", "--steps", "25", "--output", str(out)]
-    made = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert made.returncode == EXIT_OK, made.stdout + made.stderr
-    losses = [float(line.split("nll")[1].split()[0]) for line in made.stdout.splitlines() if "  nll " in line]
+    process = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert process.returncode == EXIT_OK, process.stdout + process.stderr
+    losses = [float(line.split("nll")[1].split()[0]) for line in process.stdout.splitlines() if "  nll " in line]
     assert len(losses) == 25
     assert losses[-1] < 0.75 * losses[0]
     shipped = json.loads((ROOT / "assets" / "sort-base" / "config.json").read_text())

@@ -37,18 +37,21 @@ def test_a_stopped_engine_is_replaced_in_seconds_and_the_other_replica_goes_on(t
         before, stopped = steps(), time.time()
         os.kill(engine, signal.SIGSTOP)
         wait_for("its end", lambda: bool(incident("sign") or incident("progress")), running, WAIT_S)
-        found = (incident("sign") or incident("progress"))[0]
+        lost = (incident("sign") or incident("progress"))[0]
         wait_for("its successor", lambda: bool(incident("its successor serves")), running, WAIT_S)
         at_once, after = steps(), parts_of(running.mark)["inference_0"]
         running.process.send_signal(signal.SIGTERM)
-        ended = end_of(running, tmp_path)
-    assert ended.code == EXIT_SIGTERM, ended.out
+        outcome = end_of(running, tmp_path)
+    assert outcome.code == EXIT_SIGTERM, outcome.out
     (serves,) = incident("its successor serves")
     assert after[0] == actor, "it has started another engine"
     assert engine not in after
-    print(f"found after {found['at'] - stopped:.1f} s, successor after {serves['at'] - stopped:.1f} s, ", end="")
-    print(f"{found['step'] - before} steps until it was found, {at_once - before} until the successor served: {found}")
+    print(
+        f"found after {lost['at'] - stopped:.1f} s, successor after {serves['at'] - stopped:.1f} s, ",
+        end="",
+    )
+    print(f"{lost['step'] - before} steps until it was found, {at_once - before} until the successor served: {lost}")
     assert at_once > before, "the other replica samples meanwhile"
-    assert {row["attempt"] for row in ended.rows} == {1}, "the trainer has seen nothing of it"
-    assert_bound_and_conservation(ended, BOUND)
-    ended.assert_nothing_left()
+    assert {row["attempt"] for row in outcome.rows} == {1}, "the trainer has seen nothing of it"
+    assert_bound_and_conservation(outcome, BOUND)
+    outcome.assert_nothing_left()

@@ -82,9 +82,16 @@ class Slurm:
             "STUB_PATH": path,
         }
         job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": JOB, "SLURM_CPUS_PER_TASK": "3", "TRIREME_STORE_GB": "1"}
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         nodelist = {"SLURM_JOB_NODELIST": ",".join(nodes)}
-        return {**kept, **stubs, **job, **nodelist, "PATH": f"{binaries}:{path}", "UV_PROJECT_ENVIRONMENT": sys.prefix}
+        return {
+            **inherited,
+            **stubs,
+            **job,
+            **nodelist,
+            "PATH": f"{binaries}:{path}",
+            "UV_PROJECT_ENVIRONMENT": sys.prefix,
+        }
 
     def submit(self, nodes: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
         place = ["--run.output-dir", str(self.directory / "outputs"), "--run.name", "run", "--resume", "auto"]
@@ -122,23 +129,23 @@ def test_a_job_before_its_time_limit_commits_and_the_same_file_on_other_nodes_co
         finally:
             first.kill()
         assert slurm.calls[-1] == f"scontrol requeue {JOB}"
-        done = len(rows_of(run / "metrics.jsonl"))
+        steps = len(rows_of(run / "metrics.jsonl"))
         (commit,) = CheckpointStore(run).commits()
-        assert commit.name == f"step_{done:06d}", "it had committed before it ended"
+        assert commit.name == f"step_{steps:06d}", "it had committed before it ended"
         assert "2 nodes have joined 10.77.0.1:" in (tmp_path / "first.txt").read_text()
         for node in net.nodes[:2]:
-            left = node.run("pgrep", "-f", "raylet|trireme.cli").stdout
-            assert left == "", f"Ray and the driver have ended on {node.name}"
+            output = node.run("pgrep", "-f", "raylet|trireme.cli").stdout
+            assert output == "", f"Ray and the driver have ended on {node.name}"
 
         second = slurm.submit(["node2", "node1"], tmp_path / "second.txt")
         try:
             code = second.wait(DEADLINE_S)
         finally:
             second.kill()
-        said = " ".join((tmp_path / "second.txt").read_text().split())
-        assert code == EXIT_OK, said[-3000:]
-        assert "2 nodes have joined 10.77.0.3:" in said
-        assert f"resumed from {commit}" in said
-        assert "the job ended with code 0 after no signal" in said
+        text = " ".join((tmp_path / "second.txt").read_text().split())
+        assert code == EXIT_OK, text[-3000:]
+        assert "2 nodes have joined 10.77.0.3:" in text
+        assert f"resumed from {commit}" in text
+        assert "the job ended with code 0 after no signal" in text
         assert_steps_once(rows_of(run / "metrics.jsonl"), STEPS, bound=1)
         assert sum(call.startswith("scontrol requeue") for call in slurm.calls) == 1

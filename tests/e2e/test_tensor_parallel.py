@@ -35,8 +35,8 @@ def replica(family: str, directory: Path) -> Iterator[Room]:
     config = config.model_copy(update={"timeouts": config.timeouts.model_copy(update={"step_s": START_S})})
     options = {"num_cpus": RANKS, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
     group = InferenceHandle.start(config, [options], directory / "logs")
-    references, who = group.ready_refs()
-    (info,) = get_all(references, owners=who, timeout_s=START_S, log=directory / "logs")
+    references, owners = group.ready_refs()
+    (info,) = get_all(references, owners=owners, timeout_s=START_S, log=directory / "logs")
     try:
         assert not {name for name in set(os.listdir("/dev/shm")) - shared_memory if name.startswith("psm_")}
         yield Room(
@@ -71,7 +71,7 @@ def replace(room: Room) -> tuple[int, ...]:
 async def sample(room: Room, name: str, number: int, length: int) -> list[asyncio.Task[Any]]:
     """Requests, each of which has got 16 tokens, as one that started after all others has."""
     prompts = {f"{name} {i}": prompt_of(5 + 40 * i, seed=i) for i in range(number)}
-    running = [asyncio.create_task(room.router.sample(request(each, prompts[each], length))) for each in prompts]
+    running = [asyncio.create_task(room.router.sample(request(key, prompts[key], length))) for key in prompts]
     await room.router.sample(request(f"{name} probe", prompt_of(4), 16))
     return running
 
@@ -142,10 +142,10 @@ def test_a_run_replaces_a_replica_that_lost_a_rank(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(chaos_support.PARTS, "rank", (("inference_0", 3),))
     monkeypatch.setattr(chaos_support, "REPLACED", ("rank",))
     flags = [*CHAOS, "--inference.tensor-parallel", str(RANKS)]
-    ended = run_cell(tmp_path, Cell("rank", "in-flight update"), flags)
-    assert_whole(ended)
-    assert {row["attempt"] for row in ended.rows} == {1}, "the trainer has seen nothing of it"
-    lost, served = rows_of(ended.root / "incidents.jsonl")
+    outcome = run_cell(tmp_path, Cell("rank", "in-flight update"), flags)
+    assert_whole(outcome)
+    assert {row["attempt"] for row in outcome.rows} == {1}, "the trainer has seen nothing of it"
+    lost, served = rows_of(outcome.root / "incidents.jsonl")
     assert lost["part"] == served["part"] == "inference_0"
     assert "of its engine, process" in lost["what"]
     assert "its successor serves" in served["what"]

@@ -26,14 +26,14 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
     place = ("--run.output-dir", str(tmp_path_factory.mktemp("served")))
     flags = ("serve", "@", "examples/sort.toml", "--service.port", "0", "--trainer.shards", "1", *place)
     running = Running.start(*flags, module="trireme.cli.trireme")
-    said = ""
+    text = ""
     for line in running.lines():
-        said += line
+        text += line
         if "TINKER_BASE_URL" in line:
             break
-    url, key = re.search(r"TINKER_BASE_URL=(http\S+)", said), key_in(said)
-    assert url, said
-    assert key, said
+    url, key = re.search(r"TINKER_BASE_URL=(http\S+)", text), key_in(text)
+    assert url, text
+    assert key, text
     yield url[1], key
     running.process.send_signal(signal.SIGINT)
     rest = "".join(running.lines())
@@ -61,7 +61,7 @@ def datum_of(prompt: list[int], sequence: Any, advantage: float) -> types.Datum:
 
 
 def logprobs_of(output: Any) -> np.ndarray:
-    return np.concatenate([each["logprobs"].data for each in output.loss_fn_outputs])
+    return np.concatenate([output_of_datum["logprobs"].data for output_of_datum in output.loss_fn_outputs])
 
 
 def test_a_client_trains_samples_saves_and_resumes(client: Any, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_client_trains_samples_saves_and_resumes(client: Any, tmp_path: Path) 
     answers = sampler.sample(types.ModelInput.from_ints(prompt), 8, params).result(LIMIT_S).sequences
     data = [datum_of(prompt, answer, 1.0 if n % 2 else -1.0) for n, answer in enumerate(answers)]
     before = model.forward(data, "importance_sampling").result(LIMIT_S)
-    sampled = np.concatenate([each.loss_fn_inputs["logprobs"].data for each in data])
+    sampled = np.concatenate([item.loss_fn_inputs["logprobs"].data for item in data])
     counted = sampled != 0
     np.testing.assert_allclose(logprobs_of(before)[counted], sampled[counted], atol=1e-4)
     whole = sampler.compute_logprobs(types.ModelInput.from_ints([*prompt, *answers[0].tokens])).result(LIMIT_S)
@@ -112,7 +112,7 @@ def test_a_client_trains_samples_saves_and_resumes(client: Any, tmp_path: Path) 
     fresh = client.create_sampling_client(model_path=path).result(LIMIT_S)
     base = client.create_sampling_client(base_model=MODEL).result(LIMIT_S)
     sequence = types.ModelInput.from_ints([*prompt, *answers[0].tokens])
-    now, then, start = (each.compute_logprobs(sequence) for each in (fresh, sampler, base))
+    now, then, start = (item.compute_logprobs(sequence) for item in (fresh, sampler, base))
     np.testing.assert_allclose(then.result(LIMIT_S)[-length:], answers[0].logprobs, atol=1e-4)
     np.testing.assert_allclose(start.result(LIMIT_S)[-length:], answers[0].logprobs, atol=1e-4)
     np.testing.assert_allclose(now.result(LIMIT_S)[1:], expected[1][1][: sequence.length - 1], atol=1e-4)
@@ -130,9 +130,9 @@ def test_a_new_model_has_neither_gradients_nor_moments_of_another(client: Any) -
     def updated(model: Any) -> np.ndarray:
         model.forward_backward(data, "cross_entropy").result(LIMIT_S)
         model.optim_step(ADAM).result(LIMIT_S)
-        found = logprobs_of(model.forward(data, "cross_entropy").result(LIMIT_S))
+        logprobs = logprobs_of(model.forward(data, "cross_entropy").result(LIMIT_S))
         model.forward_backward(moving, "cross_entropy").result(LIMIT_S)  # the next model is not to have this gradient
-        return found
+        return logprobs
 
     model = client.create_lora_training_client(base_model=MODEL, rank=8).result(LIMIT_S)
     model.forward_backward(moving, "cross_entropy").result(LIMIT_S)
@@ -153,12 +153,16 @@ def test_a_client_learns(client: Any) -> None:
     target: Any = {"target_tokens": types.TensorData(data=tokens[1:], dtype="int64")}
     data = [types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=target)] * 4
 
-    def own(data: Any, logprobs: Any) -> Any:
-        return -sum(each.sum() for each in logprobs), {}
+    def custom_loss(data: Any, logprobs: Any) -> Any:
+        return -sum(values.sum() for values in logprobs), {}
 
     losses = []
     for step in range(10):
-        passed = model.forward_backward_custom(data, own) if step % 2 else model.forward_backward(data, "cross_entropy")
+        passed = (
+            model.forward_backward_custom(data, custom_loss)
+            if step % 2
+            else model.forward_backward(data, "cross_entropy")
+        )
         updated = model.optim_step(types.AdamParams(learning_rate=1e-3))
         losses.append(passed.result(LIMIT_S).metrics["loss:sum"])
         assert updated.result(LIMIT_S).metrics["grad_norm"] > 0

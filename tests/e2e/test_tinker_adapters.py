@@ -45,7 +45,7 @@ def data_of(model: Any, text: str) -> list[Any]:
 
 def logprobs_of(model: Any, data: list[Any]) -> np.ndarray:
     output = model.forward(data, "cross_entropy").result(LIMIT_S)
-    return np.concatenate([each["logprobs"].data for each in output.loss_fn_outputs])
+    return np.concatenate([output_of_datum["logprobs"].data for output_of_datum in output.loss_fn_outputs])
 
 
 def begun(server: Server, number: int) -> Any:
@@ -111,10 +111,10 @@ def test_two_clients_at_once_learn_what_each_alone_learns(server: Server, alone:
         together = list(threads.map(trained, models, range(len(TEXTS))))
         for number, model in enumerate(models):
             np.testing.assert_allclose(together[number], alone[number], atol=1e-5)
-            own, other = (
+            by_client, other = (
                 logprobs_of(model, data_of(model, text)).mean() for text in (TEXTS[number], TEXTS[1 - number])
             )
-            assert own > other, "it has learnt what its own client trained"
+            assert by_client > other, "it has learnt what its own client trained"
         samplers = list(threads.map(sampled_alike, models, TEXTS))
         assert len(samplers) == len(TEXTS)
         list(threads.map(sampled_alike, models, TEXTS, samplers))  # both are served, whatever was loaded last
@@ -129,10 +129,10 @@ def test_a_shard_is_killed_and_the_client_sees_a_delay(server: Server, alone: li
         if number == 0:
             promised[0].result(LIMIT_S)  # its gradient is held by the shard that is killed
             server.kill("ray::ShardActor")
-    for each in promised:
-        each.result(LIMIT_S)
+    for future in promised:
+        future.result(LIMIT_S)
     np.testing.assert_allclose(logprobs_of(model, data), alone[0], atol=1e-5)
-    assert any(line.startswith("!") for line in server.said), "the loss is told"
+    assert any(line.startswith("!") for line in server.lines), "the loss is told"
     sampled_alike(model, TEXTS[0])
 
 
@@ -144,7 +144,7 @@ def test_the_replica_is_killed_and_samples_come(server: Server, alone: list[np.n
     prompt = types.ModelInput.from_ints(model.get_tokenizer().encode("Sort: 4\n"))
     server.kill("ray::ReplicaActor")
     waiting = [sampler.sample(prompt, 2, types.SamplingParams(max_tokens=8, seed=n)) for n in range(4)]
-    assert [len(each.result(LIMIT_S).sequences) for each in waiting] == [2] * 4
+    assert [len(future.result(LIMIT_S).sequences) for future in waiting] == [2] * 4
     sampled_alike(model, TEXTS[1], sampler)
 
 
@@ -158,8 +158,8 @@ def test_the_server_is_killed_and_started_again(server: Server, alone: list[np.n
     server.kill_all()
     promised += [model.forward_backward(data, "cross_entropy"), model.optim_step(STEP)]
     server.start()
-    for each in promised:
-        each.result(LIMIT_S)
+    for future in promised:
+        future.result(LIMIT_S)
     np.testing.assert_allclose(logprobs_of(model, data), alone[0], atol=1e-5)
     resumed = client_of(server).create_training_client_from_state_with_optimizer(path).result(LIMIT_S)
     for _ in range(UPDATES - 1):

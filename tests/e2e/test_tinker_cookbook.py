@@ -61,16 +61,16 @@ class Recipe:
 
     def __init__(self, python: Path, server: Server, log: Path, module: str, *flags: str) -> None:
         self.log = log
-        self._said = log.with_suffix(".out")
+        self._output = log.with_suffix(".out")
         at = (f"base_url={server.url}", f"model_name={NAMED}", f"log_path={log}")
         self._command = [str(python), str(DRIVER), module, *at, *flags]
         self._environ = {**os.environ, "TINKER_API_KEY": server.key, "TINKER_TELEMETRY": "0"}
         self.start()
 
     def start(self) -> None:
-        with self._said.open("a") as said:
+        with self._output.open("a") as output:
             self._process = subprocess.Popen(
-                self._command, env=self._environ, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT
+                self._command, env=self._environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )
 
     def kill(self) -> None:
@@ -85,16 +85,16 @@ class Recipe:
             self.kill()
             pytest.fail(f"the recipe did not end within {RECIPE_S:g} s: {self.tail}")
 
-    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+    def wait_until(self, is_so: Callable[[], bool], label: str) -> None:
         until = time.monotonic() + RECIPE_S
         while not is_so():
-            assert self._process.poll() is None, f"it ended before {what}: {self.tail}"
-            assert time.monotonic() < until, f"waited for {what}: {self.tail}"
+            assert self._process.poll() is None, f"it ended before {label}: {self.tail}"
+            assert time.monotonic() < until, f"waited for {label}: {self.tail}"
             time.sleep(0.1)
 
     @property
     def tail(self) -> str:
-        return self._said.read_text()[-3000:]
+        return self._output.read_text()[-3000:]
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         path = self.log / name

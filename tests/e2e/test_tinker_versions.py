@@ -85,30 +85,30 @@ def tried(version: str, directory: Path) -> str:
     """Installs a version and lets it take the tour. Returns what went wrong; "": nothing."""
     environment = directory / version
     python = environment / "bin" / "python"
-    if said := installed(environment, f"tinker=={version}"):
-        return said
+    if problem := installed(environment, f"tinker=={version}"):
+        return problem
     with tinker_server(directory / f"served-{version}") as served:
         try:
             command = [str(python), "-c", TOUR, served.url]
-            ended = subprocess.run(command, timeout=TOUR_S, capture_output=True, text=True, check=False)
+            process = subprocess.run(command, timeout=TOUR_S, capture_output=True, text=True, check=False)
         except subprocess.TimeoutExpired as error:
-            said = (error.stdout or b"").decode().split()
-            return f"{said[-1] if said else 'import'}: no answer within {TOUR_S:g} s"
-    said = ended.stdout.split()
-    if said[-1:] == ["whole"]:
+            problem = (error.stdout or b"").decode().split()
+            return f"{problem[-1] if problem else 'import'}: no answer within {TOUR_S:g} s"
+    problem = process.stdout.split()
+    if problem[-1:] == ["whole"]:
         return ""
-    reason = (ended.stderr.strip().splitlines() or ["nothing"])[-1]
-    return f"{said[-1] if said else 'import'}: {reason[:300]}"
+    reason = (process.stderr.strip().splitlines() or ["nothing"])[-1]
+    return f"{problem[-1] if problem else 'import'}: {reason[:300]}"
 
 
 @pytest.mark.long
 def test_the_oldest_client_trains_samples_saves_and_resumes(tmp_path: Path) -> None:
     version = ".".join(map(str, (*OLDEST, 0)))
-    said = tried(version, tmp_path)
-    assert said == ""
+    problem = tried(version, tmp_path)
+    assert problem == ""
 
 
 @pytest.mark.long
 def test_the_client_before_it_is_refused_and_told_why(tmp_path: Path) -> None:
-    said = tried("0.24.1", tmp_path)
-    assert "since 0.25" in said
+    problem = tried("0.24.1", tmp_path)
+    assert "since 0.25" in problem

@@ -119,8 +119,8 @@ class Rooms:
 
     def in_shards(self, function: Callable[[Any], Any]) -> list[Any]:
         """Returns what `function` returns for the actor of each shard."""
-        asked = [actor.__ray_call__.remote(function) for actor in self.trainer._actors_R]
-        return get_all(asked, owners=["a shard"] * len(asked), timeout_s=60)
+        refs = [actor.__ray_call__.remote(function) for actor in self.trainer._actors_R]
+        return get_all(refs, owners=["a shard"] * len(refs), timeout_s=60)
 
     async def run(self, updates: int, *, joins_at: int | None = None) -> None:
         """Trains and publishes, and replaces what is lost; then a shard dies in the middle of a version."""
@@ -172,8 +172,8 @@ class Rooms:
         self.offers = False
         return sent
 
-    async def _join(self, index: int, who: str) -> None:
-        await asyncio.to_thread(get, self.replicas.ready_ref(index), owner=who, timeout_s=START_S)
+    async def _join(self, index: int, owner: str) -> None:
+        await asyncio.to_thread(get, self.replicas.ready_ref(index), owner=owner, timeout_s=START_S)
         await joined(self.router.source, index, self.replicas.client(index))
 
     async def _lose_a_shard(self, version: int) -> None:
@@ -201,12 +201,14 @@ class Rooms:
         processes = {index: self.pids(index) for index in self.replicas.indices}
         doors = self.doors | listening({pids[0] for pids in processes.values()})
         engines = {pid: index for index, pids in processes.items() for pid in pids[1:]}
-        connections = [each for each in psutil.net_connections("tcp") if each.raddr]
-        owner = {each.laddr: each.pid for each in connections if each.pid in engines}
+        connections = [connection for connection in psutil.net_connections("tcp") if connection.raddr]
+        owner = {connection.laddr: connection.pid for connection in connections if connection.pid in engines}
         return Counter(
-            (shards[each.pid], engines[owner[each.raddr]])
-            for each in connections
-            if each.pid in shards and each.raddr in owner and not doors & {each.laddr.port, each.raddr.port}
+            (shards[connection.pid], engines[owner[connection.raddr]])
+            for connection in connections
+            if connection.pid in shards
+            and connection.raddr in owner
+            and not doors & {connection.laddr.port, connection.raddr.port}
         )
 
     def pids(self, index: int) -> Sequence[int]:
@@ -215,14 +217,16 @@ class Rooms:
 
 
 def await_start(rooms: TrainerHandle | InferenceHandle) -> None:
-    references, who = rooms.ready_refs()
-    get_all(references, owners=who, timeout_s=START_S)
+    references, owners = rooms.ready_refs()
+    get_all(references, owners=owners, timeout_s=START_S)
 
 
 def listening(pids: Collection[int]) -> set[int]:
     """Returns the ports at which these processes listen."""
-    found = (each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN)
-    return {each.laddr.port for each in found if each.pid in pids}
+    connections = (
+        connection for connection in psutil.net_connections("tcp") if connection.status == psutil.CONN_LISTEN
+    )
+    return {connection.laddr.port for connection in connections if connection.pid in pids}
 
 
 def lay_out_small(actor: Any) -> int:

@@ -33,8 +33,8 @@ class Room:
     def stop_by_limit(self) -> None:
         raise LimitReached("enough")
 
-    def fail(self, why: str) -> None:
-        raise RoomFailed(why)
+    def fail(self, reason: str) -> None:
+        raise RoomFailed(reason)
 
 
 def test_a_hanging_room_is_named_at_the_deadline() -> None:
@@ -57,12 +57,12 @@ def test_errors_of_ours_cross_unchanged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("why", "expected"),
+    ("reason", "expected"),
     [("no answer", "no answer; its log: logs/x"), ("no answer; its log: logs/y", "no answer; its log: logs/y")],
 )
-def test_a_room_that_says_itself_what_failed_is_shown_with_its_log(why: str, expected: str) -> None:
+def test_a_room_that_says_itself_what_failed_is_shown_with_its_log(reason: str, expected: str) -> None:
     with pytest.raises(RoomFailed) as raised:
-        waits.get(Room.remote().fail.remote(why), owner="replica 0", timeout_s=60, log=Path("logs/x"))
+        waits.get(Room.remote().fail.remote(reason), owner="replica 0", timeout_s=60, log=Path("logs/x"))
     assert str(raised.value) == expected
 
 

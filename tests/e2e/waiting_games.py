@@ -22,9 +22,9 @@ def held_file(directory: str) -> Path:
     process = f"{os.getpid()}-"
     file = Path(directory) / f"{process}{uuid.uuid4().hex}"
     file.touch()
-    others = [other for other in os.listdir(directory) if not other.startswith(process)]
-    with (Path(directory).parent / "made").open("a") as made:
-        made.write(f"{file.name} {len(others)}\n")
+    rest = [other for other in os.listdir(directory) if not other.startswith(process)]
+    with (Path(directory).parent / "made").open("a") as listing:
+        listing.write(f"{file.name} {len(rest)}\n")
     return file
 
 
@@ -67,9 +67,9 @@ class WaitingGames(GuessDataset):
     record: str
 
     def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:
-        games = [cast("EnvGroup", group).make for group in super().builders(numbers)]
+        listing = [cast("EnvGroup", group).make for group in super().builders(numbers)]
         awaited = [None if number < self.free else Path(self.awaited) for number in numbers]
         return [
             EnvGroup(partial(WaitingGame, game, path, Path(self.record)), self.context.group_size)
-            for game, path in zip(games, awaited, strict=True)
+            for game, path in zip(listing, awaited, strict=True)
         ]

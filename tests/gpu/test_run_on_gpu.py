@@ -12,13 +12,13 @@ pytestmark = pytest.mark.gpu
 
 def test_one_gpu_is_shared_by_trainer_and_replica(tmp_path: Path) -> None:
     """Every update passes its canary in bfloat16, and the bound holds."""
-    ended = run_rl(
+    outcome = run_rl(
         tmp_path,
         *TINY,
         *("--max-steps", "10", "--cluster.device", "gpu", "--trainer.shards", "1"),
         *("--inference.gpu-memory-utilization", "0.4"),
     )
-    assert ended.code == EXIT_OK, ended.out
-    assert len(ended.rows) == 10
-    assert max(row["off_policy/max"] for row in ended.rows) <= 1
-    ended.assert_nothing_left()
+    assert outcome.code == EXIT_OK, outcome.out
+    assert len(outcome.rows) == 10
+    assert max(row["off_policy/max"] for row in outcome.rows) <= 1
+    outcome.assert_nothing_left()

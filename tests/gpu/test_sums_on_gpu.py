@@ -12,5 +12,5 @@ ORACLE = Path(__file__).parents[1] / "unit" / "transports" / "device_sums_oracle
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", [0, 1])
 def test_sums_are_those_of_tensor_operations(seed: int) -> None:
-    ended = subprocess.run([sys.executable, ORACLE, "cuda", str(seed)], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    process = subprocess.run([sys.executable, ORACLE, "cuda", str(seed)], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr

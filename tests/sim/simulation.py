@@ -206,7 +206,7 @@ class Problem(EnvGroupBuilder):
         self._dataset, self._number = dataset, number
 
     async def make_env(self, sample: int) -> Env:
-        self._dataset.made[self._number] += sample == 0
+        self._dataset.created[self._number] += sample == 0
         return Answer(self._dataset, self._number, sample)
 
     async def cleanup(self) -> None:
@@ -214,11 +214,11 @@ class Problem(EnvGroupBuilder):
 
 
 class Problems(RLDataset):
-    """Problem n shows its number; `made` and `cleaned` count its groups."""
+    """Problem n shows its number; `created` and `cleaned` count its groups."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.made: Counter[int] = Counter()
+        self.created: Counter[int] = Counter()
         self.cleaned: Counter[int] = Counter()
 
     def get_batch(self, index: int) -> list[EnvGroupBuilder]:
@@ -240,13 +240,13 @@ class Problems(RLDataset):
 
 @dataclass(eq=False)
 class InFlight:
-    """One request on a replica: `made` tokens of `length` so far, those since `since` not counted yet."""
+    """One request on a replica: `sampled` tokens of `length` so far, those since `since` not counted yet."""
 
     request: SampleRequest
     index: int
     length: int
     outbox: asyncio.Queue[Any]
-    made: int = 0
+    sampled: int = 0
     since: float | None = None
     """The step of its replica since which its tokens are not counted yet; None while it stands still."""
     spans: list[VersionSpan] = field(default_factory=list)
@@ -292,8 +292,12 @@ class SimReplica:
 
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
         await self._check_alive()
-        made = {name: self._made(self._running[name], start) for name, start in known.items() if name in self._running}
-        return {name: progress for name, progress in made.items() if len(progress.tokens)}
+        progress_by_name = {
+            name: self._progress_of(self._running[name], start)
+            for name, start in known.items()
+            if name in self._running
+        }
+        return {name: progress for name, progress in progress_by_name.items() if len(progress.tokens)}
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._check_alive()
@@ -301,7 +305,7 @@ class SimReplica:
         for request_id in request_ids:
             if sequence := self._running.pop(request_id, None) or self._waiting.pop(request_id, None):
                 self._stand_still(sequence)
-                sequence.outbox.put_nowait((sequence.index, self._made(sequence, 0)))
+                sequence.outbox.put_nowait((sequence.index, self._progress_of(sequence, 0)))
         self._fill()
 
     async def offer(self, offer: Offer) -> None:
@@ -331,7 +335,7 @@ class SimReplica:
         self._paused = True
         for sequence in self._running.values():
             self._stand_still(sequence)
-        prefilled = sum(len(sequence.request.prompt) + sequence.made for sequence in self._running.values())
+        prefilled = sum(len(sequence.request.prompt) + sequence.sampled for sequence in self._running.values())
         seconds = self._scenario.update_s + prefilled * self._scenario.prefill_token_s
         await asyncio.sleep(seconds)
         await self._check_alive()
@@ -374,7 +378,7 @@ class SimReplica:
         if self._hangs:
             await asyncio.Event().wait()
 
-    def _made(self, sequence: InFlight, start: int) -> Progress:
+    def _progress_of(self, sequence: InFlight, start: int) -> Progress:
         """Returns the tokens from `start` on; at least one more will follow."""
         spans = [*sequence.spans, *self._uncounted(sequence)]
         return Progress(
@@ -388,8 +392,8 @@ class SimReplica:
         if sequence.since is None or self._identity is None:
             return []
         self._advance()
-        tokens = min(int(self._steps - sequence.since), sequence.length - 1 - sequence.made)
-        return [VersionSpan(self._identity, sequence.made, sequence.made + tokens)] if tokens > 0 else []
+        tokens = min(int(self._steps - sequence.since), sequence.length - 1 - sequence.sampled)
+        return [VersionSpan(self._identity, sequence.sampled, sequence.sampled + tokens)] if tokens > 0 else []
 
     def _fill(self) -> None:
         """Starts what waits, as far as there are places."""
@@ -418,21 +422,21 @@ class SimReplica:
         decoding = self._decoding
         if not decoding or self._hangs or self._dead:
             return
-        left = min(self._end_of(sequence) for sequence in decoding) - self._steps
+        steps_left = min(self._end_of(sequence) for sequence in decoding) - self._steps
         step_s = (self._scenario.token_s + self._scenario.each_s * len(decoding)) * self._slower
-        self._timer = asyncio.get_running_loop().call_later(max(left, 0) * step_s, self._look_for_ends)
+        self._timer = asyncio.get_running_loop().call_later(max(steps_left, 0) * step_s, self._look_for_ends)
 
     @staticmethod
     def _end_of(sequence: InFlight) -> float:
         """The step with which a sequence that is decoded ends."""
         assert sequence.since is not None
-        return sequence.since + sequence.length - sequence.made
+        return sequence.since + sequence.length - sequence.sampled
 
     def _look_for_ends(self) -> None:
         self._advance()
         for sequence in self._decoding:
             if self._end_of(sequence) <= self._steps + ROUNDING:
-                self._count(sequence, sequence.length - sequence.made)
+                self._count(sequence, sequence.length - sequence.sampled)
                 del self._running[sequence.request.request_id]
                 sequence.outbox.put_nowait((sequence.index, sampled(sequence)))
         self._fill()
@@ -445,15 +449,15 @@ class SimReplica:
         """Counts what a sequence has got so far, if it is running; at least its last token is still to come."""
         if sequence.since is not None:
             self._advance()
-            self._count(sequence, min(int(self._steps - sequence.since), sequence.length - 1 - sequence.made))
+            self._count(sequence, min(int(self._steps - sequence.since), sequence.length - 1 - sequence.sampled))
             sequence.since = None
 
     def _count(self, sequence: InFlight, tokens: int) -> None:
         assert self._identity is not None, "a replica samples only once it has weights"
         self.tokens += tokens
         if tokens:
-            sequence.spans.append(VersionSpan(self._identity, sequence.made, sequence.made + tokens))
-        sequence.made += tokens
+            sequence.spans.append(VersionSpan(self._identity, sequence.sampled, sequence.sampled + tokens))
+        sequence.sampled += tokens
 
 
 def draw_length(request: SampleRequest, scenario: Scenario) -> int:
@@ -542,7 +546,7 @@ class Outcome:
     """When each step was released."""
     seconds: float = 0.0
     attempt: int = 1
-    kept: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     """What each commit that the run went back to had of unfinished rollouts."""
     options: list[Scenario] = field(default_factory=list)
     """The scenario as each released step was trained with it."""
@@ -562,8 +566,8 @@ class Outcome:
             self.scenario = replace(self.scenario, **options)
         self.attempt += 1
         self.trainer.newest = step
-        for done in (self.minibatches, self.released, self.ended_s, self.options):
-            del done[step:]
+        for measured in (self.minibatches, self.released, self.ended_s, self.options):
+            del measured[step:]
         self.trained_lengths = [n for minibatches in self.minibatches for m in minibatches for n in lengths_of(m)]
 
     @property
@@ -620,7 +624,7 @@ async def _simulate(outcome: Outcome, router: type[Router], beside: Sequence[Bes
     scenario, loop = outcome.scenario, asyncio.get_running_loop()
     for replica, seconds in scenario.dies_at_s.items():
         loop.call_later(seconds, outcome.replicas[replica].die)
-    besides = [asyncio.create_task(each(outcome)) for each in beside]
+    besides = [asyncio.create_task(action(outcome)) for action in beside]
     commits: list[Commit] = []
     deaths = iter(sorted(scenario.trainer_dies_at_s))
     try:
@@ -697,7 +701,7 @@ async def attempt(outcome: Outcome, router: type[Router], commits: list[Commit],
         held_out,
     )
     if commits:
-        outcome.kept.append(pipeline.load(commits[-1].state))
+        outcome.notes.append(pipeline.load(commits[-1].state))
     tasks = [asyncio.create_task(work) for work in Supervision(pipeline, outcome).work()]
     running = asyncio.create_task(train(pipeline, outcome, commits))
     try:
@@ -749,7 +753,7 @@ async def train(pipeline: Pipeline, outcome: Outcome, commits: list[Commit]) -> 
         outcome.ended_s.append(loop.time())
         outcome.options.append(scenario)
         oldest = step + 1 - scenario.max_steps_off_policy
-        identities = (*(each for each in identities if each.version >= oldest), weights.identity)
+        identities = (*(identity for identity in identities if identity.version >= oldest), weights.identity)
         if (step + 1) % scenario.commit_every == 0:
             commits.append(Commit(step + 1, pipeline.snapshot(), identities))
     outcome.seconds += loop.time()

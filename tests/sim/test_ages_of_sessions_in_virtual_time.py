@@ -32,7 +32,7 @@ class TrainedReplica:
     async def stats(self) -> dict[int, ReplicaStats]:
         return {0: ReplicaStats(0, 0, 0.0, 0, 8, weights=self._weights(self.version))}
 
-    async def sample(self, request: SampleRequest, told: OnProgress | None = None) -> SampledSequence:
+    async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None) -> SampledSequence:
         tokens = [*TOKENIZER.encode("yes and no"), TOKENIZER.eos_token_id]
         versions = []
         for _ in tokens:

@@ -47,7 +47,7 @@ class Chats:
     """The clients of a service, which ask again and again."""
 
     share: float
-    most: int = 0
+    peak: int = 0
     """The most chats that replicas had at a time, once there were places for more than the first."""
     answered: int = 0
 
@@ -73,7 +73,7 @@ class Chats:
         for turn in range(10**6):
             places.check(1)
             async with places:
-                self.most = max(self.most, places.taken)
+                self.peak = max(self.peak, places.taken)
                 await router.sample(
                     SampleRequest(
                         f"chat-{number}-{turn}",
@@ -96,9 +96,9 @@ def seconds_with(share: float) -> tuple[float, Chats]:
 def test_chats_have_their_share_of_the_places_and_training_is_slower_by_about_as_much() -> None:
     alone = simulate(FULL).seconds
     slower: dict[float, float] = {}
-    for share, most in ((0.1, int(0.1 * PLACES)), (1.0, CLIENTS)):
+    for share, limit in ((0.1, int(0.1 * PLACES)), (1.0, CLIENTS)):
         seconds, chats = seconds_with(share)
-        assert chats.most == most, "they want more, and get no more"
+        assert chats.peak == limit, "they want more, and get no more"
         assert chats.answered > CLIENTS
         slower[share] = seconds / alone
     assert slower[0.1] < 1 / (1 - 0.1)
@@ -107,5 +107,5 @@ def test_chats_have_their_share_of_the_places_and_training_is_slower_by_about_as
 
 def test_a_share_of_less_than_one_place_is_one_place() -> None:
     _, chats = seconds_with(0.001)
-    assert chats.most == 1
+    assert chats.peak == 1
     assert chats.answered > 0

@@ -13,9 +13,9 @@ BUSY = Scenario(steps=16, train_s=2.0, replicas=2, slots=16, evaluation=EVERY_FO
 
 def evaluations(outcome: Outcome) -> dict[int, dict[str, float]]:
     """The rows that hold one, by their steps; each has all of its rollouts."""
-    found = {step: row for step, row in enumerate(outcome.rows) if "eval/sim/version" in row}
-    assert all((row["eval/sim/n"], row["eval/sim/failed"]) == (240, 0) for row in found.values())
-    return found
+    rows = {step: row for step, row in enumerate(outcome.rows) if "eval/sim/version" in row}
+    assert all((row["eval/sim/n"], row["eval/sim/failed"]) == (240, 0) for row in rows.values())
+    return rows
 
 
 def versions(evaluated: dict[int, dict[str, float]]) -> dict[int, float]:

@@ -45,10 +45,12 @@ def check_batch(outcome: Outcome, step: int) -> None:
         assert (step - scenario.max_steps_off_policy <= floors_D).all()
         assert (floors_D <= step).all()
         versions, floors = batch.columns["versions"], np.repeat(floors_D, batch.lengths)
-        made = versions >= 0
-        assert (floors[made] <= versions[made]).all()
-        assert (versions[made] <= step).all()
-        assert (batch.columns["target_tokens"][made] == versions[made] + 1).all(), "each token tells who sampled it"
+        sampled = versions >= 0
+        assert (floors[sampled] <= versions[sampled]).all()
+        assert (versions[sampled] <= step).all()
+        assert (batch.columns["target_tokens"][sampled] == versions[sampled] + 1).all(), (
+            "each token tells who sampled it"
+        )
     problems = [outcome.problems.number(group["problem"]) for group in outcome.released[step].trained]
     assert len(problems) == scenario.batch_size
     expected = {(p, sample) for p in problems for sample in range(scenario.group_size)}
@@ -59,21 +61,21 @@ def check_batch(outcome: Outcome, step: int) -> None:
 
 def check_problems(outcome: Outcome) -> None:
     """Each problem that was begun ended exactly once, or is still under way."""
-    scenario, made, last = outcome.scenario, outcome.problems.made, outcome.rows[-1]
+    scenario, created, last = outcome.scenario, outcome.problems.created, outcome.rows[-1]
     counts = {name.removeprefix("ledger/"): int(n) for name, n in last.items() if name.startswith("ledger/")}
     trained = [outcome.problems.number(g["problem"]) for released in outcome.released for g in released.trained]
     assert len(set(trained)) == len(trained) == counts["trained"] == scenario.steps * scenario.batch_size
-    assert sorted(made) == list(range(len(made))), "the dataset is gone through in order"
-    assert outcome.problems.cleaned == made
-    assert made.total() == counts["dispatched"]
-    assert max(made.values()) == 1, "nothing is sampled twice"
+    assert sorted(created) == list(range(len(created))), "the dataset is gone through in order"
+    assert outcome.problems.cleaned == created
+    assert created.total() == counts["dispatched"]
+    assert max(created.values()) == 1, "nothing is sampled twice"
     under_way = counts["active"]
-    assert len(made) == len(trained) + counts["filtered"] + counts["failed"] + counts["dropped"] + under_way
-    unusable = {n for n in made if is_multiple(n, scenario.failing) or is_multiple(n, scenario.constant)}
+    assert len(created) == len(trained) + counts["filtered"] + counts["failed"] + counts["dropped"] + under_way
+    unusable = {n for n in created if is_multiple(n, scenario.failing) or is_multiple(n, scenario.constant)}
     assert not unusable & set(trained)
     failed = refused(outcome)
     assert counts["filtered"] + counts["failed"] <= len(unusable) + failed
-    assert len(set(made) - set(trained) - unusable) <= counts["dropped"] + under_way + failed, "nothing else is lost"
+    assert len(set(created) - set(trained) - unusable) <= counts["dropped"] + under_way + failed, "nothing else is lost"
 
 
 def refused(outcome: Outcome) -> int:
@@ -140,9 +142,9 @@ def test_requests_of_a_dead_replica_are_answered_elsewhere(policy: str, max_step
         dies_at_s={0: 7.0, 1: 40.0},  # the first requests come after 6 s: when all have the first version
     )
     outcome = check(simulate(scenario))
-    asked = [len(replica.lengths) for replica in outcome.replicas]
-    assert 0 < max(asked[:2]) < min(asked[2:])
-    assert sum(asked) > outcome.rows[-1]["ledger/dispatched"] * scenario.group_size, "some were asked for twice"
+    requests = [len(replica.lengths) for replica in outcome.replicas]
+    assert 0 < max(requests[:2]) < min(requests[2:])
+    assert sum(requests) > outcome.rows[-1]["ledger/dispatched"] * scenario.group_size, "some were asked for twice"
 
 
 LOSSES: dict[str, dict[str, Any]] = {
@@ -237,8 +239,8 @@ def test_waste_is_counted_by_cause_to_the_token() -> None:
     }
     assert min(wasted["expired_running"], wasted["filtered"], wasted["failed"]) > 0
     counted = sum(wasted.values()) + outcome.trained_tokens
-    left = sum(replica.tokens for replica in outcome.replicas) - counted  # what is under way at the end
-    assert abs(left) < 0.1 * outcome.sampled_tokens
+    remaining = sum(replica.tokens for replica in outcome.replicas) - counted  # what is under way at the end
+    assert abs(remaining) < 0.1 * outcome.sampled_tokens
 
 
 def sampled_length(outcome: Outcome) -> float:

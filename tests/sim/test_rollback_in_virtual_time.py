@@ -29,7 +29,7 @@ def check(outcome: Outcome) -> Outcome:
     assert len(trained) + otherwise == begun
     assert set(trained) <= set(range(int(begun)))
     problems = outcome.problems
-    assert all(problems.cleaned[n] >= times for n, times in problems.made.items()), "each group is cleaned up"
+    assert all(problems.cleaned[n] >= times for n, times in problems.created.items()), "each group is cleaned up"
     return outcome
 
 
@@ -40,7 +40,7 @@ def test_no_rule_is_broken_when_the_trainer_dies(policy: str, max_steps_off_poli
     deaths = (7.0, 45.0, 90.0, 150.0)
     dying = replace(GAMES, policy=policy, max_steps_off_policy=max_steps_off_policy, trainer_dies_at_s=deaths)
     outcome = check(simulate(replace(dying, commit_every=commit_every)))
-    assert len(outcome.kept) == len(deaths)
+    assert len(outcome.notes) == len(deaths)
 
 
 @st.composite
@@ -91,14 +91,14 @@ def test_whatever_happens_no_rule_is_broken(scenario: Scenario) -> None:
 
 def test_a_commit_gives_finished_rollouts_and_turns_of_environments_that_say_their_state() -> None:
     """The trainer dies in the third step after the commit."""
-    kept = {}
+    restored_by_kind = {}
     for says_state in (False, True):
         games = replace(GAMES, policy="wait", max_steps_off_policy=2, commit_every=3, says_state=says_state)
         quiet = simulate(games)
         outcome = check(simulate(replace(games, trainer_dies_at_s=[quiet.ended_s[4] + 3.0])))
-        (said,) = outcome.kept
-        restored, of, *words = said.split(maxsplit=3)
+        (note,) = outcome.notes
+        restored, of, *words = note.split(maxsplit=3)
         assert (of, words[-1]) == ("of", "unfinished rollouts were kept")
-        kept[says_state] = int(restored)
+        restored_by_kind[says_state] = int(restored)
         assert int(restored) <= int(words[0])
-    assert kept[False] < kept[True]
+    assert restored_by_kind[False] < restored_by_kind[True]

@@ -37,7 +37,7 @@ class Replica:
     async def stats(self) -> dict[int, ReplicaStats]:
         return {0: ReplicaStats(0, 0, 0.0, 0, 8, weights=self.weights)}
 
-    async def sample(self, request: SampleRequest, told: OnProgress | None = None) -> SampledSequence:
+    async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None) -> SampledSequence:
         await asyncio.sleep(1.0)
         tokens = np.asarray([*TOKENIZER.encode("yes"), TOKENIZER.eos_token_id], np.int32)
         span = VersionSpan(self.weights, 0, len(tokens))
@@ -70,13 +70,13 @@ def service_of(replica: Any, directory: Path, starts: Any = (), bound: int = 100
         }
     )
     models = ServedModels(("policy",), MAX_LEN, len(TOKENIZER))
-    made: Any = ServiceActor(config, lambda: replica, models, [], True, directory, None, starts)  # type: ignore[arg-type, return-value]
-    made._sampler = replica
-    made._places = Places(8, 8, 1000.0)
-    turns = TurnAnswering(replica, models, TOKENIZER, make_renderer("auto", TOKENIZER), made._places)
-    made._front = made._make_front(turns, KEYS)
-    made._started.set()
-    return made  # type: ignore[no-any-return]
+    actor: Any = ServiceActor(config, lambda: replica, models, [], True, directory, None, starts)  # type: ignore[arg-type, return-value]
+    actor._sampler = replica
+    actor._places = Places(8, 8, 1000.0)
+    turns = TurnAnswering(replica, models, TOKENIZER, make_renderer("auto", TOKENIZER), actor._places)
+    actor._front = actor._make_front(turns, KEYS)
+    actor._started.set()
+    return actor  # type: ignore[no-any-return]
 
 
 async def turn(service: ServiceActor, session: str, words: str) -> None:
@@ -130,11 +130,11 @@ def test_a_session_is_closed_by_its_weights_whenever_its_next_turn_comes(
             running.cancel()
             await service._front.close("the run has ended")
 
-    why = virtual_time.run(scenario())
-    assert bool(why) == closed
+    refusal = virtual_time.run(scenario())
+    assert bool(refusal) == closed
     if closed:
-        assert why.startswith("410 session_closed")
-        assert "of the run began with version 10" in why
+        assert refusal.startswith("410 session_closed")
+        assert "of the run began with version 10" in refusal
 
 
 def test_a_service_that_starts_later_closes_them_too(tmp_path: Path) -> None:

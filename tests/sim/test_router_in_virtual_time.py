@@ -49,7 +49,7 @@ class Slow:
         self.name = f"replica {index}"
         self.index = index
         self.identity: WeightIdentity | None = None
-        self.made: dict[str, list[tuple[int, WeightIdentity]]] = {}
+        self.sampled: dict[str, list[tuple[int, WeightIdentity]]] = {}
         self.dead: TriremeError | None = None
         self.hangs = self.engine_dead = False
         self.slow_s = 0.0
@@ -83,24 +83,26 @@ class Slow:
 
     async def _one(self, request: SampleRequest, give: Give) -> None:
         name, prompt = request.request_id, request.prompt
-        made = self.made[name] = []
-        while len(prompt) + len(made) < prompt[0]:
+        sampled = self.sampled[name] = []
+        while len(prompt) + len(sampled) < prompt[0]:
             await asyncio.sleep(TOKEN_S)
             if self.dead or self.hangs:
                 give(name, NOTHING)
                 return
             if self.engine_dead or name in self.given_up:
-                give(name, progress_of(self.made.pop(name), 0))
+                give(name, progress_of(self.sampled.pop(name), 0))
                 return
             assert self.identity
-            made.append((len(prompt) + len(made), self.identity))
-        whole = progress_of(self.made.pop(name), 0)
+            sampled.append((len(prompt) + len(sampled), self.identity))
+        whole = progress_of(self.sampled.pop(name), 0)
         give(name, SampledSequence(whole.tokens, whole.logprobs, "stop", whole.spans))
 
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
         await self.alive()
-        found = {name: progress_of(self.made[name], start) for name, start in known.items() if name in self.made}
-        return {name: progress for name, progress in found.items() if len(progress.tokens)}
+        progress_by_name = {
+            name: progress_of(self.sampled[name], start) for name, start in known.items() if name in self.sampled
+        }
+        return {name: progress for name, progress in progress_by_name.items() if len(progress.tokens)}
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
         slow_s, self.slow_s = self.slow_s, 0.0
@@ -114,14 +116,14 @@ class Slow:
 
     async def stats(self) -> ReplicaStats:
         await self.alive()
-        return ReplicaStats(len(self.made), 0, 0.0, 0)
+        return ReplicaStats(len(self.sampled), 0, 0.0, 0)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self.alive()
         self.given_up.update(request_ids)
 
     async def abort_all(self) -> None:
-        await self.abort(list(self.made))
+        await self.abort(list(self.sampled))
 
     async def alive(self) -> None:
         if self.dead:
@@ -130,14 +132,14 @@ class Slow:
             await asyncio.Event().wait()
 
 
-def progress_of(made: Sequence[tuple[int, WeightIdentity]], start: int) -> Progress:
+def progress_of(sampled: Sequence[tuple[int, WeightIdentity]], start: int) -> Progress:
     spans: list[VersionSpan] = []
-    for i, (_, identity) in enumerate(made[start:], start):
+    for i, (_, identity) in enumerate(sampled[start:], start):
         if spans and spans[-1].identity == identity:
             spans[-1] = VersionSpan(identity, spans[-1].start, i + 1)
         else:
             spans.append(VersionSpan(identity, i, i + 1))
-    tokens = np.asarray([SHARE * place + identity.version for place, identity in made[start:]], np.int32)
+    tokens = np.asarray([SHARE * place + identity.version for place, identity in sampled[start:]], np.int32)
     return Progress(start, tokens, -tokens.astype(np.float32), tuple(spans))
 
 
@@ -212,26 +214,26 @@ class Fleet:
                 serves = True
         self.replacing.discard(index)
 
-    async def event(self, what: str, index: int) -> None:
+    async def event(self, event_name: str, index: int) -> None:
         replica = self.replicas[index]
-        if what == "dies":
+        if event_name == "dies":
             replica.dead = RoomFailed(f"{replica.name} died")
-        elif what == "its engine dies":
+        elif event_name == "its engine dies":
             replica.engine_dead = True
-        elif what == "the set dies":
+        elif event_name == "the set dies":
             await self.begin_set_again()
-        elif what == "a late table comes":
+        elif event_name == "a late table comes":
             self.router.take(self.tables[index % len(self.tables)])
-        elif what == "the router is cut off":
+        elif event_name == "the router is cut off":
             self.router.cut = True
             await asyncio.sleep(CUT_S)
             self.router.heal()
-        elif what == "its next update is slow":
+        elif event_name == "its next update is slow":
             replica.slow_s = SLOW_S
-        elif what == "leaves":
+        elif event_name == "leaves":
             await self.router.source.drain(index, 1.0)
             await self.replace(index)
-        elif what == "hangs":
+        elif event_name == "hangs":
             replica.hangs = True
             await asyncio.sleep(WATCHED_S)
             replica.dead = RoomFailed(f"{replica.name} was killed")
@@ -274,9 +276,9 @@ def test_each_request_is_answered_once_and_whole(
         router.source.listen(fleet.tables.append)
         await fleet.update(0)
 
-        async def event(at_s: float, what: str, index: int) -> None:
+        async def event(at_s: float, event_name: str, index: int) -> None:
             await asyncio.sleep(at_s)
-            await fleet.event(what, index)
+            await fleet.event(event_name, index)
 
         async def ask(at_s: float, request: SampleRequest, length: int) -> None:
             await asyncio.sleep(at_s)
@@ -298,7 +300,7 @@ def test_each_request_is_answered_once_and_whole(
             for work in (
                 fleet.watch(),
                 update(),
-                *(event(at_s, what, index % replicas) for at_s, what, index in events),
+                *(event(at_s, name, index % replicas) for at_s, name, index in events),
             )
         ]
         await asyncio.gather(
@@ -322,7 +324,9 @@ def check(answer: SampledSequence, length: int, floor: int) -> None:
     assert places.tolist() == list(range(2, length)), "each token once, in its place"
     assert (answer.logprobs == -answer.tokens).all()
     assert [span.start for span in answer.spans] == [0, *(span.end for span in answer.spans)][:-1]
-    said = np.concatenate([np.full(span.end - span.start, span.identity.version) for span in answer.spans])
-    assert (said == versions).all()
+    versions_of_tokens = np.concatenate(
+        [np.full(span.end - span.start, span.identity.version) for span in answer.spans]
+    )
+    assert (versions_of_tokens == versions).all()
     # A replica that still takes the newest weights may continue an answer that a replica with them began.
     assert (versions >= floor).all(), "all replicas had that version when the request began"

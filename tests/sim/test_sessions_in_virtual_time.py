@@ -25,7 +25,7 @@ def members(outcome: Outcome) -> list[tuple[int, ...]]:
 def check_sessions(outcome: Outcome) -> Outcome:
     check(outcome)
     for (before, who_before), (after, who_after) in pairwise(outcome.trainer.sessions):
-        begins = [id(each) for each in who_before] != [id(each) for each in who_after]
+        begins = [id(session) for session in who_before] != [id(session) for session in who_after]
         assert after.epoch - before.epoch >= begins
         assert after.epoch == before.epoch or begins, "groups that could be used again are made anew"
     return outcome
@@ -89,6 +89,6 @@ def test_whoever_comes_and_goes(
     options: dict[str, Any],
 ) -> None:
     lost = {"dies_at_s": dies, "hangs_at_s": {i: at for i, at in hangs.items() if i not in dies}}
-    left = {i: at for i, at in drains.items() if i not in dies and i not in hangs}
+    remaining = {i: at for i, at in drains.items() if i not in dies and i not in hangs}
     scenario = replace(SENT, steps=12, patience_s=1000.0, offer_s=100.0, **lost, **options)
-    check_sessions(simulate(replace(scenario, drains_at_s=left, joins_at_s=joins, hangs_at_offers_from_s=late)))
+    check_sessions(simulate(replace(scenario, drains_at_s=remaining, joins_at_s=joins, hangs_at_offers_from_s=late)))

@@ -86,14 +86,14 @@ class Simulated:
         """Until the script has ended or the replica is lost. Returns the seconds of its last step by then; None if it
         lives."""
         for step in script:
-            began = self.now
-            while self.now < began + step.seconds:
-                passed = min(TICK_S, began + step.seconds - self.now)
+            started = self.now
+            while self.now < started + step.seconds:
+                passed = min(TICK_S, started + step.seconds - self.now)
                 self.now += passed
                 self.replica.used_s += step.share * passed
                 self._monitor()
                 if self.lost_at is not None:
-                    return self.lost_at - began
+                    return self.lost_at - started
             self.replica.engine_stats.record(None, None)
         return None
 

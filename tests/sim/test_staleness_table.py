@@ -20,10 +20,10 @@ def test_the_table_is_that_of_the_docs(capsys: pytest.CaptureFixture[str]) -> No
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     script.main(["--steps", "2"])
-    made = rows(capsys.readouterr().out)
+    table = rows(capsys.readouterr().out)
     page = (ROOT / "docs" / "asynchrony.md").read_text()
     section = page.partition("\n## What it gains, and what it costs\n")[2].partition("\n## ")[0]
     documented = rows(section)
-    assert len(made) == 2 + 10
-    assert [row[:2] for row in made] == [row[:2] for row in documented]
-    assert made[0] == documented[0]
+    assert len(table) == 2 + 10
+    assert [row[:2] for row in table] == [row[:2] for row in documented]
+    assert table[0] == documented[0]
