@@ -7,6 +7,8 @@
 Everything here speaks tokens: an environment gets the tokens that were sampled, and answers with tokens. Sampled text
 is never tokenised again. A new single-turn environment is an `Env` of two methods, a builder that makes them for one
 problem (`EnvGroup`), and a dataset that lists the builders.
+
+The names in docs/api.md are stable.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@
 Sampled messages are kept as tokens: while no thinking is removed from the history, the next prompt begins with the last
 prompt and exactly the tokens that were sampled after it. So all turns are one training sequence, and only later
 messages have to be tokenised.
+
+The names in docs/api.md are stable.
 """
 
 from __future__ import annotations

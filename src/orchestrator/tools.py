@@ -12,6 +12,8 @@ library, a subprocess) runs in a thread of its own for each call. One that compu
 The mistakes of a model are answers to it: a tool that does not exist, other arguments than the tool has, a ToolError,
 and a call that exceeds its limit. Any other exception fails the rollout, which is tried again: a service that is down
 says nothing of the model.
+
+The names in docs/api.md are stable.
 """
 
 from __future__ import annotations

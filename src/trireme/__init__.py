@@ -1,4 +1,8 @@
-"""The hull: configuration, launch, the driver's loop, and the types that cross rooms."""
+"""The hull: configuration, launch, the driver's loop, and the types that cross rooms.
+
+Stable is what docs/api.md lists: `trireme.api`, and for environments names of `trireme.renderers` and four modules of
+`orchestrator`. Everything else may change with any commit.
+"""
 
 import os
 

@@ -7,6 +7,7 @@
 
 The options are the same as for `rl`. This module handles models, devices and Ray. The loop decides what to sample, how
 to train on it, and when to publish weights. Importing this module imports no Ray: the environment is prepared first.
+All names here are stable.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """The configuration and the actors of a user's own loop. Rooms start in tests/e2e/test_examples.py."""
 
+import ast
+import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,3 +68,48 @@ def test_ray_is_imported_only_when_rooms_are_opened() -> None:
         "import sys, trireme.api, trainer.schedule, trireme.core.types; assert not {'ray', 'vllm'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+STABLE = re.findall(
+    r"^::: (\S+)(?:\n    options:\n      members: \[([^\]]+)\])?", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE
+)
+"""Modules and objects of docs/api.md, and the members that the page lists of them."""
+OF_ONE_GAME = {"orchestrator.envs.guess", "trireme.renderers.base"}
+"""What examples/agents/guessing.py takes from the built-in game that it plays."""
+EXAMPLES = [path for path in sorted((ROOT / "examples").rglob("*.py")) if path.parent.name != "recipes"]
+"""Recipes are parts of the project outside the package, so they may follow it."""
+
+
+def stable_names() -> set[tuple[str, str]]:
+    """Returns the module and the name of each stable name, but of members of classes."""
+    names: set[tuple[str, str]] = set()
+    for path, members in STABLE:
+        file = ROOT / "src" / path.replace(".", "/")
+        if file.is_dir() or file.with_suffix(".py").exists():
+            listed = members.replace(",", " ").split() or importlib.import_module(path).__all__
+            names |= {(path, name) for name in listed}
+        else:
+            module, _, name = path.rpartition(".")
+            names.add((module, name))
+    return names
+
+
+def test_stable_names_exist_and_modules_of_them_say_so() -> None:
+    for module, name in stable_names():
+        assert hasattr(importlib.import_module(module), name), (module, name)
+    whole = {path for path, _ in STABLE} & {module for module, _ in stable_names()}
+    assert [path for path in whole if "stable" not in str(importlib.import_module(path).__doc__)] == []
+    assert len(whole) == 6
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_examples_import_stable_names(example: Path) -> None:
+    packages = {path.name for path in (ROOT / "src").iterdir()}
+    imports = [node for node in ast.walk(ast.parse(example.read_text())) if isinstance(node, ast.ImportFrom)]
+    used = {
+        (node.module, alias.name)
+        for node in imports
+        if node.module and node.module.split(".")[0] in packages and node.module not in OF_ONE_GAME
+        for alias in node.names
+    }
+    assert used - stable_names() == set()

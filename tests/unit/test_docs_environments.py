@@ -1,4 +1,4 @@
-"""The tutorial's code is code: what docs/environments.md shows, and the examples that it names, run as they are."""
+"""The tutorial's code is code: what docs/rewards.md and docs/environments.md show, and their examples, run."""
 
 import ast
 import asyncio
@@ -24,7 +24,7 @@ from trireme.core.errors import BadInput
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = (ROOT / "docs" / "environments.md").read_text()
+DOCUMENT = "".join((ROOT / "docs" / page).read_text() for page in ("rewards.md", "environments.md"))
 FILES: dict[str, str] = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL))
 
 

@@ -42,7 +42,7 @@ SCHEMAS = {"rl": Config, "sft": SftConfig}
 
 @pytest.fixture(autouse=True)
 def where_the_commands_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("configs", "assets", "examples", "scripts", "tests", ".ci"):
+    for name in ("configs", "assets", "examples", "scripts", "tests", ".ci", "mkdocs.yml"):
         (tmp_path / name).symlink_to(ROOT / name)
     for fence in ALL:
         if fence.file and "/" not in fence.file:
@@ -88,6 +88,8 @@ def try_command(words: Sequence[str]) -> None:
         try_service(rest)
     elif program == "trireme":
         try_tool(*rest)
+    elif program == "mkdocs":
+        assert Path("mkdocs.yml").exists()
     elif program in ("python", "pytest", "bash"):
         assert all(Path(word).exists() for word in rest if "/" in word and re.fullmatch(r"[.\w/-]+", word))
         code = rest[rest.index("-") + 1] if "-" in rest else rest[rest.index("-c") + 1] if "-c" in rest else ""

@@ -2,6 +2,8 @@
 
 A new one of the last kind is a subclass of `QuestionDataset`: the question of problem i, and a function that grades an
 answer. `tokenizer` is a `transformers` tokenizer throughout.
+
+The names in docs/api.md are stable.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Turns chat messages into tokens and back: `types.py` defines a renderer, `make_renderer` makes one."""
+"""Turns chat messages into tokens and back: `types.py` defines a renderer, `make_renderer` makes one.
+
+The names in docs/api.md are stable.
+"""
 
 from trireme.renderers.table import make_renderer, unknown_renderer
 from trireme.renderers.types import Message, Renderer, ToolCall, ToolSpec, TrainOn
