@@ -131,7 +131,7 @@ class Evaluator:
             self._owed = True
             self._task = spawn(self._evaluate(version), f"evaluation of version {version}")
 
-    async def ended(self) -> None:
+    async def wait_idle(self) -> None:
         """Waits until no evaluation is running. Raises its error."""
         if self._task is None:
             return

@@ -100,8 +100,8 @@ class OrchestratorHandle:
         last = False
         while not last:
             ref = self._actor.next_minibatch.remote(step, substep)
-            what = f"a minibatch of step {step + 1}"
-            minibatch: Minibatch = self._wait(ref, what, self._config.batch_deadline_s, on_tick)
+            label = f"a minibatch of step {step + 1}"
+            minibatch: Minibatch = self._wait(ref, label, self._config.batch_deadline_s, on_tick)
             last = minibatch.last
             yield minibatch
 
@@ -146,18 +146,18 @@ class OrchestratorHandle:
     def _wait(
         self,
         ref: Any,
-        what: str,
+        label: str,
         timeout_s: float,
         on_tick: Callable[[], None] = lambda: None,
         every_s: float = PROGRESS_S,
     ) -> Any:
         """Waits, and says every `every_s` seconds how far the orchestrator is."""
-        said = waits.LongWait(f"waiting for {what}", every_s, self._actor.progress.remote)
+        report = waits.LongWait(f"waiting for {label}", every_s, self._actor.progress.remote)
 
         def tick(names: list[str], waited_s: float) -> None:
             on_tick()
-            said(names, waited_s)
+            report(names, waited_s)
 
-        who = [f"orchestrator ({what})"]
+        owners = [f"orchestrator ({label})"]
         limit_s = timeout_s + ANSWER_S
-        return waits.get_all([ref], owners=who, timeout_s=limit_s, log=self._log, on_tick=tick)[0]
+        return waits.get_all([ref], owners=owners, timeout_s=limit_s, log=self._log, on_tick=tick)[0]

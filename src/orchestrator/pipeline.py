@@ -138,7 +138,7 @@ class Pipeline:
         does not, and its error."""
         self._background.raise_error(but_limits=True)
         await self._update_ended()
-        await self.evaluator.ended()
+        await self.evaluator.wait_idle()
 
     async def begin_version(self, version: int, update: Awaitable[Sequence[UpdateReport]]) -> None:
         """Records that the replicas take `version`, in flight, until `update`. See Updates, above. Call after
@@ -152,7 +152,7 @@ class Pipeline:
         if first or last or not self._options.max_steps_off_policy:
             await self._update_ended()
         if self._config.deterministic or last:
-            await self.evaluator.ended()  # else it runs beside training
+            await self.evaluator.wait_idle()  # else it runs beside training
         if first:
             TaskOwner.watch(asyncio.get_running_loop())
             if self._config.deterministic:
@@ -177,16 +177,16 @@ class Pipeline:
         """
         fault_point("orchestrator.minibatch")
         per_substep = self._config.groups_per_substep
-        done = self._ledger.assembled
-        least, most = (min(n, per_substep - done % per_substep) for n in self._config.groups_per_minibatch)
-        if (step, substep) != (self._ledger.batch, done // per_substep):
+        assembled = self._ledger.assembled
+        least, limit = (min(n, per_substep - assembled % per_substep) for n in self._config.groups_per_minibatch)
+        if (step, substep) != (self._ledger.batch, assembled // per_substep):
             raise ValueError(
-                f"asked for step {step}, substep {substep}; next is {self._ledger.batch}, {done // per_substep}"
+                f"asked for step {step}, substep {substep}; next is {self._ledger.batch}, {assembled // per_substep}"
             )
         try:
             async with asyncio.timeout(self._config.batch_deadline_s):
                 with trace.span("wait", "minibatches", step=step, groups=least):
-                    groups, dropped = await self._take(step, least, most)
+                    groups, dropped = await self._take(step, least, limit)
         except TimeoutError:
             lacks = missing(self._ledger, self._requests.in_training)
             raise RoomFailed(
@@ -196,7 +196,7 @@ class Pipeline:
         scored_P = [self._finished.pop(group.index) for group in groups]
         self._drop(dropped)
         self._meter.trained += scored_P
-        last = (done + len(groups)) % per_substep == 0
+        last = (assembled + len(groups)) % per_substep == 0
         normalization = self._config.normalization
         return await self._build_on(partial(build_minibatch, step, scored_P, self._options, normalization, last))
 
@@ -241,12 +241,12 @@ class Pipeline:
         if self._config.deterministic:  # all of a turn is sampled together
             state = replace(state, running=())
         self._mix.load_state_dict(state.cursor)
-        self._finished, kept = self._running.load(self._ledger, state)
+        self._finished, notice = self._running.load(self._ledger, state)
         self._tokens.load_state_dict(state.tokens)
         self._run_limits.load_state_dict(state.limits)
         self.evaluator.load_state_dict(state.evaluation)
         self._meter = StepMeter(dict(state.counts), filtered=list(state.filtered), errors=Counter(state.errors))
-        return kept
+        return notice
 
     def _state(self) -> OrchestratorState:
         if self._newest > self._ledger.released:
@@ -282,8 +282,8 @@ class Pipeline:
         if self._update is None:
             return
         limit_s = self._config.update_deadline_s
-        ended, _ = await asyncio.wait([self._update], timeout=limit_s)
-        if not ended:
+        finished, _ = await asyncio.wait([self._update], timeout=limit_s)
+        if not finished:
             raise RoomFailed(
                 f"waited {limit_s:g} s (timeouts.update_s for each replica and the start of a successor) for the "
                 f"{self._update.get_name()}; versions acknowledged by replicas: {self._acknowledged}"
@@ -305,13 +305,13 @@ class Pipeline:
 
     # ---- taking
 
-    async def _take(self, step: int, least: int, most: int) -> tuple[list[Group], list[Group]]:
-        """Waits for `least` groups; returns all finished ones, at most `most`, and the dropped ones."""
+    async def _take(self, step: int, least: int, limit: int) -> tuple[list[Group], list[Group]]:
+        """Waits for `least` groups; returns all finished ones, at most `limit`, and the dropped ones."""
         while True:
             self._background.raise_error()
             # The ledger looks at all groups, so it is not asked before enough of them have finished.
             if len(self._finished) >= least:
-                count = self._ledger.takeable(most)
+                count = self._ledger.takeable(limit)
                 if count >= least:
                     taken = self._ledger.take(step, count)
                 else:

@@ -88,10 +88,10 @@ class TrainerHandle:
         self._actors_R = actors_R
         self._ready_R = ready_R
         if log_dir is None:
-            where = ""
+            log_hint = ""
         else:
-            where = f" (log {log_dir}/trainer_{{rank}}.log)"
-        self._names_R = [f"trainer shard {rank}" + where.format(rank=rank) for rank in range(len(actors_R))]
+            log_hint = f" (log {log_dir}/trainer_{{rank}}.log)"
+        self._names_R = [f"trainer shard {rank}" + log_hint.format(rank=rank) for rank in range(len(actors_R))]
         self._transport = load_transport(config.transport)
         self._attempt = attempt
         self._terms_R: list[Any] = []  # of offers, by each shard
@@ -304,10 +304,10 @@ class TrainerHandle:
         return self._wait(verb, [actor.call.remote(verb, part, *args) for actor, part in parts_R])
 
     def _wait(self, verb: str, refs_R: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
-        said = waits.LongWait(verb.replace("_", " "), PROGRESS_S)
+        report = waits.LongWait(verb.replace("_", " "), PROGRESS_S)
         try:
             return waits.get_all(
-                refs_R, owners=self._names_R, timeout_s=timeout_s or self._timeouts.step_s, on_tick=said
+                refs_R, owners=self._names_R, timeout_s=timeout_s or self._timeouts.step_s, on_tick=report
             )
         except RoomFailed as error:
             raise self._inquest(verb, error, refs_R) from error.__cause__
@@ -320,7 +320,7 @@ class TrainerHandle:
         if isinstance(error.__cause__, RayActorError):
             return error
         answers = self._ask(dict(enumerate(refs_R)))
-        failures = {rank: said for rank, said in answers if isinstance(said, RoomFailed)}
+        failures = {rank: answer for rank, answer in answers if isinstance(answer, RoomFailed)}
         dead = next((f for f in failures.values() if isinstance(f.__cause__, RayActorError)), None)
         if dead:
             return dead
@@ -335,10 +335,10 @@ class TrainerHandle:
         for rank, stack in self._ask({rank: self._actors_R[rank].stack.remote() for rank in ranks}):
             silent = "does not answer at all: its process is stopped, or stuck outside Python\n"
             if isinstance(stack, RoomFailed):
-                where = silent
+                state = silent
             else:
-                where = f"is at:\n{stack}"
-            yield f"trainer shard {rank} {where}"
+                state = f"is at:\n{stack}"
+            yield f"trainer shard {rank} {state}"
 
     def _ask(self, refs: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
         """Yields (rank, its answer, or the RoomFailed in its place) for {rank: reference}; all within INQUEST_S."""

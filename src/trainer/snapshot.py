@@ -38,16 +38,16 @@ def kinds(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
     The result is the same for any number of ranks: shapes and STACKED_BYTES count whole tensors.
     """
-    found: dict[object, list[list[str]]] = {}
+    by_kind: dict[object, list[list[str]]] = {}
     for name in sorted(tensors, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]):
         tensor = tensors[name]
-        stacks = found.setdefault((re.sub(r"\d+", "#", name), tensor.shape, tensor.dtype), [[]])
+        stacks = by_kind.setdefault((re.sub(r"\d+", "#", name), tensor.shape, tensor.dtype), [[]])
         if len(stacks[-1]) * tensor.numel() * tensor.element_size() >= STACKED_BYTES // (1 + len(MOMENTS)):
             stacks.append([])
         stacks[-1].append(name)
     return {
         names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}": names
-        for stacks in found.values()
+        for stacks in by_kind.values()
         for names in stacks
     }
 
@@ -85,7 +85,7 @@ class Slab:
     @staticmethod
     def size_of(tensors: Iterable[Tensor], count: int) -> int:
         """Returns the bytes that `count` copies of each tensor's own part take at most, in any grouping."""
-        return sum(count * padded(own.nbytes) for own in map(own_part, tensors))
+        return sum(count * padded(part.nbytes) for part in map(own_part, tensors))
 
 
 def own_part(tensor: Tensor) -> Tensor:
@@ -125,7 +125,10 @@ class Staging:
         self.tensors: list[StagedTensor] = []
         for kind, names in kinds(parameters).items():
             moments = [{name: optimizer.state[parameters[name]][moment] for name in names} for moment in MOMENTS]
-            self._add(f"parameters.{kind}", [[each[name] for name in names] for each in (parameters, *moments)])
+            self._add(
+                f"parameters.{kind}",
+                [[tensors_by_name[name] for name in names] for tensors_by_name in (parameters, *moments)],
+            )
         for kind, names in kinds(reference).items():
             self._add(REFERENCE + kind, [[reference[name] for name in names]])
 
@@ -159,7 +162,7 @@ class StateSnapshot:
         self._stream = stream
         self._tensors = sorted((tensor for tensor in tensors if tensor.nbytes), key=lambda tensor: tensor.address)
         self._addresses = [tensor.address for tensor in self._tensors]
-        self._kept = [False] * len(self._tensors)
+        self._copied = [False] * len(self._tensors)
         self._read_bytes = [0] * len(self._tensors)
         self._lock = Lock()
         self._host_free = Event()
@@ -189,30 +192,30 @@ class StateSnapshot:
         with self._lock, torch.cuda.stream(self._stream) if self._stream else nullcontext():
             for i in indices:
                 tensor = self._tensors[i]
-                if not self._kept[i] and self._read_bytes[i] < tensor.nbytes:
+                if not self._copied[i] and self._read_bytes[i] < tensor.nbytes:
                     tensor.host.copy_(tensor.live, non_blocking=True)
-                    self._kept[i] = True
+                    self._copied[i] = True
             if self._stream:
                 self._stream.synchronize()
 
-    def copy(self, to: Bytes, wanted: Bytes) -> None:
-        """Copies to `to` the bytes that `wanted`, memory of the host copies or any other, will have."""
-        address = wanted.__array_interface__["data"][0]
-        while len(wanted):
+    def copy(self, to: Bytes, target: Bytes) -> None:
+        """Copies to `to` the bytes that `target`, memory of the host copies or any other, will have."""
+        address = target.__array_interface__["data"][0]
+        while len(target):
             i = bisect_right(self._addresses, address) - 1
             start = address - self._addresses[i]
             if i < 0 or start >= self._tensors[i].nbytes:
-                np.copyto(to, wanted)
+                np.copyto(to, target)
                 return
             tensor = self._tensors[i]
-            count = min(tensor.nbytes - start, len(wanted))
+            count = min(tensor.nbytes - start, len(target))
             with self._lock:
-                if tensor.live_bytes is None or self._kept[i]:
+                if tensor.live_bytes is None or self._copied[i]:
                     source = tensor.host_bytes
                 else:
                     source = tensor.live_bytes
                 np.copyto(to[:count], source[start : start + count])
                 self._read_bytes[i] = start + count
             to = to[count:]
-            wanted = wanted[count:]
+            target = target[count:]
             address = address + count

@@ -155,7 +155,7 @@ class Checkpointer:
         self._group = mesh.new_cpu_group(config.timeouts.checkpoint_s)
         self._stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         copies = Slab.size_of(self._parameters.values(), 1 + len(MOMENTS)) + Slab.size_of(reference.values(), 1)
-        self._slab = Slab(copies, pinned=any(own_part(each).is_cuda for each in parameters.values()))
+        self._slab = Slab(copies, pinned=any(own_part(tensor).is_cuda for tensor in parameters.values()))
         self._saves: dict[Path, Future[list[FileRecord]]] = {}
         self._newest: Future[list[FileRecord]] | None = None
         self._snapshot: StateSnapshot | None = None
@@ -199,9 +199,9 @@ class Checkpointer:
         self.wait_until_saved()  # frees the buffers
         with PartReader.opened(path, source) as part:
             small = self._read(path, part)
-        if self._base and (found := bytes(small["base"].tolist()).hex()) != self._base:
+        if self._base and (digest := bytes(small["base"].tolist()).hex()) != self._base:
             raise CheckpointInvalid(
-                f"{path} holds adapters of another base, whose weights have digest {found}; those of model.name have "
+                f"{path} holds adapters of another base, whose weights have digest {digest}; those of model.name have "
                 f"{self._base}: give the model that the run began with"
             )
         self._take_over(small)
