@@ -31,7 +31,7 @@ from trireme.process.environ import redirect_output, yield_to_others
 from trireme.process.faults import number_process
 from trireme.process.interfaces import choose_interface, listen
 from trireme.process.ray_cluster import see_own_gpus
-from trireme.transports.kept import KeptVersions
+from trireme.transports.kept_versions import KeptVersions
 
 OWN_CODE = ("trainer/shard.py", "trainer/state.py")
 """Files of the verbs. `stack` shows the threads that run in them."""
@@ -154,7 +154,7 @@ class ShardActor:
         from trireme.transports.sending import BroadcastSender
 
         assert isinstance(self._sender, BroadcastSender), "no other transport's source names this actor"
-        return self._sender.kept
+        return self._sender.versions
 
     @ray.method(concurrency_group="watch")
     def heartbeat(self) -> Heartbeat:

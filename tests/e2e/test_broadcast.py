@@ -2,7 +2,7 @@
 
 That each run learns, publishes the same weights as with the object store, and loses no more than a lost replica. What a
 sender and receivers do when one of them is lost: unit/transports/test_broadcast.py; what shards keep for commits:
-unit/transports/test_kept.py. That it is the same run after another transport: test_resume.py.
+unit/transports/test_kept_versions.py. That it is the same run after another transport: test_resume.py.
 """
 
 import os

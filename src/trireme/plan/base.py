@@ -112,9 +112,10 @@ class Plan:
     @property
     def start_text(self) -> str:
         """Says what makes up `start_s`."""
-        own = self.config.timeouts.start_s
+        configured_s = self.config.timeouts.start_s
         rate = f"{READ_BYTES_PER_S / 1e6:g} MB/s"
-        return f"timeouts.start_s = {own:g} s, and {self.start_s - own:.0f} s to read the model at {rate}"
+        reading_s = self.start_s - configured_s
+        return f"timeouts.start_s = {configured_s:g} s, and {reading_s:.0f} s to read the model at {rate}"
 
     @property
     def _processes(self) -> int:
@@ -152,18 +153,18 @@ class Plan:
         """Ray's CPU share of a process that computes: 1 where there are enough cores. Else so little that all actors
         find a place however the cores are spread over the nodes: an actor of w processes finds none only if each of n
         nodes has less than w shares left, so all do if c cores in all are n * w shares more than all processes."""
-        has = self.resources
+        resources = self.resources
         nodes = len(self.resources.nodes)
         widest = self._widest
-        if has.cpus >= self._processes + (widest - 1) * (nodes - 1):
+        if resources.cpus >= self._processes + (widest - 1) * (nodes - 1):
             return 1.0
-        return math.floor(100 * has.cpus / (self._processes + nodes * widest)) / 100
+        return math.floor(100 * resources.cpus / (self._processes + nodes * widest)) / 100
 
     @property
     def options(self) -> list[dict[str, Any]]:
         """Ray's options of each actor, in the order of `actor_names`."""
         options = ((self._options(part), len(part.actors)) for part in self.parts)
-        return [dict(each) for each, number in options for _ in range(number)]
+        return [dict(actor_options) for actor_options, number in options for _ in range(number)]
 
     def _options(self, part: Part) -> dict[str, object]:
         if self.on_gpus and part.size_key:
@@ -181,8 +182,8 @@ class Plan:
     def added_replica_options(self) -> dict[str, Any]:
         """Ray's options of a replica that is added to a run. On CPUs that this run alone uses it needs no share, as all
         may be taken."""
-        own = cluster_address(self.config) is None and not self.on_gpus
-        return self._options(self._replicas) | ({"num_cpus": 0.0} if own else {})
+        is_alone = cluster_address(self.config) is None and not self.on_gpus
+        return self._options(self._replicas) | ({"num_cpus": 0.0} if is_alone else {})
 
     @property
     def _replicas(self) -> Part:
@@ -196,16 +197,18 @@ class Plan:
 
     def by_room(self, values: Sequence[T]) -> dict[str, list[T]]:
         """Splits one value for each actor into the values of each room."""
-        left = iter(values)
-        return {part.room: list(islice(left, len(part.actors))) for part in self.parts}
+        remaining = iter(values)
+        return {part.room: list(islice(remaining, len(part.actors))) for part in self.parts}
 
     @cached_property
     def machines(self) -> list[NodeNeeds]:
         """The machines with the actors that are probably on each; empty if the sizes of the model are unknown."""
-        found = [part.needs for part in self.parts]
-        if None in found:
+        all_needs = [part.needs for part in self.parts]
+        if None in all_needs:
             return []
-        needs = dict(zip(self.actor_names, (need for each in found for need in each or ()), strict=True))
+        needs = dict(
+            zip(self.actor_names, (need for part_needs in all_needs for need in part_needs or ()), strict=True)
+        )
         sizes = [*self.blocks, *[1] * (len(needs) - sum(self.blocks))]
         # In a cluster it is not known before which of its machines must have that much free.
         certain = self.placed or cluster_address(self.config) is None
@@ -239,12 +242,12 @@ class Plan:
                 do,
             ).error()
 
-    def check_replicas(self, wanted: int, added: int) -> None:
-        """Raises BadInput where the machines cannot hold `wanted` replicas, by the estimates of memory and by the GPUs,
+    def check_replicas(self, target: int, added: int) -> None:
+        """Raises BadInput where the machines cannot hold `target` replicas, by the estimates of memory and by the GPUs,
         or have no free memory, of hosts and of GPUs, for the `added` ones among them. Replicas for which only cores are
         missing wait for a node."""
         inference = getattr(self.config, "inference")  # noqa: B009  only runs with replicas are scaled
-        config = self.config.model_copy(update={"inference": inference.model_copy(update={"replicas": wanted})})
+        config = self.config.model_copy(update={"inference": inference.model_copy(update={"replicas": target})})
         larger = replace(self, config=config, resources=self.resources.emptied)  # what is taken may be this run's
         larger.check_resources()
         short = larger.shortages(hopeless=False)
@@ -260,7 +263,7 @@ class Plan:
                 short.append(text)
         if short:
             raise Refusal(
-                f"{count(wanted, 'replica')}: {'; '.join(short)}",
+                f"{count(target, 'replica')}: {'; '.join(short)}",
                 f"a number that fits into the memory of {self.resources.source}, by the estimates of the plan",
                 "ask for fewer, end what else runs there, lower --inference.memory-gb in another run, or add nodes to "
                 "a cluster",
@@ -270,19 +273,19 @@ class Plan:
         holders = [part for part in self.parts if part.size_key]
         keys = " or ".join(f"--{part.size_key}" for part in holders)
         sizes = " and ".join(part.size_text for part in holders)
-        has = self.resources
-        most = 100 * has.cpus - len(has.nodes) * self._widest
+        resources = self.resources
+        limit = 100 * resources.cpus - len(resources.nodes) * self._widest
         if self.cpus_per_process <= 0:
             raise Refusal(
                 f"{sizes}, in all {self._processes} processes",
-                f"at most {most}, which is a hundred for each core of {has.source}",
+                f"at most {limit}, which is a hundred for each core of {resources.source}",
                 f"lower {keys}, or use a larger cluster",
             ).error()
-        gpus = max(node.num_gpus for node in has.nodes)
-        if self.on_gpus and gpus < self._widest <= has.gpus:
+        gpus = max(node.num_gpus for node in resources.nodes)
+        if self.on_gpus and gpus < self._widest <= resources.gpus:
             raise Refusal(
                 f"inference.tensor_parallel = {self._widest}, which needs {self._widest} GPUs on one node",
-                f"at most {gpus}, which no node of {has.source} has more than",
+                f"at most {gpus}, which no node of {resources.source} has more than",
                 "lower --inference.tensor-parallel, or use larger nodes",
             ).error()
         if self.gpus_needed <= self.resources.gpus:
@@ -294,27 +297,27 @@ class Plan:
             ways.insert(0, f"let both share it: --inference.gpu-memory-utilization {SHARED_GPU_UTILIZATION - 0.1:g}")
         raise Refusal(
             f"{sizes}, which need {self.gpus_needed} GPUs",
-            f"at most {has.gpus} GPUs, which is what {has.source} has",
+            f"at most {resources.gpus} GPUs, which is what {resources.source} has",
             "; or ".join(ways),
         ).error()
 
     @property
     def warnings(self) -> list[str]:
         """Sentences about what works, but slower or in too little memory."""
-        has = self.resources
-        where = self.resources.source
-        found = [*self.notes, *(text for part in self.parts for text in part.warnings)]
-        if self.gpus_needed > has.gpus:
-            found.append(
-                f"needs {count(self.gpus_needed, 'GPU')}, {where} has {has.gpus}: "
+        resources = self.resources
+        source = self.resources.source
+        texts = [*self.notes, *(text for part in self.parts for text in part.warnings)]
+        if self.gpus_needed > resources.gpus:
+            texts.append(
+                f"needs {count(self.gpus_needed, 'GPU')}, {source} has {resources.gpus}: "
                 "start it where they are, or give --cluster.address"
             )
         models = sum(_models(self.parts))
-        if models > has.cpus and not self.on_gpus:
-            found.append(f"{models} processes compute on {has.cpus} cores of {where}: it works, slower")
-        found += [f"too little memory, by an estimate: {text}" for text in self.shortages(hopeless=False)]
-        found += [text for machine in self.machines if (text := machine.store_warning)]
-        return found
+        if models > resources.cpus and not self.on_gpus:
+            texts.append(f"{models} processes compute on {resources.cpus} cores of {source}: it works, slower")
+        texts += [f"too little memory, by an estimate: {text}" for text in self.shortages(hopeless=False)]
+        texts += [text for machine in self.machines if (text := machine.store_warning)]
+        return texts
 
     def rows(self) -> list[tuple[str, str]]:
         """Returns the plan as (what, text) pairs. Texts of several parts for one row stand in it together."""
@@ -324,32 +327,33 @@ class Plan:
             share = "one GPU each"
         else:
             share = "CPU"
-        each = f"{share}, {count(self.threads, 'thread')} each"
-        found: dict[str, str] = {}
-        for what, text in [*self._common_rows(), *(row for part in self.parts for row in part.rows(each))]:
-            found[what] = f"{found[what]}; {text}" if what in found else text
-        return [*sorted(found.items(), key=lambda row: ORDER.index(row[0])), *(("warning", w) for w in self.warnings)]
+        device_text = f"{share}, {count(self.threads, 'thread')} each"
+        texts: dict[str, str] = {}
+        for label, text in [*self._common_rows(), *(row for part in self.parts for row in part.rows(device_text))]:
+            texts[label] = f"{texts[label]}; {text}" if label in texts else text
+        return [*sorted(texts.items(), key=lambda row: ORDER.index(row[0])), *(("warning", w) for w in self.warnings)]
 
     def render(self, *, whole: bool) -> Table:
         """Returns the plan as a table for rich, `whole` or what matters most."""
         table = Table.grid(padding=(0, 2))
-        for what, text in (row for row in self.rows() if whole or row[0] in SHORT):
-            table.add_row(Text(what), Text(text), style="yellow" if what == "warning" else None)
+        for label, text in (row for row in self.rows() if whole or row[0] in SHORT):
+            table.add_row(Text(label), Text(text), style="yellow" if label == "warning" else None)
         return table
 
     def _common_rows(self) -> list[tuple[str, str]]:
         run = self.config.run
-        has = self.resources
+        resources = self.resources
         if self.on_gpus:
             needs = f"needs {count(self.gpus_needed, 'GPU')}, "
         else:
             needs = ""
-        where = self.run_dir or f"{run.output_dir}/{run.name or self.config.default_name('<8 hex>')}"
+        directory = self.run_dir or f"{run.output_dir}/{run.name or self.config.default_name('<8 hex>')}"
         return [
             (
                 "resources",
-                f"{needs}{has.source} has {has.gpus} GPUs, {count(has.cpus, 'core')}, {gib(has.memory_bytes)} of "
-                f"memory on {count(len(has.nodes), 'node')}; models compute on {'GPU' if self.on_gpus else 'CPU'}s",
+                f"{needs}{resources.source} has {resources.gpus} GPUs, {count(resources.cpus, 'core')}, "
+                f"{gib(resources.memory_bytes)} of memory on {count(len(resources.nodes), 'node')}; models compute on "
+                f"{'GPU' if self.on_gpus else 'CPU'}s",
             ),
             ("packages", ", ".join(f"{name} {number}" for name, number in package_versions().items())),
             *([("travels", travels_text(self.config))] if cluster_address(self.config) else []),
@@ -358,7 +362,10 @@ class Plan:
             *([("machines", "; ".join(machine.row for machine in self.machines))] if self.machines else []),
             ("start", f"all rooms are ready within {self.start_s:,.0f} s ({self.start_text})"),
             ("recovery", self._recovery_text()),
-            ("written to", f"{where}: config.json, metrics.jsonl, trained.jsonl, STATUS, checkpoints/, logs/, trace/"),
+            (
+                "written to",
+                f"{directory}: config.json, metrics.jsonl, trained.jsonl, STATUS, checkpoints/, logs/, trace/",
+            ),
         ]
 
     def _model_text(self) -> str:
@@ -401,6 +408,6 @@ def _models(parts: Sequence[Part]) -> list[int]:
     return [len(part.actors) * part.ranks for part in parts if part.size_key]
 
 
-def count(number: int, what: str) -> str:
+def count(number: int, noun: str) -> str:
     """Returns "1 step", "2 steps"."""
-    return f"{number} {what}" + ("" if number == 1 else "s")
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -43,8 +43,8 @@ errors of the estimate and losses of allocators, and on a host copies of commits
 def gpu_room(free_bytes: int, memory_bytes: int, replica_share: float = 0.0) -> int:
     """Returns the bytes that a shard may fill of a GPU of `memory_bytes`, where `free_bytes` are free and a replica
     takes `replica_share`."""
-    left = min(free_bytes, int(memory_bytes * (1 - replica_share)))
-    return int(GPU_SHARE * max(0, left - sum(GPU_ALLOWANCES.values())))
+    remaining = min(free_bytes, int(memory_bytes * (1 - replica_share)))
+    return int(GPU_SHARE * max(0, remaining - sum(GPU_ALLOWANCES.values())))
 
 
 def host_room(memory_bytes: int, config: CommonConfig) -> int:
@@ -77,7 +77,7 @@ class ShardMemory:
     logits: int
     """Planned bytes for a chunk of logits on a CPU. On a GPU larger chunks take up to half of the remaining free
     memory, at most MOST_LOGITS * LOGIT_BYTES = 12 GiB (`trainer.logprobs`)."""
-    kept: int
+    freed: int
     """What the allocator keeps of freed tensors; 0 on GPUs, where it is in the part that is not planned for."""
     kept_tokens: int | None
     """The most tokens of a micro-batch without activation checkpointing: the backward pass does not compute its layers
@@ -104,7 +104,7 @@ class ShardMemory:
         """Bytes that a shard takes in addition to its state and the memory of a pass: its process, logits, and kept
         copies.
         """
-        return int(SHARD_BASE_GIB * GIB) + self.logits + self.kept
+        return int(SHARD_BASE_GIB * GIB) + self.logits + self.freed
 
     @property
     def text(self) -> str:
@@ -136,17 +136,17 @@ class ModelMemory:
         offloaded = self.on_gpus and options.offload == "cpu"
         state = state_bytes // options.mesh.parts
         logits = self.logits(tokens)
-        freed = self.kept
+        freed = self.freed
         free = room - int(SHARD_BASE_GIB * GIB) - logits - freed - (0 if offloaded else state)
         by_layer = self.gathered(options.lora, whole=False)
-        kept = self.kept_tokens(options.checkpointing, free - by_layer)
-        again = kept is not None and tokens > kept
+        kept_tokens = self.kept_tokens(options.checkpointing, free - by_layer)
+        again = kept_tokens is not None and tokens > kept_tokens
         activations = self.activations(tokens, again)
         option = options.reshard_after_forward
-        left = free - activations
-        whole = option is not True and self.stays_whole(left, options.lora)
+        remaining = free - activations
+        whole = option is not True and self.stays_whole(remaining, options.lora)
         staying = by_layer + self.dtype_bytes * (self.facts.num_layers - 2) * self._layer
-        stay = whole or (staying <= left if option == "auto" else not option)
+        stay = whole or (staying <= remaining if option == "auto" else not option)
         if whole:
             gathered = self.gathered(options.lora, whole=True)
         elif stay:
@@ -154,14 +154,16 @@ class ModelMemory:
         else:
             gathered = by_layer
         gathered = max(gathered, self.gathered_alone(options.lora) - activations)
-        return ShardMemory(tokens, state, gathered, activations, logits, freed, kept, again, whole, stay, offloaded)
+        return ShardMemory(
+            tokens, state, gathered, activations, logits, freed, kept_tokens, again, whole, stay, offloaded
+        )
 
     def logits(self, tokens: int) -> int:
         """Bytes of a chunk of logits of a micro-batch of `tokens`, on a CPU."""
         return LOGIT_BYTES * min(CPU_LOGITS, tokens * self.facts.vocab_size)
 
     @property
-    def kept(self) -> int:
+    def freed(self) -> int:
         """Bytes that the allocator of a host keeps of freed tensors."""
         if self.on_gpus:
             return 0

@@ -78,43 +78,43 @@ class NodeNeeds:
     @property
     def host(self) -> dict[str, int]:
         """Bytes of host memory by what for, of all actors together."""
-        found = {"Ray": int(SERVICES_GIB * GIB)}
+        totals = {"Ray": int(SERVICES_GIB * GIB)}
         for need in self.actors.values():
-            for what, number in (*need.host.items(), *need.parts.items()):
-                found[what] = found.get(what, 0) + number
+            for label, number in (*need.host.items(), *need.parts.items()):
+                totals[label] = totals.get(label, 0) + number
         for need in self.actors.values():
-            found |= {what: max(number, found.get(what, 0)) for what, number in need.shared.items()}
-        return found
+            totals |= {label: max(number, totals.get(label, 0)) for label, number in need.shared.items()}
+        return totals
 
     @property
     def gpu(self) -> dict[str, int]:
         """Bytes on the GPU that is filled most, by what for."""
-        each: list[Mapping[str, int]] = [{}, *(need.gpu for need in self.actors.values())]
+        by_actor: list[Mapping[str, int]] = [{}, *(need.gpu for need in self.actors.values())]
         if self.shares_gpu:
-            return {what: number for one in each for what, number in one.items()}
-        fullest = max(each, key=lambda one: sum(one.values()))
+            return {label: number for one in by_actor for label, number in one.items()}
+        fullest = max(by_actor, key=lambda one: sum(one.values()))
         return dict(fullest)
 
     def excess(self, *, hopeless: bool) -> list[str]:
         """Returns the needs beyond the machine's resources, largest part first; with `hopeless` only the part that
         errors of the estimates do not explain."""
         gpu_times, host_times = (GPU_TOLERANCE, HOST_TOLERANCE) if hopeless else (1.0, 1.0)
-        found = []
+        problems = []
         gpu = self.node.smallest_gpu
         if gpu:
             share = max((need.gpu_share for need in self.actors.values()), default=0.0)
             claimed = int(share * gpu.memory_bytes)
-            has = f"a GPU of {self.node.name} has {_free_text(gpu)} free"
+            free_text = f"a GPU of {self.node.name} has {_free_text(gpu)} free"
             if sum(self.gpu.values()) > gpu_times * gpu.free_bytes:
-                found.append(f"{has}, {_parts_text(self.gpu)}")
+                problems.append(f"{free_text}, {_parts_text(self.gpu)}")
             elif claimed + (0 if hopeless else self._beside) > gpu.free_bytes:
-                found.append(
-                    f"{has}, and vLLM starts only where {gib(claimed)} are: inference.gpu_memory_utilization = "
+                problems.append(
+                    f"{free_text}, and vLLM starts only where {gib(claimed)} are: inference.gpu_memory_utilization = "
                     f"{share:g} of all, whatever inference.gpu_cache_gb is"
                 )
         if sum(self.host.values()) > host_times * self.node.free_bytes:
-            found.append(f"{memory_text(self.node)}, {_parts_text(self.host)}")
-        return found
+            problems.append(f"{memory_text(self.node)}, {_parts_text(self.host)}")
+        return problems
 
     @property
     def shm_free(self) -> int:
@@ -125,8 +125,8 @@ class NodeNeeds:
     def _beside(self) -> int:
         """Bytes that are probably taken of a replica's GPU before vLLM looks how much is free: by the context of its
         own process, and by the state of a shard on the same GPU, which starts at the same time."""
-        others = [need.gpu for need in self.actors.values() if self.shares_gpu and not need.gpu_share]
-        return GPU_ALLOWANCES["CUDA context"] + sum(one.get("state", 0) for one in others)
+        shards = [need.gpu for need in self.actors.values() if self.shares_gpu and not need.gpu_share]
+        return GPU_ALLOWANCES["CUDA context"] + sum(one.get("state", 0) for one in shards)
 
     @property
     def store_warning(self) -> str:
@@ -150,11 +150,11 @@ class NodeNeeds:
         text = f"{self.node.name}: about {gib(sum(self.host.values()))} of {gib(self.node.memory_bytes)} of memory"
         if used:
             if gpu:
-                has = f"where {gib(gpu.free_bytes)} are free"
+                free_text = f"where {gib(gpu.free_bytes)} are free"
             else:
-                has = "whose size no driver told"
-            text += f", and {gib(used)} on the fullest GPU, {has}"
-        return f"{text} ({', '.join(f'{what} {gib(n)}' for what, n in _largest(self.host))})"
+                free_text = "whose size no driver told"
+            text += f", and {gib(used)} on the fullest GPU, {free_text}"
+        return f"{text} ({', '.join(f'{label} {gib(n)}' for label, n in _largest(self.host))})"
 
 
 def check_shm(machines: Sequence[NodeNeeds]) -> None:
@@ -183,13 +183,13 @@ def _free_text(of: Node | Gpu) -> str:
 
 def _parts_text(parts: Mapping[str, int]) -> str:
     """Returns "15.20 GiB are needed: weights 9.00 GiB, ..."."""
-    each = ", ".join(f"{what} {gib(number)}" for what, number in _largest(parts))
-    return f"{gib(sum(parts.values()))} are needed: {each}"
+    listed = ", ".join(f"{label} {gib(number)}" for label, number in _largest(parts))
+    return f"{gib(sum(parts.values()))} are needed: {listed}"
 
 
 def _largest(parts: Mapping[str, int]) -> list[tuple[str, int]]:
     """Returns all parts that are something, the largest first."""
-    return sorted(((what, n) for what, n in parts.items() if n), key=lambda part: -part[1])
+    return sorted(((label, n) for label, n in parts.items() if n), key=lambda part: -part[1])
 
 
 def gib(number: int) -> str:
@@ -211,35 +211,40 @@ def distribute(
     `placed`: Ray's id of the machine of each actor. Actors that are not placed are probably on as few machines as
     possible, as Ray places them, though it has an order of its own."""
     ends = list(accumulate(sizes))
-    wanted = [
-        {what: sum(each[what] for each in options[end - size : end]) for what in ("num_cpus", "num_gpus")}
+    bundles = [
+        {
+            resource: sum(actor_options[resource] for actor_options in options[end - size : end])
+            for resource in ("num_cpus", "num_gpus")
+        }
         for size, end in zip(sizes, ends, strict=True)
     ]
-    places = [n for size, n in zip(sizes, _place(wanted, nodes), strict=True) for _ in range(size)]
+    places = [n for size, n in zip(sizes, _place(bundles, nodes), strict=True) for _ in range(size)]
     ids = {node.id: n for n, node in enumerate(nodes) if node.id}
     at = {name: ids.get(placed.get(name, ""), n) for name, n in zip(needs, places, strict=True)}
-    gpus = dict(zip(needs, (each["num_gpus"] for each in options), strict=True))
-    found = []
+    gpus = dict(zip(needs, (actor_options["num_gpus"] for actor_options in options), strict=True))
+    machines = []
     for n, node in enumerate(nodes):
         actors = {name: need for name, need in needs.items() if at[name] == n}
         if actors:
             taken = node.gpus[: math.ceil(sum(gpus[name] for name in actors))]
-            found.append(NodeNeeds(replace(node, gpus=taken), actors, shares_gpu))
-    return found
+            machines.append(NodeNeeds(replace(node, gpus=taken), actors, shares_gpu))
+    return machines
 
 
-def _place(wanted: Sequence[Mapping[str, float]], nodes: Sequence[Node]) -> list[int]:
+def _place(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Node]) -> list[int]:
     """Returns the number of the node for each bundle: the first one in use that has room, else the emptiest."""
     free = [{"num_gpus": float(node.num_gpus), "num_cpus": float(node.cpus)} for node in nodes]
     places: list[int] = []
     used: dict[int, None] = {}
-    for bundle in wanted:
+    for bundle in bundles:
         emptiest = sorted(range(len(nodes)), key=lambda n: (-free[n]["num_gpus"], -free[n]["num_cpus"]))
         order = [*used, *emptiest]
         # Where no node has room, as in a dry run elsewhere, the emptiest is as good as any.
-        chosen = next((n for n in order if all(free[n][what] >= bundle[what] for what in bundle)), emptiest[0])
-        for what in bundle:
-            free[chosen][what] -= bundle[what]
+        chosen = next(
+            (n for n in order if all(free[n][resource] >= bundle[resource] for resource in bundle)), emptiest[0]
+        )
+        for resource in bundle:
+            free[chosen][resource] -= bundle[resource]
         places.append(chosen)
         used[chosen] = None
     return places

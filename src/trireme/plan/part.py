@@ -105,5 +105,5 @@ class Part(ABC):
         return []
 
     @abstractmethod
-    def rows(self, each: str) -> list[tuple[str, str]]:
-        """Returns its rows as (what, text) pairs; `each` says what an actor with a model computes on."""
+    def rows(self, device_text: str) -> list[tuple[str, str]]:
+        """Returns its rows as (what, text) pairs; `device_text` says what an actor with a model computes on."""

@@ -101,8 +101,8 @@ class InferencePart(Part):
             cuda = (1 + self.ranks) * int(HOST_OF_CUDA_GIB * GIB)  # the actor, and each process of its engine
             cache = self._gpu_cache(self.facts)
             gpu = {"a replica's weights": weights // self.ranks, "its workspaces": ENGINE_BYTES, "its KV cache": cache}
-            each = Need({"processes": cuda, **arriving}, gpu, shared, gpu_share=self.gpu_share, shm_free=queues)
-            return [each] * self.config.inference.replicas
+            need = Need({"processes": cuda, **arriving}, gpu, shared, gpu_share=self.gpu_share, shm_free=queues)
+            return [need] * self.config.inference.replicas
         base = int(self._base_gib * GIB)
         cache = int(self.config.inference.memory_gb * GIB)
         host = {"processes": base, "the replicas' weights": weights, "KV caches": cache, **arriving}
@@ -154,8 +154,8 @@ class InferencePart(Part):
     @property
     def _gpu_bytes(self) -> int:
         """Memory of the smallest GPU."""
-        known = [node.smallest_gpu for node in self.resources.nodes if node.smallest_gpu]
-        return min((gpu.memory_bytes for gpu in known), default=ASSUMED_GPU.memory_bytes)
+        gpus = [node.smallest_gpu for node in self.resources.nodes if node.smallest_gpu]
+        return min((gpu.memory_bytes for gpu in gpus), default=ASSUMED_GPU.memory_bytes)
 
     def _sequence_cache(self, facts: ModelFacts) -> int:
         """Bytes on each GPU of a replica of the KV cache of the longest sequence."""
@@ -165,13 +165,13 @@ class InferencePart(Part):
         """Fixes the KV cache where the engine can use less than its share of a GPU leaves,
         and on a shared GPU, where vLLM would measure what that leaves while the trainer takes memory too."""
         inference = self.config.inference
-        found: dict[str, object] = {}
+        changes: dict[str, object] = {}
         if self.on_gpus:
-            found["gpu_memory_utilization"] = self.gpu_share
+            changes["gpu_memory_utilization"] = self.gpu_share
         cache = inference.gpu_cache_gb or (self._gpu_cache(self.facts) / GIB if self.facts else None)
         if self.shares_gpu or (self.on_gpus and self.facts and self._is_cache_bounded(self.facts)):
-            found["gpu_cache_gb"] = cache
-        return {"inference": inference.model_copy(update=found)}
+            changes["gpu_cache_gb"] = cache
+        return {"inference": inference.model_copy(update=changes)}
 
     @property
     def max_num_seqs(self) -> int | None:
@@ -214,10 +214,10 @@ class InferencePart(Part):
             "--inference.max-num-seqs, or more replicas, lower the cost of the default"
         ]
 
-    def rows(self, each: str) -> list[tuple[str, str]]:
+    def rows(self, device_text: str) -> list[tuple[str, str]]:
         replicas = self.config.inference.replicas
         of = f" of {self.ranks} ranks" if self.ranks > 1 else ""
-        text = f"{count(replicas, 'vLLM replica')}: {count(replicas, 'actor')} with an engine{of}, {each}"
+        text = f"{count(replicas, 'vLLM replica')}: {count(replicas, 'actor')} with an engine{of}, {device_text}"
         if self.facts:
             memory = [("memory", self._memory_text(self.facts))]
         else:
@@ -249,23 +249,23 @@ class InferencePart(Part):
 
     def _update_text(self) -> str:
         config, lora, limit = self.config, self.config.trainer.lora, self.config.seq_limit(self.facts)
-        what = "the adapters" if lora.on else "all weights"
+        text = "the adapters" if lora.on else "all weights"
         if self.facts:
-            what += f" ({self.published_bytes / 2**20:,.2f} MiB)"
-        what += f" travel by {config.transport}; "
+            text += f" ({self.published_bytes / 2**20:,.2f} MiB)"
+        text += f" travel by {config.transport}; "
         if config.inference.on_update == "drain":
-            return f"{what}requests in flight are finished first"
+            return f"{text}requests in flight are finished first"
         if config.inference.on_update == "recompute_kv":
             verb = "are computed again"
         else:
             verb = "stay, of older weights"
         if self.recomputed_tokens is None:
-            return f"{what}the KV caches of everything in flight {verb}; how much is unknown, as the model's limit is"
+            return f"{text}the KV caches of everything in flight {verb}; how much is unknown, as the model's limit is"
         rollouts = f"{config.groups_in_flight} groups x {config.largest_group} rollouts"
         if self.max_num_seqs is not None:
             replicas = count(config.inference.replicas, "replica")
             rollouts = f"min({self.max_num_seqs} sequences x {replicas}, {rollouts})"
-        tokens = f"{what}up to {self.recomputed_tokens:,} tokens of KV cache {verb} ({rollouts} x {limit} tokens)"
+        tokens = f"{text}up to {self.recomputed_tokens:,} tokens of KV cache {verb} ({rollouts} x {limit} tokens)"
         if config.inference.on_update != "recompute_kv":
             return tokens
         return f"{tokens}, at most {self.recompute_share:.2g} times the arithmetic of a step's training"
@@ -288,7 +288,7 @@ class OrchestratorPart(Part):
         config = self.config
         return config.orchestrator.batch_size * config.largest_group * config.inference.sampling.max_tokens
 
-    def rows(self, each: str) -> list[tuple[str, str]]:
+    def rows(self, device_text: str) -> list[tuple[str, str]]:
         config = self.config
         return [
             ("orchestrator", f"1 actor, CPU: env {config.label}, loss {config.loss_fn}"),
@@ -325,14 +325,14 @@ class OrchestratorPart(Part):
             return f"a whole batch together: {slots}"
         if options.max_concurrent != "auto":
             return f"at most {options.max_concurrent} rollouts; at most {slots}"
-        each = config.inference.sequences(on_gpus=self.on_gpus)
+        sequences = config.inference.sequences(on_gpus=self.on_gpus)
         replicas = count(config.inference.replicas, "replica")
-        if each is None:
+        if sequences is None:
             first = f"a quarter more rollouts than {replicas} decode, which vLLM decides by the GPU"
         else:
             first = (
-                f"at most {config.enough_rollouts(config.inference.replicas * each)} rollouts ({replicas} x {each} "
-                "sequences and a quarter more)"
+                f"at most {config.enough_rollouts(config.inference.replicas * sequences)} rollouts ({replicas} x "
+                f"{sequences} sequences and a quarter more)"
             )
         return f"at first {first}, then as the replicas' KV caches allow; at most {slots}"
 
@@ -350,7 +350,7 @@ class ServicePart(Part):
     config: Config
     room = "service"
 
-    def rows(self, each: str) -> list[tuple[str, str]]:
+    def rows(self, device_text: str) -> list[tuple[str, str]]:
         options = self.config.service
         if options.port is None:
             return []

@@ -18,10 +18,10 @@ def sets_of_weights(config: Config) -> int:
     """Returns how many sets of weights are kept for samplers: the base's, `service.tinker.snapshots`, and of adapters
     at least as many as replicas hold."""
     if config.trainer.lora.on:
-        held = config.inference.kept_loras - 1
+        adapters = config.inference.kept_loras - 1
     else:
-        held = 0
-    return 1 + max(config.service.tinker.snapshots, held)
+        adapters = 0
+    return 1 + max(config.service.tinker.snapshots, adapters)
 
 
 @dataclass(frozen=True)

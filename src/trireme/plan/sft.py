@@ -30,7 +30,7 @@ class DataPart(Part):
             return list(self.data.notes)
         return []
 
-    def rows(self, each: str) -> list[tuple[str, str]]:
+    def rows(self, device_text: str) -> list[tuple[str, str]]:
         train = self.config.data.train
         size = self.config.data.batch_size
         data = self.data

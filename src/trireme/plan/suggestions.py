@@ -68,8 +68,8 @@ def _changes(plan: Plan) -> Iterator[tuple[Sections, str]]:
     if inference and inference.replicas > 1:
         yield {"inference": {"replicas": 1}}, "slower sampling"
     if inference and plan.facts:
-        most = inference.tensor_parallel + idle // inference.replicas
-        ranks = max((count for count in plan.facts.rank_counts if count <= most), default=0)
+        limit = inference.tensor_parallel + idle // inference.replicas
+        ranks = max((count for count in plan.facts.rank_counts if count <= limit), default=0)
         if ranks > inference.tensor_parallel:
             yield {"inference": {"tensor_parallel": ranks}}, "GPUs that are there"
     times = idle // trainer.mesh.processes
@@ -91,7 +91,7 @@ def _free_share(plan: Plan) -> float:
         gpu = machine.node.smallest_gpu
         if gpu:
             shards = [need.gpu for need in machine.actors.values() if machine.shares_gpu and not need.gpu_share]
-            taken = GPU_ALLOWANCES["CUDA context"] + sum(sum(each.values()) for each in shards)
+            taken = GPU_ALLOWANCES["CUDA context"] + sum(sum(parts.values()) for parts in shards)
             shares.append((gpu.free_bytes - taken) / gpu.memory_bytes)
     return math.floor(10 * min(shares)) / 10
 

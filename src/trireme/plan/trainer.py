@@ -67,14 +67,14 @@ class TrainerPart(Part):
             return None
         of_tensors = {"state": memory.state, "gathered layers": memory.gathered, "activations": memory.activations}
         of_tensors["logits"] = memory.logits
-        host = {"processes": int(SHARD_BASE_GIB * GIB), "freed tensors": memory.kept, **of_tensors}
+        host = {"processes": int(SHARD_BASE_GIB * GIB), "freed tensors": memory.freed, **of_tensors}
         gpu = {}
         if self.on_gpus:
             if memory.offloaded:
-                held = {"state": of_tensors.pop("state")}
+                offloaded = {"state": of_tensors.pop("state")}
             else:
-                held = {}
-            host = {"processes": int(HOST_OF_CUDA_GIB * GIB), **held}
+                offloaded = {}
+            host = {"processes": int(HOST_OF_CUDA_GIB * GIB), **offloaded}
             gpu = {**of_tensors, **GPU_ALLOWANCES}
         host |= {COPIES: self._copies, "buckets on their way": min(BUCKETS_BYTES, self.published_bytes)}
         share = KEPT_VERSIONS * -(-self.published_bytes // self.config.trainer.mesh.processes)
@@ -96,28 +96,28 @@ class TrainerPart(Part):
         is copied out of mapped files."""
         assert self.facts is not None
         if self.facts.num_chosen:
-            held = self.facts.stored_bytes
+            stored = self.facts.stored_bytes
         else:
-            held = 0
-        return max(0, held - host[COPIES] - 3 * host.get("state", 0) // 4)
+            stored = 0
+        return max(0, stored - host[COPIES] - 3 * host.get("state", 0) // 4)
 
     @property
     def warnings(self) -> list[str]:
         options = self.config.trainer
-        found = []
+        texts = []
         if options.packing == "packed" and (not self.on_gpus or self.config.model.dtype == "float32"):
-            found.append(
+            texts.append(
                 "trainer.packing = packed without GPUs or in float32: attention is computed between all tokens of a "
                 "row, and masked; rows are several times faster there (auto takes them)"
             )
         if options.offload == "cpu" and not self.on_gpus:
-            found.append("trainer.offload = cpu on CPUs: there is nothing to offload")
+            texts.append("trainer.offload = cpu on CPUs: there is nothing to offload")
         if options.master_dtype == "bfloat16":
-            found.append(
+            texts.append(
                 "trainer.master_dtype = bfloat16: an update below 1/256 of a weight is lost, which at learning rates "
                 "below 1e-4 are most of them; float32 keeps them all"
             )
-        return found
+        return texts
 
     @property
     def shard_memory(self) -> ShardMemory | None:
@@ -131,16 +131,16 @@ class TrainerPart(Part):
         """Bytes that a shard may fill, on the node that has least."""
         if not self.on_gpus:
             return host_room(min(node.memory_bytes for node in self.resources.nodes), self.config)
-        known = [node.smallest_gpu for node in self.resources.nodes if node.smallest_gpu]
-        gpu = min(known, key=lambda gpu: gpu.free_bytes, default=ASSUMED_GPU)
+        gpus = [node.smallest_gpu for node in self.resources.nodes if node.smallest_gpu]
+        gpu = min(gpus, key=lambda gpu: gpu.free_bytes, default=ASSUMED_GPU)
         return gpu_room(gpu.free_bytes, gpu.memory_bytes, self.taken_share)
 
-    def rows(self, each: str) -> list[tuple[str, str]]:
+    def rows(self, device_text: str) -> list[tuple[str, str]]:
         if self.config.trainer.lora.on:
             adapters = [("adapters", self._adapters_text())]
         else:
             adapters = []
-        return [("trainer", f"{self._shards_text()}, {each}"), *adapters, ("memory", self._memory_text())]
+        return [("trainer", f"{self._shards_text()}, {device_text}"), *adapters, ("memory", self._memory_text())]
 
     def _shards_text(self) -> str:
         """Says how many shards and copies there are, and which options that save memory or time were chosen."""
@@ -171,18 +171,18 @@ class TrainerPart(Part):
         if memory is None or self.facts is None:
             return "unknown, as the model's sizes are"
         trained = bytes_per_trained(self.config)
-        each = bytes_per_parameter(self.config, self.dtype_bytes)
-        of_state = f"{trained + each} B x parameters"
+        per_parameter = bytes_per_parameter(self.config, self.dtype_bytes)
+        of_state = f"{trained + per_parameter} B x parameters"
         lora = self.config.trainer.lora
         if lora.on:
             adapters = self.facts.trained_parameters(lora)
-            of_state = f"({trained} B x {adapters:,} of adapters + {each} B x parameters)"
+            of_state = f"({trained} B x {adapters:,} of adapters + {per_parameter} B x parameters)"
         state = f"{of_state} / shards = {gib(memory.state)}"
-        kept = "computed twice" if memory.again else "kept"
+        layers_text = "computed twice" if memory.again else "kept"
         return (
             f"a shard up to {gib(memory.total)} ({gib(memory.base)} + "
             + ("" if memory.offloaded else f"{state} + ")
             + f"gathered {gib(memory.gathered)} + {gib(memory.activations)} for {memory.tokens:,} tokens whose layers "
-            + f"are {kept})"
+            + f"are {layers_text})"
             + (f" and in host memory {state}" if memory.offloaded else "")
         )

@@ -35,10 +35,10 @@ def resolve_reference(config: Config, facts: ModelFacts) -> Config:
 
 def weights_of(path: str) -> Path:
     """Returns the Hugging Face directory of a commit, or `path` itself."""
-    given = Path(path).expanduser()
-    if (given / MANIFEST).exists():
-        return given / INFERENCE
-    return given
+    directory = Path(path).expanduser()
+    if (directory / MANIFEST).exists():
+        return directory / INFERENCE
+    return directory
 
 
 def keep_reference(config: Config) -> None:
@@ -60,18 +60,18 @@ def keep_reference(config: Config) -> None:
 def _check(key: str, name: str, config: Config, facts: ModelFacts) -> None:
     model = config.model_copy(update={"model": config.model.model_copy(update={"name": name})})
     try:
-        found = ModelFacts.of(model, required=True)
+        reference = ModelFacts.of(model, required=True)
     except Exception as error:
         error.add_note(f"This is what {key} names.")
         raise
-    assert found is not None, "required"
-    if found.vocab_size != facts.vocab_size:
+    assert reference is not None, "required"
+    if reference.vocab_size != facts.vocab_size:
         raise Refusal(
-            f"{key} = {name} with a vocabulary of {found.vocab_size} tokens",
+            f"{key} = {name} with a vocabulary of {reference.vocab_size} tokens",
             f"the {facts.vocab_size} tokens of {facts.name}: both look at the same tokens",
             "choose a reference of the same family",
         ).error()
-    computed = [{(key, repr(value)) for key, value in f.described.items()} for f in (found, facts)]
+    computed = [{(key, repr(value)) for key, value in f.described.items()} for f in (reference, facts)]
     other = sorted({key for key, _ in computed[0] ^ computed[1]} - IRRELEVANT)
     if other and (every := config.trainer.kl.reference.update_every):
         raise Refusal(

@@ -127,13 +127,13 @@ class Attempt:
 
     def position(self, step: int) -> dict[str, object]:
         """Returns the part of a row that says where the run stands after `step`."""
-        done = (step + 1) / self.config.max_steps
+        fraction = (step + 1) / self.config.max_steps
         return {
             "step": step,
             "version": step + 1,
             "attempt": self.number,
-            "progress": done,
-            "progress/done_frac": done,
+            "progress": fraction,
+            "progress/done_frac": fraction,
             "time/unix": time.time(),
         }
 
@@ -174,11 +174,11 @@ class StepRecord:
     def update_metrics(self) -> dict[str, float]:
         """Returns the norm of the gradients before clipping, mean and largest of the updates that were made (NaN
         without any), and the share of the updates that were refused."""
-        made = [norm for norm in self._grad_norms if not isnan(norm)]
+        norms = [norm for norm in self._grad_norms if not isnan(norm)]
         return {
-            "optim/grad_norm": mean(made) if made else nan,
-            "optim/grad_norm_max": max(made, default=nan),
-            "optim/refused": 1 - len(made) / len(self._grad_norms),
+            "optim/grad_norm": mean(norms) if norms else nan,
+            "optim/grad_norm_max": max(norms, default=nan),
+            "optim/refused": 1 - len(norms) / len(self._grad_norms),
         }
 
     def optim_metrics(self) -> dict[str, float]:

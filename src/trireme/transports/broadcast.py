@@ -77,8 +77,8 @@ async def open(source: Source) -> list[npt.NDArray[np.uint8]]:
             try:
                 bucket: npt.NDArray[np.uint8] = await source.holders_R[rank].bucket.remote(source.version, number)
             except RayError as error:
-                who = f"trainer shard {rank}, asked for bucket {number} of version {source.version}"
-                raise waits.failure(error, who, None) from error
+                owner = f"trainer shard {rank}, asked for bucket {number} of version {source.version}"
+                raise waits.failure(error, owner, None) from error
             return bucket
 
     return list(await asyncio.gather(*map(take, range(source.buckets))))
@@ -86,9 +86,9 @@ async def open(source: Source) -> list[npt.NDArray[np.uint8]]:
 
 def lease(source: Source) -> None:
     """Has each rank keep its share of the version until `release`. Raises RoomFailed: WeightsGone if it is too late."""
-    asked = [holder.lease.remote(source.version) for holder in source.holders_R]
-    who = [f"trainer shard {rank}, asked to keep version {source.version}" for rank in range(len(asked))]
-    waits.get_all(asked, owners=who, timeout_s=ANSWER_S)
+    leases = [holder.lease.remote(source.version) for holder in source.holders_R]
+    owners = [f"trainer shard {rank}, asked to keep version {source.version}" for rank in range(len(leases))]
+    waits.get_all(leases, owners=owners, timeout_s=ANSWER_S)
 
 
 def release(source: Source) -> None:

@@ -139,12 +139,12 @@ class NcclCollective:
 
     def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        done = torch.cuda.Event()
+        finished = torch.cuda.Event()
         self._stream.wait_stream(torch.cuda.current_stream())  # which has filled the buffer
         self._nccl.broadcast(buffer.data_ptr(), buffer.nbytes, ROOT, self._comm, self._stream.cuda_stream)
         self._await(lambda: True, deadline, "a broadcast to begin")
-        done.record(self._stream)
-        self._await(done.query, deadline, f"a broadcast of {buffer.nbytes} bytes")
+        finished.record(self._stream)
+        self._await(finished.query, deadline, f"a broadcast of {buffer.nbytes} bytes")
 
     def finish(self, timeout_s: float) -> None:
         """Does nothing: NCCL passes all bytes on before `broadcast` returns."""
@@ -155,18 +155,18 @@ class NcclCollective:
         if comm:
             self._nccl.abort(comm)  # also ends the kernel that waits for the others
 
-    def _await(self, ended: Callable[[], bool], deadline: float, what: str) -> None:
+    def _await(self, condition: Callable[[], bool], deadline: float, label: str) -> None:
         """Waits until NCCL has no call in progress and `ended()`. Raises RoomFailed."""
         while True:
             if not self._comm:
                 raise RoomFailed("the group was given up")
             error = self._nccl.async_error(self._comm)
             if error not in (Nccl.SUCCESS, Nccl.IN_PROGRESS):
-                raise RoomFailed(f"waited for {what}: {self._nccl.describe(error)}")
-            if error == Nccl.SUCCESS and ended():
+                raise RoomFailed(f"waited for {label}: {self._nccl.describe(error)}")
+            if error == Nccl.SUCCESS and condition():
                 return
             if time.monotonic() > deadline:
-                raise RoomFailed(f"waited for {what} until its deadline")
+                raise RoomFailed(f"waited for {label} until its deadline")
             time.sleep(POLL_S)
 
 
@@ -199,9 +199,9 @@ class Nccl:
         self._library.ncclGetErrorString.restype = ctypes.c_char_p
 
     def unique_id(self) -> bytes:
-        made = _UniqueId()
-        self._check(self._library.ncclGetUniqueId(ctypes.byref(made)))
-        return bytes(made)
+        identity = _UniqueId()
+        self._check(self._library.ncclGetUniqueId(ctypes.byref(identity)))
+        return bytes(identity)
 
     def init_rank(self, comm: ctypes.c_void_p, size: int, unique_id: bytes, rank: int) -> None:
         """Begins to join the group `unique_id`; `async_error` says when that is done."""
@@ -216,9 +216,9 @@ class Nccl:
         self._check(sent)
 
     def async_error(self, comm: ctypes.c_void_p) -> int:
-        found = ctypes.c_int()
-        self._check(self._library.ncclCommGetAsyncError(comm, ctypes.byref(found)))
-        return found.value
+        state = ctypes.c_int()
+        self._check(self._library.ncclCommGetAsyncError(comm, ctypes.byref(state)))
+        return state.value
 
     def abort(self, comm: ctypes.c_void_p) -> None:
         self._library.ncclCommAbort(comm)
@@ -234,7 +234,7 @@ class Nccl:
 def join_group(kind: str, store: Store, name: str, rank: int, size: int, timeout_s: float, host: str) -> Collective:
     """Joins the group `name`, of `kind` "nccl" or "gloo", which meets at `store`, of the root at the address `host`.
     Collective. Raises RoomFailed."""
-    own = PrefixStore(name, store)
+    group_store = PrefixStore(name, store)
     if kind == "nccl":
-        return NcclCollective(own, rank, size, timeout_s)
-    return GlooCollective(own, rank, size, timeout_s, gloo_interface(host))
+        return NcclCollective(group_store, rank, size, timeout_s)
+    return GlooCollective(group_store, rank, size, timeout_s, gloo_interface(host))

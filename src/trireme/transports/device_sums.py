@@ -213,17 +213,17 @@ def sum_kernel(
     at += member * tl.load(job + 5) + start * memory
     place += tl.load(job + 1) + start * whole
     pointer = tl.load(job).to(tl.pointer_type(SOURCE))
-    left = tl.minimum(tl.load(job + 2) - start, COLUMNS * _STEPS).to(tl.int32)
+    remaining = tl.minimum(tl.load(job + 2) - start, COLUMNS * _STEPS).to(tl.int32)
     if ALIGNED:
         pointer = tl.multiple_of(pointer, _ALIGNMENT)
         at = tl.multiple_of(at, VECTOR)
-        left = tl.multiple_of(left, VECTOR)
+        remaining = tl.multiple_of(remaining, VECTOR)
     exists = row < tl.load(job + 6).to(tl.int32)
     first = tl.zeros([ROWS, COLUMNS], tl.uint64)
     second = tl.zeros([ROWS, COLUMNS], tl.uint64)
-    for step in range(tl.cdiv(left, COLUMNS)):
+    for step in range(tl.cdiv(remaining, COLUMNS)):
         column = step * COLUMNS + tl.arange(0, COLUMNS)
-        inside = exists[:, None] & (column < left)[None, :]
+        inside = exists[:, None] & (column < remaining)[None, :]
         if CONTIGUOUS:
             value = tl.load(pointer + at[:, None] + column[None, :], mask=inside, other=0)
             element = place[:, None] + column[None, :]
@@ -262,14 +262,14 @@ def device_sums(parts: Sequence[TensorPart]) -> Tensor:
 
 def jobs_by_variant(parts: Sequence[TensorPart]) -> dict[Variant, list[Job]]:
     """Returns the jobs of all parts, grouped by launch."""
-    found: defaultdict[Variant, list[Job]] = defaultdict(list)
+    by_variant: defaultdict[Variant, list[Job]] = defaultdict(list)
     row = 0
     for part in parts:
         if part.tensor.numel():
             variant, jobs = _jobs_of(part, row)
-            found[variant] += jobs
+            by_variant[variant] += jobs
         row += part.tensors
-    return dict(found)
+    return dict(by_variant)
 
 
 def tables(variant: Variant, jobs: Sequence[Job]) -> tuple[Tensor, Tensor]:
@@ -318,7 +318,7 @@ def _jobs_of(part: TensorPart, out: int) -> tuple[Variant, list[Job]]:
     inner, *outer = _merged(dimensions)
     pointer = tensor.data_ptr()
     converts = tensor.dtype != part.dtype
-    halves = [pointer, first, pace, inner[0], *(number for each in outer for number in each[1:])]
+    halves = [pointer, first, pace, inner[0], *(number for dimension in outer for number in dimension[1:])]
     if item == 1 and inner[1:] == (1, 1) and not any(number % WORD_BYTES for number in halves):
         item = WORD_BYTES
         first = first // 2
@@ -342,7 +342,9 @@ def _jobs_of(part: TensorPart, out: int) -> tuple[Variant, list[Job]]:
 def _merged(dimensions: Iterable[Dimension]) -> list[Dimension]:
     """Returns the same elements by as few dimensions as possible, at least one: nearest in memory first."""
     merged: list[Dimension] = []
-    for size, memory, whole in sorted((each for each in dimensions if each[0] > 1), key=lambda each: each[1:]):
+    for size, memory, whole in sorted(
+        (dimension for dimension in dimensions if dimension[0] > 1), key=lambda dimension: dimension[1:]
+    ):
         if merged:
             inner_size, inner_memory, inner_whole = merged[-1]
             if (memory, whole) == (inner_size * inner_memory, inner_size * inner_whole):

@@ -80,27 +80,27 @@ class GroupRoot:
         if last and last.epoch != self._session.epoch:
             last = None
         self._set("call", members=self._members)
-        found = self._answers(time.monotonic() + ANSWER_SHARE * (deadline - time.monotonic()))
-        there = tuple(found)
-        late = tuple(each for each in self._members if each not in found)
-        if not there:
+        answers = self._answers(time.monotonic() + ANSWER_SHARE * (deadline - time.monotonic()))
+        present = tuple(answers)
+        late = tuple(member for member in self._members if member not in answers)
+        if not present:
             raise RoomFailed(f"{named(late)} said that they are ready, and did not answer at the store")
-        gpus = [own_gpu(), *(answer["gpu"] for answer in found.values())]
+        gpus = [own_gpu(), *(answer["gpu"] for answer in answers.values())]
         if all(gpus) and len(set(gpus)) == len(gpus):
             kind = "nccl"
         else:
             kind = "gloo"
-        kept = last and last.members == there and all(answer["group"] == last.name for answer in found.values())
-        if last and kept:
+        stays = last and last.members == present and all(answer["group"] == last.name for answer in answers.values())
+        if last and stays:
             name = last.name
         else:
             name = f"{self._session.attempt}.{self._session.epoch}.{self._version}"
-        self._set("go", group=name, members=there, kind=kind, epoch=self._session.epoch)
-        if last and kept:
+        self._set("go", group=name, members=present, kind=kind, epoch=self._session.epoch)
+        if last and stays:
             return last, late
         left_s = max(deadline - time.monotonic(), POLL_S)
-        joined = join_group(kind, self._store, name, 0, 1 + len(there), left_s, self._host)
-        return BroadcastGroup(name, self._session.epoch, there, kind, joined), late
+        joined = join_group(kind, self._store, name, 0, 1 + len(present), left_s, self._host)
+        return BroadcastGroup(name, self._session.epoch, present, kind, joined), late
 
     def clear(self) -> None:
         """Removes the messages about this version. Members at the end of a chain may read them after the root has sent
@@ -112,14 +112,14 @@ class GroupRoot:
         self._store.set(self._key + key, to_json(values))
 
     def _answers(self, deadline: float) -> dict[int, dict[str, str]]:
-        found: dict[int, dict[str, str]] = {}
+        answers: dict[int, dict[str, str]] = {}
         while True:
             for member in self._members:
                 key = f"{self._key}answer/{member}"
-                if member not in found and self._store.check([key]):
-                    found[member] = json.loads(self._store.get(key))
-            if len(found) == len(self._members) or time.monotonic() > deadline:
-                return {member: found[member] for member in self._members if member in found}
+                if member not in answers and self._store.check([key]):
+                    answers[member] = json.loads(self._store.get(key))
+            if len(answers) == len(self._members) or time.monotonic() > deadline:
+                return {member: answers[member] for member in self._members if member in answers}
             time.sleep(POLL_S)
 
 

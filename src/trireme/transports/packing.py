@@ -95,13 +95,13 @@ def tensor_of(entry: TensorEntry, buckets: Mapping[int, Bucket | Tensor] | Seque
 def fill(
     layout: Layout,
     units: Units,
-    wanted: Collection[int],
+    selected: Collection[int],
     buffer: Callable[[int], Buffer],
-    done: Callable[[int, Buffer], None],
+    on_full: Callable[[int, Buffer], None],
 ) -> None:
-    """Goes through all units, and copies the tensors of the buckets `wanted`, one bucket after the other, into the
-    array that `buffer` returns for its number, at least as large as the bucket. Calls `done` with each full bucket, in
-    the order of their numbers, in which receivers expect them. Raises TriremeError if the tensors do not match the
+    """Goes through all units, and copies the tensors of the buckets `selected`, one bucket after the other, into the
+    array that `buffer` returns for its number, at least as large as the bucket. Calls `on_full` with each full bucket,
+    in the order of their numbers, in which receivers expect them. Raises TriremeError if the tensors do not match the
     layout."""
     places = {entry.name: entry for entry in layout.entries}
     missing = defaultdict[int, int](int)
@@ -117,14 +117,14 @@ def fill(
                 raise TriremeError(
                     f"tensor {name}, {tensor.dtype} {tuple(tensor.shape)}, is not in the layout: {entry}"
                 )
-            if entry.bucket not in wanted:
+            if entry.bucket not in selected:
                 continue
             if entry.bucket not in filling:
                 filling[entry.bucket] = buffer(entry.bucket)[: layout.sizes[entry.bucket]]
             tensor_of(entry, filling).copy_(tensor)
             missing[entry.bucket] -= 1
             if not missing[entry.bucket]:
-                done(entry.bucket, filling.pop(entry.bucket))
+                on_full(entry.bucket, filling.pop(entry.bucket))
     if places:
         raise TriremeError(f"{len(places)} tensors of the layout were not gathered, {next(iter(places))} among them")
 
@@ -154,20 +154,20 @@ class Packer:
         share = range(self._rank, len(layout.sizes), self._size)
         free = SimpleQueue[Bucket]()
         putting = dict[int, Future[Any]]()
-        for own in self._buffers:
-            free.put(own)
+        for memory in self._buffers:
+            free.put(memory)
         from_gpu = False
 
-        def seen() -> Iterator[Sequence[tuple[str, Tensor]]]:
+        def observed() -> Iterator[Sequence[tuple[str, Tensor]]]:
             nonlocal from_gpu
             for unit in units:
                 from_gpu = any(tensor.is_cuda for _, tensor in unit)
                 yield unit
 
         def buffer(bucket: int) -> Bucket:
-            own = free.get()  # waits for the thread, if it has both
-            if len(own) >= layout.sizes[bucket]:
-                return own
+            memory = free.get()  # waits for the thread, if it has both
+            if len(memory) >= layout.sizes[bucket]:
+                return memory
             return host_memory(max(layout.sizes), pinned=from_gpu)
 
         def put(full: Bucket) -> object:
@@ -177,7 +177,13 @@ class Packer:
                 free.put(cast(Bucket, full.base))
 
         with ThreadPoolExecutor(1, "put") as thread:
-            fill(layout, seen(), share, buffer, lambda bucket, full: putting.update({bucket: thread.submit(put, full)}))
+            fill(
+                layout,
+                observed(),
+                share,
+                buffer,
+                lambda bucket, full: putting.update({bucket: thread.submit(put, full)}),
+            )
         part = {bucket: reference.result() for bucket, reference in putting.items()}
         self._buffers = [free.get() for _ in self._buffers]
         return part

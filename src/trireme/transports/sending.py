@@ -24,7 +24,7 @@ from trireme.core.weights import Layout
 from trireme.process.device import has_gpu
 from trireme.process.interfaces import listen
 from trireme.transports.broadcast import KeptPart
-from trireme.transports.kept import Bucket, KeptVersions
+from trireme.transports.kept_versions import Bucket, KeptVersions
 from trireme.transports.meeting import BroadcastGroup, GroupRoot, named, open_store
 from trireme.transports.packing import BUFFERS, fill
 
@@ -59,7 +59,7 @@ class Sending:
         """Members that did not connect in time, and were left out."""
         self.deadline = time.monotonic() + session.left_s
         self._root_of = endpoint, version, session, members, before
-        self._done = threading.Event()
+        self._finished = threading.Event()
         self._full: queue.Queue[tuple[Buffer, Callable[[], None]] | None] = queue.Queue(BUFFERS)
         threading.Thread(target=self._run, name=f"broadcast of version {version}", daemon=True).start()
 
@@ -70,13 +70,13 @@ class Sending:
 
     def finish(self) -> bool:
         """Waits until all is sent; returns False if sending was abandoned."""
-        return self.wait(lambda: self._accepts(None)) and self.wait(lambda: self._done.wait(TICK_S))
+        return self.wait(lambda: self._accepts(None)) and self.wait(lambda: self._finished.wait(TICK_S))
 
-    def wait(self, ended: Callable[[], bool]) -> bool:
-        """Calls `ended`, which takes TICK_S, until it is true. Returns False if sending was abandoned, at the deadline
-        at the latest."""
+    def wait(self, condition: Callable[[], bool]) -> bool:
+        """Calls `condition`, which takes TICK_S, until it is true. Returns False if sending was abandoned, at the
+        deadline at the latest."""
         while not self.failure:
-            if ended():
+            if condition():
                 return not self.failure
             if time.monotonic() > self.deadline:
                 self._give_up("its deadline has passed")
@@ -89,8 +89,8 @@ class Sending:
             return False
         return True
 
-    def _give_up(self, why: str) -> None:
-        self.failure = self.failure or why
+    def _give_up(self, reason: str) -> None:
+        self.failure = self.failure or reason
         group = self.group
         if group:
             group.collective.abort()
@@ -101,7 +101,7 @@ class Sending:
         except Exception as error:  # what the libraries raise has no narrower type
             self._give_up(str(error))
             self.group = None
-        self._done.set()
+        self._finished.set()
 
     def _send_all(
         self,
@@ -159,11 +159,11 @@ class Packing:
         self._memory = memory
         self._share = set(share)
         if sending:
-            self.wanted = set(range(len(layout.sizes)))
+            self.selected = set(range(len(layout.sizes)))
         else:
-            self.wanted = set(self._share)
+            self.selected = set(self._share)
         """The buckets to fill: the share alone once the sending has been given up."""
-        self.kept: dict[int, Bucket] = {number: np.zeros(0, dtype=np.uint8) for number in self._share}
+        self.buckets: dict[int, Bucket] = {number: np.zeros(0, dtype=np.uint8) for number in self._share}
         self._copies = torch.cuda.Stream() if on_gpu else None
         self._borrowed: dict[int, Buffer] = {}
         self.free = free or self._make_buffers()
@@ -172,14 +172,14 @@ class Packing:
         """Returns memory for a bucket, which waits for the sending if that has all of it."""
         if number in self._share and self._copies is None:
             return self._memory(self._sizes[number])
-        found: list[Buffer] = []
-        if self._sending is None or not self._sending.wait(lambda: self._take_free(found)):
+        taken: list[Buffer] = []
+        if self._sending is None or not self._sending.wait(lambda: self._take_free(taken)):
             self._without_sending()
-            found = [self.free.get_nowait()]
-        self._borrowed[number] = found[0]
-        return found[0]
+            taken = [self.free.get_nowait()]
+        self._borrowed[number] = taken[0]
+        return taken[0]
 
-    def done(self, number: int, bucket: Buffer) -> None:
+    def finish(self, number: int, bucket: Buffer) -> None:
         """Passes a full bucket on."""
         borrowed = self._borrowed.pop(number, None)
         free = self.free
@@ -190,11 +190,11 @@ class Packing:
 
         if number in self._share and self._copies is None:
             assert isinstance(bucket, np.ndarray)
-            self.kept[number] = bucket
+            self.buckets[number] = bucket
         handed = self._sending is not None and self._sending.hand_over(bucket, sent)
         if number in self._share and self._copies is not None:
             assert isinstance(bucket, Tensor)
-            self.kept[number] = self._copy(bucket)
+            self.buckets[number] = self._copy(bucket)
         if not handed:
             self._without_sending()
             if self._sending is None:
@@ -210,9 +210,9 @@ class Packing:
         self._copies.synchronize()
         return copy.numpy()
 
-    def _take_free(self, found: list[Buffer]) -> bool:
+    def _take_free(self, taken: list[Buffer]) -> bool:
         try:
-            found.append(self.free.get(timeout=TICK_S))
+            taken.append(self.free.get(timeout=TICK_S))
         except queue.Empty:
             return False
         return True
@@ -221,7 +221,7 @@ class Packing:
         """Continues without a failed sending thread, and without the buffers that it may still read."""
         if self._sending is not None:
             self._sending, self.free = None, self._make_buffers()
-            self.wanted &= self._share
+            self.selected &= self._share
 
     def _make_buffers(self) -> queue.SimpleQueue[Buffer]:
         free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
@@ -246,7 +246,7 @@ class BroadcastSender:
         self.endpoint: tuple[str, int] = host, self._store.port
         """Where the members of its groups find it. Engines get it, which know nothing of Ray: no handle is in it."""
         self._holder = holder
-        self.kept = KeptVersions()
+        self.versions = KeptVersions()
         self._group: BroadcastGroup | None = None
         self._last: Sending | None = None
         self._free: queue.SimpleQueue[Buffer] | None = None
@@ -260,12 +260,12 @@ class BroadcastSender:
             before = self._last.root if self._last else None
             self._last = sending = Sending(self.endpoint, version, session, members, self._group, before)
             self._group = None
-        self.kept.begin(version, reuse=not self._on_gpu)
+        self.versions.begin(version, reuse=not self._on_gpu)
         share = range(self._rank, len(layout.sizes), self._size)
-        packing = Packing(layout, share, sending, self._on_gpu, self._free, self.kept.memory)
-        fill(layout, units, packing.wanted, packing.buffer, packing.done)
-        for number, bucket in packing.kept.items():
-            self.kept.keep(version, number, bucket)
+        packing = Packing(layout, share, sending, self._on_gpu, self._free, self.versions.memory)
+        fill(layout, units, packing.selected, packing.buffer, packing.finish)
+        for number, bucket in packing.buckets.items():
+            self.versions.keep(version, number, bucket)
         failure = ""
         if sending and not sending.finish():
             failure = f"version {version} was not sent to all of {named(members)}: {sending.failure}"

@@ -101,12 +101,12 @@ def tensor_sums(
 
 def _host_sums(part: TensorPart) -> Iterator[tuple[int, int]]:
     """Yields the sums of each tensor of a part, which are on the CPU (`Sums.signed`)."""
-    most = PIECE_WORDS * WORD_BYTES // part.dtype.itemsize
+    limit = PIECE_WORDS * WORD_BYTES // part.dtype.itemsize
     start = part.tensor.storage_offset()
     for number in range(part.tensors):
         tensor = part.tensor.as_strided(part.tensor.shape, part.tensor.stride(), start + number * part.pace)
         total = Sums()
-        for piece, first in _pieces(tensor, part.first, part.strides, most):
+        for piece, first in _pieces(tensor, part.first, part.strides, limit):
             total += _piece_sums(piece.to(part.dtype).contiguous(), first, part.strides)
         yield total.signed
 
@@ -116,19 +116,19 @@ def to_sums(table: Tensor) -> list[Sums]:
     return [Sums.from_signed(first, second) for first, second in table.tolist()]
 
 
-def _pieces(part: Tensor, first: int, strides: Sequence[int], most: int) -> Iterator[tuple[Tensor, int]]:
-    """Cuts `part` into pieces of at most `most` elements, each with the place of its first in the whole."""
+def _pieces(part: Tensor, first: int, strides: Sequence[int], limit: int) -> Iterator[tuple[Tensor, int]]:
+    """Cuts `part` into pieces of at most `limit` elements, each with the place of its first in the whole."""
     if part.numel() == 0:
         return
-    if part.numel() <= most:
+    if part.numel() <= limit:
         yield part, first
         return
     d = next(d for d, size in enumerate(part.shape) if size > 1)
     inner = part.numel() // part.shape[d]
-    rows = max(1, most // inner)
+    rows = max(1, limit // inner)
     for at in range(0, part.shape[d], rows):
         piece = part.narrow(d, at, min(rows, part.shape[d] - at))
-        yield from _pieces(piece, first + at * strides[d], strides, most)
+        yield from _pieces(piece, first + at * strides[d], strides, limit)
 
 
 def _piece_sums(piece: Tensor, first: int, strides: Sequence[int]) -> Sums:

@@ -111,12 +111,12 @@ def test_logits_are_those_of_a_chunk_or_of_all_tokens() -> None:
 def test_a_host_keeps_memory_of_freed_layers() -> None:
     layers = FACTS.num_parameters - FACTS.embedding_parameters
     on_host, on_gpu = (ModelMemory(FACTS, 4, on_gpus=on_gpus) for on_gpus in (False, True))
-    assert on_host.kept == pytest.approx(2**26 + 17 * layers, abs=17 * FACTS.num_layers)
+    assert on_host.freed == pytest.approx(2**26 + 17 * layers, abs=17 * FACTS.num_layers)
     large = replace(FACTS, num_parameters=FACTS.embedding_parameters + FACTS.num_layers * (2**23 + 1))
-    assert ModelMemory(large, 4, on_gpus=False).kept == 3 * 2**26, "glibc gives larger ones back"
-    assert on_gpu.kept == 0
+    assert ModelMemory(large, 4, on_gpus=False).freed == 3 * 2**26, "glibc gives larger ones back"
+    assert on_gpu.freed == 0
     planned_for = [memory.shard(TrainerConfig(), 10, 0, 0) for memory in (on_host, on_gpu)]
-    assert planned_for[0].base - planned_for[1].base == on_host.kept
+    assert planned_for[0].base - planned_for[1].base == on_host.freed
 
 
 LAYERS = 2
@@ -143,7 +143,7 @@ def test_the_plan_of_a_shard_is_what_its_code_holds(name: str) -> None:
     plan = planned(case)
     counted = count_shard(case)[PASS]
     state_bytes = counted.device - (sum(counted.kinds[kind] for kind in STATE) if plan.offloaded else 0)
-    assert 0.85 < (plan.total - SHARD_BASE_GIB * GIB - plan.kept) / state_bytes < 1.15
+    assert 0.85 < (plan.total - SHARD_BASE_GIB * GIB - plan.freed) / state_bytes < 1.15
 
 
 @pytest.mark.parametrize(("option", "just", "less"), [("auto", True, False), (False, True, True), (True, False, False)])

@@ -59,7 +59,7 @@ def published(sender: BroadcastSender, fleet: Fleet, version: int) -> list[str]:
     session = fleet.offer(version, layout)
     sender.send(version, layout, [tensors[:5], tensors[5:]], session)
     assert len(layout.sizes) > 3
-    return [digest(sender.kept.bucket(version, number)) for number in range(len(layout.sizes))]
+    return [digest(sender.versions.bucket(version, number)) for number in range(len(layout.sizes))]
 
 
 def test_a_version_arrives_in_the_memory_of_the_one_before_that_was_copied(sender: BroadcastSender) -> None:
@@ -88,7 +88,7 @@ def test_tensors_are_summed_as_they_arrive_at_the_places_of_the_version_before(s
             sums = members[0].sums(after)
             assert set(sums) == set(names)
             for place, total in sums.items():
-                bucket = sender.kept.bucket(version, place.bucket)
+                bucket = sender.versions.bucket(version, place.bucket)
                 assert total == str(sums_of(bucket[place.offset : place.offset + place.nbytes]))
             members[0].digests(copied=True)
             assert members[0].sums(after) == {}, "once it is loaded, the memory is the next version's"
@@ -291,7 +291,7 @@ def test_tensors_are_kept_and_sent(shapes: list[tuple[int, ...]], dtype: torch.d
             patched.setattr(GroupRoot, "meet", lambda *_, group=group: (group, ()))
             patched.setattr(GroupRoot, "clear", lambda _: None)
             parts.append(sender.send(3, layout, [tensors], session))
-        retained.update({n: sender.kept.bucket(3, n) for n in range(rank, len(layout.sizes), size)})
+        retained.update({n: sender.versions.bucket(3, n) for n in range(rank, len(layout.sizes), size)})
         recorded.append(collective.sent)
     source = broadcast.join(parts)
     assert (source.buckets, source.holders_R) == (len(layout.sizes), tuple(f"holder {rank}" for rank in range(size)))

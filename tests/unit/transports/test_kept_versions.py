@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from trireme.core.errors import WeightsGone
-from trireme.transports.kept import KeptVersions
+from trireme.transports.kept_versions import KeptVersions
 
 
 class Keeping(RuleBasedStateMachine):

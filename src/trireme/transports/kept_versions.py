@@ -55,10 +55,10 @@ class KeptVersions:
         with self._lock:
             if version in self._versions:
                 return self._versions[version][number]
-            held = ", ".join(map(str, self._versions)) or "none"
+            versions = ", ".join(map(str, self._versions)) or "none"
             raise WeightsGone(
-                f"the bytes of version {version} are gone from the trainer's memory, which has those of {held}: take "
-                "the newest version"
+                f"the bytes of version {version} are gone from the trainer's memory, which has those of {versions}: "
+                "take the newest version"
             )
 
     def lease(self, version: int) -> None:
