@@ -81,8 +81,8 @@ class LockLost(TriremeError):
     """Another driver has taken over the run directory; names it. Writes of this driver there are refused."""
 
 
-def as_failure(who: str, error: BaseException) -> TriremeError:
-    """Returns the error with which `who` ends after an exception."""
+def as_failure(owner: str, error: BaseException) -> TriremeError:
+    """Returns the error with which `owner` ends after an exception."""
     if isinstance(error, TriremeError):
         return error
-    return RoomFailed(f"{who}: {type(error).__name__}: {error}")
+    return RoomFailed(f"{owner}: {type(error).__name__}: {error}")
