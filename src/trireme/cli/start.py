@@ -11,7 +11,7 @@ from types import FrameType
 from trireme.core.errors import EXIT_INTERRUPTED
 from trireme.core.own_packages import hidden_modules
 
-LONG_STARTS = ("trireme.cli.rl", "trireme.cli.sft", "trireme.cli.inference")
+LONG_STARTS = ("rl", "sft", "inference")
 """Commands that import for seconds before they can print anything else."""
 
 
@@ -20,32 +20,34 @@ def _end(_signum: int, _frame: FrameType | None) -> None:
     os._exit(EXIT_INTERRUPTED)
 
 
-def _start(module: str) -> int:
+def _start(command: str) -> int:
     signal.signal(signal.SIGINT, _end)
-    if module in LONG_STARTS and not {"--help", "-h", "--version"} & {*sys.argv}:
+    if command in LONG_STARTS and not {"--help", "-h", "--version"} & {*sys.argv}:
         print("starting", file=sys.stderr, flush=True)
     for hidden in hidden_modules([os.getcwd(), *sys.path]):
         print(f"note: {hidden}", file=sys.stderr)
-    main = import_module(module).main
+    main = import_module(f"trireme.cli.{command}").main
     code: int = main()
     return code
 
 
 def rl() -> int:
     """Runs the command `rl` and returns its exit code."""
-    return _start("trireme.cli.rl")
+    return _start("rl")
 
 
 def sft() -> int:
     """Runs the command `sft` and returns its exit code."""
-    return _start("trireme.cli.sft")
+    return _start("sft")
 
 
 def inference() -> int:
     """Runs the command `inference` and returns its exit code."""
-    return _start("trireme.cli.inference")
+    return _start("inference")
 
 
 def trireme() -> int:
-    """Runs the command `trireme` and returns its exit code."""
-    return _start("trireme.cli.trireme")
+    """Runs the command `trireme` and returns its exit code: `trireme rl` is `rl`, and so are `sft` and `inference`."""
+    if len(sys.argv) > 1 and sys.argv[1] in LONG_STARTS:
+        return _start(sys.argv.pop(1))
+    return _start("trireme")

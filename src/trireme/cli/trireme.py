@@ -73,7 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="trireme", description="Looks at runs, and takes models out of them.")
+    parser = Parser(
+        prog="trireme",
+        description="Looks at runs, takes models out of them, and runs `rl`, `sft` and `inference`, too.",
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     looking = commands.add_parser("inspect", help="commits and lineages of a run, and whether they verify")
