@@ -18,7 +18,8 @@ from inference.handover import Outcome, Progress
 from inference.line import Line
 from inference.messages import Reply, pack_requests
 from inference.replica_set.actor import ReplicaSet
-from inference.router import Router, TableSource
+from inference.replica_set.handle import RemoteSet
+from inference.router import Router
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import RoomFailed
@@ -213,7 +214,7 @@ class InferenceHandle:
         clients = {index: self.client(index) for index in self.indices}
         return ReplicaSet(clients, fixed=self.config.deterministic, update_s=self.config.timeouts.update_s)
 
-    def router_factory(self, source: TableSource, attempt: int = 0) -> Callable[[], Router]:
+    def router_factory(self, source: ReplicaSet | RemoteSet, attempt: int = 0) -> Callable[[], Router]:
         """Returns a function that makes the router of a replica set, in the process that will use it; picklable if
         `source` is. `attempt`: that of the floors of requests."""
         facts = ModelFacts.of(self.config, required=False)

@@ -15,17 +15,21 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from inference.handover import Handover, Outcome, Progress
 from inference.replica_set.client import ReplicaCalls, ReplicaClient
-from inference.replica_set.table import Generation, NewestTable, Number, ReplicaRow, Table, check_issued
+from inference.replica_set.table import NewestTable, ReplicaRow, Table, check_issued
 from trireme.core.errors import BadRequest, ProvenanceError, ReplicaBehind, RoomFailed, TriremeError
 from trireme.core.sampler import OnProgress, ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.core.weights import UpdateReport
+
+if TYPE_CHECKING:
+    from inference.replica_set.actor import ReplicaSet
+    from inference.replica_set.handle import RemoteSet
 
 ROUTES_KEPT = 65536
 MOST_LOSSES = 2
@@ -39,19 +43,6 @@ SENSELESS = 4
 """After this many senseless answers in a row the replica has failed; fewer may be due to the requests."""
 SHOWN = 4
 log = logging.getLogger(__name__)
-
-
-class TableSource(Protocol):
-    """A replica set as routers see it: itself, or `inference.replica_set.handle.RemoteSet` in another process."""
-
-    def listen(self, take: Callable[[Table], object]) -> None:
-        """Calls `take` with the newest table, and with later ones as they come."""
-
-    async def table(self, after: Number, wait_s: float) -> Table:
-        """Returns the newest table as soon as it is newer than number `after`, or after `wait_s` seconds."""
-
-    def report(self, index: int, generation: Generation, failure: TriremeError) -> None:
-        """Says that a replica failed this router."""
 
 
 class HandoverNeeded(Exception):
@@ -169,7 +160,7 @@ class Router:
 
     def __init__(
         self,
-        source: TableSource | None = None,
+        source: ReplicaSet | RemoteSet | None = None,
         *,
         fixed: bool = False,
         one_version: bool = False,
@@ -207,7 +198,7 @@ class Router:
         if source:
             self.follow(source)
 
-    def follow(self, source: TableSource) -> None:
+    def follow(self, source: ReplicaSet | RemoteSet) -> None:
         """Reads the tables of `source` from now on."""
         self.source = source
         source.listen(self.take)

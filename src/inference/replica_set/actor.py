@@ -39,7 +39,6 @@ from inference.replica_set.client import ReplicaCalls, ReplicaClient
 from inference.replica_set.members import Member
 from inference.replica_set.offers import Offers
 from inference.replica_set.table import (
-    NO_VERSION,
     Departure,
     EndedUpdate,
     Generation,
@@ -47,7 +46,6 @@ from inference.replica_set.table import (
     Number,
     ReplicaRow,
     Table,
-    Version,
     check_issued,
 )
 from trireme.core.deadline import LearnedDeadline
@@ -82,7 +80,7 @@ class ReplicaSet:
         *,
         generations: Mapping[int, Generation] | None = None,
         incarnation: int = 1,
-        lowest: Version = NO_VERSION,
+        lowest: WeightIdentity | None = None,
         adopt: WeightIdentity | None = None,
         fixed: bool = False,
         patience_s: float = 0.0,
@@ -108,8 +106,7 @@ class ReplicaSet:
         self._changing = asyncio.Lock()  # the weights
         self._updates = OnceForEach[list[UpdateReport]]()
         self._bring_newest: Callable[[Member], Awaitable[Any]] | None = None
-        self._newest: int | None = None  # the version that it brings
-        self._brings = NO_VERSION
+        self._newest: WeightIdentity | None = None  # that it brings
         self._lowest = lowest
         self._ended: EndedUpdate | None = None
         self._adapters: dict[str, PublishedWeights] = {}  # that all members have beside the weights of updates
@@ -117,12 +114,11 @@ class ReplicaSet:
         self._drifts: tuple[Drift, Drift] | None = None  # the worst of all replicas: at the first update, and so far
         if adopt:
             self._bring_newest = partial(self._adopt, adopt)
-            self._newest = adopt.version
-            self._brings = adopt.attempt, adopt.version
+            self._newest = adopt
         self._publish()
         for index, client in replicas.items():
             member = self._add(index, client, (generations or {}).get(index))
-            if adopt is None and lowest == NO_VERSION:
+            if not (adopt or lowest):
                 member.enter()
 
     # ---- as an actor
@@ -273,8 +269,7 @@ class ReplicaSet:
             else:
                 bounded = weights
             self._bring_newest = partial(self._load, bounded)
-            self._newest = weights.identity.version
-            self._brings = weights.identity.attempt, weights.identity.version
+            self._newest = weights.identity
             members = [m for m in self._by_index.values() if not m.row.behind or m.waits or m.rounds >= ROUNDS]
             await asyncio.gather(*map(self._await_update, members))
         failures = [failure for member in members if (failure := member.gone or member.row.stranded)]
@@ -333,7 +328,7 @@ class ReplicaSet:
             if gone:
                 log.warning("%s. It gets no requests until the next update, which brings it newer weights.", gone)
                 member.change(behind=True, stranded=gone)
-            elif self._brings >= self._lowest:
+            elif self._lowest is None or (self._newest and self._newest >= self._lowest):
                 await self._bring_adapters(member)
                 member.enter()
         except Exception as error:  # a TriremeError is why it is gone; nothing else would tell of another one

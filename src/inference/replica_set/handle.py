@@ -14,7 +14,7 @@ import ray
 
 from inference.replica_set.actor import ReplicaSet
 from inference.replica_set.client import ReplicaClient
-from inference.replica_set.table import NO_VERSION, Generation, Number, Table
+from inference.replica_set.table import Generation, Number, Table
 from trireme.config import Config
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.transport import Epochs, Offer, Session
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RemoteSet:
-    """Implements `inference.router.TableSource` in another process than that of the set; picklable."""
+    """The set as a router in another process reads it; picklable."""
 
     actor: Any
     _reading: asyncio.Task[None] | None = None
@@ -94,7 +94,6 @@ class ReplicaSetHandle:
 
     def _start(self, clients: Mapping[int, ReplicaClient], generations: Mapping[int, Generation]) -> None:
         config = self._config
-        weights = self._weights
         self.incarnation = next(self._incarnations)
         options = {"num_cpus": 0, "scheduling_strategy": on_node(ray.get_runtime_context().get_node_id())}
         self.actor = (
@@ -104,7 +103,7 @@ class ReplicaSetHandle:
                 clients,
                 generations=generations,
                 incarnation=self.incarnation,
-                lowest=(weights.identity.attempt, weights.identity.version) if weights else NO_VERSION,
+                lowest=self._weights and self._weights.identity,
                 adopt=self._adopt,
                 fixed=config.deterministic,
                 patience_s=config.patience_s,

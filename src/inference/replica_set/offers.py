@@ -42,6 +42,7 @@ from inference.replica_set.members import Member
 from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import TriremeError
 from trireme.core.transport import Epochs, Offer, Session, servers_of
+from trireme.core.types import WeightIdentity
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Offers:
         self._until = 0.0
         """When the last session is over in any case, by the loop's clock."""
 
-    async def make_session(self, offer: Offer, newest: int | None) -> Session:
+    async def make_session(self, offer: Offer, newest: WeightIdentity | None) -> Session:
         """Asks the members that serve and have taken version `newest` (None: there was none). Returns those that are
         ready, after at most `offer.ready_s` seconds."""
         now = asyncio.get_running_loop().time
@@ -159,9 +160,9 @@ def _servers(members: Sequence[Member], ranks: Sequence[int]) -> dict[Member, in
     return {by_index[index]: rank for index, rank in servers_of(nodes, ranks).items()}
 
 
-def _is_settled(member: Member, newest: int | None) -> bool:
+def _is_settled(member: Member, newest: WeightIdentity | None) -> bool:
     """Tells whether `member` has taken version `newest` and takes no other."""
-    return member.row.acknowledged == newest and not member.row.updating
+    return member.row.acknowledged == (newest and newest.version) and not member.row.updating
 
 
 def _refusal(answer: asyncio.Task[TriremeError | None], limit_s: float) -> str:

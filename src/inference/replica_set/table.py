@@ -43,11 +43,6 @@ class ReplicaRow:
         return not (self.behind or self.draining)
 
 
-Version = tuple[int, int]
-"""The attempt that published weights, and their version: later ones are larger."""
-NO_VERSION: Version = (0, -1)
-
-
 @dataclass(frozen=True)
 class EndedUpdate:
     """An update that has ended."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from inference.handover import Progress
 from inference.replica_set.actor import ReplicaSet
-from inference.replica_set.table import NO_VERSION, Table, Version
+from inference.replica_set.table import Table
 from inference.router import Router
 from trireme.core.errors import RoomFailed
 from trireme.core.sampler import ReplicaStats
@@ -71,11 +71,10 @@ async def next_loss(source: ReplicaSet, handled: Collection[int] = ()) -> int:
 
 
 async def next_incarnation(
-    router: Router, newest: PublishedWeights | None, lowest: Version | None = None, **options: Any
+    router: Router, newest: PublishedWeights | None, lowest: WeightIdentity | None = None, **options: Any
 ) -> ReplicaSet:
     """The set of a router dies, as a process does, and the driver gives its replicas to a successor and repeats the
     update to `newest`. `lowest`: its version, unless another is given. `options`: of the successor."""
-    identity = newest.identity if newest else None
     old: Any = router.source
     rows = old._newest_table.table.rows
     old._listeners.clear()
@@ -87,7 +86,7 @@ async def next_incarnation(
         {index: row.client for index, row in rows.items()},
         generations={index: row.generation for index, row in rows.items()},
         incarnation=old._incarnation + 1,
-        lowest=lowest or ((identity.attempt, identity.version) if identity else NO_VERSION),
+        lowest=lowest or (newest and newest.identity),
         patience_s=old._patience_s,
         **options,
     )

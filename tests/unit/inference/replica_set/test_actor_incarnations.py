@@ -14,7 +14,7 @@ from inference.replica_set.actor import ReplicaSet
 from inference.router import Router
 from trireme.core.errors import RoomFailed
 from trireme.core.transport import Offer
-from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan
+from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.core.weights import Drift, PublishedWeights, UpdateReport
 
 
@@ -90,14 +90,14 @@ async def test_requests_in_flight_go_on_and_new_ones_wait_until_the_update_is_re
 async def test_none_serves_below_what_was_published_before_whatever_is_repeated() -> None:
     """The driver's handle repeats no older update than it names."""
     router, _ = await fleet(2)
-    successor = await next_incarnation(router, None, (1, 5))
+    successor = await next_incarnation(router, None, weights(5).identity)
     await turns()
     assert serving(successor) == [], "it trusts nothing before an update"
     for newest, expected in ((weights(4), []), (weights(5), [0, 1])):
         in_background(successor.try_update(newest))
         await turns()
         assert serving(successor) == expected
-    successor = await next_incarnation(router, None, (2, 0))
+    successor = await next_incarnation(router, None, WeightIdentity(2, 0, "d"))
     joining = asyncio.create_task(joined(successor, 2, Replica(2)))
     in_background(successor.try_update(weights(7)))
     await asyncio.gather(joining)
