@@ -122,7 +122,7 @@ class NamespaceNode:
         )
 
     def start(self, *command: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """Starts a process in this node, which ends with it. What it prints goes to `said`."""
+        """Starts a process in this node, which ends with it. What it prints goes to `output`."""
         env = {**self.environ, **(environ or {})}
         null = subprocess.DEVNULL
         process = subprocess.Popen(

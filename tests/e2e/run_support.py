@@ -40,7 +40,7 @@ RL, SFT = "trireme.cli.rl", "trireme.cli.sft"
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended. `left` are command lines of processes still alive after `gone_s`, `files` what it left in its
+    """How a run ended. `remaining` are command lines of processes alive after `gone_s`, `files` what it left in its
     directory for temporary files, `shm` in /dev/shm."""
 
     code: int

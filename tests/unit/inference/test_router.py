@@ -79,7 +79,7 @@ class FakeReplica:
                 yield index, self.refused.get(names[index]) or answered
 
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
-        """Says at once all that is in `made`, whatever is known."""
+        """Says at once all that is in `progress_by_name`, whatever is known."""
         self.questions.append(sorted(map(named, known)))
         return {name: self.progress_by_name[named(name)] for name in known if named(name) in self.progress_by_name}
 
@@ -608,7 +608,7 @@ async def test_in_deterministic_mode_updates_wait_as_long_as_it_takes(monkeypatc
 
 
 class Fetching(Updated):
-    """Finds the bytes of the versions in `gone` gone, once it may take them."""
+    """Finds the bytes of the versions in `missing` gone, once it may take them."""
 
     def __init__(self, name: str, *may_take: int, missing: tuple[int, ...] = ()) -> None:
         super().__init__(name, *may_take)

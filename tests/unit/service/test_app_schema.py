@@ -36,7 +36,7 @@ def in_thread() -> Iterator[Running]:
     ending = asyncio.Event()
 
     async def serve() -> None:
-        async with served("4", most=10**6) as service:
+        async with served("4", limit=10**6) as service:
             servers.append(Running(service.url, schemathesis.openapi.from_dict(service.app.openapi())))
             ready.set()
             await ending.wait()

@@ -59,7 +59,7 @@ ASSIGN = RankAssignment(2, 100)
 
 
 class StandIn:
-    """A shard that computes a log-probability of -1 for each token of its `own` datums, and keeps what it trains."""
+    """A shard that computes a log-probability of -1 per token of its datums (`indices`), and keeps what it trains."""
 
     def __init__(self, part, indices):
         self.part, self.indices, self.trained = part, indices, {}

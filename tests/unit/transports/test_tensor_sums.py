@@ -85,7 +85,7 @@ def test_memory_in_another_order_is_summed_in_the_order_of_the_whole() -> None:
     assert summed(tensor_sums(transposed.t())) == plain(whole)
     parts = [tensor_sums(transposed[a : a + 5].t(), *rectangle(whole.shape, (0, a))) for a in (0, 5)]
     assert summed(*parts) == plain(whole)
-    # `held` itself as a part: its columns are the rows of the whole.
+    # `transposed` itself as a part: its columns are the rows of the whole.
     assert summed(tensor_sums(transposed, 0, (1, 10))) == plain(whole)
 
 

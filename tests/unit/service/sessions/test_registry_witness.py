@@ -173,7 +173,7 @@ class Sessions(RuleBasedStateMachine):
         self.take(name, request, turn, True)
 
     @precondition(lambda self: self.agents)
-    @rule(data=st.data(), calls=st.integers(2, 4), gone=st.integers(0, 2))
+    @rule(data=st.data(), calls=st.integers(2, 4), cancelled=st.integers(0, 2))
     def at_the_same_time(self, data: st.DataObject, calls: int, cancelled: int) -> None:
         """Some of the same calls lose their connection before they are answered; then these are asked again."""
         name = data.draw(st.sampled_from(sorted(self.agents)))

@@ -235,7 +235,7 @@ async def test_a_turn_that_would_be_too_old_is_refused() -> None:
 
 
 async def test_only_so_many_are_open() -> None:
-    async with served("one", most=2) as service:
+    async with served("one", limit=2) as service:
         first, _ = await opened(service), await opened(service)
         answer = await service.client.post("/sessions", headers=bearer(ADMIN))
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "sessions_full")
