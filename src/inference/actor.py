@@ -185,8 +185,8 @@ class ReplicaActor:
 
     async def _await_end(self, pids: Iterable[int]) -> None:
         """Waits for the processes of the engine that was lost to free their memory: there is none for both."""
-        for pid, gone in zip(pids, await asyncio.gather(*map(_gone, pids)), strict=True):
-            if not gone:
+        for pid, has_ended in zip(pids, await asyncio.gather(*map(_has_ended, pids)), strict=True):
+            if not has_ended:
                 log.warning(
                     "waited %g s for process %d, of %s's lost engine, to end and free its memory; starting beside it",
                     GONE_S,
@@ -233,8 +233,8 @@ class ReplicaActor:
         with self._log_in_errors():
             self._raise_if_broken()
         node = ray.get_runtime_context().get_node_id()
-        others = [pid for pid in self.ranks if pid != self._engine_pid]
-        return Heartbeat((os.getpid(), self._engine_pid, *others), node, *self.behind())
+        further = [pid for pid in self.ranks if pid != self._engine_pid]
+        return Heartbeat((os.getpid(), self._engine_pid, *further), node, *self.behind())
 
     async def stop(self) -> None:
         """Ends the engine process, if there is one: it may have failed to start."""
@@ -251,9 +251,9 @@ class ReplicaActor:
         `inference.desk.Desk` does."""
         return await self._desk.exchange(caller, message)
 
-    async def packed_progress(self, known: Mapping[str, int]) -> bytes:
+    async def packed_progress(self, lengths: Mapping[str, int]) -> bytes:
         """Returns what `progress` does, packed as the outcomes of a reply."""
-        return Reply(list((await self.progress(known)).items())).pack()
+        return Reply(list((await self.progress(lengths)).items())).pack()
 
     async def stats(self) -> ReplicaStats:
         """Returns the utilisation at the engine's last step, and its weights. Raises RoomFailed or WeightsRefused when
@@ -287,9 +287,9 @@ class ReplicaActor:
 
     def _finished(self, give: Give, request_id: str, task: asyncio.Task[SampledSequence | Progress]) -> None:
         """Gives the result of a task that has ended, or its error as one that a person can read."""
-        ended = self.running.pop(request_id)
+        finished = self.running.pop(request_id)
         if task.cancelled():  # before it began, or twice
-            abort = asyncio.ensure_future(self.engine.abort(ended.entry.collector.request_id, internal=True))
+            abort = asyncio.ensure_future(self.engine.abort(finished.entry.collector.request_id, internal=True))
             self._aborts.add(abort)
             abort.add_done_callback(self._aborts.discard)
             give(request_id, NOTHING)
@@ -298,24 +298,26 @@ class ReplicaActor:
         else:
             give(request_id, task.result())
 
-    async def progress(self, known: Mapping[str, int]) -> dict[str, Progress]:
+    async def progress(self, lengths: Mapping[str, int]) -> dict[str, Progress]:
         """Returns {request id: what it has made beyond the number of tokens that is known}, for requests in flight that
         have made something. Raises RoomFailed or WeightsRefused when this replica is broken."""
         self._raise_if_broken()
-        made = {
-            name: self._made(self.running[name].entry, start) for name, start in known.items() if name in self.running
+        progress_of = {
+            name: self._progress_of(self.running[name].entry, start)
+            for name, start in lengths.items()
+            if name in self.running
         }
-        return {name: progress for name, progress in made.items() if len(progress.tokens)}
+        return {name: progress for name, progress in progress_of.items() if len(progress.tokens)}
 
-    def _made(self, entry: EngineRequest, start: int = 0) -> Progress:
+    def _progress_of(self, entry: EngineRequest, start: int = 0) -> Progress:
         """Returns what an unfinished request has from token number `start` on, as far as its weights are proved."""
         # Public ways are answers at their end, or a message for each token.
         state = self.engine.output_processor.request_states.get(entry.collector.request_id)
         if state is None:
             return NOTHING
         kept_from = entry.oldest if self._keeps_kv else None
-        made = Progress.of_state(start, state, kept_from, None if self.proved.is_set() else self.identity)
-        return entry.named(made)
+        progress = Progress.of_state(start, state, kept_from, None if self.proved.is_set() else self.identity)
+        return entry.named(progress)
 
     @asynccontextmanager
     async def _entering(self) -> AsyncIterator[None]:
@@ -351,9 +353,9 @@ class ReplicaActor:
             # that moves to a replica with older weights takes their name: no prefix may be older than its name says.
             if request.adapter:
                 return await self._enter_adapted(request)
-            began = request.began if self._keeps_kv else None
-            if began:
-                oldest = min(began, self.identity)
+            first = request.began if self._keeps_kv else None
+            if first:
+                oldest = min(first, self.identity)
             else:
                 oldest = self.identity
             return EngineRequest(oldest, await self._submit(request, salt=str(oldest)))
@@ -365,11 +367,13 @@ class ReplicaActor:
             return error
 
     async def _enter_adapted(self, request: SampleRequest) -> EngineRequest:
-        held = self.adapters.get(request.adapter)
-        if held is None:
-            there = ", ".join(self.adapters) or "none"
-            raise BadInput(f"the adapter {request.adapter!r}; expected one that was loaded: {there}")
-        return EngineRequest(held.identity, await self._submit(request, str(held.identity), held.request), held)
+        adapter = self.adapters.get(request.adapter)
+        if adapter is None:
+            names = ", ".join(self.adapters) or "none"
+            raise BadInput(f"the adapter {request.adapter!r}; expected one that was loaded: {names}")
+        return EngineRequest(
+            adapter.identity, await self._submit(request, str(adapter.identity), adapter.request), adapter
+        )
 
     async def _answer(self, request: SampleRequest, entry: EngineRequest) -> SampledSequence | Progress:
         """Returns the answer, or what there is of it if it is aborted or this replica broke. Raises what vLLM does."""
@@ -379,12 +383,12 @@ class ReplicaActor:
             await self.proved.wait()  # at most until the end of the update, which cancels this if it fails
             answer = entry.named(sampled_sequence(request, output, entry.oldest if self._keeps_kv else None))
         except asyncio.CancelledError:
-            made = self._made(entry)
+            progress = self._progress_of(entry)
             await self.engine.abort(entry.collector.request_id, internal=True)
-            return made
+            return progress
         except Exception as error:
             if not await self._are_theirs([error]):
-                return self._made(entry)
+                return self._progress_of(entry)
             await self.engine.abort(entry.collector.request_id, internal=True)
             raise
         action = fault_point("inference.answer")
@@ -498,20 +502,20 @@ class ReplicaActor:
                     f"an adapter {name} beside no weights; expected an adapter, and an update before it"
                 )
             self._adapter_number += 1
-            asked = request_of(name, self._adapter_number)
-            await step("add adapter", self._in_engine("add_adapter", (asked.lora_int_id,)))
-            canary = await self._submit_canary(published.manifest, asked)
+            request = request_of(name, self._adapter_number)
+            await step("add adapter", self._in_engine("add_adapter", (request.lora_int_id,)))
+            canary = await self._submit_canary(published.manifest, request)
             await step("canary", self._prove(published.manifest, canary))
-            self.adapters[name] = HeldAdapter(asked, published.identity)
+            self.adapters[name] = HeldAdapter(request, published.identity)
             # The engine may have moved the policy's adapter to another place: the next update finds out where it is.
             self.proof = LoadedProof(self.name)
 
     async def drop_adapter(self, name: str) -> None:
         """Forgets an adapter, which no request in flight may name. Raises RoomFailed."""
         self._raise_if_broken()
-        held = self.adapters.pop(name, None)
-        if held:
-            dropped = self._in_engine("drop_adapter", (held.request.lora_int_id,))
+        adapter = self.adapters.pop(name, None)
+        if adapter:
+            dropped = self._in_engine("drop_adapter", (adapter.request.lora_int_id,))
             await self._guarded(f"dropping the adapter {name}", dropped, self.config.timeouts.update_s)
 
     @asynccontextmanager
@@ -519,19 +523,19 @@ class ReplicaActor:
         """Brings the bytes of `published` into the engine; the block takes them. What fails there breaks this
         replica."""
         self._raise_if_broken()
-        here = AsyncExitStack()
+        stack = AsyncExitStack()
         try:
             fetched = self.broadcasts.fetched(self.index, published.source)
-            arrived = await step(FETCH, here.enter_async_context(fetched))
+            arrived = await step(FETCH, stack.enter_async_context(fetched))
         except Exception as error:
             raise as_failure(f"{self.name}, fetching version {published.identity.version}", error) from error
-        async with here, self.updating:  # one that a dead orchestrator began may still run
+        async with stack, self.updating:  # one that a dead orchestrator began may still run
             self._raise_if_broken()
             try:
                 fault_point("inference.update")
                 with trace.span("update", "update", version=published.identity.version):
                     await self._receive(published.manifest, arrived, step)
-                    await here.aclose()  # the engine has mapped them
+                    await stack.aclose()  # the engine has mapped them
                     yield
             except Exception as error:
                 if isinstance(error, WeightsRefused):
@@ -574,15 +578,15 @@ class ReplicaActor:
         limit = self.config.timeouts.update_s
         while self.running:
             self._raise_if_broken()
-            left = started + limit - time.monotonic()
-            if left <= 0:
+            remaining_s = started + limit - time.monotonic()
+            if remaining_s <= 0:
                 raise RoomFailed(
                     f"{self.name} could not take version {identity.version} within {limit:g} s: it waited for "
                     f"{len(self.running)} requests in flight ({', '.join(sorted(self.running)[:NAMED])}). Raise "
                     "timeouts.update_s, or let updates come in flight: inference.on_update = recompute_kv"
                 )
             tasks = [running.task for running in self.running.values()]
-            await asyncio.wait(tasks, timeout=min(left, HEALTH_TICK_S))
+            await asyncio.wait(tasks, timeout=min(remaining_s, HEALTH_TICK_S))
 
     async def _take(self, manifest: WeightsManifest, step: Step, started: float) -> UpdateReport:
         """Pauses, loads, resumes and proves, in few calls to the engine's process: requests in flight wait for them.
@@ -590,7 +594,7 @@ class ReplicaActor:
         The canary is computed together with the requests' first step after the pause, not while they stand still; until
         it agrees, answers are held back.
         """
-        asked = time.monotonic()
+        requested_at = time.monotonic()
         # After a return to an older commit, prefixes of conversations that live on may be of weights that are gone.
         returned = self.identity is not None and self.identity.attempt != manifest.identity.attempt
         clears = returned or not self._keeps_kv
@@ -612,7 +616,7 @@ class ReplicaActor:
         self.proved.set()
         await step("free memory", self._in_engine("free_memory"))
         seconds = time.monotonic() - started
-        waited = still - asked
+        waited = still - requested_at
         paused = resumed - still
         return UpdateReport(self.index, manifest.identity, drift, prefilled, seconds, waited, paused, self.node)
 
@@ -625,8 +629,8 @@ class ReplicaActor:
         """
         states = self.engine.output_processor.request_states.values()
         self.engine_stats.cache_cleared(len(states))
-        made = ((state.prompt_len, state.detokenizer) for state in states)
-        answers = ((prompt, tokens.num_output_tokens()) for prompt, tokens in made if tokens is not None)
+        lengths = ((state.prompt_len, state.detokenizer) for state in states)
+        answers = ((prompt, tokens.num_output_tokens()) for prompt, tokens in lengths if tokens is not None)
         return sum(prompt + answer for prompt, answer in answers if answer)
 
     async def _submit_canary(
@@ -741,7 +745,7 @@ class ReplicaActor:
         return behind_s, limit_s
 
     async def _guarded(
-        self, what: str, awaitable: Awaitable[Value], timeout_s: float, usual: LearnedDeadline | None = None
+        self, subject: str, awaitable: Awaitable[Value], timeout_s: float, usual: LearnedDeadline | None = None
     ) -> Value:
         """Returns the value of `awaitable`. vLLM leaves calls pending for ever when its engine process is dead, so the
         process is checked while waiting. Raises RoomFailed when it died or has a successor, after `timeout_s` seconds,
@@ -756,20 +760,19 @@ class ReplicaActor:
             waited_s = time.monotonic() - started
             if self.engine is not engine and not task.done():
                 task.cancel()
-                raise RoomFailed(f"{self.name}: its engine was replaced before it answered {what}")
+                raise RoomFailed(f"{self.name}: its engine was replaced before it answered {subject}")
             if usual and not task.done():
                 stalled_s = stalls.look(waited_s)
             stands_still = usual is not None and stalled_s > usual.seconds and waited_s <= timeout_s
             if not task.done() and (self._failure() or waited_s > timeout_s or stands_still):
                 task.cancel()
                 self._raise_if_broken()
-                why = f"no answer for {what} within {timeout_s:.0f} s"
+                reason = f"no answer for {subject} within {timeout_s:.0f} s"
                 if stands_still:
                     self.kill_engine()
-                    why = (
-                        f"no progress of its engine for {stalled_s:.0f} s, which has not answered {what}: it is killed"
-                    )
-                raise RoomFailed(f"{self.name}: {why}")
+                    silence = f"no progress of its engine for {stalled_s:.0f} s"
+                    reason = f"{silence}, which has not answered {subject}: it is killed"
+                raise RoomFailed(f"{self.name}: {reason}")
         if usual:
             usual.note(stalls.answered(time.monotonic() - started))
         return task.result()
@@ -829,7 +832,7 @@ def refusal(error: BaseException) -> TriremeError:
     return BadRequest(f"vLLM does not sample this request: {type(error).__name__}: {error}")
 
 
-async def _gone(pid: int) -> bool:
+async def _has_ended(pid: int) -> bool:
     """Waits for this process to end; returns False after GONE_S."""
     deadline = time.monotonic() + GONE_S
     while not has_ended(pid):

@@ -67,9 +67,9 @@ class RayReplica:
             return replace(reply, failure=with_log(reply.failure, self.log))
         return reply
 
-    async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
-        packed = await self._get(self.handle.packed_progress.remote(known), "asked for its progress")
-        return {name: made for name, made in Reply.unpack(packed).outcomes if isinstance(made, Progress)}
+    async def progress(self, lengths: Mapping[str, int]) -> Mapping[str, Progress]:
+        packed = await self._get(self.handle.packed_progress.remote(lengths), "asked for its progress")
+        return {name: outcome for name, outcome in Reply.unpack(packed).outcomes if isinstance(outcome, Progress)}
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
         doing = f"taking version {published.identity.version}"
@@ -96,11 +96,11 @@ class RayReplica:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         if self._line:
-            left = self._line.withdraw(request_ids)
+            remaining = self._line.withdraw(request_ids)
         else:
-            left = list(request_ids)
-        if left:
-            await self._get(self.handle.abort.remote(left), "aborting")
+            remaining = list(request_ids)
+        if remaining:
+            await self._get(self.handle.abort.remote(remaining), "aborting")
 
     async def _get(self, awaitable: Awaitable[Value], doing: str, timeout_s: float | None = None) -> Value:
         limit = self.update_s if timeout_s is None else timeout_s
@@ -200,8 +200,8 @@ class InferenceHandle:
 
     def _info(self, index: int) -> ReplicaInfo | None:
         """Returns the info with which replica `index` started; None if it has not, or could not."""
-        there = ready({self._ready[index]: self.name(index)}, timeout_s=0.0)
-        return next((info for info in there.values() if isinstance(info, ReplicaInfo)), None)
+        outcomes = ready({self._ready[index]: self.name(index)}, timeout_s=0.0)
+        return next((info for info in outcomes.values() if isinstance(info, ReplicaInfo)), None)
 
     # ----------------------------------------------------------------------------------------------------------- all
 

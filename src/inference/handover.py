@@ -71,24 +71,25 @@ NOTHING = Progress(0, np.zeros(0, np.int32), np.zeros(0, np.float32), ())
 
 class Handover:
     """Keeps the progress of a request. `next_request` gives it to another replica; then `add` takes the progress that
-    this replica reports, in which its own first token has number 0. `told` gets all kept progress after each `add`."""
+    this replica reports, in which its own first token has number 0. `on_progress` gets the whole progress after each
+    `add`."""
 
-    __slots__ = ("_base", "_kept", "_request", "_told")
+    __slots__ = ("_base", "_on_progress", "_progress", "_request")
 
-    def __init__(self, request: SampleRequest, told: Callable[[Progress], None] | None = None) -> None:
-        if told is None:
+    def __init__(self, request: SampleRequest, on_progress: Callable[[Progress], None] | None = None) -> None:
+        if on_progress is None:
             self._request = request
         else:
             self._request = replace(request, read=True)
-        self._told = told
-        self._kept = NOTHING
+        self._on_progress = on_progress
+        self._progress = NOTHING
         self._base = 0
 
     def __len__(self) -> int:
-        return len(self._kept.tokens)
+        return len(self._progress.tokens)
 
     @property
-    def known(self) -> int:
+    def length(self) -> int:
         """Number of tokens kept of the replica that works on the request now."""
         return len(self) - self._base
 
@@ -99,61 +100,61 @@ class Handover:
 
     def next_request(self) -> SampleRequest:
         """Returns the request for the next replica: the rest, after the tokens that are kept."""
-        self._base = kept = len(self)
-        if not kept:
+        self._base = length = len(self)
+        if not length:
             return self._request
         params = self._request.params
         return replace(
             self._request,
-            prompt=np.concatenate([self._request.prompt, self._kept.tokens]),
+            prompt=np.concatenate([self._request.prompt, self._progress.tokens]),
             params=replace(
                 params,
-                max_tokens=None if params.max_tokens is None else params.max_tokens - kept,
-                seed=None if params.seed is None else seed_after(params.seed, kept),
+                max_tokens=None if params.max_tokens is None else params.max_tokens - length,
+                seed=None if params.seed is None else seed_after(params.seed, length),
             ),
         )
 
     def add(self, progress: Progress) -> None:
         """Keeps the replica's progress: replaces known tokens, ignores progress that would leave a gap."""
         if self._base + progress.start <= len(self) and len(progress.tokens):
-            self._kept = self._followed_by(progress)
-            if self._told:
-                self._told(self._kept)
+            self._progress = self._followed_by(progress)
+            if self._on_progress:
+                self._on_progress(self._progress)
 
     def forget_last_replica(self) -> None:
         """Drops the reports of the replica that works on the request now, because it cannot be trusted."""
-        self._kept = self._followed_by(NOTHING)
+        self._progress = self._followed_by(NOTHING)
 
     def complete(self, rest: SampledSequence) -> SampledSequence:
         """Returns the whole answer: the tokens kept at `next_request`, and the replica's answer `rest`."""
         if not self._base:
             return rest
         whole = self._followed_by(Progress(0, rest.tokens, rest.logprobs, rest.spans))
-        given = len(self._request.prompt)
+        prompt_length = len(self._request.prompt)
         return replace(
             rest,
             tokens=whole.tokens,
             logprobs=whole.logprobs,
             spans=whole.spans,
-            prompt_logprobs=rest.prompt_logprobs and rest.prompt_logprobs[:given],
-            topk_prompt_logprobs=rest.topk_prompt_logprobs and rest.topk_prompt_logprobs[:given],
+            prompt_logprobs=rest.prompt_logprobs and rest.prompt_logprobs[:prompt_length],
+            topk_prompt_logprobs=rest.topk_prompt_logprobs and rest.topk_prompt_logprobs[:prompt_length],
         )
 
     def _followed_by(self, progress: Progress) -> Progress:
         """Returns the kept tokens before the first one of `progress`, and the tokens of `progress`."""
         start = self._base + progress.start
-        spans = [replace(span, end=min(span.end, start)) for span in self._kept.spans if span.start < start]
+        spans = [replace(span, end=min(span.end, start)) for span in self._progress.spans if span.start < start]
         for span in progress.spans:
             end = self._base + span.end
             if spans and (spans[-1].identity, spans[-1].mixed) == (span.identity, span.mixed):
                 spans[-1] = replace(spans[-1], end=end)
             else:
                 spans.append(replace(span, start=self._base + span.start, end=end))
-        tokens = np.concatenate([self._kept.tokens[:start], progress.tokens])
-        return Progress(0, tokens, np.concatenate([self._kept.logprobs[:start], progress.logprobs]), tuple(spans))
+        tokens = np.concatenate([self._progress.tokens[:start], progress.tokens])
+        return Progress(0, tokens, np.concatenate([self._progress.logprobs[:start], progress.logprobs]), tuple(spans))
 
 
-def seed_after(seed: int, kept: int) -> int:
-    """Returns the seed for the rest of a request that has `kept` tokens, 0 <= seed < 2^63. The old seed would draw the
-    rest with the random numbers of its beginning."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{kept}".encode(), digest_size=8).digest()) >> 1
+def seed_after(seed: int, length: int) -> int:
+    """Returns the seed for the rest of a request that has `length` tokens, 0 <= seed < 2^63. The old seed would draw
+    the rest with the random numbers of its beginning."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{length}".encode(), digest_size=8).digest()) >> 1

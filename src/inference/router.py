@@ -102,18 +102,18 @@ class Target:
         """Takes its row of a newer table."""
         self.row = row
         has_weights = row.acknowledged is not None or not self._needs_weights
-        self.serves = row.serves and has_weights and not self.calls.gone
+        self.serves = row.serves and has_weights and not self.calls.failure
         self.issued.update(dict.fromkeys(row.issued))
 
-    def makes_sense(self, made: SampledSequence | Progress, vocab_size: int | None) -> bool:
+    def makes_sense(self, answer: SampledSequence | Progress, vocab_size: int | None) -> bool:
         """Tells whether `made` is tokens of the vocabulary (None: not known) with finite log-probabilities. Raises
         RoomFailed when it is not for the `SENSELESS`th time in a row."""
-        tokens = made.tokens
-        logprobs = made.logprobs
+        tokens = answer.tokens
+        logprobs = answer.logprobs
         # Ufuncs, without the Python around them. A negative token is a large one without its sign, and a sum is finite
         # if all are: one pass over each.
-        known = not len(tokens) or np.maximum.reduce(tokens.view(np.uint32)) < (vocab_size or 2**31)
-        if known and math.isfinite(np.add.reduce(logprobs)) and len(logprobs) == len(tokens):
+        in_vocabulary = not len(tokens) or np.maximum.reduce(tokens.view(np.uint32)) < (vocab_size or 2**31)
+        if in_vocabulary and math.isfinite(np.add.reduce(logprobs)) and len(logprobs) == len(tokens):
             self.senseless = 0
             return True
         self.senseless += 1
@@ -203,16 +203,16 @@ class Router:
         self.source = source
         source.listen(self.take)
         for target in list(self._targets.values()):
-            gone = target.calls.gone
-            if gone and self._reports:  # the set before may have died before it heard of this
-                source.report(target.index, target.row.generation, gone)
+            failure = target.calls.failure
+            if failure and self._reports:  # the set before may have died before it heard of this
+                source.report(target.index, target.row.generation, failure)
 
     def on_change(self, call: Callable[[dict[int, int]], object]) -> None:
         self._on_change = call
 
     def acknowledged(self) -> dict[int, int]:
         """Returns {replica: version} for replicas that have acknowledged one and are not behind."""
-        rows = {index: target.row for index, target in self._targets.items() if not target.calls.gone}
+        rows = {index: target.row for index, target in self._targets.items() if not target.calls.failure}
         return {
             index: row.acknowledged for index, row in rows.items() if row.acknowledged is not None and not row.behind
         }
@@ -222,9 +222,11 @@ class Router:
             serving = await self._wait_for_serving()
             calls = [target.calls.call(target.client.stats()) for target in serving]
             stats = await asyncio.gather(*calls, return_exceptions=True)
-            found = {t.index: each for t, each in zip(serving, stats, strict=True) if isinstance(each, ReplicaStats)}
-            if found:
-                return found
+            by_index = {
+                t.index: answer for t, answer in zip(serving, stats, strict=True) if isinstance(answer, ReplicaStats)
+            }
+            if by_index:
+                return by_index
 
     async def updated(self, identity: WeightIdentity) -> Sequence[UpdateReport]:
         table = await self._newest.wait_until(lambda table: bool(table.update and table.update.identity == identity))
@@ -378,12 +380,12 @@ class Router:
             await asyncio.sleep(tick_s)
             while target.requests:
                 every = not next(ticks) % seldom
-                known = {n: r.handover.known for n, r in target.requests.items() if every or r.handover.is_read}
-                if known:
-                    made = await target.calls.call(target.client.progress(known))
+                lengths = {n: r.handover.length for n, r in target.requests.items() if every or r.handover.is_read}
+                if lengths:
+                    progress_of = await target.calls.call(target.client.progress(lengths))
                 else:
-                    made = {}
-                for name, progress in made.items():
+                    progress_of = {}
+                for name, progress in progress_of.items():
                     await self._check_issued(target, progress)
                     routed = target.requests.get(name)
                     if routed:
@@ -431,7 +433,7 @@ class Router:
     def _leave(self, target: Target, reason: TriremeError | None) -> None:
         """Gives up a replica that a table lacks. Without a reason it lives, in another replica set: what it samples is
         aborted there."""
-        if target.calls.gone:
+        if target.calls.failure:
             return
         if reason is None and target.requests:
             self._spawn(_abort_on(target.client, list(target.requests)))
@@ -439,7 +441,7 @@ class Router:
 
     def _fail(self, target: Target, failure: TriremeError) -> None:
         """Uses a replica no more because of something that it did."""
-        if target.calls.gone:
+        if target.calls.failure:
             return
         target.end(failure, lost=target.is_lost_by(failure))
         if self._reports:

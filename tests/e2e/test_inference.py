@@ -365,7 +365,7 @@ async def test_requests_that_vllm_refuses_fail_alone(rooms: dict[str, Room]) -> 
         assert reason in str(error)
     assert [len(answer.tokens) for answer in (fine, also_fine)] == [8, 8]
     assert len((await room.router.sample(request("later", prompt_of(3), 8))).tokens) == 8
-    assert [target.calls.gone for target in room.router._targets.values()] == [None]
+    assert [target.calls.failure for target in room.router._targets.values()] == [None]
 
 
 def test_cancelling_the_caller_aborts_the_request_in_the_engine(rooms: dict[str, Room]) -> None:

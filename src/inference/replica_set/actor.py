@@ -108,7 +108,7 @@ class ReplicaSet:
         self._bring_newest: Callable[[Member], Awaitable[Any]] | None = None
         self._newest: WeightIdentity | None = None  # that it brings
         self._lowest = lowest
-        self._ended: EndedUpdate | None = None
+        self._last_update: EndedUpdate | None = None
         self._adapters: dict[str, PublishedWeights] = {}  # that all members have beside the weights of updates
         self._deadline = LearnedDeadline(update_s)
         self._drifts: tuple[Drift, Drift] | None = None  # the worst of all replicas: at the first update, and so far
@@ -152,7 +152,7 @@ class ReplicaSet:
     def _publish(self) -> None:
         number = (self._incarnation, self._newest_table.table.number[1] + 1)
         rows = {index: member.row for index, member in self._by_index.items()}
-        table = Table(number, rows, dict(self._departed), self._ended, self._patience_s)
+        table = Table(number, rows, dict(self._departed), self._last_update, self._patience_s)
         self._newest_table.take(table)
         for take in self._listeners:
             take(table)
@@ -205,12 +205,12 @@ class ReplicaSet:
 
     def _fail(self, member: Member, failure: TriremeError) -> None:
         """Dismisses `member` because of something that it did."""
-        if not member.gone:
+        if not member.failure:
             log.error("%s. It is used no more; its requests go to other replicas.", failure)
         self._dismiss(member, failure)
 
     def _dismiss(self, member: Member, reason: TriremeError) -> None:
-        if member.gone:
+        if member.failure:
             return
         del self._by_index[member.index]
         self._departed[member.index] = Departure(member.row.generation, reason)
@@ -253,13 +253,13 @@ class ReplicaSet:
     async def _update(self, weights: PublishedWeights) -> list[UpdateReport]:
         identity = weights.identity
         try:
-            self._ended = EndedUpdate(identity, await self._bring(weights))
+            self._last_update = EndedUpdate(identity, await self._bring(weights))
         except Exception as error:
-            self._ended = EndedUpdate(identity, failure=as_failure("the update of replicas", error))
+            self._last_update = EndedUpdate(identity, failure=as_failure("the update of replicas", error))
             raise
         finally:
             self._publish()
-        return list(self._ended.reports)
+        return list(self._last_update.reports)
 
     async def _bring(self, weights: PublishedWeights) -> list[UpdateReport]:
         self._offers.sent()
@@ -272,11 +272,11 @@ class ReplicaSet:
             self._newest = weights.identity
             members = [m for m in self._by_index.values() if not m.row.behind or m.waits or m.rounds >= ROUNDS]
             await asyncio.gather(*map(self._await_update, members))
-        failures = [failure for member in members if (failure := member.gone or member.row.stranded)]
+        failures = [failure for member in members if (failure := member.failure or member.row.stranded)]
         refused = len(failures) == len(members) and all(isinstance(failure, WeightsRefused) for failure in failures)
         if failures and (self._fixed or refused):
             raise failures[0]
-        reports = [member.report for member in members if member.report and not (member.gone or member.row.behind)]
+        reports = [member.report for member in members if member.report and not (member.failure or member.row.behind)]
         if not reports:
             await self._newest_table.wait_for_serving()
             reports = [member.report for member in self._serving if member.report]
@@ -315,19 +315,19 @@ class ReplicaSet:
         """Brings `member` to the newest weights, however often they change meanwhile; then it serves. It is stranded
         if the bytes of the newest are gone."""
         brought: object = None
-        gone: WeightsGone | None = None
+        lost_bytes: WeightsGone | None = None
         try:
             while (bring := self._bring_newest) and bring is not brought:
                 brought = bring
-                gone = None
+                lost_bytes = None
                 member.rounds += 1
                 try:
                     await bring(member)
                 except WeightsGone as error:  # it takes a newer one, if there is one by now
-                    gone = error
-            if gone:
-                log.warning("%s. It gets no requests until the next update, which brings it newer weights.", gone)
-                member.change(behind=True, stranded=gone)
+                    lost_bytes = error
+            if lost_bytes:
+                log.warning("%s. It gets no requests until the next update, which brings it newer weights.", lost_bytes)
+                member.change(behind=True, stranded=lost_bytes)
             elif self._lowest is None or (self._newest and self._newest >= self._lowest):
                 await self._bring_adapters(member)
                 member.enter()

@@ -25,7 +25,7 @@ class ReplicaClient(Protocol):
         """Yields (index into `requests`, how it ended), each once. Requests that the replica gives up because it breaks
         end as Progress, before that is raised."""
 
-    async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
+    async def progress(self, lengths: Mapping[str, int]) -> Mapping[str, Progress]:
         """Returns {request id: what it has made beyond the number of tokens that is known}, for requests in flight that
         have made something."""
 
@@ -56,7 +56,7 @@ class ReplicaCalls:
     """The calls to one replica. `fails` is told when one of them raises: the replica is used no more then."""
 
     def __init__(self, fails: Callable[[TriremeError], None]) -> None:
-        self.gone: TriremeError | None = None
+        self.failure: TriremeError | None = None
         """Why it is used no more."""
         self._fails = fails
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -83,11 +83,11 @@ class ReplicaCalls:
         finally:
             task.cancel()
             self._tasks.discard(task)
-        assert self.gone is not None, "tasks are cancelled only when the replica is gone"
-        raise self.gone
+        assert self.failure is not None, "tasks are cancelled only when the replica is gone"
+        raise self.failure
 
     def end(self, reason: TriremeError) -> None:
         """Ends all calls, and the tasks that belong to them."""
-        self.gone = reason
+        self.failure = reason
         for task in self._tasks - {asyncio.current_task()}:
             task.cancel()

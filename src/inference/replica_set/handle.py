@@ -29,7 +29,7 @@ ANSWER_S = 30.0
 """An answer of the set may take so much longer than the work itself."""
 AGAIN_S = 1.0
 """Time between a table that did not come and the next request."""
-WHO = "replica set"
+NAME = "replica set"
 log = logging.getLogger(__name__)
 
 
@@ -47,7 +47,7 @@ class RemoteSet:
     async def table(self, after: Number, wait_s: float) -> Table:
         """Returns the newest table (`ReplicaSet.table`), within `wait_s` and ANSWER_S seconds."""
         answer = self.actor.table.remote(after, wait_s)
-        table: Table = await waits.get_async(answer, owner=f"{WHO} (its table)", timeout_s=wait_s + ANSWER_S)
+        table: Table = await waits.get_async(answer, owner=f"{NAME} (its table)", timeout_s=wait_s + ANSWER_S)
         return table
 
     async def _read(self, take: Callable[[Table], object]) -> None:
@@ -132,7 +132,7 @@ class ReplicaSetHandle:
 
     def ready_refs(self) -> tuple[list[object], list[str]]:
         """Returns a reference that resolves once the actor is ready, and its name."""
-        return [self._started], [WHO]
+        return [self._started], [NAME]
 
     def heartbeats(self) -> Mapping[str, Callable[[], Any]]:
         """Returns, by the name of the process, a function that gives a reference to its `Heartbeat`."""
@@ -142,10 +142,10 @@ class ReplicaSetHandle:
         """Asks the replicas to receive a version while the trainer sends it. Returns those that are ready, maybe none,
         after at most `offer.ready_s` and ANSWER_S seconds. None are when the set is dead or does not answer: the
         version can be published without it, and the next call, or its watcher, ends the attempt if it has to end."""
-        who = f"{WHO} (which replicas are ready for new weights)"
+        subject = f"{NAME} (which replicas are ready for new weights)"
         limit_s = offer.ready_s + ANSWER_S
         try:
-            answer: Session = waits.get(self.actor.offer.remote(offer), owner=who, timeout_s=limit_s, log=self._log)
+            answer: Session = waits.get(self.actor.offer.remote(offer), owner=subject, timeout_s=limit_s, log=self._log)
         except RoomFailed as failure:
             if failure.__cause__ and not waits.died(failure):
                 raise

@@ -42,8 +42,8 @@ class Member:
         return self.row.client.name
 
     @property
-    def gone(self) -> TriremeError | None:
-        return self.calls.gone
+    def failure(self) -> TriremeError | None:
+        return self.calls.failure
 
     @property
     def waits(self) -> bool:
@@ -53,7 +53,7 @@ class Member:
     @property
     def serves(self) -> bool:
         """It takes requests."""
-        return self.row.serves and not self.gone
+        return self.row.serves and not self.failure
 
     def change(self, **columns: Any) -> None:
         """Changes its row."""

@@ -87,7 +87,7 @@ class Offers:
         ready = {member for member, refusal in refusals.items() if member.serves and not refusal}
         self._begin({member: server for member, server in servers.items() if member in ready})
         for member, refusal in refusals.items():
-            if refusal and not member.gone and member not in self._warned:
+            if refusal and not member.failure and member not in self._warned:
                 self._warned.add(member)
                 log.warning(
                     "%s takes no part in the sending of version %d and fetches it: %s",

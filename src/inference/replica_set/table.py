@@ -118,7 +118,7 @@ class NewestTable:
                     await self._changed.wait()
             return
         table = self.table
-        failures = [ended.reason for index, ended in sorted(table.departed.items()) if index not in table.rows]
+        failures = [departure.reason for index, departure in sorted(table.departed.items()) if index not in table.rows]
         refused = failures and all(isinstance(failure, WeightsRefused) for failure in failures)
         kind = WeightsRefused if refused else RoomFailed
         if table.patience_s:

@@ -36,7 +36,7 @@ class _Monitored:
 
     ask: Callable[[], Any]
     since: float | None = None  # when the first request without an answer was sent; None: it has answered all
-    asked: bool = False  # a request is on its way
+    pending: bool = False  # a request is on its way
     unreached: bool = False  # the last request could not reach it
     next: float = 0.0  # when to send the next request
     condemned: bool = False  # it was judged, and is about to be killed
@@ -107,8 +107,8 @@ class HeartbeatMonitor:
         `kill` them, then call `end`."""
         now = self._awake()
         for name, process in self._monitored.items():
-            if not process.asked and process.next <= now:
-                process.asked = True
+            if not process.pending and process.next <= now:
+                process.pending = True
                 if process.since is None:
                     process.since = now
                 else:
@@ -117,8 +117,8 @@ class HeartbeatMonitor:
         waiting = {name: now - process.since for name, process in self._monitored.items() if process.since is not None}
         silent = {name: seconds for name, seconds in waiting.items() if seconds >= SUSPECT * self._heartbeat_s}
         for name, silent_s in silent.items():
-            why = f"has answered nothing for {silent_s:.0f} s (timeouts.heartbeat_s = {self._heartbeat_s:g})"
-            self._judge(name, why, silent_s >= self._heartbeat_s)
+            reason = f"has answered nothing for {silent_s:.0f} s (timeouts.heartbeat_s = {self._heartbeat_s:g})"
+            self._judge(name, reason, silent_s >= self._heartbeat_s)
         condemned = self._condemned
         self._condemned = []
         return condemned
@@ -134,7 +134,7 @@ class HeartbeatMonitor:
         process = self._monitored[name]
         if isinstance(outcome, TriremeError):
             if waits.unreached(outcome):
-                process.asked, process.unreached, process.next = False, True, self._awake() + AGAIN_S
+                process.pending, process.unreached, process.next = False, True, self._awake() + AGAIN_S
             else:
                 self._end(name, outcome, waits.died(outcome))
             return
@@ -143,22 +143,22 @@ class HeartbeatMonitor:
         self._roster.answered(name, outcome.pids, outcome.node, in_time=not is_late)
         if is_late:
             limit = f"(the limit is {outcome.limit_s:.0f} s, learned from this run or timeouts.update_s)"
-            why = f"it has had no sign of life of its engine, which has work, for {outcome.behind_s:.0f} s {limit}"
-            self._roster.set(name, PartHealth.SUSPECT, why)
+            reason = f"it has had no sign of life of its engine, which has work, for {outcome.behind_s:.0f} s {limit}"
+            self._roster.set(name, PartHealth.SUSPECT, reason)
 
-    def _judge(self, name: str, why: str, is_dead: bool) -> None:
+    def _judge(self, name: str, reason: str, is_dead: bool) -> None:
         if not is_dead:
-            self._roster.set(name, PartHealth.SUSPECT, f"it {why}")
+            self._roster.set(name, PartHealth.SUSPECT, f"it {reason}")
         elif not (process := self._monitored[name]).condemned:
             process.condemned = True
-            failure = RoomFailed(f"{name} {why}: it is killed; its log says where it was")
+            failure = RoomFailed(f"{name} {reason}: it is killed; its log says where it was")
             self._condemned.append(Silent(name, self._roster.part(name), failure, process))
 
     def end(self, silent: Sequence[Silent]) -> None:
         """Records that these processes were killed, except processes that were dropped meanwhile."""
-        for each in silent:
-            if self._monitored.get(each.name) is each.process:
-                self._end(each.name, each.failure, True)
+        for process in silent:
+            if self._monitored.get(process.name) is process.process:
+                self._end(process.name, process.failure, True)
 
     def _end(self, name: str, failure: TriremeError, died: bool) -> None:
         self.drop(name)
@@ -170,7 +170,7 @@ class HeartbeatMonitor:
 def kill(silent: Sequence[Silent]) -> None:
     """Makes silent processes write their stacks, and kills them. Takes seconds when their nodes do not answer, however
     many they are."""
-    parts = [each.part for each in silent if each.part]
+    parts = [process.part for process in silent if process.part]
     send(parts, STACKS)
     time.sleep(STACKS_S)
     send(parts, signal.SIGKILL)

@@ -198,7 +198,7 @@ class ReplicaManager:
             self._monitor.drop(_part_name(index))
             self._succeed(index)
         self._look_at_starts(now)
-        for again in [each for each in self._left_out if each[0] <= now]:
+        for again in [entry for entry in self._left_out if entry[0] <= now]:
             self._left_out.remove(again)
             index = self._add(again[1])
             self._roster.note(_part_name(index), "starts in the place of a replica that was left out")
@@ -243,28 +243,28 @@ class ReplicaManager:
         """Number of replicas that have memory, with leaving ones."""
         return len(self._lives)
 
-    def added(self, wanted: int) -> int:
-        """Returns how many replicas start to reach `wanted`, not counting leaving ones."""
-        return max(0, wanted - len(self._lives) + len(self._of(PartHealth.DRAINING)))
+    def added(self, target: int) -> int:
+        """Returns how many replicas start to reach `target`, not counting leaving ones."""
+        return max(0, target - len(self._lives) + len(self._of(PartHealth.DRAINING)))
 
-    def scale(self, wanted: int) -> str:
-        """Changes the number of replicas to `wanted`; free places serve others. Returns a description of the
+    def scale(self, target: int) -> str:
+        """Changes the number of replicas to `target`; free places serve others. Returns a description of the
         changes."""
         staying = [index for index, life in self._lives.items() if life.state is not PartHealth.DRAINING]
         while self._left_out:
             self._places.give_back(self._left_out.pop()[1])
-        for _ in range(wanted - len(staying)):
+        for _ in range(target - len(staying)):
             self._add(self._places.take())
-        for index in staying[wanted:][::-1]:
+        for index in staying[target:][::-1]:
             self._leave(index)
-        change = wanted - len(staying)
+        change = target - len(staying)
         if not change:
-            return f"there are {wanted} already"
+            return f"there are {target} already"
         if change > 0:
-            what = f"{change} more to start"
+            effect = f"{change} more to start"
         else:
-            what = f"{-change} to leave, once they have done what they sample"
-        return f"{count(len(staying), 'replica')}; {what}"
+            effect = f"{-change} to leave, once they have done what they sample"
+        return f"{count(len(staying), 'replica')}; {effect}"
 
     # ---------------------------------------------------------------------------------------------- one replica's way
 
@@ -351,8 +351,8 @@ class ReplicaManager:
         starting = [i for i in self._of(PartHealth.STARTING) if self._lives[i].deciding_until == math.inf]
         if starting and now >= self._places_next:
             self._places_next = now + PLACES_S
-            there = self._places.are_there([self._replicas.options(index) for index in starting])
-            for index, is_there in zip(starting, there, strict=True):
+            placed = self._places.are_there([self._replicas.options(index) for index in starting])
+            for index, is_there in zip(starting, placed, strict=True):
                 self._lives[index].placeless = not is_there
         limit = self._config.timeouts.start_s
         for index in starting:
@@ -373,10 +373,10 @@ class ReplicaManager:
     def _leave_out(self, index: int, refusal: TriremeError) -> None:
         retry_s = self._config.cluster.restart_window_s
         part = self._roster.part(_part_name(index))
-        where = f" (node {part.node})" if part and part.node else ""
+        place = f" (node {part.node})" if part and part.node else ""
         self._left_out.append((time.monotonic() + retry_s, self._remove(index)))
         goes_on = f"the run goes on with {count(len(self._lives), 'replica')}, and tries another in {retry_s:g} s"
-        self._roster.note(_part_name(index), f"is left out{where}; {goes_on}: {refusal}")
+        self._roster.note(_part_name(index), f"is left out{place}; {goes_on}: {refusal}")
 
     def _fail(self, index: int, reason: str, failure: TriremeError | None = None) -> None:
         name = f"inference replica {index}"

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-KEPT = 200
+RETAINED = 200
 """Number of incidents that are kept in memory; the file has all."""
 LONGEST = 500
 """Characters of a line that gives a reason; the rest of a long traceback is in the log."""
@@ -79,7 +79,7 @@ class Roster:
         self._now = now
         self._lock = threading.Lock()
         self._parts: dict[str, RunPart] = {}
-        self._incidents: deque[Incident] = deque(maxlen=KEPT)
+        self._incidents: deque[Incident] = deque(maxlen=RETAINED)
         self._unsuspected: dict[str, PartHealth] = {}  # the health of each suspect before it became one
         self._listeners: list[Listener] = []
         self.step = 0
@@ -117,7 +117,7 @@ class Roster:
         self,
         name: str,
         health: PartHealth,
-        why: str = "",
+        reason: str = "",
         *,
         pids: tuple[int, ...] | None = None,
         node: str | None = None,
@@ -134,7 +134,7 @@ class Roster:
             else:
                 since = self._now()
             place = (before.pids if pids is None else pids, before.node if node is None else node)
-            changed = RunPart(name, health, since, _line(why), *place, before.restarts + successor)
+            changed = RunPart(name, health, since, _line(reason), *place, before.restarts + successor)
             if changed == self._parts.get(name):
                 return
             self._parts[name] = changed
@@ -156,18 +156,18 @@ class Roster:
             self._parts.pop(name, None)
         self._tell(None)
 
-    def note(self, part: str, what: str) -> None:
+    def note(self, part: str, text: str) -> None:
         """Records an incident."""
-        incident = Incident(self._now(), part, _line(what), self.step, self.attempt)
+        incident = Incident(self._now(), part, _line(text), self.step, self.attempt)
         with self._lock:
             self._incidents.append(incident)
             self.incidents_total += 1
         self._tell(incident)
 
-    def note_return(self, part: str, took_s: float, *kept: str) -> None:
-        """Records that `part` is ready again and that an attempt begins, with messages on the `kept` progress."""
+    def note_return(self, part: str, took_s: float, *retained: str) -> None:
+        """Records that `part` is ready again and that an attempt begins, with messages on the `retained` progress."""
         begins = f"ready again after {took_s:.1f} s: attempt {self.attempt} continues from step {self.step}"
-        self.note(part, "; ".join([begins, *kept]))
+        self.note(part, "; ".join([begins, *retained]))
 
     def at_step(self, step: int) -> None:
         """Records that the run has completed `step` steps."""

@@ -119,14 +119,14 @@ class StatusWriter:
         self._changed.set()
         self._thread.join(JOIN_S)
         if error is None:
-            why = "done"
+            reason = "done"
         else:
-            why = " ".join(str(error).split()) or type(error).__name__
+            reason = " ".join(str(error).split()) or type(error).__name__
         if error is None:
             exit_code = EXIT_OK
         else:
             exit_code = getattr(error, "exit_code", EXIT_FAILED)
-        self._write(RunEnd(exit_code, why[:1000]))
+        self._write(RunEnd(exit_code, reason[:1000]))
 
     def _listen(self, _roster: Roster, incident: Incident | None) -> None:
         if incident and _driver_of(self._root) == self._driver:
@@ -140,9 +140,9 @@ class StatusWriter:
             self._changed.clear()
             self._write(None)
 
-    def _write(self, ended: RunEnd | None) -> None:
+    def _write(self, end: RunEnd | None) -> None:
         roster = self._roster
-        said = Status(
+        status = Status(
             at=time.time(),
             pid=os.getpid(),
             node=os.uname().nodename,
@@ -151,12 +151,12 @@ class StatusWriter:
             parts=tuple(roster.parts),
             incidents_total=roster.incidents_total,
             recent=tuple(roster.incidents[-RECENT:]),
-            ended=ended,
+            ended=end,
             start_s=roster.start_s,
         )
         if _driver_of(self._root) == self._driver:
             with self._warning():
-                _replace_json(self._root / STATUS, asdict(said))
+                _replace_json(self._root / STATUS, asdict(status))
 
     @contextmanager
     def _warning(self) -> Iterator[None]:
@@ -212,7 +212,7 @@ class DriverProcess:
             opened = psutil.Process(pid).open_files()
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             opened = []
-        return cls(pid, node, any(Path(each.path) == file for each in opened))
+        return cls(pid, node, any(Path(file_of_process.path) == file for file_of_process in opened))
 
 
 # --------------------------------------------------------------------------------------------------------------- scale
@@ -245,10 +245,10 @@ class ScaleRequests:
         """Returns the oldest request that has no answer, or None, without waiting."""
         return min((request for _, request in self._requests()), key=lambda request: request.at, default=None)
 
-    def answer(self, request: ScaleRequest, what: str, *, accepted: bool = True) -> None:
+    def answer(self, request: ScaleRequest, text: str, *, accepted: bool = True) -> None:
         """Answers `request`, for people, with the changes that begin now, or why there are none. They are not done
         then: STATUS shows the progress. Raises OSError."""
-        _replace_json(self._place / f"{request.id}.answer", {"accepted": accepted, "what": what})
+        _replace_json(self._place / f"{request.id}.answer", {"accepted": accepted, "what": text})
         (self._place / f"{request.id}.json").unlink(missing_ok=True)
 
     def _requests(self) -> Iterator[tuple[Path, ScaleRequest]]:
@@ -271,10 +271,10 @@ def request_scale(root: Path, replicas: int) -> Iterator[Callable[[], str | None
     def answered() -> str | None:
         if not answer.exists():
             return None
-        given = json.loads(answer.read_bytes())
-        if not given["accepted"]:
-            raise BadInput(given["what"])
-        return str(given["what"])
+        written = json.loads(answer.read_bytes())
+        if not written["accepted"]:
+            raise BadInput(written["what"])
+        return str(written["what"])
 
     try:
         yield answered

@@ -91,7 +91,7 @@ class Supervisor:
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="supervisor", daemon=True)
         self._attempts = 0
-        self._ended = 0.0  # when the attempt before this one ended
+        self._ended_at = 0.0  # when the attempt before this one ended
         self._core_failure: TriremeError | None = None
         self._fatal: TriremeError | None = None
 
@@ -137,7 +137,7 @@ class Supervisor:
         run. Raises the error that ends the attempt."""
         all_of_them = self._attempts == 1 or self._config.deterministic
         timeouts = self._config.timeouts
-        began = placed = time.monotonic()
+        started = placed = time.monotonic()
         while True:
             with self._lock:
                 if self._manager:
@@ -152,25 +152,27 @@ class Supervisor:
                 return
             self.check()
             now = time.monotonic()
-            began, placed = (now, placed) if placeless else (began, now)
-            if now - began > timeouts.start_s:
+            started, placed = (now, placed) if placeless else (started, now)
+            if now - started > timeouts.start_s:
                 limit = f"{timeouts.start_s:.0f} s ({START_LIMIT})"
                 raise RoomFailed(f"waited {limit} for {', '.join(missing)} to start; logs: {log}")
             if now - placed > timeouts.place_s:
-                what = f"a place in the cluster for {', '.join(placeless)}"
-                raise RoomFailed(f"waited {timeouts.place_s:.0f} s (timeouts.place_s) for {what}: add a node to it")
-            progress([f"a place in the cluster for {name}" for name in placeless] or missing, now - min(began, placed))
+                wait = f"a place in the cluster for {', '.join(placeless)}"
+                raise RoomFailed(f"waited {timeouts.place_s:.0f} s (timeouts.place_s) for {wait}: add a node to it")
+            progress(
+                [f"a place in the cluster for {name}" for name in placeless] or missing, now - min(started, placed)
+            )
             time.sleep(TICK_S)
 
-    def goes_on(self, *kept: str) -> None:
+    def goes_on(self, *retained: str) -> None:
         """Records that the attempt has loaded the commit that it starts from, and what that has of unfinished work."""
         if self._attempts > 1:
-            self.roster.note_return(self._core, time.monotonic() - self._ended, *kept)
+            self.roster.note_return(self._core, time.monotonic() - self._ended_at, *retained)
 
     def detach(self, failure: BaseException | None) -> None:
         """Ends the attempt, with `failure` or None, before its rooms are stopped. If a room hangs, all actors write the
         stacks of their threads to their logs."""
-        self._ended = time.monotonic()
+        self._ended_at = time.monotonic()
         if isinstance(failure, StoppedWithoutCommit):
             failure = failure.failure or failure
         else:
@@ -194,7 +196,7 @@ class Supervisor:
         """Waits until Ray knows of each process if it lives, or one was found lost. Until Ray has given up a lost node,
         it places new actors there."""
         while not self._fatal and not self._core_failure:
-            waited = time.monotonic() - self._ended
+            waited = time.monotonic() - self._ended_at
             with self._lock:
                 unknown = any(map(self._monitor.is_unreached, self._monitor.names))
             if waited > (self._config.timeouts.heartbeat_s if unknown else ROUND_S):
@@ -233,9 +235,9 @@ class Supervisor:
             return
         with self._lock:
             refs = self._monitor.refs()
-        there = waits.ready(refs, TICK_S)
+        outcomes = waits.ready(refs, TICK_S)
         with self._lock:
-            for ref, outcome in there.items():
+            for ref, outcome in outcomes.items():
                 self._guarded(partial(self._monitor.arrived, ref, outcome))
             silent = self._monitor.look()
             if self._manager and self._elastic:
@@ -295,9 +297,9 @@ class Supervisor:
                 elastic.check_number(number, added)  # without the lock: it takes seconds when nodes do not answer
             with self._lock:
                 accepted = True
-                what = manager.scale(request.replicas)
+                answer = manager.scale(request.replicas)
         except (BadInput, RoomFailed) as refusal:
             accepted = False
-            what = str(refusal)
+            answer = str(refusal)
         with suppress(OSError):  # the disk is full: the request comes again, and finds as many replicas
-            elastic.requests.answer(request, what, accepted=accepted)
+            elastic.requests.answer(request, answer, accepted=accepted)

@@ -141,7 +141,7 @@ def test_an_engine_that_stands_still_is_killed_and_its_actor_lives(monkeypatch: 
                 with pytest.raises(RoomFailed, match=message):
                     await stuck.heartbeat()
             assert await stuck.has_lost_engine()
-            assert await replica_module._gone(engine.pid)
+            assert await replica_module._has_ended(engine.pid)
 
         assert not asyncio.run(stuck.has_lost_engine())
         asyncio.run(silent())
@@ -171,7 +171,7 @@ class TestPredecessor:
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as engine:
 
             async def kill_and_wait() -> bool:
-                waiting = asyncio.create_task(replica_module._gone(engine.pid))
+                waiting = asyncio.create_task(replica_module._has_ended(engine.pid))
                 await asyncio.sleep(3 * replica_module.GONE_TICK_S)
                 waited = not waiting.done()
                 engine.kill()  # a zombie: nobody has asked how it ended
@@ -179,11 +179,11 @@ class TestPredecessor:
                 return waited
 
             assert asyncio.run(kill_and_wait())
-        assert asyncio.run(replica_module._gone(engine.pid))
+        assert asyncio.run(replica_module._has_ended(engine.pid))
 
     def test_one_that_does_not_end_is_waited_for_no_longer_than_that(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(replica_module, "GONE_S", 0.05)
-        assert not asyncio.run(replica_module._gone(os.getpid()))
+        assert not asyncio.run(replica_module._has_ended(os.getpid()))
 
     def test_a_zombie_of_which_threads_still_run_has_its_memory(self) -> None:
         code = (

@@ -37,11 +37,11 @@ def test_what_is_known_is_replaced_and_what_leaves_a_gap_is_passed_over() -> Non
     handover.next_request()
     handover.add(progress(0, [10, 11, 12]))
     handover.add(progress(5, [15]))
-    assert (len(handover), handover.known) == (3, 3)
+    assert (len(handover), handover.length) == (3, 3)
     handover.add(progress(0, [10, 11, 12, 13]))
     handover.add(progress(4, []))
     assert handover.next_request().prompt.tolist() == [7, 8, 10, 11, 12, 13]
-    assert handover.known == 0
+    assert handover.length == 0
 
 
 def test_what_an_untrusted_replica_said_is_forgotten_and_what_came_before_is_not() -> None:

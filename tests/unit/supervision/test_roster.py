@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trireme.supervision.roster import KEPT, Incident, PartHealth, Roster
+from trireme.supervision.roster import RETAINED, Incident, PartHealth, Roster
 
 
 class Ticks:
@@ -113,10 +113,10 @@ def test_a_listener_may_read_and_change_the_roster(roster: Roster) -> None:
 
 def test_incidents_carry_attempt_and_step_and_the_oldest_go(roster: Roster) -> None:
     roster.attempt, roster.step = 2, 7
-    for n in range(KEPT + 5):
+    for n in range(RETAINED + 5):
         roster.note("a_0", f"{n}")
-    assert roster.incidents_total == KEPT + 5
-    assert [i.what for i in roster.incidents] == [f"{n}" for n in range(5, KEPT + 5)]
+    assert roster.incidents_total == RETAINED + 5
+    assert [i.what for i in roster.incidents] == [f"{n}" for n in range(5, RETAINED + 5)]
     assert {(i.attempt, i.step) for i in roster.incidents} == {(2, 7)}
 
 

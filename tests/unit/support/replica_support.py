@@ -50,8 +50,8 @@ async def joined(source: ReplicaSet, index: int, client: Any) -> None:
     joiner = source._by_index[index]
     assert joiner.catching_up is not None
     await asyncio.wait([joiner.catching_up])
-    if joiner.gone:
-        raise joiner.gone
+    if joiner.failure:
+        raise joiner.failure
 
 
 async def losses(source: ReplicaSet) -> dict[int, str]:
