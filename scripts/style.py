@@ -41,11 +41,11 @@ EVERYDAY_TEXT = """
     such has who where came gone began ended done went
 """
 EVERYDAY = frozenset(EVERYDAY_TEXT.split())
-STIFF_TEXT = """
-    beside|so many|of which|of whom|those that|those who|what is|whose|in place of|no more|as it is|of before|of now
-    be it|else than|of use|goes on|go on|nobody|whoever|everybody|takes? note|is to be|are to be|that of|those of
-"""
-STIFF = re.compile(rf"\b({'|'.join(STIFF_TEXT.strip().splitlines())})\b".replace("    ", ""), re.IGNORECASE)
+STIFF_TEXT = (
+    "beside|so_many|of_which|of_whom|those_that|those_who|what_is|whose|in_place_of|no_more|as_it_is|of_before|of_now|be_it"
+    "|else_than|of_use|goes_on|go_on|nobody|whoever|everybody|takes?_note|is_to_be|are_to_be|that_of|those_of"
+)
+STIFF = re.compile(rf"\b({STIFF_TEXT.replace('_', ' ')})\b", re.IGNORECASE)
 MESSAGE_WORDS = 4
 """The least number of words that make a string prose."""
 

@@ -12,9 +12,9 @@ A virtual machine changes its speed within minutes, by more than half (a host's 
 which another machine uses one). So a fixed calculation is repeated during each phase (`speed.py`), and its CPU time is
 the unit of the compared times.
 
-    value         steps per time beside an idle service, over those without a service
-    detail        `cpu`: CPU time of a step without a service, over that beside an idle one; `chatting`: steps per time
-                  while clients ask, over those of the same run while none does, and for each pair of phases; then
+    value         steps per time alongside an idle service, over those without a service
+    detail        `cpu`: CPU time of a step without a service, over that alongside an idle one; `chatting`: steps per
+                  time while clients ask, over those of the same run while none does, and for each pair of phases; then
                   `share_cpu` is the cores that the service's process used, `share_all` what all processes used more
                   than without chats for the same steps, over what the machine has, and `share_tokens` the tokens of
                   chats over all that were sampled; `by_the_clock` and `chatting_by_the_clock`: the ratios of seconds;
@@ -279,8 +279,8 @@ def main() -> None:
         against="the same run without a service",
         detail={
             "load_before": load,
-            **beside_an_idle_service(kinds),
-            **beside_chats(kinds),
+            **alongside_an_idle_service(kinds),
+            **alongside_chats(kinds),
             "steps_per_s": {kind: [round(phase.rate, 3) for phase in phases] for kind, phases in kinds.items()},
             "calculation_ms": {kind: [phase.calculation_ms for phase in phases] for kind, phases in kinds.items()},
             "cpu_s": {kind: per_step(phases) for kind, phases in kinds.items()},
@@ -294,7 +294,7 @@ def compared(phases: Sequence[Phase], baseline: Sequence[Phase], by: str = "rate
     return round(means[0] / means[1], 3)
 
 
-def beside_an_idle_service(kinds: Mapping[str, Sequence[Phase]]) -> dict[str, Any]:
+def alongside_an_idle_service(kinds: Mapping[str, Sequence[Phase]]) -> dict[str, Any]:
     """Returns what an idle service cost, of the runs in which none asked."""
     if "idle" not in kinds:
         return {}
@@ -306,7 +306,7 @@ def beside_an_idle_service(kinds: Mapping[str, Sequence[Phase]]) -> dict[str, An
     }
 
 
-def beside_chats(kinds: Mapping[str, Sequence[Phase]]) -> dict[str, Any]:
+def alongside_chats(kinds: Mapping[str, Sequence[Phase]]) -> dict[str, Any]:
     """Returns what chats had, and what they left, of the runs in which clients asked."""
     if "chatting" not in kinds:
         return {}

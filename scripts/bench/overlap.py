@@ -2,7 +2,7 @@
 
     python scripts/bench/overlap.py [--steps 8] [--alone 4]
 
-The rooms are those of a real run (Ray, vLLM on CPU, an FSDP2 shard over gloo, the orchestrator), each model on a core
+The rooms are a real run's (Ray, vLLM on CPU, an FSDP2 shard over gloo, the orchestrator), each model on a core
 of its own. Three phases in the same processes:
 
   alone    generation and training side by side, neither knowing of the other. Generation: fixed weights, always more

@@ -6,7 +6,7 @@ replica    a run of the counting task whose two replicas have a core each, with 
            replica either the engine is killed, whose actor starts another one, or the actor, with which its engine
            dies. The figure: from SIGKILL until the successor samples, over the bare start of that process, alone on
            that core.
-shard      the quickstart, one of whose shards is killed just after a commit; from SIGKILL to the end of the next
+shard      the quickstart, with one shard that is killed just after a commit; from SIGKILL to the end of the next
            completed step, over the start of both shards from the same commit, alone on the machine.
 
 What happened when is read from the traces. The last line of the output is the result as one JSON object, whose figure

@@ -2,13 +2,13 @@
 
     python scripts/bench/serving.py [--only turns|crowd|tinker ...] [--repeats 3]
 
-The service runs in a process of its own, on one core, in front of a sampler whose answers of 128 tokens are ready
+The service runs in a process of its own, on one core, in front of a sampler with ready answers of 128 tokens
 (`_served.py`): the hop to a replica is not in these figures. The client is on the other core and costs it nothing.
 
 - `turns`: the server's CPU milliseconds of a turn of a session, at 512 tokens and one turn, and at 32,768 tokens and 50
   turns (the last ten of them). Requests hold the whole conversation as text, as those of OpenAI's client do. Then
   the same as plain chats.
-- `crowd`: 200 clients at once, of which a tenth have wrong keys, a tenth send bodies of 100 MB and a tenth stop in the
+- `crowd`: 200 clients at once, a tenth have wrong keys, a tenth send bodies of 100 MB and a tenth stop in the
   middle of a body; seconds of the good ones' requests over those of the same good ones alone. An answer takes a quarter
   of a second.
 - `tinker`: steps per second of a loop through `trireme serve` with Tinker's client in a process of its own, over the

@@ -2,7 +2,7 @@
 
     python scripts/bench/whole_job.py [--only short|long|long_k2] [--rounds 3] [--steps 12] [--threads 1]
 
-The job: 32 problems, 8 rollouts of each, of a random model whose answers end by chance (`ending.py`), at most 32
+The job: 32 problems, 8 rollouts of each, of a random model with answers that end by chance (`ending.py`), at most 32
 tokens long (`short`) or at most 384 (`long`, `long_k2`), on one shard and one replica. max_steps_off_policy is 1
 (`long_k2`: 2). The learning rate is as good as 0. Everything else has its default.
 
@@ -11,17 +11,17 @@ over the CPU seconds of its busiest thread. The bare work (`bare_job.py`) is `LL
 at once, and a plain Hugging Face forward and backward over as many answers, each alone in its process. It and the run
 have the same number of threads, which never spin.
 
-A machine may change its speed from minute to minute, so bare work is measured before and after each run, whose limit is
-that of the mean of both. Each run is measured between two of its steps. Beside everything, a fixed calculation of some
-milliseconds is repeated once a second (`speed.py`). The last lines of the output are the results, a JSON object for
-each job. Values are medians of the rounds.
+A machine may change its speed from minute to minute, so bare work is measured before and after each run, and the mean
+of both sets the run's limit. Each run is measured between two of its steps. Alongside everything, a fixed calculation
+of some milliseconds is repeated once a second (`speed.py`). The last lines of the output are the results, a JSON object
+for each job. Values are medians of the rounds.
 
     value         rollouts/s by the clock; it means little where others use the machine
     ratio         that over the limit
-    detail        `ratios`: of each round; `slowdown`: CPU time of the fixed calculation beside the run over that beside
-                  its bare work, and `ratio_at_one_speed`: the ratio times that;
+    detail        `ratios`: of each round; `slowdown`: CPU time of the fixed calculation alongside the run over its CPU
+                  time alongside the bare work, and `ratio_at_one_speed`: the ratio times that;
                   `cpu_ratio`: the rate if no core were ever idle, by the CPU seconds of all processes, over the limit;
-                  `ratio_with_others`: the rate over a limit that counts what the processes beside engine and shard use;
+                  `ratio_with_others`: the rate over a limit that counts the use of processes next to engine and shard;
                   `share_of_engine_and_shard`: of the CPU seconds of all processes;
                   `cpu_s`: CPU seconds for a step's 256 rollouts by room, and `over_bare`: what each adds to the bare
                   work; `idle_cores`: cores that no process of the run used, on average

@@ -8,6 +8,7 @@ import style
 
 PER_10_000_TOKENS = {"tuples": 3.0, "walruses": 2.0, "conditionals": 16.0}
 EVERYDAY_PERCENT = 0.3
+STIFF_PER_1_000_WORDS = 3.0
 
 
 @pytest.mark.parametrize("tree", ["src", "scripts"])
@@ -18,9 +19,19 @@ def test_the_source_is_not_packed(tree: str) -> None:
     assert min(densities.values()) > 0, "the counter sees these marks"
 
 
-@pytest.mark.parametrize("tree", ["scripts"])
+@pytest.mark.parametrize("tree", ["src", "scripts"])
 def test_names_are_not_everyday_words(tree: str) -> None:
     assert style.style_of(style.ROOT / tree).everyday_percent() <= EVERYDAY_PERCENT
+
+
+@pytest.mark.parametrize("tree", ["src", "scripts"])
+def test_docstrings_and_messages_are_plain(tree: str) -> None:
+    assert style.style_of(style.ROOT / tree).stiffness() <= STIFF_PER_1_000_WORDS
+
+
+def test_pages_are_plain() -> None:
+    pages = " ".join(style.hand_written_pages(style.ROOT).values())
+    assert 1000 * len(style.STIFF.findall(pages)) / len(pages.split()) <= STIFF_PER_1_000_WORDS
 
 
 def test_these_pages_are_generated() -> None:
