@@ -72,21 +72,23 @@ def planned(loaded: Loaded[Config], rooms: Sequence[PartKind], console: Console)
     return plan
 
 
-def next_steps(root: Path, max_steps: int, seconds: float, first: Sequence[str], last: Sequence[str] = ()) -> str:
-    """Returns the next steps for a user with a finished run: lines of text, each followed by its command. The lines
-    `first` come before the lines of all runs, `last` after them."""
-    return "\n".join(
-        [
-            f"\nstep {max_steps} reached after {seconds:.0f} s. What next:",
-            *first,
-            "what the run holds, and its checkpoints:",
-            f"  uv run --no-sync trireme inspect {root}",
-            "all curves, who did what when, rollouts and logs, in a browser (of a running one too):",
-            f"  uv run --no-sync trireme watch {root} --web",
-            "the same page as one file, to send to others:",
-            f"  uv run --no-sync trireme report {root}",
-            "the same run, for longer:",
-            f"  {resume_command(root, longer=2 * max_steps, trusted=True)}",
-            *last,
-        ]
-    )
+def next_steps(root: Path, max_steps: int, seconds: float, plot: str, model: str, about_model: str) -> str:
+    """Returns the next steps for a user with a finished run: a command a line, each with a comment. `plot`: the command
+    that draws the curve of this kind of run; `model`: one that uses the trained model, which `about_model` describes.
+    """
+    commands = {
+        plot: "the curve, as an SVG file",
+        f"uv run --no-sync trireme watch {root} --web": "all curves, rollouts and logs in a browser",
+        f"uv run --no-sync trireme inspect {root}": "what the run holds, and its checkpoints",
+        model: about_model,
+        resume_command(root, longer=2 * max_steps, trusted=True): "the same run, for longer",
+    }
+    lines = [f"  {command}  # {comment}" for command, comment in commands.items()]
+    return "\n".join([f"\nstep {max_steps} reached after {seconds:.0f} s. What next:", *lines])
+
+
+def from_here(root: Path) -> Path:
+    """Returns `root` relative to the working directory where it lies below it: commands are then short."""
+    if root.is_relative_to(Path.cwd()):
+        return root.relative_to(Path.cwd())
+    return root

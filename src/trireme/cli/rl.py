@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from trireme.cli.common import next_steps, run_command, show
+from trireme.cli.common import from_here, next_steps, run_command, show
 from trireme.config import Config
 from trireme.config.checks import check
 from trireme.config.installed import check_installed
@@ -24,7 +24,6 @@ from trireme.plan.base import Plan
 from trireme.plan.rl import RL_ROOMS
 from trireme.process.environ import Resources, cluster_address
 from trireme.run.rollout_records import newest_prompt
-from trireme.run.rundir import rerun_command
 from trireme.train.kl_reference import resolve_reference
 
 ENVIRONMENTS_S = 30.0
@@ -85,19 +84,11 @@ def _waited(are_made: Callable[[float], bool], limit_s: float) -> bool:
 
 
 def _next_steps(config: Config, root: Path, seconds: float) -> str:
-    weights = root / "checkpoints" / f"step_{config.max_steps:06d}" / "inference"
-    first = [
-        "the reward curve, as an SVG file:",
-        f"  uv run --no-sync trireme plot {root}",
-        "the trained model, in Hugging Face layout, on a prompt of the run:",
-        f"  uv run --no-sync python -c {_quoted(_ask(weights, newest_prompt(root), config))}",
-    ]
-    seed = config.seed + 1
-    last = [
-        "a new run with another seed:",
-        f"  {rerun_command(root, '--run.name', f'{root.name}-seed-{seed}', '--seed', str(seed), trusted=True)}",
-    ]
-    return next_steps(root, config.max_steps, seconds, first, last)
+    place = from_here(root)
+    weights = place / "checkpoints" / f"step_{config.max_steps:06d}" / "inference"
+    model = f"uv run --no-sync python -c {_quoted(_ask(weights, newest_prompt(root), config))}"
+    plot = f"uv run --no-sync trireme plot {place}"
+    return next_steps(place, config.max_steps, seconds, plot, model, "the trained model, on a prompt of the run")
 
 
 def _ask(weights: Path, prompt: str | None, config: Config) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from trireme.cli.common import next_steps, run_command, show
+from trireme.cli.common import from_here, next_steps, run_command, show
 from trireme.config.checks import check
 from trireme.config.load import load_as
 from trireme.config.model_facts import ModelFacts
@@ -53,17 +53,16 @@ def _sft(argv: list[str], console: Console) -> None:
 
 
 def _next_steps(config: SftConfig, root: Path, seconds: float) -> str:
-    weights = root / "checkpoints" / f"step_{config.max_steps:06d}" / "inference"
-    model = f"uv run rl @ configs/quickstart.toml --model.name {weights}"
+    place = from_here(root)
+    plot = f"uv run --no-sync trireme plot {place} --key train_mean_nll"
+    model = (
+        f"uv run rl @ configs/quickstart.toml --model.name {place}/checkpoints/step_{config.max_steps:06d}/inference"
+    )
+    about_model = "reinforcement learning continues with the trained model"
     if config.trainer.lora.on:
-        model = f"uv run --no-sync trireme export {root} --merge"
-    first = [
-        "the loss, as an SVG file:",
-        f"  uv run --no-sync trireme plot {root} --key train_mean_nll",
-        "the trained model, in Hugging Face layout; reinforcement learning continues with it:",
-        f"  {model}",
-    ]
-    return next_steps(root, config.max_steps, seconds, first)
+        model = f"uv run --no-sync trireme export {place} --merge"
+        about_model = "the trained model, in Hugging Face layout"
+    return next_steps(place, config.max_steps, seconds, plot, model, about_model)
 
 
 if __name__ == "__main__":
