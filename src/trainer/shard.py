@@ -34,7 +34,7 @@ from trainer.mfu import peak_flops, train_flops
 from trainer.model import Sharding, freed_after, gathered_units, published_units, shard_sums
 from trainer.passes import Passes
 from trainer.proof import prove_models
-from trainer.publish import canary_tokens, compute_canary
+from trainer.canary import canary_tokens, compute_canary
 from trainer.state import Checkpointer, make_adam_state
 from trireme.checkpoint.files import FileRecord
 from trireme.checkpoint.parts import CommitSource

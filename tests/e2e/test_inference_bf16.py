@@ -15,7 +15,7 @@ from inference.handle import InferenceHandle
 from inference.loaded import LoadedProof
 from trainer.logprobs import add_token_logprobs, token_logprobs
 from trainer.model import gathered_units
-from trainer.publish import canary_tokens, compute_canary
+from trainer.canary import canary_tokens, compute_canary
 from trireme.core.errors import WeightsRefused
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import ROUNDED, Drift, PublishedWeights, WeightsManifest, weights_digest

@@ -8,9 +8,9 @@ are its share. The source belongs to the transport: small, picklable, opaque to 
 too (they write files from the bytes). Whatever the transport, a receiver checks the digest of the bytes, and each
 replica's canary proves their use. A new transport is a module in `trireme.transports` and a line in `TRANSPORTS`.
 
-*Sessions.* Some transports send to a fixed group of replicas. The trainer makes an `Offer`, the router asks its members
-and answers with the `Session` of the members that are ready in time; the others are left out before anything is sent. A
-replica outside the session, and a commit, open the same source, which also serves single buckets on demand.
+*Sessions.* Some transports send to a fixed group of replicas. The trainer makes an `Offer`, the replica set asks the
+replicas and answers with the `Session` of those that are ready in time; the others are left out before anything is
+sent. A replica outside the session, and a commit, open the same source, which also serves single buckets on demand.
 
 *Groups.* The replicas of a node follow each other in the chain of one rank, so that one copy of the bytes reaches the
 node, however many replicas it has (`servers_of`). The nodes are shared out over one rank of each training node.
@@ -22,9 +22,6 @@ map: the bytes arrive once, and vLLM's loaders keep each rank's part.
 whole version in host memory, in addition to the loaded one: it could load each bucket as it arrives only while its
 requests stand still, and they continue until all has arrived and is checked. The plan counts what `TransportKind`
 says.
-
-*A delta* is an encoding on any source: its entries hold indices and values, and the manifest names its base, an
-identity that the receiver must hold; else the receiver asks for the dense form.
 """
 
 from __future__ import annotations
@@ -79,7 +76,7 @@ class Offer:
     timeout_s: float
     """Seconds from the offer until all is sent, or sending is abandoned."""
     server: int = 0
-    """The rank that sends to the replica that is asked; the router, which knows all replicas, says it to each."""
+    """The rank that sends to the replica that is asked; the replica set, which knows all replicas, tells each one."""
 
     @property
     def senders(self) -> list[int]:
