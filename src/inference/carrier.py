@@ -14,7 +14,8 @@ SLAB_BYTES = 2**26
 
 
 class Carrier:
-    """Two slabs of `pinned` memory: threads fill one while the other travels."""
+    """Copies host bytes to a GPU through two slabs of host memory, page-locked if `pinned`: threads fill one slab while
+    the other is copied to the device."""
 
     def __init__(self, threads: int, *, pinned: bool) -> None:
         self._threads = threads

@@ -215,8 +215,8 @@ class InferenceHandle:
         return ReplicaSet(clients, fixed=self.config.deterministic, update_s=self.config.timeouts.update_s)
 
     def router_factory(self, source: ReplicaSet | RemoteSet, attempt: int = 0) -> Callable[[], Router]:
-        """Returns a function that makes the router of a replica set, in the process that will use it; picklable if
-        `source` is. `attempt`: that of the floors of requests."""
+        """Returns a function that makes a router over `source` in the process that calls it; picklable if `source` is.
+        `attempt`: the attempt in which the floors of requests count; weights of an earlier one are below them."""
         facts = ModelFacts.of(self.config, required=False)
         return partial(
             Router,

@@ -285,8 +285,9 @@ class Pipeline:
         finished, _ = await asyncio.wait([self._update], timeout=limit_s)
         if not finished:
             raise RoomFailed(
-                f"waited {limit_s:g} s (timeouts.update_s for each replica and the start of a successor) for the "
-                f"{self._update.get_name()}; versions acknowledged by replicas: {self._acknowledged}"
+                f"waited {limit_s:g} s (timeouts.update_s for each replica, and time to start a lost one again) for "
+                f"the {self._update.get_name()}; the newest version that each replica has acknowledged: "
+                f"{self._acknowledged}. See the logs of those that are behind, or raise timeouts.update_s"
             )
         self._update.result()
 

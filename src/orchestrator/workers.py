@@ -153,7 +153,10 @@ class Worker:
         except TimeoutError:
             raise WorkerTimeout(f"{label} took longer than {timeout_s:g} s; the process was killed") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise WorkerDied(f"{label} did not end: the process died") from None
+            raise WorkerDied(
+                f"{label}: the process died without an answer. It may have exceeded its memory, crashed or called "
+                "exit: run the function alone"
+            ) from None
 
     async def kill(self) -> None:
         """Kills the process and waits for its end."""

@@ -108,7 +108,11 @@ class TurnAnswering:
         if not len(prompt):
             raise RequestRefused("an empty prompt; expected at least one token", param=request.param)
         if len(fresh) and (fresh.min() < 0 or fresh.max() >= vocabulary):
-            raise RequestRefused(f"token ids beyond the vocabulary of {vocabulary}", param=request.param)
+            raise RequestRefused(
+                f"token ids from {fresh.min()} to {fresh.max()}; expected 0 to {vocabulary - 1}: encode the prompt "
+                "with the tokenizer of this model",
+                param=request.param,
+            )
         if len(prompt) >= self.models.max_len:
             raise self._too_long(f"{len(prompt)} tokens", request)
         tools = request.tools if match.node == ROOT else ()

@@ -142,8 +142,8 @@ async def _all_of(pieces: AsyncIterator[Delta]) -> None:
 
 
 async def _to_the_end(texts: AsyncIterator[str], path: str, answers: list[ServiceAnswer]) -> AsyncIterator[str]:
-    """Yields all events of a stream. The last one is an error where it cannot be continued; its client then counts as
-    one that has none of the `answers`."""
+    """Yields the events of a stream. If `texts` raises, yields one error event last, in the dialect of `path`, and
+    empties `answers`: none of them counts as received by the client."""
     try:
         async for text in texts:
             yield text

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, set_seed
 from trainer.adapters import Adapters, AdapterVerbs, first_adapter
 from trainer.batch_checks import PublishedVersions, find_refusal, nonfinite_datums
 from trainer.batching import MicroBatch, RankAssignment, ShardOutput, SummarizedOutput, collect, plan
+from trainer.canary import canary_tokens, compute_canary
 from trainer.compiled import trial_batches, why_uncompiled
 from trainer.export import companion_files, own_part, write_weights
 from trainer.lora import adapter_files, adapter_mode, adapter_sums, adapter_units, published_adapters
@@ -34,7 +35,6 @@ from trainer.mfu import peak_flops, train_flops
 from trainer.model import Sharding, freed_after, gathered_units, published_units, shard_sums
 from trainer.passes import Passes
 from trainer.proof import prove_models
-from trainer.canary import canary_tokens, compute_canary
 from trainer.state import Checkpointer, make_adam_state
 from trireme.checkpoint.files import FileRecord
 from trireme.checkpoint.parts import CommitSource

@@ -13,9 +13,9 @@ from inference_support import MAX_MODEL_LEN, START_S, VOCAB, make_config, prompt
 
 from inference.handle import InferenceHandle
 from inference.loaded import LoadedProof
+from trainer.canary import canary_tokens, compute_canary
 from trainer.logprobs import add_token_logprobs, token_logprobs
 from trainer.model import gathered_units
-from trainer.canary import canary_tokens, compute_canary
 from trireme.core.errors import WeightsRefused
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import ROUNDED, Drift, PublishedWeights, WeightsManifest, weights_digest

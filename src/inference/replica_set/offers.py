@@ -154,7 +154,8 @@ class Offers:
 
 
 def _servers(members: Sequence[Member], ranks: Sequence[int]) -> dict[Member, int]:
-    """Returns which of the trainer's `ranks` sends to each member, in the order of their groups."""
+    """Returns {member: which of the trainer's `ranks` sends to it}. Members of one node have one rank and follow each
+    other; a member of an unknown node counts as a node of its own."""
     by_index = {member.index: member for member in members}
     nodes = {index: member.report.node if member.report else "" for index, member in sorted(by_index.items())}
     return {by_index[index]: rank for index, rank in servers_of(nodes, ranks).items()}

@@ -103,7 +103,9 @@ def spoken(data: Any) -> list[Any]:
 def conversation(data: Any) -> list[Message]:
     """Returns the messages that a task begins with, for a renderer. Raises ValueError for content that is no text."""
     if not data.prompt:
-        raise ValueError("has no prompt, so that another party has to open the conversation")
+        raise ValueError(
+            "has no prompt (another party would have to open the conversation); expected at least one message"
+        )
     return [_message(message) for message in spoken(data)]
 
 

@@ -44,7 +44,8 @@ class ChainPoint:
             self._calls = message.get("tool_calls") or None
 
     def ends_with(self, message: Message) -> bool:
-        """Returns True if a client means the last message of this chain by one that it sends."""
+        """Returns True if `message`, as a client sent it, equals the last message of this chain in role, content, name
+        and tool calls. Thinking is not compared."""
         return (
             self._content == message["content"]
             and self._role == message["role"]

@@ -47,5 +47,6 @@ def check_sample(sampled: SampledSequence) -> None:
     if not whole or not 0 < len(sampled.tokens) == len(sampled.logprobs) or not finite:
         raise RoomFailed(
             f"the sampler returned {len(sampled.tokens)} tokens, {len(sampled.logprobs)} log-probabilities and the "
-            f"version spans {sampled.spans}; expected as many of both, at least one, all finite, covered in order"
+            f"version spans {sampled.spans}; expected at least one token, a finite log-probability for each, and spans "
+            "that cover all tokens in order: see the logs of the replicas"
         )

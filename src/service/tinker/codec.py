@@ -146,7 +146,10 @@ def _array(name: str, tensor: Any) -> npt.NDArray[Any]:
             "(top-k distillation) are not supported"
         )
     if tensor.dtype not in DTYPES:
-        raise ValueError(f"{name} of the unknown type {tensor.dtype}; expected one of {', '.join(map(str, DTYPES))}")
+        raise ValueError(
+            f"{name} has the dtype number {tensor.dtype}; expected {FLOAT32} (float32), {INT64} (int64), {INT32} "
+            f"(int32) or {BFLOAT16} (bfloat16)"
+        )
     values: npt.NDArray[Any] = np.frombuffer(tensor.dense, DTYPES[tensor.dtype])
     if tensor.dtype == BFLOAT16:  # the upper half of a float32
         values = (values.astype("<u4") << 16).view("<f4")

@@ -67,7 +67,8 @@ class ProtocolState(PromiseBook):
         self.turns = self.make_turns()
 
     def load(self, rows: Iterable[Row], now: float) -> None:
-        """Loads everything in `rows`, at the time `now`. Raises StorageFailed."""
+        """Restores sessions, models, samplers and promises from stored `rows`, and fails what waits at failed models.
+        The silence of a session, and the time since its end, count from `now`. Raises StorageFailed."""
         self.read(rows, now)
         for model in self.models.values():
             if model.failure:  # what the trainer worked on then was not finished

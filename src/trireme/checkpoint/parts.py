@@ -30,8 +30,8 @@ def sees(mark: Path, text: str) -> bool:
 
 
 def put_parts(url: str, key: str, draft: Path, files: Sequence[FileRecord]) -> str:
-    """Puts the files of a draft that this node has below `key`, and deletes the draft from its disk. Returns why that
-    failed; "" if it did not."""
+    """Uploads the `files` that this node has in `draft` to KEY/<path> in the store `url`, then deletes the draft from
+    this disk, also after a failure. Returns the reason of a failure, else ""."""
     try:
         bucket = Bucket(url)
         for record in files:

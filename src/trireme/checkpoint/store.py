@@ -178,8 +178,8 @@ class CheckpointStore:
         return None, passed_over
 
     def check_owner(self) -> None:
-        """Raises LockLost if another driver, or a later attempt of this one, has started in the run directory, and the
-        errors of `fence`."""
+        """Calls `fence`, which may raise. Then raises LockLost if another driver, or a later attempt, has taken over
+        the run directory, or if HEAD was removed."""
         if self.fence:
             self.fence()
         if self.owner is None or ((head := self.head()) and (head.run_id, head.attempt) == self.owner):

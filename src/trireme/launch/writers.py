@@ -52,8 +52,9 @@ class Sight:
 
 
 def look(mark: Path, text: str, url: str | None, limit_s: float) -> Sight:
-    """Looks for the file `mark` with the contents `text` on this node for `limit_s` seconds. Without them it tries the
-    store of the run, and deletes drafts of killed attempts from the disk. Raises StoreSilent."""
+    """Waits up to `limit_s` seconds until this node sees the file `mark` with the contents `text`. If it does not, and
+    `url` is given, deletes drafts of killed attempts from its disk and reads HEAD in the store. Returns the findings.
+    Raises StoreSilent."""
     deadline = time.monotonic() + limit_s
     while not (visible := sees(mark, text)) and time.monotonic() < deadline:
         time.sleep(TICK_S)

@@ -16,7 +16,7 @@ from trireme.sft.data import Examples, SftData
 
 @dataclass(frozen=True)
 class DataPart(Part):
-    """The examples, and the steps that they make. It has no actors."""
+    """The data's part of a plan of `sft`: rows on examples, steps and epochs, and warnings. It has no actors."""
 
     config: SftConfig
     """The configuration, with the number of its steps."""

@@ -222,7 +222,8 @@ def _open(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None, name:
         return package.create_renderer(tokenizer, type(config)(**fields))
     except Exception as error:  # which the package raises for a tokenizer of another model, is not documented
         raise BadInput(
-            f"renderer.name = {PACKAGE}:{name}, which does not suit this tokenizer or these settings: {error}"
+            f"renderer.name = {PACKAGE}:{name} does not work with this tokenizer, renderer.enable_thinking and "
+            f"renderer.strip_thinking_from_history: {error}. Change these keys, or choose another renderer.name"
         ) from error
 
 

@@ -86,8 +86,9 @@ class Renderer(Protocol):
         return list(tokens)
 
     def parse_response(self, tokens: Sequence[int], tools: Sequence[ToolSpec] = ()) -> tuple[Message, bool]:
-        """Returns the assistant's message that was sampled as `tokens`, with its end mark, and True if it is whole.
+        """Parses sampled `tokens`, their end mark included. Returns the assistant's message, and True if it is whole,
+        False if it was cut off or is malformed (thinking or a tool call without an end, a call that is not JSON). Never
+        raises.
 
-        `tools` give the types of arguments in formats that write them as plain text. False: it was cut off or is
-        malformed (thinking or a tool call without an end, a call that is not JSON). Never raises.
+        `tools`: their schemas give the types of arguments where a format writes arguments as plain text.
         """

@@ -315,8 +315,8 @@ class Mirror:
             self.bucket.delete(self.bucket.keys(key))
 
     def _settle(self) -> StoredRun:
-        """Reads HEAD again: a put may have been taken although its answer was lost. Returns it if it is this driver's.
-        Raises LockLost if it is another one's."""
+        """Reads HEAD again, since a put may succeed although its answer is lost. Returns HEAD if this driver put it.
+        Raises LockLost if another driver did, or if it is missing."""
         head_object = self.bucket.read(HEAD)
         if head_object:
             stored = StoredRun.from_json(head_object[0])

@@ -84,9 +84,10 @@ def files_of(key: str, pattern: str) -> list[Path]:
 def read_examples(
     files: Sequence[Path], rules: ExampleRules, say: Callable[[str], None] = lambda _: None
 ) -> tuple[list[Example], list[str]]:
-    """Reads all examples of some files in order. Returns them, and notes on cut and omitted ones.
+    """Reads all examples of `files` in order. Returns them, and notes that count cut and omitted ones. `say` gets the
+    progress.
 
-    Raises BadInput, which lists the first refusals of all files, and for files without an example.
+    Raises BadInput that lists bad examples, the first MOST_PROBLEMS over all files, or if there is no example.
     """
     examples: list[Example] = []
     refusals: list[Refusal] = []

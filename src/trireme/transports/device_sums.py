@@ -107,7 +107,7 @@ class Job(NamedTuple):
         return prod(size for size, _, _ in self.outer)
 
     def programs(self, columns: int) -> tuple[int, int]:
-        """Returns the number of programs along a row, and along the rows of one tensor."""
+        """Returns how many Triton programs one tensor takes with tiles `columns` wide: (along a row, over all rows)."""
         return -(-self.row[0] // (columns * STEPS)), -(-self.rows // (TILE // columns))
 
     def fields(self, columns: int) -> list[int]:

@@ -63,9 +63,9 @@ class TensorPart(NamedTuple):
 def equal_parts(
     tensors: Sequence[Tensor], first: int, strides: Sequence[int], dtype: torch.dtype | None = None
 ) -> list[TensorPart]:
-    """Returns the parts, in order, that are tensors of one storage with equal shapes and strides, all at the same place
-    of their wholes: one part if they are at equal distances in memory, such as experts of a stack. `dtype`: that in
-    which they are summed (None: their own)."""
+    """Returns `tensors`, which have one storage, shape and strides, as parts in order: one part if they are evenly
+    spaced in memory (experts of a stack), else one part each. `first`, `strides`: place and strides in the whole
+    tensor, in elements. `dtype`: in which they are summed (None: their own)."""
     start = tensors[0].detach()
     target = dtype or tensors[0].dtype
     paces = {int(b.storage_offset() - a.storage_offset()) for a, b in pairwise(tensors)} or {0}

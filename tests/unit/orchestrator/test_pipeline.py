@@ -306,7 +306,7 @@ async def test_an_update_that_does_not_end_names_the_replicas_that_lack_it(monke
     async with Run(small_config(2, 5, update_s=0.05)) as run:
         run.sampler.hold_update(1)
         await run.step(0)
-        with pytest.raises(RoomFailed, match=r"timeouts.update_s.* update to version 1; .*replicas: \{0: 0\}"):
+        with pytest.raises(RoomFailed, match=r"timeouts.update_s.* update to version 1; .*acknowledged: \{0: 0\}"):
             await run.step(1)
 
 

@@ -218,7 +218,7 @@ def test_what_a_function_raises_comes_back(how: str, kind: type[Exception], mess
 
 def test_a_process_that_dies_is_replaced() -> None:
     async def scenario() -> int:
-        with pytest.raises(WorkerDied, match=r"die in a worker process did not end"):
+        with pytest.raises(WorkerDied, match=r"die in a worker process: the process died without an answer"):
             await run_in_worker(die, timeout_s=60)
         return await run_in_worker(math.gcd, 4, 6, timeout_s=60)
 

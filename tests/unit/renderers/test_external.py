@@ -257,9 +257,9 @@ def test_auto_says_if_it_takes_the_template(caplog: pytest.LogCaptureFixture, mo
 
 
 def test_what_does_not_suit_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"renderers:llama-4, which does not suit.*Known: "):
+    with pytest.raises(BadInput, match=r"renderers:llama-4 does not work.*Known: "):
         make_renderer("renderers:llama-4", tokenizer_of("llama-3"))
-    with pytest.raises(BadInput, match=r"renderers:llama-3, which does not suit this tokenizer.*begin_of_text"):
+    with pytest.raises(BadInput, match=r"renderers:llama-3 does not work with this tokenizer.*begin_of_text"):
         make_renderer("renderers:llama-3", tokenizer_of("kimi-k2"))
     with pytest.raises(BadInput, match=r"llama-3.*no switch for renderer\.enable_thinking"):
         renderer_of("llama-3", enable_thinking=False)

@@ -156,7 +156,7 @@ async def test_a_prompt_that_is_refused_is_named() -> None:
     async with served("one") as service:
         session = await opened(service)
         async with of(session) as agent:
-            for prompt, reason in (("", "at least one"), ([len(TOKENIZER) + 5], "beyond the vocabulary")):
+            for prompt, reason in (("", "at least one"), ([len(TOKENIZER) + 5], "expected 0 to")):
                 with pytest.raises(openai.BadRequestError, match=reason) as refused:
                     await complete(agent, prompt)
                 assert refused.value.param == "prompt"
