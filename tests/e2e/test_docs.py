@@ -39,9 +39,9 @@ PORT = "8000"
 PORT_FLAGS = {"inference": "--service.port", "trireme serve": "--service.port", "trireme watch": "--port"}
 PORT_FLAGS |= {"python": "--port"}
 VLLM = "vllm.entrypoints.openai.api_server"
-ELSEWHERE = ("pip", "uv", "pytest", "bash", "ray", "curl", "trireme scale")
-"""What is installed, tests, what a cluster takes (test_job.py), and what
-this file tries on a running service."""
+ELSEWHERE = ("pip", "uv", "pytest", "bash", "ray", "curl", "mkdocs", "trireme scale")
+"""What is installed, tests, the site (.ci/run builds it), what a cluster takes (test_job.py), and what this file tries
+on a running service."""
 SCRIPTS = ("scripts/", "examples/recipes/", "examples/rl_loop.py", "examples/sl_loop.py")
 """What test_gpu_check.py, test_examples.py, test_distill_recipe.py and others run."""
 
