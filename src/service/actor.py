@@ -1,6 +1,6 @@
-"""The service as a Ray actor: a process of its own, which shares nothing with the loop that trains.
+"""The service as a Ray actor: a process of its own, which shares nothing with the training loop.
 
-Its router reads the replica set of the run's attempt.
+Its sampler sends requests to the replica set of the run's present attempt.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class ServiceActor:
-    """An async actor. `start` comes first; then it follows a replica set."""
+    """An async Ray actor that runs the service. Call `start` first, then `follow` with the replica set of each attempt."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ServiceActor:
         log_dir: Path | None,
         starts: Sequence[AttemptStart] = (),
     ) -> None:
-        """`trains`: the replicas get weights from a trainer.
+        """`trains`: True if the replicas get weights from a trainer; ages of sessions are bounded only then.
         `sessions`: the directory of the store of sessions, in the run directory, which the console shows. `starts`:
         the attempts of the run so far."""
         redirect_output(log_dir, "service_0")
@@ -99,7 +99,7 @@ class ServiceActor:
         return address
 
     def _make_front(self, turns: TurnAnswering, keys: ServiceKeys) -> Front:
-        """Continues the sessions that the store has. Raises StorageFailed."""
+        """Opens the store of sessions, and returns a front that continues the stored sessions. Raises StorageFailed."""
         options = self._config.service.sessions
         defaults = self._config.inference.sampling
         sampling = replace(defaults.params(0, tuple(defaults.stop), self._models.max_len), seed=None)
@@ -119,7 +119,8 @@ class ServiceActor:
         return Front(turns, registry, keys, self._floor, options.max_open)
 
     async def _floor(self) -> WeightIdentity:
-        """Returns the oldest weights that a replica has. Raises RoomFailed before the first weights."""
+        """Returns the oldest weights that any replica has. Raises RoomFailed if no replica has weights, or none tells
+        them within LOOK_S seconds."""
         try:
             async with asyncio.timeout(LOOK_S):
                 stats = await self._sampler.stats()
@@ -140,17 +141,17 @@ class ServiceActor:
             await asyncio.sleep(LOOK_S)
 
     async def follow(self, source: Any) -> None:
-        """Samples from now on with the replicas of a replica set, which the run's attempt begins."""
+        """Sends all requests from now on to the replica set `source`, which belongs to the newest attempt of the run."""
         await self._started.wait()
         self._sampler.follow(source)
 
     async def attempt_begins(self, attempt: int, version: int) -> None:
-        """Closes the sessions with weights that the run gives up, as it begins an attempt with a version."""
+        """Records that `attempt` begins with `version`, and ends all sessions that have weights given up by it."""
         await self._started.wait()
         await self._front.registry.attempt_begins(attempt, version)
 
     async def heartbeat(self) -> Heartbeat:
-        """Answers immediately. Raises RoomFailed when its server has ended."""
+        """Returns this actor's process id and node, without waiting. Raises RoomFailed if its HTTP server has ended."""
         if not self._tasks or self._tasks[0].done():
             raise RoomFailed("the server has ended")
         return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())

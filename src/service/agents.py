@@ -36,14 +36,14 @@ MANY = 1 << 30
 
 
 class RolloutSampler:
-    """Hands each request to the rollout of its session."""
+    """A sampler that hands each request to the rollout that the request's session belongs to."""
 
     def __init__(self) -> None:
         self.rollouts: dict[str, SampleTurn] = {}
 
     async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None, /) -> SampledSequence:
-        """Samples one sequence. Raises the rollout's TriremeError, RoomFailed for its other errors, and once it has
-        ended."""
+        """Samples one sequence by the function of the request's rollout. Raises that function's TriremeError unchanged,
+        RoomFailed for any other error of the function, and RoomFailed if the rollout has ended."""
         sample = self.rollouts.get(request.route_key)
         if sample is None:
             raise RoomFailed("the rollout of this session has ended")
@@ -56,7 +56,7 @@ class RolloutSampler:
 
 
 class LoopbackSessions:
-    """Implements `trireme.core.agents.AgentSessions`."""
+    """Sessions for agents of rollouts, on a loopback port: implements `trireme.core.agents.AgentSessions`."""
 
     def __init__(self, config: Config, models: ServedModels) -> None:
         self._config = config
@@ -64,7 +64,7 @@ class LoopbackSessions:
         self._sampler = RolloutSampler()
 
     async def start(self) -> None:
-        """Opens the port. Raises RoomFailed if there is none."""
+        """Opens a free port on loopback. Raises RoomFailed if no port can be opened."""
         options = self._config.service
         defaults = self._config.inference.sampling
         tokenizer = load_tokenizer(self._config.tokenizer_name)
@@ -81,14 +81,15 @@ class LoopbackSessions:
         await self._server.open()
 
     async def open(self, sample: SampleTurn) -> tuple[str, AgentAccess]:
-        """Opens a session for one rollout."""
+        """Opens a session for one rollout; `sample` samples its answers. Returns the session's name, and the URLs and
+        the key for the agent."""
         opened = await self._front.open()
         self._sampler.rollouts[opened.name] = sample
         base = f"{self._server.address_at(HOST)}/sessions/{opened.name}"
         return opened.name, AgentAccess(f"{base}/v1", base, opened.key)
 
     async def close(self, session: str) -> PlayedSession:
-        """Ends a session and forgets it. Returns its result."""
+        """Ends a session and forgets it. Returns its turns and metrics."""
         await self._registry.end(session, "its rollout has ended")
         self._sampler.rollouts.pop(session, None)
         export = self._registry.export(session)
@@ -96,11 +97,12 @@ class LoopbackSessions:
         return PlayedSession(export.turns, export.metrics)
 
     async def stop(self) -> None:
-        """Closes the port; turns that are being sampled end."""
+        """Closes the port, and cancels the turns that are being sampled."""
         await self._front.close("the run has ended")
         await self._server.close()
 
 
 async def _no_floor() -> WeightIdentity:
-    """Returns the version 0: the ledger knows the floor of the rollout's group, and checks its tokens."""
+    """Returns version 0 as the floor of each session, so that sessions bound no age here: the ledger knows the floor of
+    the rollout's group, and checks the ages of its tokens."""
     return WeightIdentity(0, 0, "")

@@ -1,4 +1,4 @@
-"""How a turn is answered, of a session as of a chat, which is a session of one turn that is not stored.
+"""Answers turns: of sessions, and of chats. A chat is treated as a session with one turn, which is not stored.
 
 TurnRequest --place--> PlacedTurn: the answer that it continues, its whole prompt, and how to sample
                            |
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class PlacedTurn:
-    """A turn with a known prompt."""
+    """A turn that is ready to be sampled: its place in the session, and its whole prompt as tokens."""
 
     request: TurnRequest
     turn: TurnGiven
@@ -49,7 +49,7 @@ class PlacedTurn:
 
 @dataclass(frozen=True, eq=False)
 class AnsweredTurn:
-    """The answers to a turn of a session."""
+    """A turn of a session with its prompt and its answers."""
 
     prompt: npt.NDArray[np.int32]
     """The whole prompt, [T]."""
@@ -68,9 +68,8 @@ OnAnswer = Callable[[PlacedTurn, int, SampledSequence], None]
 
 
 class TurnAnswering:
-    """Places, samples and reads turns. `models`: the model that answers; `places`: limits the answers sampled at
-    once.
-    """
+    """Finds the place of turns in sessions, samples their answers and reads these as text. `models`: the model that
+    answers; `places`: limits how many answers are sampled at the same time."""
 
     def __init__(
         self, sampler: SequenceSampler, models: ServedModels, tokenizer: Tokenizer, renderer: Renderer, places: Places
@@ -85,7 +84,8 @@ class TurnAnswering:
     # ---- the place of a turn
 
     def match(self, tree: SessionTree, request: TurnRequest) -> tuple[TurnRequest, Match]:
-        """Returns the answer that a request continues, and the request, with token ids if its prompt is a text."""
+        """Returns (request, match): the request, with token ids added if its prompt is a text, and the answer in `tree`
+        that it continues."""
         if request.text is not None:
             if request.retry:
                 retry_ids = asked_before(tree, request.text, request.options, self.tokenizer)
@@ -101,7 +101,8 @@ class TurnAnswering:
         return request, tree.match(request.messages, request.tools)
 
     def place(self, tree: SessionTree, match: Match, request: TurnRequest, params: SamplingParams) -> PlacedTurn:
-        """Returns a turn with its prompt. Raises RequestRefused."""
+        """Returns the turn of a request with its whole prompt. Raises RequestRefused if the prompt is empty, too long,
+        has token ids that the model does not have, or is refused by the chat format."""
         parent, fresh, messages = self._behind(tree, match, request)
         prompt = tree.joined(parent, fresh)
         vocabulary = min(len(self.tokenizer), self.models.vocab_size)
@@ -122,8 +123,9 @@ class TurnAnswering:
     def _behind(
         self, tree: SessionTree, match: Match, request: TurnRequest
     ) -> tuple[int, npt.NDArray[np.int32], tuple[Message, ...]]:
-        """Returns the node with the tokens that begin the prompt, the tokens after them, and the messages after the
-        answer. A prompt that is no conversation is one message with its text. Raises RequestRefused."""
+        """Returns (node, tokens, messages): the node of `tree` up to which the prompt's tokens are known, the prompt's
+        tokens after that node, and the request's messages after the continued answer. For a prompt that is no
+        conversation, the messages are one with the prompt's text. Raises RequestRefused."""
         if request.ids is not None:
             text = text_behind(tree, match, request.text, request.ids, self.tokenizer)
             return match.node, request.ids[match.matched :], ({"role": PROMPT, "content": text},)
@@ -134,8 +136,8 @@ class TurnAnswering:
         return parent, fresh, request.messages[match.matched :]
 
     def check_size(self, request: TurnRequest) -> None:
-        """Refuses tokens that would end an answer but that the model does not have, and a text that is far too long:
-        all other answers would wait while it is tokenised. Raises RequestRefused."""
+        """Raises RequestRefused for stop tokens that the model does not have, and for a text that is far too long for
+        it: tokenising a very long text would delay all other answers."""
         vocabulary = self.models.vocab_size
         unknown = [token for token in request.params.stop_token_ids if token >= vocabulary]
         if unknown:
@@ -168,8 +170,10 @@ class TurnAnswering:
     async def sample(
         self, key: str, placed: PlacedTurn, on_part: OnPart | None, on_answer: OnAnswer | None = None
     ) -> list[SampledSequence]:
-        """Samples all answers to a turn. If one fails, or the caller is cancelled, all end. `key`: requests with the
-        same key share a prefix cache. Raises RequestRefused, and errors of the sampler and `on_answer`."""
+        """Samples all answers to a turn at the same time. If one fails, or the caller is cancelled, all others are
+        cancelled. `key`: requests with the same key go to the same prefix cache. `on_part` gets parts of answers
+        while they are sampled, `on_answer` each whole answer. Raises RequestRefused, and errors of the sampler and
+        of `on_answer`."""
         ends = () if placed.request.is_prompt else self.renderer.stop_condition()
         params = placed.params
         limit = self.models.max_len - len(placed.prompt)
@@ -199,7 +203,8 @@ class TurnAnswering:
         return MessageReader(self.renderer, request.tools, params.stop_strings)
 
     def read(self, sampled: SampledSequence, placed: PlacedTurn) -> SampledAnswer:
-        """Returns an answer as its client reads it."""
+        """Returns a sampled sequence as an answer: its tokens, and the assistant's message (text, thinking, tool calls)
+        in them."""
         reading = self.reader(placed.request, placed.params).read(sampled.tokens.tolist(), True)
         message: Message = {"role": "assistant", "content": reading.content}
         if reading.thinking:
@@ -209,7 +214,7 @@ class TurnAnswering:
         return SampledAnswer(message, sampled.tokens, sampled.logprobs, sampled.spans, sampled.stop_reason)
 
     def end_of(self, answer: SampledAnswer, request: TurnRequest, params: SamplingParams) -> tuple[Finish, str | None]:
-        """Returns why an answer ended, and the string that ended it, if one did."""
+        """Returns why an answer ended, and the stop string that ended it (None: no stop string did)."""
         tokens = answer.tokens.tolist()
         stopped_by = None
         if params.stop_strings:
@@ -221,8 +226,8 @@ class TurnAnswering:
 
 
 async def all_of(works: Sequence[Coroutine[object, object, T]]) -> list[T]:
-    """Returns the results of all works, which run at the same time. Where one fails, or the caller is cancelled, the
-    others end first."""
+    """Runs all `works` at the same time and returns their results in order. If one fails, or the caller is cancelled,
+    cancels the others and waits for their end before it raises."""
     if len(works) == 1:  # as nearly always: it needs no task
         return [await works[0]]
     tasks = [asyncio.ensure_future(work) for work in works]

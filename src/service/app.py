@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Service(SessionRoutes):
-    """The functions behind all routes."""
+    """The functions behind the routes of the service, one for each route."""
 
     def __init__(self, front: Front, metrics: ServiceMetrics) -> None:
         super().__init__(front)
@@ -116,9 +116,9 @@ def make_app(
     run: RunReader | None = None,
     owners: bool = True,
 ) -> FastAPI:
-    """Makes the app. `run`: the run that the console shows to holders of an admin key; None: there is no console.
-    `owners`: owners open, reward and export sessions over HTTP. There are no other pages for people: FastAPI's would
-    load code from elsewhere."""
+    """Makes the FastAPI app of the service. `run`: the run that the console shows to holders of an admin key; None:
+    there is no console. `owners`: True if sessions can be opened, rewarded and exported over HTTP, with an admin
+    key. FastAPI's pages of documentation are off, because they load code from other servers."""
     metrics = ServiceMetrics(front.turns.places)
     app = FastAPI(title="Trireme", docs_url=None, redoc_url=None)
     routes = (route for route in reversed(ROUTES) if owners or route.caller != "admin")

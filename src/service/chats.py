@@ -1,4 +1,4 @@
-"""The replicas as the clients of a service may use them."""
+"""Samples chats: the requests of the service's clients, which come after the run's own requests."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from trireme.core.types import SampledSequence, SampleRequest
 
 
 class BoundedSampler:
-    """Marks each request as a chat, so that an engine takes the run's requests first, and ends it after `answer_s`
-    seconds."""
+    """A sampler that marks each request as a chat, so that engines take the run's own requests first, and that ends a
+    request after `answer_s` seconds."""
 
     def __init__(self, sampler: SequenceSampler, answer_s: float) -> None:
         self._sampler = sampler
         self._answer_s = answer_s
 
     async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None, /) -> SampledSequence:
-        """Samples one sequence. Raises RequestRefused when it takes too long, and errors of the sampler."""
+        """Samples one sequence. Raises RequestRefused (504) if it takes longer than `answer_s` seconds, and errors of
+        the sampler."""
         chat = replace(request, chat=True)
         try:
             async with asyncio.timeout(self._answer_s) as limit:

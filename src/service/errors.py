@@ -31,7 +31,8 @@ ANTHROPIC_TYPES = {
 
 
 class JsonReply(Response):
-    """A body of JSON. Letters beyond ASCII are escaped: a client may have sent such as UTF-8 cannot hold."""
+    """A reply with a JSON body in ASCII. Other characters are escaped, because a client may have sent some that UTF-8
+    cannot hold."""
 
     media_type = "application/json"
 
@@ -41,7 +42,7 @@ class JsonReply(Response):
 
 
 def is_anthropic(path: str) -> bool:
-    """Returns whether a path has Anthropic's dialect."""
+    """Returns True if requests at `path` use Anthropic's dialect."""
     return in_session(path)[1].startswith("/v1/messages")
 
 
@@ -65,7 +66,8 @@ def stream_error(path: str, refused: RequestRefused) -> str:
 
 
 def error_reply(path: str, refused: RequestRefused, *, close: bool = False) -> JsonReply:
-    """Returns the answer that refuses a request. `close`: its body is unread, so the connection ends."""
+    """Returns the reply that refuses a request. `close`: True ends the connection, because the request's body was not
+    read."""
     headers = {"connection": "close"} if close else {}
     if refused.retry_after_s is not None:
         headers["retry-after"] = f"{max(1, round(refused.retry_after_s))}"
@@ -75,7 +77,7 @@ def error_reply(path: str, refused: RequestRefused, *, close: bool = False) -> J
 
 
 def as_refused(error: Exception) -> RequestRefused:
-    """Returns the answer to an error of any kind."""
+    """Returns the refusal to answer for `error`: its own status and message where known, 500 for an unexpected error."""
     match error:
         case RequestRefused():
             return error
@@ -95,7 +97,8 @@ def as_refused(error: Exception) -> RequestRefused:
 
 
 def add_refusals(app: FastAPI, headers: Mapping[str, str]) -> None:
-    """Lets the app answer all errors as refusals, with these headers."""
+    """Makes the app answer every error with a refusal in the dialect of the path; these replies have the HTTP
+    `headers`."""
 
     async def refused(request: Request, error: Exception) -> Response:
         reply = error_reply(request.url.path, as_refused(error))

@@ -41,7 +41,7 @@ class OpenedSession:
 
 class Front:
     """Answers requests, and opens sessions. Lives in one event loop. `floor` returns the oldest weights that a live
-    replica has; at most `max_open` sessions may be open at the same time."""
+    replica has; at most `max_open` sessions are open at the same time."""
 
     def __init__(
         self,
@@ -68,9 +68,9 @@ class Front:
         session: str = "",
         on_answer: Callable[[ServiceAnswer], None] | None = None,
     ) -> AsyncGenerator[Delta, None]:
-        """Yields the pieces of all answers; without `stream`, one piece of each. Calls `on_answer` with each whole
-        answer before its last piece. Closing the iterator ends sampling outside of sessions. Raises RequestRefused, and
-        TriremeError."""
+        """Yields the pieces of all answers to `turns` as they come; without `stream`, one piece for each answer. Calls
+        `on_answer` with each whole answer before its last piece. Closing the iterator ends the sampling, except of
+        turns of a `session`, which go on for a retry. Raises RequestRefused and TriremeError."""
         new = sum(turn.n for turn in turns if not (session and turn.retry))
         if new:  # a stored answer takes no place
             self.turns.places.check(new)
@@ -102,7 +102,7 @@ class Front:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(self, deltas: Deltas, request: TurnRequest, session: str, first: int, stream: bool) -> None:
-        """Answers one turn; its answers have the numbers from `first` on."""
+        """Answers one turn and puts the pieces of its answers into `deltas`. The answers are numbered from `first` on."""
         pieces: dict[int, AnswerPieces] = {}
 
         def pieces_of(number: int, turn: PlacedTurn | AnsweredTurn) -> AnswerPieces:
@@ -146,7 +146,7 @@ class Front:
             deltas.put_nowait(error)
 
     def delivered(self, session: str, answers: Sequence[ServiceAnswer]) -> None:
-        """Records that the client has answers. Where the store fails they count as not delivered."""
+        """Records that the client has received `answers`. If the store fails, they count as not delivered."""
         try:
             self.registry.delivered(session, [answer.node for answer in answers if answer.node is not None])
         except StorageFailed:
@@ -177,7 +177,7 @@ class Front:
             )
 
     async def keep_swept(self) -> None:
-        """Ends and forgets expired sessions, for ever."""
+        """Ends and forgets expired sessions from time to time, until it is cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
             try:
@@ -188,7 +188,8 @@ class Front:
                 log.exception("sessions were not swept")
 
     async def close(self, reason: str) -> None:
-        """Refuses all requests from now on, also running ones, and closes the store. Sessions do not change."""
+        """Fails all running requests and refuses new ones (503, with `reason`), and closes the store. Sessions do not
+        change."""
         self._closed = RequestRefused(reason, status=503, code="service_ended")
         for deltas in self._open:
             deltas.put_nowait(self._closed)

@@ -67,7 +67,7 @@ class _Console:
         self._reader = reader
 
     async def to_page(self) -> Response:
-        """Sends the browser to the page. (Relative: a proxy may have another path before it.)"""
+        """Redirects the browser to the page, by a relative address: a proxy may serve the console below another path."""
         return RedirectResponse(f"{CONSOLE.removeprefix('/')}/", headers=dict(HEADERS))
 
     async def page(self) -> Response:
@@ -81,15 +81,15 @@ class _Console:
         return _file(name, ASSETS[name])
 
     def run(self) -> Response:
-        """Returns how far the run is, and the state of its parts."""
+        """Returns the progress of the run, and the state of its parts."""
         return _reply(self._reader.overview())
 
     def curves(self) -> Response:
-        """Returns the curves and the ages."""
+        """Returns the charts of metrics, and the ages of all groups that were trained on."""
         return _reply(self._reader.curves())
 
     def curve(self, name: Name) -> Response:
-        """Returns one metric."""
+        """Returns the values of the metric `name`."""
         return _reply(self._reader.curve(name))
 
     def timeline(self, steps: Annotated[int, Query(ge=1, le=50)] = 5) -> Response:
@@ -110,7 +110,7 @@ class _Console:
             return _reply(self._reader.rollouts.group(step, group))
 
     def rollout(self, step: Number, group: Number, rollout: Number, start: Number = 0) -> Response:
-        """Returns a page of the tokens of a rollout."""
+        """Returns a page of the tokens of a rollout, from token `start` on."""
         decode = self._reader.decode()
         with self._reader.lock:
             return _reply(self._reader.rollouts.tokens(step, group, rollout, start, decode))
@@ -126,7 +126,8 @@ class _Console:
             return _reply(self._reader.sessions.tree(name))
 
     def node(self, name: Name, node: Number, start: Number = 0) -> Response:
-        """Returns a page of the tokens up to a node of a session."""
+        """Returns a page of the tokens of a session from its first one up to the end of `node`; the page begins at
+        token `start`."""
         decode = self._reader.decode()
         with self._reader.lock:
             return _reply(self._reader.sessions.tokens(name, node, start, decode))
@@ -136,7 +137,7 @@ class _Console:
         return _reply(self._reader.logs.listing())
 
     def log(self, attempt: Number, name: Name, end: Number | None = None) -> Response:
-        """Returns a part of a log."""
+        """Returns the part of a log that ends before byte `end` (None: the end of the log)."""
         return _reply(self._reader.logs.part(attempt, name, end))
 
 

@@ -1,6 +1,7 @@
 """Reads a run directory for the console, a bounded part at a time.
 
-Requests come in threads. Each reads under the lock of its part, because parts cache their contents.
+Requests run in several threads. Each takes the lock of the part of the run that it reads, because these parts cache
+contents.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ log = logging.getLogger(__name__)
 
 
 class RunReader:
-    """Reads the run in `root`. `open_tokenizer` is called when tokens are first shown; None: tokens stay numbers, and
-    texts come from the records. `sessions` returns the sessions of the service in this process; None: they are read
-    from their store."""
+    """Reads the run in `root`. `open_tokenizer` is called when tokens are first shown; None: tokens are shown as
+    numbers, and texts come from the records. `sessions` returns the sessions of the service in this process; None:
+    sessions are read from the store in `root`."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class RunReader:
         self.lock, self._tokenizer_lock, self._timeline_lock = (threading.Lock() for _ in range(3))
 
     def overview(self) -> dict[str, object]:
-        """Returns how far the run is, and the state of all its parts."""
+        """Returns the progress of the run, and the state of all its parts."""
         with self.lock:
             self._curves.look()
             newest = self._curves.newest
@@ -105,14 +106,15 @@ class RunReader:
             }
 
     def curve(self, name: str) -> dict[str, Any]:
-        """Returns one metric, as a chart."""
+        """Returns the values of the metric `name`, as a chart with at most one curve."""
         with self.lock:
             self._curves.look()
             points = self._curves.curve(name)
             return {"title": name, "unit": "", "curves": [{"name": name, "points": points}] if points else []}
 
     def read_all(self) -> None:
-        """Reads all metrics and ages; else a request reads a bounded part of them."""
+        """Reads all metrics and ages at once. Without this call, each request reads only a bounded further part of
+        their files."""
         with self.lock:
             self._curves.look(most_bytes=None)
             self._ages.look(most_bytes=None)
@@ -128,9 +130,8 @@ class RunReader:
             return shown
 
     def decode(self) -> Decode | None:
-        """Returns the function from tokens to text; None where the run's tokenizer is not on this machine, or is
-        broken.
-        """
+        """Returns the function that turns tokens into text; None if the run's tokenizer is not on this machine, or
+        cannot be opened."""
         with self._tokenizer_lock:
             if self._decode is None and self._open_tokenizer is not None:
                 try:
@@ -146,7 +147,8 @@ def _shown(names: str, row: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def _stored(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Says of a run in object storage that this is its local directory."""
+    """Returns a row which says, for a run in object storage, that the page shows only the run's local directory; no row
+    for other runs."""
     place = config.get("run", {}).get("output_dir", "")
     if not is_url(place):
         return []

@@ -38,14 +38,15 @@ def page_file(name: str) -> str:
 
 
 class EmbeddedAnswers:
-    """Answers by request, as JSON that may stand inside of a script element."""
+    """Collects answers by request, as JSON that is safe inside of an HTML script element."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._bytes = 0
 
     def add(self, request: str, answer: Any, most_bytes: int | None = None) -> bool:
-        """Adds an answer. Returns False, without adding it, if all would then be longer than `most_bytes`."""
+        """Adds an answer. Returns False, and adds nothing, if all answers together would be longer than `most_bytes`
+        (None: no limit)."""
         text = f"{_json(request)}:{_json(answer)}"
         if most_bytes is not None and self._bytes + len(text) > most_bytes:
             return False
@@ -92,7 +93,7 @@ def spread(steps: Sequence[int], limit: int) -> list[int]:
 
 
 def _rollouts(reader: RunReader, steps: Sequence[int]) -> Iterator[tuple[int, str, Any]]:
-    """Yields the step, the request and the answer of everything that the page shows of the rollouts of `steps`."""
+    """Yields (step, request, answer) for each request that the page can make about the rollouts of `steps`."""
     rollouts = reader.rollouts
     decode = reader.decode() if steps else None
     for step in steps:
@@ -114,7 +115,8 @@ def _json(value: object) -> str:
 
 
 def _assembled(answers: str) -> str:
-    """Returns the page with its files and `answers` in it. Its policy allows these scripts and nothing else."""
+    """Returns the whole HTML page, with its scripts, its style and `answers` inside. Its content security policy allows
+    only these scripts and this style."""
     page = page_file("console.html")
     script = "\n" + "\n".join(map(page_file, SCRIPT.findall(page)))
     style = "\n" + "\n".join(map(page_file, STYLE.findall(page)))
@@ -129,5 +131,6 @@ def _assembled(answers: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """Returns how a policy names a script or a style by its contents."""
+    """Returns the source expression ('sha256-...') by which a content security policy allows the script or style
+    `text`."""
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"

@@ -17,7 +17,7 @@ LISTED_BYTES = 64 << 20
 
 
 class RecordedRollouts:
-    """The rollouts in the run directory `root`."""
+    """Reads the recorded rollouts in the run directory `root`."""
 
     def __init__(self, root: Path) -> None:
         self._directory = root / ROLLOUTS
@@ -56,7 +56,8 @@ class RecordedRollouts:
         return {**_about(group), "rollouts": rollouts}
 
     def tokens(self, step: int, number: int, rollout: int, start: int, decode: Decode | None) -> dict[str, Any]:
-        """Returns a page of the tokens of one rollout. Raises RequestRefused."""
+        """Returns a page of the tokens of one rollout of group `number`, from token `start` on. Raises RequestRefused
+        if there is no such rollout."""
         group = self._group(step, number)
         if not 0 <= rollout < len(group["rollouts"]):
             raise missing(f"rollout {rollout} of a group with {len(group['rollouts'])}", "one that the group lists")
@@ -74,7 +75,8 @@ class RecordedRollouts:
         return files[step]
 
     def _group(self, step: int, number: int) -> Mapping[str, Any]:
-        """Returns a group; the last one is kept, as its tokens are asked for page by page."""
+        """Returns group `number` of a step. The last group is cached, because its tokens are requested page by page.
+        Raises RequestRefused if there is no such group."""
         file = self._file(step)
         key = step, number, file.stat().st_mtime_ns
         if self._last is None or self._last[0] != key:
@@ -94,7 +96,7 @@ def _length(rollout: Mapping[str, Any]) -> int:
 
 
 def _versions(rollout: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Returns how many tokens each version sampled."""
+    """Returns (version, number of tokens that it sampled in this rollout), the oldest version first."""
     counts: dict[int, int] = {}
     for turn in rollout["turns"]:
         for version, count in turn["versions"]:

@@ -1,6 +1,6 @@
 """Serves the console of a run alone, for `trireme watch --web`.
 
-While the run has a service, the service describes the sessions, because it has their store open.
+If the run's service is running, requests about sessions are passed on to it, because it has their store open.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def is_loopback(host: str) -> bool:
 
 
 def of_service(root: Path, url: URL) -> Response | None:
-    """Returns the answer of the service of the run in `root`, which has the same console routes; None where no service
-    runs."""
+    """Passes a request of the console on to the service of the run in `root`, and returns the service's answer, or an
+    error if it cannot be reached. Returns None if no service runs."""
     address = served_at(root / SESSIONS)
     if not address:
         return None
@@ -68,7 +68,8 @@ def of_service(root: Path, url: URL) -> Response | None:
 
 
 def make_console_app(reader: RunReader, keys: list[ServiceKey]) -> FastAPI:
-    """Makes the app. Without `keys` it answers this machine alone, and requests that name it as their host."""
+    """Makes the app of the console. Without `keys` it answers only requests that come from this machine and name it
+    (localhost or a loopback address) as their host."""
     app = FastAPI(title="Trireme console", docs_url=None, redoc_url=None, openapi_url=None)
     add_console(app, reader)
     add_refusals(app, HEADERS)
@@ -102,8 +103,8 @@ def make_console_app(reader: RunReader, keys: list[ServiceKey]) -> FastAPI:
 
 
 def console_keys(host: str, file: Path | None) -> list[ServiceKey]:
-    """Returns the keys that open the console at `host`: the keys of a file, else a new one if others reach the host,
-    and none if only this machine does. Raises BadInput."""
+    """Returns the keys that open the console at `host`. With a `file`: its keys, with at least one admin key. Without:
+    no key if `host` is loopback, else one new admin key. Raises BadInput."""
     if file is None:
         if is_loopback(host):
             return []
@@ -131,7 +132,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address_of(listening: socket.socket, host: str, keys: list[ServiceKey]) -> str:
-    """Returns the address to open in a browser. A key comes after `#`, which browsers do not send."""
+    """Returns the URL to open in a browser. The first admin key, if there is one, comes after `#`, so that the browser
+    does not send it with the address."""
     shown = f"[{host}]" if ":" in host else host
     key = next((f"#key={service_key.value}" for service_key in keys if service_key.role == "admin"), "")
     return f"http://{shown}:{listening.getsockname()[1]}{CONSOLE}/{key}"
@@ -147,7 +149,7 @@ def serve_console(reader: RunReader, host: str, port: int, key_file: Path | None
 
 
 async def serve(server: ports.HttpServer) -> None:
-    """Serves until it has to end, or the event loop ends."""
+    """Opens the server and serves until it ends or this call is cancelled, then closes it."""
     await server.open()
     try:
         await server.serving

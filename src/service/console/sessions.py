@@ -19,7 +19,7 @@ PREVIEW_CHARS = 400
 
 
 class StoredSessions:
-    """Reads the sessions in the store in `directory`, which no service has open."""
+    """Reads sessions from the store in `directory`, while no service has the store open."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -27,7 +27,8 @@ class StoredSessions:
         self._stamp: object = None
 
     def __call__(self) -> SessionBook:
-        """Returns the sessions, which are read again when the store has changed. Raises StorageFailed."""
+        """Returns all stored sessions; reads them again only if the files of the store have changed. Raises
+        StorageFailed."""
         changed = stamp(self._directory)
         if changed == self._stamp:
             return self._book
@@ -44,13 +45,13 @@ class StoredSessions:
 
 
 class RunSessions:
-    """Describes the sessions that `book` returns, while they may grow in another thread."""
+    """Describes the sessions that `book` returns for the console; another thread may add to them meanwhile."""
 
     def __init__(self, book: Callable[[], SessionBook]) -> None:
         self._book = book
 
     def listing(self) -> dict[str, object]:
-        """Lists the sessions that were heard of last, the newest first, and how many others there are."""
+        """Lists the sessions with the latest activity, the latest first, and counts the others."""
         newest = sorted(self._book().sessions.values(), key=lambda session: session.last, reverse=True)
         return {
             "sessions": [session.summary() for session in newest[:MOST_SESSIONS]],
@@ -64,7 +65,8 @@ class RunSessions:
         return session.summary() | {"nodes": nodes, "nodes_left_out": len(session.tree.nodes) - len(nodes)}
 
     def tokens(self, name: str, node: int, start: int, decode: Decode | None) -> dict[str, Any]:
-        """Returns a page of all tokens up to a node, with its own. Raises RequestRefused."""
+        """Returns a page, from token `start` on, of the tokens of a session from its first one up to the end of `node`.
+        Raises RequestRefused if there is no such node."""
         session = self._session(name)
         nodes = session.tree.nodes
         if not 0 <= node < len(nodes):

@@ -16,13 +16,13 @@ TEXT_CHARS = 20_000
 
 
 def missing(subject: str, expected: str) -> RequestRefused:
-    """Returns the refusal of a request for something that the run does not have, or has no longer."""
+    """Returns a refusal (404) of a request for `subject`, which the run does not have or no longer has."""
     return RequestRefused(f"given: {subject}; expected: {expected}; to do: reload the page", status=404)
 
 
 @dataclass(frozen=True)
 class TokenPiece:
-    """Tokens that were observed, or sampled, together."""
+    """Consecutive tokens that were observed together, or sampled together."""
 
     kind: str
     """`observed` or `sampled`."""
@@ -41,8 +41,9 @@ class TokenPiece:
 def tokens_page(
     pieces: Sequence[TokenPiece], start: int, decode: Decode | None, limit: int = PAGE_TOKENS
 ) -> dict[str, object]:
-    """Returns at most `limit` tokens of `pieces`, from token `start` on, as JSON values: with `next`, where the next
-    page begins (None: there is none), and `total`."""
+    """Returns a page of the tokens of `pieces` as JSON values: at most `limit` tokens from token `start` on. `next` is
+    the number of the token at which the next page begins (None: this is the last page), `total` the number of all
+    tokens."""
     shown = []
     place = 0
     end = start + limit
@@ -56,7 +57,8 @@ def tokens_page(
 
 
 def _part(piece: TokenPiece, first: int, last: int, decode: Decode | None) -> dict[str, Any]:
-    """Returns the tokens `first` to `last` (not included) of a piece."""
+    """Returns the tokens `first` to `last` (not included) of a piece as JSON values, with their text if `decode` is
+    there."""
     tokens = [int(token) for token in piece.tokens[first:last]]
     fields: dict[str, Any] = {"kind": piece.kind, "from": first, "tokens": tokens}
     if last == len(piece.tokens):
@@ -73,7 +75,8 @@ def _part(piece: TokenPiece, first: int, last: int, decode: Decode | None) -> di
 
 
 def _spans(versions: Sequence[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Yields (version, tokens) of the tokens `first` to `last` (not included)."""
+    """Yields (version, number of tokens) for the tokens `first` to `last` (not included). `versions`: the same for all
+    tokens of the piece."""
     place = 0
     for version, count in versions:
         inside = min(last, place + count) - max(first, place)

@@ -67,8 +67,8 @@ class ChatToolCall(Body):
 
 
 class ChatMessage(Body):
-    """A message. `token_ids` of an assistant's message are its sampled tokens, with its end, and `prompt_token_ids` the
-    prompt: with them it is never tokenised again."""
+    """A message of a chat request. In an assistant's message, `token_ids` are its sampled tokens, with the end mark,
+    and `prompt_token_ids` are the prompt that it answered; given both, neither is tokenised again."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -84,8 +84,8 @@ class ChatMessage(Body):
     prompt_token_ids: Many[TokenId] | None = None
 
     def message(self, calls: dict[str, str]) -> Message:
-        """Returns the message as renderers take it. `calls`: the names of the calls so far by their ids, to which its
-        calls are added. Raises RequestRefused."""
+        """Returns the message as renderers take it. `calls` has the names of earlier tool calls by id; the calls of
+        this message are added to it. Raises RequestRefused."""
         role = "system" if self.role == "developer" else self.role
         entry: Message = {"role": role, "content": text_of(self.content)}
         if self.model_fields_set <= USUAL_FIELDS:
@@ -107,7 +107,8 @@ class ChatMessage(Body):
         return entry
 
     def _check_fields(self) -> None:
-        """Raises RequestRefused for a field that says nothing in a message of this role: it would be ignored."""
+        """Raises RequestRefused for a field that has no meaning in a message of this role, and would otherwise be
+        ignored."""
         strange = [f for f, roles in ROLES_OF.items() if getattr(self, f) and self.role not in roles]
         if self.prompt_token_ids and not self.token_ids:
             strange.append("prompt_token_ids")
@@ -135,7 +136,7 @@ class StreamOptions(Body):
 
 
 class OpenAIBody(SampledBody):
-    """The fields that OpenAI's chat completions and completions share, with vLLM's behind them."""
+    """The fields that OpenAI's chat completions and completions share, and vLLM's additional fields."""
 
     max_tokens: Tokens | None = None
     n: Answers | None = None
@@ -153,12 +154,13 @@ class OpenAIBody(SampledBody):
     return_token_ids: bool | None = None
 
     def openai_params(self, max_tokens: int | None) -> SamplingParams:
-        """Returns how to sample."""
+        """Returns the sampling parameters of the request."""
         strings = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return self.sampling_params(max_tokens, (*(self.stop_token_ids or ()), *strings))
 
     def head(self, name: str, kind: str) -> dict[str, Any]:
-        """Returns the beginning of an answer, or of each event of a stream."""
+        """Returns the fields with which an answer, or each event of a stream, begins. `name`: the prefix of its id;
+        `kind`: the value of `object`."""
         return {"id": new_id(name), "object": kind, "created": now_s(), "model": self.model}
 
     async def chunks(
@@ -167,7 +169,8 @@ class OpenAIBody(SampledBody):
         pieces: AsyncIterator[Delta],
         choices: Callable[[Delta], Iterator[dict[str, object]]],
     ) -> AsyncIterator[str]:
-        """Yields the events of a stream, one for each of the `choices` of each piece, and its end."""
+        """Yields the server-sent events of a stream: one for each choice that `choices` returns for a piece, then the
+        usage if the client asked for it, then the end mark. `head`: fields that each event has."""
         answers = []
         async for piece in pieces:
             for choice in choices(piece):
@@ -179,14 +182,16 @@ class OpenAIBody(SampledBody):
         yield END
 
     def usage(self, answers: Sequence[ServiceAnswer]) -> dict[str, object]:
-        """Returns the tokens and the weights that whole answers took."""
+        """Returns the field `usage` for whole answers: numbers of tokens, and the newest and oldest version that
+        sampled them."""
         used = Used(answers, self.n or 1)
         total = used.prompt + used.completion
         counts = {"prompt_tokens": used.prompt, "completion_tokens": used.completion, "total_tokens": total}
         return {**counts, **used.versions}
 
     def ids_of(self, answer: ServiceAnswer) -> dict[str, object]:
-        """Returns the token ids for the last piece of an answer, if the client asked for them."""
+        """Returns the prompt's token ids and the answer's version spans, for the last piece of an answer; nothing
+        unless the client asked for token ids."""
         if not self.return_token_ids:
             return {}
         return {"prompt_token_ids": answer.prompt.tolist(), "version_spans": spans_of(answer.sequence.spans)}
@@ -247,7 +252,7 @@ class ChatRequest(OpenAIBody):
         return {**head, "message": message, **tokens}
 
     def _tokens(self, piece: Delta | ServiceAnswer, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Returns the fields about an answer's tokens that the client asked for."""
+        """Returns the fields on a piece's tokens that the client asked for."""
         fields: dict[str, Any] = {}
         if self.logprobs:
             fields["logprobs"] = _logprobs(tokenizer, piece)

@@ -40,7 +40,7 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """The model's thinking; its signature is not looked at."""
+    """The model's thinking; its signature is not checked."""
 
     type: Literal["thinking"]
     thinking: str
@@ -188,7 +188,7 @@ class MessagesRequest(SampledBody):
 
 
 def _assistant(blocks: Sequence[Block], calls: dict[str, str]) -> Message:
-    """Returns one message of the assistant; notes the names of its calls by their ids."""
+    """Returns the `blocks` as one message of the assistant. Adds the names of its tool calls to `calls`, by their ids."""
     message: Message = {"role": "assistant", "content": ""}
     for block in blocks:
         if isinstance(block, TextBlock):
@@ -204,7 +204,8 @@ def _assistant(blocks: Sequence[Block], calls: dict[str, str]) -> Message:
 
 
 def _add_user(blocks: Sequence[Block], messages: list[Message], calls: Mapping[str, str]) -> None:
-    """Adds the user's blocks: the answer of each tool is a message of its own, and the text between them is one."""
+    """Appends the user's `blocks` to `messages`: one message for each tool result, and one for each text between tool
+    results. `calls`: the names of earlier tool calls by id."""
     text = ""
     for block in blocks:
         if isinstance(block, TextBlock):
@@ -242,14 +243,15 @@ def _event(kind: str, **fields: object) -> str:
 
 
 class _Blocks:
-    """The blocks of a stream: one is open at a time."""
+    """Writes the content blocks of a stream as events; only one block is open at a time."""
 
     def __init__(self) -> None:
         self._count = 0
         self._open = ""
 
     def add(self, kind: str, text: str, empty: Mapping[str, str]) -> list[str]:
-        """Returns the events of more text in a block of this kind."""
+        """Returns the events that add `text` to a block of this `kind`, and open one with the fields `empty` unless it
+        is open."""
         if not text:
             return []
         if self._open == kind:
@@ -259,7 +261,7 @@ class _Blocks:
         return [*begun, self._delta({"type": f"{kind}_delta", kind: text})]
 
     def finish(self, answer: ServiceAnswer) -> list[str]:
-        """Returns the events of the tools that are called, and of the end of the last block."""
+        """Returns the events that close the open block, and then a block for each tool call of the answer."""
         events: list[str] = []
         if not self._count and not answer.tool_calls:
             events += self._begin("text", {"type": "text", "text": ""})

@@ -63,7 +63,7 @@ class InputResult(Body):
 
 
 class ReasoningText(Body):
-    """A part of the model's thinking."""
+    """A text in the model's thinking."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
@@ -90,7 +90,7 @@ class ResponseTool(FunctionTool):
 
 
 class TextOptions(Body):
-    """Options of the text."""
+    """Options for the text of an answer."""
 
     format: PlainFormat | None = None
     verbosity: Literal["medium"] | None = None
@@ -199,7 +199,7 @@ class ResponseRequest(SampledBody):
 
 
 def _add(message: Message, item: InputMessage | InputCall | InputReasoning, calls: dict[str, str]) -> None:
-    """Adds an item to the assistant's message; notes the names of its calls by their ids."""
+    """Adds `item` to the assistant's `message`. If it is a tool call, adds its name to `calls`, by its id."""
     if isinstance(item, InputMessage):
         message["content"] += text_of(item.content)
     elif isinstance(item, InputCall):
@@ -236,7 +236,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 class _Items:
-    """The items of a stream: one is open at a time, and holds one part."""
+    """Writes the output items of a stream as events; only one item is open at a time, with one content part."""
 
     def __init__(self) -> None:
         self.finished: list[dict[str, Any]] = []
@@ -245,16 +245,16 @@ class _Items:
         self._part: dict[str, Any] = {}
 
     def event(self, kind: str, **fields: Any) -> str:
-        """Writes an event with its number."""
+        """Returns a server-sent event with its sequence number."""
         self._number += 1
         return event({"type": kind, "sequence_number": self._number - 1, **fields}, kind)
 
     def add(self, piece: Delta | ServiceAnswer) -> list[str]:
-        """Returns the events of more thinking and text."""
+        """Returns the events for the new thinking and text of a piece."""
         return [*self._added("reasoning_text", piece.thinking), *self._added("output_text", piece.content)]
 
     def finish(self, answer: ServiceAnswer) -> list[str]:
-        """Returns the events that end the open items, and the events of the called tools."""
+        """Returns the events that end the open item, and then the events of an item for each tool call of the answer."""
         if self._open or self.finished or answer.tool_calls:
             events = []
         else:

@@ -49,7 +49,8 @@ SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "see
 
 
 def few(value: T) -> T:
-    """Refuses an object of very many fields, before an error is made of each."""
+    """Returns `value`. Raises ValueError if it is an object of more than MOST_FIELDS fields, before pydantic makes an
+    error for each of them."""
     if isinstance(value, dict) and len(value) > MOST_FIELDS:
         raise ValueError(f"an object of {len(value):,} fields; expected at most {MOST_FIELDS}")
     return value
@@ -60,15 +61,16 @@ Few = BeforeValidator(few)
 
 
 class Body(BaseModel):
-    """A part of a request. A field that is not listed is refused by name: nothing is ignored in silence."""
+    """A part of a request. Unknown fields are refused by name, so that nothing is ignored in silence."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
     def readable(cls, value: T) -> T:
-        """Refuses a body of very many fields, and texts that JSON can write and UTF-8 cannot: half a pair of
-        surrogates. (One function for both: it is called for each message of a conversation.)"""
+        """Returns `value`. Raises ValueError for more than MOST_FIELDS fields, and for texts that JSON can write but
+        UTF-8 cannot (half a pair of surrogates). (One function does both, because it is called for each message of a
+        conversation.)"""
         few(value)
         for name, part in value.items() if isinstance(value, dict) else ():
             if isinstance(part, str) and part.isascii():
@@ -82,7 +84,7 @@ class Body(BaseModel):
 
 
 class SampledBody(Body):
-    """The body of a request, as far as all dialects agree."""
+    """The fields that request bodies of all dialects share."""
 
     model: str
     temperature: Temperature | None = None
@@ -90,7 +92,8 @@ class SampledBody(Body):
     stream: bool | None = None
 
     def sampling_params(self, max_tokens: int | None, stop: Sequence[int | str] = ()) -> SamplingParams:
-        """Returns how to sample; the defaults are the model's own distribution."""
+        """Returns the sampling parameters; fields that the request leaves out do not change the model's own
+        distribution."""
         return SamplingParams(max_tokens, stop=stop, **self.model_dump(include=SAMPLING, exclude_none=True))
 
     @abstractmethod
@@ -99,11 +102,11 @@ class SampledBody(Body):
 
     @abstractmethod
     def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Tokenizer) -> dict[str, Any]:
-        """Returns the body of the whole answer."""
+        """Returns the body of a reply with all answers, when no stream was asked for."""
 
     @abstractmethod
     def events(self, pieces: AsyncIterator[Delta], tokenizer: Tokenizer) -> AsyncIterator[str]:
-        """Yields the answer as server-sent events."""
+        """Yields the answers as server-sent events."""
 
 
 Nothing = Annotated[list[Any] | None, Field(max_length=0)]
@@ -168,7 +171,8 @@ def arguments_of(text: str) -> dict[str, object]:
 
 
 def check_tool_choice(choice: object, tools: Iterable[ToolSpec]) -> tuple[ToolSpec, ...]:
-    """Returns the tools for the model. Raises RequestRefused for a choice that cannot be forced."""
+    """Returns the tools that the model may call under the request's `tool_choice`: all for `auto`, none for `none`.
+    Raises RequestRefused for any other choice, because a call cannot be forced."""
     if isinstance(choice, Mapping):
         name = choice.get("type")
     else:
@@ -185,15 +189,15 @@ def check_tool_choice(choice: object, tools: Iterable[ToolSpec]) -> tuple[ToolSp
 
 
 def tool_answer(content: str | list[Any] | None, call: str, calls: Mapping[str, str]) -> Message:
-    """Returns the message of a tool that answers the call of this id, with the tool's name. `calls`: names by the ids
-    of the calls before it. Raises RequestRefused where none has this id."""
+    """Returns the message with a tool's answer to the call with the id `call`. `calls`: the tools' names by the ids of
+    earlier calls. Raises RequestRefused for an id that is not in `calls`."""
     if call not in calls:
         raise RequestRefused(f"an answer to the call `{call}`, which no message before it makes", param="messages")
     return {"role": "tool", "content": text_of(content), "name": calls[call]}
 
 
 class TextPart(Body):
-    """A part of a message that is text; others, such as images, are refused."""
+    """A text part of a message. Parts of other kinds, such as images, are refused."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -206,13 +210,13 @@ Content = str | Many[TextPart]
 
 
 class PlainFormat(Body):
-    """The form of an answer: text is the only one."""
+    """The requested format of an answer; only plain text is supported."""
 
     type: Literal["text"]
 
 
 def text_of(content: str | list[Any] | None) -> str:
-    """Returns the text of a message's content, which has texts alone."""
+    """Returns the text of a message's content: the string, its text parts joined, or "" for None."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.text for part in content)
@@ -222,12 +226,12 @@ def text_of(content: str | list[Any] | None) -> str:
 
 
 def new_id(kind: str) -> str:
-    """Returns a new name, such as `chatcmpl-...`."""
+    """Returns a new id that begins with `kind`, such as `chatcmpl-...`."""
     return f"{kind}{uuid.uuid4().hex}"
 
 
 def now_s() -> int:
-    """Returns the time in seconds for the fields of answers."""
+    """Returns the time in seconds since 1970."""
     return int(time.time())
 
 
@@ -237,12 +241,13 @@ def arguments_text(call: ToolCall) -> str:
 
 
 def spans_of(spans: Sequence[VersionSpan]) -> list[dict[str, object]]:
-    """Returns the weights of each token of an answer, in the form of bodies."""
+    """Returns the version spans of an answer's tokens as JSON values: for each the weights, and its first token and
+    end."""
     return [{**vars(span.identity), "start": span.start, "end": span.end, "mixed": span.mixed} for span in spans]
 
 
 class Used:
-    """The tokens and the weights that answers took. `n`: number of answers to each prompt."""
+    """Counts the tokens of `answers`, and finds their oldest and newest version. `n`: number of answers to each prompt."""
 
     def __init__(self, answers: Sequence[ServiceAnswer] = (), n: int = 1) -> None:
         self.prompt = sum({answer.choice // n: len(answer.prompt) for answer in answers}.values())
