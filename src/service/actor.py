@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class ServiceActor:
-    """An async Ray actor that runs the service. Call `start` first, then `follow` with the replica set of each attempt."""
+    """An async Ray actor that runs the service. Call `start` first, then `follow` with each attempt's replica set."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class ServiceActor:
             await asyncio.sleep(LOOK_S)
 
     async def follow(self, source: Any) -> None:
-        """Sends all requests from now on to the replica set `source`, which belongs to the newest attempt of the run."""
+        """Sends all requests from now on to the replica set `source`, which the run's newest attempt has begun."""
         await self._started.wait()
         self._sampler.follow(source)
 

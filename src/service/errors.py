@@ -77,7 +77,8 @@ def error_reply(path: str, refused: RequestRefused, *, close: bool = False) -> J
 
 
 def as_refused(error: Exception) -> RequestRefused:
-    """Returns the refusal to answer for `error`: its own status and message where known, 500 for an unexpected error."""
+    """Returns the refusal to answer for `error`: with its own status and message where known, with status 500 for an
+    unexpected error."""
     match error:
         case RequestRefused():
             return error

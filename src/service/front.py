@@ -70,7 +70,7 @@ class Front:
     ) -> AsyncGenerator[Delta, None]:
         """Yields the pieces of all answers to `turns` as they come; without `stream`, one piece for each answer. Calls
         `on_answer` with each whole answer before its last piece. Closing the iterator ends the sampling, except of
-        turns of a `session`, which go on for a retry. Raises RequestRefused and TriremeError."""
+        turns of a `session`, which continue for a retry. Raises RequestRefused and TriremeError."""
         new = sum(turn.n for turn in turns if not (session and turn.retry))
         if new:  # a stored answer takes no place
             self.turns.places.check(new)
@@ -102,7 +102,8 @@ class Front:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(self, deltas: Deltas, request: TurnRequest, session: str, first: int, stream: bool) -> None:
-        """Answers one turn and puts the pieces of its answers into `deltas`. The answers are numbered from `first` on."""
+        """Answers one turn, and puts the pieces of its answers, or an error, into `deltas`. The answers are numbered
+        from `first` on."""
         pieces: dict[int, AnswerPieces] = {}
 
         def pieces_of(number: int, turn: PlacedTurn | AnsweredTurn) -> AnswerPieces:

@@ -1,4 +1,4 @@
-"""Stands before all routes: who calls, how often, how large a body is, and how slowly it comes.
+"""Guards all routes: checks who calls, how often, how large a request's body is, and how slowly it arrives.
 
 A key is checked before a byte of the body is read, and a body is read whole before a route sees it.
 """
@@ -63,7 +63,8 @@ class Limits:
 
 
 class Rates:
-    """Counts the requests of each key: a bucket that holds a minute's requests, and is filled evenly."""
+    """Limits the requests of each key to `per_minute`. Each key has a bucket that holds one minute's requests and fills
+    evenly with time."""
 
     def __init__(self, per_minute: int | None, now: Callable[[], float] = time.monotonic) -> None:
         self._per_minute = per_minute
@@ -73,7 +74,7 @@ class Rates:
         self._capacity = KEYS_AT_FIRST
 
     def take(self, name: str) -> None:
-        """Counts a request of the key `name`. Raises RequestRefused if it has none left."""
+        """Counts one request of the key `name`. Raises RequestRefused if the key has no request left."""
         if self._per_minute is None:
             return
         now = self._now()
@@ -94,7 +95,7 @@ class Rates:
 
 
 class RequestGuard:
-    """Middleware (ASGI) in front of the app."""
+    """ASGI middleware that admits or refuses each request before the app sees it."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class RequestGuard:
         metrics: ServiceMetrics | None,
         caller_of: Callable[[str, str], Caller] = caller_of,
     ) -> None:
-        """`caller_of`: returns who may call a method and a path."""
+        """`caller_of`: returns, for a method and a path, which callers may use the route."""
         self._app = app
         self._keys = keys
         self._limits = limits
@@ -137,7 +138,8 @@ class RequestGuard:
                 self._metrics.request(name_of(path), status, time.monotonic() - started)
 
     async def _admit(self, scope: Scope, receive: Receive) -> bytes:
-        """Returns the body of a request that is admitted. Raises RequestRefused."""
+        """Checks a request's key, rate and size, and returns its whole body (b"" where the route takes none). Raises
+        RequestRefused."""
         headers = Headers(scope=scope)
         key = self._keys.find(_key_in(headers))
         caller = self._caller_of(scope["method"], scope["path"])
@@ -189,14 +191,15 @@ class RequestGuard:
 
 
 def _refuse_many_strings(body: bytes) -> None:
-    """Refuses JSON with very many strings before it is parsed: they take ten times their bytes, and the loop waits.
-    (Each begins with a quote before which no backslash stands.)"""
+    """Raises RequestRefused for a JSON body of more than MOST_STRINGS strings, before it is parsed: parsed strings take
+    ten times their bytes, and parsing blocks the event loop. (Counts quotes without a backslash before them.)"""
     if body.count(b'"') - body.count(b'\\"') > 2 * MOST_STRINGS:
         raise RequestRefused(f"a body of more than {MOST_STRINGS:,} strings", status=413, code="body_too_large")
 
 
 def _not_open(route: str, caller: Caller, key: ServiceKey | None) -> RequestRefused:
-    """Returns the refusal of a request by its key: 401 without one, 403 where it opens other routes."""
+    """Returns the refusal of a request that `key` may not make: status 401 if there is no key, 403 if the key opens
+    only other routes."""
     if key is None:
         message = "this route needs a key; expected Authorization: Bearer KEY, or x-api-key: KEY"
         return RequestRefused(message, status=401, code="invalid_api_key")
@@ -226,7 +229,8 @@ def _key_in(headers: Headers) -> str | None:
 
 
 def _may(caller: Caller, key: ServiceKey | None, session: str, scope: Scope, headers: Headers) -> bool:
-    """Returns whether a request may call a route. `session`: the session of the route."""
+    """Returns True if a request with `key` may use a route that is open to `caller`. `session`: the session in the
+    route's path. A route for loopback needs no key, but a direct connection from this machine."""
     if caller == "all" or (key is not None and key.role == "admin"):
         return True
     if caller in KEYED:
@@ -240,7 +244,8 @@ def _may(caller: Caller, key: ServiceKey | None, session: str, scope: Scope, hea
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Returns a `receive` that returns the body already read, and then later messages: that the client leaves."""
+    """Returns a `receive` that first returns the `body` already read, and then the later messages of the client, such
+    as its disconnect."""
     delivered = False
 
     async def again() -> Message:

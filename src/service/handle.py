@@ -1,4 +1,4 @@
-"""The driver's side of the service: starts its actor, gives it a replica set, and starts another when it is lost."""
+"""The driver's side of the service: starts its actor, gives it replica sets, and replaces a lost actor."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 
 class ServiceHandle:
-    """Keeps one service running, in a thread, until `stop`. Its death does not end the run: another one takes the same
-    port, and reads the same replica set."""
+    """Keeps one service running, by a thread, until `stop`. The death of its actor does not end the run: another actor
+    takes the same port and the same replica set."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class ServiceHandle:
         starts: list[AttemptStart],
         roster: Roster,
     ) -> None:
-        """`make` makes its actor, with `starts`. `say` gets messages on where it listens, and on its loss; `roster` has
-        its health."""
+        """`make` makes the service's actor, with the attempts in `starts`. `say` gets messages on the address of the
+        service and on a lost actor; `roster` gets the health of the service."""
         self._config = config
         self._make = make
         self._log = log_file
@@ -91,13 +91,15 @@ class ServiceHandle:
         return cls(config, make, log_dir and log_dir / f"{PART}.log", say, start_times, roster)
 
     def attempt_begins(self, attempt: int, version: int) -> None:
-        """Closes the sessions with weights that the run gives up, because it begins an attempt with a version."""
+        """Tells the service that `attempt` begins with `version`; it then ends all sessions that have weights given up
+        by that."""
         with self._lock:
             self._starts.append((attempt, version))
             self._actor.attempt_begins.remote(attempt, version)
 
     def follow(self, source: Any) -> None:
-        """Gives the service the replica set of an attempt, as routers read it: its replicas get chats."""
+        """Gives the service the replica set `source` of a new attempt, in the form that routers read; its replicas then
+        answer chats."""
         with self._lock:
             self._source = source
             self._actor.follow.remote(source)
@@ -126,8 +128,8 @@ class ServiceHandle:
                     self._actor = self._make()
 
     def _serve(self, again: bool) -> None:
-        """Starts the actor, gives it the replica set if there was one before it, and looks after it. Raises RoomFailed
-        when it is lost."""
+        """Waits until the actor has started, and then checks its heartbeat until `stop`. `again`: the actor replaces a
+        lost one, and gets the replica set that the lost one had. Raises RoomFailed when the actor is lost."""
         limit_s = self._config.timeouts.start_s
         self._roster.set(PART, PartHealth.STARTING, pids=(), successor=again)
         url = waits.get(self._actor.start.remote(), owner=ROOM, timeout_s=limit_s, log=self._log)
@@ -142,7 +144,8 @@ class ServiceHandle:
                 return
 
     def check(self) -> None:
-        """Raises the error with which the service was given up, if it was."""
+        """Raises RoomFailed if the service was given up, because its actor was lost more than `cluster.max_restarts`
+        times."""
         if self.failure:
             raise RoomFailed(f"{ROOM} was given up: {self.failure}")
 

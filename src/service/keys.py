@@ -38,7 +38,7 @@ LINE = re.compile(
 
 @dataclass(frozen=True)
 class ServiceKey:
-    """One key."""
+    """One key of the service: its role, its secret and its owner."""
 
     role: Role
     """`client` may request answers; `admin` may call every route; `session` may call the routes of its session."""
@@ -51,12 +51,12 @@ class ServiceKey:
 
     @property
     def owner(self) -> str:
-        """The name of the owner of everything made with it."""
+        """The name of the owner of everything made with this key."""
         return self.whose or self.name
 
     @property
     def name(self) -> str:
-        """A name for it in logs and metrics, from which the secret cannot be found."""
+        """The name of this key in logs and metrics, from which the secret cannot be computed."""
         return f"{self.role}-{_digest(self.value).hex()[:8]}"
 
 
@@ -68,8 +68,8 @@ class ServiceKeys:
         self._signs = next((digest for key, digest in self._digests if key.role == "admin"), None)
 
     def find(self, value: str | None) -> ServiceKey | None:
-        """Returns the key with this value; None: there is none. The time does not depend on the value: all digests are
-        compared, in constant time."""
+        """Returns the key with the secret `value`, None if there is none. The time taken does not depend on `value`: it
+        is compared with all keys, in constant time."""
         digest = _digest(value or "")
         match = None
         for key, key_digest in self._digests:
@@ -78,7 +78,7 @@ class ServiceKeys:
         return match or self._of_session(value or "")
 
     def of_session(self, session: str) -> str:
-        """Returns the key of a session. Raises BadInput where no admin key signs it."""
+        """Returns the secret of the key of a session. Raises BadInput if there is no admin key to sign it."""
         if self._signs is None:
             raise Refusal(
                 "a file of keys without an admin key, and a session to be opened",
@@ -98,7 +98,7 @@ class ServiceKeys:
 
 
 def same_text(text: str, secret: str) -> bool:
-    """Returns whether a client sent a secret, in a time that does not depend on it, for any letters."""
+    """Returns True if `text` equals `secret`, in a time that depends on neither; `text` may have any characters."""
     return hmac.compare_digest(_digest(text), _digest(secret))
 
 
@@ -107,13 +107,13 @@ def _digest(value: str) -> bytes:
 
 
 def new_key(role: Role, prefix: str = "tr") -> ServiceKey:
-    """Makes a key, which begins with `prefix`."""
+    """Returns a new random key of `role`. Its value begins with `prefix`."""
     return ServiceKey(role, f"{prefix}-{role}-{secrets.token_urlsafe(32)}")
 
 
 def generate(file: Path, prefix: str = "tr") -> list[ServiceKey]:
-    """Makes a key of each role, which begins with `prefix`, and writes them to `file`, which only its owner can read.
-    Raises BadInput if it is there already."""
+    """Makes one key of each role, with values that begin with `prefix`, and writes them to the new file `file`, which
+    only its owner can read. Returns the keys. Raises BadInput if the file exists."""
     keys = [new_key(role, prefix) for role in ROLES]
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -127,7 +127,7 @@ def generate(file: Path, prefix: str = "tr") -> list[ServiceKey]:
 
 
 def read(file: Path) -> list[ServiceKey]:
-    """Reads a file of keys. Raises BadInput if others may read it, or a line has another form."""
+    """Returns the keys in a file. Raises BadInput if other users may read the file, or if a line has another form."""
     try:
         mode = file.stat().st_mode
         lines = file.read_text().splitlines()
@@ -145,7 +145,8 @@ def read(file: Path) -> list[ServiceKey]:
 
 
 def _key(file: Path, number: int, line: str) -> ServiceKey:
-    """Reads a line, which is a secret."""
+    """Returns the key in a line of `file`. `number`: its number for the error, which must not quote the line, a secret.
+    Raises BadInput."""
     match = LINE.fullmatch(line)
     if match is None:
         raise _refused(file, f"whose key number {number} has another form", "correct that line")

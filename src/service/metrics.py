@@ -1,4 +1,4 @@
-"""The numbers of the service, for Prometheus."""
+"""The metrics of the service, for Prometheus."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class ServiceMetrics:
         all_of_them.set_function(lambda: places.places)
 
     def request(self, route: str, status: int, seconds: float) -> None:
-        """Counts a request that has ended."""
+        """Counts a request that has ended, with its HTTP status and its duration in seconds."""
         self._requests.labels(route, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
 
     def answer(self, answer: ServiceAnswer) -> None:
-        """Counts a whole answer."""
+        """Counts a whole answer and its tokens."""
         self._tokens.labels("prompt").inc(len(answer.prompt))
         self._tokens.labels("answer").inc(len(answer.sequence.tokens))
         self._version.set(answer.versions[1])
 
     def text(self) -> bytes:
-        """Returns all numbers in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self._registry)

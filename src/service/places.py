@@ -1,4 +1,4 @@
-"""Limits how many chats the engines have at once: training traffic comes first."""
+"""Limits how many chats engines sample at the same time, because training traffic comes first."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from service.requests import RequestRefused
 
 
 class Places:
-    """Places for answers that are sampled at the same time, first come, first served: `async with places` has one, for
-    which it waits. `waiting` of them at most wait, each for `wait_s` seconds at most, and then raise RequestRefused."""
+    """A limit of `places` on answers that are sampled at the same time, first come, first served: `async with places`
+    waits for a place and holds it. At most `waiting` answers wait, each for at most `wait_s` seconds; beyond that
+    entering raises RequestRefused."""
 
     def __init__(self, places: int, waiting: int, wait_s: float) -> None:
         self.places = places
@@ -25,12 +26,12 @@ class Places:
         return len(self._waiting)
 
     def resize(self, places: int) -> None:
-        """Changes the number of places. Answers that have one keep it."""
+        """Changes the number of places. Answers that hold one keep it."""
         self.places = places
         self._hand_out()
 
     def check(self, answers: int) -> None:
-        """Raises RequestRefused when n more waiting answers would exceed the queue."""
+        """Raises RequestRefused if `answers` more answers would exceed the places and the queue."""
         limit = self.places + self._most_waiting
         if answers > limit:
             raise RequestRefused(
@@ -79,7 +80,7 @@ class Places:
 
     @property
     def _retry_after_s(self) -> float:
-        """A guess of when there is a place again: a second for each round of answers that wait."""
+        """The estimated seconds until a place is free: one, and one more for each round of answers that wait."""
         return 1.0 + self.waiting // max(self.places, 1)
 
     def _hand_out(self) -> None:

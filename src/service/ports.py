@@ -45,13 +45,13 @@ ADMISSION = "trireme.admission"
 
 @dataclass(slots=True)
 class Admission:
-    """Records whether a connection has shown a key, or needs none; the guard sets it."""
+    """Records whether a connection has shown a key, or has used a route that needs none; the guard sets it."""
 
     granted: bool = False
 
 
 class PortState(ServerState):
-    """The connections of a port."""
+    """The open connections of a port, and which of them were not admitted yet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class PortState(ServerState):
         """Connections that were not admitted when they were last looked at, the oldest first."""
 
     def add(self, connection: BoundedHttp) -> None:
-        """Adds a new connection, and closes the oldest where too many are not admitted."""
+        """Adds a new connection. Where PENDING_CONNECTIONS are not admitted yet, closes the oldest of them first."""
         while len(self.pending) >= PENDING_CONNECTIONS:
             oldest = next(iter(self.pending))
             del self.pending[oldest]
@@ -69,7 +69,7 @@ class PortState(ServerState):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """A connection that bounds the heads of its requests."""
+    """An HTTP connection that limits the size of each request's head, and the time until the head is complete."""
 
     server_state: PortState
 
@@ -120,7 +120,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_complete()
 
     def expire(self, now_s: float) -> None:
-        """Closes the connection if a head should have come by now."""
+        """Closes the connection, with status 408, if the head of a request was not complete within HEAD_S seconds."""
         idle = self.cycle is None or self.cycle.response_complete
         if idle and (self._unread or self.cycle is None) and now_s - self._since_s > HEAD_S:
             self._refuse(408, f"a request whose headers took longer than {HEAD_S:g} s; send it whole")
@@ -129,7 +129,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._refuse(400, "what is no request of HTTP/1.1")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Closes the connection, with an answer where none has begun."""
+        """Closes the connection; before that, writes an error reply unless another reply has begun."""
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
@@ -143,8 +143,8 @@ class HttpServer(Server):
     """Serves one app at one address, in the event loop that runs."""
 
     def __init__(self, app: ASGIApp, listening: socket.socket, idle_s: int = IDLE_S) -> None:
-        """`listening`: it is closed with the server. `idle_s`: seconds for which a connection may wait for its next
-        request."""
+        """`listening`: the socket, which the server closes when it ends. `idle_s`: seconds for which a connection may
+        wait for its next request."""
         quiet: dict[str, Any] = {
             "log_config": None,
             "log_level": "error",
@@ -166,11 +166,11 @@ class HttpServer(Server):
         self.server_state: PortState = PortState()
 
     def address_at(self, host: str) -> str:
-        """Returns the URL by which `host` is asked."""
+        """Returns the URL of this server for clients that know this machine as `host`."""
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     async def open(self) -> None:
-        """Begins to answer."""
+        """Starts the app and begins to answer requests."""
         self.config.load()
         self.lifespan = self.config.lifespan_class(self.config)
         await self.startup([self._listening])
@@ -185,7 +185,7 @@ class HttpServer(Server):
         return await super().on_tick(counter)
 
     async def close(self) -> None:
-        """Closes the port, and after a while also connections to clients that do not read their answers."""
+        """Closes the port. Connections with unfinished answers have some seconds to end, and are then closed too."""
         self.should_exit = True
         await asyncio.wait({self.serving}, timeout=CLOSE_S)
         ending = asyncio.create_task(self.shutdown([self._listening]))
@@ -195,13 +195,15 @@ class HttpServer(Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens. Raises OSError if the address is not of this machine, or the port is taken."""
+    """Returns a socket that listens at `host` and `port` (0: a free one). Raises OSError if the address is not of this
+    machine, or the port is taken."""
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     return socket.create_server(address[:2], family=family, backlog=QUEUE)
 
 
 def http_server(app: ASGIApp, host: str, port: int, idle_s: int = IDLE_S) -> HttpServer:
-    """Returns a server that listens. Raises RoomFailed if it cannot."""
+    """Returns a server for `app` with a socket at `host` and `port`; it answers after `open`. Raises RoomFailed if the
+    address cannot be used."""
     try:
         return HttpServer(app, listen(host, port), idle_s)
     except OSError as error:

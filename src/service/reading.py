@@ -1,7 +1,7 @@
-"""Reads sampled tokens as text and as messages, also while more of them come.
+"""Turns sampled tokens into text and messages, also while more tokens come.
 
-A piece of text that has been sent cannot be taken back. So an ambiguous end of the text is held back: the beginning of
-a string that ends the answer, of a tag, of a letter of several bytes.
+Text that has been sent cannot be taken back. So an ambiguous end of the text is held back: the possible beginning of a
+stop string, of a tag, or of a character of several bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNFINISHED = "\ufffd"
 
 @dataclass(frozen=True)
 class Reading:
-    """The meaning of the tokens of an answer."""
+    """An answer's tokens as text, thinking and tool calls."""
 
     content: str
     """The text, without thinking and tool calls."""
@@ -36,20 +36,21 @@ class Reading:
 
 
 class TextReader:
-    """Reads an answer as plain text. Special tokens are no part of it."""
+    """Reads an answer's tokens as plain text, without special tokens."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
 
     def read(self, tokens: Sequence[int], whole: bool) -> Reading:
-        """Reads all tokens so far. Unless they are `whole`, returns only the part that later tokens cannot change."""
+        """Returns the text of `tokens`, all of an answer so far. Unless the answer is `whole`, leaves out the end of
+        the text that later tokens may change."""
         text, stopped_by = _cut(str(self._tokenizer.decode(tokens, skip_special_tokens=True)), self._stop)
         return Reading(text if whole or stopped_by else settled(text, self._stop), stopped_by=stopped_by)
 
 
 class MessageReader:
-    """Reads an answer as a message of the assistant."""
+    """Reads an answer's tokens as a message of the assistant, with thinking and tool calls."""
 
     def __init__(self, renderer: Renderer, tools: Sequence[ToolSpec], stop: Sequence[str]) -> None:
         self._renderer = renderer
@@ -61,7 +62,8 @@ class MessageReader:
         self._reads_pieces = isinstance(renderer, TextRenderer)
 
     def read(self, tokens: Sequence[int], whole: bool) -> Reading:
-        """Reads all tokens so far, as `TextReader` does."""
+        """Returns the message of `tokens`, all of an answer so far; unless it is `whole`, without the end that may
+        change."""
         if not whole and not self._reads_pieces:
             return Reading("")
         message, _ = self._renderer.parse_response(tokens, self._tools)
@@ -88,7 +90,7 @@ AnswerReader = TextReader | MessageReader
 
 
 def _cut(text: str, ends: Sequence[str]) -> tuple[str, str | None]:
-    """Returns the part of `text` before the first of `ends`, and that end; all of it, and None, if it holds none."""
+    """Returns (the part of `text` before the first of `ends`, that end); (`text`, None) if it has none of them."""
     place = first_of(ends, text)
     if place is None:
         return text, None
@@ -96,7 +98,7 @@ def _cut(text: str, ends: Sequence[str]) -> tuple[str, str | None]:
 
 
 def settled(text: str, ends: Sequence[str]) -> str:
-    """Returns `text` without a possible beginning of one of `ends`, or of a letter."""
+    """Returns `text` without an end that may be the beginning of one of `ends`, or an incomplete character."""
     text = text.rstrip(UNFINISHED)
     for length in range(min(max(map(len, ends), default=1) - 1, len(text)), 0, -1):
         if any(end.startswith(text[-length:]) for end in ends):
@@ -105,7 +107,7 @@ def settled(text: str, ends: Sequence[str]) -> str:
 
 
 class AnswerPieces:
-    """The pieces of one answer, as one client gets them. `choice`: the number of the answer."""
+    """Cuts one answer into pieces for one client, while it is sampled. `choice`: the answer's number in the reply."""
 
     def __init__(self, reader: AnswerReader, choice: int, prompt_tokens: int) -> None:
         self._reader = reader
@@ -115,16 +117,16 @@ class AnswerPieces:
         self._tokens: list[int] = []
 
     def next(self, part: SampledPart) -> Delta | None:
-        """Returns the new part, None if there is none. Raises RequestRefused if the answer differs from the part
-        already sent.
-        """
+        """Returns the piece of `part` (the answer so far) that was not sent yet; None if it has no new tokens. Raises
+        RequestRefused if the answer differs from the text already sent."""
         if len(part.tokens) <= len(self._tokens):
             return None
         reading = self._reader.read(part.tokens.tolist(), False)
         return self._delta(part, reading.thinking, reading.content, None)
 
     def last(self, answer: ServiceAnswer) -> Delta:
-        """Returns the new part of the whole answer. Raises RequestRefused if it differs from the part already sent."""
+        """Returns the last piece, with the whole answer. Raises RequestRefused if it differs from the text already
+        sent."""
         return self._delta(answer.sequence, answer.thinking, answer.content, answer)
 
     def _delta(self, part: SampledPart, thinking: str, content: str, answer: ServiceAnswer | None) -> Delta:
@@ -147,8 +149,9 @@ class AnswerPieces:
 
 
 def more_of(sent: str, now: str, whole: bool) -> str:
-    """Returns the part of `now` after the sent text. Unless it is the `whole` text, it may lack the end of the sent
-    text: more is held back then. Raises RequestRefused if it is another text."""
+    """Returns the end of `now` that comes after the text `sent`. Unless `now` is the `whole` text, it may be shorter
+    than `sent`, because more is held back: then returns "". Raises RequestRefused if `now` does not begin with
+    `sent`."""
     if not whole and sent.startswith(now):
         return ""
     if not now.startswith(sent):
@@ -157,7 +160,7 @@ def more_of(sent: str, now: str, whole: bool) -> str:
 
 
 def changed() -> RequestRefused:
-    """Returns the error of a stream that cannot be continued."""
+    """Returns the refusal that ends a stream because the answer is no longer the one that was partly sent."""
     return RequestRefused(
         "the answer is another one than its first pieces: the replica that sampled them failed, or it is malformed; "
         "send the request again",

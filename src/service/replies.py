@@ -1,4 +1,4 @@
-"""Replies over HTTP: how they are written, and who still waits for them."""
+"""Replies over HTTP that know whether their client is still connected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 
 class EventReply(StreamingResponse):
-    """Server-sent events. However it ends, it ends the sampling for it."""
+    """A reply of server-sent events. When it ends, also by an error or a disconnect, it closes `source`, the generator
+    that samples for it."""
 
     def __init__(self, texts: AsyncIterator[str], source: AsyncGenerator[Delta, None], headers: dict[str, str]) -> None:
         super().__init__(texts, media_type="text/event-stream", headers={**headers, "cache-control": "no-cache"})
@@ -31,7 +32,7 @@ class EventReply(StreamingResponse):
 
 
 class DeliveredReply(Response):
-    """A reply that calls `delivered` once it was handed whole to an open connection."""
+    """A reply that calls `delivered` once the whole reply was handed to a connection that is still open."""
 
     def __init__(self, reply: Response, delivered: Callable[[], None]) -> None:
         super().__init__()
@@ -61,7 +62,8 @@ class DeliveredReply(Response):
 
 
 async def until_disconnected(request: Request, work: Coroutine[object, object, T]) -> T:
-    """Returns the result of `work`, which ends when the client leaves: it is sampled for no other reason."""
+    """Returns the result of `work`. If the client disconnects first, cancels `work`, which only this client needs, and
+    raises RequestRefused (499)."""
     task = asyncio.ensure_future(work)
     disconnect = asyncio.ensure_future(_disconnected(request.receive))
     try:

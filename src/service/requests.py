@@ -35,8 +35,8 @@ class RequestRefused(Exception):
         code: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        """`param`: the part of the body that is refused. `code`: a word for programs. `retry_after_s`: when the same
-        request may be served."""
+        """`param`: the field of the body that is refused. `code`: a word by which programs recognise the reason.
+        `retry_after_s`: seconds after which the same request may be served."""
         super().__init__(message)
         self.message = message
         self.status = status
@@ -46,8 +46,8 @@ class RequestRefused(Exception):
 
 
 def count_of(text: str) -> int | None:
-    """Returns the number that a client wrote in decimal digits of ASCII; None: it is none, or has too many digits.
-    (`str.isdigit` takes digits that `int` refuses, and `int` refuses very long numbers.)"""
+    """Returns the number that a client wrote in decimal digits (ASCII); None if `text` is no such number, or is too
+    long. (`str.isdigit` accepts digits that `int` refuses, and `int` refuses very long numbers.)"""
     if COUNT.fullmatch(text):
         return int(text)
     return None
@@ -55,7 +55,7 @@ def count_of(text: str) -> int | None:
 
 @dataclass(frozen=True)
 class ServedModels:
-    """The model behind the service, under its names."""
+    """The model that the service serves, and all names by which clients may request it."""
 
     names: tuple[str, ...]
     """The names by which clients request it: `policy`, and the name of its commit."""
@@ -65,7 +65,7 @@ class ServedModels:
     """Number of token ids that the model can read; its tokenizer may have more."""
 
     def check(self, name: str) -> None:
-        """Raises RequestRefused for a model that is not there."""
+        """Raises RequestRefused if `name` is no name of the served model."""
         if name not in self.names:
             names = ", ".join(self.names)
             raise RequestRefused(
@@ -95,24 +95,24 @@ class TurnRequest:
 
     @property
     def is_prompt(self) -> bool:
-        """True: it is no conversation, but a prompt (`/v1/completions`)."""
+        """True for a plain prompt, text or token ids (`/v1/completions`); False for a conversation."""
         return self.text is not None or self.ids is not None
 
     @property
     def param(self) -> str:
-        """The part of a body that has it."""
+        """The field of the body that holds the prompt, for refusals."""
         if self.is_prompt:
             return "prompt"
         return "messages"
 
     @property
     def options(self) -> str:
-        """How to sample its answers; a retry has the same options."""
+        """The number of answers and the requested max_tokens, stop and seed, as JSON; a retry has the same options."""
         return to_json([self.n, self.params.max_tokens, self.params.stop, self.params.seed])
 
     @property
     def sameness(self) -> tuple[object, ...]:
-        """Everything that a retry has in common with the repeated request."""
+        """A value that is equal for a request and its retries, and differs for other requests."""
         if self.ids is None or self.text is not None:
             prompt: object = self.text
         else:
@@ -122,7 +122,7 @@ class TurnRequest:
 
 @dataclass(frozen=True)
 class ServiceAnswer:
-    """A whole answer."""
+    """A whole answer to a request, in the form that all dialects read."""
 
     choice: int
     """Its number."""
@@ -139,32 +139,32 @@ class ServiceAnswer:
 
     @property
     def content(self) -> str:
-        """Its text without thinking and tool calls."""
+        """The text of the answer, without thinking and tool calls."""
         return self.sequence.message["content"]
 
     @property
     def thinking(self) -> str:
-        """Its thinking."""
+        """The thinking in the answer; "" if there is none."""
         return self.sequence.message.get("thinking", "")
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens that were sampled."""
+        """The sampled tokens of the answer."""
         return self.sequence.tokens.tolist()
 
     @property
     def logprobs(self) -> list[float]:
-        """Their log-probabilities."""
+        """The log-probability of each sampled token."""
         return self.sequence.logprobs.tolist()
 
     @property
     def tool_calls(self) -> Sequence[ToolCall]:
-        """The tools that it calls."""
+        """The tool calls in the answer."""
         return self.sequence.message.get("tool_calls", ())
 
     @property
     def versions(self) -> tuple[int, int]:
-        """The oldest and the newest version that sampled a token of it."""
+        """The oldest and the newest version that sampled a token of the answer."""
         versions = [span.identity.version for span in self.sequence.spans]
         return min(versions, default=0), max(versions, default=0)
 

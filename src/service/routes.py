@@ -89,8 +89,8 @@ ADMIN_ALONE = ("/export", "/reward")
 
 
 def add_routes(app: FastAPI, routes: Iterable[Route], functions: object, **options: Any) -> None:
-    """Adds routes to an app. `functions` has a method of the name of each one's function. (The name of a model may hold
-    slashes.)"""
+    """Adds `routes` to an app. Each is answered by the method of `functions` with the name `route.function`. (The name
+    of a model may have slashes.)"""
     for route in routes:
         if route.function:
             path = route.path.replace("{name}", "{name:path}")
@@ -98,7 +98,8 @@ def add_routes(app: FastAPI, routes: Iterable[Route], functions: object, **optio
 
 
 def in_session(path: str) -> tuple[str, str]:
-    """Returns the session of a path, "" for none, and the rest of the path."""
+    """Returns (session, rest) of a path: the name of the session in it and the path after that; ("", path) if it names
+    none."""
     if not path.startswith(SESSIONS):
         return "", path
     session, slash, rest = path.removeprefix(SESSIONS).partition("/")
@@ -106,7 +107,8 @@ def in_session(path: str) -> tuple[str, str]:
 
 
 def name_of(path: str) -> str:
-    """Returns a path as the table has it; `other` for an unknown one, and for the models by name."""
+    """Returns a path as the table of routes has it, with `{session}` for the session's name; "other" for paths that the
+    table does not have literally, such as unknown ones and single models."""
     session, rest = in_session(path)
     path = f"{SESSIONS}{{session}}{rest}" if session else path
     if path in CALLERS:
@@ -115,7 +117,8 @@ def name_of(path: str) -> str:
 
 
 def caller_of(method: str, path: str) -> Caller:
-    """Returns who may call a path. Unknown paths return 404 only to callers who may use the neighbouring routes."""
+    """Returns which callers may use a path. An unknown path counts like the routes next to it, so that only callers who
+    may use these get 404."""
     session, rest = in_session(path)
     if path.startswith(SIGNED):
         return "all"

@@ -17,14 +17,14 @@ Metrics = Annotated[dict[str, float], Field(max_length=256)]
 
 
 class OpenBody(Body):
-    """Opens a session."""
+    """The body of a request that opens a session."""
 
     problem: Annotated[str, Field(max_length=1024)] = ""
     """A name of the agent's task, which its export repeats."""
 
 
 class RewardBody(Body):
-    """A reward."""
+    """The body of a request that gives a reward."""
 
     value: float
     answer: Annotated[int, Field(ge=0, lt=2**53)] | None = None
@@ -33,27 +33,27 @@ class RewardBody(Body):
 
 
 class EndBody(Body):
-    """Ends a session."""
+    """The body of a request that ends a session."""
 
     reason: Annotated[str, Field(max_length=1024)] = "its agent ended it"
 
 
 class SessionRoutes:
-    """The functions behind the routes of sessions."""
+    """The functions behind the routes of sessions, one for each route."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
         self._registry = front.registry
 
     async def open(self, request: Request, body: OpenBody | None = None) -> JsonReply:
-        """Opens a session."""
+        """Opens a session. Returns its name, its key and its URLs."""
         opened = await self._front.open(body.problem if body else "")
         base = str(request.base_url).rstrip("/") + f"/sessions/{opened.name}"
         fields = {"session": opened.name, "key": opened.key, "floor": opened.floor}
         return JsonReply({**fields, "openai_base_url": f"{base}/v1", "anthropic_base_url": base})
 
     async def list(self) -> JsonReply:
-        """Lists the sessions that are there."""
+        """Lists all sessions that were not forgotten."""
         sessions = self._registry.book.sessions
         return JsonReply({"sessions": [session.summary() for session in sessions.values()]})
 
@@ -89,7 +89,7 @@ class SessionRoutes:
         )
 
     async def forget(self, session: str) -> JsonReply:
-        """Forgets a session that has ended."""
+        """Forgets a session that has ended, and removes its records."""
         self._registry.forget(session)
         return JsonReply({"session": session, "forgotten": True})
 

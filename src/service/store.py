@@ -66,7 +66,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Row:
-    """A record of `owner`: an object of JSON, and the bytes of the columns that it counts."""
+    """One row of the store: a JSON object (`head`), the bytes of its columns, and its `owner`, the key by which rows
+    are replaced and removed."""
 
     owner: str
     head: dict[str, Any]
@@ -74,8 +75,8 @@ class Row:
 
 
 class Store:
-    """The store in `directory`, of rows in `row_format` (a name and a number). `boot`: the name of the machine's start,
-    by default the true one. `open` comes first."""
+    """The sqlite store in `directory`; call `open` first. `row_format`: name and number of the format of its rows.
+    `boot`: the id of the machine's present boot (None: read from the system)."""
 
     def __init__(self, directory: Path, row_format: str, boot: str | None = None) -> None:
         self.path = directory / FILE
@@ -85,9 +86,9 @@ class Store:
         self._lock = -1
 
     def open(self) -> bool:
-        """Opens the store, which is empty where there was none. Returns True if the last rows may be missing, as the
-        machine was started again. Raises StorageFailed, also for one that another process holds, that is damaged, or
-        that has another format."""
+        """Opens the store, or makes an empty one. Returns True if its last rows may be missing, because the machine has
+        booted since they were written. Raises StorageFailed, also if another process holds the store, or if it is
+        damaged or of another format."""
         with storage_errors(self.path):
             make_directory(self.path.parent)
             self._lock = _locked(self.path.with_name(LOCK))
@@ -121,19 +122,19 @@ class Store:
         return base
 
     def rows(self) -> Iterator[Row]:
-        """Yields all rows in order. Raises StorageFailed for damage."""
+        """Yields all rows in order. Raises StorageFailed if a row is damaged."""
         with _store_errors(self.path):
             yield from _rows(self._opened_base(), self.path)
 
     def append(self, row: Row) -> None:
-        """Adds a row behind all others. Raises StorageFailed; the store is then as before."""
+        """Adds a row after all others. Raises StorageFailed; the store is then unchanged."""
         head = to_json(row.head)
         columns = row.owner, _checksum(head, row.columns), head, row.columns
         self._execute("INSERT INTO rows (owner, checksum, head, columns) VALUES (?, ?, ?, ?)", *columns)
 
     def put(self, row: Row) -> None:
-        """Replaces the row of an owner, which has one at most, at its place in the order, or adds it behind all others.
-        Raises StorageFailed; the store is then as before."""
+        """Replaces the row of `row.owner` at its place in the order, or adds the row after all others if the owner has
+        none (an owner has at most one row here). Raises StorageFailed; the store is then unchanged."""
         head = to_json(row.head)
         columns = _checksum(head, row.columns), head, row.columns, row.owner
         changed = self._execute("UPDATE rows SET checksum = ?, head = ?, columns = ? WHERE owner = ?", *columns)
@@ -141,15 +142,16 @@ class Store:
             self.append(row)
 
     def remove(self, owner: str) -> None:
-        """Removes all rows of an owner. Raises StorageFailed; the store is then as before."""
+        """Removes all rows of an owner. Raises StorageFailed; the store is then unchanged."""
         self._execute("DELETE FROM rows WHERE owner = ?", owner)
 
     def clear(self) -> None:
-        """Removes all rows. Raises StorageFailed; the store is then as before."""
+        """Removes all rows. Raises StorageFailed; the store is then unchanged."""
         self._execute("DELETE FROM rows")
 
     def note_boot(self) -> None:
-        """Records that the losses of this boot of the machine were dealt with. Raises StorageFailed."""
+        """Records that rows lost in an earlier boot of the machine were dealt with, so that `open` returns False until
+        the next boot. Raises StorageFailed."""
         self._execute("UPDATE meta SET value = ? WHERE key = 'boot'", self._boot)
 
     def _execute(self, statement: str, *values: object) -> sqlite3.Cursor:
@@ -157,7 +159,7 @@ class Store:
             return self._opened_base().execute(statement, values)
 
     def name_address(self, address: str) -> None:
-        """Tells other processes the address (`served_at`) of this process, which writes the store."""
+        """Writes the address of this process, which holds the store, where other processes read it by `served_at`."""
         os.pwrite(self._lock, f", at {address}".encode(), os.fstat(self._lock).st_size)
 
     @contextmanager
@@ -195,8 +197,9 @@ class Store:
 
 
 def read_copy(directory: Path, row_format: str) -> tuple[list[Row], bool]:
-    """Reads the store in `directory`, and changes no file: its rows, and whether the machine was started again since;
-    none where there is no store. Raises StorageFailed, also for one that cannot be read while a service holds it."""
+    """Returns the rows of the store in `directory`, and True if the machine has booted since they were written; ([],
+    False) if there is no store. Changes no file. Raises StorageFailed, also if a service holds the store so that it
+    cannot be read."""
     path = directory / FILE
     if not path.exists():
         return [], False
@@ -216,7 +219,8 @@ def read_copy(directory: Path, row_format: str) -> tuple[list[Row], bool]:
 
 
 def _readable(path: Path, lock: BinaryIO) -> str:
-    """Returns the address by which sqlite reads a store. Where no process holds it, none can until `lock` is closed."""
+    """Returns the URI by which sqlite can read a store without changing it. Takes a shared lock on `lock` if no process
+    holds the store: no process can then take it until `lock` is closed."""
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         whole = not path.with_name(f"{FILE}-wal").exists()  # else a process that was killed has left rows there
@@ -226,7 +230,8 @@ def _readable(path: Path, lock: BinaryIO) -> str:
 
 
 def served_at(directory: Path) -> str:
-    """Returns the address that was named by the process which writes the store in `directory`; "": there is none."""
+    """Returns the address that the process which holds the store in `directory` has named (`name_address`); "" if no
+    process holds the store."""
     path = directory / LOCK
     if path.exists():
         with path.open() as lock:
@@ -238,13 +243,13 @@ def served_at(directory: Path) -> str:
 
 
 def stamp(directory: Path) -> tuple[tuple[int, int], ...]:
-    """Returns the times and sizes of the files of the store in `directory`, which change with it."""
+    """Returns the times and sizes of the store's files, for comparison: they change when the store is written."""
     files = [path.stat() for path in (directory / FILE, directory / f"{FILE}-wal") if path.exists()]
     return tuple((file.st_mtime_ns, file.st_size) for file in files)
 
 
 def file_system(directory: Path) -> str:
-    """Returns the type of the file system of a directory; "": unknown."""
+    """Returns the type of the file system that holds a directory; "" if unknown."""
     kinds: dict[str, str] = {}
     for line in MOUNTS.read_text().splitlines():
         mount, _, rest = line.partition(" - ")
@@ -281,7 +286,8 @@ def _remedy(path: Path) -> str:
 
 
 def _locked(path: Path) -> int:
-    """Returns the lock file, held by this process. Raises OSError, and StorageFailed if another one holds it."""
+    """Locks the lock file `path` for this process, waiting for at most LOCK_S seconds, and returns its descriptor.
+    Raises OSError, and StorageFailed if another process holds the lock."""
     lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     until = time.monotonic() + LOCK_S
     while True:
@@ -308,7 +314,8 @@ def _locked(path: Path) -> int:
 
 @contextmanager
 def _store_errors(path: Path) -> Iterator[None]:
-    """Turns an error of sqlite in the block into StorageFailed (DiskFull for lack of space), which names `path`."""
+    """Turns an error of sqlite in the block into StorageFailed, or into DiskFull for lack of space; the error names
+    `path`."""
     try:
         yield
     except sqlite3.Error as error:

@@ -67,7 +67,8 @@ class _Console:
         self._reader = reader
 
     async def to_page(self) -> Response:
-        """Redirects the browser to the page, by a relative address: a proxy may serve the console below another path."""
+        """Redirects the browser to the page. The address is relative, because a proxy may serve the console below
+        another path."""
         return RedirectResponse(f"{CONSOLE.removeprefix('/')}/", headers=dict(HEADERS))
 
     async def page(self) -> Response:

@@ -188,7 +188,8 @@ class MessagesRequest(SampledBody):
 
 
 def _assistant(blocks: Sequence[Block], calls: dict[str, str]) -> Message:
-    """Returns the `blocks` as one message of the assistant. Adds the names of its tool calls to `calls`, by their ids."""
+    """Returns `blocks` as one message of the assistant. Adds the names of its tool calls to `calls`, by their ids.
+    Raises RequestRefused for a tool result."""
     message: Message = {"role": "assistant", "content": ""}
     for block in blocks:
         if isinstance(block, TextBlock):

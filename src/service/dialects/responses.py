@@ -254,7 +254,8 @@ class _Items:
         return [*self._added("reasoning_text", piece.thinking), *self._added("output_text", piece.content)]
 
     def finish(self, answer: ServiceAnswer) -> list[str]:
-        """Returns the events that end the open item, and then the events of an item for each tool call of the answer."""
+        """Returns the events that end the open item, and then the events of one further item for each tool call of the
+        answer."""
         if self._open or self.finished or answer.tool_calls:
             events = []
         else:

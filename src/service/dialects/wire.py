@@ -247,7 +247,7 @@ def spans_of(spans: Sequence[VersionSpan]) -> list[dict[str, object]]:
 
 
 class Used:
-    """Counts the tokens of `answers`, and finds their oldest and newest version. `n`: number of answers to each prompt."""
+    """Counts the tokens of `answers`, and finds their oldest and newest version. `n`: answers to each prompt."""
 
     def __init__(self, answers: Sequence[ServiceAnswer] = (), n: int = 1) -> None:
         self.prompt = sum({answer.choice // n: len(answer.prompt) for answer in answers}.values())

@@ -21,7 +21,7 @@ BucketKey = tuple[str, int, str]
 
 
 class ChainPoint:
-    """The end of a chain of messages."""
+    """A chain of messages, named by its last message: the messages from the first one up to this point's own."""
 
     __slots__ = ("_calls", "_content", "_name", "_role", "after", "answers", "before", "message", "newest", "prompts")
 
@@ -54,28 +54,28 @@ class ChainPoint:
         )
 
     def next(self, message: Message) -> ChainPoint | None:
-        """Returns the point with one message more; None where it is new."""
+        """Returns the point of the chain that continues this one with `message`; None if there is no such chain yet."""
         if self.newest is None or self.newest.ends_with(message):
             return self.newest
         points = self.after.get(_bucket(message), ())
         return next((point for point in points if point.ends_with(message)), None)
 
     def add(self, message: Message) -> ChainPoint:
-        """Makes the point with one message more, which is new."""
+        """Adds and returns a new point, for the chain that continues this one with `message`."""
         self.newest = ChainPoint(message, self)
         self.after.setdefault(_bucket(message), []).append(self.newest)
         return self.newest
 
 
 class MessageChains:
-    """All chains of one session."""
+    """All chains of messages of one session, as a tree of points for each set of tools."""
 
     def __init__(self) -> None:
         self._tops: list[tuple[list[ToolSpec], ChainPoint]] = []
 
     def walk(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[ChainPoint]:
-        """Returns the points of the longest known chain that begins `messages`, from the point before the first message
-        on; none if the tools are new."""
+        """Returns the points of the longest known chain with which `messages` begin, in order; the first one is the
+        point before the first message. Returns none if no conversation has these tools."""
         top = next((point for top_tools, point in self._tops if top_tools == list(tools)), None)
         if top is None:
             return []
@@ -90,8 +90,8 @@ class MessageChains:
     def extend(
         self, point: ChainPoint | None, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
     ) -> ChainPoint:
-        """Returns the point of the chain of `point` with `messages` after it, which is made where it is new. None: the
-        chain begins with them, and has these tools."""
+        """Returns the point of the chain that continues `point` with `messages`; makes missing points. `point` None:
+        the chain begins with `messages`, in a conversation with `tools`."""
         if point is None:
             path = self.walk((), tools)
             if not path:

@@ -3,8 +3,8 @@
     attempt 1   0 -- 1 -- 2 -- 3 -- 4      versions 3 and 4 of attempt 1 are given up:
     attempt 2             2 -- 3 -- 4 --   attempt 2 began with version 2, and has its own
 
-A version's number does not show that. When an attempt begins with a version, all later weights of earlier attempts are
-given up, however far the run comes later.
+A version's number does not tell whether its weights were given up. When an attempt begins with a version, all later
+versions of earlier attempts are given up for ever.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ AttemptStart = tuple[int, int]
 
 
 class RunHistory:
-    """The attempts of a run that led to its newest weights."""
+    """The attempts of a run, each with the version with which it began."""
 
     def __init__(self, starts: Iterable[AttemptStart] = ()) -> None:
         self._starts = dict(starts)
 
     def begin(self, attempt: int, version: int) -> None:
-        """Records that an attempt begins with a version."""
+        """Records that `attempt` begins with `version`."""
         self._starts[attempt] = version
 
     def given_up(self, attempt: int, version: int) -> str | None:
-        """Returns why a version of an attempt is not in this history; None if it is."""
+        """Returns why the weights `version` of `attempt` were given up by a later attempt; None if they were not."""
         for later, begins in self._starts.items():
             if attempt < later and begins < version:
                 return f"attempt {later} of the run began with version {begins}, before version {version} of {attempt}"
         return None
 
     def of(self, identities: Iterable[WeightIdentity]) -> str | None:
-        """Returns why some of these weights are not in this history; None if all are."""
+        """Returns why some of these weights were given up; None if none were."""
         reasons = (self.given_up(identity.attempt, identity.version) for identity in identities)
         return next((reason for reason in reasons if reason), None)

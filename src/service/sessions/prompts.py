@@ -1,4 +1,4 @@
-"""Finds the place in a session of a prompt that is no conversation, such as one of `/v1/completions`.
+"""Finds where in a session a plain prompt (text or token ids, as of `/v1/completions`) continues.
 
     text    "Q: 2+2" "= 4" " Q: 3"      the longest beginning that the session has, as text, up to an answer
                |       |      |
@@ -28,8 +28,8 @@ Ids = npt.NDArray[np.int32]
 
 
 def asked_before(tree: SessionTree, text: str, options: str, tokenizer: Tokenizer) -> Ids | None:
-    """Returns the tokens of a prompt of this text that was answered, and asked for, as a retry asks for it; None where
-    there is none. The session may have grown since, so that the text would find another place now."""
+    """Returns the tokens of an earlier, answered prompt with this `text` and these sampling `options`, for a retry;
+    None if there is none. (The session may have grown since, so that `prompt_ids` could give other tokens now.)"""
     for prompt, behind in _text_prompts(tree, text, tokenizer):
         if not behind and any(earlier == options for earlier, _ in tree.nodes[prompt].turns):
             return tree.path_tokens(prompt)
@@ -37,8 +37,8 @@ def asked_before(tree: SessionTree, text: str, options: str, tokenizer: Tokenize
 
 
 def prompt_ids(tree: SessionTree, text: str, tokenizer: Tokenizer) -> Ids:
-    """Returns the tokens of a prompt: the session's tokens for its beginning, if that has any of its answers, and the
-    tokenizer's for the rest."""
+    """Returns the tokens of a prompt with this `text`: for the longest beginning that the session has, up to an answer
+    or a part of one, the session's own tokens; for the rest, or if there is none, the tokenizer's."""
     longest = 0
     ids = np.empty(0, np.int32)
     rest = text
@@ -59,9 +59,9 @@ def prompt_ids(tree: SessionTree, text: str, tokenizer: Tokenizer) -> Ids:
 
 
 def match_ids(tree: SessionTree, ids: Ids) -> Match:
-    """Finds the answer that a prompt continues: the one with most tokens up to its end; of several equal ones, one that
-    the client has. `matched` counts tokens. An answer without its last token also matches: clients do not see the token
-    that ended it."""
+    """Finds the answer that a prompt `ids` continues: the longest path of the tree, ending in an answer, with which
+    `ids` begin; of equal ones, one that the client has. `matched` counts tokens. For `echo`, an answer also counts
+    without its last token, because clients do not see the token that ended it."""
     best = ROOT
     matched = 0
     cut = (0, ROOT)
@@ -88,14 +88,14 @@ def match_ids(tree: SessionTree, ids: Ids) -> Match:
 
 
 def is_prompt(tree: SessionTree, node: int) -> bool:
-    """Returns True for a node that is the prompt of `/v1/completions`."""
+    """Returns True if a node is a plain prompt (of `/v1/completions`), not of a conversation."""
     message = tree.nodes[node].point.message
     return tree.nodes[node].message is None and message is not None and message["role"] == PROMPT
 
 
 def text_behind(tree: SessionTree, match: Match, text: str | None, ids: Ids, tokenizer: Tokenizer) -> str:
-    """Returns the text of a prompt after the answer that it continues, as its client wrote it. For a prompt of token
-    ids, or one that continues a conversation, it is the text of the tokens."""
+    """Returns the text of a prompt after the answer that it continues, as the client wrote it. If the prompt is given
+    as token ids (`text` None) or continues a conversation, returns the text of its tokens after that answer."""
     before = ""
     node = match.node
     while text is not None and node != ROOT:
@@ -112,7 +112,8 @@ def text_behind(tree: SessionTree, match: Match, text: str | None, ids: Ids, tok
 
 
 def _text_prompts(tree: SessionTree, text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, str]]:
-    """Yields each prompt up to which the session has the beginning of a text, with the rest of the text."""
+    """Yields (prompt node, rest): each plain prompt of the session with which `text` begins (with all prompts and
+    answers before it), and the rest of `text` after it."""
     open_ends = [(node, text) for node in _beginnings(tree)]
     while open_ends:
         node, rest = open_ends.pop()
@@ -128,7 +129,8 @@ def _text_prompts(tree: SessionTree, text: str, tokenizer: Tokenizer) -> Iterato
 
 
 def _beginning(tokens: Ids, answer_text: str, text: str, tokenizer: Tokenizer) -> tuple[int, int]:
-    """Returns how many tokens, and how many letters, of an answer that reads `answer_text` a text begins with."""
+    """Returns (tokens, characters): how much of an answer the `text` begins with. `tokens`: the answer's tokens;
+    `answer_text`: their text."""
     if text.startswith(answer_text):
         return len(tokens), len(answer_text)
     matching_chars = next(
@@ -143,7 +145,7 @@ def _beginning(tokens: Ids, answer_text: str, text: str, tokenizer: Tokenizer) -
 
 
 def _beginnings(tree: SessionTree) -> list[int]:
-    """Returns the prompts that begin without any tokens before them."""
+    """Returns the nodes of prompts that begin a strand with no tokens before it."""
     return [strand.nodes[0] for strand in tree.strands if strand.origin == ROOT]
 
 

@@ -26,7 +26,7 @@ FORMAT = "sessions 1"
 
 @dataclass(frozen=True)
 class SessionOpened:
-    """A session begins."""
+    """A session was opened."""
 
     session: str
     at: float
@@ -43,7 +43,7 @@ class SessionOpened:
 
 @dataclass(frozen=True, eq=False)
 class TurnAnswered:
-    """A request was answered."""
+    """A request was answered: the turn with its answers."""
 
     session: str
     at: float
@@ -52,7 +52,7 @@ class TurnAnswered:
 
 @dataclass(frozen=True)
 class AnswersDelivered:
-    """A client has these answers."""
+    """The client has received the answers `nodes`."""
 
     session: str
     at: float
@@ -61,7 +61,7 @@ class AnswersDelivered:
 
 @dataclass(frozen=True)
 class RewardGiven:
-    """The owner's reward for a turn, or for the whole session. A later record for the same replaces it."""
+    """A reward from the owner, for an answer or for the whole session. A later record for the same replaces it."""
 
     session: str
     at: float
@@ -73,7 +73,7 @@ class RewardGiven:
 
 @dataclass(frozen=True)
 class SessionEnded:
-    """No turn may begin from here on."""
+    """A session has ended: no turn may begin after this record."""
 
     session: str
     at: float
@@ -85,7 +85,7 @@ PLAIN = {kind.__name__: kind for kind in (SessionOpened, AnswersDelivered, Rewar
 
 
 def encode(record: SessionRecord) -> Row:
-    """Returns a record as a row of its session."""
+    """Returns a record as a row, with the session's name as its owner."""
     if not isinstance(record, TurnAnswered):
         return Row(record.session, {"kind": type(record).__name__, **vars(record)})
     columns: list[npt.NDArray[Any]] = [record.turn.prompt]
@@ -95,7 +95,7 @@ def encode(record: SessionRecord) -> Row:
 
 
 def decode(row: Row) -> SessionRecord:
-    """Returns the record of the row that `encode` made."""
+    """Returns the record in a row that `encode` made."""
     head = dict(row.head)
     kind = head.pop("kind")
     if kind == TurnAnswered.__name__:

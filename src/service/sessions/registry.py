@@ -44,9 +44,10 @@ DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class SessionRegistry:
-    """All sessions of one service. `sampling`: how all answers are sampled. `clock`: seconds that continue over a
-    restart. `max_steps_off_policy`: the bound on the age of tokens (None: nothing is trained). `history`: the history
-    of the run's weights (None: nothing is ever given up). `store`: None: no session outlives this process."""
+    """All sessions of one service. `sampling`: the sampling parameters of all answers. `clock`: seconds that continue
+    over a restart of the service. `max_steps_off_policy`: the bound on the age of tokens (None: no bound, as nothing
+    is trained). `history`: the history of the run's weights (None: no weights are given up). `store`: keeps sessions
+    over a restart (None: they end with this process)."""
 
     def __init__(
         self,
@@ -68,8 +69,8 @@ class SessionRegistry:
         self.book = SessionBook()
 
     def restore(self) -> int:
-        """Opens the store and continues its sessions; called once, before any other verb. Returns how many there are.
-        Raises StorageFailed."""
+        """Opens the store and restores its sessions; must be called once, before any other method. Returns the number
+        of sessions. Raises StorageFailed."""
         if self._store is not None:
             lost = self._store.open()
             for row in self._store.rows():
@@ -92,8 +93,9 @@ class SessionRegistry:
     # ---- verbs of those who own a session
 
     def open(self, session: str, floor: int, problem: str = "", attempt: int = 0) -> None:
-        """Opens a session. `floor`: the lowest version that a live replica has acknowledged; `attempt` made it. Raises
-        BadInput for a name that is taken."""
+        """Opens a session. `floor`: the lowest version that a live replica has acknowledged; `attempt`: the run's
+        attempt that made that version. `problem`: the name of the agent's task. Raises BadInput if the name
+        `session` is taken."""
         if session in self.book.sessions:
             raise BadInput(f"a session {session!r} is there already; expected another name")
         self._write(SessionOpened(session, self._clock(), floor, self._sampling.temperature, problem, attempt))
@@ -105,9 +107,9 @@ class SessionRegistry:
         node: int | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Takes a reward for an answer, or for the whole session, ended or not. A second one for the same replaces
-        the first, so that a request may be repeated. Raises BadInput, and SessionClosed where there is
-        no such session."""
+        """Records a reward for the answer `node`, or for the whole session (None), which may have ended. A second
+        reward for the same replaces the first, so that a request may be repeated. Raises BadInput, and SessionClosed
+        if there is no such session."""
         agent_session = self._session(session)
         if not math.isfinite(value):
             raise BadInput(f"session {session} was given the reward {value}; expected a finite number")
@@ -116,8 +118,8 @@ class SessionRegistry:
         self._write(RewardGiven(session, self._clock(), float(value), node, dict(metrics or {})))
 
     async def end(self, session: str, reason: str) -> None:
-        """Ends a session, and cancels its turns that are being sampled. Does nothing where it has ended. Raises
-        SessionClosed where there is no such session."""
+        """Ends a session, and cancels its turns that are being sampled. Does nothing if it has already ended. Raises
+        SessionClosed if there is no such session."""
         agent_session = self._session(session)
         self._end(agent_session, reason)
         await _cancel(agent_session)
@@ -128,16 +130,16 @@ class SessionRegistry:
         return self._ended_session(session, "exported").export(self._max_steps_off_policy)
 
     def forget(self, session: str) -> None:
-        """Removes a session that has ended: its trajectory is kept elsewhere, or not wanted. Raises BadInput while it
-        is open, and SessionClosed where there is no such session."""
+        """Removes a session that has ended, with its records; its trajectory can no longer be exported. Raises BadInput
+        while the session is open, and SessionClosed if there is no such session."""
         self._ended_session(session, "forgotten")
         if self._store is not None:
             self._store.remove(session)
         del self.book.sessions[session]
 
     async def sweep(self) -> list[str]:
-        """Ends expired sessions and sessions without an agent; forgets sessions that ended long ago. Returns the names
-        of the sessions that it ended."""
+        """Ends sessions that are open for too long or silent for too long; forgets sessions that ended long ago.
+        Returns the names of the sessions that it ended."""
         now = self._clock()
         names = []
         for name, session in list(self.book.sessions.items()):
@@ -158,13 +160,13 @@ class SessionRegistry:
         return names
 
     async def attempt_begins(self, attempt: int, version: int) -> None:
-        """Ends all sessions with weights that the run gives up, as it begins an attempt with a version."""
+        """Records that `attempt` begins with `version`, and ends all sessions that have weights given up by it."""
         self._history.begin(attempt, version)
         for session in self._end_given_up():
             await _cancel(session)
 
     def _end_given_up(self) -> list[AgentSession]:
-        """Ends sessions with weights that are given up. Returns them."""
+        """Ends all sessions that have given-up weights. Returns them."""
         sessions = []
         for session in self.book.sessions.values():
             reason = self._given_up(session)
@@ -174,7 +176,7 @@ class SessionRegistry:
         return sessions
 
     def _given_up(self, session: AgentSession) -> str | None:
-        """Returns why the floor of a session, or any of its tokens, is not in the run's history; None if all are."""
+        """Returns why the weights of a session's floor, or of any of its tokens, were given up; None if none were."""
         floor = session.opened.attempt, session.opened.floor
         reason = self._history.given_up(*floor) or self._history.of(session.tree.weights)
         return reason and f"stale: {reason}"
@@ -182,8 +184,8 @@ class SessionRegistry:
     # ---- verbs of agents
 
     async def turn(self, session: str, request: TurnRequest, on_part: OnPart | None = None) -> AnsweredTurn:
-        """Answers a request, and calls `on_part` meanwhile. Raises SessionClosed, RequestRefused, and errors of the
-        sampler and the store."""
+        """Answers a request; a retry gets the stored answers, or the turn that is being sampled for it. Calls `on_part`
+        with parts of new answers. Raises SessionClosed, RequestRefused, and errors of the sampler and the store."""
         agent_session = self._session(session)
         agent_session.heard = self._clock()
         check_request(request)
@@ -212,8 +214,8 @@ class SessionRegistry:
         return _answered(agent_session, params, await self._wait(agent_session, running, on_part))
 
     def delivered(self, session: str, nodes: Sequence[int]) -> None:
-        """Records that the client has these answers. Does nothing if the session is gone: it was exported before this
-        was known."""
+        """Records that the client has received the answers `nodes`. Does nothing if there is no such session (any
+        more)."""
         agent_session = self.book.sessions.get(session)
         if agent_session is not None:
             self._deliver(agent_session, nodes)
@@ -221,7 +223,8 @@ class SessionRegistry:
     # ---- a turn, step by step
 
     def _admit(self, session: AgentSession) -> None:
-        """Raises SessionClosed where no turn may begin, and ends a session that has come to a limit."""
+        """Raises SessionClosed if no turn may begin. Ends the session first if it has reached a limit or has given-up
+        weights."""
         if session.end_record is None:
             reason = session.limit_reached(self._limits, self._clock()) or self._given_up(session)
             if reason is not None:
@@ -231,7 +234,8 @@ class SessionRegistry:
             raise SessionClosed(session.opened.session, session.end_record.reason)
 
     def _begin(self, session: AgentSession, placed: PlacedTurn, stream: bool) -> RunningTurn:
-        """Starts to sample the answers to a turn."""
+        """Starts a task that samples the answers to a turn, and returns the running turn. `stream`: callers get parts
+        of answers."""
         callers: list[OnPart | None] = []
         task = asyncio.ensure_future(self._sample(session, placed, callers, stream))
         running = RunningTurn(placed.request, task, callers)
@@ -246,7 +250,8 @@ class SessionRegistry:
         return running
 
     def _params(self, session: AgentSession, request: TurnRequest) -> SamplingParams:
-        """Returns how the answers to a request are sampled."""
+        """Returns the sampling parameters for a request: the run's, with the request's seed, its stop strings and
+        tokens added, and the smaller `max_tokens`."""
         run = self._sampling
         theirs = request.params
         return replace(
@@ -258,14 +263,15 @@ class SessionRegistry:
         )
 
     def _overrules(self, params: SamplingParams) -> bool:
-        """Returns True for a request that asks for another distribution than the run's, which training has to know."""
+        """Returns True if a request asks for another sampling distribution than the run's, which it will not get:
+        training must know the distribution."""
         return any(getattr(params, n) not in (getattr(USUAL, n), getattr(self._sampling, n)) for n in DISTRIBUTION)
 
     async def _sample(
         self, session: AgentSession, placed: PlacedTurn, callers: Sequence[OnPart | None], stream: bool
     ) -> tuple[int, ...]:
-        """Samples all answers of a turn and records them. Where one fails, none is recorded; where one has weights that
-        the session may not have, the session ends. Raises SessionClosed then."""
+        """Samples all answers of a turn and records them; returns their nodes. If one fails, none is recorded. If one
+        has weights that the session may not have, ends the session and raises SessionClosed."""
 
         def on_part(placed: PlacedTurn, number: int, part: SampledPart) -> None:
             if not part.spans or self._unfit(session, part.spans):
@@ -292,7 +298,8 @@ class SessionRegistry:
         return self._write(TurnAnswered(name, self._clock(), replace(placed.turn, answers=tuple(answers))))
 
     def _unfit(self, session: AgentSession, spans: Sequence[VersionSpan]) -> str | None:
-        """Returns why a session may not have an answer of these weights; None if it may."""
+        """Returns why a session may not have an answer with tokens of the weights in `spans` (below its floor, given
+        up, or too old); None if it may."""
         floor = session.opened.floor
         first = min(span.identity.version for span in spans)
         if first < floor:
@@ -304,7 +311,8 @@ class SessionRegistry:
         return too_old(first if oldest is None else oldest, spans[0].identity.version, self._max_steps_off_policy)
 
     async def _wait(self, session: AgentSession, running: RunningTurn, on_part: OnPart | None) -> tuple[int, ...]:
-        """Waits for a turn that may have other callers too. Raises SessionClosed if it was cancelled."""
+        """Waits until a running turn is answered, and returns its nodes; several callers may wait for one turn. Raises
+        SessionClosed if the turn was cancelled because its session ended."""
         running.callers.append(on_part)
         try:
             return await asyncio.shield(running.task)
@@ -330,7 +338,7 @@ class SessionRegistry:
         return self.book.sessions[session]
 
     def _write(self, record: SessionRecord) -> tuple[int, ...]:
-        """Stores a record, and then applies it."""
+        """Writes a record to the store, and then applies it to the session. Returns the nodes of the answers in it."""
         if self._store is not None:
             self._store.append(encode(record))
         return self.book.apply(record)
@@ -351,7 +359,7 @@ def _answered(session: AgentSession, params: SamplingParams, nodes: tuple[int, .
 
 
 async def _cancel(session: AgentSession) -> None:
-    """Cancels the turns of a session that are being sampled, and waits until they are."""
+    """Cancels the turns of a session that are being sampled, and waits until they have ended."""
     tasks = [running.task for running in session.running]
     for task in tasks:
         task.cancel()
@@ -359,6 +367,7 @@ async def _cancel(session: AgentSession) -> None:
 
 
 def _running_retry(session: AgentSession, request: TurnRequest) -> RunningTurn | None:
-    """Returns the running turn that a retry means: one without its caller, if there is one."""
+    """Returns the running turn of an equal request, which a retry repeats: if there are several, the one with the
+    fewest waiting callers; None if there is none."""
     same = [running for running in session.running if running.request.sameness == request.sameness]
     return min(same, key=lambda running: len(running.callers), default=None)

@@ -53,7 +53,7 @@ class SessionLimits:
 
 @dataclass(frozen=True, eq=False)
 class ExportedTurn:
-    """One answer with its prompt, as `TrajectoryBuilder.ask` and `answer` take them."""
+    """One answer with its prompt, in the form that `TrajectoryBuilder.ask` and `answer` take."""
 
     prompt: npt.NDArray[np.int32]
     """The whole prompt; if it `follows`, the part after the answer before."""
@@ -76,7 +76,7 @@ class ExportedTurn:
 
 @dataclass(frozen=True, eq=False)
 class SessionExport:
-    """The worth of an ended session to training."""
+    """The training data of an ended session: its turns, reward and metrics."""
 
     problem: str
     temperature: float
@@ -90,7 +90,7 @@ class SessionExport:
 
 @dataclass
 class RequestCounts:
-    """Counts requests of one session in this process."""
+    """Counts special requests of one session, since this process began."""
 
     retries: int = 0
     """Retries that got a stored answer, or one that was being sampled."""
@@ -112,7 +112,7 @@ class RunningTurn:
 
 @dataclass
 class AgentSession:
-    """The sum of a session's records, and the turns that this process samples for it."""
+    """The state of a session, which follows from its records, and the turns that this process is sampling for it."""
 
     opened: SessionOpened
     tree: SessionTree = field(default_factory=SessionTree)
@@ -127,7 +127,7 @@ class AgentSession:
     running: list[RunningTurn] = field(default_factory=list)
 
     def apply(self, record: TurnAnswered | AnswersDelivered | RewardGiven | SessionEnded) -> tuple[int, ...]:
-        """Takes the next record. Returns the nodes of the answers that it brings."""
+        """Applies the next record to the session. Returns the nodes of the answers in it."""
         self.last = record.at
         match record:
             case TurnAnswered():
@@ -142,12 +142,12 @@ class AgentSession:
         return ()
 
     def is_answer(self, node: int) -> bool:
-        """Returns True if a node is one of the session's answers."""
+        """Returns True if `node` is an answer of this session."""
         return 0 <= node < len(self.tree.nodes) and self.tree.nodes[node].message is not None
 
     def stored(self, match: Match, options: str) -> tuple[int, ...] | None:
-        """Returns the answers that a retry of a request means: the oldest that were not delivered, else the newest;
-        None where no such request was answered."""
+        """Returns the nodes of the stored answers for a retry. Of several equal requests: the oldest with no delivered
+        answer, else the newest. Returns None if no equal request (same prompt and `options`) was answered."""
         turns = [turn for prompt in match.same for turn in self.tree.nodes[prompt].turns]
         same = [nodes for earlier, nodes in turns if earlier == options]
         undelivered = [nodes for nodes in same if not self.tree.has_any(nodes)]
@@ -172,14 +172,14 @@ class AgentSession:
 
     @property
     def oldest_version(self) -> int | None:
-        """The version of its oldest token, from which its deadline counts; None: it has no answer yet."""
+        """The version of the session's oldest token, from which its deadline counts; None if it has no answer yet."""
         return min((weights.version for weights in self.tree.weights), default=None)
 
     def export(self, max_steps_off_policy: int | None = None) -> SessionExport:
-        """Returns its answers, a segment for each strand, and its rewards.
+        """Returns the session's answers, strand by strand (one segment each), and its rewards.
 
-        `max_steps_off_policy`: an answer with a token of a version beyond the session's deadline, as the weights moved
-        on while it was sampled, is not in the loss; None: there is no bound.
+        `max_steps_off_policy`: answers with a token of a version beyond the session's deadline are marked as out of
+        bound, and do not count in the loss (the weights moved on while they were sampled); None: there is no bound.
         """
         answers = [node for strand in self.tree.strands for node in strand.nodes if self.is_answer(node)]
         reward = sum(record.value for record in self.rewards.values())
@@ -211,7 +211,8 @@ class AgentSession:
         )
 
     def _reward_of(self, node: int, last: bool) -> float:
-        """Returns the rewards of an answer; the last answer also has the rewards of the whole session."""
+        """Returns the reward of the answer `node`. If it is the session's `last` answer, adds the reward of the whole
+        session."""
         places = (node, None) if last else (node,)
         return sum(record.value for place, record in self.rewards.items() if place in places)
 
@@ -223,7 +224,7 @@ class AgentSession:
         return metrics | {"session/undelivered": float(summary["answers"] - summary["delivered"])}
 
     def summary(self) -> dict[str, Any]:
-        """Describes the session as JSON values, while it may grow in another thread."""
+        """Describes the session as JSON values. Safe while another thread adds to the session."""
         answers = [node for node in list(self.tree.nodes) if node.message is not None]
         rewards = [record.value for record in list(self.rewards.values())]
         return {
@@ -244,13 +245,13 @@ class AgentSession:
 
 
 class SessionBook:
-    """All sessions that are there, as their records say."""
+    """All sessions that were not forgotten, by name, in the state that follows from their records."""
 
     def __init__(self) -> None:
         self.sessions: dict[str, AgentSession] = {}
 
     def apply(self, record: SessionRecord) -> tuple[int, ...]:
-        """Takes the next record. Returns the nodes of the answers that it brings."""
+        """Applies the next record to its session. Returns the nodes of the answers in it."""
         if isinstance(record, SessionOpened):
             self.sessions[record.session] = AgentSession(record, last=record.at)
             return ()

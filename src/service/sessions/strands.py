@@ -19,9 +19,8 @@ FIRST = 256
 
 
 class Strand:
-    """The tokens after node `origin` (-1: from the beginning), with log-probabilities: 0 for tokens that were not
-    sampled.
-    """
+    """A run of tokens that begins after the end of node `origin` (-1: at the beginning), with a log-probability for
+    each: 0 for tokens that were not sampled."""
 
     def __init__(self, origin: int) -> None:
         self.origin = origin
@@ -32,7 +31,8 @@ class Strand:
         self.logprobs = np.empty(FIRST, np.float32)
 
     def append(self, node: int, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32] | None) -> None:
-        """Appends the tokens of a node. Views of earlier tokens do not change: it writes only after them."""
+        """Appends the tokens of `node`. `logprobs` None: they were not sampled. Views of earlier tokens stay valid and
+        unchanged."""
         end = self.length + len(tokens)
         if end > len(self.tokens):
             room = np.empty(max(end, int(len(self.tokens) * GROWTH)) - len(self.tokens), np.int32)

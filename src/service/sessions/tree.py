@@ -50,7 +50,7 @@ class SampledAnswer:
 
 @dataclass(frozen=True, eq=False)
 class TurnGiven:
-    """One request with its answers: all that the tree grows by."""
+    """One request with its answers, as `SessionTree.add` takes it."""
 
     follows: int
     """The answer that its messages continue, or ROOT."""
@@ -69,7 +69,7 @@ class TurnGiven:
 
 @dataclass(slots=True, eq=False)
 class TreeNode:
-    """A prompt or an answer."""
+    """A node of the tree: a prompt or an answer."""
 
     parent: int
     """The node with the tokens before, or ROOT."""
@@ -97,7 +97,7 @@ class TreeNode:
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """Says where a request continues."""
+    """The place in a tree where a request continues."""
 
     node: int
     """The answer, or ROOT."""
@@ -127,7 +127,7 @@ class TreeCounts:
 
 
 class SessionTree:
-    """Prompts and answers of one session, each token once."""
+    """The prompts and answers of one session as a tree, each token kept once."""
 
     def __init__(self) -> None:
         self.nodes: list[TreeNode] = []
@@ -142,7 +142,8 @@ class SessionTree:
     # ---- reading
 
     def match(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Match:
-        """Finds the answer that a request continues. Of answers that read the same, one that the client has."""
+        """Finds the last answer in the conversation of a request that the tree has, from which the request continues.
+        Of answers with equal messages, it prefers one that was delivered to the client."""
         path = self._chains.walk(messages, tools)
         if len(path) == len(messages) + 1:
             same = tuple(path[-1].prompts)
@@ -161,7 +162,8 @@ class SessionTree:
     def render(
         self, match: Match, messages: Sequence[Message], tools: Sequence[ToolSpec], renderer: Renderer
     ) -> tuple[int, npt.NDArray[np.int32]]:
-        """Returns the node with the tokens that begin the prompt (ROOT: none), and the tokens after them."""
+        """Returns (node, tokens) for the prompt of a request: the node up to which the prompt's tokens are already kept
+        (ROOT: no token is), and the prompt's tokens after it."""
         if match.prompt is not None:
             return self.nodes[match.prompt].parent, self.tokens(match.prompt)
         if match.node == ROOT:
@@ -179,27 +181,27 @@ class SessionTree:
         return ROOT, prompt
 
     def answer(self, node: int) -> SampledAnswer:
-        """Returns an answer, its columns not copied."""
+        """Returns the answer at a node. Its arrays are views of the tree, not copies."""
         entry = self.nodes[node]
         assert entry.message is not None
         return SampledAnswer(entry.message, self.tokens(node), self.logprobs(node), entry.spans, entry.stop_reason)
 
     def tokens(self, node: int) -> npt.NDArray[np.int32]:
-        """Returns the tokens of a node alone, not copied."""
+        """Returns the tokens of this node only, as a view."""
         entry = self.nodes[node]
         return self.strands[entry.strand].tokens[entry.start : entry.end]
 
     def logprobs(self, node: int) -> npt.NDArray[np.float32]:
-        """Returns the log-probabilities of the tokens of a node, not copied."""
+        """Returns the log-probabilities of the tokens of this node only, as a view."""
         entry = self.nodes[node]
         return self.strands[entry.strand].logprobs[entry.start : entry.end]
 
     def path_tokens(self, node: int) -> npt.NDArray[np.int32]:
-        """Returns all tokens up to a node, with its own; ROOT: none."""
+        """Returns all tokens from the beginning to the end of a node; none for ROOT."""
         return self.joined(node, np.empty(0, np.int32))
 
     def joined(self, node: int, behind: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Returns all tokens up to a node, with its own, and then the tokens of `behind`, in memory of their own."""
+        """Returns a new array: all tokens from the beginning to the end of a node, and then the tokens `behind`."""
         pieces = [behind]
         while node != ROOT:
             strand = self.strands[self.nodes[node].strand]
@@ -208,22 +210,23 @@ class SessionTree:
         return np.concatenate(pieces[::-1])
 
     def first_weights(self, node: int) -> WeightIdentity | None:
-        """Returns the weights of the first sampled token up to a node; None where no token was sampled."""
+        """Returns the weights of the first sampled token from the beginning to the end of a node; None if there is
+        none."""
         if node == ROOT:
             return None
         return self.nodes[node].first_weights
 
     def has_any(self, answers: Sequence[int]) -> bool:
-        """Returns True if the client has one of these answers."""
+        """Returns True if one of these answers was delivered to the client."""
         return any(self.nodes[node].delivered for node in answers)
 
     @property
     def num_tokens(self) -> int:
-        """The tokens that are kept."""
+        """The number of tokens in the tree."""
         return sum(strand.length for strand in self.strands)
 
     def _messages_to(self, node: int) -> list[Message]:
-        """Returns the messages up to an answer. Sampled messages have their thinking and their tokens."""
+        """Returns the messages up to the answer `node`, included. Sampled messages have their thinking and tokens."""
         messages: list[Message] = []
         answer: TreeNode | None = self.nodes[node]
         point: ChainPoint | None = self.nodes[node].point
@@ -241,7 +244,7 @@ class SessionTree:
     # ---- growing
 
     def add(self, turn: TurnGiven) -> tuple[int, ...]:
-        """Takes a request with its answers. Returns the nodes of the answers."""
+        """Adds a request with its answers to the tree. Returns the nodes of the answers."""
         if turn.follows != ROOT:
             follows = self.nodes[turn.follows].point
         else:
@@ -254,7 +257,7 @@ class SessionTree:
         return nodes
 
     def _prompt_node(self, turn: TurnGiven, point: ChainPoint) -> int:
-        """Returns the node of a request's prompt: an earlier, equal request's, or a new one."""
+        """Returns the node of the prompt of `turn`: the node of an earlier equal prompt, or else a new node."""
         for candidate in point.prompts:
             node = self.nodes[candidate]
             same = (node.parent, node.follows) == (turn.parent, turn.follows)
@@ -290,7 +293,8 @@ class SessionTree:
         logprobs: npt.NDArray[np.float32] | None,
         point: ChainPoint,
     ) -> int:
-        """Makes a node with these tokens, on the strand of its parent if that ends there, else on a new one."""
+        """Adds a node with these tokens and returns it. The tokens go onto the strand of `parent` if `parent` is the
+        end of its strand, else onto a new strand."""
         new_node = len(self.nodes)
         number = len(self.strands)
         if parent != ROOT:

@@ -1,4 +1,4 @@
-"""Checks requests of agents, and their samples."""
+"""Checks requests of agents, and the answers sampled for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trireme.core.types import SampledSequence
 
 
 class SessionClosed(RequestRefused):
-    """No turn may begin in a session: it has ended, or there is none of this name. Clients must not try again (410)."""
+    """No turn may begin in a session: it has ended, or does not exist. Clients must not try again (status 410)."""
 
     def __init__(self, session: str, reason: str) -> None:
         super().__init__(f"session {session} is closed: {reason}", status=410, code="session_closed")
@@ -20,7 +20,8 @@ class SessionClosed(RequestRefused):
 
 
 def check_request(request: TurnRequest) -> None:
-    """Raises RequestRefused for a request that no session can answer."""
+    """Raises RequestRefused for a conversation that does not end with a message to answer, or that sends token ids: a
+    session has the tokens of its answers itself."""
     if request.is_prompt:
         return
     if request.messages:
@@ -40,7 +41,8 @@ def check_request(request: TurnRequest) -> None:
 
 
 def check_sample(sampled: SampledSequence) -> None:
-    """Raises RoomFailed for an answer that cannot be trained on."""
+    """Raises RoomFailed for an answer that cannot be trained on: without tokens, without a finite log-probability for
+    each token, or with spans that do not cover all tokens in order."""
     bounds = [0, *(span.end for span in sampled.spans)]
     whole = [span.start for span in sampled.spans] == bounds[:-1] and bounds[-1] == len(sampled.tokens)
     finite = math.isfinite(np.add.reduce(sampled.logprobs))

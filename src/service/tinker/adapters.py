@@ -1,4 +1,4 @@
-"""The adapters that clients ask for, as this server can train and serve them."""
+"""Adapters that clients request, within the limits of this server's trainer and replicas."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ STATES = "tinker://<model>/weights/<name>"
 
 
 def spec_of(wish: LoraBody | None, lora: LoraConfig) -> AdapterSpec:
-    """Returns the adapter for a client, with the requested layers of the layers of `lora`. `lora` has a seed. Raises
-    RequestRefused."""
+    """Returns the adapter that a client requests in `wish`: its rank, and the layers of `lora` that the client wants to
+    train. `lora` must have a seed, for clients that give none. Raises RequestRefused."""
     assert lora.rank is not None
     assert lora.seed is not None
     if wish is None:
@@ -37,22 +37,23 @@ def spec_of(wish: LoraBody | None, lora: LoraConfig) -> AdapterSpec:
 
 
 def record_of(spec: AdapterSpec, lora: LoraConfig) -> dict[str, Any]:
-    """Returns the record of an adapter that goes with its files: its kind, and the rank and layers of its states."""
+    """Returns the record that is saved with an adapter's files: the adapter itself, and the rank and layers of `lora`,
+    which give the sizes of its saved states."""
     return {**asdict(spec), "of_rank": lora.rank, "of_targets": list(lora.target_modules)}
 
 
 def exported_spec(path: str, record: Mapping[str, Any] | None) -> AdapterSpec:
-    """Returns the adapter with the weights that were saved for samplers, or for download. They are as large as the
-    adapter itself, so they fit into any server with its rank and layers, or more. Raises RequestRefused for weights of
-    a whole model."""
+    """Returns the adapter with the weights that were saved at `path` for samplers or for download. These files have the
+    adapter's own rank and layers, so any server can load them that has at least this rank and these layers. Raises
+    RequestRefused for weights of a whole model."""
     if record is None:
         raise RequestRefused(f"{path} has the weights of a whole model; expected a state ({STATES}) to train from")
     return _spec_in(record)
 
 
 def recorded_spec(path: str, record: Mapping[str, Any] | None, lora: LoraConfig | None) -> AdapterSpec | None:
-    """Returns the adapter of a saved state, None for the state of a whole model. Raises RequestRefused for a state that
-    a server with this `lora` cannot load."""
+    """Returns the adapter of the state saved at `path`; None for the state of a whole model. Raises RequestRefused for
+    a state that a server with this `lora` cannot load."""
     if record is None and lora is None:
         return None
     if record is None:

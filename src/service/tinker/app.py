@@ -1,4 +1,4 @@
-"""The HTTP face of the Tinker server: its routes, and how outcomes and refusals are answered."""
+"""The HTTP face of the Tinker server: its routes, and the replies for outcomes and refusals."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class TinkerRoutes:
         self._state = server.state
 
     def add(self, app: FastAPI) -> None:
-        """Adds them to an app."""
+        """Adds these routes to an app."""
         posts: tuple[Callable[..., Awaitable[Response]], ...] = (
             self.create_session,
             self.session_heartbeat,
@@ -105,19 +105,19 @@ class TinkerRoutes:
         return JsonReply({"status": "ok"})
 
     async def client_config(self) -> JsonReply:
-        """Returns the settings of the client."""
+        """Returns settings for the client."""
         return JsonReply(CLIENT_CONFIG)
 
     async def dynamic_config(self) -> JsonReply:
-        """Returns settings of the client that may change; none do."""
+        """Returns the settings for the client that change while it runs: there are none."""
         return JsonReply({})
 
     async def telemetry(self) -> JsonReply:
-        """Accepts the client's telemetry, and keeps none of it."""
+        """Accepts the client's telemetry and discards it."""
         return JsonReply({"status": "accepted"})
 
     async def capabilities(self) -> JsonReply:
-        """Returns the model, by each of its names."""
+        """Lists the names of the served model, each with its context length in tokens."""
         size = self._server.offer.served.max_len
         models = [
             {"model_name": name, "max_context_length": size, "trainable": True, "sampleable": True}
@@ -139,7 +139,8 @@ class TinkerRoutes:
         return JsonReply({"session_id": session_id, **notices})
 
     async def session_heartbeat(self, caller: Asking, body: BeatBody) -> JsonReply:
-        """Records that a client is there. If the store does not know its session, the reply says that it is over."""
+        """Records that the client of a session is alive. Refuses with 410 (gone) if the server does not know the
+        session."""
         try:
             self._state.living(body.session_id, caller).beat_s = self._server.now()
         except UnknownId as error:
@@ -149,17 +150,18 @@ class TinkerRoutes:
     # ---- training
 
     async def create_model(self, caller: Asking, body: CreateModelBody) -> JsonReply:
-        """Accepts a new model."""
+        """Accepts a request for a new model, and replies with the id of its promise."""
         return _promised(self._state.create_model(body.session_id, body.model_seq_id, body, caller))
 
     async def load_weights(self, caller: Asking, body: LoadModelBody | LoadWeightsBody) -> JsonReply:
-        """Accepts a model that begins with a state, or has a model take one."""
+        """Accepts a request for a new model that begins with a saved state, or a request that a model load a saved
+        state."""
         if isinstance(body, LoadModelBody):
             return _promised(self._state.create_model(body.session_id, body.model_seq_id, body, caller))
         return self._train(caller, body)
 
     def _train(self, caller: Caller, work: TrainingBody | ForwardBackwardCall) -> JsonReply:
-        """Accepts a request of a model of this caller."""
+        """Accepts a request to a model of this caller, and replies with the id of its promise."""
         return _promised(self._server.train(work.model_id, work.seq_id, work, caller))
 
     async def get_info(self, caller: Asking, body: ModelBody) -> JsonReply:
@@ -174,33 +176,32 @@ class TinkerRoutes:
         return JsonReply({"model_id": model.model_id, "model_name": name, "model_data": data, **lora})
 
     async def forward_backward(self, caller: Asking, request: Request) -> JsonReply:
-        """Accepts a part of a batch, in protobuf."""
+        """Accepts a forward or backward pass on some datums, in protobuf."""
         encoding = request.headers.get("content-encoding")
         if encoding:
             raise RequestRefused(f"a body in the encoding {encoding}; expected none, as client/config says")
         return self._train(caller, ForwardBackwardCall.of(await request.body()))
 
     async def optim_step(self, caller: Asking, body: OptimStepBody) -> JsonReply:
-        """Accepts an update."""
+        """Accepts an optimiser update of a model."""
         return self._train(caller, body)
 
     async def save_weights(self, caller: Asking, body: SaveStateBody) -> JsonReply:
-        """Accepts that the state of a model is saved."""
+        """Accepts a request to save the state of a model."""
         return self._train(caller, body)
 
     async def save_weights_for_sampler(self, caller: Asking, body: SaveForSamplerBody) -> JsonReply:
-        """Accepts that samplers may have the weights of a model."""
+        """Accepts a request to make the weights of a model available to samplers."""
         return self._train(caller, body)
 
     async def save_weights_external(self, caller: Asking, body: SaveExternalBody) -> JsonReply:
-        """Accepts that weights are saved for download."""
+        """Accepts a request to save weights for download."""
         return self._train(caller, body)
 
     # ---- sampling
 
     async def create_sampling_session(self, caller: Asking, body: SamplerBody) -> JsonReply:
-        """Begins a sampling session from the base, or from weights that were saved by name and that the caller may
-        read."""
+        """Begins a sampling session with the base model's weights, or with saved weights that the caller may read."""
         self._state.living(body.session_id, caller)
         if body.model_path is not None:
             self._server.catalog.find(body.model_path, "sampler_weights", caller)
@@ -222,7 +223,7 @@ class TinkerRoutes:
         return JsonReply({"sampler_id": sampler_id, "base_model": self._server.offer.base_model, **path})
 
     async def join_sampling_session(self, caller: Asking, body: SamplerIdBody) -> JsonReply:
-        """Gives a clone of a sampler a number of its own."""
+        """Returns a number for a clone of a sampler; no other clone of the sampler has it."""
         return JsonReply({"client_counter": self._state.join(self._state.sampler(body.sampling_session_id, caller))})
 
     async def asample(self, caller: Asking, body: SampleBody) -> JsonReply:
@@ -238,7 +239,8 @@ class TinkerRoutes:
     # ---- outcomes
 
     async def retrieve_future(self, caller: Asking, body: RetrieveBody) -> Response:
-        """Answers with the outcome of a request, after a while with 408: not yet."""
+        """Replies with the outcome of a request. If there is none within HOLD_S seconds, replies with 408: the client
+        asks again."""
         promise = self._state.promise(body.request_id, caller)
         outcome = await self._server.outcome(promise)
         if outcome is None:
@@ -254,7 +256,7 @@ class TinkerRoutes:
         return JsonReply(outcome.payload)
 
     async def retrieve_futures(self, caller: Asking, body: RetrieveManyBody) -> JsonReply:
-        """Returns the samples of a clone that are done since the last call."""
+        """Returns the samples of a clone that were done since its last call, by the cursor that the client sends."""
         target = body.target
         retrieved = body.retrieved_request_ids
         sampler = self._state.sampler(target.sampling_session_id, caller)
@@ -278,13 +280,13 @@ def _completion(promise: Promise) -> dict[str, Any]:
 
 
 def _tried(sdk_version: str) -> bool:
-    """Returns whether the server was tried with the client's version."""
+    """Returns True if the server was tested with the client's version."""
     match = re.match(r"(\d+)\.(\d+)\b", sdk_version)
     return match is not None and OLDEST <= (int(match[1]), int(match[2])) <= NEWEST
 
 
 def make_tinker_app(server: TinkerServer, keys: ServiceKeys, limits: Limits) -> FastAPI:
-    """Makes the app."""
+    """Makes the FastAPI app of the Tinker server."""
     app = FastAPI(title="Trireme", docs_url=None, redoc_url=None, openapi_url=None)
     TinkerRoutes(server).add(app)
     SavedRoutes(server).add(app)
@@ -304,7 +306,8 @@ def make_tinker_app(server: TinkerServer, keys: ServiceKeys, limits: Limits) -> 
 
 
 def _take_number(server: TinkerServer, caller: Caller, body: dict[str, Any], message: str) -> None:
-    """Records that a request to one of this caller's models was refused, because later requests would wait for it."""
+    """Takes the number of a refused request to one of this caller's models, with `message` as its failure. Later
+    requests of the model would otherwise wait for that number."""
     if isinstance(body.get("seq_id"), int):
         with suppress(RequestRefused):
             server.train(str(body.get("model_id")), body["seq_id"], Unusable(error=message), caller)

@@ -1,6 +1,7 @@
 """The JSON bodies of the protocol's requests. Unknown fields of samples and updates are refused.
 
-Requests to the trainer are also its work: they are stored, run, and run again unchanged.
+Bodies of requests to the trainer are also the stored form of these requests, from which they are run, and run again
+after a loss of the trainer.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Told(Body):
-    """A body with only the fields that matter here."""
+    """A body that declares only the fields this server uses; other fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class SessionBody(Told):
-    """Begins a session."""
+    """A request to begin a session."""
 
     sdk_version: str = ""
     user_metadata: dict[str, Any] | None = None
@@ -44,38 +45,38 @@ class SessionBody(Told):
 
 
 class ReasonBody(Told):
-    """Says how a client ended."""
+    """How a client ended: with success, by an error, or interrupted."""
 
     type: Literal["success", "errored", "interrupted"] = "success"
 
 
 class FinishBody(Told):
-    """Ends a session."""
+    """A request to end a session."""
 
     reason: ReasonBody = ReasonBody()
     detail: str | None = None
 
 
 class ProjectBody(Told):
-    """Names the project of a session."""
+    """A request to set the project of a session."""
 
     project_id: str
 
 
 class BeatBody(Told):
-    """Says that the client of a session is there."""
+    """A sign of life from the client of a session."""
 
     session_id: str
 
 
 class OptimizerBody(Told):
-    """Names an optimiser."""
+    """The optimiser that a client asks for."""
 
     type: Literal["adamw"] = "adamw"
 
 
 class LoraBody(Told):
-    """Describes the adapter that is wanted. A server that trains the whole model does not look at it."""
+    """The adapter that a client asks for. A server that trains the whole model ignores it."""
 
     rank: Seq
     seed: Seed | None = None
@@ -86,7 +87,7 @@ class LoraBody(Told):
 
 
 class NewModelBody(Told):
-    """Asks for a new model."""
+    """A request for a new model."""
 
     session_id: str
     model_seq_id: Seq
@@ -97,13 +98,13 @@ class NewModelBody(Told):
 
 
 class CreateModelBody(NewModelBody):
-    """Asks for one with the weights of the base."""
+    """A request for a new model that begins with the weights of the base model."""
 
     lora_config: LoraBody | None = None
 
 
 class LoadModelBody(NewModelBody):
-    """Requests a model that begins with a saved state."""
+    """A request for a new model that begins with a saved state."""
 
     path: str
     optimizer: bool
@@ -111,26 +112,26 @@ class LoadModelBody(NewModelBody):
 
 
 class ModelBody(Told):
-    """Asks about a model."""
+    """A request about a model."""
 
     model_id: str
 
 
 class TrainingBody(ModelBody):
-    """Asks a model that is there for something."""
+    """A numbered request to an existing model, for the trainer."""
 
     seq_id: Seq
 
 
 class LoadWeightsBody(TrainingBody):
-    """Has a model take a saved state."""
+    """A request that a model load a saved state."""
 
     path: str
     optimizer: bool
 
 
 class AdamBody(Body):
-    """The parameters of an update."""
+    """The parameters of an Adam update."""
 
     learning_rate: NonNegative = 1e-4
     beta1: Decay = 0.9
@@ -140,20 +141,21 @@ class AdamBody(Body):
     grad_clip_norm: Finite = 0.0
 
     def params(self) -> AdamParams:
-        """Returns them as the trainer has them; a norm of 0 or less does not clip."""
+        """Returns these parameters in the trainer's form. A `grad_clip_norm` of 0 or less means that gradients are not
+        clipped."""
         fields = self.model_dump(exclude={"grad_clip_norm"})
         return AdamParams(**fields, max_grad_norm=self.grad_clip_norm if self.grad_clip_norm > 0 else float("inf"))
 
 
 class OptimStepBody(TrainingBody):
-    """Asks for an update."""
+    """A request for an optimiser update."""
 
     adam_params: AdamBody
     optimizer_params: None = None
 
 
 class SaveBody(TrainingBody):
-    """Asks for something to be saved."""
+    """A request to save something of a model."""
 
     ttl_seconds: Lifetime | None = None
     overwrite: bool = False
@@ -161,20 +163,21 @@ class SaveBody(TrainingBody):
 
 
 class SaveStateBody(SaveBody):
-    """Asks for the state of a model to be saved."""
+    """A request to save the state of a model."""
 
     path: str
 
 
 class SaveExternalBody(SaveBody):
-    """Asks for weights to be saved for download."""
+    """A request to save weights for download."""
 
     path: str
     age_encryption_recipients: None = None
 
 
 class SaveForSamplerBody(SaveBody):
-    """Asks that samplers may have the weights of a model: by their name, or one sampler, for which nothing is saved."""
+    """A request to make a model's weights available to samplers: with `path` they are saved under this name; with
+    `sampling_session_seq_id` one new sampler gets them, and nothing is saved."""
 
     path: str | None = None
     sampling_session_seq_id: Seq | None = None
@@ -183,14 +186,14 @@ class SaveForSamplerBody(SaveBody):
 
     @model_validator(mode="after")
     def path_or_sampler(self) -> Self:
-        """Refuses both, and neither."""
+        """Raises ValueError if both `path` and `sampling_session_seq_id` are given, or neither."""
         if (self.path is None) == (self.sampling_session_seq_id is None):
             raise ValueError("expected a path, or else a sampling_session_seq_id")
         return self
 
 
 class Unusable(Told):
-    """Takes the number of a refused request, because later requests wait for that number."""
+    """Stands for a refused request under its number, because later requests of the model wait for that number."""
 
     error: str
 
@@ -200,7 +203,7 @@ Work = NewModelBody | TrainingBody | ForwardBackwardCall | Unusable
 
 
 class SamplerBody(Told):
-    """Begins a sampling session."""
+    """A request to begin a sampling session."""
 
     session_id: str
     sampling_session_seq_id: Seq
@@ -209,7 +212,7 @@ class SamplerBody(Told):
 
 
 class SamplerIdBody(Told):
-    """Names a sampling session."""
+    """The id of a sampling session."""
 
     sampling_session_id: str
 
@@ -228,7 +231,7 @@ class PromptBody(Told):
 
 
 class SamplingBody(Body):
-    """How to sample."""
+    """The sampling parameters of a request for samples."""
 
     max_tokens: Annotated[Seq, Field(gt=0)] | None = None
     seed: Seed | None = None
@@ -243,7 +246,7 @@ class SamplingBody(Body):
 
 
 class SampleBody(Body):
-    """Asks for samples, and for log-probabilities of their prompt."""
+    """A request for samples, optionally with log-probabilities of the prompt."""
 
     num_samples: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = 1
     prompt: PromptBody
@@ -262,7 +265,7 @@ class SampleBody(Body):
     type: str = "sample"
 
     def tokens(self) -> list[int]:
-        """Returns the tokens of the prompt. Raises RequestRefused for a part that is no text."""
+        """Returns the tokens of the prompt. Raises RequestRefused for a part that is not text."""
         other = {chunk.type for chunk in self.prompt.chunks} - {"encoded_text"}
         if other:
             raise RequestRefused(
@@ -271,7 +274,8 @@ class SampleBody(Body):
         return [token for chunk in self.prompt.chunks for token in chunk.tokens]
 
     def params(self, room: int) -> SamplingParams:
-        """Returns how to sample at most `room` tokens. Raises RequestRefused for unsupported fields."""
+        """Returns the sampling parameters, with a limit of at most `room` tokens. Raises RequestRefused for unsupported
+        fields."""
         unsupported: Mapping[str, tuple[object, str]] = {
             "topk_sample_logprobs": (
                 self.topk_sample_logprobs,
@@ -297,21 +301,21 @@ class SampleBody(Body):
 
 
 class RetrieveBody(Told):
-    """Asks for the outcome of a request."""
+    """A request for the outcome of an earlier request."""
 
     request_id: str
     allow_metadata_only: bool = False
 
 
 class TargetBody(Told):
-    """Names a clone of a sampler."""
+    """The clone of a sampler: the sampler's id and the clone's number."""
 
     sampling_session_id: str
     cloned_sampler_id: Seq = 0
 
 
 class RetrieveManyBody(Told):
-    """Asks which samples are done."""
+    """A request for the samples of a clone that are done."""
 
     target: TargetBody
     prev_cursor: Seq = 0
@@ -320,19 +324,19 @@ class RetrieveManyBody(Told):
 
 
 class PathBody(Told):
-    """Names a saved entry."""
+    """The `tinker://` path of a saved entry."""
 
     tinker_path: str
 
 
 class TtlBody(Told):
-    """Says how long something shall be kept."""
+    """How long a saved entry shall be kept."""
 
     ttl_seconds: Lifetime | None = None
 
 
 class CopyBody(Told):
-    """Requests a copy of a saved entry."""
+    """A request to copy a saved entry."""
 
     source_path: str
     destination_project_id: str
@@ -340,28 +344,28 @@ class CopyBody(Told):
 
 
 class OwnerBody(Body):
-    """Names the owner of the sessions to search."""
+    """The owners of the sessions to search for."""
 
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: Many[str] = Field([])
 
 
 class StatusBody(Body):
-    """Names a status of sessions."""
+    """A status of sessions, as a condition of a search."""
 
     type: Literal["active", "cancelled", "failed", "client_finished"]
     reasons: Many[str] | None = None
 
 
 class SearchCursor(Body):
-    """Says where the next page of sessions begins."""
+    """The last session of a page of search results, after which the next page begins."""
 
     last_created_at: datetime
     last_session_id: str
 
 
 class SearchBody(Body):
-    """Asks for sessions."""
+    """A search for sessions: conditions, page size and cursor."""
 
     session_id: str | None = None
     project_ids: Many[str] | None = None

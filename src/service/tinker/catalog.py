@@ -1,12 +1,13 @@
-"""The things that clients have saved, on disk: training runs, their states and weights, found by `tinker://` paths.
+"""Saved entries of clients on disk: training runs, their states and weights, found by `tinker://` paths.
 
     tinker://<model>/weights/<name>            <root>/<model>/weights/<name>/           all that training needs
     tinker://<model>/sampler_weights/<name>    <root>/<model>/sampler_weights/<name>/   a model in Hugging Face layout,
                                                                                         or an adapter in peft's
     tinker://<model>/external_weights/<name>   <root>/<model>/external_weights/<name>/  the same, for download
 
-A directory counts once `checkpoint.json` is in it, which is written last. It is written in a directory of its own
-(`<root>/<model>/new-weights/<name>/`), and then takes its place. Times are seconds since 1970.
+An entry counts as saved once `checkpoint.json` is in its directory, which is written last. A new entry is written in a
+directory of its own (`<root>/<model>/new-weights/<name>/`), which is then renamed to the entry's directory. Times are
+seconds since 1970.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ STAGING = "new-"
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A model that a client has trained."""
+    """The record of a training run: a model that a client has trained."""
 
     model_id: str
     base_model: str
@@ -56,7 +57,7 @@ class SavedRun:
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """One directory that counts."""
+    """The record of one saved entry: a state or weights of a model."""
 
     model_id: str
     kind: SavedKind
@@ -73,12 +74,12 @@ class SavedWeights:
 
     @property
     def path(self) -> str:
-        """The name by which clients know it."""
+        """The `tinker://` path of the entry, by which clients name it."""
         return path_of(self.model_id, self.kind, self.name)
 
     @property
     def size(self) -> int:
-        """The size of all files, in bytes."""
+        """The size of all files of the entry, in bytes."""
         return sum(self.files.values())
 
 
@@ -88,7 +89,7 @@ def path_of(model_id: str, kind: SavedKind, name: str) -> str:
 
 
 class Catalog:
-    """All saved entries below `root`."""
+    """Writes, finds and deletes the saved entries below `root`. `now`: seconds since 1970."""
 
     def __init__(self, root: Path, base_model: str, now: Callable[[], float]) -> None:
         self._root = root
@@ -104,7 +105,8 @@ class Catalog:
         lora: Mapping[str, Any] | None = None,
         owner: str = "",
     ) -> None:
-        """Notes that a model is trained, for its `owner`. A second call does nothing. Raises StorageFailed."""
+        """Records a new training run of `owner`. Does nothing if the run is already recorded. `lora`: the record of its
+        adapter (None: the whole model is trained). Raises StorageFailed."""
         if not (self._directory(model_id) / RUN).exists():
             self._begin(SavedRun(model_id, self._base_model, user_metadata or {}, self._now(), lora, owner=owner))
 
@@ -115,8 +117,8 @@ class Catalog:
             replace_file(directory / RUN, to_json(asdict(run)).encode())
 
     def staging(self, path: str, overwrite: bool = False) -> Path:
-        """Returns a directory that is not there yet, to be written before `keep` is called. Raises RequestRefused for a
-        path that cannot be used."""
+        """Returns a directory for writing the entry `path` before `keep`; the caller creates it. Removes an unfinished
+        earlier one. Raises RequestRefused for a malformed path, and for an entry that exists unless `overwrite`."""
         if (self._place(path) / MARK).exists() and not overwrite:
             raise RequestRefused(f"{path} is there already; give another name, or overwrite = True")
         staging = self._place(path, STAGING)
@@ -126,11 +128,12 @@ class Catalog:
         return staging
 
     def discard(self, path: str) -> None:
-        """Removes an incomplete entry, and frees its space."""
+        """Removes an entry that was not finished (the directory of `staging`)."""
         shutil.rmtree(self._place(path, STAGING), ignore_errors=True)
 
     def saved_by(self, path: str, request: str) -> SavedWeights | None:
-        """Returns the entry that `request` saved at a path before the server was killed."""
+        """Returns the entry at `path` if the request with the id `request` saved it (before the server was killed),
+        else None."""
         try:
             saved = self._look_up(path, SERVER)
         except RequestRefused:
@@ -147,7 +150,9 @@ class Catalog:
         user_metadata: Mapping[str, str],
         request: str = "",
     ) -> SavedWeights:
-        """Makes the directory of `staging` count, and replaces one of its path. Raises StorageFailed."""
+        """Completes the entry `path` from the directory of `staging`, and replaces an earlier entry there. `sizes`: its
+        files with their bytes; `ttl_s`: seconds for which it is kept (None: for ever); `request`: the id of the
+        request that saves it. Raises StorageFailed."""
         directory = self._place(path)
         staging = self._place(path, STAGING)
         expires_s = self._expiry(ttl_s)
@@ -158,9 +163,9 @@ class Catalog:
         return saved
 
     def copy(self, path: str, model_id: str, ttl_s: int | None, project_id: str, caller: Caller = SERVER) -> str:
-        """Makes a training run of the id `model_id` that has a copy of a path, and cannot be trained; returns the path
-        of the copy, which shares the files. If it is there already, nothing is done. Raises RequestRefused,
-        StorageFailed."""
+        """Copies the entry `path` into the training run `model_id`, which is made for it and cannot be trained. The
+        copy shares the files of the entry by hard links. Returns the path of the copy; if it exists already, does
+        nothing else. Raises RequestRefused and StorageFailed."""
         source, saved = self.find(path, caller=caller)
         copied = path_of(model_id, saved.kind, saved.name)
         if not (self._place(copied) / MARK).exists():
@@ -181,11 +186,11 @@ class Catalog:
         return self._now() + ttl_s
 
     def set_ttl(self, path: str, ttl_s: int | None, caller: Caller = SERVER) -> None:
-        """Sets how long something is kept from now on; None: for ever. Raises RequestRefused, StorageFailed."""
+        """Sets how many seconds from now an entry is kept; None: for ever. Raises RequestRefused and StorageFailed."""
         self._note(path, caller, expires_s=self._expiry(ttl_s))
 
     def set_public(self, path: str, public: bool, caller: Caller) -> None:
-        """Notes whether something is published: whether all may read it. Raises RequestRefused, StorageFailed."""
+        """Records whether all callers may read an entry. Raises RequestRefused and StorageFailed."""
         self._note(path, caller, public=public)
 
     def _note(self, path: str, caller: Caller, **changed: Any) -> None:
@@ -195,7 +200,8 @@ class Catalog:
             replace_file(directory / MARK, to_json(asdict(saved) | changed).encode())
 
     def delete(self, path: str, caller: Caller = SERVER) -> None:
-        """Deletes an entry, also a damaged one. Raises RequestRefused, StorageFailed."""
+        """Deletes an entry, also a damaged one. Raises RequestRefused if the caller has no such entry, and
+        StorageFailed."""
         self._look_up(path, caller)
         directory = self._place(path)
         with storage_errors(directory):
@@ -213,8 +219,8 @@ class Catalog:
     # ---- reading
 
     def find(self, path: str, kind: SavedKind | None = None, caller: Caller = SERVER) -> tuple[Path, SavedWeights]:
-        """Returns the directory and the record of a path. Raises RequestRefused for a path that names nothing that
-        `caller` may read, or an entry of another kind, and for a directory that has lost a file."""
+        """Returns the directory and the record of an entry. Raises RequestRefused if `caller` may read no entry at
+        `path`, if the entry is not of this `kind` (None: any), or if a file of it is missing or has another size."""
         directory = self._place(path)
         saved = self._look_up(path, caller, reads=True)
         if kind and saved.kind != kind:
@@ -232,8 +238,8 @@ class Catalog:
         return directory, saved
 
     def _look_up(self, path: str, caller: Caller, reads: bool = False) -> SavedWeights:
-        """Returns the record of a path, without a look at the files. Entries of others count as missing, unless they
-        are published and the caller only `reads` them."""
+        """Returns the record of an entry, without a check of its files. Raises RequestRefused if it is missing, or is
+        another owner's; with `reads`, published entries of others are returned too."""
         with suppress(FileNotFoundError):
             saved = SavedWeights(**json.loads((self._place(path) / MARK).read_bytes()))
             if (saved.public and reads) or caller.may(self.run(_parts(path)[0]).owner):
@@ -245,7 +251,7 @@ class Catalog:
         return path_in(self._directory(model_id), f"{prefix}{kind}/{name}")
 
     def run(self, model_id: str, caller: Caller = SERVER) -> SavedRun:
-        """Returns the record of a model. Raises RequestRefused."""
+        """Returns the record of a training run. Raises RequestRefused if it is missing or is another owner's."""
         directory = self._directory(model_id)
         if (directory / RUN).exists():
             run = self._run_in(directory)
@@ -258,13 +264,13 @@ class Catalog:
         return run
 
     def runs(self, caller: Caller = SERVER) -> list[SavedRun]:
-        """Returns all models of `caller`, the newest first."""
+        """Returns all training runs that `caller` may see, the newest first."""
         saved_runs = [self._run_in(file.parent) for file in self._root.glob(f"*/{RUN}")]
         saved_runs = [run for run in saved_runs if caller.may(run.owner)]
         return sorted(saved_runs, key=lambda run: run.began_s, reverse=True)
 
     def saved(self, model_id: str) -> list[SavedWeights]:
-        """Returns all entries of a model, the oldest first."""
+        """Returns all saved entries of a model, the oldest first."""
         return sorted(self._saved(model_id), key=lambda weights: weights.saved_s)
 
     def _saved(self, model_id: str) -> Iterator[SavedWeights]:
@@ -284,8 +290,8 @@ class Catalog:
 
 
 def recover(root: Path) -> None:
-    """Completes the work of a killed server: whole entries take their places, the rest is removed. Call it while no
-    server writes there. Raises StorageFailed."""
+    """Finishes the work of a killed server: moves complete new entries to their places, and removes incomplete ones.
+    Must not be called while a server writes below `root`. Raises StorageFailed."""
     for staging in root.glob(f"*/{STAGING}*/*"):
         with storage_errors(staging):
             if (staging / MARK).exists():
@@ -297,7 +303,7 @@ def recover(root: Path) -> None:
 
 
 def _move(staging: Path, directory: Path) -> None:
-    """Has `staging` take the place of `directory`. If this is cut short, `staging` is there, and whole."""
+    """Replaces `directory` by `staging`. If this is interrupted, `staging` still exists and is complete."""
     make_directory(directory.parent)
     shutil.rmtree(directory, ignore_errors=True)
     staging.rename(directory)

@@ -1,4 +1,4 @@
-"""Clients as the protocol's state has them: sessions, and their models and samplers."""
+"""Clients in the protocol's state: their sessions, and the models and samplers of these."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def with_numbers(ranges: Ranges, numbers: Iterable[int]) -> Ranges:
-    """Returns ranges that have further numbers too."""
+    """Returns `ranges` with `numbers` added, adjoining ranges joined. A range is (first, last), both included."""
     joined: list[tuple[int, int]] = []
     for first, last in sorted([*ranges, *((number, number) for number in numbers)]):
         if joined and first <= joined[-1][1] + 1:
@@ -43,11 +43,11 @@ class ClientModel:
 
     @property
     def ready(self) -> Promise | None:
-        """The request that may run."""
+        """The next request by number, if it has arrived; None if it has not."""
         return self.waiting.get(self.next_seq)
 
     def waited(self, cause: object, now: float) -> float:
-        """Returns the seconds for which it was seen to wait for the same."""
+        """Returns the seconds for which the model has been seen to wait for `cause`; 0 for a new cause."""
         if self.blocked[0] != cause:
             self.blocked = (cause, now)
         return now - self.blocked[1]
@@ -55,7 +55,7 @@ class ClientModel:
 
 @dataclass(eq=False)
 class ClientSampler:
-    """A sampling session: it samples from one set of weights."""
+    """A sampling session, which samples from the weights `target`."""
 
     sampler_id: str
     session_id: str
@@ -70,13 +70,13 @@ class ClientSampler:
 
     @property
     def settled_count(self) -> int:
-        """How many samples have had their outcome."""
+        """The number of samples that have an outcome, retired ones included."""
         return len(self.answers) + sum(last - first + 1 for first, last in self.retired)
 
 
 @dataclass(eq=False)
 class ClientSession:
-    """A client, from its first request to its last."""
+    """A session: one run of a client program, with its models and samplers."""
 
     session_id: str
     beat_s: float

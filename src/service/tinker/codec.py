@@ -1,4 +1,4 @@
-"""Turns the protocol's messages of training and sampling into the project's types, and these back.
+"""Converts the protocol's messages of training and sampling to the project's types, and results to messages.
 
 Numbers travel as bytes, little endian. Unsupported features are refused by name (`RequestRefused`).
 """
@@ -40,7 +40,7 @@ _Response = message_class("SampleResponse")
 
 @dataclass(frozen=True)
 class ForwardBackwardCall:
-    """A request to train, or only to compute log-probabilities. Its data is decoded when its turn has come."""
+    """A request for a forward and backward pass, or a forward pass only. Its data is decoded only when it runs."""
 
     model_id: str
     seq_id: int
@@ -52,7 +52,7 @@ class ForwardBackwardCall:
 
     @classmethod
     def of(cls, body: bytes) -> ForwardBackwardCall:
-        """Reads a body. Raises RequestRefused for one that is no such message."""
+        """Returns the request in a body. Raises RequestRefused if the body is no such message."""
         message = _Request()
         try:
             message.ParseFromString(body)
@@ -68,7 +68,7 @@ class ForwardBackwardCall:
 
     @property
     def parameters(self) -> dict[str, float]:
-        """The parameters of the loss. Raises RequestRefused."""
+        """The parameters of the loss, by name. Raises RequestRefused."""
         if self.loss_fn == RECORDED:
             raise RequestRefused(
                 f"the loss {RECORDED} needs what only its inventor's server records; set loss_fn to one of "
@@ -92,11 +92,11 @@ class ForwardBackwardCall:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of all datums, without decoding them."""
+        """The number of tokens of all datums, found without decoding them."""
         return sum(len(chunk.encoded_text.tokens) // 4 for datum in self.encoded.data for chunk in datum.model_input)
 
     def data(self) -> list[Datum]:
-        """Returns the datums with the columns that the loss reads. Raises RequestRefused, which names the datum."""
+        """Returns the datums, with the columns that the loss reads. Raises RequestRefused that names the bad datum."""
         return [self._datum(number, datum) for number, datum in enumerate(self.encoded.data)]
 
     def _datum(self, number: int, encoded: Any) -> Datum:
@@ -111,11 +111,12 @@ class ForwardBackwardCall:
 
 
 def columns_of(loss_fn: str, inputs: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-    """Returns the columns that the loss reads. Others are left out, because custom losses send their own with
-    `forward`.
+    """Returns the columns of `inputs` that the loss reads. Others are left out, because custom losses send columns of
+    their own with `forward`.
 
-    No mask travels: tokens count where the advantage is not 0, which gives the same gradient, or where gspo's
-    `sequence_ratio_mask` says so. Cross-entropy without weights weighs all tokens equally. Raises ValueError.
+    The protocol has no mask. It is made here: tokens count where the advantage is not 0, which gives the same gradient,
+    or where gspo's `sequence_ratio_mask` says so. Cross-entropy without weights gives all tokens the weight 1. Raises
+    ValueError for missing columns.
     """
     read = find_loss(loss_fn).columns
     columns = {name: values for name, values in inputs.items() if name in read}
@@ -159,7 +160,7 @@ def _array(name: str, tensor: Any) -> npt.NDArray[Any]:
 
 
 def encode_output(output: ForwardBackwardOutput) -> bytes:
-    """Writes the log-probabilities of a pass, and its metrics, which are named `name:reduction`."""
+    """Returns the message with the log-probabilities of a pass and its metrics, which are named `name:reduction`."""
     message = _Output(loss_fn_output_type="ArrayRecord", metrics=output.metrics)
     record = message.loss_fn_outputs.add(num_datums=len(output.offsets) - 1)
     logprobs = np.ascontiguousarray(output.logprobs, "<f4")
@@ -171,7 +172,8 @@ def encode_output(output: ForwardBackwardOutput) -> bytes:
 
 
 def encode_sample(response: SampleResponse, topk: int = 0) -> bytes:
-    """Writes sampled sequences. `topk`: how many of the likeliest tokens at each place of the prompt were asked for."""
+    """Returns the message with sampled sequences. `topk`: the number of likeliest tokens that were requested for each
+    place of the prompt."""
     message = _Response()
     for sequence in response.sequences:
         encoded = message.sequences.add(stop_reason=STOP_REASONS[sequence.stop_reason])
@@ -192,7 +194,8 @@ def _floats(logprobs: PromptLogprobs) -> npt.NDArray[np.float32]:
 
 
 def _table(likeliest: TopkPromptLogprobs, k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Returns tokens and log-probabilities [T, k], likeliest first, in rows that may have empty cells."""
+    """Returns (tokens, log-probabilities), each [T, k]: the `k` likeliest tokens at each place of the prompt, likeliest
+    first. Missing entries are NO_TOKEN and NO_LOGPROB."""
     tokens = np.full((len(likeliest), k), NO_TOKEN, "<i4")
     logprobs = np.full((len(likeliest), k), NO_LOGPROB, "<f4")
     for place, row in enumerate(likeliest):

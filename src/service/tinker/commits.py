@@ -1,4 +1,5 @@
-"""The directories in which a server saves models for itself. One of each model counts: that which the store names."""
+"""The directories in which the server saves models for itself. Of each model one directory is valid: the one that the
+store names."""
 
 from __future__ import annotations
 
@@ -10,25 +11,26 @@ from trireme.core.paths import path_in
 
 
 class OwnCommits:
-    """All of them, below `root`."""
+    """Makes and removes the server's own commits of models, each a directory below `root`."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._writing = ""
 
     def directory(self, place: str) -> Path:
-        """Returns the directory of this name. Raises CheckpointInvalid for a name that leads elsewhere."""
+        """Returns the directory of the commit `place`. Raises CheckpointInvalid for a name that leads out of `root`."""
         return path_in(self._root, place)
 
     def begin(self, model_id: str, seq: int) -> str:
-        """Returns the name of a new directory for a model's state before its request `seq`."""
+        """Begins a commit: returns the name for a new directory, for a model's state before its request `seq`. Removes
+        an unfinished directory of that name."""
         self._writing = f"{model_id.replace(':', '-')}-{seq}"
         self._root.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.directory(self._writing), ignore_errors=True)
         return self._writing
 
     def remove(self, retained: Collection[str]) -> None:
-        """Removes all commits except `retained` and the one that may be in writing."""
+        """Removes all commits except `retained` and the one that was begun last, which may still be written."""
         for directory in self._root.glob("*"):
             if directory.name not in retained and directory.name != self._writing:
                 shutil.rmtree(directory, ignore_errors=True)

@@ -16,21 +16,21 @@ REMEMBERED = 64
 
 
 def tokens_of(work: object) -> int:
-    """Returns for how many tokens a request counts before it runs."""
+    """Returns the tokens that a request costs before it runs: its tokens for a pass, 0 for other requests."""
     if isinstance(work, ForwardBackwardCall):
         return max(work.tokens, LEAST)
     return 0
 
 
 class MeasuredCosts:
-    """The speed of the trainer, and the cost of requests other than passes."""
+    """Measures the speed of the trainer, and turns the time of requests other than passes into tokens."""
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
 
     def record(self, work: object, seconds: float) -> int:
-        """Notes how long a request took; returns for how many more tokens it counts. Before the first pass the speed is
-        not known, and nothing costs anything."""
+        """Records that a request took `seconds`. Returns the tokens that it costs in addition to `tokens_of`: 0 for
+        passes, and 0 for all requests before the first pass with a gradient, because the speed is not known yet."""
         if not isinstance(work, ForwardBackwardCall):
             if self._seconds:
                 return round(seconds * self._tokens / self._seconds)

@@ -1,6 +1,6 @@
-"""Weights for download: they are written as for samplers, and fetched by addresses that hold for an hour.
+"""Weights for download: they are saved as for samplers, and fetched by URLs that are valid for an hour.
 
-An address needs no key, as clients fetch it without one: it holds a signature instead. Nothing else opens the files.
+Clients fetch these URLs without a key: each has a signature instead. There is no other way to the files.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class DownloadRoutes:
         self._secret = secrets.token_bytes(32)
 
     def add(self, app: FastAPI) -> None:
-        """Adds them to an app."""
+        """Adds these routes to an app."""
         app.get(f"/api/v1/training_runs/{{model_id}}/checkpoints/{KIND}/{{name}}/external_weights_urls")(self.urls)
         app.get(SIGNED + "{until}/{signature}/{model_id}/{name}/{file:path}")(self.file)
 
     async def urls(self, caller: Asking, request: Request, model_id: str, name: str) -> JsonReply:
-        """Returns the addresses of the files of saved weights."""
+        """Returns the signed URLs of the files of saved weights, and when they expire."""
         _, saved = self._catalog.find(path_of(model_id, KIND, name), KIND, caller)
         until = int(self._now()) + HOLDS_S
         base = str(request.base_url).rstrip("/")
@@ -54,7 +54,7 @@ class DownloadRoutes:
         return JsonReply({"urls": urls, "expires": datetime.fromtimestamp(until, UTC).isoformat()})
 
     async def file(self, until: Seq, signature: str, model_id: str, name: str, file: str) -> FileResponse:
-        """Serves a file to callers who have its address."""
+        """Serves a file to any caller with its signed URL. `until`: when the URL expires, in seconds since 1970."""
         if not same_text(signature, self._sign(until, model_id, name, file)) or until < self._now():
             raise RequestRefused(
                 "an address that this server did not sign, or not within the last hour; get_external_weights_urls "
@@ -65,5 +65,5 @@ class DownloadRoutes:
         return FileResponse(path_in(directory, file))
 
     def _sign(self, until: int, *parts: str) -> str:
-        """Returns the signature of a file, which only this process can make."""
+        """Returns the signature of a file's URL. Only this process can make it, because the secret is in its memory."""
         return hmac.new(self._secret, "\n".join((str(until), *parts)).encode(errors=ANY_TEXT), sha256).hexdigest()

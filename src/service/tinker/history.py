@@ -23,7 +23,7 @@ from service.tinker.codec import ForwardBackwardCall
 
 @dataclass(frozen=True)
 class Step:
-    """A request that the trainer has done."""
+    """A request that the trainer has done, to be repeated if the trainer is lost."""
 
     seq: int
     work: Work
@@ -33,7 +33,7 @@ class Step:
 
 @dataclass(frozen=True)
 class ModelHistory:
-    """The steps of one model."""
+    """The newest commit of one model, and the trainer's steps for it since then."""
 
     place: str = ""
     """The directory of its newest commit; "": none."""
@@ -45,7 +45,8 @@ class ModelHistory:
     """When the first of the steps was done, in seconds of the server's clock."""
 
     def noted(self, step: Step, now: float) -> ModelHistory:
-        """Returns the history once a request was done, which may be no step."""
+        """Returns the history after a request was done at the time `now`; unchanged if the request need not be
+        repeated."""
         steps = self.steps
         batch = self.batch
         match step.work:
@@ -65,12 +66,12 @@ class ModelHistory:
         return replace(self, steps=steps, batch=batch, began_s=now if self.began_s is None else self.began_s)
 
     def committed(self, place: str) -> ModelHistory:
-        """Returns the history once a commit in the directory `place` has all steps."""
+        """Returns the history after a commit of all steps in the directory `place`."""
         return replace(self, place=place, steps=(), began_s=None)
 
     def is_due(self, now: float, every_s: float) -> bool:
-        """Returns whether to commit the model now: work of `every_s` seconds would be lost, or its client may delete
-        the state that it began with. Never while gradients are held."""
+        """Returns True if the model should be committed now: its steps are older than `every_s` seconds, or it began
+        with a saved state, which its client may delete. Always False while gradients are held."""
         if self.batch or not self.steps:
             return False
         if any(isinstance(step.work, LoadModelBody | LoadWeightsBody) for step in self.steps):

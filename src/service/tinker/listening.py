@@ -1,7 +1,7 @@
 """Lets a Tinker server listen on a port, in a thread with an event loop of its own.
 
-It listens from the start of the server to its end, also while rooms are started: then it answers that results are not
-there yet.
+It listens from the start of the server to its end. While rooms are being started it answers that results are not there
+yet.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class TinkerListener(threading.Thread):
-    """The thread. `address` is there once the server listens, `failure` once it has ended by an error."""
+    """The thread that listens. `address` is set once the server listens; `failure` is set if it ends by an error."""
 
     def __init__(self, server: TinkerServer, keys: ServiceKeys, limits: Limits, host: str, port: int) -> None:
-        """Raises RoomFailed if the server cannot listen there."""
+        """Opens the socket. Raises RoomFailed if the server cannot listen at `host` and `port`."""
         super().__init__(name="tinker server", daemon=True)
         self._server = server
         self._host = host
@@ -39,7 +39,7 @@ class TinkerListener(threading.Thread):
         self.failure: BaseException | None = None
 
     def run(self) -> None:
-        """Listens until `stop`."""
+        """Runs the event loop, and answers requests until `stop`."""
         try:
             asyncio.run(self._serve())
         except Exception as error:
@@ -57,21 +57,22 @@ class TinkerListener(threading.Thread):
             await self._http.close()
 
     def work(self, worker: TrainingWorker, sampler: SamplerVerbs) -> Future[None]:
-        """Makes the server work with these rooms, once it listens. The future raises the error that ends that."""
+        """Starts to run clients' requests with this trainer and sampler; may be called once the server listens. The
+        returned future raises the error that ends this, such as the loss of a room."""
         assert self._loop, "only once it listens"
         return asyncio.run_coroutine_threadsafe(self._server.run(worker, sampler), self._loop)
 
     @property
     def serves(self) -> bool:
-        """True while the rooms of the server work."""
+        """True while the server runs requests with working rooms."""
         return self._server.ready
 
     def check(self) -> None:
-        """Raises the error with which the server has ended."""
+        """Raises the error by which the server has ended, if it has."""
         if self.failure:
             raise self.failure
 
     def stop(self) -> None:
-        """Closes the port, and waits until the thread has ended, for a while."""
+        """Closes the port, and waits at most END_S seconds for the end of the thread."""
         self._http.should_exit = True
         self.join(END_S)

@@ -45,7 +45,7 @@ class SavedRoutes:
         self._catalog = server.catalog
 
     def add(self, app: FastAPI) -> None:
-        """Adds them to an app."""
+        """Adds these routes to an app."""
         app.get(RUNS)(self.runs)
         app.get(RUNS + "/{model_id}")(self.run)
         app.get(RUNS + "/{model_id}/checkpoints")(self.checkpoints)
@@ -61,7 +61,7 @@ class SavedRoutes:
             app.add_api_route(path, self.not_here, methods=["GET", "POST"])
 
     async def not_here(self, request: Request) -> None:
-        """Refuses features that this server does not have."""
+        """Refuses, with 404, a request for a feature that this server does not have."""
         raise RequestRefused(f"this server has not got {NOT_HERE[request.scope['route'].path]}", status=404)
 
     async def runs(self, caller: Asking, limit: Seq = 20, offset: Seq = 0, project_id: str | None = None) -> JsonReply:
@@ -86,25 +86,25 @@ class SavedRoutes:
         return JsonReply({"checkpoints": [_checkpoint(weights) for weights in saved]})
 
     async def all_checkpoints(self, caller: Asking, limit: Seq = 100, offset: Seq = 0) -> JsonReply:
-        """Lists the checkpoints of all training runs."""
+        """Lists the checkpoints of all training runs of the caller."""
         weights = [saved for run in self._catalog.runs(caller) for saved in self._catalog.saved(run.model_id)]
         cursor = {"offset": offset, "limit": limit, "total_count": len(weights)}
         return JsonReply({"checkpoints": list(map(_checkpoint, weights[offset : offset + limit])), "cursor": cursor})
 
     async def delete(self, caller: Asking, path: At) -> None:
-        """Deletes something that was saved."""
+        """Deletes the saved entry at `path`."""
         self._catalog.delete(path, caller)
 
     async def set_ttl(self, caller: Asking, path: At, body: TtlBody) -> None:
-        """Sets how long something is kept."""
+        """Sets how long the saved entry at `path` is kept."""
         self._catalog.set_ttl(path, body.ttl_seconds, caller)
 
     async def publish(self, caller: Asking, path: At, request: Request) -> None:
-        """Lets the owners of all keys read something, or closes it to them again (DELETE)."""
+        """Lets all callers with a key read the saved entry at `path` (POST), or ends that (DELETE)."""
         self._catalog.set_public(path, request.method == "POST", caller)
 
     async def weights_info(self, caller: Asking, body: PathBody) -> JsonReply:
-        """Returns the base of a path, and the description of its adapter."""
+        """Returns the base model of a saved entry, and the rank and layers of its adapter."""
         _, saved = self._catalog.find(body.tinker_path, caller=caller)
         run = self._catalog.run(saved.model_id)
         layers = set(run.lora["targets"]) if run.lora else set()
@@ -116,7 +116,8 @@ class SavedRoutes:
         return JsonReply({"base_model": run.base_model, **lora_of(run), **trained})
 
     async def copy(self, caller: Asking, body: CopyBody, x_idempotency_key: Annotated[str, Header()] = "") -> JsonReply:
-        """Copies something into a training run of its own. The same request, made again, gets the same copy."""
+        """Copies a saved entry into a training run of its own. A repeated request with the same idempotency key gets
+        the same copy."""
         if x_idempotency_key:
             number = uuid.uuid5(uuid.NAMESPACE_URL, f"{caller.owner}/{x_idempotency_key}")
         else:
@@ -125,7 +126,7 @@ class SavedRoutes:
         return JsonReply({"tinker_path": await asyncio.to_thread(self._catalog.copy, *arguments)})
 
     async def usage(self, caller: Asking, project_id: str | None = None) -> JsonReply:
-        """Returns the saved bytes of each project. They cost nothing."""
+        """Returns the number and bytes of the caller's checkpoints by project, with a cost of 0."""
         sizes: dict[str, list[int]] = defaultdict(list)
         for run in self._catalog.runs(caller):
             sizes[self._project(run)] += [weights.size for weights in self._catalog.saved(run.model_id)]
@@ -163,7 +164,7 @@ class SavedRoutes:
 
 
 def lora_of(run: SavedRun) -> dict[str, object]:
-    """Returns the client's fields about a model's adapter."""
+    """Returns the fields on a training run's adapter, as clients read them."""
     if run.lora:
         return {"is_lora": True, "lora_rank": run.lora["rank"]}
     return {"is_lora": False}

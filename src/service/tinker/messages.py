@@ -1,6 +1,6 @@
-"""The protocol's messages in protobuf, as classes made from `tinker_public.txtpb` on import.
+"""The protocol's protobuf messages, as classes made from `tinker_public.txtpb` on import.
 
-The classes live in a pool of their own: a process may also have the client's.
+The classes live in a descriptor pool of their own, because a process may also have the client's classes.
 """
 
 from __future__ import annotations
@@ -17,5 +17,6 @@ _CLASSES = GetMessages([text_format.Parse(SCHEMA.read_text(), FileDescriptorProt
 
 
 def message_class(name: str) -> Any:
-    """Returns the class of the message `name`. Its fields have no types that a checker could know. Raises KeyError."""
+    """Returns the class of the message `name`; type checkers do not know its fields. Raises KeyError for an unknown
+    name."""
     return _CLASSES[f"tinker_public.{name}"]

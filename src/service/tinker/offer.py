@@ -1,4 +1,4 @@
-"""The model that a Tinker server offers, and how many clients it serves with it at the same time."""
+"""The model that a Tinker server offers, and its limits on models and adapters in work at the same time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trireme.core.datum import ModelInput
 
 @dataclass(frozen=True)
 class TinkerOffer:
-    """One model."""
+    """The offered base model, with its names, its adapters and the limits for clients."""
 
     served: ServedModels
     """Its names (clients see the first), and its sizes."""
@@ -31,22 +31,22 @@ class TinkerOffer:
 
     @property
     def cached_sets(self) -> int:
-        """The number of sets of weights kept for samplers in addition to the base's and the sets in use."""
+        """The number of sets of weights kept for samplers, in addition to the base's set and the sets in use."""
         return max(self.options.snapshots, self.slots)
 
     @property
     def base_model(self) -> str:
-        """The name of the model that it serves."""
+        """The first name of the served model."""
         return self.served.names[0]
 
     @property
     def listed(self) -> tuple[str, ...]:
-        """The names in the list of all models."""
+        """The names of the served model in the list of models."""
         return (self.base_model, *self.options.names)
 
     @property
     def greeting(self) -> str:
-        """A sentence for clients that begin a session."""
+        """A sentence that clients get when they begin a session."""
         lora = self.lora
         if lora is None:
             return "this server trains whole models: lora_config has no effect"
@@ -57,12 +57,12 @@ class TinkerOffer:
         return f"this server trains adapters up to rank {lora.rank} for {', '.join(lora.target_modules)}{without}"
 
     def serves(self, base_model: str | None) -> bool:
-        """Returns whether `base_model` is a name of that model."""
+        """Returns True if `base_model` is a name of the served model."""
         return base_model in self.served.names
 
     def room(self, prompt: ModelInput, stop: Sequence[int]) -> int:
-        """Returns how many tokens may follow a prompt. Raises RequestRefused for one that the model cannot read, and
-        for ids in `stop` that it cannot sample."""
+        """Returns how many tokens may follow a prompt in the model's context. Raises RequestRefused for an empty or too
+        long prompt, and for ids in the prompt or in `stop` that the model does not have."""
         served = self.served
         tokens = prompt.tokens
         vocabulary = served.vocab_size

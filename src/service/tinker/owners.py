@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Caller:
-    """Someone who asks."""
+    """The sender of a request, identified by the owner of the key."""
 
     owner: str
     """To whom all belongs that is made for them."""
@@ -15,7 +15,7 @@ class Caller:
     """They have an admin key."""
 
     def may(self, owner: str) -> bool:
-        """Returns whether the caller may see and change something of an owner."""
+        """Returns True if the caller may see and change things of `owner`."""
         return self.sees_all or (owner == self.owner and owner != "")
 
 

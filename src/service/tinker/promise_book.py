@@ -1,4 +1,4 @@
-"""The promises of the protocol's state, and their owners: sessions, and their models and samplers."""
+"""The part of the protocol's state that keeps promises, and sessions with their models and samplers."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class PromiseBook(Contents):
-    """All sessions, all kept promises, and the numbers of retired ones. Items of another `caller` are answered like
-    missing ones, in the same words."""
+    """All sessions with their models and samplers, all promises that are kept, and the numbers of retired promises. For
+    a `caller` who does not own an item, the item counts as missing, with the same message."""
 
     write: Callable[[Sequence[Change]], None] = lambda changes: None
     """Makes changes durable before they are made here. Raises StorageFailed; then nothing is done."""
@@ -42,7 +42,8 @@ class PromiseBook(Contents):
     """The sessions that clients have named, directly or by a model or a sampler, since the last `retire_sessions`."""
 
     def _change(self, thing: Stored, *rows: Change, **changed: Any) -> None:
-        """Changes a thing, once it is committed together with `rows`. Raises StorageFailed; then nothing is done."""
+        """Writes the item `thing` with the fields `changed`, together with `rows`, in one transaction, and then sets
+        the fields. Raises StorageFailed; nothing is changed then."""
         self.write([row_of(replace(thing, **changed)), *rows])
         for name, value in changed.items():
             setattr(thing, name, value)
@@ -60,21 +61,21 @@ class PromiseBook(Contents):
     # ---- sessions
 
     def begin_session(self, session_id: str, now: float, caller: Caller = SERVER, **metadata: Any) -> None:
-        """Begins a session of `caller` with the client's `metadata`."""
+        """Begins a session of `caller`. `metadata`: the client's description of the session."""
         session = ClientSession(session_id, now, caller, metadata)
         self.write([row_of(session)])
         self.sessions[session_id] = session
 
     def tell(self, session: ClientSession, **fields: Any) -> None:
-        """Adds to a client's description of its session."""
+        """Adds `fields` to the client's description of a session."""
         self._change(session, metadata={**session.metadata, **fields})
 
     def session(self, session_id: str, caller: Caller = SERVER) -> ClientSession:
-        """Returns a session, which may have ended. Raises UnknownId."""
+        """Returns a session, also one that has ended. Raises UnknownId."""
         return self._look_up("session", self.sessions, session_id, caller)
 
     def living(self, session_id: str, caller: Caller = SERVER) -> ClientSession:
-        """Returns a session that has not ended. Raises UnknownId, GoneError."""
+        """Returns a session that has not ended. Raises UnknownId, and GoneError for one that has ended."""
         session = self.session(session_id, caller)
         if session.end_reason:
             raise GoneError(
@@ -88,22 +89,24 @@ class PromiseBook(Contents):
         return self._look_up("model", self.models, model_id, caller)
 
     def sampler(self, sampler_id: str, caller: Caller = SERVER) -> ClientSampler:
-        """Returns a sampling session, which other processes than its session's may use, and longer. Raises UnknownId,
-        and GoneError where the numbers of its samples are not known any more."""
+        """Returns a sampling session. Other processes may use it too, also after its session has ended. Raises
+        UnknownId, and GoneError if it was ended by a boot of the machine, which may have lost numbers of its
+        samples."""
         sampler = self._look_up("sampler", self.samplers, sampler_id, caller)
         if self.sessions[sampler.session_id].end_reason == MACHINE:
             raise GoneError(f"the sampler {sampler_id!r} has ended: {MACHINE}")
         return sampler
 
     def heard(self, promise: Promise, now: float) -> None:
-        """Notes that a client asked for something of a model. Samplers may be used by other processes than its own."""
+        """Records at the time `now` that the client of a model's promise is alive. Does nothing for samples, because
+        other processes may use a sampler."""
         if not promise.is_sample and (session := self.sessions.get(promise.session_id)):
             session.beat_s = now
 
     # ---- promises
 
     def _accept(self, promise: Promise, *rows: Change) -> Promise:
-        """Keeps a new promise. `rows`: rows to commit together with it."""
+        """Writes a new promise to the store, together with `rows`, and keeps it. Returns it."""
         work = [] if promise.outcome else [work_row(promise)]
         self.write([*rows, row_of(promise), *work])
         self.promises[promise.request_id] = promise
@@ -111,8 +114,8 @@ class PromiseBook(Contents):
         return promise
 
     def retire(self, promises: Sequence[Promise]) -> None:
-        """Forgets promises that have their outcomes; their numbers are kept, so that they are never done again. Where
-        the store has no room for that, nothing is forgotten."""
+        """Forgets the outcomes of these promises. Their numbers stay known, so that the requests are never run again.
+        If the store fails, keeps the outcomes."""
         of_owners = defaultdict[str, list[Promise]](list)
         for promise in promises:
             of_owners[promise.owner_id].append(promise)
@@ -136,8 +139,8 @@ class PromiseBook(Contents):
                     del sampler.answers[promise.number]
 
     def retire_sessions(self, now: float) -> None:
-        """Forgets sessions that ended long ago and have no promise, with their models and samplers. Where the store
-        fails, nothing is forgotten."""
+        """Forgets sessions that ended more than ENDED_S seconds ago and have no promise left, with their models and
+        samplers. If the store fails, keeps them."""
         used = self.used | {promise.session_id for promise in self.promises.values()}
         self.used = set()
         for session in [candidate for candidate in self.sessions.values() if candidate.end_reason]:
@@ -156,7 +159,8 @@ class PromiseBook(Contents):
                     del self.samplers[sampler_id]
 
     def accepted(self, owner_id: str, seq: int) -> Promise | None:
-        """Returns the promise of a request that was accepted before. One that is retired has a forgotten one."""
+        """Returns the promise of request `seq` of a model or sampler if the request was accepted before, else None. For
+        a retired promise, returns one that is marked `forgotten`."""
         request_id = f"{owner_id}/{seq}"
         promise = self.promises.get(request_id)
         if promise:
@@ -171,7 +175,7 @@ class PromiseBook(Contents):
         return None
 
     def settle(self, promise: Promise, outcome: Outcome) -> None:
-        """Gives a promise its outcome."""
+        """Sets and stores the outcome of a promise."""
         sampler = self.samplers.get(promise.owner_id)
         place = sampler.settled_count if sampler else 0
         self._change(promise, work_key(promise.request_id), outcome=outcome, place=place)
@@ -185,8 +189,8 @@ class PromiseBook(Contents):
         self.changed(promise.request_id, promise.owner_id)
 
     def lose(self, promise: Promise) -> int:
-        """Notes that rooms were lost while they worked on a promise; returns how often they were. Where the store has
-        no room for it, this server alone knows it."""
+        """Records that rooms were lost while they worked on a promise. Returns how often that has happened to the
+        promise. If the store fails, the count is kept in memory only."""
         promise.losses += 1
         try:
             self.write([row_of(promise)])
@@ -195,7 +199,8 @@ class PromiseBook(Contents):
         return promise.losses
 
     def promise(self, request_id: str, caller: Caller = SERVER) -> Promise:
-        """Returns a promise. Raises UnknownId, and GoneError where its outcome is forgotten, or may have been lost."""
+        """Returns the promise of a request. Raises UnknownId, and GoneError if its outcome was forgotten, or if a boot
+        of the machine may have lost it."""
         owner_id, _, digits = request_id.rpartition("/")
         seq = count_of(digits)
         owner = self.models.get(owner_id) or self.samplers.get(owner_id)
@@ -218,7 +223,8 @@ class PromiseBook(Contents):
         raise UnknownId(f"the request {request_id!r}; expected one that was accepted here")
 
     def give(self, promise: Promise, now: float) -> Outcome | None:
-        """Returns the outcome of a promise, None if there is none yet."""
+        """Returns the outcome of a promise and records that it was given at the time `now`; None if there is no outcome
+        yet."""
         if promise.outcome and promise.given_s is None:
             promise.given_s = now
         return promise.outcome

@@ -1,4 +1,4 @@
-"""Promises and their outcomes, and how a request is refused."""
+"""Promises and their outcomes, and errors that refuse a request."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Category = Literal["user", "server"]
 
 
 class UnknownId(RequestRefused):
-    """An id that was never issued, or not to this caller."""
+    """Refuses an id that was never issued to this caller."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status=404)
 
 
 class GoneError(RequestRefused):
-    """A thing that was there and is over."""
+    """Refuses, with status 410, a request for something that existed and has ended or was forgotten."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status=410)
@@ -48,7 +48,7 @@ Outcome = Success | Failure
 
 @dataclass(frozen=True)
 class SampleWork:
-    """A prompt, and how to sample from it."""
+    """The work of a request for samples: the prompt, the number of samples and the sampling parameters."""
 
     prompt: ModelInput
     num_samples: int
@@ -59,7 +59,7 @@ class SampleWork:
 
 @dataclass(eq=False)
 class Promise:
-    """A request that was acknowledged."""
+    """A request that was accepted, with its work and, once it is done, its outcome."""
 
     request_id: str
     session_id: str
@@ -79,15 +79,15 @@ class Promise:
 
     @property
     def owner_id(self) -> str:
-        """The model or the sampler that it belongs to."""
+        """The id of the model or sampler to which the request was made."""
         return self.request_id.rpartition("/")[0]
 
     @property
     def number(self) -> int:
-        """Its number there."""
+        """The number of the request at its model or sampler."""
         return int(self.request_id.rpartition("/")[2])
 
     @property
     def is_sample(self) -> bool:
-        """True: it belongs to a sampler."""
+        """True if the request was made to a sampler, False if to a model."""
         return self.owner_id.split(":")[-2:-1] == ["sample"]

@@ -37,7 +37,7 @@ Stored = ClientSession | ClientModel | ClientSampler | Promise
 
 
 def write(store: Store, changes: Sequence[Change]) -> None:
-    """Makes all changes at once. Raises StorageFailed; the store is then as before."""
+    """Makes all changes in one transaction. Raises StorageFailed; the store is then unchanged."""
     with store.transaction():
         for change in changes:
             if isinstance(change, Row):
@@ -47,7 +47,7 @@ def write(store: Store, changes: Sequence[Change]) -> None:
 
 
 def row_of(thing: Stored) -> Row:
-    """Returns the row of a thing."""
+    """Returns the row with the newest state of an item: a session, model, sampler or promise."""
     match thing:
         case ClientSession():
             head = {"kind": "session", **asdict(thing.caller), "metadata": thing.metadata, "ended": thing.end_reason}
@@ -66,7 +66,7 @@ def row_of(thing: Stored) -> Row:
 
 
 def work_row(promise: Promise) -> Row:
-    """Returns the row with the work of a promise."""
+    """Returns the row with the work of a promise, from which the request can be run again."""
     work: Any = promise.work
     rest = b""
     match work:
@@ -82,23 +82,23 @@ def work_row(promise: Promise) -> Row:
 
 
 def work_key(request_id: str) -> str:
-    """Returns the owner of the row of a request."""
+    """Returns the key of the row with the work of a request."""
     return f"{request_id}/work"
 
 
 def step_row(request_id: str, error: str) -> Row:
-    """Returns the row that says that the trainer has done a request. `error`: why it failed."""
+    """Returns the row that records a request as done by the trainer. `error`: why it failed; "": it did not."""
     return Row(step_key(request_id), {"kind": "step", "error": error})
 
 
 def step_key(request_id: str) -> str:
-    """Returns the owner of that row."""
+    """Returns the key of the row that records a request as done by the trainer."""
     return f"{request_id}/step"
 
 
 @dataclass(eq=False)
 class Contents:
-    """The contents of a store by ids of clients, in the order of their creation."""
+    """The sessions, models, samplers and promises of a store, by id, each in the order in which they were made."""
 
     sessions: dict[str, ClientSession] = field(default_factory=dict)
     models: dict[str, ClientModel] = field(default_factory=dict)
@@ -106,7 +106,8 @@ class Contents:
     promises: dict[str, Promise] = field(default_factory=dict)
 
     def read(self, rows: Iterable[Row], now: float) -> None:
-        """Adds the contents of `rows`, at the time `now`. Raises StorageFailed."""
+        """Adds the items in `rows` to these contents. Sessions count as heard from, or as ended, at the time `now`.
+        Raises StorageFailed."""
         works: dict[str, Any] = {}
         errors: dict[str, str] = {}
         for row in rows:

@@ -1,11 +1,12 @@
-"""The server without HTTP: it accepts clients' requests, passes them to the trainer and the replicas, and answers.
+"""The Tinker server without HTTP: accepts clients' requests, passes them to the trainer and the replicas, and answers.
 
-A request is in the store before it is accepted. All of this runs in one event loop, where nothing waits for a room:
-verbs are called in threads.
+A request is in the store before it is accepted. All of this runs in one event loop, which never waits for a room:
+methods of rooms are called in threads.
 
-Rooms come and go. `run` works with one trainer and one sampler until one of them is lost, and raises that; meanwhile
-the server answers that results are not there yet. The next call restores each model (`service.tinker.history`) and
-continues with requests without an outcome. The store has the requests that a killed server had accepted.
+Rooms come and go. `run` works with one trainer and one sampler until one of them is lost, and raises the error of that
+loss; meanwhile the server answers that results are not there yet. The next call of `run` restores each model
+(`service.tinker.history`) and continues with requests without an outcome. The store has the requests that a killed
+server had accepted.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ log = logging.getLogger(__name__)
 
 
 class TinkerServer:
-    """The server. Call `begin` once, then `run` with rooms, and again with others when these are lost."""
+    """Serves the protocol's requests. Call `begin` once, then `run` with a trainer and a sampler, and `run` again with
+    new ones after these are lost."""
 
     def __init__(
         self,
@@ -64,7 +66,8 @@ class TinkerServer:
         commits: OwnCommits,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`store`: where the state is kept. `commits`: where models are saved by the server itself."""
+        """`store`: keeps the protocol's state. `commits`: the directories in which the server saves models for itself.
+        `now`: a clock in seconds that does not go back."""
         self.offer = offer
         self.catalog = catalog
         self.now = now
@@ -89,8 +92,8 @@ class TinkerServer:
         """How many requests to train were done."""
 
     def begin(self) -> str:
-        """Opens the store, and continues with its contents. Returns a message on the rest of an earlier server; "":
-        there is none. Raises StorageFailed."""
+        """Opens the store, and restores the state in it. Returns a message on the state that an earlier server left; ""
+        if there is none. Raises StorageFailed."""
         lost = self._store.open()
         self.state.write = partial(write, self._store)
         self.state.load(self._store.rows(), self.now())
@@ -107,7 +110,8 @@ class TinkerServer:
     # ---- what clients ask for
 
     def train(self, model_id: str, seq_id: int, work: Work, caller: Caller = SERVER) -> Promise:
-        """Accepts a request of a model. Raises UnknownId, RequestRefused, StorageFailed."""
+        """Accepts request `seq_id` of a model, and returns its promise. Raises UnknownId, RequestRefused and
+        StorageFailed."""
         fault_point("tinker.ask")
         promise = self.state.train(model_id, seq_id, work, caller)
         self.state.heard(promise, self.now())
@@ -115,13 +119,14 @@ class TinkerServer:
         return promise
 
     def sample(self, sampler: ClientSampler, seq_id: int, work: SampleWork) -> Promise:
-        """Accepts a sample. Raises RequestRefused where its weights are not held any more, and StorageFailed."""
+        """Accepts request `seq_id` of a sampler, and returns its promise. Raises RequestRefused if the sampler's
+        weights are no longer in memory, and StorageFailed."""
         if not self.state.accepted(sampler.sampler_id, seq_id):
             self.check_held(sampler.target)
         return self.state.sample(sampler, seq_id, work)
 
     def check_held(self, target: str) -> None:
-        """Raises RequestRefused for weights that samplers cannot have."""
+        """Raises RequestRefused if the weights named `target` are no longer in memory for samplers."""
         if self.ready and target not in self._shelf:
             raise RequestRefused(
                 f"the weights {target} are no longer in memory, where samplers need them: the server keeps the newest "
@@ -130,7 +135,7 @@ class TinkerServer:
             )
 
     async def outcome(self, promise: Promise) -> Outcome | None:
-        """Returns the outcome of a promise, or None if there is none after HOLD_S."""
+        """Waits at most HOLD_S seconds for the outcome of a promise, and returns it; None if there is none by then."""
         self.state.heard(promise, self.now())
         if promise.outcome is None and not promise.forgotten:
             await self._wait(promise.request_id, HOLD_S)
@@ -139,7 +144,9 @@ class TinkerServer:
     async def completions(
         self, sampler: ClientSampler, clone: int, cursor: int, retrieved: list[str], timeout_s: float | None
     ) -> tuple[list[Promise], int]:
-        """Returns the samples done after `cursor`; waits for one, at most `timeout_s`."""
+        """Returns (promises, next cursor): a clone's samples that were done after `cursor`. Waits until there is one,
+        for at most `timeout_s` or HOLD_S seconds. `retrieved`: ids of requests with results that the client has;
+        they are forgotten."""
         until = self.now() + min(HOLD_S if timeout_s is None else timeout_s, HOLD_S)
         while True:
             finished, after = self.state.completions(sampler, clone, cursor, retrieved)
@@ -154,12 +161,13 @@ class TinkerServer:
                 await asyncio.wait_for(event.wait(), seconds)
 
     def release(self) -> None:
-        """Answers all waiting calls with the present results, because the server ends."""
+        """Makes all waiting calls answer at once with the results so far, because the server ends."""
         self._closing = True
         self._changed(*self._waiting)
 
     def _changed(self, *names: str) -> None:
-        """Wakes the waiters for promises and samplers of these names, and the workers."""
+        """Wakes the calls that wait for the promises or samplers with the ids `names`, and the loops that train and
+        sample."""
         for name in names:
             event = self._waiting.pop(name, None)
             if event:
@@ -170,7 +178,8 @@ class TinkerServer:
     # ---- rooms
 
     async def run(self, worker: TrainingWorker, sampler: SamplerVerbs) -> None:
-        """Runs clients' requests with these rooms. Raises TriremeError: RoomFailed when they are lost."""
+        """Runs clients' requests with this trainer and sampler until one of them is lost. Raises TriremeError:
+        RoomFailed for a loss."""
         self._worker = worker
         self._sampler = sampler
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -188,7 +197,8 @@ class TinkerServer:
                 task.cancel()
 
     async def _restore(self) -> None:
-        """Restores the states of trainer and replicas. Raises TriremeError."""
+        """Restores all models in the trainer, and all weights for samplers, as far as the state has them. Raises
+        TriremeError."""
         base = await asyncio.to_thread(self._worker.begin)
         self._shelf = WeightShelf({BASE: base})
         if self.offer.slots:
@@ -258,7 +268,8 @@ class TinkerServer:
                 await self._commit(model)
 
     async def _commit(self, model: ClientModel) -> None:
-        """Saves a model for this server itself. A disk that is full only lets more be done again later."""
+        """Saves a model for the server itself. If the disk is full, only logs it: more steps have to be repeated after
+        a loss."""
         place = await asyncio.to_thread(self._commits.begin, model.model_id, model.next_seq)
         fault_point("tinker.commit")
         try:
@@ -273,14 +284,15 @@ class TinkerServer:
         await self._remove_old_commits()
 
     async def _remove_old_commits(self) -> None:
-        """Removes the server's own saves with which no model would begin again."""
+        """Removes the server's own commits from which no model would be restored."""
         retained = {model.history.place for model in self.state.models.values() if not model.failure}
         await asyncio.to_thread(self._commits.remove, retained)
 
     def _with_weights(
         self, model: ClientModel, work: SaveForSamplerBody, outcome: Outcome, published: PublishedWeights
     ) -> Outcome:
-        """Puts new weights where samplers find them, and makes the sampler that is to have them."""
+        """Adds published weights to the shelf for samplers. If the request asks for one sampler, begins it, and returns
+        an outcome with its id; else returns `outcome`."""
         target = target_of(model.model_id, work)
         if work.sampling_session_seq_id is not None:
             if model.failure and self.state.sessions[model.session_id].end_reason:

@@ -1,4 +1,4 @@
-"""The routes of sessions: lists, searches, their clients' descriptions, and their end."""
+"""The routes of sessions other than their beginning: lists, searches, descriptions by clients, and the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SessionListRoutes:
         self._state = server.state
 
     def add(self, app: FastAPI) -> None:
-        """Adds them to an app."""
+        """Adds these routes to an app."""
         app.get(SESSIONS)(self.sessions)
         app.post(SESSIONS + "/search")(self.search)
         app.get(SESSIONS + "/{session_id}")(self.session)
@@ -50,7 +50,7 @@ class SessionListRoutes:
         return JsonReply({"training_run_ids": session.models, "sampler_ids": session.samplers, **shown})
 
     async def finish(self, caller: Asking, session_id: str, body: FinishBody | None = None) -> None:
-        """Ends a session. Keeps the first reason that its client gave."""
+        """Ends a session. If its client gives several reasons in turn, keeps the first one."""
         session = self._state.session(session_id, caller)
         request = body or FinishBody()
         if not session.end_reason:
@@ -60,11 +60,11 @@ class SessionListRoutes:
             self._state.tell(session, status=status)
 
     async def set_project(self, caller: Asking, session_id: str, body: ProjectBody) -> None:
-        """Notes the project of a session."""
+        """Records the project of a session."""
         self._state.tell(self._state.session(session_id, caller), project_id=body.project_id)
 
     async def search(self, caller: Asking, body: SearchBody) -> JsonReply:
-        """Lists the sessions that were looked for, the newest first."""
+        """Lists a page of the sessions that match the search, the newest first, with a cursor for the next page."""
         matches = sorted(self._matching(caller, body), key=_place, reverse=True)
         if body.cursor:
             last = body.cursor.last_created_at.timestamp(), body.cursor.last_session_id
@@ -118,9 +118,8 @@ def _place(summary: Mapping[str, Any]) -> tuple[float, str]:
 
 
 def _is(status: Mapping[str, Any] | None, condition: StatusBody) -> bool:
-    """Returns whether a session has a status. None is the status of a session with a client that was silent for too
-    long.
-    """
+    """Returns True if a session's `status` meets the condition. `status` None (the client was silent for too long)
+    meets none."""
     if status is None or status["type"] != condition.type:
         return False
     return condition.reasons is None or status.get("reason", {}).get("type") in condition.reasons

@@ -1,11 +1,11 @@
 """Chooses the model for the trainer's next request, where it trains several models: all get equal shares of tokens.
 
 Each model has an account of the tokens that were computed for it. The next model is the one with the least on its
-account, among the models that have a request. The last served model stays for a while, because a switch costs time: as
-long as its account is less than a quantum above the least. So two models that always have work are never further apart
-than a quantum and the largest request. A new model starts with the least that any of the others has, and an idle model
-is owed at most a quantum for that time: a client that waits for each answer before its next request keeps its share,
-and none saves tokens up.
+account, among the models that have a request. But because a switch costs time, the last served model is chosen again as
+long as its account is less than a quantum above the least. So the accounts of two models that always have work never
+differ by more than a quantum and the largest request. A new model starts with the least that any other account has. An
+idle model is owed at most a quantum for the idle time: a client that waits for each answer before its next request
+keeps its share, and no client can save up tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ QUANTUM = 16384
 
 
 class TokenShares:
-    """The accounts. It knows no clock: time is the tokens that were charged."""
+    """The accounts of all models. It has no clock: it counts only the tokens that were charged."""
 
     def __init__(self, quantum: int = QUANTUM) -> None:
         self._quantum = quantum
@@ -27,7 +27,7 @@ class TokenShares:
         self._least = 0
 
     def choose(self, ready: Sequence[str]) -> str:
-        """Returns which one of `ready`, at least one, is next; of several with equal accounts the first."""
+        """Returns the name in `ready` (at least one) that is served next; of equal accounts the first one."""
         for name in ready:
             if name not in self._requesting:
                 self._accounts[name] = max(self._accounts.get(name, self._least), self._least - self._quantum)
@@ -39,10 +39,10 @@ class TokenShares:
         return self._last
 
     def charge(self, name: str, tokens: int) -> None:
-        """Notes that `tokens` are computed for `name`."""
+        """Adds `tokens` to the account of `name`."""
         self._accounts[name] = self._accounts.get(name, 0) + tokens
 
     def forget(self, name: str) -> None:
-        """Closes an account."""
+        """Removes the account of `name`."""
         self._accounts.pop(name, None)
         self._requesting.discard(name)

@@ -1,4 +1,4 @@
-"""The sets of weights that samplers can be given, in memory, by the names of `service.tinker.turns`."""
+"""The sets of weights in memory that samplers can be given, by the names that `service.tinker.turns` uses."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ BASE = "base"
 
 
 class WeightShelf(OrderedDict[str, PublishedWeights]):
-    """All of them, the newest last."""
+    """The published weights by name, the newest last."""
 
     def put(self, target: str, weights: PublishedWeights, in_use: Collection[str], limit: int) -> None:
-        """Adds a set. Apart from the sets `in_use` and the base's, the newest `limit` sets stay."""
+        """Adds weights under the name `target`. Keeps the base's set, the sets `in_use`, and the newest `limit` of the
+        others; removes the rest."""
         self[target] = weights
         self.move_to_end(target)
         for name in [candidate for candidate in self if candidate not in in_use and candidate != BASE][:-limit]:
@@ -24,12 +25,13 @@ class WeightShelf(OrderedDict[str, PublishedWeights]):
 
 
 def following(model_id: str) -> str:
-    """Returns the name of the weights of samplers that follow a model."""
+    """Returns the name of the weights for samplers that follow a model: each new set of the model's weights replaces
+    the last."""
     return f"{model_id}/inflight"
 
 
 def target_of(model_id: str, work: SaveForSamplerBody) -> str:
-    """Returns the name of the weights that a request makes available to samplers."""
+    """Returns the name under which a request makes the weights of a model available to samplers."""
     if work.path is not None:
         return path_of(model_id, "sampler_weights", work.path)
     if work.kind == "inflight":

@@ -46,7 +46,7 @@ GAP_S = 300.0
 
 @dataclass(eq=False)
 class ProtocolState(PromiseBook):
-    """All of it. Times are seconds of a clock that does not go back."""
+    """The whole state of the protocol. Times are seconds of a clock that does not go back."""
 
     make_turns: Callable[[], SampleTurns] = SampleTurns
     """Decides in which order samples run."""
@@ -80,14 +80,14 @@ class ProtocolState(PromiseBook):
     # ---- sessions
 
     def finish(self, session: ClientSession, now: float, reason: str, category: Category = "user") -> None:
-        """Ends a session, and fails the pending promises of its models."""
+        """Ends a session for `reason`, and fails the pending requests of its models."""
         for model_id in session.models:
             self.end_model(self.models[model_id], f"its session has ended: {reason}", category)
         self._change(session, end_reason=reason, ended_s=now)
 
     def finish_all(self, now: float) -> None:
-        """Ends all sessions and their samplers, because the machine was started again: clients may have later results
-        than the store."""
+        """Ends all sessions and fails all pending requests, because the machine was started again: the store may lack
+        results that clients have."""
         for session in self.sessions.values():
             self.finish(session, now, MACHINE, "server")
         for promise in list(self.promises.values()):
@@ -95,8 +95,8 @@ class ProtocolState(PromiseBook):
                 self.settle(promise, Failure(MACHINE, "server"))
 
     def expire(self, now: float) -> None:
-        """Ends the sessions that are silent for too long, and a model that waits for a request too long; forgets
-        outcomes that were given long ago, and sessions that ended long ago."""
+        """Ends sessions that are silent for too long, and models that wait too long for their next request or a place;
+        forgets outcomes that were given long ago, and sessions that ended long ago."""
         for session in self.sessions.values():
             if not session.end_reason and now - session.beat_s > SESSION_S:
                 self.finish(session, now, f"its client was silent for {SESSION_S:g} s")
@@ -141,8 +141,8 @@ class ProtocolState(PromiseBook):
                     break
 
     def _end_beyond(self, now: float) -> None:
-        """Refuses adapters that have waited for PLACE_S while their session has others: its client may wait for the new
-        ones before it ends the old ones."""
+        """Ends adapters that have waited for a place for more than PLACE_S seconds while other adapters of their
+        session have places: the client may be waiting for the new ones before it ends the old ones."""
         for model in list(self._line):
             names = [holder.model_id for holder in self.holders if holder.session_id == model.session_id]
             if model.waited("a place" if names else "", now) > PLACE_S and names:
@@ -163,7 +163,8 @@ class ProtocolState(PromiseBook):
                 )
 
     def end_model(self, model: ClientModel, reason: str, category: Category = "user") -> None:
-        """Ends a model: it cannot be trained any longer. The trainer finishes its present work."""
+        """Ends a model: it cannot be trained any more, and its waiting requests fail with `reason`. The request that
+        the trainer works on is finished."""
         if model.failure:
             return
         failure = Failure(f"the model {model.model_id} cannot be trained any more: {reason}", category)
@@ -188,7 +189,8 @@ class ProtocolState(PromiseBook):
         return [key(request_id) for request_id in requests for key in (work_key, step_key)]
 
     def queued(self, promise: Promise) -> str:
-        """Returns which models have the places for which a promise waits; "": it waits for none."""
+        """Returns a text on the models that have the places for which the model of a promise waits; "" if it does not
+        wait for a place."""
         model = self.models.get(promise.owner_id)
         if model is None or model in self.holders:
             return ""
@@ -215,8 +217,8 @@ class ProtocolState(PromiseBook):
     # ---- training
 
     def create_model(self, session_id: str, model_seq: int, work: object, caller: Caller = SERVER) -> Promise:
-        """Requests the trainer for a new model. Its id is made of its session and its number there. Raises UnknownId,
-        GoneError."""
+        """Accepts a new model, which waits for a place at the trainer, and returns the promise of its creation. The
+        model's id consists of its session's id and `model_seq`. Raises UnknownId and GoneError."""
         session = self.living(session_id, caller)
         model_id = f"{session_id}:train:{model_seq}"
         if model_id in self.models and (earlier := self.accepted(model_id, 0)):
@@ -230,7 +232,8 @@ class ProtocolState(PromiseBook):
         return promise
 
     def train(self, model_id: str, seq_id: int, work: object, caller: Caller = SERVER) -> Promise:
-        """Accepts request `seq_id` of a model. Raises UnknownId, and RequestRefused for a number below 1."""
+        """Accepts request `seq_id` of a model, and returns its promise; a repeated request gets the same promise.
+        Raises UnknownId, and RequestRefused for a number below 1."""
         model = self.model(model_id, caller)
         if seq_id < 1:
             raise RequestRefused(f"seq_id = {seq_id}; expected 1 or more, as 0 is the creation of the model")
@@ -244,7 +247,8 @@ class ProtocolState(PromiseBook):
         return promise
 
     def next_training(self) -> tuple[ClientModel, Promise] | None:
-        """Returns the model and the request that the trainer is to work on now; None if there is none, or it works."""
+        """Returns the model and the request that the trainer is to run next, and counts it as running; None if no
+        request is ready or one is running."""
         if self.running:
             return None
         self._pass_on()
@@ -258,16 +262,16 @@ class ProtocolState(PromiseBook):
         return model, promise
 
     def line_up(self) -> None:
-        """Gives places at the trainer to the models that had them, and lets models wait that were not created yet:
-        after the records of this state were read, and when the trainer was lost."""
+        """Gives places at the trainer to all models that were created, and puts the others into the line again. Called
+        after the state was loaded, and after the trainer was lost."""
         self.running = None
         living = [model for model in self.models.values() if not model.failure]
         self._line = deque(model for model in living if model.next_seq == 0)
         self.holders = [model for model in living if model.next_seq > 0]
 
     def _pass_on(self) -> None:
-        """Gives free places to the next models in the line. A whole model takes the place of one of the same session
-        that has nothing to do and waits for nothing, as the client would otherwise wait for itself."""
+        """Gives free places to the next models in the line. Ends a whole model (not an adapter) that has no request, if
+        another model of the same session waits, and gives it the place: the client would otherwise wait for itself."""
         while self._line and len(self.holders) < self.places:
             self.holders.append(self._line.popleft())
         for before in [model for model in self.holders if not (model.waiting or self.adapters)]:
@@ -283,9 +287,9 @@ class ProtocolState(PromiseBook):
                 self.holders.append(heir)
 
     def trained(self, outcome: Outcome, tokens: int = 0, now: float = 0.0) -> None:
-        """Records the outcome of the trainer's work, and that it counts for `tokens` more tokens. A model that was not
-        created gives the trainer back. The steps to repeat for the model if the trainer is lost are committed together
-        with the outcome."""
+        """Records the outcome of the running request, and charges its model `tokens` more tokens. If the creation of a
+        model failed, ends the model. Changes of the model's history, with the steps to repeat after a loss of the
+        trainer, are committed together with the outcome."""
         promise = self.running
         assert promise, "only after next_training"
         model = self.models[promise.owner_id]
@@ -314,14 +318,15 @@ class ProtocolState(PromiseBook):
         self._has_outcome(promise, outcome)
 
     def committed(self, model: ClientModel, place: str) -> None:
-        """Notes that all steps of a model are in the directory `place`."""
+        """Records that the commit in the directory `place` has all steps of a model."""
         after = model.history.committed(place)
         self._change(model, *self._removed_steps(model, model.history.numbers - after.numbers), history=after)
 
     # ---- sampling
 
     def create_sampler(self, session_id: str, seq: int, target: str) -> ClientSampler:
-        """Begins a sampling session from the weights `target`. Raises UnknownId, GoneError."""
+        """Begins a sampling session with the weights named `target`, and returns it; a repeated call returns the same
+        one. Raises UnknownId and GoneError."""
         session = self.living(session_id)
         sampler_id = f"{session_id}:sample:{seq}"
         if sampler_id not in self.samplers:
@@ -332,12 +337,12 @@ class ProtocolState(PromiseBook):
         return self.samplers[sampler_id]
 
     def join(self, sampler: ClientSampler) -> int:
-        """Returns a number that no other clone of a sampler has: 1, 2, ..."""
+        """Returns the next number for a clone of a sampler: 1, 2, ..."""
         self._change(sampler, joined=sampler.joined + 1)
         return sampler.joined
 
     def sample(self, sampler: ClientSampler, seq_id: int, work: object) -> Promise:
-        """Accepts sample `seq_id` of a sampler."""
+        """Accepts request `seq_id` of a sampler, and returns its promise; a repeated request gets the same promise."""
         earlier = self.accepted(sampler.sampler_id, seq_id)
         if earlier:
             return earlier
@@ -346,13 +351,13 @@ class ProtocolState(PromiseBook):
         return promise
 
     def sampled(self, promise: Promise, outcome: Outcome) -> None:
-        """Notes the outcome of a sample that ran."""
+        """Records the outcome of a sample that ran, and frees its turn."""
         self.settle(promise, outcome)
         self.turns.finish(promise)
 
     def sample_again(self, available: Collection[str], failure: Failure) -> None:
-        """Queues all samples without an outcome again, because no replica works on them any longer. Samples from
-        weights that are not `available` fail."""
+        """Queues all samples without an outcome again, because the replicas that worked on them are lost. Samples from
+        weights that are not in `available` get the outcome `failure`."""
         self.turns = self.make_turns()
         for promise in list(self.promises.values()):
             if promise.outcome is None and (sampler := self.samplers.get(promise.owner_id)):
@@ -364,8 +369,8 @@ class ProtocolState(PromiseBook):
     def completions(
         self, sampler: ClientSampler, clone: int, cursor: int, retrieved: Collection[str]
     ) -> tuple[list[Promise], int]:
-        """Returns the samples of a clone that were done after `cursor`, and the cursor after them. Earlier samples are
-        not listed again, and results of samples in `retrieved` are dropped."""
+        """Returns (promises, next cursor): the samples of a clone that were done after `cursor`. Forgets the results of
+        the requests in `retrieved`, which the client has."""
         promises = [self.promises.get(request_id) for request_id in retrieved]
         self.retire(
             [promise for promise in promises if promise and promise.outcome and promise.owner_id == sampler.sampler_id]

@@ -1,9 +1,9 @@
 """Decides which samples run: replicas hold few sets of weights at a time, and samplers may want more.
 
 Weights have names. Each set that replicas hold is in a slot. A sample starts as soon as a slot has its weights. Weights
-that no slot has take a free slot, or the one that has been idle for the longest time. Where all are busy, the slot with
-the oldest samples accepts no new ones until it is idle, so that no sampler waits for ever. All samples that wait when
-their weights are loaded start together, so that weights change only as often as needed.
+that no slot has take a free slot, or the one that has been idle for the longest time. If all are busy, the slot that
+began its last sample the longest time ago accepts no new samples until it is idle, so that no sampler waits for ever.
+All samples that wait when their weights are loaded start together, so that weights change only as often as needed.
 
 Adapters have several slots; the base needs none. The values in such a slot never change: when the weights of a name are
 renewed, the running samples end with the old ones, the slot is emptied, and later samples start with the new ones.
@@ -20,7 +20,7 @@ from service.tinker.promises import Promise
 
 @dataclass(frozen=True)
 class LoadWeights:
-    """The replicas are to take these weights now."""
+    """An action: the replicas load these weights into a slot."""
 
     name: str
     slot: str = ""
@@ -29,14 +29,14 @@ class LoadWeights:
 
 @dataclass(frozen=True)
 class DropWeights:
-    """The replicas are to empty a slot now."""
+    """An action: the replicas empty a slot."""
 
     slot: str
 
 
 @dataclass(frozen=True)
 class StartSample:
-    """A sample is to begin now."""
+    """An action: a sample starts."""
 
     item: Promise
     slot: str = ""
@@ -45,7 +45,7 @@ class StartSample:
 
 @dataclass(eq=False)
 class Slot:
-    """A place for one set of weights."""
+    """A place for one set of weights in all replicas."""
 
     slot: str
     name: str
@@ -62,16 +62,16 @@ class Slot:
 
     @property
     def busy(self) -> bool:
-        """True: samples run, or may start."""
+        """True while samples from this slot run or may start."""
         return bool(self.ready or self.running)
 
 
 class SampleTurns:
-    """The waiting and running samples, by the names of their weights, and the slots."""
+    """The waiting and running samples, by the names of their weights, and the slots for weights."""
 
     def __init__(self, adapters: int = 0, base: str = "") -> None:
-        """`adapters`: the number of slots for adapters; 0: replicas hold one whole model. `base`: the name of the
-        weights that all replicas hold in addition to adapters."""
+        """`adapters`: the number of slots for adapters; 0: replicas hold one whole model instead. `base`: the name of
+        the base's weights, which replicas hold in addition to adapters."""
         self._in_place = adapters == 0
         self._capacity = max(adapters, 1)
         self._base = Slot("", base if adapters else "")
@@ -82,13 +82,13 @@ class SampleTurns:
         self._starts = 0
 
     def add(self, name: str, item: Promise) -> None:
-        """Adds a sample from the weights `name`."""
+        """Adds the sample `item`, which needs the weights `name`."""
         if not self._accept(name, item):
             self._waiting.append((name, item))
             self._close_one()
 
     def renew(self, name: str) -> None:
-        """Notes that the weights of this name have changed."""
+        """Records that the weights `name` have changed, so that slots with the old ones are reloaded or emptied."""
         for slot in [slot for slot in self._slots if slot.name == name]:
             if self._in_place:
                 slot.stale = True
@@ -98,16 +98,16 @@ class SampleTurns:
             slot.ready.clear()
 
     def finish(self, item: Promise) -> None:
-        """Notes that a sample has ended."""
+        """Records that a sample has ended."""
         self._running.pop(item).running -= 1
 
     @property
     def needed(self) -> set[str]:
-        """The names of weights that are held or waited for."""
+        """The names of weights that are in a slot, or that a sample waits for."""
         return {name for name, _ in self._waiting} | {slot.name for slot in self._slots if slot.name}
 
     def next(self) -> LoadWeights | DropWeights | StartSample | None:
-        """Returns the next action, and counts it as done; None: nothing before something else ends or comes."""
+        """Returns the next action, and counts it as done; None if there is none until a sample is added or ends."""
         for slot in self._slots:
             if slot.stale:
                 slot.stale = False
@@ -131,7 +131,8 @@ class SampleTurns:
         return StartSample(item, slot.slot)
 
     def _make_room(self, name: str) -> LoadWeights | DropWeights | None:
-        """Returns the next step towards a slot with these weights; None if one has to become idle first."""
+        """Returns the next action towards a slot with the weights `name`: a load, or the drop of an idle slot; None if
+        all slots are busy."""
         if len(self._slots) == self._capacity:
             idle = [slot for slot in self._slots if not slot.busy]
             if not idle:
@@ -150,7 +151,7 @@ class SampleTurns:
         return LoadWeights(name, slot.slot)
 
     def _accept(self, name: str, item: Promise) -> bool:
-        """Lets a sample go if a slot has its weights; returns False if none does."""
+        """Lets a sample start if an open slot has the weights `name`; returns False if none has."""
         for slot in (self._base, *self._slots):
             if slot.name == name and not slot.closing:
                 slot.ready.append(item)
@@ -158,7 +159,8 @@ class SampleTurns:
         return False
 
     def _close_one(self) -> None:
-        """Closes a slot if samples wait for one, and none is free or becomes free."""
+        """Closes one slot to new samples, if samples wait for a slot, all slots are taken, and none is closing or
+        leaving."""
         leaving = any(slot.closing or not slot.name for slot in self._slots)
         if self._waiting and len(self._slots) == self._capacity and not leaving:
             min(self._slots, key=lambda slot: (slot.busy, slot.used)).closing = True

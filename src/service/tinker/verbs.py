@@ -1,4 +1,4 @@
-"""The verbs of the sampler that `trireme.launch` hands to this server."""
+"""The methods of the sampler that `trireme.launch` gives to this server."""
 
 from __future__ import annotations
 

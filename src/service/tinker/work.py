@@ -1,4 +1,4 @@
-"""Runs clients' requests on the trainer, one after the other, by its verbs."""
+"""Runs clients' requests on the trainer, one after the other."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Gradient:
-    """The gradients of a model since its last update."""
+    """The state of a model's gradients since its last update: the number of passes, and whether one failed."""
 
     passes: int = 0
     failed: str | None = None
@@ -54,12 +54,12 @@ class Gradient:
 
 
 class NotRestored(Exception):
-    """The trainer was lost, and its steps for a model could not be repeated."""
+    """Raised when a model's steps could not be repeated after the trainer was lost."""
 
 
 class TrainingWorker:
-    """The trainer, for one request after the other: of one model after the other, or with `lora` of several models in
-    turn, each an adapter. Its methods are called by one thread at a time."""
+    """Runs one request after the other on the trainer. Without `lora` it trains one whole model at a time; with `lora`,
+    several models in turn, each an adapter. Only one thread at a time may call its methods."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class TrainingWorker:
         max_len: int,
         lora: LoraConfig | None = None,
     ) -> None:
-        """`bases`: the names of the base (clients see the first). `base_state`: a new directory for its state.
-        `save_s`: how long a save may take. `max_len`: the most tokens of a datum. `lora`: the trainer's adapters, with
-        a seed; None: the whole model is trained."""
+        """`bases`: the names of the base model (clients see the first). `base_state`: a new directory for the base's
+        state. `save_s`: the seconds that a save may take. `max_len`: the most tokens of a datum. `lora`: the
+        trainer's settings for adapters, with a seed; None: the whole model is trained."""
         self._trainer = trainer
         self._catalog = catalog
         self._save_s = save_s
@@ -88,28 +88,30 @@ class TrainingWorker:
         """Why the trainer cannot be used any more."""
 
     def begin(self) -> PublishedWeights:
-        """Keeps the base's state, with which whole models begin, and returns its weights. Raises TriremeError."""
+        """Saves the base's state, with which new whole models begin, and returns the base's published weights. Raises
+        TriremeError."""
         if not self.lora:  # else the adapter with which the trainer has begun, and which changes nothing, is kept
             self._trainer.save_state(self._base_state).wait(self._save_s)
         return self._publish()
 
     @property
     def models(self) -> list[str]:
-        """The models that the trainer holds."""
+        """The ids of the models that the trainer holds."""
         return list(self._gradients)
 
     def forget(self, model_id: str) -> None:
-        """Frees the resources of an ended model."""
+        """Frees the gradients and the adapter of an ended model."""
         if self._gradients.pop(model_id, None) and self.lora:
             self._trainer.drop_adapter(model_id)
 
     def close(self) -> None:
-        """Has a call that still runs, in a thread that nothing waits for, keep nothing: it is done again."""
+        """Prevents a call that still runs, in a thread that nothing waits for, from keeping what it saves: its request
+        is run again."""
         self._closed = True
 
     def commit(self, model_id: str, directory: Path) -> None:
-        """Saves the trainer's state of a model in a new directory; without adapters, of the model that it worked for
-        last. Raises TriremeError."""
+        """Saves the trainer's state of a model in the new directory `directory`. Without adapters, the model must be
+        the one that the trainer holds. Raises TriremeError."""
         self._use(model_id)
         self._trainer.save_state(directory).wait(self._save_s)
 
@@ -118,7 +120,7 @@ class TrainingWorker:
             self._trainer.use_adapter(model_id)
 
     def load_commit(self, model_id: str, directory: Path) -> None:
-        """Restores a model from `commit`. Raises NotRestored, TriremeError."""
+        """Restores a model from a directory that `commit` has written. Raises NotRestored and TriremeError."""
         try:
             spec = recorded_spec(model_id, self._catalog.run(model_id).lora, self.lora)
         except RequestRefused as error:
@@ -127,8 +129,9 @@ class TrainingWorker:
         self._load(model_id, directory)
 
     def again(self, model_id: str, work: Work, error: str, caller: Caller) -> PublishedWeights | None:
-        """Repeats an earlier step, after a commit or the other steps since then. `error`: why it failed then. Returns
-        weights that are available to samplers again. Raises RoomFailed, NotRestored."""
+        """Repeats an earlier step of a model, after its commit and earlier steps were restored. `error`: why the step
+        failed the first time, so that it fails again; "": it did not. Returns weights that the step published for
+        samplers, else None. Raises RoomFailed and NotRestored."""
         if error:  # it must not succeed now: the client was told that it failed
             self._gradients[model_id].failed = error
             return None
@@ -147,7 +150,8 @@ class TrainingWorker:
         return self._publish()
 
     def run(self, model_id: str, work: Work, caller: Caller, request: str = "") -> Result:
-        """Runs a client's request. `request`: its id."""
+        """Runs a client's request, and returns its outcome, also of an error, with weights that it published for
+        samplers. `request`: the id of the request."""
         try:
             if not isinstance(work, NewModelBody):
                 self._use(model_id)
@@ -226,7 +230,8 @@ class TrainingWorker:
         return created
 
     def _add(self, model_id: str, spec: AdapterSpec | None, start: Path | None = None) -> None:
-        """Makes room for a new model, which `forget` frees, and uses it."""
+        """Adds a new model to the trainer and makes it the one in use; `forget` removes it. `start`: saved weights with
+        which its adapter begins."""
         if spec:
             self._trainer.add_adapter(model_id, spec, start)
             self._trainer.use_adapter(model_id)
@@ -239,7 +244,8 @@ class TrainingWorker:
         self._gradients[model_id] = Gradient()
 
     def _source(self, path: str, caller: Caller, kind: SavedKind | None) -> tuple[Path, SavedWeights, SavedRun]:
-        """Returns the directory of a saved state, and its record. Raises RequestRefused."""
+        """Returns the directory of a saved entry, its record, and the record of its training run. Raises
+        RequestRefused, also if its base model is not this one."""
         directory, saved = self._catalog.find(path, kind, caller)
         run = self._catalog.run(saved.model_id)
         if run.base_model not in self.bases:
@@ -247,7 +253,8 @@ class TrainingWorker:
         return directory, saved, run
 
     def _load_weights(self, model_id: str, work: LoadWeightsBody, caller: Caller) -> Payload:
-        """Makes a model load a state of an equal adapter."""
+        """Loads a saved state into a model. Raises RequestRefused if the adapter of the state has another rank or other
+        layers."""
         directory, _, run = self._source(work.path, caller, "weights")
         current = recorded_spec(model_id, self._catalog.run(model_id).lora, self.lora)
         saved = recorded_spec(work.path, run.lora, self.lora)
@@ -271,7 +278,8 @@ class TrainingWorker:
         return output
 
     def _data(self, call: ForwardBackwardCall) -> list[Datum]:
-        """Returns the datums of a pass. Raises RequestRefused for datums that the model cannot read."""
+        """Returns the datums of a pass. Raises RequestRefused if there is none, or one is malformed or longer than
+        `max_len`."""
         data = call.data()
         if not data:
             raise RequestRefused("no datums; expected at least one")
@@ -284,7 +292,7 @@ class TrainingWorker:
         return data
 
     def _update(self, model_id: str, work: OptimStepBody) -> Payload:
-        """Applies the gradients, unless a part of them is missing: then all are dropped."""
+        """Applies a model's gradients. If one of its passes failed, drops all gradients and raises RequestRefused."""
         gradient = self._gradients[model_id]
         self._gradients[model_id] = Gradient()
         if gradient.failed:
@@ -300,7 +308,9 @@ class TrainingWorker:
         return {"metrics": dict(self._trainer.optim_step(work.adam_params.params()).metrics)}
 
     def _save(self, path: str, work: SaveBody, request: str, write: Callable[[Path], PendingFiles]) -> SavedWeights:
-        """Has `write` fill a directory, and keeps it, unless the server was killed after it had done so."""
+        """Has `write` fill a new directory, and completes it as the entry `path`. If this request had already saved the
+        entry before the server was killed, returns that entry and writes nothing. Raises RoomFailed if the trainer
+        was lost."""
         saved = self._catalog.saved_by(path, request)
         if saved:
             return saved
@@ -324,14 +334,14 @@ class TrainingWorker:
 
 
 def _loss(data: Sequence[Datum], output: ForwardBackwardOutput) -> dict[str, float]:
-    """Returns the cross-entropy of a pass without a gradient."""
+    """Returns the metrics of a forward pass: the weighted cross-entropy, summed over all tokens."""
     weights = np.concatenate([datum.loss_fn_inputs["weights"].data for datum in data])
     counted = weights != 0
     return {"loss:sum": -float(np.dot(weights[counted].astype(np.float64), output.logprobs[counted]))}
 
 
 def failure_of(error: Exception) -> Failure:
-    """Returns the client's form of an error."""
+    """Returns the failure that tells a client of `error`, and whether the user or the server caused it."""
     match error:
         case RoomFailed():
             return Failure(f"rooms were lost twice while they worked on this request: {error}", "server")
