@@ -103,6 +103,6 @@ class LoopbackSessions:
 
 
 async def _no_floor() -> WeightIdentity:
-    """Returns version 0 as the floor of each session, so that sessions bound no age here: the ledger knows the floor of
-    the rollout's group, and checks the ages of its tokens."""
+    """Returns version 0 as the floor of every session, so that no answer is below it here: the ledger knows the floor
+    of the rollout's group, and checks its tokens."""
     return WeightIdentity(0, 0, "")

@@ -1,16 +1,17 @@
 """The protocol's state: sessions, models, samplers and promises, without I/O and without a clock of its own.
 
-A request is acknowledged at once with the id of a promise. That id is made of its owner (a model or a sampler) and of
-its number there, so a repeated post gets the same promise, and nothing is done twice. A model's requests run in the
-order of their numbers, however they arrive: a request waits until its predecessor has come. The trainer has places for
-n models, and the models among them that have a request take turns (`service.tinker.shares`). Further models wait in the
-order in which they came, until the session of a placed model ends: its client finishes it, or is silent for SESSION_S
-seconds. HEIR_S seconds are enough if the next one has the same owner, and either begins with a state of the model that
-has the place (it is the same program, started again), or that model has done nothing yet. If an adapter's session has
-places already, the adapter is refused after PLACE_S: its client may wait for itself.
+A request is acknowledged at once with the id of a promise. The id consists of the owner (a model or a sampler) and of
+the request's number there, so a repeated post gets the same promise, and nothing is done twice. A model's requests run
+in the order of their numbers, however they arrive: a request waits until its predecessor has come. The trainer has
+places for n models, and the models among them that have a request take turns (`service.tinker.shares`). Further models
+wait in the order in which they came, until the session of a model with a place ends: its client finishes it, or is
+silent for SESSION_S seconds. For a waiting model of the same owner, HEIR_S seconds of silence are enough in two cases:
+it begins with a state of the model that has the place (it is the same program, started again), or the model that has
+the place has done nothing yet. If the session of a waiting adapter has places already, the adapter is refused after
+PLACE_S seconds: its client may wait for itself.
 
 Each change first goes to `write`, as rows (`service.tinker.rows`) that are committed at once. `load` makes the same
-state from them. The times at which outcomes were given are not written: they only decide when to forget an outcome.
+state from the rows. The times at which outcomes were given are not written: they only decide when to forget an outcome.
 """
 
 from __future__ import annotations
