@@ -132,7 +132,8 @@ class ServiceActor:
         return min(weights, key=lambda identity: (identity.version, identity.attempt))
 
     async def _fit_places(self) -> None:
-        """Sets the places of chats to `service.share` of the sequences that the replicas decode together."""
+        """Sets the number of places for chats, again and again: `service.share` of the sequences that all replicas can
+        decode at the same time."""
         while True:
             with suppress(TriremeError):
                 stats = await self._sampler.stats()

@@ -1,6 +1,6 @@
 """Sessions for the agents that play a run's rollouts: a port on loopback, in the orchestrator's process.
 
-    agent --HTTP--> app --> SessionDoor --> SessionRegistry --sample--> the rollout that the session belongs to
+    agent --HTTP--> app --> Front --> SessionRegistry --sample--> the rollout that the session belongs to
 
 The rollout samples: places, seeds, time limits and ages work as for any other rollout. Nothing is stored, because an
 agent of a rollout does not outlive the orchestrator. The port has no route for rewards: the environment returns them.

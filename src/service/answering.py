@@ -197,7 +197,7 @@ class TurnAnswering:
         return await all_of([one(number) for number in range(placed.request.n)])
 
     def reader(self, request: TurnRequest, params: SamplingParams) -> AnswerReader:
-        """Returns the reader of the answers to a request."""
+        """Returns the reader that turns the tokens of an answer into text (for a plain prompt) or into a message."""
         if request.is_prompt:
             return TextReader(self.tokenizer, params.stop_strings)
         return MessageReader(self.renderer, request.tools, params.stop_strings)

@@ -44,15 +44,15 @@ class Service(SessionRoutes):
         return JsonReply({"status": "ok"})
 
     async def metrics(self) -> Response:
-        """Returns the numbers of the service."""
+        """Returns the metrics of the service, for Prometheus."""
         return PlainTextResponse(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self) -> JsonReply:
-        """Lists the models that are there."""
+        """Lists the names of the served model."""
         return JsonReply({"object": "list", "data": [self._model(name) for name in self._front.turns.models.names]})
 
     async def model(self, name: str) -> JsonReply:
-        """Describes one model."""
+        """Describes the model `name`."""
         self._front.turns.models.check(name)
         return JsonReply(self._model(name))
 

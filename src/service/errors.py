@@ -37,7 +37,7 @@ class JsonReply(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Writes the body."""
+        """Returns `content` as JSON bytes."""
         return to_json(content).encode()
 
 

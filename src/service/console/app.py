@@ -72,7 +72,7 @@ class _Console:
         return RedirectResponse(f"{CONSOLE.removeprefix('/')}/", headers=dict(HEADERS))
 
     async def page(self) -> Response:
-        """Returns the page."""
+        """Returns the console's HTML page."""
         return _file("console.html", "text/html")
 
     async def asset(self, name: str) -> Response:

@@ -33,7 +33,7 @@ STYLE = re.compile(r'<link rel="stylesheet" href="files/([\w.]+)">\n')
 
 
 def page_file(name: str) -> str:
-    """Returns a file of the page."""
+    """Returns the text of a file of the console's page (HTML, style or script)."""
     return path_in(PAGE, name).read_text()
 
 

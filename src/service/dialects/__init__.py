@@ -1,1 +1,2 @@
-"""The dialects: each module turns bodies of one into `service.requests.Asked`, and answers into bodies and events."""
+"""The dialects of requests. Each module turns bodies of one dialect into `service.requests.TurnRequest`, and answers
+into bodies and events."""

@@ -262,6 +262,6 @@ class Used:
 
 
 def event(data: Any, name: str | None = None) -> str:
-    """Writes one server-sent event."""
+    """Returns one server-sent event with `data` as JSON. `name`: the type of the event, if it has one."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {to_json(data)}\n\n"

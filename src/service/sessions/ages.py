@@ -3,8 +3,8 @@
 A session's *floor* is the lowest version that a live replica had acknowledged when it was opened; no token of it is
 older. Its age counts from its oldest token, as a group's age in the orchestrator's ledger counts from the start of its
 sampling: however long a session waits for its first turn, it does not age. An answer counts by the version that its
-replica held at the moment of its first token: beyond the deadline of the oldest token it could not be trained on, and
-the session ends.
+replica held at the moment of the answer's first token. If this version is beyond the deadline of the session's oldest
+token, the session could not be trained on, and ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The verbs of sessions, for the front door, for environments and for an administrator.
+"""The operations on sessions, for the front door, for environments and for an administrator.
 
     open -> turn: place, sample, check, store, apply -> delivered -> reward -> end -> export -> forget
               |                    |
@@ -6,9 +6,9 @@
               v                    v
            SessionClosed        masked, unless a retry or a later message shows that the client has it
 
-Everything between two awaits is one step: the store has a record before the tree has it, and the tree before a caller
-sees it. A turn is sampled in a task of its own, which a caller that goes away does not cancel: clients that lose their
-connection ask again, and mean the same answer.
+Everything between two awaits is one step: a record is stored before it is applied to the tree, and applied before a
+caller sees its effect. A turn is sampled in a task of its own, which is not cancelled when its caller goes away: a
+client that loses its connection sends the request again, and gets the same answer.
 """
 
 from __future__ import annotations

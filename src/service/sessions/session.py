@@ -1,4 +1,4 @@
-"""One session: an agent's tree, its rewards and its end, as its records say; and its export.
+"""One session: an agent's tree, its rewards and its end, all restored from records; and the export of a session.
 
     strand 0   prompt | answer | prompt | answer           segment 0: all of it
     strand 1            ^ answer | prompt | answer         segment 1: the first prompt again, observed, and then its own
