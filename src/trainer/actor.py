@@ -46,7 +46,8 @@ SPANS: dict[str, Callable[..., AbstractContextManager[Any]]] = {
 
 
 class ShardActor:
-    """Runs `trainer.shard.Shard` in its own process. Rank 0 hosts the store where the ranks find each other."""
+    """The Ray actor of one shard: runs `trainer.shard.Shard` in a process of its own. Rank 0 hosts the TCPStore through
+    which the ranks find each other."""
 
     def __init__(
         self, config: CommonConfig, rank: int, log_dir: Path | None, attempt: int, replica_share: float
@@ -63,15 +64,17 @@ class ShardActor:
         self._replica_share = replica_share
 
     def rendezvous(self) -> tuple[str, int]:
-        """Opens the store and returns its address; on rank 0 only. It listens only where other shards look for it: at
-        the address that this node has in the cluster, which is 127.0.0.1 in one that was started here."""
+        """Opens the store through which the ranks find each other, and returns its (host, port). Only rank 0 is called.
+        The store listens at this node's address in the Ray cluster alone; in a cluster started on this machine that
+        is 127.0.0.1."""
         host = ray.util.get_node_ip_address()
         listening = listen(host, self._config.cluster.port_range)
         self._store = self._open_store(host, listening.getsockname()[1], listening.detach())
         return host, self._store.port
 
     def setup(self, address: tuple[str, int]) -> None:
-        """Joins the other shards and loads the model. Collective."""
+        """Joins the process group through rank 0's store at `address`, and loads this rank's part of the model.
+        Collective."""
         import torch
 
         from trainer.shard import Shard
@@ -88,7 +91,8 @@ class ShardActor:
         self._shard = Shard(self._config, self._rank, store, self._sender, self._attempt, self._replica_share)
 
     def _open_store(self, host: str, port: int, listening: int | None = None) -> Any:
-        """Connects to the store; hosts it if it is given the descriptor of a listening socket, which the store owns."""
+        """Returns a TCPStore for `host` and `port`. With `listening`, the file descriptor of a listening socket, this
+        process hosts the store, which then owns the socket; else it connects to the store."""
         from datetime import timedelta
 
         from torch.distributed import TCPStore
@@ -98,8 +102,9 @@ class ShardActor:
         return TCPStore(host, port, None, hosts, timeout, wait_for_workers=False, master_listen_fd=listening)
 
     def call(self, verb: str, *args: Any) -> Any:
-        """Calls a method of `Shard`. Calls run one at a time. The method gets this rank's part of a batch instead of
-        the batch's reference; log-probabilities that stay on this node go to the object store."""
+        """Calls the method `verb` of `Shard` and returns its result. Calls run one at a time. An argument that refers
+        to a part of a batch is fetched first. The log-probabilities of a SummarizedOutput stay in the object store:
+        the result has a reference to them."""
         arguments = [arg.opened(self._fetch) if isinstance(arg, StoredPart) else arg for arg in args]
         with SPANS[verb](*arguments) if verb in SPANS else nullcontext():
             result = getattr(self._shard, verb)(*arguments)
@@ -114,13 +119,15 @@ class ShardActor:
 
     @ray.method(concurrency_group="save")
     def finish_save(self, path: Path, _begun: None) -> list[FileRecord]:
-        """Waits for a save. Ray runs this only after the `begin_save` that returns `_begun`."""
+        """Waits until the save into `path` is on the disk; returns the records of this rank's files. `_begun`, the
+        result of `begin_save`, is not used: it makes Ray start this call only after `begin_save`."""
         with trace.span("finish_save", "saving"):
             return self._shard.finish_save(path)
 
     @ray.method(concurrency_group="save")
     def save_weights(self, path: Path, published: PublishedWeights) -> list[FileRecord]:
-        """Fetches published weights, on which the caller has a lease, and writes them."""
+        """Fetches the bytes of `published`, writes them into directory `path` and returns the records of the files. The
+        caller has taken a lease on the bytes; this call releases it."""
         if self._config.checkpoint.async_save:
             yield_to_others()  # the threads of this group only save
         timeout_s = self._config.timeouts.checkpoint_s
@@ -137,12 +144,13 @@ class ShardActor:
 
     @ray.method(concurrency_group="give")
     def bucket(self, version: int, number: int) -> npt.NDArray[np.uint8]:
-        """Returns a bucket of this rank's share, also while a verb runs. Raises WeightsGone."""
+        """Returns bucket `number` of this rank's share of `version`, as bytes; also while a verb runs. Raises
+        WeightsGone."""
         return self._versions.bucket(version, number)
 
     @ray.method(concurrency_group="give")
     def lease(self, version: int) -> None:
-        """Keeps the share of `version` until `release`. Raises WeightsGone."""
+        """Keeps this rank's share of the bytes of `version` until `release`. Raises WeightsGone."""
         self._versions.lease(version)
 
     @ray.method(concurrency_group="give")
@@ -158,12 +166,13 @@ class ShardActor:
 
     @ray.method(concurrency_group="watch")
     def heartbeat(self) -> Heartbeat:
-        """Answers also while a verb runs."""
+        """Returns this process's id and Ray node, also while a verb runs."""
         return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())
 
     @ray.method(concurrency_group="watch")
     def stack(self) -> str:
-        """Returns the stacks of the threads in OWN_CODE, also while a verb hangs in a collective."""
+        """Returns the stack traces of the threads that run in one of the files OWN_CODE, also while a verb hangs in a
+        collective."""
         stacks = [traceback.extract_stack(frame) for frame in sys._current_frames().values()]
         verb_stacks = [stack for stack in stacks if any(frame.filename.endswith(OWN_CODE) for frame in stack)]
         return "".join("".join(stack.format()) for stack in verb_stacks) or "(in no verb)\n"

@@ -41,7 +41,7 @@ FIRST = ""
 
 @dataclass
 class WaitingAdapter:
-    """An adapter that is not in the model: this rank's part of it, in host memory."""
+    """An adapter that is not in the model: this rank's part of its values, AdamW state and gradients, in host memory."""
 
     adapter: Adapter
     state: list[Tensor]
@@ -51,7 +51,8 @@ class WaitingAdapter:
 
 
 class Adapters:
-    """The adapters of one rank. All ranks make the same calls in the same order; none of them communicates."""
+    """Keeps the LoRA adapters of one rank and swaps one at a time into the model. All ranks make the same calls in the
+    same order; no call communicates."""
 
     def __init__(
         self,
@@ -62,8 +63,8 @@ class Adapters:
         lora: LoraConfig,
         first: Adapter,
     ) -> None:
-        """`parameters`: the model's trained parameters by name, with AdamW's state. `first`: the adapter that they
-        hold."""
+        """`parameters`: the model's trained parameters by name; `optimizer` has AdamW's state for them. `first`: the
+        adapter that the parameters hold now."""
         self._model = model
         self._parameters = dict(parameters)
         self._optimizer = optimizer
@@ -75,9 +76,9 @@ class Adapters:
         """The adapter in use."""
 
     def add(self, name: str, spec: AdapterSpec, start: Path | None = None) -> None:
-        """Adds an adapter, which waits until it is used: at first it changes nothing, or has the values in the
-        directory `start`, in peft's form. Raises BadInput for a name that is taken, and for a `spec` that does not fit
-        the model's LoRA layers, or `start`."""
+        """Adds the adapter `name`, which waits in host memory until `use`. Without `start` its B is zero, so it changes
+        nothing at first; with `start`, a directory in peft's form, it has the values there. Raises BadInput if
+        `name` is taken, if `spec` does not fit the model's LoRA layers, or if `start` does not fit `spec`."""
         if name == self.name or name in self._waiting:
             raise BadInput(f"an adapter {name!r} is there already: give another name, or drop it first")
         rank = self.adapter.rank
@@ -100,7 +101,8 @@ class Adapters:
 
     @torch.no_grad()
     def use(self, name: str) -> None:
-        """Puts an adapter into the model; the one in use moves out unchanged. Raises BadInput for an unknown name."""
+        """Puts the adapter `name` into the model, and moves the one in use to host memory, unchanged. Does nothing if
+        `name` is in use. Raises BadInput for an unknown name."""
         if name == self.name:
             return
         entering = self._waiting.pop(name, None)
@@ -127,8 +129,8 @@ class Adapters:
                 layer.scaling[ADAPTER] = self.adapter.alpha / self.adapter.rank
 
     def drop(self, name: str) -> None:
-        """Forgets an adapter; one in use makes room for the first. Raises BadInput for the first, and for a name that
-        none has."""
+        """Forgets the adapter `name`; if it is in use, the model first takes the adapter FIRST. Raises BadInput for
+        FIRST and for an unknown name."""
         if name == FIRST:
             raise BadInput("the first adapter was to be dropped; expected the name of one that was added")
         if name == self.name:
@@ -143,7 +145,8 @@ class Adapters:
         return list(self._parameters.values())
 
     def _live(self) -> Iterator[Tensor]:
-        """Yields this rank's part of each parameter, of AdamW's moments of it, and its count of steps."""
+        """Yields for each parameter this rank's part of the parameter and of AdamW's moments, then AdamW's count of
+        steps: the live tensors, not copies."""
         for parameter in self._all:
             state = self._optimizer.state[parameter]
             for tensor in (parameter, *(state[moment] for moment in MOMENTS)):
@@ -151,7 +154,8 @@ class Adapters:
             yield state["step"]
 
     def _start_values(self, spec: AdapterSpec, start: Path | None) -> Iterator[tuple[DTensor, Tensor]]:
-        """Yields each parameter and its first values, whole: values for an adapter of this rank, padded with zeros."""
+        """Yields each parameter with the whole first values for it: those of an adapter of `spec.rank` on
+        `spec.targets`, read from `start` if given, padded with zeros to the parameter's shape."""
         generator = torch.Generator().manual_seed(spec.seed)
         wholes = dict[str, Tensor]()
         local = dict[str, Tensor]()  # the parts of these that are the adapter's
@@ -176,37 +180,38 @@ class Adapters:
 
     @staticmethod
     def _of_rank(parameter: DTensor, whole: Tensor) -> Tensor:
-        """Returns this rank's part of `whole`, which is sharded like `parameter`, in host memory."""
+        """Returns this rank's part of the tensor `whole`, a copy in host memory, cut as `parameter` is sharded."""
         sharded = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         return sharded.to_local().to("cpu", copy=True)
 
 
 class AdapterVerbs:
-    """The verbs of a shard for several adapters."""
+    """Gives a shard the verbs that add, use and drop LoRA adapters. Each raises BadInput if the whole model is trained."""
 
     _adapters: Adapters | None = None
     """None: the whole model is trained."""
 
     @property
     def _adapter(self) -> Adapter | None:
-        """The adapter in use."""
+        """The adapter in use; None if the whole model is trained."""
         if self._adapters:
             return self._adapters.adapter
         return None
 
     def add_adapter(self, name: str, spec: AdapterSpec, start: Path | None = None) -> None:
-        """Makes another adapter, which waits until it is used. It changes nothing at first, or holds the adapter in the
-        directory `start`, in peft's form. Raises BadInput for an adapter that this model cannot have, and for a name
-        that is taken."""
+        """Adds the adapter `name`, which waits until `use_adapter`. It changes nothing at first or, with `start`, has
+        the values in this directory, in peft's form. Raises BadInput if this model cannot have the adapter, or
+        `name` is taken."""
         self._several().add(name, spec, start)
 
     def use_adapter(self, name: str) -> None:
-        """Makes all other verbs work with this adapter, from its last state; FIRST is the adapter that the model began
-        with. Raises BadInput for an unknown name."""
+        """Makes all other verbs work with the adapter `name`, in the state in which it was left. FIRST names the
+        adapter that the model began with. Raises BadInput for an unknown name."""
         self._several().use(name)
 
     def drop_adapter(self, name: str) -> None:
-        """Forgets an adapter. If it is in use, the first one is used. Raises BadInput for a name that none has."""
+        """Forgets the adapter `name`; if it is in use, FIRST is used from then on. Raises BadInput for FIRST and for an
+        unknown name."""
         self._several().drop(name)
 
     def _several(self) -> Adapters:
@@ -216,8 +221,8 @@ class AdapterVerbs:
 
 
 def first_adapter(config: CommonConfig, mesh: Mesh) -> Adapter | None:
-    """Identifies the adapter with which a model begins and its base, the same on all ranks; None if the whole model is
-    trained. Collective."""
+    """Returns the adapter with which the model begins: rank, alpha and the digest of its base, the same on all ranks;
+    None if the whole model is trained. Collective."""
     lora = config.trainer.lora
     if lora.rank is None:
         return None

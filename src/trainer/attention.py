@@ -36,9 +36,8 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def choose_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> str:
-    """Makes FlashAttention 3 the variable-length kernel of this process, if it computes attention of these sizes right,
-    with its gradients; else it stays FlashAttention 2. Returns which it is and, for 2, why.
-    """
+    """Makes FlashAttention 3 the variable-length kernel of this process if, at these sizes, its outputs and gradients
+    are right; else the kernel stays FlashAttention 2. Returns the name of the kernel and, for 2, why it is not 3."""
     try:
         activate_flash_attention_impl("FA3")
         _try_kernel(device, dtype, heads, key_heads, head_dim)
@@ -78,7 +77,9 @@ def _run_kernel(
     window: tuple[int, int],
     scale: float | None,
 ) -> Tensor:
-    """Runs the variable-length kernel on [T, heads, dim]."""
+    """Runs the variable-length kernel on packed `query` [T, heads, dim] and `key`, `value` [T, key heads, dim]; returns
+    [T, heads, dim]. `starts` int32 [sequences + 1]: where each sequence begins; `longest`: tokens of the longest
+    one."""
     grouped = query.shape[1] != key.shape[1]
     out = varlen_attn(
         query, key, value, starts, starts, longest, longest, scale=scale, window_size=window, enable_gqa=grouped
@@ -100,11 +101,11 @@ def packed_attention(
     max_length_q: int | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Computes causal attention within each sequence: [B, L, heads, dim], from `query` [B, heads, L, dim] and `key`,
-    `value` [B, key heads, L, dim].
+    """Computes causal attention within each sequence of packed rows. `query` is [B, heads, L, dim], `key` and `value`
+    are [B, key heads, L, dim]; returns ([B, L, heads, dim], None).
 
-    Other arguments are not used. That none of them matters is shown at the start (`trainer.proof`); a soft cap is the
-    one that could not be seen there, because it changes only large scores. Raises BadInput for it, and for a mask.
+    Other arguments are ignored; `trainer.proof` shows at the start that none of them matters. It could not show that
+    for a soft cap, which changes only large scores. So a soft cap, a mask or dropout raises BadInput.
     """
     if options.get("softcap") is not None or attention_mask is not None or dropout:
         if attention_mask is not None:
@@ -133,8 +134,8 @@ def packed_attention(
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, sliding_window: int | None, **options: Any
 ) -> Tensor:
-    """Computes what `varlen_attn` computes, with a mask [T, T]; returns [T, heads, dim]. `options` go to PyTorch's
-    `scaled_dot_product_attention`."""
+    """Computes the same as the variable-length kernel, with a mask [T, T]; returns [T, heads, dim]. `starts` int32
+    [sequences + 1]: where each sequence begins. `options` go to PyTorch's `scaled_dot_product_attention`."""
     place = torch.arange(len(query), device=query.device)
     sequence = torch.searchsorted(starts[1:].to(place.dtype), place, right=True)
     back = place[:, None] - place

@@ -21,9 +21,9 @@ from trireme.core.types import Provenance, WeightIdentity
 
 
 class PublishedVersions:
-    """The identities of the newest `max_steps_off_policy` + 1 published versions.
+    """The identities of the newest `max_steps_off_policy` + 1 published versions, against which batches are checked.
 
-    After a resume its version has two identities: tokens sampled before it name the old attempt.
+    The version at which a run was resumed has two identities: tokens sampled before the resume name the old attempt.
     """
 
     def __init__(self, max_steps_off_policy: int, identities: Sequence[WeightIdentity] = ()) -> None:
@@ -31,13 +31,13 @@ class PublishedVersions:
         self._identities = list(identities)
 
     def add(self, newest: WeightIdentity) -> None:
-        """Adds the version that trains now, and drops versions that are too old."""
+        """Adds `newest`, the version that trains from now on, and drops the versions that are too old to be trained on."""
         identities = [*self._identities, newest]
         self._identities = [i for i in identities if deadline(i.version, self._max_steps) >= newest.version]
 
     def check(self, provenance: Provenance) -> None:
-        """Raises ProvenanceError unless the step is the newest version, every token comes from a version in here, and
-        every group's floor is 0 to `max_steps_off_policy` steps back."""
+        """Raises ProvenanceError unless `provenance.step` is the newest version, every token was sampled by a version
+        kept here, and every group's age is 0 to `max_steps_off_policy`."""
         if self._identities:
             version = self._identities[-1].version
         else:
@@ -60,8 +60,9 @@ class PublishedVersions:
 
 
 def find_refusal(part: BatchPart, vocab_size: int, loss_fn: str | None = None) -> BadInput | None:
-    """Returns None if all tokens are in the vocabulary, the columns match the loss (without a loss: the targets), and
-    no token has an advantage but mask 0; else the error."""
+    """Returns the error with which to refuse `part`, None if it can be computed. It is refused for a token outside the
+    vocabulary, for a missing column that the loss needs (without a loss: `target_tokens`), and for a token with an
+    advantage but mask 0."""
     batch = part.batch
     if loss_fn:
         needed = find_loss(loss_fn).columns
@@ -91,8 +92,8 @@ def find_refusal(part: BatchPart, vocab_size: int, loss_fn: str | None = None) -
 
 
 def _first_place(part: BatchPart, wrong: npt.NDArray[np.bool_]) -> tuple[int, int, int] | None:
-    """Returns the datum's number, the place in the datum and the place in the part of the first token that is `wrong`;
-    None if there is none."""
+    """Finds the first token where `wrong`, bool [T] over the tokens of `part`, is true. Returns its datum's number in
+    the batch, its place in the datum and its place in `part`; None if there is none."""
     places = np.flatnonzero(wrong)
     if not len(places):
         return None
@@ -104,9 +105,11 @@ def _first_place(part: BatchPart, wrong: npt.NDArray[np.bool_]) -> tuple[int, in
 def nonfinite_datums(
     part: BatchPart, output: ShardOutput, loss: LossFn, loss_config: Mapping[str, float]
 ) -> tuple[int, ...]:
-    """Returns the datums of `output` with a loss, or a gradient by their log-probabilities, that is not finite.
+    """Returns the numbers of the datums of `output` for which the loss, or its gradient by the log-probabilities, is
+    not finite.
 
-    A loss is a sum over sequences: if it is not finite, some datum's loss is not finite, unless only the sum overflows.
+    A batch's loss is a sum over sequences: if it is not finite, some datum's loss is not finite, unless only the sum
+    overflows.
     """
     import torch
 

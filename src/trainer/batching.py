@@ -30,7 +30,7 @@ GOOD_ENOUGH = 1e-4
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Datums that are computed together."""
+    """The datums that a shard computes together, in one forward and backward pass."""
 
     datums: tuple[int, ...]
     """Their numbers in the batch."""
@@ -58,8 +58,9 @@ def balance(costs: npt.NDArray[np.int64], num_ranks: int) -> list[list[int]]:
 
 
 def _swap(costs: npt.NDArray[np.int64], rank_D: npt.NDArray[np.int64], num_ranks: int) -> None:
-    """Improves `rank_D`, the rank of each datum, in place. Every round lowers the highest cost of a rank, or the number
-    of ranks that have it, so it ends."""
+    """Balances the ranks further by moving or swapping single datums. Changes `rank_D`, the rank of each datum, in
+    place. Every round lowers the highest cost of a rank, or the number of ranks that have this cost, so the rounds
+    end."""
     cost_R = np.bincount(rank_D, costs, num_ranks).astype(np.int64)
     nothing = np.arange(num_ranks)  # the partner gives no datum in return
     while cost_R.max() > cost_R.mean() * (1 + GOOD_ENOUGH):
@@ -89,24 +90,25 @@ def compute_cost(lengths: npt.NDArray[np.int64], attention_length: int) -> npt.N
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """Says which datums each data-parallel rank computes, from their lengths alone: `trireme.core.batch.Assign`. Any
-    process that has it can cut a batch as the shards expect it."""
+    """Says from the lengths alone which datums each data-parallel rank computes. It is a `trireme.core.batch.Assign`:
+    any process that has it can cut a batch into the parts that the shards expect."""
 
     num_ranks: int
     attention_length: int
     """As in `compute_cost`."""
 
     def __call__(self, lengths: Numbers) -> list[Numbers]:
-        """Returns the numbers of each rank's datums, ascending. `lengths` int64 [D]."""
+        """Returns for each rank the numbers of its datums, ascending. `lengths` int64 [D]: the tokens of each datum of
+        the batch."""
         datums_R = balance(compute_cost(lengths, self.attention_length), self.num_ranks)
         return [np.sort(np.asarray(datums, np.int64)) for datums in datums_R]
 
 
 def _cut(datums: list[int], lengths_D: npt.NDArray[np.int64], micro_batch_tokens: int) -> list[MicroBatch]:
-    """Cuts datums, longest first, into rectangles within the budget at the lowest cost: tokens with padding, and
-    MICRO_BATCH_COST for each rectangle. A datum longer than the budget is alone.
+    """Cuts `datums`, longest first, into padded rectangles of at most `micro_batch_tokens` tokens, at the lowest total
+    cost: all tokens with padding, plus MICRO_BATCH_COST for each rectangle. A longer datum is alone.
 
-    `least[i]` is the cost of the first i datums; their last rectangle begins at `begin[i]`.
+    `least[i]` is the cost of the first i datums; the last rectangle for these begins at datum `begin[i]`.
     """
     lengths = lengths_D[datums]
     least = np.zeros(len(datums) + 1, np.int64)
@@ -128,8 +130,8 @@ def _cut(datums: list[int], lengths_D: npt.NDArray[np.int64], micro_batch_tokens
 
 
 def _pack(datums: list[int], lengths_D: npt.NDArray[np.int64], micro_batch_tokens: int) -> list[MicroBatch]:
-    """Puts datums, longest first, each into the first row that has room for it (first-fit decreasing, Johnson 1973); a
-    datum longer than the budget is alone."""
+    """Packs `datums`, longest first, into rows of at most `micro_batch_tokens` tokens: each datum goes into the first
+    row that has room for it (first-fit decreasing, Johnson 1973). A datum longer than a row is alone."""
     rows: list[list[int]] = []
     room: list[np.int64] = []
     for d in datums:
@@ -151,11 +153,11 @@ def plan(
     packed: bool = False,
     micro_batch_size: int | None = None,
 ) -> list[list[MicroBatch]]:
-    """Returns the micro-batches of each rank, [R][M] with the same M for all: every datum exactly once, not counting
-    fillers.
+    """Returns the micro-batches of each rank, [R][M] with the same M for all ranks. Every datum is in exactly one
+    micro-batch, not counting fillers.
 
-    `lengths` int64 [D], D >= 1; `attention_length` as in `compute_cost`. A `micro_batch_size` bounds the number of
-    datums instead of their tokens. Deterministic.
+    `lengths` int64 [D], D >= 1; `attention_length` as in `compute_cost`. If `micro_batch_size` is given, a micro-batch
+    has at most that number of datums, and `micro_batch_tokens` is ignored. Deterministic.
     """
     datums_R = balance(compute_cost(lengths, attention_length), num_ranks)
     if micro_batch_size:
@@ -190,11 +192,11 @@ class Rows:
 
 
 class Packed:
-    """The places of the tokens of some datums when they follow each other in one row.
+    """The places of the tokens of some datums when the datums follow each other in one row of T tokens.
 
-    For each token, int64 [T]: `index` into the batch's tokens, `positions` within the datum, and `datum`, which of the
-    datums it belongs to. `starts` int32 [datums + 1], into the packed tokens; `longest` datum's tokens. `rows`:
-    these datums as rows, in the packed tokens.
+    For each token, int64 [T]: `index`, its place in the batch's tokens; `positions`, its place in its datum; `datum`,
+    the number of its datum within the row. `starts` int32 [datums + 1]: where each datum begins in the row; `longest`:
+    tokens of the longest datum. `rows`: where the datums, as padded rows, find their tokens in this row.
     """
 
     def __init__(self, offsets: npt.NDArray[np.int64], datums: Sequence[int] | Numbers) -> None:
@@ -211,7 +213,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class ShardOutput:
-    """Results of one shard."""
+    """Results of one shard: log-probabilities of the datums that it computed, and metrics."""
 
     datums: tuple[int, ...]
     """The numbers in the batch of the datums that it computed."""
@@ -224,14 +226,16 @@ class ShardOutput:
     """Its share of `ForwardBackwardOutput.peak_s`."""
 
     def parts(self, lengths: Numbers) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
-        """Yields each datum's number and its logprobs. `lengths` int64 [D], of all datums of the batch."""
+        """Yields (number in the batch, logprobs float32 [tokens]) of each datum that the shard computed. `lengths`
+        int64 [D]: the tokens of every datum of the batch."""
         offset = 0
         for d in self.datums:
             yield d, self.logprobs[offset : offset + lengths[d]]
             offset += int(lengths[d])
 
     def as_column(self, part: BatchPart) -> npt.NDArray[np.float32]:
-        """Returns the logprobs in the order of the tokens of `part`, float32 [T]; 0 for datums of other ranks."""
+        """Returns the logprobs as a column of `part`, float32 [T], in the order of its tokens; 0 for datums that this
+        shard did not compute."""
         offsets = part.batch.offsets
         column = np.zeros(len(part.batch.tokens), np.float32)
         for (_, values), n in zip(self.parts(part.lengths), part.places(self.datums), strict=True):
@@ -242,8 +246,8 @@ class ShardOutput:
 def collect(
     lengths: Numbers, computed: Sequence[tuple[MicroBatch, Tensor]], metrics: Mapping[str, float]
 ) -> ShardOutput:
-    """Collects the logprobs of all datums from the micro-batches, without padding and fillers. `lengths` are the
-    lengths of all datums of the batch."""
+    """Makes the shard's output from its computed micro-batches, each with its logprobs [rows, longest]; drops padding
+    and fillers. `lengths` int64 [D]: the tokens of every datum of the batch."""
     datums = tuple(d for micro, _ in computed if not micro.filler for d in micro.datums)
     rows = [row for micro, p in computed if not micro.filler for row in p.cpu().numpy()]
     parts = [row[: lengths[d]] for d, row in zip(datums, rows, strict=True)]
@@ -252,7 +256,8 @@ def collect(
 
 @dataclass(frozen=True)
 class SummarizedOutput:
-    """Results of one shard; its log-probabilities stay in the object store."""
+    """Results of one shard where the log-probabilities stay in the object store: a reference to them, and K numbers for
+    each datum that the shard computed."""
 
     datums: Numbers
     """[N], the numbers in the batch of the datums that it computed."""
@@ -264,7 +269,8 @@ class SummarizedOutput:
 
 
 def scatter_outputs(batch: Batch, outputs_R: Sequence[ShardOutput]) -> npt.NDArray[np.float32]:
-    """Returns the logprobs of all shards in the order of the batch's tokens: float32 [T]."""
+    """Joins the logprobs of all shards in the order of the batch's tokens: float32 [T], NaN for a datum that no shard
+    computed."""
     lengths = batch.lengths
     offsets = batch.offsets
     logprobs = np.full(int(offsets[-1]), np.nan, dtype=np.float32)
@@ -275,7 +281,7 @@ def scatter_outputs(batch: Batch, outputs_R: Sequence[ShardOutput]) -> npt.NDArr
 
 
 def scatter_sums(num_datums: int, outputs_R: Sequence[SummarizedOutput]) -> npt.NDArray[np.float64]:
-    """Returns the numbers of all shards in the order of the datums: float64 [K, D]."""
+    """Joins the shards' `sums` in the order of the batch's datums: float64 [K, D], K numbers about each datum."""
     sums = np.full((len(outputs_R[0].sums), num_datums), np.nan)
     for output in outputs_R:
         sums[:, output.datums] = output.sums

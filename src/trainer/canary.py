@@ -20,8 +20,8 @@ tokens, routed differently after rounding, count little."""
 
 
 def canary_tokens(vocab_size: int, max_seq_len: int, *, experts: bool) -> npt.NDArray[np.int32]:
-    """Returns the fixed sequence for a model with or without experts, int32, shorter than `max_seq_len` (a replica
-    samples one token more)."""
+    """Returns the canary's fixed sequence of tokens, int32 [T]; a model with `experts` gets a longer one. T is below
+    `max_seq_len`, because a replica samples one more token."""
     length = TOKENS_OF_EXPERTS if experts else CANARY_TOKENS
     position = np.arange(max(2, min(length, max_seq_len - 1)), dtype=np.int64)
     return ((31 * position**2 + 17 * position + 3) % vocab_size).astype(np.int32)
@@ -32,8 +32,8 @@ def canary_tokens(vocab_size: int, max_seq_len: int, *, experts: bool) -> npt.ND
 def compute_canary(
     model: PreTrainedModel, dtype: torch.dtype, tokens: npt.NDArray[np.int32], device: torch.device
 ) -> Canary:
-    """Computes the canary of `tokens` by `model`, which computes in `dtype`, in the way in which it trains, with the
-    weights that it publishes. Collective."""
+    """Returns the log-probabilities of `tokens` under the weights that `model` publishes, computed by the same code as
+    in training. `dtype`, in which the model computes, decides how far a replica may differ. Collective."""
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)[None]
     inputs = ids[:, :-1]
     targets = ids[:, 1:]

@@ -31,14 +31,15 @@ NORM_BOUND = 0.05
 
 
 def trial_batches(vocabulary: int, most_tokens: int, longest: int) -> list[TokenBatch]:
-    """Returns a small batch and a full micro-batch: sums over few tokens and over many are compiled as other code."""
+    """Returns a batch of a few sequences and one of about `most_tokens` tokens. Both sizes are tried because sums over
+    few tokens and over many are compiled to different code. `longest`: the most tokens of a sequence."""
     length = max(2, min(LENGTH, longest, most_tokens // 2))
     counts = (most_tokens // length, min(SEQUENCES, most_tokens // length))
     return [_trial_batch(vocabulary, length, max(2, count)) for count in dict.fromkeys(counts)]
 
 
 def _trial_batch(vocabulary: int, length: int, count: int) -> TokenBatch:
-    """Returns sequences of different lengths, `length` at most."""
+    """Returns a batch of `count` sequences of different lengths, at most `length` tokens each."""
     lengths = [max(1, length - number % SEQUENCES) for number in range(count)]
     tokens = (31 * np.arange(sum(lengths) + 1) ** 2 + 17) % vocabulary
     return TokenBatch(
@@ -59,9 +60,13 @@ def why_uncompiled(
     *,
     whole: bool,
 ) -> str:
-    """Computes trials with their gradients by compiled layers, and by the same uncompiled. Returns why layers cannot be
-    compiled, then this process compiles nothing from now on; "" if they are. `tolerance`: the largest difference of a
-    log-probability that rounding explains. `whole`: they have to be a single graph. Leaves no gradient. Collective."""
+    """Computes log-probabilities and gradients of `batches` with compiled and with uncompiled layers. Returns "" if
+    both agree on all ranks. Else returns why layers cannot be compiled, and this process compiles nothing from now
+    on.
+
+    `tolerance`: the largest difference of a log-probability that rounding explains. `whole`: a layer has to compile as
+    a single graph. Leaves no gradient. Collective.
+    """
     breaks = set(counters["graph_break"])
     reasons = (_tried(model, sharding, passes, mesh, BatchPart.of(batch), tolerance) for batch in batches)
     reason = next(filter(None, reasons), "")
@@ -99,7 +104,8 @@ def _in_one_line(text: str) -> str:
 def _pass(
     model: PreTrainedModel, sharding: Sharding, passes: Passes, mesh: Mesh, part: BatchPart
 ) -> tuple[Tensor, float]:
-    """Returns the log-probabilities of the batch as rows, and the norm of the gradient of their sum, which it drops."""
+    """Computes `part` as one micro-batch, forward and backward. Returns its log-probabilities [B, L], and the norm of
+    the gradient of their sum over all shards. The gradient is dropped."""
     micro = MicroBatch(tuple(range(len(part.lengths))))
     parameters = [p for p in model.parameters() if p.requires_grad]
     try:

@@ -33,8 +33,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 def companion_files(
     tokenizer: str, model: PreTrainedModel | None = None, dtype: torch.dtype | None = None
 ) -> dict[str, bytes]:
-    """Returns the files that go with the tensors, by name: the tokenizer's (from a local directory or a name on the
-    hub), and a model's configuration with `dtype` and its generation configuration.
+    """Returns {name: contents} of the files that accompany saved tensors: those of `tokenizer` (a local directory or a
+    name on the hub) and, with `model`, its configuration, with `dtype` entered, and its generation configuration.
 
     Raises StorageFailed, because the files pass through a temporary directory.
     """
@@ -59,8 +59,9 @@ def write_weights(
     adapter: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> list[FileRecord]:
-    """Writes the tensors and `companions`: a model in files of about `file_bytes` with their index, an `adapter` in one
-    file. Raises StorageFailed.
+    """Writes the tensors and `companions` into directory `path`; returns the records of all files. A model is cut into
+    files of about `file_bytes` bytes with an index, an `adapter` is one file. The tensors `entries` are read from
+    `buckets`. Raises StorageFailed.
 
     A safetensors file begins with 8 bytes, the length of a JSON object, little-endian, and that object, padded with
     spaces to a multiple of 8 bytes. Source: https://github.com/safetensors/safetensors#format
@@ -93,8 +94,9 @@ def write_weights(
 def own_part(
     entries: Sequence[TensorEntry], buckets: Sequence[npt.NDArray[np.uint8]], spec: AdapterSpec
 ) -> tuple[list[TensorEntry], list[npt.NDArray[np.uint8]]]:
-    """Returns the tensors of an adapter without the zeros that fill it up to the common rank and layers: A [rank,
-    inputs] and B [outputs, rank] of the layers that it adapts, each in a bucket of its own."""
+    """Returns an adapter's tensors, as entries and buckets, without the zeros that pad it to the model's rank and
+    layers. It keeps A [rank, inputs] and B [outputs, rank] of the layers `spec.targets`, each tensor in a bucket of
+    its own."""
     local_entries: list[TensorEntry] = []
     parts: list[npt.NDArray[np.uint8]] = []
     for entry in entries:
@@ -110,7 +112,7 @@ def own_part(
 
 
 def _parts(entries: Sequence[TensorEntry], file_bytes: int) -> Iterator[list[TensorEntry]]:
-    """Cuts the entries, in order, into parts of at most `file_bytes`; a larger tensor is a part of its own."""
+    """Yields the entries, in order, in groups of at most `file_bytes` bytes; a larger tensor is a group of its own."""
     part: list[TensorEntry] = []
     size = 0
     for entry in entries:

@@ -64,11 +64,12 @@ PROGRESS_S = 30.0
 
 
 class TrainerHandle:
-    """All shards of the trainer. Every verb is collective and waits for all of them, at most `timeouts.step_s`.
+    """Calls all shards of the trainer together. Every verb is collective and waits for all shards, at most
+    `timeouts.step_s`.
 
-    A shard that raises, dies or hangs ends the call with one RoomFailed that names it, with its traceback and its log;
-    afterwards only `stop` works. An error that all shards raise together (ProvenanceError, BadInput, NonFiniteGradient)
-    leaves the trainer usable.
+    A shard that raises, dies or hangs ends the call with one RoomFailed that names the shard, with its traceback and
+    its log; afterwards only `stop` works. An error that all shards raise together (ProvenanceError, BadInput,
+    NonFiniteGradient) leaves the trainer usable.
     """
 
     def __init__(
@@ -81,9 +82,13 @@ class TrainerHandle:
         offer: Callable[[Offer], Session] | None = None,
         offered_s: float = math.inf,
     ) -> None:
-        """`offer`: has replicas asked to take part when a version is sent by a transport that has sessions. Sending is
-        given up after `offered_s` seconds, or SENDING_SHARE of the time of a collective. Without it, or without a
-        replica that is ready, they fetch the bytes when they want them."""
+        """`actors_R`: the shards' actors; `ready_R`: references that resolve once the shards are set up.
+
+        `offer`: asks the replicas to receive a version while the trainer sends it, and returns the session of those
+        that are ready; used with transports that have sessions. Sending is given up after `offered_s` seconds, at most
+        SENDING_SHARE of the time limit of a collective. Without `offer`, or with no replica ready, replicas fetch the
+        bytes on demand.
+        """
         self._timeouts = config.timeouts
         self._actors_R = actors_R
         self._ready_R = ready_R
@@ -110,8 +115,8 @@ class TrainerHandle:
         offer: Callable[[Offer], Session] | None = None,
         offered_s: float = math.inf,
     ) -> TrainerHandle:
-        """Creates one actor per entry of `options_R`, options of Ray actors for each rank of the mesh. Returns before
-        they are ready, see `ready_refs`."""
+        """Creates one actor for each entry of `options_R`, Ray's actor options for each rank of the mesh. Does not wait
+        for the actors: see `ready_refs`. Other arguments as in the constructor."""
         if len(options_R) != config.trainer.mesh.processes:
             raise ValueError(f"{config.trainer.mesh} needs options for each process, got {len(options_R)}")
         actor = ray.remote(concurrency_groups={"watch": 1, "save": 2, "give": GIVERS})(ShardActor)
@@ -130,8 +135,8 @@ class TrainerHandle:
         return list(self._ready_R), [f"trainer shard {rank}" for rank in range(len(self._actors_R))]
 
     def shown(self) -> tuple[str, str]:
-        """Returns the results of the model's proof at the start, and why rows are not packed although the configuration
-        asks for it ("" otherwise): `trainer.proof`."""
+        """Returns two texts: the result of the model's proof at the start (`trainer.proof`) with notes on layers,
+        memory and sums; and why rows are not packed although the configuration asks for packed rows ("" otherwise)."""
         text, why_rows = self._call("shown")[0]
         return text, why_rows
 
@@ -142,10 +147,12 @@ class TrainerHandle:
         loss_fn_config: Mapping[str, float] | None = None,
         provenance: Provenance | None = None,
     ) -> ForwardBackwardOutput:
-        """Accumulates the gradient of the raw masked sum of the loss over the data.
+        """Adds the gradient of the raw masked sum of the loss over `data` to the gradient so far. Returns
+        log-probabilities, metrics and suspects; no log-probabilities if `data` is a `StoredBatch`. With
+        `provenance`, raises ProvenanceError for tokens or floors that are too old.
 
-        gspo needs one more forward pass where a sequence has several datums, because no shard sees all of them. The
-        log-probabilities of a `StoredBatch` are not returned."""
+        gspo takes one more forward pass if a sequence has several datums, because no shard sees all of them.
+        """
         batch = self._stored(data)
         is_stored = isinstance(data, StoredBatch)
         if _looks_at_sequences(loss_fn, batch):
@@ -162,8 +169,9 @@ class TrainerHandle:
         return ForwardBackwardOutput(scatter_outputs(batch, outputs_R), batch.offsets, metrics, suspects, peak_s)
 
     def forward_backward_custom(self, data: Data, loss: CustomLoss) -> ForwardBackwardOutput:
-        """Accumulates the gradient of a loss that is a function of all log-probabilities: see `trainer.losses`. The
-        loss sees all datums together, so the datums of a `StoredBatch` are fetched here."""
+        """Adds the gradient of `loss`, a function of all datums and their log-probabilities (`trainer.losses`), and
+        returns its metrics too. The loss is computed in this process, so the datums of a `StoredBatch` are fetched
+        here."""
         if isinstance(data, StoredBatch):
             batch = data.whole(self._fetch)
         else:
@@ -182,8 +190,9 @@ class TrainerHandle:
     def forward_summarized(
         self, data: Batch, which: Which, name: str, summarize: Summary
     ) -> tuple[StoredBatch, npt.NDArray[np.float64]]:
-        """Computes the same log-probabilities, which stay where the datums are. Returns a batch with them as its column
-        `name`, and the result of `summarize` for each of its datums, float64 [K, D]."""
+        """Computes the log-probabilities of `data` under `which` model, and leaves them where the datums are. Returns a
+        batch that has them as its column `name`, and K numbers about each datum, which `summarize` computes from
+        this column: float64 [K, D]."""
         return self._summarized(self._stored(data), which, name, summarize)
 
     def _summarized(
@@ -194,7 +203,8 @@ class TrainerHandle:
         return stored, scatter_sums(len(batch), outputs_R)
 
     def _stored(self, data: Data) -> StoredBatch:
-        """Returns the data as parts. Data that is here travels with the calls, to each shard its own part."""
+        """Returns the data as a batch in one part for each shard. Data in this process is cut here, and each shard's
+        part travels with the call."""
         if isinstance(data, StoredBatch):
             return data
         self._assign = self._assign or self._call("rank_assignment")[0]
@@ -205,13 +215,16 @@ class TrainerHandle:
         return waits.get(reference, owner=f"{owner} (a part of a batch)", timeout_s=self._timeouts.step_s)
 
     def update_reference(self) -> None:
-        """Copies the policy to the reference; see `trainer.kl.reference.update_every`."""
+        """Copies the policy's weights to the reference (`trainer.kl.reference.update_every`). Raises BadInput for a
+        reference that never changes."""
         self._call("update_reference")
 
     def optim_step(self, adam_params: AdamParams, normalizer: float = 1.0) -> OptimStepResponse:
-        """Divides the gradient by `normalizer` (1: the gradient of the sum), clips its norm, and updates the weights.
+        """Divides the accumulated gradient by `normalizer` (1: the gradient of the sum), clips its norm, and updates
+        the weights once. Returns metrics: the learning rate and the norm.
 
-        Raises NonFiniteGradient; then nothing has changed. The `suspects` of the passes are the datums to look at.
+        Raises NonFiniteGradient, and then updates nothing and drops the gradient; the `suspects` that
+        `forward_backward` returned are the datums to look at.
         """
         return self._call("optim_step", adam_params, normalizer)[0]
 
@@ -224,34 +237,37 @@ class TrainerHandle:
         self._call("reset_optimizer")
 
     def add_adapter(self, name: str, spec: AdapterSpec, start: Path | None = None) -> None:
-        """Makes another LoRA adapter, which changes nothing at first (`trainer.adapters`), or holds the adapter in the
-        directory `start`, in peft's form, which all shards see. Raises BadInput for an adapter that the model cannot
-        have."""
+        """Adds another LoRA adapter, `name`, on all shards (`trainer.adapters`). It changes nothing at first or, with
+        `start`, has the values in this directory, in peft's form; all shards must see the directory. Raises BadInput
+        for an adapter that the model cannot have."""
         self._call("add_adapter", name, spec, start)
 
     def use_adapter(self, name: str) -> None:
-        """Makes all verbs work with this adapter from its last state: its weights, AdamW's state, and gradients. "" is
-        the adapter that the model began with. Does nothing for the one in use. Raises BadInput for an unknown name."""
+        """Makes all verbs work with the adapter `name`, in the state in which it was left: weights, AdamW's state and
+        gradients. "" names the adapter that the model began with. Does nothing if `name` is in use. Raises BadInput
+        for an unknown name."""
         if name != self._adapter:
             self._call("use_adapter", name)
             self._adapter = name
 
     def drop_adapter(self, name: str) -> None:
-        """Forgets an adapter; if it is in use, the first one is used. Raises BadInput for an unknown name."""
+        """Forgets the adapter `name`; if it is in use, the adapter "" is used from then on. Raises BadInput for "" and
+        for an unknown name."""
         if name == self._adapter:
             self.use_adapter("")
         self._call("drop_adapter", name)
 
     def publish_weights(self, version: int) -> PublishedWeights:
-        """Makes the weights available to replicas as `version`. The buckets live as long as the caller keeps the
-        result."""
+        """Makes the current weights available to replicas as `version`, and returns their manifest and source. The
+        bytes live as long as the caller keeps the result."""
         session = self._session(version)
         published_R = self._call("publish_weights", version, session)
         parts_R = [published.source for published in published_R]
         return replace(published_R[0], source=self._transport.join(parts_R))
 
     def _session(self, version: int) -> Session | None:
-        """Returns the replicas that are ready for `version`; None if it is not to be sent to them."""
+        """Offers `version` to the replicas. Returns the session of those that are ready; None if the transport has no
+        sessions or the handle has no `offer`."""
         self._terms_R = self._terms_R or self._call("terms")
         sizes = self._terms_R[0][0]
         endpoints_R = tuple(endpoint for _, endpoint in self._terms_R)
@@ -262,30 +278,32 @@ class TrainerHandle:
         return replace(session, left_s=max(started + self._offered_s - time.monotonic(), 0.0))
 
     def save_state(self, path: Path) -> Pending:
-        """Begins to save weights, AdamW's state and random generators, as the verbs called before leave them, into
-        directory `path`: each shard its own files, at this path on its node. Does not wait; training may continue.
+        """Begins to save weights, AdamW's state and random generators, as earlier calls leave them, into directory
+        `path`: each shard writes its own files, at this path on its node. Does not wait; training may continue.
 
-        The result gives the records of all files, or raises StorageFailed, which leaves the trainer usable.
+        The result waits for the save and gives the records of all files, or raises StorageFailed, which leaves the
+        trainer usable.
         """
         begun_R = [actor.call.remote("begin_save", path) for actor in self._actors_R]
         saved_R = [actor.finish_save.remote(path, begun) for actor, begun in zip(self._actors_R, begun_R, strict=True)]
         return Pending(saved_R, self._names_R)
 
     def load_state(self, path: Path, identities: Sequence[WeightIdentity], source: CommitSource | None = None) -> str:
-        """Loads the state that any number of shards saved at `path` (`save_state`); nodes that do not see `path` read
-        it from `source`. `identities` belong to the versions that were published then and may still be trained on.
-        Drops gradients. Returns a message for the log ("" if none). Raises CheckpointInvalid, StorageFailed."""
+        """Loads the state saved at `path` by `save_state`, with any number of shards; nodes that do not see `path` read
+        from `source`. `identities`: the versions published before the save that may still be trained on. Drops
+        gradients. Returns a message for the log ("" if none). Raises CheckpointInvalid, StorageFailed."""
         said_R = self._call("load_state", path, tuple(identities), source, timeout_s=self._timeouts.checkpoint_s)
         return str(said_R[0])
 
     def save_weights(self, path: Path, published: PublishedWeights) -> Pending:
-        """Begins to write `published` as a Hugging Face directory, on the node of shard 0; otherwise like
-        `save_state`."""
+        """Begins to write `published` into directory `path` in the Hugging Face layout, on the node of shard 0. Does
+        not wait; the result gives the records of the files, or raises StorageFailed."""
         self._transport.lease(published.source)  # which the shard ends
         return Pending([self._actors_R[0].save_weights.remote(path, published)], self._names_R[:1])
 
     def heartbeats(self) -> dict[str, Callable[[], Any]]:
-        """Returns, by each shard's name in logs, a function that asks for its Heartbeat and returns a reference."""
+        """Returns {shard's name in logs: a function that asks the shard for its Heartbeat and returns a Ray reference
+        to it}."""
         return {f"trainer_{rank}": actor.heartbeat.remote for rank, actor in enumerate(self._actors_R)}
 
     def stop(self) -> None:
@@ -299,7 +317,8 @@ class TrainerHandle:
         return self._wait(verb, [actor.call.remote(verb, *args) for actor in self._actors_R], timeout_s)
 
     def _call_with(self, batch: StoredBatch, verb: str, *args: Any) -> list[Any]:
-        """Calls a verb with each shard's part of a batch as first argument."""
+        """Calls `verb` on all shards, each with its own part of `batch` and then `args`. Returns the results in order
+        of rank."""
         parts_R = zip(self._actors_R, batch.parts_R, strict=True)
         return self._wait(verb, [actor.call.remote(verb, part, *args) for actor, part in parts_R])
 
@@ -313,8 +332,10 @@ class TrainerHandle:
             raise self._inquest(verb, error, refs_R) from error.__cause__
 
     def _inquest(self, verb: str, error: RoomFailed, refs_R: Sequence[object]) -> RoomFailed:
-        """Returns the error to report for a failed call: the death of a shard instead of the lost connection that
-        others see; for a hang, where each shard is, or the shards for which a collective waited too long."""
+        """Returns the error to report when `verb` failed with `error`; asks the other shards for their part in it. A
+        dead shard is named instead of the shards that lost the connection to it. After a hang, the error says where
+        each shard is; after a collective that timed out, where the shards are that still do not answer. `refs_R`:
+        the calls' references."""
         if error.__cause__ is None:
             return RoomFailed(f"{verb}: {error}\n{''.join(self._whereabouts(range(len(refs_R))))}")
         if isinstance(error.__cause__, RayActorError):
@@ -331,7 +352,7 @@ class TrainerHandle:
         return RoomFailed(f"{verb}: a collective exceeded {limit}. {error}\n{''.join(self._whereabouts(hung))}")
 
     def _whereabouts(self, ranks: Sequence[int]) -> Iterator[str]:
-        """Yields the present work of each of these ranks."""
+        """Yields a line and a stack trace for each of these ranks: where it is, or that it does not answer."""
         for rank, stack in self._ask({rank: self._actors_R[rank].stack.remote() for rank in ranks}):
             silent = "does not answer at all: its process is stopped, or stuck outside Python\n"
             if isinstance(stack, RoomFailed):
@@ -341,7 +362,8 @@ class TrainerHandle:
             yield f"trainer shard {rank} {state}"
 
     def _ask(self, refs: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
-        """Yields (rank, its answer, or the RoomFailed in its place) for {rank: reference}; all within INQUEST_S."""
+        """Waits for the references, INQUEST_S seconds in all. Yields (rank, answer) for each; the RoomFailed in place
+        of an answer that failed or did not come."""
         deadline = time.monotonic() + INQUEST_S
         for rank, ref in refs.items():
             try:
@@ -351,5 +373,5 @@ class TrainerHandle:
 
 
 def _looks_at_sequences(loss_fn: str, batch: Batch) -> bool:
-    """Returns whether a loss needs more of a sequence than the datum for which it is computed."""
+    """Returns True if the loss needs all tokens of a sequence and some sequence of `batch` has several datums."""
     return find_loss(loss_fn).per_sequence and len(np.unique(batch.sequences)) < len(batch)

@@ -30,11 +30,12 @@ in new memory each time, which the system gives page by page."""
 
 
 def add_token_logprobs(model: PreTrainedModel, head_dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Gives `model`, after `fully_shard`, the method that `token_logprobs` calls; FSDP treats it as a forward pass.
-    Logits are computed in `head_dtype`: float32, or the dtype in which the model computes.
+    """Gives `model` the method that `token_logprobs` calls, and returns `model`. Call it after `fully_shard`: FSDP
+    treats the method as a forward pass. Logits are computed in `head_dtype`: float32, or the dtype in which the
+    model computes.
 
-    Returns the model. Raises BadInput for one without an output matrix or a base model. That its logits are hidden
-    states times this matrix is shown at the start (`trainer.proof`).
+    Raises BadInput for a model without an output matrix or a base model. `trainer.proof` shows at the start that the
+    model's logits are its hidden states times this matrix.
     """
     name = type(model).__name__.removeprefix("FSDP")
     if model.get_output_embeddings() is None:
@@ -67,8 +68,8 @@ def _forward(
 
 
 def _head(model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the factors of the logits: hidden states [T, H] and the output matrix [V, H]. A bias b adds a column to
-    both, and an adapter of rank r adds r: W h + b + B (A h) = [W b B] [h; 1; A h]."""
+    """Returns two factors with the logits as their product: hidden states [T, H] and the output matrix [V, H]. A bias b
+    adds a column to both, and an adapter of rank r adds r: W h + b + B (A h) = [W b B] [h; 1; A h]."""
     head = model.get_output_embeddings()
     columns = [hidden]
     weights = [head.weight]
@@ -89,17 +90,17 @@ def token_logprobs(
 ) -> Tensor:
     """Returns the log-probability of each target under logits / temperature: float32 [B, L].
 
-    `tokens`, `targets` int64 [B, L], padded on the right: a causal model needs no mask for that. `temperatures` float32
-    [B, L]. Packed rows have B = 1, and for `sequences` the arguments that `trainer.attention` names, and `position_ids`
-    int64 [1, L], from 0 in each sequence.
+    `tokens`, `targets` int64 [B, L], padded on the right, which needs no mask in a causal model. `temperatures` float32
+    [B, L]; None: all 1. For packed rows B is 1, and `sequences` has the arguments that `trainer.attention` names and
+    `position_ids` int64 [1, L], from 0 in each sequence.
     """
     logprobs: Tensor = getattr(model, METHOD)(tokens, targets, temperatures, **sequences)
     return logprobs.view(tokens.shape)
 
 
 class SelectedLogprobs(torch.autograd.Function):
-    """log softmax(hidden [T, H] weight^T [H, V] / temperature [T]) at targets int64 [T]: float32 [T]. Without a
-    temperature it is 1, and a tenth of a small model's time is saved.
+    """Computes log softmax(hidden [T, H] weight^T [H, V] / temperature [T]) at targets int64 [T], chunk by chunk:
+    float32 [T]. `temperature` None means 1 and skips the division, a tenth of a small model's time.
 
     Logits have `head_dtype`, products of the backward pass the dtype of `hidden`; sums over the vocabulary and over
     chunks are float32. With p the result, z = logits / temperature and s = softmax(z): dp/dz = onehot(target) - s.
@@ -152,8 +153,9 @@ class SelectedLogprobs(torch.autograd.Function):
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Returns the free bytes of a GPU, with the bytes that PyTorch holds and does not use; None on a CPU, and in
-    deterministic mode, because chunks decide the order of sums, and free memory differs between runs."""
+    """Returns the bytes that can be allocated on a GPU, with those that PyTorch has reserved and does not use. Returns
+    None on a CPU, and in deterministic mode: free memory differs between runs, and would change the chunks and so
+    the order of sums."""
     if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -161,7 +163,8 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def _chunks(tokens: int, vocabulary: int, logits: int) -> list[slice]:
-    """Cuts n tokens into parts of at most `logits` logits, or of one token if it has more."""
+    """Cuts `tokens` tokens into slices with at most `logits` logits each, `vocabulary` for each token, but at least one
+    token."""
     size = max(1, logits // vocabulary)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
@@ -169,7 +172,8 @@ def _chunks(tokens: int, vocabulary: int, logits: int) -> list[slice]:
 def _scaled_logits(
     hidden: Tensor, weight: Tensor, temperature: Tensor | None, rows: slice, head_dtype: torch.dtype
 ) -> Tensor:
-    """Returns the logits of some rows: a new tensor, float32 [T, V], which the caller may overwrite."""
+    """Returns logits / temperature for the tokens `rows`: a new tensor, float32 [rows, V], which the caller may
+    overwrite."""
     logits = _logits(hidden[rows], weight, head_dtype).float()
     if temperature is None:
         return logits
@@ -177,14 +181,15 @@ def _scaled_logits(
 
 
 def _logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns hidden [T, H] weight^T [H, V] in `dtype`."""
+    """Returns the product of hidden [T, H] and weight^T [H, V] in `dtype`."""
     if hidden.dtype == dtype:
         return hidden @ weight.T
     return _wide_product(hidden, weight, dtype)
 
 
 def _wide_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns hidden [T, H] weight^T [H, V] in `dtype`, without a copy of the whole matrix in it."""
+    """Returns the product of hidden [T, H] and weight^T [H, V] in `dtype`, wider than theirs, without a copy of all of
+    `weight` in `dtype`."""
     try:
         return torch.mm(hidden, weight.T, out_dtype=dtype)
     except NotImplementedError:  # reason: torch's own error on CPUs; torch 2.13 has this product for CUDA alone

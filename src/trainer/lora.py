@@ -45,7 +45,7 @@ OTHER_FORMULAS = ("use_dora", "use_rslora", "fan_in_fan_out", "alpha_pattern", "
 
 
 def peft_config(lora: LoraConfig) -> PeftConfig:
-    """Returns peft's form of `trainer.lora`, which must have a rank."""
+    """Returns the settings of `trainer.lora`, which must have a rank, as peft's configuration."""
     assert lora.rank is not None
     return PeftConfig(
         r=lora.rank,
@@ -57,8 +57,8 @@ def peft_config(lora: LoraConfig) -> PeftConfig:
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, master: torch.dtype) -> None:
-    """Puts adapters of dtype `master` into a model without allocating them; freezes all other parameters and casts them
-    to `dtype`. Raises BadInput for a target that the model does not have."""
+    """Adds LoRA layers to `model`, with adapters of dtype `master` that have no memory yet (device "meta"). Freezes all
+    other parameters and casts them to `dtype`. Raises BadInput for a target layer that the model does not have."""
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     missing = [name for name in lora.target_modules if name not in linear]
     if missing:
@@ -72,8 +72,8 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, m
 
 
 def start_values(model: PreTrainedModel, source: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Returns the first values of `model`, which has adapters, by name: the tensors of `source`, which has none, and
-    adapters that depend on `seed` alone."""
+    """Returns the first values of `model`, a model with adapters, by name. Frozen tensors have the values of `source`,
+    the tensors of the model without adapters; the adapters' values depend on `seed` alone."""
     generator = torch.Generator().manual_seed(seed)
     values = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -85,8 +85,8 @@ def start_values(model: PreTrainedModel, source: Mapping[str, Tensor], seed: int
 
 @contextmanager
 def adapter_mode(model: nn.Module, *, off: bool = False, dropout: bool = False) -> Iterator[None]:
-    """Within the block, `off` turns `model` into its base (only for passes without a gradient), and `dropout` makes
-    adapters drop the configured share of their inputs."""
+    """Sets how adapters take part within the block. `off`: `model` computes as its base; only for passes without a
+    gradient. `dropout`: adapters drop the configured share of their inputs."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
 
     def switch(off: bool, dropout: bool) -> None:
@@ -105,33 +105,34 @@ def adapter_mode(model: nn.Module, *, off: bool = False, dropout: bool = False) 
 def adapter_units(
     model: PreTrainedModel, dtype: torch.dtype, device: torch.device
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yields the adapters' whole tensors, in `dtype`, under the names that peft uses in files. Collective."""
+    """Yields each whole tensor of the adapter in use, in `dtype` on `device`, under its name in peft's files, as a unit
+    of one. Collective."""
     for name, parameter in _adapter_parameters(model):
         yield [(name, cast(DTensor, parameter.detach().to(device)).full_tensor().to(dtype))]
 
 
 def published_adapters(model: PreTrainedModel, dtype: torch.dtype) -> list[list[tuple[str, Tensor]]]:
-    """Returns the units of `adapter_units`, on the device "meta"."""
+    """Returns the names, shapes and dtypes that `adapter_units` will yield, as tensors without memory (device "meta")."""
     parameters = _adapter_parameters(model)
     return [[(name, torch.empty(p.shape, dtype=dtype, device="meta"))] for name, p in parameters]
 
 
 def adapter_sums(model: PreTrainedModel, dtype: torch.dtype, *, is_first: bool) -> ShardSums:
-    """Returns the sums of this rank's parts of `adapter_units`."""
+    """Returns what computes this rank's share of the sums (for the digest) of the tensors of `adapter_units`.
+    `is_first`: as in `ShardSums`."""
     return ShardSums([dict(_adapter_parameters(model))], dict, dtype, is_first=is_first)
 
 
 def _adapter_parameters(model: PreTrainedModel) -> Iterator[tuple[str, DTensor]]:
-    """Yields the adapters' parameters under the names that peft uses in files."""
+    """Yields the sharded parameters of the adapter in use, each with its name in peft's files."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield PREFIX + name.replace(f".{ADAPTER}.", "."), cast(DTensor, parameter)
 
 
 def adapter_files(lora: LoraConfig, adapter: Adapter, base: str) -> dict[str, bytes]:
-    """Returns the files that go with an adapter's tensors, by name: peft's configuration, and the base it was trained
-    on.
-    """
+    """Returns {name: contents} of the files that accompany an adapter's tensors: peft's configuration, and a record of
+    the base that it was trained on, by name (`base`) and digest."""
     spec = adapter.spec
     if spec:
         fields = {"rank": spec.rank, "alpha": spec.alpha, "targets": list(spec.targets)}
@@ -145,9 +146,11 @@ def adapter_files(lora: LoraConfig, adapter: Adapter, base: str) -> dict[str, by
 def read_adapter(
     directory: Path, spec: AdapterSpec, base: str, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Tensor]:
-    """Returns the tensors of an adapter in peft's form by parameter name, with these `shapes`.
+    """Reads an adapter in peft's form from `directory`. Returns {parameter name: tensor}, with the names and shapes of
+    `shapes`.
 
-    Raises BadInput for an adapter that differs from `spec`, or that names another base than the one with digest `base`.
+    Raises BadInput if it cannot be read, if its rank, alpha or tensors differ from `spec` and `shapes`, if it is no
+    plain LoRA, or if it records a base with another digest than `base`.
     """
     try:
         config = json.loads((directory / CONFIG).read_text())

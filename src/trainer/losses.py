@@ -75,10 +75,10 @@ def _only(values: Tensor, mask: Tensor) -> Tensor:
 
 
 class _Ratios:
-    """The ratios from which all ratio losses start.
+    """The ratios p / q, masked and truncated, from which all ratio losses start.
 
-    `mask` after masking by ratio; `log` = p - q and `advantages`, 0 where `mask` is 0; `metrics` count the tokens
-    masked by ratio, and the tokens truncated by `exp`.
+    `mask` is 0 also where the ratio is outside the range of `mask_ratio_low` and `mask_ratio_high`. `log` = p - q and
+    `advantages` are 0 where `mask` is 0. `metrics` count the masked tokens and, after `exp`, the truncated ones.
     """
 
     def __init__(self, p: Tensor, columns: Columns, config: Mapping[str, float]) -> None:
@@ -93,8 +93,8 @@ class _Ratios:
         self._limit = _log(config.get("max_ratio", math.inf))
 
     def exp(self, log: Tensor, counts: Tensor) -> Tensor:
-        """Returns exp(log), truncated, where `counts` is true; else 1 without a gradient, because the gradient of an
-        exp that overflows is NaN even where nothing depends on it."""
+        """Returns exp(log), truncated at `max_ratio`, where `counts` is true. Elsewhere returns 1 without a gradient,
+        because the gradient of an overflowing exp is NaN even if nothing depends on it."""
         log = log.where(counts, log.new_zeros(()))
         excess = (log.detach() - self._limit).clamp(min=0.0)
         self.metrics["truncated_frac:sum"] = (excess > 0).sum()
@@ -127,8 +127,8 @@ def ppo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tenso
 
 
 def _clipped(r: _Ratios, log: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """Returns sum -m min(x A, clamp(x, lo, hi) A) for ratios x = exp(log). The clamp binds where x, before it is
-    truncated, is beyond the threshold to which A pushes it."""
+    """Returns the loss sum -m min(x A, clamp(x, lo, hi) A) for ratios x = exp(log), and its metrics. A token is clipped
+    if its x, before truncation, is above hi with A > 0, or below lo with A < 0."""
     low, high = _thresholds(columns, config, log)
     up = r.advantages > 0
     down = r.advantages < 0
@@ -138,8 +138,9 @@ def _clipped(r: _Ratios, log: Tensor, columns: Columns, config: Mapping[str, flo
 
 
 def gspo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """ppo where each token has the geometric mean ratio of its sequence, s. Its gradient is the GSPO-token gradient,
-    with s_t = sg(s) exp(p_t - sg(p_t)) = s: GSPO's own where a sequence has one advantage."""
+    """The ppo loss with the same ratio s, the geometric mean over the sequence, for each of its tokens. The gradient is
+    that of GSPO-token, with s_t = sg(s) exp(p_t - sg(p_t)); it equals GSPO's if all tokens of a sequence have one
+    advantage."""
     r = _Ratios(p, columns, config)
     mean = columns.get("sequence_log_ratio")
     if mean is None:
@@ -149,8 +150,8 @@ def gspo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tens
 
 
 def sum_log_ratios(batch: TokenBatch, config: Mapping[str, float]) -> npt.NDArray[np.float64]:
-    """Returns for each datum the sum of p - q over its tokens that count, and their number, float64 [2, D]. The column
-    POLICY of the batch has p."""
+    """Returns two numbers for each datum, float64 [2, D]: the sum of p - q over its tokens with mask, and the number of
+    these tokens. p is the column POLICY of the batch; `config` has the range outside of which ratios are masked."""
     import torch
 
     columns = {name: torch.tensor(batch.columns[name]) for name in (POLICY, "logprobs", "mask", "advantages")}
@@ -160,15 +161,15 @@ def sum_log_ratios(batch: TokenBatch, config: Mapping[str, float]) -> npt.NDArra
 
 
 def mean_log_ratios(sequences: Numbers, sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Returns for each sequence the mean of p - q over its tokens that count, float64 [N]. `sequences` int64 [D]: the
-    sequence of each datum; `sums`: the results of `sum_log_ratios`."""
+    """Returns the mean of p - q over all tokens with mask of each sequence, float64 [N]. `sequences` int64 [D]: the
+    sequence of each datum; `sums` float64 [2, D]: from `sum_log_ratios`."""
     total_N, count_N = (np.bincount(sequences, row) for row in sums)
     return total_N / np.maximum(count_N, 1)
 
 
 def with_sequence_ratios(batch: TokenBatch, mean_N: npt.NDArray[np.float64]) -> TokenBatch:
-    """Adds the column `sequence_log_ratio`, which says for each token the mean of p - q over the tokens of its sequence
-    that count, wherever they are; drops the column POLICY. Needed by gspo where a sequence has several datums."""
+    """Returns the batch with the column `sequence_log_ratio`: for each token, the mean of p - q of its sequence, from
+    `mean_N`. Drops the column POLICY. gspo needs this column if a sequence has several datums."""
     ratios = np.repeat(mean_N[batch.sequences].astype(np.float32), batch.lengths)
     columns = {name: column for name, column in batch.columns.items() if name != POLICY}
     return replace(batch, columns={**columns, "sequence_log_ratio": ratios})
@@ -193,7 +194,8 @@ def dro(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tenso
 
 
 def resolve_loss(name: str, config: Mapping[str, float]) -> tuple[LossFn, dict[str, float]]:
-    """Returns the loss `name` and all its parameters. Raises BadInput for an unknown name or key, or a wrong value."""
+    """Returns the function of the loss `name`, and all its parameters: `config` and defaults for the rest. Raises
+    BadInput for an unknown name or key, or a wrong value."""
     refuse(list(loss_refusals(name, config)))
     loss = find_loss(name)
     defaults = {key: p.default for key, p in loss.parameters.items() if p.default is not None}
@@ -201,17 +203,20 @@ def resolve_loss(name: str, config: Mapping[str, float]) -> tuple[LossFn, dict[s
 
 
 def any_counts(columns: Mapping[str, Any]) -> bool:
-    """Returns whether a token counts in a loss, by its columns in host memory."""
+    """Returns True if any token of these columns has a mask or weight other than 0. The columns are in host memory."""
     return any(bool(columns[name].any()) for name in ("mask", "weights") if name in columns)
 
 
 def backward(
     loss: LossFn, p: Tensor, columns: Columns, config: Mapping[str, float], *, counts: bool
 ) -> tuple[Tensor, Metrics, Tensor]:
-    """Computes a loss and its gradient. Returns its value, its metrics, and True if value and gradient by `p`, which
-    must keep it, are finite: on the device, for which nothing waits.
+    """Computes a loss and its gradient by `p`. Returns the loss's value, its metrics, and a bool tensor on the device
+    that is true if value and gradient are finite; nothing waits for the device. For the check of the gradient `p`
+    must retain it.
 
-    Where no token `counts`, both are 0 without asking `loss`: a user's own may divide by the mask's sum."""
+    `counts` False: no token has a mask or weight. Then value and gradient are 0 and `loss` is not called, because a
+    user's loss may divide by the sum of the mask.
+    """
     if not counts:
         p.backward(p.new_zeros(p.shape))
         nothing = p.new_zeros(())
@@ -223,7 +228,7 @@ def backward(
 
 
 def read_metrics(parts: Sequence[Metrics]) -> list[dict[str, float]]:
-    """Returns the numbers of all metrics, which waits once for the device."""
+    """Returns all metrics as floats, in the same mappings; waits once for the device, to copy them all together."""
     import torch
 
     waiting = [value.detach().double() for part in parts for value in part.values() if isinstance(value, torch.Tensor)]
@@ -237,8 +242,8 @@ def read_metrics(parts: Sequence[Metrics]) -> list[dict[str, float]]:
 def surrogate(
     batch: TokenBatch, logprobs: npt.NDArray[np.float32], loss: CustomLoss
 ) -> tuple[TokenBatch, dict[str, float]]:
-    """Returns the cross_entropy batch with the same gradient as `loss` at `logprobs` float32 [T], and the metrics of
-    `loss` with its value as `loss:sum`. Raises ValueError when the gradient is not finite."""
+    """Returns a batch for cross_entropy that has the gradient of `loss` at `logprobs`, float32 [T]; and the metrics of
+    `loss`, with its value as `loss:sum`. Raises ValueError if the gradient is not finite."""
     import torch
 
     p_D = [torch.tensor(part, requires_grad=True) for part in np.split(logprobs, batch.offsets[1:-1].astype(int))]

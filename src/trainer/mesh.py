@@ -1,7 +1,8 @@
-"""The device mesh: the processes that train together, the device and the part of each. Only this module counts ranks.
+"""The device mesh: which processes train together, on which device, and with which part of the batch and the model.
+Only this module counts ranks.
 
-Its dimensions are those of `trireme.config.trainer.MeshSizes`. One of size 1 is left out, so it needs no process
-groups.
+Its dimensions are those of `trireme.config.trainer.MeshSizes`. A dimension of size 1 is left out, so it needs no
+process groups.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ SHARD = "shard"
 
 
 class Mesh:
-    """The place of this process among all trainer processes. Constructing it joins the process group: collective."""
+    """This process's place among all trainer processes, and its communication with them. Constructing it joins the
+    process group: collective."""
 
     def __init__(self, config: CommonConfig, rank: int, store: dist.Store, device: torch.device) -> None:
         whole = config.trainer.mesh
@@ -42,24 +44,26 @@ class Mesh:
         self.dp_rank = rank // (self.size // self.dp_size)
 
     def limit_collectives(self, timeout_s: float) -> None:
-        """From now on a collective of training fails on a rank that has waited `timeout_s` seconds for the others."""
+        """Sets the time limit of training's collectives: from now on a collective fails on a rank that waits
+        `timeout_s` seconds for other ranks."""
         for group in {dist.group.WORLD, *self.fsdp.get_all_groups()}:
             # torch has no public way to change a limit; the groups of mesh dimensions else keep torch's own, 10 minutes
             # for NCCL and 30 for gloo, whatever the whole group was given.
             distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Overwrites `tensor` with the first rank's. Collective."""
+        """Overwrites `tensor` in place with the first rank's values. Collective."""
         dist.broadcast(tensor, src=0)
 
     def broadcast_object(self, value: Any) -> Any:
-        """Returns the `value` of the first rank, which must be picklable. Collective."""
+        """Returns the first rank's `value`, which must be picklable, on all ranks. Collective."""
         values = [value]
         dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
 
     def agree(self, refusal: BadInput | None) -> None:
-        """Raises on all ranks the refusal of the first that has one; without one, does nothing. Collective."""
+        """Raises a BadInput on all ranks if any rank has a `refusal`: the refusal of the lowest such rank. Else does
+        nothing. Collective."""
         if self.size == 1:
             if refusal:
                 raise refusal
@@ -73,12 +77,13 @@ class Mesh:
         raise BadInput(texts[0])
 
     def sum_over_ranks(self, values: Tensor) -> None:
-        """Adds up the values of all ranks, in place; int64 wraps around. Collective."""
+        """Replaces `values`, in place, by the sum over all ranks; int64 wraps around. Collective."""
         dist.all_reduce(values)
 
     def smallest_room(self, config: CommonConfig, replica_share: float) -> int:
-        """Returns the bytes that a shard may fill (`trireme.plan.memory`): the least of all ranks, so that all make the
-        same decision. A replica takes `replica_share` of this rank's GPU. Collective."""
+        """Returns the bytes of memory that each shard may fill (`trireme.plan.memory`): the minimum over all ranks, so
+        that all make the same decisions. `replica_share`: the share of this rank's GPU that a replica takes.
+        Collective."""
         if self.device.type == "cuda":
             free, memory = torch.cuda.mem_get_info(self.device)
             room = gpu_room(free, memory, replica_share)
@@ -89,11 +94,12 @@ class Mesh:
         return int(least)
 
     def sum_over_shards(self, value: Tensor) -> float:
-        """Sums a number over the ranks that hold the parts of one copy of the model. Collective."""
+        """Returns the sum of `value` over the ranks that together hold one copy of the model. Collective."""
         value = value.to(self.device)
         dist.all_reduce(value, group=self.fsdp.get_group(SHARD))
         return float(value)
 
     def new_cpu_group(self, timeout_s: float) -> dist.ProcessGroup:
-        """Makes a gloo group of all ranks, separate from the group for training. Collective."""
+        """Returns a new gloo process group of all ranks, separate from training's group; its collectives fail after
+        `timeout_s` seconds. Collective."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))

@@ -23,8 +23,8 @@ the first match counts."""
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the operations per second of a GPU in 16 bits. For other devices and dtypes, and unknown GPUs, returns
-    infinity, with which the time at the peak is 0."""
+    """Returns a GPU's peak in operations per second, in 16 bits. Returns infinity for unknown GPUs, other devices and
+    other dtypes, so that the computed time at the peak is 0."""
     if device.type != "cuda" or dtype.itemsize != 2:
         return inf
     device_name = torch.cuda.get_device_name(device)
@@ -32,7 +32,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def train_flops(facts: ModelFacts, lengths: npt.NDArray[np.int64], *, frozen: bool = False) -> float:
-    """Counts the operations of forward and backward pass over sequences of these lengths, int64 [D]."""
+    """Returns the operations of a forward and a backward pass over sequences of `lengths` tokens, int64 [D]. `frozen`:
+    the model is frozen under an adapter."""
     tokens = lengths.astype(np.float64)
     products = (4 if frozen else 6) * facts.multiplied_parameters * tokens.sum()
     layers = Counter(facts.windows)
@@ -41,7 +42,7 @@ def train_flops(facts: ModelFacts, lengths: npt.NDArray[np.int64], *, frozen: bo
 
 
 def _pairs(tokens: npt.NDArray[np.float64], window: int | None) -> npt.NDArray[np.float64]:
-    """Counts the pairs of query and key in sequences of these lengths: half of all pairs, without pairs that are
-    further apart than the window."""
+    """Returns the number of pairs of query and key in causal sequences of `tokens` tokens: half of all pairs, without
+    pairs further apart than `window`."""
     beyond = np.maximum(0, tokens - window) if window else 0
     return (np.square(tokens) - np.square(beyond)) / 2
