@@ -41,7 +41,8 @@ FIRST = ""
 
 @dataclass
 class WaitingAdapter:
-    """An adapter that is not in the model: this rank's part of its values, AdamW state and gradients, in host memory."""
+    """An adapter that is not in the model: this rank's part of its values, AdamW state and gradients, in host
+    memory."""
 
     adapter: Adapter
     state: list[Tensor]
@@ -186,7 +187,8 @@ class Adapters:
 
 
 class AdapterVerbs:
-    """Gives a shard the verbs that add, use and drop LoRA adapters. Each raises BadInput if the whole model is trained."""
+    """Gives a shard the verbs that add, use and drop LoRA adapters. Each raises BadInput if the whole model is
+    trained."""
 
     _adapters: Adapters | None = None
     """None: the whole model is trained."""

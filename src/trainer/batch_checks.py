@@ -31,7 +31,8 @@ class PublishedVersions:
         self._identities = list(identities)
 
     def add(self, newest: WeightIdentity) -> None:
-        """Adds `newest`, the version that trains from now on, and drops the versions that are too old to be trained on."""
+        """Adds `newest`, the version that trains from now on, and drops the versions that are too old to be trained
+        on."""
         identities = [*self._identities, newest]
         self._identities = [i for i in identities if deadline(i.version, self._max_steps) >= newest.version]
 

@@ -112,7 +112,8 @@ def adapter_units(
 
 
 def published_adapters(model: PreTrainedModel, dtype: torch.dtype) -> list[list[tuple[str, Tensor]]]:
-    """Returns the names, shapes and dtypes that `adapter_units` will yield, as tensors without memory (device "meta")."""
+    """Returns the names, shapes and dtypes that `adapter_units` will yield, as tensors without memory (device
+    "meta")."""
     parameters = _adapter_parameters(model)
     return [[(name, torch.empty(p.shape, dtype=dtype, device="meta"))] for name, p in parameters]
 

@@ -39,14 +39,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Sharding:
-    """The way in which models are held and computed.
+    """Decides how the models of a run are held and computed, and loads them sharded.
 
-    `dtype` is the dtype in which the model computes and is published: with dtype auto, bfloat16 on GPUs and float32 on
-    CPUs. `memory` has the decisions that follow from the free memory; a replica takes `replica_share` of this rank's
-    GPU. `whole` is its `whole`, unless a resumed run has decided otherwise. `packed`: rows are packed; with packing
-    auto, where there is a kernel for it, and the models have shown that they can be packed (`trainer.proof`). `kernel`:
-    the kernel of packed rows, and why it is not the newest. `compiles`: layers are compiled, unless a trial shows that
-    they cannot be (`trainer.compiled`).
+    `dtype`: in which the model computes and is published; with `model.dtype` auto, bfloat16 on GPUs and float32 on
+    CPUs. `memory`: the decisions that follow from the free memory, where a replica takes `replica_share` of this rank's
+    GPU. `whole`: the whole model stays gathered over each batch, as `memory.whole` says, unless a resumed run has
+    decided otherwise. `packed`: rows are packed; with packing auto, only if there is a kernel for it and the models
+    have shown that they can be packed (`trainer.proof`). `kernel`: the name of the kernel for packed rows, and why it
+    is not the newest. `compiles`: layers are compiled, unless a trial shows that they cannot be (`trainer.compiled`).
     """
 
     def __init__(self, config: CommonConfig, facts: ModelFacts, mesh: Mesh, replica_share: float) -> None:
@@ -71,8 +71,9 @@ class Sharding:
         self._offload = CPUOffloadPolicy(pin_memory=on_gpus) if options.offload == "cpu" else OffloadPolicy()
 
     def keep_whole(self, requested: bool) -> str:
-        """Keeps the whole model over each batch if that is `requested`, as a resumed run did, and possible. Returns a
-        message if it is not possible ("" otherwise)."""
+        """Sets whether the whole model stays gathered over each batch: if `requested`, as in the run that is resumed,
+        and memory and configuration allow it. Returns a message if the run asked for it and it is not possible (""
+        otherwise)."""
         self.whole = requested and self.memory.whole
         if requested == self.whole or self._mesh.size == 1:
             return ""
@@ -86,8 +87,8 @@ class Sharding:
         )
 
     def shard_model(self, name: str, weights: str, lora: LoraConfig | None = None, seed: int = 0) -> PreTrainedModel:
-        """Returns the model `name` with the values of `weights` (a directory or a name on the hub), sharded over all
-        ranks; with a `lora`, frozen and with adapters that start by `seed`. Collective.
+        """Returns the model `name`, sharded over all ranks, with the values of `weights` (a directory or a name on the
+        hub). With `lora` the model is frozen and has adapters, initialised from `seed`. Collective.
 
         Only the first rank reads the weights. On all ranks the model starts without memory. Then one layer after the
         other is made whole on the device, filled from the first rank, and sharded, so no device holds more than one
@@ -135,7 +136,8 @@ class Sharding:
         return add_token_logprobs(model, self._head_dtype)
 
     def _fill(self, unit: nn.Module, prefix: str, tensors: dict[str, Tensor]) -> None:
-        """Allocates the unit's tensors on the device and fills them with the values of the first rank."""
+        """Allocates the tensors of `unit` on the device and fills them with the first rank's values. `tensors`: the
+        values by name on the first rank, empty elsewhere; `prefix`: the name of `unit` in the model. Collective."""
         modules = list(_own_modules(unit))
         for module in modules:
             module.to_empty(device=self._mesh.device, recurse=False)
@@ -161,7 +163,7 @@ class Sharding:
             sharded.set_force_sum_reduction_for_comms(True)
 
     def lay_out(self, models: Sequence[PreTrainedModel], *, packed: bool) -> None:
-        """Has the sequences of a micro-batch packed, or in rows."""
+        """Sets whether the sequences of a micro-batch are packed into one row or are padded rows, for all `models`."""
         self.packed = packed
         for model in models:
             if packed:
@@ -169,8 +171,8 @@ class Sharding:
 
     @staticmethod
     def again_if_large(forward: Callable[..., Any], kept_tokens: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Runs a layer on `hidden` [B, L, H]. With more than `kept_tokens` tokens it keeps only its input, and is
-        computed again in the backward pass."""
+        """Runs a layer's `forward` on `hidden` [B, L, H]. If B L exceeds `kept_tokens`, only the layer's input is kept,
+        and the layer is computed again in the backward pass."""
         if hidden.shape[:-1].numel() <= kept_tokens:
             return forward(hidden, *args, **kwargs)
         return checkpoint(forward, hidden, *args, use_reentrant=False, **kwargs)
@@ -229,7 +231,8 @@ def load_source(name: str) -> PreTrainedModel:
 
 
 def _open(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Returns the model and transformers' report on its tensors."""
+    """Opens a model in host memory. Returns the model, and transformers' report on missing, unexpected and mismatched
+    tensors."""
     source, report = AutoModelForCausalLM.from_pretrained(
         name,
         config=AutoConfig.from_pretrained(name, trust_remote_code=False),
@@ -242,14 +245,14 @@ def _open(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any
 
 
 def _stored_dtype(name: str) -> torch.dtype:
-    """Returns the dtype of all floating-point tensors in the model's files, if they have one that torch computes in;
-    else float32."""
+    """Returns the dtype of the floating-point tensors in the model's files if all are bfloat16 or all float16; else
+    float32."""
     stored = {dtype for dtype in stored_dtypes(name) if dtype.startswith(("F", "BF"))}
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get(stored.pop() if len(stored) == 1 else "", torch.float32)
 
 
 def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
-    """Yields `unit` and its descendants, without modules that are sharded as units of their own."""
+    """Yields `unit` and its descendants, except modules that are already sharded as units of their own."""
     yield unit
     for child in unit.children():
         if not isinstance(child, FSDPModule):
@@ -263,11 +266,12 @@ def fsdp_units(model: PreTrainedModel) -> list[Any]:
 
 @torch.no_grad()
 def gathered_units(model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yields the names and whole tensors of one unit (layer, or root) after the other, on every rank's device.
+    """Gathers one unit after the other, first the root, then each layer, and yields the names and whole tensors of
+    each, on every rank's device.
 
-    Parameters are in the inference dtype; persistent buffers keep their dtype, as the model's class saves them. Names
-    and shapes match a checkpoint, with experts apart. Tensors live until the next unit. Tied tensors come once, under
-    the embedding's name. Collective.
+    Parameters are in the inference dtype; persistent buffers keep the dtype in which the model's class saves them.
+    Names and shapes match a checkpoint, with experts apart. Tensors live until the next unit. Tied tensors come once,
+    under the embedding's name. Collective.
     """
     for unit, tensors_of in _units(model):
         if isinstance(unit, FSDPModule):
@@ -280,7 +284,7 @@ def gathered_units(model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]
 
 @contextmanager
 def freed_after(model: PreTrainedModel) -> Iterator[None]:
-    """Leaves nothing gathered at the end of the block, also after an error."""
+    """Frees all gathered weights of `model` at the end of the block, also after an error."""
     try:
         yield
     finally:
@@ -289,8 +293,8 @@ def freed_after(model: PreTrainedModel) -> Iterator[None]:
 
 
 def published_units(model: PreTrainedModel, dtype: torch.dtype) -> list[list[tuple[str, Tensor]]]:
-    """Returns the units of `gathered_units` for a model that publishes in `dtype`, on the device "meta": names, shapes
-    and dtypes."""
+    """Returns the names, shapes and dtypes that `gathered_units` will yield, unit by unit, as tensors without memory
+    (device "meta"). `dtype`: in which the model publishes."""
 
     def empty(tensor: Tensor) -> Tensor:
         casts = isinstance(tensor, DTensor) and tensor.is_floating_point()
@@ -301,14 +305,15 @@ def published_units(model: PreTrainedModel, dtype: torch.dtype) -> list[list[tup
 
 
 def shard_sums(model: PreTrainedModel, dtype: torch.dtype, *, is_first: bool) -> ShardSums:
-    """Returns the sums of this rank's parts of `gathered_units`, for a model that publishes in `dtype`."""
+    """Returns what computes this rank's share of the sums (for the digest) of the tensors that `gathered_units` yields.
+    `dtype`: in which the model publishes; `is_first`: as in `ShardSums`."""
     units = (tensors_of() for _, tensors_of in _units(model))
     return ShardSums(units, partial(revert_weight_conversion, model), dtype, is_first=is_first)
 
 
 def _units(model: PreTrainedModel) -> Iterator[tuple[nn.Module, Callable[[], dict[str, Tensor]]]]:
-    """Yields the root and then the decoder layers, each with a function that returns its own saved tensors by name, as
-    they are when it is called: sharded, or whole."""
+    """Yields the root and then the decoder layers, each with a function that returns {name in the model: tensor} of the
+    unit's own saved tensors, sharded or whole, according to their state when it is called."""
     root, *layers = fsdp_units(model) or [model]
     inside = {id(tensor) for layer in layers for tensor in saved_tensors(layer).values()}
     names = {module: prefix and f"{prefix}." for prefix, module in model.named_modules()}

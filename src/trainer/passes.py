@@ -18,14 +18,16 @@ from trireme.core.batch import BatchPart
 
 
 class Passes:
-    """Computes micro-batches of a rank's part of a batch, in rows or packed, as `sharding` says at the time."""
+    """Computes micro-batches of a rank's part of a batch, in padded rows or packed, according to `sharding.packed` at
+    the time of the call."""
 
     def __init__(self, sharding: Sharding, device: torch.device) -> None:
         self._sharding = sharding
         self._device = device
 
     def rows(self, part: BatchPart, micro: MicroBatch) -> dict[str, Tensor]:
-        """Returns inputs (`tokens`) and columns as [B, L] on the device; a filler's mask is 0 everywhere."""
+        """Returns the columns of the micro-batch's datums, and their tokens as `tokens`, as padded rows [B, L] on the
+        device. In a filler, mask and weights are 0."""
         batch = part.batch
         layout = Rows(batch.offsets, part.places(micro.datums))
         columns = {**batch.columns, "tokens": batch.tokens}
@@ -37,13 +39,14 @@ class Passes:
 
     @staticmethod
     def counts(part: BatchPart, micro: MicroBatch) -> bool:
-        """Returns whether a token of the micro-batch counts in a loss."""
+        """Returns True if any token of the micro-batch has a mask or weight other than 0; False for a filler."""
         return not micro.filler and any_counts(part.batch.take(part.places(micro.datums)).columns)
 
     def logprobs(
         self, model: PreTrainedModel, part: BatchPart, micro: MicroBatch, rows: Mapping[str, Tensor]
     ) -> Tensor:
-        """Computes the log-probabilities of the rows' targets, [B, L]; values at the padding have no meaning."""
+        """Returns the log-probabilities of the targets of the micro-batch's rows under `model`, float32 [B, L]; values
+        at the padding have no meaning. `rows`: from `rows`."""
         batch = part.batch
         places = part.places(micro.datums)
         temperatures = batch.temperatures[places]

@@ -57,7 +57,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far log-probabilities of the same samples differ between ways to compute them: the largest, in nats."""
+    """The largest differences, in nats, between log-probabilities of the same samples computed in different ways, and
+    the tolerance for them."""
 
     tolerance: float
     """Largest difference that rounding explains."""
@@ -74,7 +75,7 @@ class Agreement:
 
     @property
     def not_rows(self) -> str:
-        """Returns why rows are wrong; empty if they are right."""
+        """Why padded rows are computed wrong; "" if they are right."""
         if not self.future <= self.tolerance:
             return f"a token's log-probability moves by {self.future:.3g} when a later token changes"
         if not self.rows <= self.tolerance:
@@ -83,7 +84,7 @@ class Agreement:
 
     @property
     def not_packed(self) -> str:
-        """Returns why packed rows are wrong; empty if they are right."""
+        """Why packed rows are computed wrong; "" if they are right or were not tried."""
         if self.packed is None:
             return ""
         if self.error:
@@ -114,7 +115,7 @@ class Proof:
 
     @property
     def text(self) -> str:
-        """The result in one line."""
+        """The result of the proof in one line, for the log."""
         layout = "packed" if self.packed else "padded"
         return (
             f"{self.architecture}: the trainer's log-probabilities are those of the model's own logits within "
@@ -125,7 +126,8 @@ class Proof:
 
 
 def prove_models(models: Sequence[PreTrainedModel], mesh: Mesh, sharding: Sharding, packing: Packing) -> Proof:
-    """Finds how the models of a run, the policy first, can be computed, and sets `sharding` and the models to it.
+    """Finds whether the models of a run, the policy first, can be computed packed or only in rows, and sets `sharding`
+    and the models to that layout. Returns the policy's proof.
 
     Weights and random generators do not change. Collective. Raises BadInput on all ranks, as `decide` does.
     """
@@ -146,7 +148,8 @@ def _prove_model(model: PreTrainedModel, mesh: Mesh, sharding: Sharding, packing
 
 
 def _prove_kind(config: PretrainedConfig, *, packed: bool) -> Agreement | ProvedType | str:
-    """Returns the page's result for models like `config`, else the result of its twin, or why there is no twin."""
+    """Returns the result of docs/models.md for the kind of model that `config` describes; if the page has none, the
+    result of a small twin, or a text that says why no twin can be built. `packed`: also try packed rows."""
     proved = proved_type(config)
     if proved:
         if packed:
@@ -160,7 +163,7 @@ def _prove_kind(config: PretrainedConfig, *, packed: bool) -> Agreement | Proved
 
 
 def _on_first(mesh: Mesh, compute: Callable[[], T]) -> T:
-    """Returns the first rank's result, or raises its BadInput, on all ranks. Collective."""
+    """Calls `compute` on the first rank. Returns its result on all ranks, or raises its BadInput on all. Collective."""
     outcome: T | BadInput | None = None
     if mesh.is_first:
         try:
@@ -174,10 +177,11 @@ def _on_first(mesh: Mesh, compute: Callable[[], T]) -> T:
 
 
 def decide(architecture: str, model: Agreement, twin: Agreement | ProvedType | str, *, packing: Packing) -> Proof:
-    """Returns how a model is computed: packed if that was tried and agrees, else in rows. `twin`: the result of a small
-    twin or the page, or why there is no twin.
+    """Returns the proof of a model, with its layout: packed if packed rows were tried and agree, else padded rows.
+    `model`: the result of the sharded model. `twin`: the result of a small twin or of docs/models.md, or why there
+    is no twin.
 
-    Raises BadInput when rows do not agree, and when packed rows do not although `packing` asks for them.
+    Raises BadInput if padded rows do not agree, or if `packing` asks for packed rows and these do not agree.
     """
     agreements: dict[str, Agreement | ProvedType] = {"": model}
     if not isinstance(twin, str):
@@ -205,11 +209,12 @@ def decide(architecture: str, model: Agreement, twin: Agreement | ProvedType | s
 def prove(
     model: PreTrainedModel, device: torch.device, dtype: torch.dtype, *, packed: bool, magnified: float | None = None
 ) -> Agreement:
-    """Computes the samples in each way by `model`, sharded or not, with passes in `dtype` on `device`.
+    """Computes the samples by the model's own forward pass and by the trainer's ways; returns how far they differ.
+    `model` may be sharded; its passes compute in `dtype` on `device`.
 
-    `packed`: also in a packed row. `magnified`: the largest logit after a scaling of the hidden states. Uses no
-    gradients and no random numbers, and changes nothing. Collective for a sharded model. Raises BadInput when the
-    model's own forward pass, or rows, cannot be computed.
+    `packed`: also try a packed row. `magnified`: scale the hidden states so that the largest logit is this; None: do
+    not. Uses no gradients and no random numbers, and changes nothing. Collective for a sharded model. Raises BadInput
+    when the model's own forward pass, or rows, cannot be computed.
     """
     config = model.config.get_text_config()
     samples = [_sample(config, number, length).to(device) for number, length in enumerate(LENGTHS)]
@@ -246,7 +251,8 @@ def rounding(dtype: torch.dtype, largest_logit: float, num_layers: int) -> float
 
 @contextmanager
 def _refusing(model: PreTrainedModel) -> Iterator[None]:
-    """Turns an error inside the block into a BadInput that names the architecture."""
+    """Catches any exception in the block, and raises a BadInput that says that an architecture of this name cannot be
+    computed."""
     try:
         yield
     except Exception as error:  # each architecture fails in its own way
@@ -260,7 +266,8 @@ def _refusing(model: PreTrainedModel) -> Iterator[None]:
 def _try_packed(
     model: PreTrainedModel, samples: Sequence[Tensor], other: Tensor, reference: Sequence[Tensor]
 ) -> dict[str, Any]:
-    """Returns the fields of an Agreement about packed rows. `other`: a changed first sample."""
+    """Returns the fields of an Agreement about packed rows. `reference`: log-probabilities of each sample alone;
+    `other`: the first sample with changed tokens, which must not move the second sample's."""
     before = model.config._attn_implementation
     try:
         model.set_attn_implementation(PACKED)
@@ -279,8 +286,8 @@ def _try_packed(
 
 
 def prove_twin(twin: PreTrainedModel, *, packed: bool) -> Agreement:
-    """Does the same for a small model (`trainer.twin`) with logits up to MAGNIFIED, after Hugging Face opens its
-    published form. Raises BadInput for the same reasons, and when the opened model computes something else."""
+    """Proves a small twin (`trainer.twin`), with logits up to MAGNIFIED: first what Hugging Face opens of its published
+    form (`prove_reload`), then the trainer's ways (`prove`). Raises BadInput as these do."""
     prove_reload(twin)
     cpu = torch.device("cpu")
     return prove(add_token_logprobs(twin), cpu, torch.float32, packed=packed, magnified=MAGNIFIED)
@@ -288,9 +295,10 @@ def prove_twin(twin: PreTrainedModel, *, packed: bool) -> Agreement:
 
 @torch.no_grad()
 def prove_reload(model: PreTrainedModel) -> None:
-    """Writes the published form of a small model, float32 and on the CPU, and opens it with Hugging Face.
+    """Writes a small model, float32 and on the CPU, in its published form, opens the files with Hugging Face, and
+    compares the log-probabilities of a sample.
 
-    Raises BadInput when tensors are missing or unknown there, or the probabilities differ.
+    Raises BadInput when tensors are missing or unknown there, or the log-probabilities differ.
     """
     entries, buckets = pack(gathered_units(model), np.copy)
     with tempfile.TemporaryDirectory() as directory:
@@ -310,15 +318,15 @@ def prove_reload(model: PreTrainedModel) -> None:
 
 
 def own_logits(model: PreTrainedModel, sample: Tensor) -> Tensor:
-    """Returns the logits by the model's own forward pass, float32 [T - 1, V], after each token of `sample` [T] but the
-    last."""
+    """Returns the logits of the model's own forward pass after each token of `sample`, int64 [T], except the last:
+    float32 [T - 1, V]."""
     logits: Tensor = model(input_ids=sample[None, :-1], use_cache=False).logits[0]
     return logits.float()
 
 
 @contextmanager
 def _multiplied(model: PreTrainedModel, factor: float) -> Iterator[None]:
-    """Within the block the hidden states from which logits are computed are multiplied by `factor`."""
+    """Multiplies, within the block, the hidden states from which logits are computed by `factor`."""
 
     def multiply(_module: Any, _inputs: Any, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state * factor
@@ -333,7 +341,8 @@ def _multiplied(model: PreTrainedModel, factor: float) -> Iterator[None]:
 
 
 def _sample(config: PretrainedConfig, number: int, length: int) -> Tensor:
-    """Returns the tokens of a sample, int64."""
+    """Returns the tokens of sample `number`, int64 [T]; T is `length`, or the most positions of the model if these are
+    fewer."""
     limit = getattr(config, "max_position_embeddings", None) or length
     place = torch.arange(min(length, limit) if limit > 0 else length)  # -1: XLNet has no limit
     return (31 * place**2 + 17 * place + 3 + 7 * number) % config.vocab_size
@@ -351,14 +360,14 @@ def _chosen(logits: Tensor, sample: Tensor) -> Tensor:
 
 
 def _in_rows(model: PreTrainedModel, samples: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the log-probabilities of each sample, computed as padded rows."""
+    """Returns the log-probabilities of each sample's tokens after the first, computed together as padded rows."""
     tokens, targets = (pad_sequence([s[part] for s in samples], batch_first=True) for part in (INPUTS, TARGETS))
     rows = token_logprobs(model, tokens, targets, torch.ones(tokens.shape, device=tokens.device))
     return [row[: len(sample) - 1] for row, sample in zip(rows, samples, strict=True)]
 
 
 def _in_one_row(model: PreTrainedModel, samples: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the log-probabilities of each sample, computed one after the other in a packed row."""
+    """Returns the log-probabilities of each sample's tokens after the first, computed together in one packed row."""
     tokens, targets = (torch.cat([s[part] for s in samples])[None] for part in (INPUTS, TARGETS))
     lengths = [len(sample) - 1 for sample in samples]
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=tokens.device)
@@ -371,7 +380,7 @@ def _in_one_row(model: PreTrainedModel, samples: Sequence[Tensor]) -> list[Tenso
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """Returns the largest difference; infinite when one is not finite."""
+    """Returns the largest absolute difference of two tensors; infinity if a difference is not finite."""
     difference = float((one - other).abs().max())
     if math.isfinite(difference):
         return difference

@@ -37,7 +37,8 @@ LARGE = "more than 1"
 
 @dataclass(frozen=True)
 class ProvedType:
-    """States how models of a type that trains are computed, as the page shows it."""
+    """The result of docs/models.md for one type of models: rows are right, and packed rows are right or why not. It
+    stands in for the `Agreement` of a twin."""
 
     not_packed: str
     """Why it is computed in rows; empty if packed rows are right."""
@@ -46,8 +47,8 @@ class ProvedType:
 
 
 def proved_type(config: PretrainedConfig) -> ProvedType | None:
-    """Returns the page's result for models with the switches of `config`; None if it has none, or was written with
-    other versions."""
+    """Returns the result of docs/models.md for the model type and switches of `config`. Returns None if the page has no
+    such model, or was written with other versions of transformers and vLLM."""
     page = _page()
     entry = page["types"].get(config.model_type)
     if entry is None or page["versions"] != versions():
@@ -63,15 +64,14 @@ def proved_type(config: PretrainedConfig) -> ProvedType | None:
 
 
 def versions() -> dict[str, str]:
-    """Returns the installed versions on which the page depends."""
+    """Returns the installed versions of transformers and vLLM, for which alone the page's results hold."""
     engine = (installed_vllm() or "none").rpartition(" ")[2]  # the builds for CPUs and GPUs know the same models
     return {"transformers": transformers.__version__, "vllm": engine}
 
 
 def switches(config: PretrainedConfig) -> dict[str, str]:
-    """Returns the parts of a configuration that are no sizes: the different values of each key that is not None, as
-    text.
-    """
+    """Returns {key: its values as text} for the parts of a configuration that are no sizes. Sizes count only as "more
+    than 1", and keys with the value None are left out."""
     by_key: dict[str, set[str]] = {}
     for key, value in _leaves(config.to_dict(), ""):
         by_key.setdefault(key, set()).add(value)
@@ -79,7 +79,8 @@ def switches(config: PretrainedConfig) -> dict[str, str]:
 
 
 def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
-    """Yields the path and the text of each value in a section."""
+    """Yields (dotted path, text) of each value in `value`, a section of a configuration, and in its sections. Lists and
+    their items have one path."""
     if isinstance(value, Mapping):
         for name, part in value.items():
             inner = f"{path}.{name}"

@@ -31,7 +31,7 @@ def get_lr(model: str, hidden_size: int, lora: bool = False) -> float:
 
 
 def scale_lr(learning_rate: float, batch_size: int, reference_batch_size: int) -> float:
-    """Scales a learning rate that suits the reference batch size, by the root of the ratio of batch sizes."""
+    """Returns `learning_rate`, which suits `reference_batch_size`, times sqrt(batch_size / reference_batch_size)."""
     return learning_rate * math.sqrt(batch_size / reference_batch_size)
 
 

@@ -59,7 +59,8 @@ SUMS_WHOLE = "gradients summed whole"
 
 
 class Shard(AdapterVerbs):
-    """One rank. Constructing it joins the process group through `store` and loads its part of the model: collective.
+    """One rank of the trainer: holds its part of the model and has the verbs. Constructing it joins the process group
+    through `store`, loads the model's part and proves the model: collective.
 
     `sender` sends published weights to where replicas get them. `attempt` becomes part of the identity of all weights
     that are published. A replica takes `replica_share` of this rank's GPU.
@@ -123,7 +124,8 @@ class Shard(AdapterVerbs):
         log.info("ready")
 
     def _try_compiled(self) -> str:
-        """Compiles the layers; says if they are compiled, and if not, why. Raises BadInput where they were to be."""
+        """Compiles the layers on trial. Returns a line for the log: that layers are compiled, or why not. Raises
+        BadInput if they are not although `trainer.compile` is true. Collective."""
         log.info("compiling layers")
         required = self._config.trainer.compile is True
         tolerance = self.proof.model.tolerance
@@ -143,7 +145,8 @@ class Shard(AdapterVerbs):
         return "layers are compiled"
 
     def _load_reference(self) -> PreTrainedModel | None:
-        """Loads the model of `trainer.kl.reference`, frozen and sharded like the policy, if it is a second model."""
+        """Returns the model of `trainer.kl.reference`, frozen and sharded like the policy; None if there is no
+        reference, or if it is the policy's own base."""
         reference = self._config.kl_reference
         if reference is None or self._config.base_is_reference:
             return None
@@ -152,8 +155,8 @@ class Shard(AdapterVerbs):
         return self._sharding.shard_model(reference.base_model, weights).requires_grad_(False)
 
     def _refreshed_tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors that `update_reference` changes, in the order of the policy's; none for a reference that
-        stays."""
+        """Returns {name: tensor} of the reference's tensors that `update_reference` overwrites, in the order of the
+        policy's; empty for a reference that never changes."""
         reference = self._config.kl_reference
         if reference is None or not reference.update_every:
             return {}
@@ -162,8 +165,8 @@ class Shard(AdapterVerbs):
         return dict(self._reference.named_parameters())
 
     def shown(self) -> tuple[str, str]:
-        """Returns the results of the model's proof at the start, and why rows are not packed although the configuration
-        asks for it ("" otherwise)."""
+        """Returns two texts: the result of the model's proof at the start, with notes on layers, memory and sums; and
+        why rows are not packed although the configuration asks for packed rows ("" otherwise)."""
         texts = self.proof.text, self._layers_text, self._sharding.memory.text, self._sums.text
         return "; ".join(filter(None, texts)), self.proof.why_rows
 
@@ -175,8 +178,8 @@ class Shard(AdapterVerbs):
         provenance: Provenance | None,
         wants_logprobs: bool = True,
     ) -> ShardOutput:
-        """Adds the gradient of the raw masked sum over the batch. Metrics: `loss:sum` and the metrics of
-        `trainer.losses`.
+        """Adds the gradient of the raw masked sum of the loss over the batch. Returns this rank's log-probabilities
+        (none unless `wants_logprobs`), suspects, and metrics: `loss:sum` and those of `trainer.losses`.
 
         `data`: this rank's part, or the whole batch. Raises ProvenanceError; BadInput for an unknown loss, a missing
         column, tokens outside the model's vocabulary.
@@ -211,14 +214,15 @@ class Shard(AdapterVerbs):
         return replace(output, logprobs=output.logprobs[:0])
 
     def _peak_s(self, lengths: Numbers) -> float:
-        """Returns this rank's share of `ForwardBackwardOutput.peak_s` for datums of these lengths."""
+        """Returns the seconds that the model's arithmetic for datums of these lengths takes at a GPU's peak, divided by
+        the number of ranks: this rank's share of `ForwardBackwardOutput.peak_s`."""
         flops = train_flops(self._facts, lengths, frozen=self._config.trainer.lora.on)
         return flops / self._peak_flops / self._mesh.size
 
     @torch.no_grad()
     def forward(self, data: BatchPart | TokenBatch, which: Which = "policy") -> ShardOutput:
         """Computes the log-probabilities of the batch's `target_tokens` under the policy or the reference, without a
-        gradient. Raises BadInput when there is no reference, and for tokens that are not the model's."""
+        gradient; returns this rank's. Raises BadInput without a reference, and for tokens outside the vocabulary."""
         part = self._checked(data)
         with self._policy_or_reference(which) as model:
             micro_batches = self._micro_batches(part.lengths)
@@ -226,8 +230,9 @@ class Shard(AdapterVerbs):
         return collect(part.lengths, computed, {})
 
     def forward_summarized(self, part: BatchPart, which: Which, name: str, summarize: Summary) -> SummarizedOutput:
-        """Computes `forward`, and calls `summarize` with the part, which then has the log-probabilities as the column
-        `name`."""
+        """Computes log-probabilities as `forward` does, then calls `summarize` with the part's batch, to which they are
+        added as the column `name`. Returns the log-probabilities and the K numbers for each datum that this rank
+        computed."""
         output = self.forward(part, which)
         batch = part.batch
         logprobs = output.as_column(part)
@@ -235,14 +240,16 @@ class Shard(AdapterVerbs):
         return SummarizedOutput(np.asarray(output.datums, np.int64), logprobs, sums[:, part.places(output.datums)])
 
     def _checked(self, data: BatchPart | TokenBatch, loss_fn: str | None = None) -> BatchPart:
-        """Returns the part to compute with, once no rank refuses its own. Collective."""
+        """Returns `data` as this rank's part. Raises BadInput on all ranks if any rank refuses its own part.
+        Collective."""
         part = BatchPart.of(data)
         self._mesh.agree(find_refusal(part, self._facts.vocab_size, loss_fn))
         return part
 
     @contextmanager
     def _policy_or_reference(self, which: Which) -> Iterator[PreTrainedModel]:
-        """Gives the model to compute with inside the block. Raises BadInput when there is no reference."""
+        """Yields the model to compute with inside the block. A reference that is the policy's base is the policy
+        itself, with its adapters off or exchanged until the block ends. Raises BadInput when there is no reference."""
         if which == "policy":
             yield self._model
         elif self._reference is not None:
@@ -261,7 +268,7 @@ class Shard(AdapterVerbs):
                 yield self._model
 
     def _exchange_adapters(self) -> None:
-        """Swaps the values of the policy's adapters and the reference's."""
+        """Swaps, in place, the values of the policy's adapters with the values of the reference's."""
         for parameter, other in zip(self._parameters, self._refreshed.values(), strict=True):
             before = parameter.clone()
             parameter.copy_(other)
@@ -269,7 +276,7 @@ class Shard(AdapterVerbs):
 
     @torch.no_grad()
     def update_reference(self) -> None:
-        """Copies the policy to the reference. Raises BadInput for a reference that stays."""
+        """Copies the policy's trained parameters to the reference. Raises BadInput for a reference that never changes."""
         if not self._refreshed:
             raise BadInput(
                 "a reference that can change needs trainer.kl.coef and trainer.kl.reference.update_every > 0"
@@ -319,7 +326,7 @@ class Shard(AdapterVerbs):
 
     @cached_property
     def layout(self) -> Layout:
-        """The places of all published tensors, the same on all ranks."""
+        """The bucket and place of each published tensor, the same on all ranks."""
         if self._adapter:
             shapes = published_adapters
         else:
@@ -327,12 +334,14 @@ class Shard(AdapterVerbs):
         return lay_out(shapes(self._model, self._sharding.dtype))
 
     def terms(self) -> tuple[tuple[int, ...], object]:
-        """Returns the terms of an offer to replicas: the sizes of the buckets, and where to find this rank."""
+        """Returns what an offer to replicas needs from this rank: the sizes of the buckets in bytes, and the address at
+        which replicas reach this rank's sender (None for a transport without sessions)."""
         return self.layout.sizes, self._sender.endpoint
 
     def publish_weights(self, version: int, session: Session | None = None) -> PublishedWeights:
-        """Sends the weights in the inference dtype as `version`. The result has this rank's part as its source:
-        `trireme.core.transport.Transport.join` joins the parts of all ranks."""
+        """Sends the weights in the inference dtype as `version`, to the replicas of `session` if there is one. Returns
+        the manifest, with this rank's part of the bytes as its source: `trireme.core.transport.Transport.join` joins
+        the parts of all ranks. Collective."""
         fault_point("trainer.publish")
         model = self._model
         dtype = self._sharding.dtype
@@ -356,17 +365,20 @@ class Shard(AdapterVerbs):
         self._checkpointer.begin(path)
 
     def finish_save(self, path: Path) -> list[FileRecord]:
-        """Waits until this rank's files are on the disk. Call it from another thread than the other verbs.
+        """Waits until this rank's files in `path` are on the disk; returns their records. Call it from another thread
+        than the other verbs.
 
         Raises StorageFailed, on all ranks, when one of them cannot write.
         """
         return self._checkpointer.finish(path)
 
     def load_state(self, path: Path, identities: Sequence[WeightIdentity], source: CommitSource | None = None) -> str:
-        """Loads the state that any number of shards saved in `path` (a node that does not see `path` reads from
-        `source`), and the identities of the versions published until then. Drops gradients. Adds new gradients in the
-        order of the saved run, if the memory allows it; otherwise the last bits may differ. Returns a message if they
-        may ("" otherwise). Raises CheckpointInvalid, StorageFailed."""
+        """Loads the state saved in `path` by any number of shards; a node that does not see `path` reads from `source`.
+        Takes over `identities`, those of the versions published until then. Drops gradients.
+
+        From then on gradients are added in the order of the saved run, if the memory allows it. Returns a message if it
+        does not, so that last bits may differ ("" otherwise). Raises CheckpointInvalid, StorageFailed.
+        """
         fault_point("trainer.load")
         self._checkpointer.load(path, source)
         self.drop_gradients()
@@ -382,12 +394,14 @@ class Shard(AdapterVerbs):
         buckets: Sequence[npt.NDArray[np.uint8]],
         adapter: Adapter | None = None,
     ) -> list[FileRecord]:
-        """Writes published weights in the Hugging Face layout, or peft's, with configuration and tokenizer. `adapter`:
-        the published adapter; None: the form in which the one in use would be published. Not collective; call it from
-        another thread than the other verbs. Raises StorageFailed.
+        """Writes published weights into directory `path` in the Hugging Face layout, or peft's for an adapter, with
+        configuration and tokenizer. Returns the records of the files. The tensors `entries` are read from `buckets`.
+        `adapter`: the published adapter; None: the adapter in use, or the whole model if there are no adapters. Not
+        collective; call it from another thread than the other verbs. Raises StorageFailed.
 
         A running save of the state comes first: the next optimiser step waits for that save, but not for published
-        weights, which do not change."""
+        weights, which do not change.
+        """
         self._checkpointer.wait_until_saved()
         fault_point("trainer.save_weights")
         files = self._companions
@@ -399,7 +413,8 @@ class Shard(AdapterVerbs):
 
     @cached_property
     def _companions(self) -> dict[str, bytes]:
-        """Returns the files that go with published tensors, of a model or an adapter."""
+        """{name: contents} of the files that accompany published tensors: the tokenizer's and, for a whole model, its
+        configuration."""
         model = None if self._adapter else self._model
         return companion_files(self._config.tokenizer_name, model, self._sharding.dtype)
 
@@ -408,7 +423,7 @@ class Shard(AdapterVerbs):
         return RankAssignment(self._mesh.dp_size, self._facts.attention_length)
 
     def _micro_batches(self, lengths: Numbers) -> list[MicroBatch]:
-        """Returns this rank's part of the plan. `lengths` are the lengths of all datums of the batch."""
+        """Returns this rank's micro-batches of a batch with datums of `lengths` tokens, int64 [D] over all ranks."""
         budget = self._config.micro_batch_limit(self._max_seq_len)
         by_attention = self._facts.attention_length
         size = self._config.trainer.micro_batch_size

@@ -1,10 +1,11 @@
-"""The sums of this rank's parts of each published tensor: a version gets its digest without a gather.
+"""Computes the sums of this rank's parts of each published tensor: a version gets its digest without a gather.
 
-A published tensor is mostly a part of one parameter (`trireme.core.slices`). Anything else has to be gathered before it
-can be summed.
+A published tensor is mostly a part of one parameter (`trireme.core.slices`). Any other tensor has to be gathered before
+it can be summed.
 
-Each rank sums its rows of the parts, cast piece by piece to the dtype in which they are published. Copies of a shard
-are summed once, and tensors that are not sharded by the first rank. The sums of all ranks add up to the whole's.
+Each rank sums its rows of the parts, cast piece by piece to the dtype in which they are published. If several ranks
+hold copies of a shard, the first of them sums it; the first rank sums tensors that are not sharded. The sums of all
+ranks add up to the sums of the whole tensors.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from trireme.transports.tensor_sums import TensorPart, equal_parts, part_sums, r
 
 
 class PartPlace(NamedTuple):
-    """Where a rank's part of a published tensor is: in the whole, and in memory. Parts of one tensor at equal places
-    are summed together."""
+    """The place of a rank's part of a published tensor: in the whole tensor, and its strides in memory. Parts of one
+    parameter with equal places are summed together."""
 
     whole: tuple[int, ...]
     """Shape of the published tensor."""
@@ -40,10 +41,11 @@ class PartPlace(NamedTuple):
 
 
 class ShardSums:
-    """The sums of a model's published tensors, as far as this rank holds them.
+    """Computes the sums of a model's published tensors over the parts that this rank holds.
 
-    `units` are the model's tensors by name, grouped as `convert` needs them. Sharded tensors are published in `dtype`
-    if they are floating point; buffers keep theirs. `is_first`: this rank sums the tensors that are not sharded.
+    `units`: the model's tensors by name, in the groups that `convert` turns into published tensors. Sharded
+    floating-point tensors are published in `dtype`; buffers keep their own. `is_first`: this rank sums the tensors that
+    are not sharded.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class ShardSums:
 
     @property
     def text(self) -> str:
-        """Says which tensors are summed after the gather; "" if none are."""
+        """A line that names the tensors that are summed after the gather; "" if there are none."""
         return gathered_text(self.gathered)
 
     @torch.no_grad()
@@ -89,8 +91,8 @@ class ShardSums:
         return table
 
     def _local_parts(self, parts: Sequence[tuple[int, Slice]]) -> dict[PartPlace, list[tuple[int, Tensor]]]:
-        """Returns the parts of one tensor that this rank holds and sums: their rows in the table, and views, by their
-        place in the whole."""
+        """Returns the parts of one parameter that this rank holds and sums, by place: {place: [(row in the table of
+        sums, view of the part)]}. `parts`: (row, slice) of each published tensor that is a part of this parameter."""
         source = parts[0][1].source.detach()
         if isinstance(source, DTensor):
             begin, end, counts = _rows_here(source)
@@ -110,7 +112,8 @@ class ShardSums:
     def watching(
         self, units: Iterable[Sequence[tuple[str, Tensor]]], owned: Collection[str], table: Tensor
     ) -> Iterator[Sequence[tuple[str, Tensor]]]:
-        """Yields the gathered units, and adds the sums of `owned` tensors that need the gather to `table`."""
+        """Yields the gathered `units` unchanged. Adds to `table` (int64 [tensors, 2]) the sums of the tensors in
+        `owned` that can only be summed after the gather."""
         watched = set(self.gathered) & set(owned)
         for unit in units:
             for name, tensor in unit:
@@ -119,12 +122,13 @@ class ShardSums:
             yield unit
 
     def by_name(self, table: Tensor) -> dict[str, Sums]:
-        """Returns the sums by the tensors' names. `table`: the ranks' tables, added up."""
+        """Returns {name of the tensor: its sums}. `table`: int64 [tensors, 2], added up over all ranks."""
         return dict(zip(self._slices, to_sums(table), strict=True))
 
 
 def _sharing_sources(slices: Mapping[str, Slice | None]) -> list[list[tuple[int, Slice]]]:
-    """Returns the parts of each tensor that has some, with their rows in the table."""
+    """Groups the slices by the parameter that they are parts of: a list of (row in the table of sums, slice) for each
+    parameter."""
     by_source: defaultdict[int, list[tuple[int, Slice]]] = defaultdict(list)
     for row, part in enumerate(slices.values()):
         if part is not None and part.source.numel():
@@ -133,8 +137,8 @@ def _sharing_sources(slices: Mapping[str, Slice | None]) -> list[list[tuple[int,
 
 
 def _rows_here(source: DTensor) -> tuple[int, int, bool]:
-    """Returns which rows of the whole tensor this rank holds (first, end), and whether it sums them: of several copies,
-    the first does."""
+    """Returns (first row, end row, counts) for this rank's rows of the whole tensor `source`. `counts`: this rank sums
+    them; only the first of several ranks with a copy does."""
     coordinates = source.device_mesh.get_coordinate()
     assert coordinates is not None, "this rank is in the mesh"
     begin = 0

@@ -33,8 +33,9 @@ another rank has written of it."""
 
 
 def kinds(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Groups names that differ only in their numbers, if the tensors have the same shape and dtype; in the order of
-    these numbers, under the first name and, if there are several, the last.
+    """Groups names that differ only in their numbers and have tensors of the same shape and dtype, into stacks of
+    limited size. Returns {name of the stack: its names in order of their numbers}; a stack is named "FIRST..LAST",
+    or by its only name.
 
     The result is the same for any number of ranks: shapes and STACKED_BYTES count whole tensors.
     """
@@ -53,10 +54,10 @@ def kinds(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 
 class Slab:
-    """Host memory for copies of the state, in one piece. Making it takes seconds for a GPU's, as the system gives each
-    page and the driver pins it, so a thread does that.
+    """Host memory for copies of the state, `nbytes` bytes in one piece. `pinned`: page-locked, for copies from a GPU.
+    Pinning takes seconds, because the system maps each page and the driver locks it, so a thread does it.
 
-    `pinned`: for copies from a GPU. (PyTorch's own pinned memory is given in powers of two, a third more than this.)
+    (PyTorch's own pinned memory is given in powers of two, a third more than this.)
     """
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
@@ -75,7 +76,7 @@ class Slab:
         return address
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns a tensor in memory that no other has."""
+        """Returns a tensor in the next free part of the slab; waits until the slab is ready."""
         self._ready.result()
         nbytes = prod(shape) * dtype.itemsize
         part = self._memory[self._used : self._used + nbytes]
@@ -84,7 +85,8 @@ class Slab:
 
     @staticmethod
     def size_of(tensors: Iterable[Tensor], count: int) -> int:
-        """Returns the bytes that `count` copies of each tensor's own part take at most, in any grouping."""
+        """Returns the bytes that `count` copies of this rank's part of each tensor take at most, however they are
+        grouped."""
         return sum(count * padded(part.nbytes) for part in map(own_part, tensors))
 
 
@@ -94,7 +96,7 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 class StagedTensor:
-    """One tensor of the state and its copy in host memory."""
+    """A live tensor of the state, and its copy in host memory."""
 
     def __init__(self, host: Tensor, live: Tensor) -> None:
         self.host = host
@@ -107,10 +109,10 @@ class StagedTensor:
 
 
 class Staging:
-    """Buffers in host memory for this rank's part of each parameter, its moments, and the reference.
+    """Buffers in host memory for this rank's parts of all parameters, their moments, and the reference.
 
-    `buffers` by the name under which each is saved, sharded like the parameter, over the CPUs of the same ranks.
-    `tensors`: the tensors in the buffers, with the live tensors that they copy.
+    `buffers`: {name under which it is saved: stack of copies, sharded like the parameters, on a mesh of CPUs}.
+    `tensors`: each tensor in the buffers, with the live tensor that it is a copy of.
     """
 
     def __init__(
@@ -133,9 +135,8 @@ class Staging:
             self._add(REFERENCE + kind, [[reference[name] for name in names]])
 
     def _add(self, name: str, stacks: Sequence[Sequence[Tensor]]) -> None:
-        """Makes the buffer of `stacks`, with equal numbers of tensors and the same sharding: a [stacks, tensors, ...]
-        DTensor.
-        """
+        """Makes the buffer `name` for `stacks`, which have equal numbers of tensors and the same sharding: a DTensor
+        [stacks, tensors, ...]."""
         live = [[own_part(tensor) for tensor in stack] for stack in stacks]
         first = live[0][0]
         sharded = cast(DTensor, stacks[0][0])
@@ -151,11 +152,12 @@ class Staging:
 
 
 class StateSnapshot:
-    """The live values of `tensors` at this moment, for a save that reads each byte of the host copies once, in order.
+    """The values of `tensors` at the time of its construction, for a save that reads each byte once, in order of the
+    host copies.
 
-    The save reads through `copy`, from the live tensors as long as they have not changed. Call `keep` before a change:
-    it copies the unread rest to the host. `begin` first copies tensors that cannot be read in place, such as a GPU's,
-    in `stream`.
+    The save reads through `copy`: from the live tensors, as long as they have not changed. Call `keep` before a change:
+    it copies what is not yet read to the host. `begin` first copies tensors that cannot be read in place, such as a
+    GPU's. `stream`: the GPU stream for these copies.
     """
 
     def __init__(self, tensors: Sequence[StagedTensor], stream: torch.cuda.Stream | None) -> None:
@@ -169,11 +171,11 @@ class StateSnapshot:
         self._over = False
 
     def host_is_free(self) -> None:
-        """Allows writing to the host copies: the save before has read them."""
+        """Allows writing to the host copies. Call it once the previous save has read them."""
         self._host_free.set()
 
     def end(self) -> None:
-        """Marks the save as over: nothing is read any more."""
+        """Marks this snapshot's save as ended: nothing reads the snapshot any more, so `keep` copies nothing."""
         self._over = True
         self._host_free.set()
 
@@ -181,7 +183,8 @@ class StateSnapshot:
         self._keep([i for i, tensor in enumerate(self._tensors) if tensor.live_bytes is None])
 
     def keep(self) -> None:
-        """Prepares for a change of the live tensors. Waits for the save before if that still reads the host copies."""
+        """Copies what the save has not yet read to the host, so that the live tensors may change. Waits for the
+        previous save while it still reads the host copies."""
         self._host_free.wait()
         if not self._over:
             self._keep(range(len(self._tensors)))
@@ -199,7 +202,8 @@ class StateSnapshot:
                 self._stream.synchronize()
 
     def copy(self, to: Bytes, target: Bytes) -> None:
-        """Copies to `to` the bytes that `target`, memory of the host copies or any other, will have."""
+        """Copies to `to` the bytes that the snapshot has for `target`, memory of the host copies. Reads them from the
+        live tensors where the host copies are not filled; for other memory copies `target` itself."""
         address = target.__array_interface__["data"][0]
         while len(target):
             i = bisect_right(self._addresses, address) - 1

@@ -50,7 +50,8 @@ BUFFERS = "buffers."
 
 
 def make_adam_state(optimizer: torch.optim.AdamW) -> None:
-    """Makes the state that AdamW otherwise makes at its first step, so that it can be saved, or loaded into.
+    """Makes AdamW's state (moments and count of steps, all 0), so that it can be saved, or loaded into, before the
+    first step.
 
     (DCP's own way is a step with gradients of zero, after which AdamW counts one step too many.)
     """
@@ -60,8 +61,9 @@ def make_adam_state(optimizer: torch.optim.AdamW) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Returns the state of this process's random generators, and of `device` if it is a GPU: torch's as uint8, numpy's
-    and Python's as float64 (their words have 32 bits, which float64 holds exactly; NaN stands for Python's None)."""
+    """Returns the states of torch's, numpy's and Python's random generators, and of the generator of `device` if it is
+    a GPU. torch's are uint8, the others float64 (their words have 32 bits, which float64 holds exactly; NaN stands
+    for Python's None)."""
     _, words, position, has_gauss, gauss = np.random.get_state()
     _, python_words, python_gauss = random.getstate()
     state = {
@@ -75,7 +77,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor]) -> None:
-    """Sets the generators that `state` (from `random_state`) names; does not change the others."""
+    """Sets the random generators for which `state`, from `random_state`, has entries; leaves the others unchanged."""
     if "torch" in state:  # and so the others, which every process has
         torch.set_rng_state(state["torch"])
         *words, position, has_gauss, gauss = state["numpy"].tolist()
@@ -89,8 +91,8 @@ def set_random_state(state: Mapping[str, Tensor]) -> None:
 class RecordingFileSystem(FileSystem):
     """DCP's file system for writing: hashes files as they are written, forces them onto the disk, and records them.
 
-    `begin` is called before the first file; `thread` does the long work; `copy` copies bytes (`HashingWriter`). Raises
-    StorageFailed instead of OSError.
+    `begin` is called before the first file is opened; `thread` hashes and writes; `copy` copies the bytes to write
+    (`HashingWriter`). Raises StorageFailed instead of OSError.
     """
 
     def __init__(self, begin: Callable[[], None], thread: ThreadPoolExecutor, copy: Copy) -> None:
@@ -121,16 +123,16 @@ class RecordingFileSystem(FileSystem):
         self._written[new_path] = self._written.pop(path)
 
     def records(self) -> list[FileRecord]:
-        """Returns the records of all files written, relative to the directory above theirs."""
+        """Returns the records of all files written, with paths DIRECTORY/FILE."""
         return [stream.record(f"{path.parent.name}/{path.name}") for path, stream in sorted(self._written.items())]
 
 
 class Checkpointer:
     """Saves and loads one rank's part of the trainer's state. Constructing it, `begin` and `load` are collective.
 
-    `parameters` are the sharded parameters by name; `optimizer` has its state (`make_adam_state`). `reference` has the
-    tensors of a changing reference policy, by name. `base` is the digest of the base weights if the parameters are
-    adapters; None if they are the whole model. `buffers` are saved by name too.
+    `parameters`: the sharded trained parameters by name; `optimizer` has their state (`make_adam_state`). `reference`:
+    the tensors of a changing reference policy, by name. `base`: the digest of the base weights if the parameters are
+    adapters; None if they are the whole model. `buffers`: further tensors to save, by name.
     """
 
     def __init__(
@@ -173,15 +175,17 @@ class Checkpointer:
         thread.shutdown(wait=False)  # it ends with the save
 
     def finish(self, path: Path) -> list[FileRecord]:
-        """Waits until this rank's files in `path` are on the disk. Raises StorageFailed, also for another rank."""
+        """Waits until this rank's files in `path` are on the disk; returns their records. Raises StorageFailed if any
+        rank failed."""
         return self._saves.pop(path).result()
 
     def wait_until_saved(self) -> None:
-        """Waits until no save is running, whether it succeeds or fails."""
+        """Waits until no save is running. Does not raise if the save failed."""
         wait([self._newest] if self._newest else [])
 
     def keep(self) -> None:
-        """Prepares for a change of the state: copies the part that a running save still needs."""
+        """Copies what a running save has not yet read of the state to the host. Call it before each change of the
+        state."""
         if self._snapshot:
             self._snapshot.keep()
             self._snapshot = None
@@ -193,9 +197,10 @@ class Checkpointer:
             torch._foreach_zero_(list(state.values()))
 
     def load(self, path: Path, source: CommitSource | None = None) -> None:
-        """Loads the state that any number of ranks saved in `path`; a rank that does not see it there takes it from
-        `source`. Random generators of ranks that did not exist then, and a reference that was not saved, do not change.
-        Raises CheckpointInvalid for the state of another model, or one that cannot be read, and StorageFailed."""
+        """Loads the state that any number of ranks saved in `path`; a rank that does not see `path` reads from
+        `source`. What the commit lacks does not change: the random generators of ranks that did not exist then, or a
+        reference that was not saved. Raises CheckpointInvalid for the state of another model, or if it cannot be
+        read, and StorageFailed."""
         self.wait_until_saved()  # frees the buffers
         with PartReader.opened(path, source) as part:
             small = self._read(path, part)
@@ -207,7 +212,8 @@ class Checkpointer:
         self._take_over(small)
 
     def _read(self, path: Path, part: PartReader) -> dict[str, Tensor]:
-        """Reads the state into the copies in host memory. Returns its small parts."""
+        """Reads the saved state into the host copies, opened as `part`. Returns the small tensors: steps, buffers, base
+        and random generators, by name."""
         reader = StateReader(part)
         saved = set(reader.read_metadata().state_dict_metadata)
         expected = {*self._staging.buffers, *self._buffers, "steps", *(["base"] if self._base else [])}
@@ -232,7 +238,7 @@ class Checkpointer:
         return Staging(self._parameters, self._optimizer, self._reference, self._slab)
 
     def _small_state(self) -> dict[str, Tensor]:
-        """Copies the small parts of the state."""
+        """Returns copies of the small tensors of the state, by name: steps, buffers, base and random generators."""
         generators = {self._random_prefix + kind: tensor for kind, tensor in random_state(self._device).items()}
         if self._base:
             base = {"base": torch.tensor(list(bytes.fromhex(self._base)), dtype=torch.uint8)}
@@ -243,7 +249,7 @@ class Checkpointer:
 
     @torch.no_grad()
     def _take_over(self, small: Mapping[str, Tensor]) -> None:
-        """Sets the state to the contents of the copies in host memory and `small`."""
+        """Sets the live state to the values of the host copies and of `small`, the small tensors by name."""
         for tensor in self._staging.tensors:
             tensor.live.copy_(tensor.host)
         torch._foreach_copy_(self._steps, list(small["steps"].unbind()))
@@ -279,15 +285,16 @@ class Checkpointer:
 
 
 def _cause(error: dcp.CheckpointException) -> Exception:
-    """Returns the error of the rank where it occurred; a failure of storage before others. (`except Exception` does not
-    catch DCP's own exception.)"""
+    """Returns one rank's error out of DCP's: a StorageFailed if there is one, else the first, with the number of the
+    shard. (`except Exception` does not catch DCP's own exception.)"""
     rank, (first, _) = next(iter(error.failures.items()))
     storage = (cause for cause, _ in error.failures.values() if isinstance(cause, StorageFailed))
     return next(storage, RuntimeError(f"shard {rank}: {type(first).__name__}: {first}"))
 
 
 def _refuse_other_tensors(path: Path, saved: set[str], expected: set[str]) -> None:
-    """Raises CheckpointInvalid unless both have the same tensors, random generators and reference apart."""
+    """Raises CheckpointInvalid unless `saved` and `expected` are the same names, apart from random generators and
+    reference. `path` names the commit in the error."""
     missing, unknown = (
         sorted(name for name in names if not name.startswith(("random.", REFERENCE)))
         for names in (expected - saved, saved - expected)

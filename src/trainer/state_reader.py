@@ -47,8 +47,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class StateReader(dcp.FileSystemReader):
-    """Reads tensors that `dcp.save` wrote as a part of a commit; refuses everything else. Fetches the files that the
-    plan reads if they are in object storage. Raises StorageFailed."""
+    """Reads tensors that `dcp.save` wrote as a part of a commit; refuses everything else. If the part is in object
+    storage, fetches the files that a load needs. Raises StorageFailed."""
 
     def __init__(self, part: PartReader) -> None:
         super().__init__(part.directory)

@@ -32,7 +32,8 @@ def _at_most(limit: int) -> Size:
 
 
 def _key_heads(value: int, section: Mapping[str, object]) -> int:
-    """Keeps the sort of attention: a head of keys for each, for all, or for some heads of the queries."""
+    """Returns the twin's number of key heads: 4, one for each query head, if the model has one for each; else at most
+    2."""
     heads = {
         size for key, size in section.items() if re.fullmatch(r"(num_attention_|n_|swa_num_attention_)heads?", key)
     }
@@ -42,7 +43,8 @@ def _key_heads(value: int, section: Mapping[str, object]) -> int:
 
 
 def _width(value: int, section: Mapping[str, Any]) -> int:
-    """Returns the twin's width: equal to its hidden size (64), wider or narrower, as in the model."""
+    """Returns the twin's size for a width of `value`: 64 if it equals the model's hidden size, at most 96 if it is
+    larger, at most 48 if it is smaller."""
     hidden = next((section[key] for key in HIDDEN if isinstance(section.get(key), int)), value)
     if value == hidden:
         return 64
@@ -128,7 +130,7 @@ def _no_twin(config: PretrainedConfig, error: Exception) -> BadInput:
 
 
 def _shrink(section: dict[str, Any]) -> dict[str, Any]:
-    """Shrinks one section of a configuration, and the sections in it."""
+    """Returns a section of a configuration with small sizes, and so the sections in it."""
     few = section
     for depth in DEPTHS:
         if type(section.get(depth)) is int:
@@ -156,7 +158,8 @@ def _shrink_value(key: str, value: Any, section: Mapping[str, Any]) -> Any:
 
 
 def _token_ids(section: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
-    """Gives each token id beyond the twin's vocabulary a place at its end."""
+    """Returns the token ids of a section. An id beyond the vocabulary of `small`, the shrunk section, becomes one at
+    the end of this vocabulary; different ids stay different."""
     vocabulary = small.get("vocab_size", VOCABULARY)
     ids = {key: value for key, value in section.items() if re.fullmatch(r".*(token_id|token_index)", key)}
     flat = [v for value in ids.values() for v in (value if isinstance(value, list) else [value])]
@@ -166,9 +169,8 @@ def _token_ids(section: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str
 
 
 def _shrink_layers(section: dict[str, Any], depth: str, count: int) -> dict[str, Any]:
-    """Returns the section with just enough layers for one of each kind, and its lists by layer for these layers
-    only.
-    """
+    """Returns the section with just enough layers for one of each kind; its lists that have an entry for each layer
+    keep the entries of these layers. `depth`: the key with the number of layers, `count`."""
     if count <= 2:
         return section
     kinds = [_kind(section, layer, count) for layer in range(count)]
@@ -195,16 +197,16 @@ def _shrink_layers(section: dict[str, Any], depth: str, count: int) -> dict[str,
 
 
 def _other_sizes(single: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sizes of a layer that differ from the common sizes, for the twin: larger sizes are twice the common
-    ones.
-    """
+    """Returns the twin's values for `single`, the sizes in which one layer differs from the common sizes in `section`.
+    A size larger than the common one becomes twice the twin's."""
     small = {key: _shrink_value(key, value, section) for key, value in single.items()}
     larger = {k for k, v in single.items() if type(v) is int and type(section.get(k)) is int and v > section[k]}
     return {key: 2 * value if key in larger else value for key, value in small.items()}
 
 
 def _kind(section: Mapping[str, Any], layer: int, count: int) -> str:
-    """Returns everything that the configuration says about one layer."""
+    """Returns everything that the configuration says about layer number `layer` alone, as text: equal for layers of one
+    kind. `count`: the number of layers."""
     parts: list[Any] = []
     for key, value in section.items():
         if isinstance(value, list) and len(value) == count:
@@ -221,6 +223,6 @@ def _kind(section: Mapping[str, Any], layer: int, count: int) -> str:
 
 
 def _lists_layers(key: str, value: object, count: int) -> bool:
-    """Returns True for a list of the numbers of some layers."""
+    """Returns True if `value` is a list of numbers of layers, below `count`, by its contents and its key."""
     numbers = isinstance(value, list) and all(type(v) is int and v < count for v in value)
     return numbers and re.search("layer|idxs", key) is not None
