@@ -1,7 +1,7 @@
 """One inference replica: an async Ray actor around one vLLM engine, with the same code on CPUs and GPUs.
 
-In this order: how an engine starts and ends; how requests enter it, what they have, and how they end; how it takes new
-weights while they are in flight, and proves that it uses them; how it is found to be broken.
+The file follows this order: how an engine starts and ends; how requests enter it and end; how it takes new weights
+while requests are in flight, and proves that it uses them; how a broken engine is found.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReplicaInfo:
-    """A living replica."""
+    """What a working replica says of itself: its processes and its weights."""
 
     engine_pid: int
     """Process id of its engine."""
@@ -108,10 +108,12 @@ class ReplicaInfo:
 
 
 class ReplicaActor:
-    """One replica (many concurrent calls). `start` must have answered before any other verb.
+    """The Ray actor of one replica, with many concurrent calls. `start` must have returned before any other method is
+    called.
 
-    After WeightsRefused, a failed update or the death of the engine every further verb raises with the reason. The
-    replica must then be replaced: a failed update is never repeated. Where `has_lost_engine`, `restart` does that.
+    After WeightsRefused, a failed update or the death of the engine every further call raises with the reason. The
+    replica must then be replaced: a failed update is never repeated. If `has_lost_engine` is true, `restart` replaces
+    it.
     """
 
     engine: AsyncLLM
@@ -143,7 +145,7 @@ class ReplicaActor:
         trace.start(log_dir, f"inference_{index}", config.trace.max_mb)
 
     def _begin_anew(self) -> None:
-        """Sets the state of an engine without requests and weights."""
+        """Resets this actor's state to that of a new engine, without requests and weights."""
         self.sampling = trace.Busy("sampling")
         self.identity: WeightIdentity | None = None
         self._updates = OnceForEach[UpdateReport]()
@@ -164,12 +166,13 @@ class ReplicaActor:
         self.call_deadline = LearnedDeadline(limit_s)  # of a call in an update without progress
 
     async def has_lost_engine(self) -> bool:
-        """Tells if a process of the engine died under this one, or stood still and was killed."""
+        """Returns True if a process of the engine died, or was killed because it stood still."""
         # a call may fail before vLLM notices the death
         return self.engine_killed or self.engine.errored or any(map(has_ended, (self._engine_pid, *self.ranks)))
 
     async def restart(self) -> ReplicaInfo:
-        """Starts a new engine after one was lost. It is quick: most of a start is importing vLLM, which is done."""
+        """Starts a new engine after the old one was lost. Returns its info. Quick, because vLLM is already imported,
+        which is most of a start."""
         log.info("process %d starts another engine for %s", os.getpid(), self.name)
         lost = {self._engine_pid, *self.ranks}
         self._forget_ranks()
@@ -184,7 +187,8 @@ class ReplicaActor:
             return await self.start()
 
     async def _await_end(self, pids: Iterable[int]) -> None:
-        """Waits for the processes of the engine that was lost to free their memory: there is none for both."""
+        """Waits up to GONE_S seconds for `pids`, the processes of the lost engine, to end and free their memory: there
+        is not enough for two engines. Logs a warning for each that has not ended."""
         for pid, has_ended in zip(pids, await asyncio.gather(*map(_has_ended, pids)), strict=True):
             if not has_ended:
                 log.warning(
@@ -195,7 +199,8 @@ class ReplicaActor:
                 )
 
     async def start(self) -> ReplicaInfo:
-        """Starts the engine and samples once: the first logprobs compile a function that a request would wait for."""
+        """Starts the engine and samples once, because the first logprobs compile a function for which a request would
+        have to wait. Returns the replica's info."""
         with self._log_in_errors():
             return await self._start()
 
@@ -223,13 +228,15 @@ class ReplicaActor:
         return await self.health()
 
     async def health(self) -> ReplicaInfo:
-        """Raises RoomFailed or WeightsRefused, with the reason, when this replica is broken."""
+        """Returns the replica's info. Raises RoomFailed or WeightsRefused, with the reason, when this replica is
+        broken."""
         self._raise_if_broken()
         return ReplicaInfo(self._engine_pid, self.ranks, self.identity)
 
     async def heartbeat(self) -> Heartbeat:
-        """Answers immediately. Raises RoomFailed or WeightsRefused, with the reason, when this replica is broken, and
-        when its engine has been silent for too long, which is killed then."""
+        """Returns at once the process ids, the node, and how far the engine is `behind`. Raises RoomFailed or
+        WeightsRefused, with the reason, when this replica is broken; an engine that has been silent for too long is
+        killed first."""
         with self._log_in_errors():
             self._raise_if_broken()
         node = ray.get_runtime_context().get_node_id()
@@ -237,7 +244,7 @@ class ReplicaActor:
         return Heartbeat((os.getpid(), self._engine_pid, *further), node, *self.behind())
 
     async def stop(self) -> None:
-        """Ends the engine process, if there is one: it may have failed to start."""
+        """Ends the engine process, if one has started."""
         self._forget_ranks()
         self.broadcasts.close()
         if hasattr(self, "engine"):
@@ -247,25 +254,26 @@ class ReplicaActor:
     # -------------------------------------------------------------------------------------------------------- requests
 
     async def exchange(self, caller: str, message: bytes) -> bytes:
-        """Takes packed requests and returns a packed reply, with outcomes of any requests of this caller, as
-        `inference.desk.Desk` does."""
+        """Begins to sample the packed requests in `message`. Returns a packed reply with outcomes of any requests of
+        this `caller`, as `inference.desk.Desk.exchange` does."""
         return await self._desk.exchange(caller, message)
 
     async def packed_progress(self, lengths: Mapping[str, int]) -> bytes:
-        """Returns what `progress` does, packed as the outcomes of a reply."""
+        """Returns the result of `progress`, packed as a reply."""
         return Reply(list((await self.progress(lengths)).items())).pack()
 
     async def stats(self) -> ReplicaStats:
-        """Returns the utilisation at the engine's last step, and its weights. Raises RoomFailed or WeightsRefused when
-        broken."""
+        """Returns the utilisation at the engine's last step, and the weights in use. Raises RoomFailed or
+        WeightsRefused when this replica is broken."""
         self._raise_if_broken()
         stats = self.engine_stats.stats(self.engine.get_num_unfinished_requests())
         return replace(stats, weights=self.identity)
 
     async def sample(self, requests: list[SampleRequest], give: Give) -> None:
         """Samples all `requests` at the same time. Returns when they have entered the engine; raises when none can.
-        Delivers the outcome of each request, its sequence or error, as soon as it arrives. A request that is aborted,
-        or that this replica cannot finish because it broke, ends as Progress with its tokens so far."""
+        Calls `give` with each request's name and outcome, a sequence or an error, as soon as it is known. A request
+        that is aborted, or that this replica cannot finish because it broke, ends as Progress with its tokens so
+        far."""
         fault_point("inference.sample")
         era = self._era
         refused: dict[str, Exception] = {}
@@ -286,7 +294,8 @@ class ReplicaActor:
                 give(name, refusal(error) if theirs else NOTHING)
 
     def _finished(self, give: Give, request_id: str, task: asyncio.Task[SampledSequence | Progress]) -> None:
-        """Gives the result of a task that has ended, or its error as one that a person can read."""
+        """Takes a request out of `running` when its `task` has ended, and calls `give` with the outcome: the result, or
+        a readable error."""
         finished = self.running.pop(request_id)
         if task.cancelled():  # before it began, or twice
             abort = asyncio.ensure_future(self.engine.abort(finished.entry.collector.request_id, internal=True))
@@ -299,8 +308,9 @@ class ReplicaActor:
             give(request_id, task.result())
 
     async def progress(self, lengths: Mapping[str, int]) -> dict[str, Progress]:
-        """Returns {request id: what it has made beyond the number of tokens that is known}, for requests in flight that
-        have made something. Raises RoomFailed or WeightsRefused when this replica is broken."""
+        """Returns {request id: its new tokens} for the requests in flight that have some. `lengths`: {request id: the
+        number of its tokens that the caller already has}. Raises RoomFailed or WeightsRefused when this replica is
+        broken."""
         self._raise_if_broken()
         progress_of = {
             name: self._progress_of(self.running[name].entry, start)
@@ -310,7 +320,8 @@ class ReplicaActor:
         return {name: progress for name, progress in progress_of.items() if len(progress.tokens)}
 
     def _progress_of(self, entry: EngineRequest, start: int = 0) -> Progress:
-        """Returns what an unfinished request has from token number `start` on, as far as its weights are proved."""
+        """Returns the tokens of an unfinished request from number `start` on, without tokens of weights that are not
+        yet proved."""
         # Public ways are answers at their end, or a message for each token.
         state = self.engine.output_processor.request_states.get(entry.collector.request_id)
         if state is None:
@@ -321,12 +332,12 @@ class ReplicaActor:
 
     @asynccontextmanager
     async def _entering(self) -> AsyncIterator[None]:
-        """Requests enter the engine within.
+        """Lets requests enter the engine within the block.
 
-        With `drain` they wait for an update that waits for the engine to be empty. In deterministic mode all start in
-        one step, in order of entry: the engine stands still until they are there. So the composition of each step
-        follows from the requests alone, and with it the order in which numbers are added up; otherwise the first would
-        run ahead by as many steps as the machine allows.
+        With `inference.on_update` = drain the block first waits for a running update, which itself waits for the engine
+        to be empty. In deterministic mode the engine stands still within the block, so that all requests start in one
+        step, in order of entry. Then the requests alone decide the composition of each step, and so the order in which
+        numbers are added up; otherwise the first would run ahead by a number of steps that depends on the machine.
         """
         async with AsyncExitStack() as stack:
             if self.config.deterministic or self._drains:
@@ -340,7 +351,7 @@ class ReplicaActor:
                 await self._guarded("the start of sampling", self.resume(), limit)
 
     async def _enter(self, request: SampleRequest) -> EngineRequest | Exception:
-        """Hands `request` to the engine; returns its entry, or what was raised."""
+        """Hands `request` to the engine. Returns its entry there, or the exception if it cannot enter."""
         try:
             self._raise_if_broken()
             if self.identity is None:
@@ -376,7 +387,8 @@ class ReplicaActor:
         )
 
     async def _answer(self, request: SampleRequest, entry: EngineRequest) -> SampledSequence | Progress:
-        """Returns the answer, or what there is of it if it is aborted or this replica broke. Raises what vLLM does."""
+        """Waits for the answer to a request in the engine, and returns it. Returns its tokens so far if the request is
+        aborted or this replica broke. Raises vLLM's exception for the request itself."""
         try:
             with self.sampling:
                 output = await answer_of(entry.collector)
@@ -421,8 +433,9 @@ class ReplicaActor:
         adapter: LoRARequest | None = None,
         arrival: float | None = None,
     ) -> RequestOutputCollector:
-        """Adds a request to the engine's queue. `salt`: requests share prefix-cache blocks under equal salts only.
-        `adapter`: another adapter than the updated one. `arrival`: Unix time that orders the queue; None: now."""
+        """Adds the request `name` to the engine's queue; returns where its answer will come. `salt`: only requests with
+        equal salts share blocks of the prefix cache. `priority`: lower numbers run first. `adapter`: None: the
+        weights of the newest update. `arrival`: Unix time that orders the queue; None: now."""
         from vllm.inputs import tokens_input
 
         if not self._has_requests:
@@ -438,14 +451,15 @@ class ReplicaActor:
         )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends requests that need no answer now; ignores unknown and finished ones."""
+        """Ends requests that nothing waits for any more; ignores unknown and finished ones."""
         for request_id in request_ids:
             running = self.running.get(request_id)
             if running:
                 running.task.cancel()
 
     async def abort_all(self) -> None:
-        """Ends all requests, also entering ones; returns when the engine is free of the others."""
+        """Ends all requests, also those that are still entering. Returns when the engine has none of the requests that
+        were in it."""
         self._era += 1
         self._give_up_all()
         while self.running:
@@ -461,7 +475,7 @@ class ReplicaActor:
         self.standing = True
 
     async def resume(self) -> None:
-        """Lets the engine continue with the requests."""
+        """Lets the engine continue with its requests after `pause`."""
         await self.engine.resume_generation()
         self.standing = False
         self.engine_stats.listen()
@@ -470,16 +484,16 @@ class ReplicaActor:
     # --------------------------------------------------------------------------------------------------------- weights
 
     async def pause(self, clear_cache: bool = True) -> None:
-        """Stops between two steps and keeps the requests. `clear_cache`: their KV cache and all prefixes are dropped,
-        to be computed again under the next weights."""
+        """Stops the engine between two steps; it keeps its requests. `clear_cache`: drop their KV cache and all cached
+        prefixes, which are computed again under the next weights."""
         await self._stand_still(clear_cache=clear_cache)
         self.sampling.pause()
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
-        """Loads `published` while requests are in flight. A call for the weights that it loaded last, or is loading,
-        returns the same report. Raises RoomFailed when the bytes cannot be fetched because their sender is dead; then
-        nothing has changed. Other failures raise WeightsRefused or RoomFailed, break this replica and end its requests:
-        no token of unproved weights leaves it."""
+        """Loads `published` while requests are in flight, and returns a report. A second call for the newest weights
+        returns the same report. Raises RoomFailed, with nothing changed, when the bytes cannot be fetched. Any other
+        failure raises WeightsRefused or RoomFailed, breaks this replica and ends its requests: no token of unproved
+        weights leaves it."""
         return await self._updates.run(published.identity, partial(self._load_weights, published))
 
     async def _load_weights(self, published: PublishedWeights) -> UpdateReport:
@@ -492,7 +506,7 @@ class ReplicaActor:
 
     async def load_adapter(self, name: str, published: PublishedWeights) -> None:
         """Loads an adapter in addition to the current weights, for requests that name it; other requests do not pause.
-        Raises RoomFailed or WeightsRefused like `load_weights`, also when the canary of this adapter does not agree."""
+        Raises and breaks this replica as `load_weights` does, also when the adapter's canary does not agree."""
         step = partial(self._step, deadline=time.monotonic() + self.config.timeouts.update_s)
         async with self._received(published, step):
             from inference.adapter import request_of  # imports vLLM
@@ -511,7 +525,8 @@ class ReplicaActor:
             self.proof = LoadedProof(self.name)
 
     async def drop_adapter(self, name: str) -> None:
-        """Forgets an adapter, which no request in flight may name. Raises RoomFailed."""
+        """Forgets the adapter `name`; no request in flight may name it. Does nothing if it is unknown. Raises
+        RoomFailed."""
         self._raise_if_broken()
         adapter = self.adapters.pop(name, None)
         if adapter:
@@ -520,8 +535,8 @@ class ReplicaActor:
 
     @asynccontextmanager
     async def _received(self, published: PublishedWeights, step: Step) -> AsyncIterator[None]:
-        """Brings the bytes of `published` into the engine; the block takes them. What fails there breaks this
-        replica."""
+        """Fetches the bytes of `published` and brings them into the engine process; the block then loads them. A failed
+        fetch raises. A failure after the fetch, in the block too, breaks this replica."""
         self._raise_if_broken()
         stack = AsyncExitStack()
         try:
@@ -546,13 +561,14 @@ class ReplicaActor:
                 raise self.broken from error
 
     async def offer(self, offer: Offer) -> None:
-        """Returns when this replica is ready to receive a broadcast. Raises RoomFailed when it is not."""
+        """Prepares to receive the version that the trainer offers to broadcast. Returns when this replica is ready.
+        Raises RoomFailed when it is not."""
         self._raise_if_broken()
         fault_point("transport.offer")
         await self._guarded("an offer", self.broadcasts.offer(offer), offer.timeout_s)
 
     async def adopt(self, identity: WeightIdentity) -> None:
-        """Labels the weights that the engine loaded from disk as `identity`, instead of a first update. Raises
+        """Names the weights that the engine loaded from disk `identity`; this takes the place of a first update. Raises
         RoomFailed."""
         self._raise_if_broken()
         label = self.engine.update_weight_version(str(identity))
@@ -560,8 +576,9 @@ class ReplicaActor:
         self.identity = identity
 
     async def _receive(self, manifest: WeightsManifest, arrived: Arrived, step: Step) -> None:
-        """Brings the bytes into the engine process and checks them, while it samples. Raises WeightsRefused, also for
-        adapters of other weights than this replica has loaded."""
+        """Maps the bytes `arrived` into the engine process and waits until they are checked; the engine continues to
+        sample. Raises WeightsRefused for bytes that do not match the manifest, and for an adapter of another base
+        than this replica has loaded."""
         if manifest.adapter and manifest.adapter.base != self.base:
             raise WeightsRefused(
                 f"version {manifest.identity.version} is an {manifest.adapter}, but the files of "
@@ -574,7 +591,8 @@ class ReplicaActor:
             raise WeightsRefused(refusal)
 
     async def _drained(self, identity: WeightIdentity, started: float) -> None:
-        """Waits until no request is in flight; new ones wait in `_entering`."""
+        """Waits until no request is in flight; new requests wait in `_entering`. Raises RoomFailed when they last
+        longer than `timeouts.update_s` after `started`."""
         limit = self.config.timeouts.update_s
         while self.running:
             self._raise_if_broken()
@@ -589,7 +607,8 @@ class ReplicaActor:
             await asyncio.wait(tasks, timeout=min(remaining_s, HEALTH_TICK_S))
 
     async def _take(self, manifest: WeightsManifest, step: Step, started: float) -> UpdateReport:
-        """Pauses, loads, resumes and proves, in few calls to the engine's process: requests in flight wait for them.
+        """Pauses the engine, loads the received weights, resumes and proves them. Returns a report. Requests in flight
+        wait for few calls to the engine's process.
 
         The canary is computed together with the requests' first step after the pause, not while they stand still; until
         it agrees, answers are held back.
@@ -621,7 +640,8 @@ class ReplicaActor:
         return UpdateReport(self.index, manifest.identity, drift, prefilled, seconds, waited, paused, self.node)
 
     def _cleared(self) -> int:
-        """Returns how many tokens are prefilled again: prompt and answer of each request that has made a token.
+        """Returns how many tokens must be prefilled again after the KV cache was cleared: prompt and answer of each
+        request that has made a token.
 
         A request that only waits in the queue does not count, nor does one in chunked prefill before its last chunk. A
         request that vLLM preempted for lack of space counts: vLLM does not say which, and it must be prefilled again
@@ -636,7 +656,8 @@ class ReplicaActor:
     async def _submit_canary(
         self, manifest: WeightsManifest, adapter: LoRARequest | None = None
     ) -> RequestOutputCollector:
-        """Adds the canary to the engine's queue. `adapter`: another adapter than the updated one."""
+        """Adds the canary of `manifest` to the engine's queue; returns where its answer will come. `adapter`: None: the
+        weights of the newest update."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         # The logprob of each token of the prompt, and the least that vLLM samples.
@@ -648,7 +669,8 @@ class ReplicaActor:
         return await self._add(CANARY_REQUEST, tokens, params, salt, CANARY_PRIORITY, adapter)
 
     async def _prove(self, manifest: WeightsManifest, canary: RequestOutputCollector) -> Drift:
-        """Returns the drift of this engine's canary. Raises WeightsRefused if it is too large."""
+        """Waits for the engine's `canary` and returns how far it drifts from the trainer's in `manifest`. Raises
+        WeightsRefused if that is too far."""
         tables = tables_of((await answer_of(canary)).prompt_logprobs)
         pairs = zip(manifest.canary.tokens[1:].tolist(), tables, strict=True)
         logprobs = np.asarray([table[token].logprob for token, table in pairs], dtype=np.float32)
@@ -659,7 +681,8 @@ class ReplicaActor:
         return await self.engine.collective_rpc(method, args=args)
 
     async def _receive_broadcast(self, offer: Offer, serial: int, pipe: str) -> None:
-        """Has the engine's rank 0 receive: its thread begins between two steps."""
+        """Makes the engine's rank 0 receive the offered version in a thread, which writes its progress, marked with
+        `serial`, to the pipe at the path `pipe`. The thread starts between two steps."""
         await self._in_engine("receive_broadcast", args=(pickle.dumps((offer, self.index, serial, pipe)),))
 
     async def _step(self, name: str, awaitable: Awaitable[Value], *, deadline: float) -> Value:
@@ -691,7 +714,8 @@ class ReplicaActor:
         return pid
 
     def kill_engine(self) -> None:
-        """Ends an engine process that stands still. Another one can be started from this process."""
+        """Kills an engine process that stands still, after it had STACKS_S seconds to write its stacks. `restart` can
+        start another one."""
         log.warning("process %d, the engine of %s, stands still: it is killed", self._engine_pid, self.name)
         self.engine_killed = True
         with suppress(ProcessLookupError):
@@ -702,7 +726,8 @@ class ReplicaActor:
         return [cpu_seconds(pid) for pid in self.ranks or (self._engine_pid,)]
 
     def _watch_ranks(self) -> None:
-        """Makes the death of a rank the engine's. vLLM sees it too, but waits for ranks that wait for that one."""
+        """Watches the processes of the ranks, so that the engine is killed when one dies. vLLM notices too, but first
+        waits for the other ranks, which wait for the dead one."""
         for rank, pid in enumerate(self.ranks):
             if pid != self._engine_pid:
                 self._watched.append(descriptor := os.pidfd_open(pid))  # readable once the process has ended
@@ -722,13 +747,14 @@ class ReplicaActor:
             os.close(descriptor)
 
     def note_step(self, silent_s: float) -> None:
-        """Records that the engine ended a step now, after `silent_s` seconds: so long a silence is normal."""
+        """Records that the engine ended a step now, after `silent_s` seconds without an answer: from now on such a
+        silence counts as normal."""
         self._step_deadline.note(self._stalls.answered(silent_s))
 
     def behind(self) -> tuple[float, float]:
-        """Returns for how many seconds the engine, which has work, has not answered, and the deadline for that; or, if
-        that is closer to its deadline, for how many it has not even made progress. Kills it, and raises RoomFailed, at
-        the deadline."""
+        """Returns (seconds, limit in seconds) of the engine's silence. The seconds count since its last answer or, if
+        that is closer to its limit, without any progress; they are 0 if the engine has no work. At the limit kills
+        the engine and raises RoomFailed."""
         # Nothing is expected of the engine while it stands still for an update, which has a deadline of its own.
         works = (self._has_requests or self.halting) and not self.standing
         silent_s = self.engine_stats.silent_s if works else 0.0
@@ -747,9 +773,10 @@ class ReplicaActor:
     async def _guarded(
         self, subject: str, awaitable: Awaitable[Value], timeout_s: float, usual: LearnedDeadline | None = None
     ) -> Value:
-        """Returns the value of `awaitable`. vLLM leaves calls pending for ever when its engine process is dead, so the
-        process is checked while waiting. Raises RoomFailed when it died or has a successor, after `timeout_s` seconds,
-        or when it made no progress for `usual` seconds: only for what the engine does itself."""
+        """Waits for `awaitable`, a call named `subject`, and returns its value. vLLM leaves calls pending for ever when
+        its engine process is dead, so this also watches the process. Raises RoomFailed when the engine died or was
+        replaced, after `timeout_s` seconds, or when the engine made no progress for `usual` seconds; give `usual`
+        only for work of the engine itself."""
         task = asyncio.ensure_future(awaitable)
         engine = self.engine
         started = time.monotonic()
@@ -778,13 +805,14 @@ class ReplicaActor:
         return task.result()
 
     def _failure(self) -> TriremeError | None:
-        """Returns why this replica is broken, None if it is not."""
+        """Returns why this replica is broken; None if it is not. Also notes the death of the engine."""
         if self.broken is None and self.engine.errored:
             self.broken = RoomFailed(f"{self.name}: its engine process died")
         return self.broken
 
     async def _are_theirs(self, errors: Collection[Exception]) -> bool:
-        """Tells whether exceptions are their requests' own: the engine still answers. Else this replica is broken."""
+        """Returns True if the engine still answers, so that `errors` are the requests' own. Else marks this replica as
+        broken and returns False."""
         engine = self.engine
         if self._failure() is None and not all(isinstance(error, TriremeError) for error in errors):
             try:
@@ -801,13 +829,14 @@ class ReplicaActor:
             raise failure
 
     def _give_up_all(self) -> None:
-        """Ends every request in flight with what it has."""
+        """Ends every request in flight; each ends as Progress with its tokens so far."""
         for running in list(self.running.values()):
             running.task.cancel()
 
     @contextmanager
     def _log_in_errors(self) -> Iterator[None]:
-        """Adds the last lines of this process's log to an error of the block, where the driver does not see the log."""
+        """Appends the last lines of this process's log to an exception in the block, if the driver cannot see the log
+        file."""
         try:
             yield
         except Exception as error:
@@ -820,12 +849,14 @@ class ReplicaActor:
 
 
 async def answer_of(collector: RequestOutputCollector) -> RequestOutput:
-    """Waits for vLLM's final answer to a request for tokens (pooling models give another kind of answer)."""
+    """Waits for vLLM's final answer to a request, and returns it. The request is for tokens: pooling models give
+    another kind of answer."""
     return cast("RequestOutput", await collector.get())
 
 
 def refusal(error: BaseException) -> TriremeError:
-    """Returns what the caller of a request gets for an exception that is the request's own."""
+    """Returns the error that the caller of a request gets for `error`, an exception about the request itself:
+    BadRequest, unless it is a TriremeError."""
     if isinstance(error, TriremeError):
         return error
     log.warning("a request is refused", exc_info=error)
@@ -833,7 +864,7 @@ def refusal(error: BaseException) -> TriremeError:
 
 
 async def _has_ended(pid: int) -> bool:
-    """Waits for this process to end; returns False after GONE_S."""
+    """Waits up to GONE_S seconds for the process `pid` to end. Returns True if it has ended."""
     deadline = time.monotonic() + GONE_S
     while not has_ended(pid):
         if time.monotonic() > deadline:
@@ -843,8 +874,8 @@ async def _has_ended(pid: int) -> bool:
 
 
 def has_ended(pid: int) -> bool:
-    """Tells whether a process has freed its memory and devices: its last thread does that, while it is a zombie as soon
-    as its first thread has ended."""
+    """Returns True if a process has ended and has freed its memory and devices. A zombie may still have a thread that
+    holds them: its last thread frees them."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE and len(os.listdir(f"/proc/{pid}/task")) == 1
     except (psutil.NoSuchProcess, FileNotFoundError):

@@ -44,13 +44,13 @@ POLICY = LoRARequest("policy", 1, "in memory")
 
 
 def request_of(name: str, number: int) -> LoRARequest:
-    """Returns the LoRA request for the loaded adapter `number`."""
+    """Returns the vLLM request object that names the loaded adapter `name`, under vLLM's number `number`."""
     return LoRARequest(name, number, "in memory")
 
 
 def add_adapter(runner: ModelRunner, number: int, tensors: Mapping[str, torch.Tensor], adapter: Adapter) -> None:
-    """Gives vLLM's model runner one more adapter, under a number that none has had, between two steps. `tensors`: by
-    peft's names; they are copied. Raises WeightsRefused for one of the output matrix."""
+    """Gives vLLM's model runner one more adapter, between two steps. `number`: a number that no adapter has had;
+    `tensors`: by peft's names, copied here. Raises WeightsRefused for an adapter of the output matrix."""
     if any(name in tensors for name in map(_HEAD.format, "AB")):
         raise WeightsRefused("an adapter of lm_head beside others: the output matrix has one adapter for all requests")
     manager = runner.lora_manager._adapter_manager
@@ -66,12 +66,13 @@ def add_adapter(runner: ModelRunner, number: int, tensors: Mapping[str, torch.Te
 
 
 def drop_adapter(runner: ModelRunner, number: int) -> None:
-    """Takes an adapter away, which no request names any more."""
+    """Removes the adapter `number` from vLLM's model runner; no request may name it any more."""
     runner.lora_manager._adapter_manager.remove_adapter(number)
 
 
 def stacks(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a layer from which vLLM computes its adapters: all of one kind have the same shape."""
+    """Returns {name: tensor} of the tensors from which a layer computes its adapters in vLLM: stacks of A and of B for
+    all adapters."""
     kinds = ("lora_a_stacked", "lora_b_stacked")
     return {f"{kind}.{i}": tensor for kind in kinds for i, tensor in enumerate(getattr(layer, kind, ()))}
 
@@ -84,9 +85,9 @@ def take_adapter(
     *,
     traced: bool,
 ) -> dict[str, str]:
-    """Replaces the values of the adapter in vLLM's model runner, while the scheduler is paused. `tensors`: by peft's
-    names. The follower, of `stacks`, follows them; `traced` as in `TensorFollower.following`. Returns {tensor that it
-    cannot follow: why}."""
+    """Replaces the values of the policy's adapter in vLLM's model runner, while the scheduler is paused. `tensors`: by
+    peft's names. `follower`, made for `stacks`, follows them; `traced` as in `TensorFollower.following`. Returns
+    {tensor that cannot be followed: why}."""
     # vLLM's public way, `add_lora`, reads files of a directory: a second copy on a disk, which has no digest.
     manager = runner.lora_manager._adapter_manager
     dtype = manager.lora_config.lora_dtype

@@ -30,9 +30,10 @@ CLOSE_S = 10.0
 
 
 class SamplingClient:
-    """Samples from all replicas. Call `update_weights` first: before it they have no weights to sample from.
+    """Samples from all replicas, for programs without an event loop. Call `update_weights` first: before it the
+    replicas have no weights to sample from.
 
-    `make_router` makes the router of the replica set, which enforces every deadline and brings weights and adapters.
+    `replicas` brings weights and adapters to the replicas; `make_router` makes the router that sends requests to them.
     `tokenizer` (a local directory or a name on the hub) is read only for stop strings.
     """
 
@@ -54,8 +55,9 @@ class SamplingClient:
         topk_prompt_logprobs: int = 0,
         adapter: str = "",
     ) -> Future[SampleResponse]:
-        """Starts to sample `num_samples` answers to a prompt, all on one replica. With a seed, sample i has seed + i.
-        `adapter`: one that `load_adapter` has brought, instead of the weights of the newest update.
+        """Starts to sample `num_samples` answers to `prompt`, all on one replica; returns a future for them. With a
+        seed, sample i has seed + i. `adapter`: the name of an adapter given to `load_adapter`; "": the weights of
+        the newest update.
 
         Raises ValueError for an empty prompt. The future raises TriremeError.
         """
@@ -80,22 +82,24 @@ class SamplingClient:
         return self._begin(self._answer(requests))
 
     def update_weights(self, weights: PublishedWeights) -> list[UpdateReport]:
-        """Brings every replica to `weights` and waits for that. Requests in flight continue with them.
+        """Brings every replica to `weights`, waits until they have them, and returns their reports. Requests in flight
+        continue under the new weights.
 
         Raises WeightsRefused or RoomFailed.
         """
         return self._begin(self._replicas.update(weights)).result()
 
     def load_adapter(self, name: str, weights: PublishedWeights) -> None:
-        """Loads another adapter on every replica, for samples that name it, after at least one update. `name` is new;
-        its values never change. At most `inference.max_cpu_loras` adapters fit, and the updates use one of them.
+        """Loads another adapter on every replica, for samples that name it; call `update_weights` at least once before.
+        `name` must be new, and its values never change. At most `inference.max_cpu_loras` adapters fit, and the
+        updates use one of them.
 
         Raises WeightsRefused or RoomFailed.
         """
         self._begin(self._replicas.load_adapter(name, weights)).result()
 
     def drop_adapter(self, name: str) -> None:
-        """Has the replicas forget an adapter, which no sample in flight names."""
+        """Makes all replicas forget the adapter `name`; no sample in flight may name it."""
         self._begin(self._replicas.drop_adapter(name)).result()
 
     def close(self) -> None:
@@ -104,7 +108,7 @@ class SamplingClient:
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        """Runs the event loop until `close`, then ends its tasks, because some only wait for a time to pass."""
+        """Runs the event loop until `close`, then cancels its remaining tasks."""
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.get_loop().run_forever()
 

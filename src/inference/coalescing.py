@@ -46,7 +46,7 @@ END_S = 0.1
 
 
 class HeldOutputs:
-    """Holds outputs back, and joins the outputs of a request to one."""
+    """Holds back outputs of vLLM's engine, and joins the outputs of each request into one."""
 
     def __init__(self) -> None:
         self._held_outputs: defaultdict[str, list[EngineCoreOutput]] = defaultdict(list)
@@ -64,8 +64,9 @@ class HeldOutputs:
     def pass_on(
         self, outputs: Iterable[EngineCoreOutput], may_wait: Callable[[str], bool], now: float
     ) -> list[EngineCoreOutput]:
-        """Takes the outputs of a step. Returns the outputs that must not wait, with the held outputs of their requests.
-        Calls `may_wait` for the first output of a request."""
+        """Takes the outputs of a step at time `now`. Returns the outputs that must not wait, each joined with the held
+        outputs of its request. `may_wait` is called with a request's id at its first output, and says if this
+        request may wait."""
         going = []
         for output in outputs:
             name = output.request_id
@@ -84,7 +85,8 @@ class HeldOutputs:
         return going
 
     def take_ended(self, now: float) -> list[EngineCoreOutput]:
-        """Returns all of the requests that have ended, if one of them must go by `now`."""
+        """Returns and removes the outputs of all requests that have ended, if one of them has waited its longest by
+        `now`; else []."""
         if now < self._due:
             return []
         ends = self._ends
@@ -93,7 +95,8 @@ class HeldOutputs:
         return [joined(self._held_outputs.pop(name)) for name in ends]
 
     def take(self, running: Container[str]) -> list[EngineCoreOutput]:
-        """Returns all held outputs. `running`: the requests that may have more."""
+        """Returns and removes all held outputs. `running`: ids of the requests that may have more; the others are
+        forgotten."""
         outputs_of = self._held_outputs
         self._held_outputs = defaultdict(list)
         self._ends = []
@@ -105,17 +108,17 @@ class HeldOutputs:
 
 
 def can_wait(output: EngineCoreOutput) -> bool:
-    """Returns whether `joined` loses nothing of an output, and more will follow."""
+    """Returns True if an output may be held back: it is not the last of its request, and has only what `joined` keeps."""
     return output.finish_reason is None and has_tokens_alone(output)
 
 
 def is_plain_end(output: EngineCoreOutput) -> bool:
-    """Returns whether an output is the last of its request, and `joined` loses nothing of it."""
+    """Returns True if an output is the last of its request, and has only what `joined` keeps."""
     return output.finish_reason is not None and has_tokens_alone(output)
 
 
 def has_tokens_alone(output: EngineCoreOutput) -> bool:
-    """Returns whether an output has only tokens, so that `joined` loses nothing."""
+    """Returns True if an output has tokens and nothing that `joined` would lose."""
     return (
         output.pooling_output is None
         and output.kv_transfer_params is None
@@ -127,7 +130,7 @@ def has_tokens_alone(output: EngineCoreOutput) -> bool:
 
 
 def joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
-    """Joins the outputs of a request, in their order, to one. All but the last could wait."""
+    """Returns one output that stands for `outputs` of one request, in their order. All but the last satisfy `can_wait`."""
     if len(outputs) == 1:
         return outputs[0]
     logprobs = [output.new_logprobs for output in outputs]
@@ -144,7 +147,7 @@ def joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
 
 
 def joined_logprobs(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
-    """Returns the logprobs of several steps; None if they have none.
+    """Returns one request's logprobs of several steps, joined; None if `parts` is empty.
 
     A step has as many columns as its most demanding request needs; this request's logprobs are the first columns of
     each.
@@ -160,7 +163,8 @@ def joined_logprobs(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
 
 
 class CoalescingScheduler(Scheduler):
-    """Sends ends, outputs that may not wait, and all outputs after their longest wait."""
+    """vLLM's scheduler with held outputs: sends a message for ended requests, for outputs that may not wait, and for
+    all outputs after `longest_wait_s`."""
 
     _all_sent = 0.0
 
@@ -180,14 +184,16 @@ class CoalescingScheduler(Scheduler):
 
     @property
     def longest_wait_s(self) -> float:
-        """The longest that a token waits for others."""
+        """The longest time in seconds that a token is held back; shorter while some request's tokens are read as they
+        are sampled."""
         self._read.intersection_update(self.requests)
         if self._read:
             return READ_S
         return UNREAD_S
 
     def has_requests(self) -> bool:
-        """True while the engine has to make a step: an empty one for held outputs, where it would make no other."""
+        """Returns True while the engine has to make a step. This includes an empty step, to send held outputs when no
+        other step follows."""
         clients = self._held_outputs.values()
         return (
             super().has_requests() or (self._is_paused and any(clients)) or any(client.has_ends for client in clients)
@@ -222,12 +228,11 @@ class CoalescingScheduler(Scheduler):
         return self.pause_state is not PauseState.UNPAUSED
 
     def _may_wait(self, request_id: str) -> bool:
-        """Returns whether the caller waits only for the end of this request, and the engine's scheduler finds the
-        end.
-        """
+        """Returns True if the caller needs only the final answer of this request, and the engine's scheduler itself
+        finds its end (no stop strings)."""
         params = self.requests[request_id].sampling_params
         return params is not None and params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop
 
 
 class CoalescingAsyncScheduler(CoalescingScheduler, AsyncScheduler):
-    """Coalesces outputs where vLLM prepares a step while it computes the one before."""
+    """The same on vLLM's asynchronous scheduler, which prepares a step while the previous one is computed."""

@@ -29,7 +29,7 @@ Give = Callable[[str, Outcome], None]
 
 
 class Outbox:
-    """Holds outcomes until their caller fetches them."""
+    """Holds the outcomes of one caller's requests until the caller fetches them."""
 
     def __init__(self) -> None:
         self.unanswered = 0
@@ -44,23 +44,23 @@ class Outbox:
 
     @property
     def idle(self) -> bool:
-        """It has nothing in flight, and is not waited for."""
+        """True if none of the caller's requests is in flight and no call waits here."""
         return not self.unanswered and self._fetching is None
 
     def put(self, name: str, outcome: Outcome) -> None:
-        """Adds how a request ended."""
+        """Adds the outcome of the request `name`, and sees that it is handed out soon."""
         self.unanswered -= 1
         self._outcomes.append((name, outcome))
         self._is_due_after(GATHER_S if self.unanswered >= FEW else 0.0)
 
     def fail(self, failure: TriremeError) -> None:
-        """Tells the caller that the replica is not usable any longer."""
+        """Makes the next reply say that the replica is unusable, and why."""
         self.failure = failure
         self._is_due_after(0.0)
 
     async def fetch(self) -> Reply:
-        """Waits until there is something, and takes it. A call that still waits ends with what there is: the caller
-        makes a later one only to bring requests, and needs one that waits."""
+        """Waits until outcomes are due, and returns and removes them. A second call ends the first, which returns the
+        outcomes so far, maybe none: the caller makes a second call to bring requests, and needs only one that waits."""
         if self._fetching and not self._fetching.done():
             self._fetching.set_result(None)
         fetching = self._fetching = asyncio.get_running_loop().create_future()
@@ -80,8 +80,8 @@ class Outbox:
         return reply
 
     def _is_due_after(self, seconds: float) -> None:
-        """Hands out the outcomes after `seconds`, or at an earlier time already set. After 0 seconds they go with all
-        outcomes of this turn of the event loop."""
+        """Sees that the outcomes are handed out after `seconds`, or at an earlier time already set. After 0 seconds
+        they go with all outcomes of this turn of the event loop."""
         loop = asyncio.get_running_loop()
         due_at = loop.time() + seconds
         if self._timer and self._due_at <= due_at:
@@ -99,10 +99,10 @@ class Outbox:
 
 
 class Desk:
-    """Serves all callers of one replica.
+    """Takes requests from all callers of one replica, and hands out their outcomes.
 
     `sample` samples requests at the same time: it returns, or raises, once they have entered the engine, and delivers
-    the outcome of each as soon as it arrives. `failure` returns why the replica is broken, None if it is not.
+    the outcome of each as soon as it is known. `failure` returns why the replica is broken, None if it is not.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class Desk:
         self._entering: set[asyncio.Task[None]] = set()
 
     async def exchange(self, caller: str, message: bytes) -> bytes:
-        """Takes the requests of a message. Returns what there is for the caller, as soon as there is something or the
-        caller makes another call."""
+        """Begins to sample the packed requests in `message`. Waits until this `caller` has outcomes, of any of its
+        requests, or makes another call. Returns them as a packed reply."""
         outbox = self._outbox(caller)
         requests = unpack_requests(message)
         if requests:

@@ -46,9 +46,8 @@ scheduler. vLLM carries these arguments to the engine's process and does not rea
 
 
 def import_engine(*, on_cpu: bool) -> None:
-    """Imports the modules for a start of vLLM in this process. Raises BadInput for a build of vLLM for other
-    devices.
-    """
+    """Imports vLLM's engine in this process, and sets its environment. Raises BadInput if vLLM was built for GPUs and
+    `on_cpu` is true, or the other way round."""
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     import vllm.engine.arg_utils
@@ -66,8 +65,8 @@ def import_engine(*, on_cpu: bool) -> None:
 
 
 def start_engine(config: Config, replica_name: str) -> AsyncLLM:
-    """Starts vLLM and its engine process on the device of the plan; returns when the model is loaded. Raises BadInput
-    when this process, `replica_name`, has none of that kind."""
+    """Starts vLLM and its engine process on the device that the plan gives; returns when the model is loaded.
+    `replica_name`: for errors and the seed. Raises BadInput when this process has no such device."""
     os.environ[NVML_CHECK] = "1"
     on_cpu = find_device(config, replica_name) == "cpu"
     import_engine(on_cpu=on_cpu)
@@ -90,24 +89,25 @@ def start_engine(config: Config, replica_name: str) -> AsyncLLM:
 
 
 def coalesce_outputs(config: SchedulerConfig) -> None:
-    """Has the engine send few messages (`inference.coalescing`), unless `inference.engine_args` names a scheduler."""
+    """Makes the engine send few messages, by a scheduler of `inference.coalescing`, unless `inference.engine_args`
+    names a scheduler."""
     if config.scheduler_cls is None:
         name = f"Coalescing{'Async' if config.async_scheduling else ''}Scheduler"
         config.scheduler_cls = f"inference.coalescing.{name}"
 
 
 def engine_seed(config: Config, start: str) -> int:
-    """Returns the seed of an engine, for requests without one: the run's in deterministic mode, else one for each
-    `start`. With equal seeds, two replicas would draw the same numbers for their requests, and a restarted engine would
-    draw the lost one's numbers again."""
+    """Returns the seed that an engine uses for requests without a seed: the run's seed in deterministic mode, else one
+    that differs for each `start`. With equal seeds two replicas would draw the same random numbers, and so would a
+    lost engine and its successor."""
     if config.deterministic:
         return config.seed
     return int.from_bytes(hashlib.blake2b(f"{config.seed}/{start}".encode(), digest_size=4).digest())  # as numpy takes
 
 
 def engine_args(config: Config, on_cpu: bool, start: str = "") -> dict[str, Any]:
-    """Returns the arguments of vLLM's AsyncEngineArgs. `start` names one start of an engine. Raises BadInput for
-    `inference.engine_args` that are decided here."""
+    """Returns the arguments of vLLM's AsyncEngineArgs. `start` names this start of an engine. Raises BadInput if
+    `inference.engine_args` sets one that is decided here."""
     lora = config.trainer.lora
     ranks = config.inference.tensor_parallel
     args: dict[str, Any] = {
@@ -156,7 +156,8 @@ def engine_args(config: Config, on_cpu: bool, start: str = "") -> dict[str, Any]
 
 
 def end_of_sequence_ids(engine: AsyncLLM) -> list[int]:
-    """Returns the model's own end-of-sequence tokens (vLLM learns them from a tokenizer, which is not loaded here)."""
+    """Returns the end-of-sequence tokens of the model's configuration, ascending. (vLLM takes them from a tokenizer,
+    which is not loaded here.)"""
     model = engine.model_config
     ids: set[int] = set()
     for eos in (model.hf_config.eos_token_id, model.try_get_generation_config().get("eos_token_id")):
@@ -165,22 +166,22 @@ def end_of_sequence_ids(engine: AsyncLLM) -> list[int]:
 
 
 def give_tokenizer(engine: AsyncLLM, name: str) -> None:
-    """Loads the tokenizer when the first request comes that strings may end: most runs have none. (vLLM itself loads
-    one before it starts, or never.)"""
+    """Loads the tokenizer `name` into the engine, once. It is needed only for requests with stop strings, and most runs
+    have none. (vLLM itself loads one before it starts, or never.)"""
     if engine.output_processor.tokenizer is None:
         engine.output_processor.tokenizer = load_tokenizer(name)
 
 
 def check_tokens(tokens: npt.NDArray[np.int32], vocab_size: int) -> None:
-    """Raises ValueError for a token that the model does not have. Without a tokenizer vLLM does not look, and its
-    engine dies of one."""
+    """Raises ValueError for a token outside the vocabulary. Without a tokenizer vLLM does not check, and such a token
+    kills its engine."""
     if (unknown := tokens[(tokens < 0) | (tokens >= vocab_size)]).size:
         raise ValueError(f"a prompt with the token {unknown[0]}; expected tokens of the vocabulary, below {vocab_size}")
 
 
 def vllm_params(request: SampleRequest, end_ids: list[int]) -> SamplingParams:
-    """Returns vLLM's SamplingParams: only the final answer, with the sampled tokens' logprobs. It is not detokenised
-    unless strings end it."""
+    """Returns vLLM's SamplingParams for `request`. They ask for the final answer alone, with the sampled tokens'
+    logprobs, and for its text only if there are stop strings. `end_ids`: tokens that end every answer."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     params = request.params
@@ -207,9 +208,9 @@ def vllm_params(request: SampleRequest, end_ids: list[int]) -> SamplingParams:
 
 
 def sampled_logprobs(logprobs: SampleLogprobs | None, start: int, tokens: list[int]) -> npt.NDArray[np.float32]:
-    """Returns the logprobs of `tokens`, which were sampled from number `start` on: float32 [T].
+    """Returns the logprobs of `tokens`, float32 [T]; `start`: the number of the first of them in the answer.
 
-    `logprobs`: from a request for the sampled token alone, so their lists have one entry for each token. Raises
+    `logprobs`: vLLM's, of a request for the sampled token alone, so that they have one entry for each token. Raises
     RoomFailed if they belong to other tokens.
     """
     flat = cast("FlatLogprobs", logprobs)  # as `vllm_params` asks for
@@ -220,7 +221,7 @@ def sampled_logprobs(logprobs: SampleLogprobs | None, start: int, tokens: list[i
 
 
 def tables_of(logprobs: Iterable[LogprobsOnePosition | None] | None) -> list[LogprobsOnePosition]:
-    """Returns vLLM's table of logprobs for each token that has one: the first of a prompt has none."""
+    """Returns vLLM's tables {token: logprob}, one for each token of a prompt but the first, which has none."""
     assert logprobs is not None
     return [table for table in logprobs if table]
 
@@ -228,10 +229,11 @@ def tables_of(logprobs: Iterable[LogprobsOnePosition | None] | None) -> list[Log
 def sampled_sequence(
     request: SampleRequest, output: RequestOutput, kept_from: WeightIdentity | None
 ) -> SampledSequence:
-    """Converts vLLM's final RequestOutput. Raises RoomFailed unless its version spans cover every token, and ValueError
-    for a request that the engine has dropped.
+    """Converts vLLM's final RequestOutput to the project's type. Raises RoomFailed unless its version spans cover every
+    token, and ValueError for a request that the engine has dropped.
 
-    `kept_from`: the weights under which the request entered, where its KV cache outlives them (`keep_kv`), else None.
+    `kept_from`: with `keep_kv`, the weights under which the request entered, because its KV cache outlives them; else
+    None.
     """
     completion = output.outputs[0]
     if completion.finish_reason in GIVEN_UP:

@@ -47,8 +47,9 @@ def die_with_parent() -> None:
 
 
 def forget_shared_memory(maps: str) -> None:
-    """Takes away the names in /dev/shm of the queues of vLLM's ranks that `maps`, the text of a process's maps, has.
-    Python's resource tracker would do that once all processes of the engine have ended, but Ray may kill it first."""
+    """Removes the names in /dev/shm of the queues of vLLM's ranks that appear in `maps`, the text of a process's
+    /proc/PID/maps. Python's resource tracker would do that once all processes of the engine have ended, but Ray may
+    kill it first."""
     names = {line.split(maxsplit=PATH_COLUMN)[PATH_COLUMN] for line in maps.splitlines() if QUEUES in line}
     for path in [Path(name) for name in names if not name.endswith(DELETED)]:
         with suppress(FileNotFoundError):  # another rank was faster
@@ -57,8 +58,8 @@ def forget_shared_memory(maps: str) -> None:
 
 
 def tolerate_forgotten_names() -> None:
-    """Has `SharedMemory.unlink` accept in this process that the name is gone: ranks take the names of vLLM's queues
-    away (`forget_shared_memory`), and vLLM's own end of a queue does it once more."""
+    """Patches `SharedMemory.unlink` in this process to ignore a name that is gone: `forget_shared_memory` has removed
+    the names of vLLM's queues when vLLM ends a queue and removes them again."""
     plain = SharedMemory.unlink
 
     def unlink(self: SharedMemory) -> None:
@@ -104,8 +105,8 @@ _CONTEXTS: Mapping[str, BaseContext] = {"fork": _ForkContext(), "spawn": _SpawnC
 
 
 def _start_ranks_by(method: str | None) -> None:
-    """Has an engine in this process, or forked from it, start its ranks so that they never outlive it, by `method` of
-    _CONTEXTS; None: by vLLM's choice."""
+    """Makes an engine in this process, or forked from it, start its ranks in processes that never outlive it. `method`:
+    a key of _CONTEXTS, "fork" or "spawn"; None: as vLLM chooses."""
     from vllm.utils.system_utils import get_mp_context
     from vllm.v1.executor import multiproc_executor
 
@@ -113,8 +114,8 @@ def _start_ranks_by(method: str | None) -> None:
 
 
 class LogOnce(logging.Filter):
-    """Passes only the first record of each message that a module of vLLM logs, whatever its arguments, and no message
-    that begins with `without`."""
+    """A log filter: passes only the first record of each message, whatever its arguments, and no message that begins
+    with `without`."""
 
     def __init__(self, without: str = "") -> None:
         super().__init__()
@@ -130,19 +131,19 @@ class LogOnce(logging.Filter):
 
 
 def quieten_vllm() -> None:
-    """Makes an engine in this process, or forked from it, log once the message that vLLM logs for each tensor that it
-    loads in another dtype, and never that OMP_NUM_THREADS is set: Ray or the plan does that."""
+    """Silences two messages of an engine in this process, or forked from it. The one about each tensor that is loaded
+    in another dtype is logged once; the one that OMP_NUM_THREADS is set, never, because Ray or the plan sets it."""
     logging.getLogger("vllm.model_executor.models.utils").addFilter(LogOnce())
     logging.getLogger("vllm.utils.torch_utils").addFilter(LogOnce("OMP_NUM_THREADS="))
 
 
 def choose_method(*, on_cpu: bool, ranks: int) -> str:
-    """Returns how to start an engine of n ranks: "fork", which spares it a second import of vLLM, or "spawn".
+    """Returns how to start the process of an engine with `ranks` ranks: "fork" or "spawn". A fork spares it a second
+    import of vLLM, 9 CPU seconds of each start (`inference.cpu`).
 
-    vLLM spawns its engine inside Ray actors, because a forked child can not use Ray; our engine does not use it. CUDA
-    does not survive a fork: this process has no CUDA context, unless some code made one, which is logged. Ranks on
-    several GPUs are spawned, as in vLLM. A fork saves a second import of vLLM, 9 CPU seconds of each start
-    (`inference.cpu`).
+    vLLM spawns its engine inside Ray actors, because a forked child cannot use Ray; our engine does not use Ray. CUDA
+    does not survive a fork: this process has no CUDA context, unless some code made one, and then the engine is
+    spawned, with a warning. An engine with ranks on several GPUs is spawned, as in vLLM.
     """
     if on_cpu:
         return "fork"
@@ -157,7 +158,8 @@ def choose_method(*, on_cpu: bool, ranks: int) -> str:
 
 
 def prepare_start(on_cpu: bool, ranks: int = 1) -> None:
-    """Sets how vLLM starts engines of `ranks` in this process, and these their ranks. Call before the first one."""
+    """Sets how vLLM starts engines of `ranks` ranks in this process, and how these engines start their ranks. Call it
+    before the first engine."""
     from vllm.v1.engine import utils
 
     method = choose_method(on_cpu=on_cpu, ranks=ranks)

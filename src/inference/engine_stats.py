@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class EngineStats(PrometheusStatLogger):
-    """Keeps the newest statistics. It is a Prometheus logger in name only: otherwise vLLM would add a real one, which
-    enters every token of every sequence in histograms that nothing reads."""
+    """Keeps the newest statistics of vLLM's engine. It derives from the Prometheus logger only so that vLLM adds no
+    real one, which enters every token of every sequence in histograms that nothing reads."""
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
         self.running = 0
@@ -51,23 +51,24 @@ class EngineStats(PrometheusStatLogger):
             self.preemptions += iteration_stats.num_preempted_reqs - excused
 
     def cache_cleared(self, unfinished: int) -> None:
-        """Call when an update has cleared the KV cache; `unfinished`: as in `stats`. vLLM counts each running sequence
-        as preempted then, and reports it with its next tokens; that is no lack of space."""
+        """Notes that an update has cleared the KV cache. vLLM then reports each running sequence as preempted, with its
+        next tokens; these do not count here, because they are no lack of space. `unfinished`: as in `stats`."""
         self._excused = min(self._excused + self.running, unfinished)
         self.running = 0
         self.kv_used = 0.0
 
     def listen(self) -> None:
-        """Restarts the clock of `silent_s`: the engine has answered, or had nothing to do until now."""
+        """Restarts the clock of `silent_s`. Call it when the engine has answered, or gets work after it had none."""
         self._heard = time.monotonic()
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the engine answered."""
+        """Seconds since the engine answered, or since `listen`."""
         return time.monotonic() - self._heard
 
     def stats(self, unfinished: int) -> ReplicaStats:
-        """`unfinished`: number of sequences that the engine was given and has not answered."""
+        """Returns the utilisation at the engine's last step. `unfinished`: the number of sequences that the engine was
+        given and has not finished."""
         running = min(self.running, unfinished)
         waiting = unfinished - running
         return ReplicaStats(running, waiting, self.kv_used, self.preemptions, self.places)

@@ -276,7 +276,8 @@ class Shard(AdapterVerbs):
 
     @torch.no_grad()
     def update_reference(self) -> None:
-        """Copies the policy's trained parameters to the reference. Raises BadInput for a reference that never changes."""
+        """Copies the policy's trained parameters to the reference. Raises BadInput for a reference that does not
+        change."""
         if not self._refreshed:
             raise BadInput(
                 "a reference that can change needs trainer.kl.coef and trainer.kl.reference.update_every > 0"

@@ -130,7 +130,7 @@ def _no_twin(config: PretrainedConfig, error: Exception) -> BadInput:
 
 
 def _shrink(section: dict[str, Any]) -> dict[str, Any]:
-    """Returns a section of a configuration with small sizes, and so the sections in it."""
+    """Returns a copy of a section of a configuration with small sizes, also in the sections within it."""
     few = section
     for depth in DEPTHS:
         if type(section.get(depth)) is int:

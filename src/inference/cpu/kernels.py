@@ -9,15 +9,16 @@ SIZES_PER_OCTAVE = 8
 
 
 def round_up(rows: int) -> int:
-    """Returns the size of the batch as which `rows` rows are multiplied: at most an eighth more."""
+    """Returns the number of rows, at most an eighth more than `rows`, to which a batch is padded before it is
+    multiplied."""
     unit = 1 << max((rows // SIZES_PER_OCTAVE).bit_length() - 1, 0)
     return -(-rows // unit) * unit
 
 
 @cache
 def multiply_by_few_kernels() -> None:
-    """Has an engine in this process, or forked from it, add rows of zeros to batches before it multiplies them; results
-    are the same bit for bit. A second call changes nothing.
+    """Patches vLLM so that an engine in this process, or forked from it, pads batches with rows of zeros before it
+    multiplies them; results are the same bit for bit. A second call changes nothing.
 
     oneDNN makes a kernel for each size of a batch that a matrix is multiplied with, and while requests end one after
     the other, nearly every step has another size.

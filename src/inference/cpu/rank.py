@@ -18,7 +18,8 @@ def ask_for_tiles() -> None:
 
 
 def forget_rank_memory() -> None:
-    """Takes away the names in /dev/shm of the memory by which ranks add up numbers.
+    """Removes the names in /dev/shm of the shared memory through which ranks add up numbers; the memory itself stays
+    usable.
 
     Gain: a killed engine leaves nothing in /dev/shm.
     """
