@@ -108,7 +108,8 @@ class HeldOutputs:
 
 
 def can_wait(output: EngineCoreOutput) -> bool:
-    """Returns True if an output may be held back: it is not the last of its request, and has only what `joined` keeps."""
+    """Returns True if an output may be held back: it is not the last of its request, and has only what `joined`
+    keeps."""
     return output.finish_reason is None and has_tokens_alone(output)
 
 
@@ -130,7 +131,8 @@ def has_tokens_alone(output: EngineCoreOutput) -> bool:
 
 
 def joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
-    """Returns one output that stands for `outputs` of one request, in their order. All but the last satisfy `can_wait`."""
+    """Returns one output that stands for `outputs` of one request, in their order. All but the last satisfy
+    `can_wait`."""
     if len(outputs) == 1:
         return outputs[0]
     logprobs = [output.new_logprobs for output in outputs]

@@ -47,13 +47,13 @@ AFTER = "after the reload"
 
 
 def own_tensors(layer: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters and buffers of a layer itself."""
+    """Returns {name: tensor} of the layer's parameters and buffers, without those of its submodules."""
     return dict(chain(layer.named_parameters(recurse=False), layer.named_buffers(recurse=False)))
 
 
 class TensorFollower:
-    """Follows the published tensors of all updates into one model; one for each rank of an engine. `tensors_of` returns
-    the tensors to follow in a layer, by names."""
+    """Follows the published tensors of each update into the parameters of one model, and sums them there; one for each
+    rank of an engine. `tensors_of(layer)` returns the tensors of a layer to follow, by name."""
 
     def __init__(self, model: nn.Module, tensors_of: Callable[[nn.Module], Mapping[str, Tensor]] = own_tensors) -> None:
         self._model = model
@@ -76,10 +76,13 @@ class TensorFollower:
     def following(
         self, tensors: Mapping[str, Tensor], *, traced: bool, factors: Mapping[str, float] = MappingProxyType({})
     ) -> Iterator[Iterator[tuple[str, Tensor]]]:
-        """Follows the tensors that loaders take from the yielded iterator, and their packing. Begin the iterator when
-        vLLM has prepared its parameters; the tensors must live until `loaded`. `traced`: an earlier update recorded the
-        loaders' copies, and the record was accepted; tensors of other shapes are recorded again. `factors`: {tensor:
-        power of two by which it was multiplied since it was published}."""
+        """Follows `tensors` through a load within the block. Yields an iterator from which vLLM's loaders take (name,
+        tensor); begin it once vLLM has prepared its parameters. The tensors must live until `loaded` is called.
+
+        `traced`: an earlier update recorded the loaders' copies, and the record was accepted; tensors of other shapes
+        are recorded again all the same. `factors`: {tensor: power of two by which it was multiplied since it was
+        published}.
+        """
         table = _table_of(tensors, factors)
         self._sums.clear()
         self._factors = factors
@@ -101,8 +104,8 @@ class TensorFollower:
                 self._watch.idle = True
 
     def can_copy(self, tensors: Mapping[str, Tensor], *, traced: bool) -> bool:
-        """Returns True if loaders would do nothing with `tensors` but to copy them to where parameters lie, so that
-        `copy` does the same. `traced`: as for `following`."""
+        """Returns True if loaders would only copy `tensors` to where parameters lie, so that `copy` does the same.
+        `traced`: as for `following`."""
         model_tensors = self._model_tensors()
         lies = all(
             name in model_tensors and layout_of(model_tensors[name]) == layout for name, layout in self._layouts.items()
@@ -110,8 +113,8 @@ class TensorFollower:
         return traced and self._only_copies and lies and _table_of(tensors, {}) == self._table
 
     def copy(self, groups: Iterable[Mapping[str, Tensor]]) -> None:
-        """Copies all published tensors as the loaders would, in groups that need not live longer than their turn. Call
-        `loaded` afterwards."""
+        """Copies all published tensors into the parameters as the loaders would. Each of `groups` is {name: tensor},
+        and need not live after the next one is asked for. Call `loaded` afterwards."""
         self._sums.clear()
         self._factors = MappingProxyType({})
         model_tensors = self._model_tensors()
@@ -130,7 +133,8 @@ class TensorFollower:
         yield from tensors.items()
 
     def pack(self, when: str, pack: Callable[[nn.Module], None], layer: nn.Module) -> None:
-        """Calls `pack`, which may change a layer's parameters, and first sums the parameters that it changes."""
+        """Calls `pack(layer)`, which may change the layer's parameters, and before it sums the parameters that it
+        changes. `when`: in which phase of a load it is called, WITHIN or AFTER."""
         if self._watch is None:
             for name, tensor in self._tensors_of_layer(layer).items():
                 if self._packed.get(name) == when:
@@ -156,8 +160,8 @@ class TensorFollower:
         self._watch.idle = idle
 
     def loaded(self, unfollowed: Mapping[str, str] = MappingProxyType({})) -> LoadedSums:
-        """Sums the parameters that are still plain; returns the sums of everything loaded. Call it once after
-        `following`. `unfollowed`: {tensor that it did not get: reason}."""
+        """Sums the parameters that are still plain. Returns the sums of everything loaded. Call it once after
+        `following` or `copy`. `unfollowed`: {tensor that was loaded in another way: reason}."""
         watch = self._watch
         self._watch = None
         if watch:
@@ -190,7 +194,7 @@ class TensorFollower:
         return LoadedSums(sums.numpy().view(np.uint64), following)
 
     def _begin(self, name: str, tensor: Tensor) -> None:
-        """Sums a parameter; on CPUs in a thread, while the load continues."""
+        """Begins to sum the copies in the parameter `name`; on CPUs in a thread, while the load continues."""
         if tensor.device.type == "cpu":
             self._pending.append(self._threads.submit(self._sum, name, tensor.data))
             self._await(AHEAD)
@@ -202,11 +206,12 @@ class TensorFollower:
             self._sums |= self._pending.popleft().result()
 
     def _sum(self, name: str, tensor: Tensor) -> dict[int, Tensor]:
-        """Sums the copies in a parameter, if its layout has not changed: {number of the copy: sums}."""
+        """Returns {number of the copy: sums} of the copies in the parameter `name`; {} if its layout has changed."""
         return _sums_by_number(self._parts(name, tensor))
 
     def _parts(self, name: str, tensor: Tensor) -> dict[int, TensorPart]:
-        """Returns the copies in a parameter, if its layout has not changed: {number of the copy: part to sum}."""
+        """Returns {number of the copy: part to sum} of the copies in the parameter `name`; {} if its layout has
+        changed."""
         if name not in self._copies or self._layouts[name] != layout_of(tensor):
             return {}
         parts = {}
@@ -222,7 +227,7 @@ class TensorFollower:
         return parts
 
     def _model_tensors(self) -> dict[str, Tensor]:
-        """Returns the parameters and buffers of all layers, each under one name."""
+        """Returns {name in the model: tensor} of the tensors to follow in all layers."""
         return {name: tensor for layer in self._prefixes for name, tensor in self._tensors_of_layer(layer).items()}
 
     def _tensors_of_layer(self, layer: nn.Module) -> dict[str, Tensor]:
@@ -230,8 +235,9 @@ class TensorFollower:
 
 
 def computes_nothing(model: nn.Module) -> bool:
-    """Returns True if none of vLLM's modules computes anything from weights after they are loaded: on CUDA, linear
-    layers and embeddings that are not quantised, and attention without weights of its own."""
+    """Returns True if none of vLLM's modules computes anything from its weights after a load. On CUDA that holds for
+    linear layers and embeddings that are not quantised, and attention without weights of its own; on CPUs it never
+    holds."""
     plain = {method.process_weights_after_loading for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)}
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -255,12 +261,12 @@ def _table_of(
 
 
 def _elements(tensor: Tensor, elements: Elements) -> Tensor:
-    """Returns a view of some elements of a tensor, counted from its first."""
+    """Returns a view of the given elements of `tensor`; their offset counts from its first element."""
     return tensor.as_strided(elements.shape, elements.stride, tensor.storage_offset() + elements.offset)
 
 
 def _sums_by_number(parts: Mapping[int, TensorPart]) -> dict[int, Tensor]:
-    """Sums parts, which are on one device, by their numbers."""
+    """Returns {number: sums} for {number: part}; all parts are on one device."""
     if not parts:
         return {}
     return dict(zip(parts, part_sums(list(parts.values())), strict=True))

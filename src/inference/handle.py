@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RayReplica:
-    """The router's client of one replica actor. The replica itself enforces `timeouts.update_s` and says which step was
-    late; this side waits a little longer, for a replica that cannot answer at all."""
+    """Calls one replica actor for a router or replica set. The replica itself enforces `update_s` and says which step
+    was late; calls here wait a little longer, for a replica that cannot answer at all."""
 
     handle: Any
     name: str
@@ -108,9 +108,10 @@ class RayReplica:
 
 
 class InferenceHandle:
-    """Handle of all replicas: `replicas` {number: actor handle}, `options` {number: Ray's options of the actor}.
+    """The driver's handle of all replicas: starts, replaces and ends their actors. `replicas`: {number: actor handle};
+    `options`: {number: the actor's Ray options}.
 
-    Numbers are never used again.
+    A number is never used again after `remove`.
     """
 
     def __init__(
@@ -125,7 +126,8 @@ class InferenceHandle:
 
     @classmethod
     def start(cls, config: Config, options_N: list[dict[str, Any]], log_dir: Path | None) -> InferenceHandle:
-        """Creates one replica actor per entry of `options_N` (Ray's actor options), without waiting for them."""
+        """Creates one replica actor for each entry of `options_N`, Ray's actor options, and begins to start it. Does
+        not wait: see `ready_refs`."""
         options = dict(enumerate(options_N))
         return cls(config, {i: _create(config, i, options[i], log_dir) for i in options}, log_dir, options)
 
@@ -136,14 +138,14 @@ class InferenceHandle:
         return sorted(self.replicas)
 
     def options(self, index: int) -> Mapping[str, Any]:
-        """Returns Ray's options of the replica's actor."""
+        """Returns the Ray options of the actor of replica `index`."""
         return self._options[index]
 
     def name(self, index: int) -> str:
         return f"inference replica {index}"
 
     def client(self, index: int) -> RayReplica:
-        """Returns the router's client of replica `index`; picklable."""
+        """Returns a client that calls replica `index`, for a router or replica set; picklable."""
         if self.log_dir:
             log_file = self.log_dir / f"inference_{index}.log"
         else:
@@ -158,20 +160,20 @@ class InferenceHandle:
         return self._ready[index]
 
     def heartbeat_ref(self, index: int) -> Any:
-        """Returns a reference that resolves to a `Heartbeat`; it raises when the replica is dead or broken. Call only
-        for a replica that is ready."""
+        """Asks replica `index` for its `Heartbeat`, and returns a Ray reference to it, which raises when the replica is
+        dead or broken. The replica must have started."""
         return self.replicas[index].heartbeat.remote()
 
     def lost_engine_ref(self, index: int) -> Any | None:
-        """Returns a reference that resolves to True if the actor of replica `index` lost nothing but its engine; None
-        if it has not started."""
+        """Asks replica `index` whether it has lost its engine while its actor lives. Returns a Ray reference to a bool;
+        None if the replica has not started."""
         if self._info(index):
             return self.replicas[index].has_lost_engine.remote()
         return None
 
     def replace(self, index: int, *, same_actor: bool) -> Any:
-        """Starts a new replica in the place of replica `index`; returns its `ready_ref`. `same_actor`: its actor starts
-        another engine; else what is left of it is killed."""
+        """Starts a new replica as number `index`; returns its `ready_ref`. `same_actor`: the actor lives and starts
+        another engine; else the actor is killed and a new one created."""
         replica = self.replicas[index]
         if same_actor:
             self._ready[index] = replica.restart.remote()
@@ -180,7 +182,7 @@ class InferenceHandle:
         return self._start(index)
 
     def add(self, options: dict[str, Any]) -> int:
-        """Starts one more replica, with these options of Ray; returns its number."""
+        """Begins to start one more replica, with these Ray options for its actor. Returns its number."""
         index = self._next
         self._next = self._next + 1
         self._options[index] = options
@@ -188,7 +190,7 @@ class InferenceHandle:
         return index
 
     def remove(self, index: int) -> dict[str, object]:
-        """Ends replica `index` for ever; returns the Ray options that it had, for another."""
+        """Kills replica `index` for good. Returns its Ray options, with which another replica can take its place."""
         ray.kill(self.replicas.pop(index))
         del self._ready[index]
         return self._options.pop(index)
@@ -199,7 +201,7 @@ class InferenceHandle:
         return self._ready[index]
 
     def _info(self, index: int) -> ReplicaInfo | None:
-        """Returns the info with which replica `index` started; None if it has not, or could not."""
+        """Returns what replica `index` said of itself when it started; None if it has not started, or could not."""
         outcomes = ready({self._ready[index]: self.name(index)}, timeout_s=0.0)
         return next((info for info in outcomes.values() if isinstance(info, ReplicaInfo)), None)
 
@@ -210,7 +212,8 @@ class InferenceHandle:
         return list(self._ready.values()), [self.name(index) for index in self._ready]
 
     def replica_set(self) -> ReplicaSet:
-        """Returns a replica set of all replicas, for a router in the same process: none ever joins."""
+        """Returns a replica set of the present replicas, in this process, for a router in this process. Later replicas
+        do not join it."""
         clients = {index: self.client(index) for index in self.indices}
         return ReplicaSet(clients, fixed=self.config.deterministic, update_s=self.config.timeouts.update_s)
 
@@ -228,8 +231,8 @@ class InferenceHandle:
         )
 
     def chat_router_factory(self) -> Callable[[], Router]:
-        """Returns a function that makes a router for chats, which follows a replica set later; picklable. It asks more
-        often what its requests have, and its failures decide nothing."""
+        """Returns a picklable function that makes a router for chats; call the router's `follow` with a replica set.
+        This router asks for progress each CHAT_PROGRESS_S, and does not report replicas that fail it."""
         facts = ModelFacts.of(self.config, required=False)
         return partial(
             Router,
@@ -239,13 +242,13 @@ class InferenceHandle:
         )
 
     def abort_all(self) -> None:
-        """Ends all requests on all replicas, without waiting for that: their answers are not needed any more."""
+        """Asks all replicas to end all their requests, and does not wait. Their answers are not needed any more."""
         for handle in self.replicas.values():
             handle.abort_all.remote()
 
     def stop(self) -> None:
-        """Ends all replicas and their engine processes; kills those that do not end in time, and those that are still
-        starting, which answer nothing while they import vLLM."""
+        """Ends all replicas and their engine processes. Kills replicas that do not end within STOP_S, and those that
+        are still starting, because they answer nothing while they import vLLM."""
         started = {index: handle for index, handle in self.replicas.items() if self._info(index)}
         starting = [handle for index, handle in self.replicas.items() if index not in started]
         for handle in starting:

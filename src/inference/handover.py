@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Progress:
-    """Some tokens of an unfinished request."""
+    """A run of successive tokens of an unfinished request, with logprobs and version spans."""
 
     start: int
     """Number of the first of them."""
@@ -43,7 +43,8 @@ class Progress:
     def of_state(
         cls, start: int, state: RequestState, kept_from: WeightIdentity | None, unproved: WeightIdentity | None
     ) -> Progress:
-        """Reads the tokens from number `start` on from vLLM's RequestState, without tokens of `unproved` weights.
+        """Returns the tokens of a request, from number `start` on, that vLLM's RequestState has. Tokens sampled by
+        `unproved` weights are left out.
 
         `kept_from`: as for `inference.engine.sampled_sequence`.
         """
@@ -70,9 +71,9 @@ NOTHING = Progress(0, np.zeros(0, np.int32), np.zeros(0, np.float32), ())
 
 
 class Handover:
-    """Keeps the progress of a request. `next_request` gives it to another replica; then `add` takes the progress that
-    this replica reports, in which its own first token has number 0. `on_progress` gets the whole progress after each
-    `add`."""
+    """Keeps the tokens that replicas have reported of one request, so that another replica can finish it. Take the
+    request for the next replica from `next_request`, and give the replica's reports to `add`; they count tokens from
+    the replica's own first one. `on_progress` is called with all kept tokens after each `add`."""
 
     __slots__ = ("_base", "_on_progress", "_progress", "_request")
 
@@ -90,16 +91,16 @@ class Handover:
 
     @property
     def length(self) -> int:
-        """Number of tokens kept of the replica that works on the request now."""
+        """The number of kept tokens that come from the replica at work now."""
         return len(self) - self._base
 
     @property
     def is_read(self) -> bool:
-        """Returns whether its answer is read while it is sampled."""
+        """True if the caller reads the answer while it is sampled."""
         return self._request.read
 
     def next_request(self) -> SampleRequest:
-        """Returns the request for the next replica: the rest, after the tokens that are kept."""
+        """Returns the request for the next replica: its prompt ends with the kept tokens, so only the rest is sampled."""
         self._base = length = len(self)
         if not length:
             return self._request
@@ -115,18 +116,20 @@ class Handover:
         )
 
     def add(self, progress: Progress) -> None:
-        """Keeps the replica's progress: replaces known tokens, ignores progress that would leave a gap."""
+        """Keeps a report of the replica at work: its tokens replace kept ones with the same numbers. Ignores a report
+        that would leave a gap."""
         if self._base + progress.start <= len(self) and len(progress.tokens):
             self._progress = self._followed_by(progress)
             if self._on_progress:
                 self._on_progress(self._progress)
 
     def forget_last_replica(self) -> None:
-        """Drops the reports of the replica that works on the request now, because it cannot be trusted."""
+        """Drops all tokens that the replica at work has reported, because it cannot be trusted."""
         self._progress = self._followed_by(NOTHING)
 
     def complete(self, rest: SampledSequence) -> SampledSequence:
-        """Returns the whole answer: the tokens kept at `next_request`, and the replica's answer `rest`."""
+        """Returns the whole answer: the tokens kept before the last `next_request`, followed by `rest`, the answer to
+        it."""
         if not self._base:
             return rest
         whole = self._followed_by(Progress(0, rest.tokens, rest.logprobs, rest.spans))
@@ -141,7 +144,7 @@ class Handover:
         )
 
     def _followed_by(self, progress: Progress) -> Progress:
-        """Returns the kept tokens before the first one of `progress`, and the tokens of `progress`."""
+        """Returns the kept tokens up to the first one of `progress`, followed by the tokens of `progress`."""
         start = self._base + progress.start
         spans = [replace(span, end=min(span.end, start)) for span in self._progress.spans if span.start < start]
         for span in progress.spans:
@@ -155,6 +158,6 @@ class Handover:
 
 
 def seed_after(seed: int, length: int) -> int:
-    """Returns the seed for the rest of a request that has `length` tokens, 0 <= seed < 2^63. The old seed would draw
-    the rest with the random numbers of its beginning."""
+    """Returns the seed, 0 <= s < 2^63, for the rest of a request of which `length` tokens exist. With `seed` itself the
+    rest would be drawn with the same random numbers as the beginning."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{length}".encode(), digest_size=8).digest()) >> 1

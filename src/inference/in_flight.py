@@ -1,4 +1,4 @@
-"""The requests in an engine."""
+"""Records of the requests and adapters that an engine has."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Answer = TypeVar("Answer", SampledSequence, Progress)
 
 @dataclass(frozen=True)
 class HeldAdapter:
-    """An adapter that the engine has in addition to the updated one."""
+    """An adapter that the engine holds for requests that name it, in addition to the policy's adapter, which updates
+    replace."""
 
     request: LoRARequest
     """The LoRA request that names it."""
@@ -27,7 +28,7 @@ class HeldAdapter:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """A request in the engine."""
+    """A request that has entered the engine, and where its answer will come."""
 
     oldest: WeightIdentity
     """The oldest weights that may have made keys and values that it reads, if its cache outlives them (`keep_kv`)."""
@@ -37,7 +38,8 @@ class EngineRequest:
     """The adapter that samples it; None: the weights of updates do."""
 
     def named(self, answer: Answer) -> Answer:
-        """Returns the request's tokens with the name of its adapter: the engine names the updated weights."""
+        """Returns `answer` with spans that name the request's adapter; unchanged if it has none. The engine itself
+        names the weights of updates."""
         if self.adapter is None:
             return answer
         spans = tuple(replace(span, identity=self.adapter.identity, mixed=False) for span in answer.spans)
@@ -46,7 +48,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, eq=False)
 class InFlight:
-    """A request that is being sampled."""
+    """A request in the engine, with the task that waits for its answer."""
 
     task: asyncio.Task[SampledSequence | Progress]
     """It brings the answer."""

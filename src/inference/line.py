@@ -33,7 +33,7 @@ Exchange = Callable[[str, list[SampleRequest], float], Awaitable[Reply]]
 
 @dataclass(eq=False)
 class Waiting:
-    """A request without an outcome."""
+    """A request that has no outcome yet."""
 
     place: int
     """Its place in its group."""
@@ -43,11 +43,12 @@ class Waiting:
 
 
 class Line:
-    """Lives in the event loop in which it is made. `exchange` raises TriremeError when the replica fails; then each
-    further `sample` raises that too.
+    """Sends one process's requests to the replica `name`, and hands out their outcomes. Make and use it in one event
+    loop. `exchange` sends requests and waits for a reply; once it raises TriremeError, every `sample` raises that
+    too.
 
-    `answer_s`: how long to wait for the outcome of a request. `gathers`: requests may wait for others; else each group
-    travels by itself and at once, as deterministic runs need it.
+    `answer_s`: seconds to wait for the outcome of a request. `gathers`: requests may wait some milliseconds to travel
+    together; else each group travels at once, on its own, as deterministic runs need it.
     """
 
     def __init__(self, exchange: Exchange, *, name: str, answer_s: float, gathers: bool) -> None:
@@ -65,8 +66,8 @@ class Line:
         self._failure: TriremeError | None = None
 
     async def sample(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
-        """Yields (index into `requests`, outcome), each once. Raises why the replica is unusable, after the outcomes
-        that it still delivered."""
+        """Sends `requests` and yields (index into `requests`, outcome), once for each. If the replica becomes unusable,
+        yields the outcomes that it still delivered, and then raises the reason."""
         if self._failure:
             raise self._failure
         stream = Stream()
@@ -87,7 +88,8 @@ class Line:
                 self._waiting.pop(request.request_id, None)
 
     def withdraw(self, names: Sequence[str]) -> list[str]:
-        """Ends the requests of these that are still queued here, with no tokens; returns the names of the others."""
+        """Ends the requests among `names` that have not yet been sent; each ends as Progress without tokens. Returns
+        the other names."""
         queued = {request.request_id for request in self._queued}
         self._end(queued.intersection(names))
         return [name for name in names if name not in queued]
@@ -111,7 +113,8 @@ class Line:
             self._timer = self.loop.call_later(GATHER_S, self._call_now)
 
     def _call_now(self) -> None:
-        """Sends the queued requests, and ensures that a call waits for outcomes."""
+        """Sends the queued requests in one call. If there are none, makes a call only if requests wait for outcomes and
+        no call is under way."""
         if self._timer:
             self._timer.cancel()
             self._timer = None

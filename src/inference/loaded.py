@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Elements:
-    """Some elements of a tensor, as `torch.as_strided` takes them; dimensions of one element are left out, and
-    dimensions that follow each other in memory are one."""
+    """The place of some elements of a tensor: offset, shape and strides for `torch.as_strided`. Dimensions of one
+    element are left out, and dimensions that are contiguous in memory are joined."""
 
     offset: int
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Elements:
 
 @dataclass(frozen=True)
 class HeldPart:
-    """A part of a published tensor that a rank holds, maybe all of it."""
+    """A part of a published tensor, or all of it, that a rank holds in its parameters."""
 
     name: str
     slice: Elements
@@ -50,7 +50,7 @@ class HeldPart:
 
 @dataclass(frozen=True)
 class Following:
-    """Records the copies that a rank's loaders made of each published tensor, at its first update."""
+    """What one rank learned at its first update: which parts of published tensors its loaders copied into parameters."""
 
     parts: tuple[HeldPart, ...]
     """In the order of the sums; the same one several times, where the rank holds copies."""
@@ -64,7 +64,7 @@ class Following:
 
 @dataclass(frozen=True)
 class LoadedSums:
-    """A rank's answer when it has loaded a version."""
+    """What a rank returns after it has loaded a version: the sums of the parts that it holds."""
 
     sums: npt.NDArray[np.uint64]
     """[parts, 2], of the rank's parts."""
@@ -73,7 +73,7 @@ class LoadedSums:
 
 
 class LoadedProof:
-    """Compares the tensors that the ranks of an engine loaded with the published ones."""
+    """Compares the tensors that the ranks of an engine have loaded with the published tensors, at each update."""
 
     def __init__(self, replica_name: str) -> None:
         self._replica_name = replica_name
@@ -81,12 +81,12 @@ class LoadedProof:
 
     @property
     def traced(self) -> bool:
-        """Returns whether the copies of the engine's loaders are recorded."""
+        """True once the copies of the engine's loaders are recorded."""
         return self._engine_tensors is not None
 
     def check(self, manifest: WeightsManifest, answers_R: Sequence[bytes]) -> None:
-        """Raises WeightsRefused unless the ranks hold the published values. Their answers are of type `LoadedSums`,
-        pickled."""
+        """Raises WeightsRefused unless the ranks hold the published values of `manifest`. `answers_R`: each rank's
+        pickled `LoadedSums`."""
         ranks: list[LoadedSums] = [pickle.loads(answer) for answer in answers_R]
         followings = [rank.following for rank in ranks if rank.following]
         if followings:  # by all of them at the same update
@@ -98,7 +98,7 @@ class LoadedProof:
 
 
 class EngineTensors:
-    """The tensors that all ranks of an engine hold: rows of their sums, rank after rank."""
+    """Says which published tensors the rows of the ranks' sums belong to, rank after rank, and checks these sums."""
 
     def __init__(self, followings_R: Sequence[Following], manifest: WeightsManifest) -> None:
         """Raises WeightsRefused if a tensor, or a part of one, was loaded by no rank."""
@@ -131,7 +131,7 @@ class EngineTensors:
             raise WeightsRefused(f"version {version}: the engine has loaded only a part, or nothing, of {some(parts)}")
 
     def warn(self, replica_name: str) -> None:
-        """Names the tensors that only the canary proves."""
+        """Logs a warning that names the tensors for which only the canary proves that they are used."""
         if self._unfollowed:
             log.warning(
                 "%s: %d of %d published tensors cannot be followed into vLLM's parameters. Only the canary proves that "
@@ -151,7 +151,7 @@ class EngineTensors:
             )
 
     def check(self, sums: npt.NDArray[np.uint64], manifest: WeightsManifest) -> None:
-        """Raises WeightsRefused unless `sums`, [rows, 2], match the manifest."""
+        """Raises WeightsRefused unless `sums`, uint64 [rows, 2] of all ranks, match the hashes in `manifest`."""
         published = np.array([_words(entry.hash) for entry in manifest.entries], np.uint64).reshape(-1, 2)
         total = np.zeros_like(published)
         once = self._first == np.arange(len(self._first))
@@ -170,7 +170,9 @@ class EngineTensors:
         )
 
     def _blame(self, tensor: int, sums: npt.NDArray[np.uint64], published: npt.NDArray[np.uint64]) -> str:
-        """Names the ranks with wrong values of a tensor; if each part has one holder, all ranks that hold a part."""
+        """Returns the numbers of the ranks that hold wrong values of tensor number `tensor`. If each part has one
+        holder that cannot be told, and all ranks with a part are returned. `published`: the right sums of the
+        tensor."""
         (mine,) = np.nonzero(self._tensor == tensor)
         ranks = np.unique(self._rank[mine])
         wrong = []
@@ -184,12 +186,12 @@ class EngineTensors:
 
 
 def _words(digest: str) -> tuple[int, int]:
-    """Returns the two sums that a table of tensors has as hex digits."""
+    """Returns the two 64-bit sums that `digest`, a tensor's hash in a manifest, has as hex digits."""
     return int(digest[:16], 16), int(digest[16:], 16)
 
 
 def some(names: Sequence[str]) -> str:
-    """Returns the first names, and how many more there are."""
+    """Returns a text with the first NAMED names, and how many more there are."""
     if len(names) > NAMED:
         rest = f" and {len(names) - NAMED} more"
     else:
@@ -198,10 +200,11 @@ def some(names: Sequence[str]) -> str:
 
 
 def patterns(unfollowed: dict[str, str]) -> str:
-    """Returns names and reasons, with one entry for names that differ only in their numbers.
+    """Returns a text with names and reasons for {name: reason}, with one entry for names that differ only in their
+    numbers.
 
-    >>> patterns({"layers.0.gate.bias": "cast", "layers.1.gate.bias": "cast", "norm": "added to"})
-    'layers.*.gate.bias (2: cast), norm (1: added to)'
+    >>> patterns({"layers.0.gate.bias": "cast", "layers.1.gate.bias": "cast", "norm": "added to"}) 'layers.*.gate.bias
+    (2: cast), norm (1: added to)'
     """
     numbers: defaultdict[tuple[str, str], int] = defaultdict(int)
     for name, reason in unfollowed.items():

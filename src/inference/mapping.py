@@ -25,7 +25,7 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ...s ([0-9a-f]+) ([0-9a-f]+):([0
 
 @dataclass(frozen=True)
 class Region:
-    """Bytes of one bucket in a file that other processes of this user can map."""
+    """The place of one bucket's bytes in a file that other processes of this user can map."""
 
     path: str
     """The file, which need not have a name: a path below /proc."""
@@ -35,7 +35,8 @@ class Region:
     """How many there are."""
 
     def map(self) -> npt.NDArray[np.uint8]:
-        """Maps them: pages are shared with the file until written to, and writes stay private."""
+        """Returns the bytes, mapped into this process: pages are shared with the file until written to, and writes stay
+        private."""
         if not self.nbytes:
             return np.zeros(0, dtype=np.uint8)  # nothing cannot be mapped
         return np.memmap(self.path, np.uint8, "c", self.offset, (self.nbytes,))
@@ -43,7 +44,7 @@ class Region:
 
 @dataclass(frozen=True)
 class _Mapping:
-    """A part of a file in this process's memory."""
+    """A part of a file that is mapped into this process's memory."""
 
     begin: int
     end: int
@@ -53,8 +54,8 @@ class _Mapping:
 
 
 def regions_of(buckets: Sequence[npt.NDArray[np.uint8]], holders: Sequence[int]) -> list[Region] | None:
-    """Returns where contiguous `buckets` lie in files that one of the processes `holders` has open; None if one of them
-    does not, as memory of the heap. They stay there as long as the arrays live."""
+    """Returns the place of each contiguous bucket in a file that one of the processes `holders` (ids) has open. Returns
+    None if a bucket is in no such file, but in ordinary memory. The bytes stay there as long as the arrays live."""
     mappings = _shared_mappings()
     within = [next((m for m in mappings if m.begin <= _address(bucket) < m.end), None) for bucket in buckets]
     files = {mapping.file for mapping in within if mapping}
@@ -85,7 +86,8 @@ def _shared_mappings() -> list[_Mapping]:
 
 
 def _open_files(holders: Sequence[int], files: set[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], str]]:
-    """Yields (device and inode, path) of the files `files` that the processes have open and this one may open."""
+    """Yields ((device, inode), path below /proc) for each of `files` that a process of `holders` has open and this
+    process may open."""
     for holder in holders:
         try:
             descriptors = os.listdir(f"/proc/{holder}/fd")
@@ -104,8 +106,9 @@ def _open_files(holders: Sequence[int], files: set[tuple[int, int]]) -> Iterator
 
 
 def populate(buckets: Sequence[npt.NDArray[np.uint8]]) -> None:
-    """Enters the pages of mapped buckets into this process's page table, so that the pause in which they are loaded has
-    no page faults. For a thread. Linux before 5.14 does not know this advice, and nothing is lost then."""
+    """Enters the pages of mapped buckets into this process's page table, so that loading them, in a pause of the
+    engine, meets no page faults. Call it in a thread. Linux before 5.14 ignores the request, and loading is only
+    slower then."""
     madvise = ctypes.CDLL(None).madvise  # unlike `mmap.madvise` it does not hold Python's lock
     for bucket in buckets:
         begin = bucket.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
@@ -114,13 +117,13 @@ def populate(buckets: Sequence[npt.NDArray[np.uint8]]) -> None:
 
 
 def mappings_of(buckets: Sequence[npt.NDArray[np.uint8]]) -> list[weakref.ref[mmap.mmap]]:
-    """Returns weak references to the mappings of `Region.map`: they show afterwards whether something still uses
-    them.
-    """
+    """Returns weak references to the mappings behind buckets from `Region.map`. A reference that is still alive after
+    the buckets are dropped shows that something uses its mapping."""
     owners: list[object] = [bucket.base for bucket in buckets]
     return [weakref.ref(owner) for owner in owners if isinstance(owner, mmap.mmap)]
 
 
 def make_own(mapped: mmap.mmap) -> None:
-    """Copies each page of a private mapping into memory of this process, so later writes to the file do not show."""
+    """Copies each page of a private mapping into this process's own memory, so that later writes to the file do not
+    change it."""
     np.frombuffer(mapped, dtype=np.uint8)[:: mmap.PAGESIZE] |= 0

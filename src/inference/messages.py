@@ -15,7 +15,7 @@ from trireme.core.types import SampleRequest
 
 
 def pack_requests(requests: Sequence[SampleRequest]) -> bytes:
-    """Returns the message that brings `requests` to a replica."""
+    """Returns `requests` as one message to a replica."""
     return pickle.dumps(requests, protocol=pickle.HIGHEST_PROTOCOL)
 
 
@@ -27,7 +27,7 @@ def unpack_requests(message: bytes) -> list[SampleRequest]:
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """A replica's answer to a caller."""
+    """A replica's answer to a caller: outcomes of any of its requests, and why the replica is unusable, if it is."""
 
     outcomes: Sequence[tuple[str, Outcome]] = ()
     """Names of requests, and how they ended."""
@@ -35,7 +35,7 @@ class Reply:
     """Why the replica is unusable."""
 
     def pack(self) -> bytes:
-        """Returns the message that brings the reply to the caller."""
+        """Returns this reply as one message."""
         return pickle.dumps(self, protocol=pickle.HIGHEST_PROTOCOL)
 
     @classmethod

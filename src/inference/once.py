@@ -12,14 +12,15 @@ Value = TypeVar("Value")
 
 
 class OnceForEach(Generic[Value]):
-    """Remembers the newest work."""
+    """Runs work once for each identity of weights; remembers the newest work and its outcome."""
 
     def __init__(self) -> None:
         self._newest: tuple[WeightIdentity, asyncio.Task[Value]] | None = None
 
     async def run(self, identity: WeightIdentity, begin: Callable[[], Coroutine[Any, Any, Value]]) -> Value:
-        """Returns or raises the outcome of the work for `identity`: that of the last call where it had the same one,
-        unless it has failed. It goes on when a caller is cancelled."""
+        """Returns or raises the outcome of the work for `identity`. Starts the work with `begin`, unless the last call
+        had the same identity and its work has not failed: then shares that work. The work goes on when a caller is
+        cancelled."""
         if not (self._newest and self._newest[0] == identity and not _has_failed(self._newest[1])):
             self._newest = identity, asyncio.create_task(begin())
         return await asyncio.shield(self._newest[1])

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class Receiving:
-    """The newest version that was offered to a replica, on its way into the engine."""
+    """Receives the newest version that was offered to a replica, in rank 0 of its engine."""
 
     def __init__(self) -> None:
         self._current: Broadcast | None = None
@@ -47,8 +47,8 @@ class Receiving:
         self._places: Sequence[TensorPlace] = ()
 
     def start(self, offer: Offer, number: int, serial: int, pipe: str) -> None:
-        """Begins to receive the offer for replica `number`, and stops receiving an older one. Messages carry `serial`
-        and go to the pipe at the path `pipe`."""
+        """Begins to receive the version of `offer`, in a thread, for replica `number`, and gives up an older one. The
+        thread's messages carry `serial` and go to the pipe at the path `pipe`."""
         last = self._current
         if last:
             last.given_up.set()
@@ -57,8 +57,8 @@ class Receiving:
         self._current = Broadcast(offer, number, serial, pipe, last, spare, self._places)
 
     def sums(self, paths: Set[str]) -> dict[TensorPlace, str]:
-        """Returns the sums of tensors that were summed when they arrived in the files `paths`, by their places. Call it
-        in a thread: it waits for sums that are not ready yet."""
+        """Returns {place: sums} of the tensors that were summed as they arrived, if `paths` is the file into which the
+        newest version is received; else {}. Waits for sums that are not ready: call it in a thread."""
         current = self._current
         landing = current.landing if current else None
         if current and landing and paths == {landing.path}:
@@ -66,9 +66,9 @@ class Receiving:
         return {}
 
     def forget(self, version: int, places: Sequence[TensorPlace], *, copied: bool) -> None:
-        """Releases the memory of a loaded version with tensors at these `places`; later versions usually have the same
-        places. `copied`: no rank uses it any longer, so the next version is received into it. New memory would cost
-        several times as much as receiving, page by page, and an update needs as much anyway."""
+        """Releases the memory of `version`, which is loaded. `places`: where its tensors were; the next version is
+        expected to have the same places. `copied`: no rank uses the memory any more, so the next version is received
+        into it. New memory would cost several times as much as receiving, because the system gives it page by page."""
         self._places = places
         if self._current and self._current.version == version:
             landing = self._current.landing
@@ -78,13 +78,13 @@ class Receiving:
 
 
 def sums_at(bucket: npt.NDArray[np.uint8], places: Sequence[TensorPlace]) -> dict[TensorPlace, str]:
-    """Returns the sums of the tensors at some places of a bucket."""
+    """Returns {place: sums} of the tensors at `places` of a bucket."""
     return {place: str(sums_of(bucket[place.offset : place.offset + place.nbytes])) for place in places}
 
 
 class Landing:
-    """Memory in a file without a name, which other processes can map by its path as long as this object lives. It stays
-    mapped here, because a new mapping of the same pages costs a page fault for each of them."""
+    """Memory for received bytes, in a file without a name. Other processes can map it by its `path`, as long as this
+    object lives. It stays mapped here, because a new mapping of the same pages costs a page fault for each page."""
 
     def __init__(self) -> None:
         file = os.memfd_create("weights")
@@ -94,7 +94,7 @@ class Landing:
         weakref.finalize(self, os.close, file)
 
     def memory(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Returns its memory, which has `nbytes` bytes from now on, at least one."""
+        """Returns the memory, resized to `nbytes` bytes (at least 1), as uint8 [nbytes]."""
         if len(self._whole) != nbytes:
             os.ftruncate(self._file, nbytes)
             self._whole = np.memmap(self.path, np.uint8, "r+", shape=(nbytes,))
@@ -102,7 +102,8 @@ class Landing:
 
 
 class Broadcast:
-    """A version that is being received. The thread continues with the previous version's group."""
+    """Receives one version in a thread of its own. Uses the communication group of the previous version, `before`,
+    again if possible."""
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class Broadcast:
         self._thread.start()
 
     def sums(self) -> dict[TensorPlace, str]:
-        """Returns the sums of tensors that have arrived, by their places."""
+        """Returns {place: sums} of the tensors that have arrived; waits for sums in progress."""
         return {place: digest for sums in self._sums for place, digest in sums.result().items()}
 
     def _run(self) -> None:
@@ -148,7 +149,7 @@ class Broadcast:
             os.close(pipe)
 
     def _finish(self, group: BroadcastGroup) -> None:
-        """Keeps the group for the next version, once this one has been passed on by it."""
+        """Waits until the group has passed this version on to other replicas, and then keeps it for the next version."""
         try:
             group.collective.finish(self._left_s)
         except RoomFailed as lost:
@@ -157,7 +158,8 @@ class Broadcast:
             self.group = group
 
     def _last_group(self) -> BroadcastGroup | None:
-        """Returns the group by which the version before arrived, if its thread has ended."""
+        """Returns the group by which the previous version arrived. Returns None if there is none, or if its thread does
+        not end within PASS_ON_S."""
         before = self._before
         self._before = None
         if before is None:
@@ -173,7 +175,8 @@ class Broadcast:
         return max(self._deadline - time.monotonic(), LEAST_S)
 
     def _receive(self, last: BroadcastGroup | None, pipe: int) -> BroadcastGroup:
-        """Receives all buckets and reports where they are; returns the group by which they came."""
+        """Receives all buckets, and writes to `pipe` that this rank is ready and then where the buckets are. Returns
+        the group by which they came: `last`, or a new one."""
         host, port = self._offer.endpoints_R[self._offer.server]
         store = open_store(host, port, timeout_s=self._offer.ready_s)
         fault_point("transport.ready")

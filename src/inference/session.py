@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Arrived:
-    """The bytes of a version in this node's memory, as long as this object lives."""
+    """The bytes of a version in this node's memory. They stay there as long as this object lives."""
 
     regions: list[Region]
     """Where other processes map the buckets."""
@@ -39,7 +39,7 @@ class Arrived:
 
 @dataclass
 class _Incoming:
-    """A version that was offered to this replica."""
+    """A version that was offered to this replica, with futures for "ready to receive" and "has arrived"."""
 
     offer: Offer
     serial: int
@@ -48,7 +48,7 @@ class _Incoming:
     arrived: asyncio.Future[list[Region]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def hear(self, message: dict[str, Any]) -> None:
-        """Takes a message of the receiving thread."""
+        """Takes a message of the receiving thread and settles the futures: `ready`, `failed` or `arrived`."""
         if "arrived" in message:
             path = message["arrived"]["path"]
             offsets = message["arrived"]["offsets"]
@@ -65,7 +65,7 @@ class _Incoming:
                 future.exception()  # nobody may ever ask for it
 
     def is_of(self, source: Any) -> bool:
-        """Returns whether it is the version of this source."""
+        """Returns True if this is the version that `source`, of published weights, gives."""
         return (self.offer.attempt, self.offer.version) == (source.session.attempt, source.version)
 
     @staticmethod
@@ -75,8 +75,9 @@ class _Incoming:
 
 
 class Broadcasts:
-    """The newest version that is broadcast to this replica. `start` makes the engine's rank 0 receive an offer, and
-    write messages with the given number to a pipe with the given path. `transport` fetches versions on demand."""
+    """This replica's side of broadcasts: answers offers, and provides the bytes of versions. `start(offer, serial,
+    pipe)` makes the engine's rank 0 receive an offer and write messages with this serial number to the pipe at this
+    path. `transport` fetches versions on demand."""
 
     def __init__(self, transport: Transport, start: Callable[[Offer, int, str], Awaitable[Any]]) -> None:
         self._transport = transport
@@ -89,8 +90,8 @@ class Broadcasts:
         self._mapping = asyncio.Lock()  # held while what has arrived is mapped, and while receiving begins
 
     async def offer(self, offer: Offer) -> None:
-        """Returns when the engine is ready to receive, and abandons an unfinished other version. Raises RoomFailed when
-        it cannot."""
+        """Makes the engine begin to receive the version of `offer`, and gives up an older one that has not arrived.
+        Returns when the engine is ready. Raises RoomFailed when it cannot, or not within `offer.timeout_s`."""
         if self._incoming:
             self._incoming.fail(f"version {offer.version} was offered")
         try:
@@ -108,9 +109,9 @@ class Broadcasts:
 
     @asynccontextmanager
     async def fetched(self, number: int, source: Any) -> AsyncIterator[Arrived]:
-        """Yields the bytes of `source` as soon as they are in this node's memory: as broadcast to replica `number`,
-        else as fetched on demand. Other processes can map them until the end of the block. Raises RoomFailed when they
-        are not available."""
+        """Yields the bytes of `source` once they are in this node's memory: those broadcast to replica `number` or, if
+        they do not arrive, those fetched on demand. Other processes can map them until the end of the block. Raises
+        RoomFailed when they are not available."""
         session = getattr(source, "session", None)  # None: another transport, or a loop that makes no offers
         if session:
             refusal = await self._why_not(number, source)
@@ -141,7 +142,8 @@ class Broadcasts:
             os.close(file)
 
     async def _why_not(self, number: int, source: Any) -> str:
-        """Waits until the version of `source` has arrived; returns the reason if it does not ("" if it does)."""
+        """Waits until the version of `source` has arrived by broadcast to replica `number`, and returns "". Returns a
+        reason if it does not arrive."""
         if number not in source.session.members:
             return "it is not in the session: it joined later, or was not ready in time"
         incoming = self._incoming
@@ -153,13 +155,13 @@ class Broadcasts:
         return str(incoming.arrived.exception() or "")
 
     def lose_engine(self) -> None:
-        """Forgets the bytes that an ended engine received."""
+        """Forgets the offered version, because the engine that received it has ended."""
         if self._incoming:
             self._incoming.fail("its engine has ended")
         self._incoming = None
 
     def close(self) -> None:
-        """Closes the pipe."""
+        """Closes the pipe to which the engine's rank 0 writes."""
         if self._pipe:
             asyncio.get_running_loop().remove_reader(self._pipe[0])
             for end in self._pipe:
@@ -176,7 +178,7 @@ class Broadcasts:
         self._copies = True
 
     def _open_pipe(self) -> str:
-        """Returns the path by which another process of this user can write to the pipe."""
+        """Opens the pipe if it is not open. Returns the path by which another process of this user can write to it."""
         if self._pipe is None:
             self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             asyncio.get_running_loop().add_reader(self._pipe[0], self._read)
@@ -193,7 +195,8 @@ class Broadcasts:
 
 
 def copy_to_memory(buckets: Sequence[npt.NDArray[np.uint8]]) -> tuple[int, list[Region]]:
-    """Copies buckets into one file without a name. Returns the file's descriptor and the buckets' regions in it.
+    """Copies buckets into one new file without a name, in memory. Returns the file's descriptor, and the buckets'
+    regions in it.
 
     The file exists until its descriptor is closed and no process maps it. Call it in a thread: copying blocks.
     """

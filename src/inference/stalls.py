@@ -25,12 +25,12 @@ LONGEST_GAP_S = 2.0
 
 
 class StallClock:
-    """Counts the seconds in which at least one of several processes made no progress. They answer together, so one that
-    stands still holds up the others, which keep using CPU time while they wait for it. Call `look` about once a
-    second.
+    """Counts the seconds in which at least one of several processes made no progress, by their CPU time. The processes
+    answer together: one that stands still holds up the others, which keep using CPU time while they wait. Call
+    `look` about once a second.
 
-    `cpu_s` returns the CPU seconds that each has used so far. `silent_s` is always the time since they answered last,
-    or were asked.
+    `cpu_s` returns the CPU seconds that each process has used so far. The argument `silent_s` is always the time in
+    seconds since they last answered, or were asked.
     """
 
     def __init__(self, cpu_s: Callable[[], Sequence[float]]) -> None:
@@ -40,7 +40,7 @@ class StallClock:
         self._looked = self._progressed = time.monotonic()
 
     def look(self, silent_s: float) -> float:
-        """Returns for how many seconds it has made none."""
+        """Returns for how many seconds, until now, some process has made no progress; at most `silent_s`."""
         now = time.monotonic()
         gap_s = now - self._looked
         self._looked = now
@@ -57,16 +57,16 @@ class StallClock:
         return self._stalled_s
 
     def answered(self, silent_s: float) -> float:
-        """Returns the longest time without progress in the silence that ends now. Time in which `look` was not called
-        counts as time without progress."""
+        """Ends the silence, because the processes have answered. Returns the longest time without progress in it, in
+        seconds. Time in which `look` was not called counts as time without progress."""
         longest_s = max(self._longest_s, min(silent_s, time.monotonic() - self._progressed))
         self._longest_s = self._stalled_s = 0.0
         return longest_s
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns the CPU seconds that a process and all below it have used so far, with their waits for a disk where the
-    kernel counts them; 0 when it has ended."""
+    """Returns the CPU seconds that a process and all its descendants have used so far; 0 when it has ended. Waits for a
+    disk count too, where the kernel counts them."""
     used_s = 0.0
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)

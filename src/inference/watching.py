@@ -25,7 +25,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy that a loader makes."""
+    """A copy that a loader makes from a part of a published tensor into a parameter."""
 
     part: HeldPart
     target: str
@@ -37,7 +37,7 @@ class Copy:
 
 
 class CopyWatch(TorchDispatchMode):
-    """Records copies from published tensors to the tensors of a model, while it is entered and not `idle`."""
+    """Records copies from `published` tensors to a model's tensors, while it is entered as a context and not `idle`."""
 
     def __init__(self, published: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class CopyWatch(TorchDispatchMode):
         self.idle = False
 
     def layouts(self) -> dict[str, Layout]:
-        """Returns {parameter that was copied to: how it lies in memory}."""
+        """Returns {name of a tensor that was copied to: its layout in memory}."""
         return {name: layout_of(self._model_tensors[name]) for name in self.copies}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,7 +97,8 @@ class CopyWatch(TorchDispatchMode):
             self.copies[holder][copy] = sum(map(len, self.copies.values()))
 
     def _trace(self, func: Any, inputs: Sequence[Tensor], result: Any) -> None:
-        """Records tensors that are computed from published tensors, because they cannot be followed."""
+        """Notes that the tensors in `result` were computed by `func` from `inputs`: published tensors among their
+        origins cannot be followed."""
         origin = {name for tensor in inputs for name in self._origin(tensor)}
         if func._schema.is_mutable and inputs and _memory(inputs[0]) in self._holders and func not in PADDING:
             self.unfollowed.update(dict.fromkeys(origin, COMPUTED))
@@ -110,7 +111,7 @@ class CopyWatch(TorchDispatchMode):
                     self._computed.setdefault(memory, set()).update(origin)
 
     def _origin(self, tensor: Tensor) -> set[str]:
-        """Returns the published tensors that have values in this memory."""
+        """Returns the names of the published tensors from which the values in the memory of `tensor` come."""
         name = self._name(tensor)
         if name is not None:
             return {name}
@@ -120,7 +121,7 @@ class CopyWatch(TorchDispatchMode):
         return self._computed.get(_memory(tensor), set())
 
     def _name(self, tensor: Tensor) -> str | None:
-        """Returns the published tensor that contains this memory."""
+        """Returns the name of the published tensor whose memory contains `tensor`; None if there is none."""
         if tensor.is_meta or not (address := tensor.data_ptr()):
             return None
         at = bisect_right(self._addresses, (address, LAST_NAME)) - 1
@@ -133,7 +134,8 @@ class CopyWatch(TorchDispatchMode):
 
 
 def disordered(copies: Sequence[Copy]) -> list[str]:
-    """Returns tensors with numbers (of layers, or of experts in one parameter) in another order than their places.
+    """Returns the names of tensors that were copied to places in another order than that of their numbers (of layers,
+    or of experts in one parameter).
 
     The record follows the loaders, so an exchange at the first update would become the rule.
     """
@@ -155,12 +157,13 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 def widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Returns whether `wide` has all values of `narrow`, so that casting there and back changes nothing."""
+    """Returns True if `wide` can hold all values of `narrow`, so that casting there and back changes nothing."""
     return torch.promote_types(narrow, wide) == wide
 
 
 def _unlike(published: Tensor, source: Tensor, target: Tensor) -> str | None:
-    """Returns why the values cannot be found again that are copied from `source`, in the memory of `published`."""
+    """Returns why the values that are copied from `source`, in the memory of `published`, cannot be found again in
+    `target`: a cast or a repetition. None if they can."""
     if source.dtype != published.dtype or not widens(source.dtype, target.dtype):
         return f"{_short(published)} as {_short(source)} held in {_short(target)}"
     if source.shape != target.shape or 0 in source.stride():
@@ -169,8 +172,8 @@ def _unlike(published: Tensor, source: Tensor, target: Tensor) -> str | None:
 
 
 def _merged(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Returns the dimensions (size, stride in the source, stride in the target) from the largest stride in the source
-    to the smallest. Drops dimensions of one element, and joins dimensions that follow each other in both memories."""
+    """Returns dimensions (size, stride in the source, stride in the target) from the largest stride in the source to
+    the smallest. Drops dimensions of one element, and joins dimensions that are contiguous in both memories."""
     merged: list[tuple[int, int, int]] = []
     for size, stride, other_stride in sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: -dim[1]):
         if merged and merged[-1][1] == size * stride and merged[-1][2] == size * other_stride:
@@ -185,13 +188,13 @@ def _slice(offset: int, dims: Sequence[tuple[int, int, int]], which: int) -> Ele
 
 
 def _numbers(name: str) -> tuple[str, list[int]]:
-    """Returns a dotted name without its numbers, and these."""
+    """Splits a dotted name: returns the name with "*" for each number, and the numbers."""
     parts = name.split(".")
     return ".".join("*" if part.isdigit() else part for part in parts), [int(part) for part in parts if part.isdigit()]
 
 
 def _memory(tensor: Tensor) -> int:
-    """Identifies the memory that a tensor shares with its views, on the device `meta` too."""
+    """Returns a number that identifies the memory of `tensor`, the same for all its views, also on the device "meta"."""
     return tensor.untyped_storage()._cdata
 
 

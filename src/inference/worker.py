@@ -61,7 +61,8 @@ READERS = 8
 def load_weights(
     runner: ModelRunner, follower: TensorFollower, tensors: Mapping[str, torch.Tensor], *, traced: bool
 ) -> None:
-    """Loads one version whole: fused groups (q, k, v; gate and up) must be loaded together."""
+    """Loads the whole version `tensors` by vLLM's loaders, followed by `follower`. All tensors come together, because
+    fused groups (q, k, v; gate and up) must be loaded together. `traced`: as in `TensorFollower.following`."""
     with follower.following(tensors, traced=traced) as followed:
         runner.reload_weights(weights_iterator=_as_loaded(followed, fault_point("inference.load")))
     skip = fault_point("inference.repack") == "skip"
@@ -84,9 +85,9 @@ def copy_weights(
     manifest: WeightsManifest,
     buckets: list[npt.NDArray[np.uint8]],
 ) -> None:
-    """Replaces `load_weights` where that only copies: each bucket travels to the device as a whole, and from there to
-    the parameters in one launch. A copy from the host for each tensor would wait, each time, until the device has time
-    for this process, while the trainer's process may have it."""
+    """Does the work of `load_weights` for a model where loaders only copy. Each bucket travels to the device as a
+    whole, and from there to the parameters in one launch. Copying each tensor from the host would wait, each time,
+    until the device has time for this process, while the trainer's process may have it."""
     by_bucket: list[list[TensorEntry]] = [[] for _ in buckets]
     for entry in manifest.entries:
         by_bucket[entry.bucket].append(entry)
@@ -106,12 +107,12 @@ def copy_weights(
 
 
 def _left_out(layer: torch.nn.Module) -> None:
-    """Replaces the packing of a layer in tests."""
+    """Does nothing; tests put it in the place of a layer's packing."""
 
 
 def _as_loaded(tensors: Iterable[tuple[str, torch.Tensor]], fault: str | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors as a faulty loader would take them, which tests ask for: a norm or the output matrix keeps its
-    old values, or two experts of the first layer change places."""
+    """Yields the tensors for the loaders, changed by the fault that a test asks for: without a norm or the output
+    matrix, which keeps its old values, or with two experts of the first layer exchanged."""
     skipped = {"skip_norm": ".layers.0.input_layernorm.weight", "skip_head": "lm_head.weight"}.get(fault or "")
     for name, tensor in tensors:
         if skipped is None or not name.endswith(skipped):
@@ -120,15 +121,16 @@ def _as_loaded(tensors: Iterable[tuple[str, torch.Tensor]], fault: str | None) -
 
 
 def _corrupt(model: torch.nn.Module) -> None:
-    """Changes a value on which every logit depends: of the final norm, or of the last adapter where there are some."""
+    """Changes one value on which every logit depends: in the last adapter if there are adapters, else in the final
+    norm."""
     norms = [p for name, p in model.named_parameters() if name.endswith("norm.weight") and "layers" not in name]
     adapters = [tensor for layer in model.modules() for tensor in stacks(layer).values()]
     [*norms, *adapters][-1].data[(0,) * [*norms, *adapters][-1].dim()] += 1.0
 
 
 def readers() -> int:
-    """Returns how many threads read received bytes. On CPUs it is one, because the engine computes by the same cores.
-    On GPUs an engine needs few cores, and the next step's sampling waits for the check."""
+    """Returns how many threads read received bytes: 1 on CPUs, where the engine computes on the same cores. On GPUs an
+    engine needs few cores, and the next step's sampling waits for the check, so it is up to READERS."""
     if current_platform.is_cpu():
         return 1
     return max(1, min(READERS, len(os.sched_getaffinity(0)) // 2))
@@ -137,8 +139,8 @@ def readers() -> int:
 def _refusal_of(
     manifest: WeightsManifest, buckets: list[npt.NDArray[np.uint8]], sums: Callable[[], Mapping[TensorPlace, str]]
 ) -> str:
-    """Returns why received bytes are refused; empty if they match the manifest. Known `sums` of tensors are not
-    computed again."""
+    """Compares received `buckets` with the manifest. Returns why they are refused; "" if they match. `sums` returns the
+    sums of tensors that are already known, which are not computed again."""
     populate(buckets)
     digests = sums()
     if fault_point("inference.received") == "corrupt":
@@ -153,7 +155,7 @@ def _refusal_of(
 
 
 def _resolve(future: Future[str], work: Callable[[], str | None]) -> None:
-    """Gives `future` the outcome of `work`."""
+    """Calls `work` and gives its result, or its exception, to `future`."""
     try:
         future.set_result(work() or "")
     except BaseException as error:
@@ -161,7 +163,7 @@ def _resolve(future: Future[str], work: Callable[[], str | None]) -> None:
 
 
 class WorkerExtension:
-    """Methods that the replica calls on every rank of its engine, mixed into vLLM's Worker."""
+    """The methods that a replica calls on every rank of its engine; vLLM mixes this class into its Worker."""
 
     rank: int
     model_runner: ModelRunner
@@ -173,9 +175,9 @@ class WorkerExtension:
     carrier: Carrier | None = None
 
     def settle(self) -> int:
-        """Removes the names of the shared memory by which ranks communicate: they have found each other, and killed
-        ranks would leave it in /dev/shm. Compiles the checks of weights, so that no update waits for that. Returns this
-        rank's process id."""
+        """Prepares this rank after the start; returns its process id. Removes the names in /dev/shm of the shared
+        memory by which ranks communicate: the ranks have found each other, and killed ranks would leave the names
+        there. Compiles the checks of weights, so that no update waits for that."""
         digest.warm_up()
         forget_shared_memory(Path("/proc/self/maps").read_text())
         if current_platform.is_cpu():
@@ -183,15 +185,16 @@ class WorkerExtension:
         return os.getpid()
 
     def receive_broadcast(self, pickled_offer: bytes) -> None:
-        """Begins to receive an offer, on rank 0. `pickled_offer`: the arguments of `Receiving.start`."""
+        """Begins to receive an offered version, on rank 0; does nothing on other ranks. `pickled_offer`: the arguments
+        of `Receiving.start`."""
         if self.rank == 0:
             self.receiving = self.receiving or Receiving()
             self.receiving.start(*pickle.loads(pickled_offer))
 
     def receive_weights(self, pickled_files: bytes) -> None:
-        """Maps the received bytes, and begins to check them on rank 0, in a thread alongside the engine's loop: all
-        ranks map the same memory. `pickled_files`: a manifest and where its buckets are, of type
-        `inference.mapping.Region`."""
+        """Maps the received bytes on this rank. On rank 0 also begins to check them, in a thread alongside the engine's
+        loop; all ranks map the same memory. `pickled_files`: a manifest, and the `inference.mapping.Region` of each
+        bucket."""
         manifest, regions = pickle.loads(pickled_files)
         buckets = [region.map() for region in regions]
         if self.receiving:
@@ -209,13 +212,14 @@ class WorkerExtension:
         Thread(target=_resolve, args=(self._checking, work), name="check", daemon=True).start()
 
     def checked(self) -> str | None:
-        """Returns why the received bytes are refused, "" if they are not; None while rank 0 still reads them."""
+        """Returns the outcome of the check that `receive_weights` began: why the bytes are refused, "" if they are not,
+        None while it runs."""
         if self._checking.done():
             return self._checking.result()
         return None
 
     def take_weights(self, traced: bool) -> bytes:
-        """Loads the received weights, while the scheduler is paused. Returns the loaded sums, a pickled
+        """Loads the received weights into this rank's parameters, while the scheduler is paused. Returns a pickled
         `inference.loaded.LoadedSums`. `traced`: see `TensorFollower.following`. An error names the rank."""
         try:
             return pickle.dumps(self._load_received(traced))
@@ -256,7 +260,7 @@ class WorkerExtension:
         return loaded
 
     def add_adapter(self, number: int) -> None:
-        """Adds the received adapter under a new number. An error names the rank."""
+        """Gives this rank's model runner the received adapter, under vLLM's number `number`. An error names the rank."""
         assert self.received is not None
         manifest, buckets = self.received
         assert manifest.adapter is not None, "the replica has looked"
@@ -271,11 +275,12 @@ class WorkerExtension:
             self.receiving.forget(manifest.identity.version, places, copied=False)  # vLLM may keep a part of it
 
     def drop_adapter(self, number: int) -> None:
-        """Forgets an adapter."""
+        """Removes the adapter with vLLM's number `number`."""
         drop_adapter(self.model_runner, number)
 
     def free_memory(self) -> None:
-        """Returns the memory in which weights were loaded to the system: some milliseconds, after requests resume.
+        """Gives memory that was freed after a load back to the system. Takes some milliseconds; call it after requests
+        resume.
 
         Weights are loaded layer by layer into new memory, and requests allocate longer-lived memory in between. The C
         library keeps the freed memory, a little more after each update: 1 GiB grew by 250 MiB in 30 updates of 200 MiB,

@@ -16,8 +16,8 @@ BEYOND = 2**20
 
 
 async def wrong_answer(answer: SampledSequence, action: str) -> SampledSequence:
-    """Makes an answer as a broken replica would, for the fault point `inference.answer`. Raises ValueError for an
-    unknown action: a fault that never comes would be a test that cannot fail."""
+    """Returns `answer` spoilt as `action` says: "late", "garbage" (tokens), "nan" (logprobs) or "stranger" (weights).
+    Raises ValueError for an unknown action: a fault that never comes would be a test that cannot fail."""
     match action:
         case "late":
             await asyncio.sleep(LATE_S)
