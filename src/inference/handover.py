@@ -100,7 +100,8 @@ class Handover:
         return self._request.read
 
     def next_request(self) -> SampleRequest:
-        """Returns the request for the next replica: its prompt ends with the kept tokens, so only the rest is sampled."""
+        """Returns the request for the next replica: its prompt ends with the kept tokens, so only the rest is
+        sampled."""
         self._base = length = len(self)
         if not length:
             return self._request

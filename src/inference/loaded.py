@@ -50,7 +50,8 @@ class HeldPart:
 
 @dataclass(frozen=True)
 class Following:
-    """What one rank learned at its first update: which parts of published tensors its loaders copied into parameters."""
+    """What one rank learned at its first update: which parts of published tensors its loaders copied into
+    parameters."""
 
     parts: tuple[HeldPart, ...]
     """In the order of the sums; the same one several times, where the rank holds copies."""
@@ -203,8 +204,8 @@ def patterns(unfollowed: dict[str, str]) -> str:
     """Returns a text with names and reasons for {name: reason}, with one entry for names that differ only in their
     numbers.
 
-    >>> patterns({"layers.0.gate.bias": "cast", "layers.1.gate.bias": "cast", "norm": "added to"}) 'layers.*.gate.bias
-    (2: cast), norm (1: added to)'
+    >>> patterns({"layers.0.gate.bias": "cast", "layers.1.gate.bias": "cast", "norm": "added to"})
+    'layers.*.gate.bias (2: cast), norm (1: added to)'
     """
     numbers: defaultdict[tuple[str, str], int] = defaultdict(int)
     for name, reason in unfollowed.items():

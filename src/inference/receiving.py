@@ -149,7 +149,8 @@ class Broadcast:
             os.close(pipe)
 
     def _finish(self, group: BroadcastGroup) -> None:
-        """Waits until the group has passed this version on to other replicas, and then keeps it for the next version."""
+        """Waits until the group has passed this version on to other replicas, and then keeps it for the next
+        version."""
         try:
             group.collective.finish(self._left_s)
         except RoomFailed as lost:

@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 
 
 class HandoverNeeded(Exception):
-    """The replica does not finish the request, for `reason`; another one is to. `lost`: it failed while it had the
-    request, which may be the cause."""
+    """Raised when a replica does not finish a request, for `reason`: another replica has to. `lost`: the replica failed
+    while it had the request, which may be the cause."""
 
     def __init__(self, reason: TriremeError, *, lost: bool = False) -> None:
         self.reason = reason
@@ -56,7 +56,7 @@ class HandoverNeeded(Exception):
 
 @dataclass(eq=False, slots=True)
 class RoutedRequest:
-    """A request on its replica."""
+    """A request that was given to a replica, its tokens so far, and the future for its answer."""
 
     request: SampleRequest
     handover: Handover
@@ -67,7 +67,8 @@ class RoutedRequest:
     """When it was given to the replica, by the clock of the event loop."""
 
     def settle(self, outcome: SampledSequence | Exception) -> None:
-        """Gives the caller a result or an error, unless it was cancelled or has one already."""
+        """Gives the caller the answer or an error. Does nothing if the caller was cancelled or has an outcome
+        already."""
         if self.future.done():
             return
         if isinstance(outcome, Exception):
@@ -77,12 +78,13 @@ class RoutedRequest:
 
 
 class Target:
-    """A replica as this router uses it. `serves` is looked up for each request, so it is kept, not computed."""
+    """A replica as this router uses it: its row, its requests, and whether it `serves`, an attribute for speed."""
 
     def __init__(
         self, index: int, row: ReplicaRow, fails: Callable[[Target, TriremeError], None], needs_weights: bool
     ) -> None:
-        """`needs_weights`: it serves only once a table says that it has taken weights."""
+        """`fails` is called with this target and the error when a call to the replica raises. `needs_weights`: the
+        replica serves only once a table says that it has taken weights."""
         self.index = index
         self.row = row
         self._needs_weights = needs_weights
@@ -99,15 +101,15 @@ class Target:
         """Number of senseless answers in a row."""
 
     def take(self, row: ReplicaRow) -> None:
-        """Takes its row of a newer table."""
+        """Takes `row`, the replica's row in a newer table."""
         self.row = row
         has_weights = row.acknowledged is not None or not self._needs_weights
         self.serves = row.serves and has_weights and not self.calls.failure
         self.issued.update(dict.fromkeys(row.issued))
 
     def makes_sense(self, answer: SampledSequence | Progress, vocab_size: int | None) -> bool:
-        """Tells whether `made` is tokens of the vocabulary (None: not known) with finite log-probabilities. Raises
-        RoomFailed when it is not for the `SENSELESS`th time in a row."""
+        """Returns True if the tokens of `answer` are in the vocabulary (None: its size is not known) and have finite
+        log-probabilities. Raises RoomFailed at the `SENSELESS`th senseless answer in a row."""
         tokens = answer.tokens
         logprobs = answer.logprobs
         # Ufuncs, without the Python around them. A negative token is a large one without its sign, and a sum is finite
@@ -127,12 +129,13 @@ class Target:
         return False
 
     def is_lost_by(self, reason: TriremeError | None) -> bool:
-        """Tells whether its requests may be why it is gone."""
+        """Returns True if the replica is gone for a `reason` that its requests may have caused."""
         return type(reason) is RoomFailed and not (self.row.draining or self.row.updating)
 
     def end(self, reason: TriremeError, *, lost: bool) -> None:
-        """Uses it no more. Other replicas finish its requests from what they have; without what it reported, if it
-        named weights that it was not given."""
+        """Gives the replica up, for `reason`. Its requests are handed over to other replicas, with their tokens so far;
+        without those that it reported itself, if it named weights that it was not given. `lost`: the requests may be
+        the cause."""
         self.serves = False
         for routed in self.requests.values():
             if isinstance(reason, ProvenanceError):
@@ -143,16 +146,16 @@ class Target:
 
 
 class Router:
-    """Implements `trireme.core.sampler.Sampler`.
+    """Routes requests to the replicas of a replica set. Implements `trireme.core.sampler.Sampler`.
 
     Requests of equal `route_key` stay on one replica (they share prefixes), even while it takes weights: their turn
     there comes sooner than a prefix is computed elsewhere. Others go to a replica that is not taking weights, if there
-    is one, and among those where the fewest are in flight.
+    is one, and among those to one with the fewest requests in flight.
 
-    A replica that fails is used no more, and reported to the replica set. Another one finishes its requests from the
-    tokens that they have (`inference.handover`), but for those that had a replica that was lost before. When none is
-    left, requests wait for one to join. A replica that refuses a request because it is below its floor is used by no
-    request before a newer table comes.
+    A replica that fails gets no more requests, and is reported to the replica set. Another replica finishes its
+    requests from their tokens so far (`inference.handover`), except a request that has already lost a replica before.
+    When no replica is left, requests wait for one to join. A replica that refuses a request, because its weights are
+    older than the request's floor, gets no requests before a newer table comes.
 
     In deterministic mode routes are forgotten whenever nothing is in flight: requests that are then made in one turn of
     the event loop go where their own order says, whatever came before or in an earlier process.
@@ -169,16 +172,17 @@ class Router:
         reports: bool = True,
         attempt: int = 0,
     ) -> None:
-        """`source`: the replica set; None: `follow` is called later, maybe several times.
+        """`source`: the replica set; None: call `follow` later, maybe several times.
         `fixed`: deterministic mode; a lost replica's failure is raised.
-        `one_version`: no sequence has tokens of two versions; a lost one is sampled again from its prompt.
-        `vocab_size`: of the model (None: not known). A replica whose answers have other tokens, or log-probabilities
-        that are not finite, several times in a row, has failed.
-        `progress_s`: seconds between two questions what requests have whose answers are read (None: PROGRESS_S).
-        `reports`: False: another router uses the same replicas, and its failures count. One that fails this router is
-        tried again after a while, and may name any weights. Requests may come before a run has published weights, and
-        wait for them.
-        `attempt`: that of the floors of requests.
+        `one_version`: no sequence has tokens of two versions; after a loss a sequence is sampled again from its prompt.
+        `vocab_size`: the model's (None: not known). A replica has failed if several answers in a row have tokens
+        outside of the vocabulary, or log-probabilities that are not finite.
+        `progress_s`: seconds between two questions for new tokens of requests that are read while they are sampled
+        (None: PROGRESS_S).
+        `reports`: failures of replicas are reported to the replica set. False: another router uses the same replicas
+        and reports them. Then a replica that fails this router is tried again after a while, and may name any weights;
+        requests may come before a run has published weights, and wait for them.
+        `attempt`: the attempt in which the floors of requests count.
         """
         self._newest = NewestTable()
         self._targets: dict[int, Target] = {}
@@ -199,7 +203,7 @@ class Router:
             self.follow(source)
 
     def follow(self, source: ReplicaSet | RemoteSet) -> None:
-        """Reads the tables of `source` from now on."""
+        """Takes the tables of `source` from now on, in place of an earlier source."""
         self.source = source
         source.listen(self.take)
         for target in list(self._targets.values()):
@@ -211,7 +215,7 @@ class Router:
         self._on_change = call
 
     def acknowledged(self) -> dict[int, int]:
-        """Returns {replica: version} for replicas that have acknowledged one and are not behind."""
+        """Returns {replica: the newest version that it has acknowledged}, without replicas that are left behind."""
         rows = {index: target.row for index, target in self._targets.items() if not target.calls.failure}
         return {
             index: row.acknowledged for index, row in rows.items() if row.acknowledged is not None and not row.behind
@@ -238,10 +242,13 @@ class Router:
     # ------------------------------------------------------------------------------------------------------ sampling
 
     async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None) -> SampledSequence:
-        """Samples one sequence. Cancelling the caller aborts it on its replica. `on_progress` gets all that it has
-        whenever there is more. Raises RoomFailed or WeightsRefused when no replica is left, WeightsGone when none has
-        the newest weights and none can have them any more, and BadRequest when replicas do not sample it, or were lost
-        with it."""
+        """Samples one sequence. Cancelling the caller aborts the request on its replica. `on_progress` is called with
+        all tokens so far whenever there are more.
+
+        Raises RoomFailed or WeightsRefused when no replica is left, WeightsGone when no replica has the newest weights
+        and none can have them any more, and BadRequest when replicas refuse the request, or several were lost while
+        they had it.
+        """
         handover = Handover(request, on_progress)
         losses = 0
         while True:
@@ -269,7 +276,7 @@ class Router:
 
     @property
     def _any_serves(self) -> bool:
-        """Some replica takes requests. Checked for each request, so it is written for speed."""
+        """True if some replica takes requests. Written for speed, because it is asked for each request."""
         for target in self._targets.values():  # noqa: SIM110  # `any` takes three times as long
             if target.serves:
                 return True
@@ -289,7 +296,8 @@ class Router:
         return self._serving
 
     async def _sample_on(self, target: Target, handover: Handover) -> SampledSequence:
-        """Raises HandoverNeeded, and the replica's error for the request itself."""
+        """Gives a request to the replica `target` and returns its answer. Raises HandoverNeeded if the replica does not
+        finish it, and the replica's error for the request itself."""
         request = self._on_the_wire(handover.next_request())
         loop = asyncio.get_running_loop()
         routed = RoutedRequest(request, handover, loop.create_future(), loop.time())
@@ -306,7 +314,8 @@ class Router:
             del target.requests[request.request_id]
 
     def _on_the_wire(self, request: SampleRequest) -> SampleRequest:
-        """Returns the request under a unique id: a replica may be asked for it again, also by another process."""
+        """Returns the request under a unique id, because a replica may get the same request again, also from another
+        process."""
         name = f"{request.request_id}@{self._name}-{next(self._numbers)}"
         return replace(request, request_id=name, attempt=self._attempt)
 
@@ -334,7 +343,8 @@ class Router:
                     target.calls.add(self._spawn(self._follow(target)))
 
     async def _stream(self, target: Target, group: list[RoutedRequest]) -> None:
-        """Sends one group of requests and hands out what comes back; leaves none of them with this replica."""
+        """Sends a group of requests to a replica and hands out the outcomes. Requests without an outcome at the end are
+        handed over."""
         silent = set(group)
         name = target.client.name
         try:
@@ -351,7 +361,7 @@ class Router:
                 routed.settle(HandoverNeeded(RoomFailed(f"{name} gave up request {routed.request.request_id}")))
 
     async def _check_issued(self, target: Target, outcome: Outcome) -> None:
-        """Raises ProvenanceError when the replica names weights that it was not given."""
+        """Raises ProvenanceError when `outcome` names weights that the replica was not given."""
         if not self._reports or isinstance(outcome, TriremeError):
             return
         identities = [span.identity for span in outcome.spans]
@@ -360,8 +370,8 @@ class Router:
             check_issued(f"{target.client.name} sampled tokens from", identities, target.issued)
 
     def _hand_out(self, target: Target, routed: RoutedRequest, outcome: Outcome) -> None:
-        """Raises RoomFailed when none of the replica's answers makes sense. A single senseless answer is left to the
-        caller."""
+        """Gives an outcome to the caller, or adds progress to the request's handover. Raises RoomFailed at the last of
+        several senseless answers in a row; the caller judges a single one."""
         sense = True
         if isinstance(outcome, SampledSequence | Progress):
             sense = target.makes_sense(outcome, self._vocab_size)
@@ -371,7 +381,8 @@ class Router:
             routed.handover.add(outcome)
 
     async def _follow(self, target: Target) -> None:
-        """Collects the progress of the replica's requests while it has any; of those that none reads, more seldom."""
+        """Asks a replica for its requests' new tokens, again and again, while it has requests. Asks less often for
+        requests that nobody reads while they are sampled."""
         target.followed = True
         tick_s = self._progress_s or PROGRESS_S
         ticks = itertools.count(1)
@@ -409,7 +420,8 @@ class Router:
     # ------------------------------------------------------------------------------------------------------ replicas
 
     def take(self, table: Table) -> None:
-        """Takes the newest table. Late and repeated ones change nothing."""
+        """Takes a table of the replica set: adds, updates and gives up replicas. A late or repeated table changes
+        nothing."""
         if not self._newest.take(table):
             return
         before = self._targets
@@ -431,8 +443,8 @@ class Router:
         self.take(await self.source.table((0, 0), 0.0))
 
     def _leave(self, target: Target, reason: TriremeError | None) -> None:
-        """Gives up a replica that a table lacks. Without a reason it lives, in another replica set: what it samples is
-        aborted there."""
+        """Gives up a replica that is in the last table no more. `reason`: why it is gone; None: it lives, in another
+        replica set, and its requests from this router are aborted there."""
         if target.calls.failure:
             return
         if reason is None and target.requests:
@@ -440,7 +452,8 @@ class Router:
         target.end(reason or RoomFailed(f"{target.client.name} joined again"), lost=target.is_lost_by(reason))
 
     def _fail(self, target: Target, failure: TriremeError) -> None:
-        """Uses a replica no more because of something that it did."""
+        """Gives a replica up because of `failure`, and reports it to the replica set; a router that does not report
+        tries the replica again later."""
         if target.calls.failure:
             return
         target.end(failure, lost=target.is_lost_by(failure))

@@ -121,7 +121,7 @@ class CopyWatch(TorchDispatchMode):
         return self._computed.get(_memory(tensor), set())
 
     def _name(self, tensor: Tensor) -> str | None:
-        """Returns the name of the published tensor whose memory contains `tensor`; None if there is none."""
+        """Returns the name of the published tensor that has the memory of `tensor`; None if there is none."""
         if tensor.is_meta or not (address := tensor.data_ptr()):
             return None
         at = bisect_right(self._addresses, (address, LAST_NAME)) - 1
@@ -194,7 +194,7 @@ def _numbers(name: str) -> tuple[str, list[int]]:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Returns a number that identifies the memory of `tensor`, the same for all its views, also on the device "meta"."""
+    """Returns a number that identifies the memory of `tensor`: the same for all its views, on the device "meta" too."""
     return tensor.untyped_storage()._cdata
 
 

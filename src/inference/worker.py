@@ -260,7 +260,8 @@ class WorkerExtension:
         return loaded
 
     def add_adapter(self, number: int) -> None:
-        """Gives this rank's model runner the received adapter, under vLLM's number `number`. An error names the rank."""
+        """Gives this rank's model runner the received adapter, under vLLM's number `number`. An error names the
+        rank."""
         assert self.received is not None
         manifest, buckets = self.received
         assert manifest.adapter is not None, "the replica has looked"

@@ -1,1 +1,2 @@
-"""The one owner of the replicas: membership, updates, and the table that routers read."""
+"""The one owner of the replicas: it knows its members, brings them new weights, and publishes the table that routers
+read."""

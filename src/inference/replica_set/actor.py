@@ -9,17 +9,18 @@
 It lives in one event loop: as a Ray actor (`inference.replica_set.handle`), or in the process of its router.
 
 Weights. An update waits for the members that serve, each for ten times as long as the slowest update so far
-(`LearnedDeadline`). One that takes longer is left behind like one that joins: nothing waits for it, it gets no
-requests, and it serves (again) once it has the newest weights, however many versions that takes. The watcher of the
-processes finds out if it is dead. A member that finds the bytes of a version gone takes a newer one; if there is none
+(`LearnedDeadline`). A member that takes longer is left behind, like one that joins: nothing waits for it, it gets no
+requests, and it serves (again) once it has the newest weights, however many versions that takes. If it is dead, the
+watcher of the processes finds out. A member that finds the bytes of a version gone takes a newer one; if there is none
 yet, it is left behind until the next update, which waits for it.
 
-A set that is lost has a successor, a new incarnation, while the replicas work on. It begins with all of them behind:
-it does not know what they hold. None serves again before the driver, which publishes all weights, has repeated its
-newest update, and none below it.
+A set that is lost has a successor, a new incarnation, while the replicas work on. All replicas begin behind in it,
+because it does not know what they hold. None serves again before the driver, which publishes all weights, has repeated
+its newest update, and none with older weights than that.
 
-Adapters are beside the weights that updates bring. One has a name that is never used again: its values do not change,
-so nothing has to stand still while others come and go. A new version is another one.
+Adapters are loaded in addition to the weights of updates. An adapter has a name that is never used again, and its
+values do not change, so nothing has to stand still while others come and go. A new version of an adapter is a new
+adapter.
 """
 
 from __future__ import annotations
@@ -68,10 +69,10 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaSet:
-    """Owns the replicas (see the module).
+    """Owns the replicas: members join and leave, and take new weights and adapters (see the module).
 
-    A replica that fails is used no more: tables leave it out, and say why. When none is left, updates wait for one to
-    join.
+    A replica that fails gets no more requests: tables leave it out, and say why. When none is left, updates wait for
+    one to join.
     """
 
     def __init__(
@@ -86,13 +87,14 @@ class ReplicaSet:
         patience_s: float = 0.0,
         update_s: float = math.inf,
     ) -> None:
-        """`replicas`: those that serve from the beginning, unless weights were published before; others join.
-        `incarnation`: tables of a later one are newer than all of this.
-        `lowest`: the weights that the incarnation before was to bring, if there was one.
-        `adopt`: labels the weights that the replicas loaded from disk, in place of a first update.
+        """`replicas`: {number: client} of the first members. They serve at once, unless `lowest` or `adopt` is given.
+        `generations`: {number: a name of this replica for ever}; None: chosen here.
+        `incarnation`: the tables of a later incarnation are newer than all tables of this one.
+        `lowest`: the weights that the previous incarnation was bringing, if there was one.
+        `adopt`: a name for the weights that the replicas loaded from disk, in place of a first update.
         `fixed`: deterministic mode; an update waits as long as it takes, and raises the failure of a replica.
-        `patience_s`: how long to wait for a replica to join when none is left.
-        `update_s`: the longest that an update waits for a replica, whose client has a deadline of its own.
+        `patience_s`: how many seconds to wait for a replica to join when none is left.
+        `update_s`: the most seconds that an update waits for a replica; its client has a deadline of its own.
         """
         self._incarnation = incarnation
         self._fixed = fixed
@@ -124,13 +126,14 @@ class ReplicaSet:
     # ---- as an actor
 
     async def start(self, log_dir: Path | None) -> None:
-        """Sends what this process prints to its log, and begins."""
+        """Redirects this process's output to its log in `log_dir`, and begins to bring weights to the first members.
+        Called only in an actor."""
         redirect_output(log_dir, "replica_set_0")
         for member in self._by_index.values():
             self._begin_to_catch_up(member)
 
     async def heartbeat(self) -> Heartbeat:
-        """Shows that the event loop runs."""
+        """Returns this process's id and node, which shows that the event loop runs."""
         import ray  # here, because a set in the process of its router needs none
 
         return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())
@@ -138,14 +141,14 @@ class ReplicaSet:
     # ---- tables
 
     async def table(self, after: Number, wait_s: float) -> Table:
-        """Returns the newest table as soon as it is newer than number `after`, or after `wait_s` seconds."""
+        """Waits up to `wait_s` seconds for a table with a higher number than `after`. Returns the newest table."""
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self._newest_table.wait_until(lambda table: table.number > after)
         return self._newest_table.table
 
     def listen(self, take: Callable[[Table], object]) -> None:
-        """Calls `take` with the newest table, and with each one from now on."""
+        """Calls `take` with the newest table now, and with each later table as it is published."""
         self._listeners.append(take)
         take(self._newest_table.table)
 
@@ -160,24 +163,25 @@ class ReplicaSet:
     # ---- members
 
     def join(self, index: int, client: ReplicaClient, generation: Generation | None = None) -> None:
-        """Adds replica `index`, which is new or succeeds a lost one. A table says when it serves: it has the newest
-        weights then. No update waits for it meanwhile, and if their bytes are gone, it waits for the next update.
+        """Adds replica `index`, a new one or the successor of a lost one, and begins to bring it the newest weights. It
+        serves once it has them; a table says so. Updates do not wait for it meanwhile. If the bytes of the newest
+        weights are gone, it waits for the next update.
 
-        `client` calls the replica.
+        `client` calls the replica; `generation` names it for ever (None: chosen here).
         """
         self.leave(index, f"{client.name} has a successor")
         self._begin_to_catch_up(self._add(index, client, generation))
 
     def leave(self, index: int, reason: str) -> None:
-        """Dismisses replica `index`, which its watcher found dead."""
+        """Removes replica `index`, because its watcher found it dead, for `reason`."""
         member = self._by_index.get(index)
         if member:
             self._dismiss(member, RoomFailed(reason))
 
     async def drain(self, index: int, timeout_s: float) -> None:
-        """Gives replica `index` no new requests, and dismisses it when those in flight are finished, or after
-        `timeout_s` seconds, when other replicas finish them from what they have; and when no weights are on their way
-        to it."""
+        """Gives replica `index` no new requests, and removes it when it has finished those in flight. After `timeout_s`
+        seconds these are ended, and other replicas finish them from their tokens so far. Also waits until no weights
+        are on their way to it."""
         member = self._by_index.get(index)
         if member is None:
             return
@@ -190,7 +194,7 @@ class ReplicaSet:
         self._dismiss(member, RoomFailed(f"{member.name} was drained"))
 
     def report(self, index: int, generation: Generation, failure: TriremeError) -> None:
-        """Takes note of what a replica did to a router."""
+        """Removes replica `index`, because it failed a router. Does nothing if `generation` is not the present one."""
         member = self._by_index.get(index)
         if member and member.row.generation == generation:
             self._fail(member, failure)
@@ -204,7 +208,7 @@ class ReplicaSet:
         return member
 
     def _fail(self, member: Member, failure: TriremeError) -> None:
-        """Dismisses `member` because of something that it did."""
+        """Removes `member` because of `failure`, an error in a call to it, and logs that."""
         if not member.failure:
             log.error("%s. It is used no more; its requests go to other replicas.", failure)
         self._dismiss(member, failure)
@@ -218,7 +222,7 @@ class ReplicaSet:
         self._publish()
 
     async def _is_idle(self, member: Member, timeout_s: float) -> bool:
-        """Waits until `member` has nothing to do; returns False after `timeout_s`."""
+        """Waits up to `timeout_s` seconds until `member` has no requests. Returns True if it has none."""
         looks = 0
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -233,20 +237,23 @@ class ReplicaSet:
     # ---- weights
 
     async def offer(self, offer: Offer) -> Session:
-        """Asks the replicas to receive a version while the trainer sends it. Returns those that are ready, maybe none,
-        after at most `offer.ready_s` seconds. Others fetch the version when they are to take it."""
+        """Asks the replicas to receive a version while the trainer sends it. Returns the session of those that are
+        ready, maybe none, after at most `offer.ready_s` seconds. The others fetch the version later."""
         return await self._offers.make_session(offer, self._newest)
 
     async def update(self, weights: PublishedWeights) -> list[UpdateReport]:
-        """Brings every member that serves to `weights`, and those that joiners have waited for long enough. One that
-        fails is left out, one that takes too long is left behind, and the others finish; then, in deterministic mode, a
-        failure is raised. When none has these weights, waits for one. Returns the reports; a call for the weights of
-        the last one returns the same. Raises RoomFailed, WeightsRefused when every replica refuses them, and
-        WeightsGone when none can have their bytes any more: the next update brings newer ones."""
+        """Brings every member that serves to `weights`, and members that have been catching up for ROUNDS versions. A
+        member that fails is left out, one that takes too long is left behind. If no member has `weights` then, waits
+        for one. Returns the members' reports; a second call for the same weights returns the same reports.
+
+        Raises RoomFailed when no replica is left, WeightsRefused when every replica refuses the weights, and
+        WeightsGone when none can have their bytes any more: the next update brings newer ones. In deterministic mode
+        raises the failure of any member.
+        """
         return await self._updates.run(weights.identity, partial(self._update, weights))
 
     async def try_update(self, weights: PublishedWeights) -> None:
-        """Does `update`, for a caller that reads in a table how it has ended."""
+        """Does `update`, but raises nothing: the caller reads in a table how the update ended."""
         with suppress(Exception):
             await self.update(weights)
 
@@ -291,7 +298,8 @@ class ReplicaSet:
         return [member for member in self._by_index.values() if member.serves]
 
     async def _await_update(self, member: Member) -> None:
-        """Waits until `member` has the newest weights or is gone, or is left behind because it takes too long."""
+        """Waits until `member` has the newest weights or is gone. If it takes too long, marks it as left behind and
+        returns."""
         limit_s = None if self._fixed else self._deadline.seconds
         _, late = await asyncio.wait({self._begin_to_catch_up(member)}, timeout=limit_s)
         if late:
@@ -305,15 +313,16 @@ class ReplicaSet:
             member.change(behind=True)
 
     def _begin_to_catch_up(self, member: Member) -> asyncio.Task[None]:
-        """Returns the task that ends when `member` is at the newest weights or gone."""
+        """Begins to bring `member` to the newest weights, unless that is under way. Returns the task, which ends when
+        the member has them, is stranded or is gone."""
         if member.catching_up is None or member.catching_up.done():
             member.catching_up = asyncio.create_task(self._catch_up(member))
             member.calls.add(member.catching_up)
         return member.catching_up
 
     async def _catch_up(self, member: Member) -> None:
-        """Brings `member` to the newest weights, however often they change meanwhile; then it serves. It is stranded
-        if the bytes of the newest are gone."""
+        """Brings `member` to the newest weights, however often they change meanwhile, and then lets it serve. Marks it
+        as stranded if the bytes of the newest weights are gone."""
         brought: object = None
         lost_bytes: WeightsGone | None = None
         try:
@@ -360,8 +369,8 @@ class ReplicaSet:
     # ---- adapters
 
     async def load_adapter(self, name: str, weights: PublishedWeights) -> None:
-        """Brings an adapter to every replica, for requests that name it, also to those that join later. One that fails
-        is used no more. Raises RoomFailed or WeightsRefused when no replica is left."""
+        """Loads an adapter on every replica, for requests that name it; replicas that join later load it too. A replica
+        that fails is removed. Raises RoomFailed or WeightsRefused when no replica is left."""
         self._adapters[name] = weights
         await asyncio.gather(
             *map(self._bring_adapters, self._serving), return_exceptions=True
@@ -369,7 +378,7 @@ class ReplicaSet:
         await self._newest_table.wait_for_serving()
 
     async def drop_adapter(self, name: str) -> None:
-        """Has every replica forget an adapter, which no request in flight may name."""
+        """Makes every replica forget the adapter `name`; no request in flight may name it."""
         self._adapters.pop(name, None)
         holders = [member for member in self._by_index.values() if name in member.adapters]
         for member in holders:
@@ -378,7 +387,7 @@ class ReplicaSet:
         await asyncio.gather(*calls, return_exceptions=True)  # one that fails is gone
 
     async def _bring_adapters(self, member: Member) -> None:
-        """Brings those that `member` does not have. Raises TriremeError if one fails: the member is gone."""
+        """Loads the adapters that `member` lacks. Raises TriremeError if a load fails; the member is removed then."""
         for name, weights in list(self._adapters.items()):
             if name not in member.adapters:
                 member.adapters.add(name)

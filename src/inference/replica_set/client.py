@@ -1,4 +1,4 @@
-"""One replica as those that call it see it, and the calls to it, which end when it is given up."""
+"""One replica as its callers see it, and the calls to one replica, which all end when it is given up."""
 
 from __future__ import annotations
 
@@ -17,43 +17,45 @@ Value = TypeVar("Value")
 
 
 class ReplicaClient(Protocol):
-    """One replica. Every call raises TriremeError when the replica fails it or is dead."""
+    """The calls to one replica. Each raises TriremeError when the replica fails it or is dead."""
 
     name: str
 
     def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
-        """Yields (index into `requests`, how it ended), each once. Requests that the replica gives up because it breaks
-        end as Progress, before that is raised."""
+        """Yields (index into `requests`, outcome), once for each. If the replica breaks, its requests end as Progress,
+        and then the reason is raised."""
 
     async def progress(self, lengths: Mapping[str, int]) -> Mapping[str, Progress]:
-        """Returns {request id: what it has made beyond the number of tokens that is known}, for requests in flight that
-        have made something."""
+        """Returns {request id: its new tokens} for the requests in flight that have some. `lengths`: {request id: the
+        number of its tokens that the caller already has}."""
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
-        """Raises WeightsGone, and has changed nothing, when the bytes are nowhere any more."""
+        """Loads `published` and returns a report. Raises WeightsGone, with nothing changed, when the bytes are nowhere
+        any more."""
 
     async def offer(self, offer: Offer) -> None:
-        """Returns when the replica is ready to receive what is offered. That it raises does not mean that it is
-        broken."""
+        """Returns when the replica is ready to receive the offered version. An error here does not mean that the
+        replica is broken."""
 
     async def adopt(self, identity: WeightIdentity) -> None: ...
 
     async def load_adapter(self, name: str, published: PublishedWeights) -> None:
-        """Returns when requests may name the adapter."""
+        """Loads an adapter; on return requests may name it."""
 
     async def drop_adapter(self, name: str) -> None: ...
 
     async def stats(self) -> ReplicaStats: ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends requests in flight; they end as Progress."""
+        """Ends these requests if they are in flight; they end as Progress."""
 
     async def abort_all(self) -> None:
-        """Ends the requests of all clients."""
+        """Ends all requests on the replica, of all callers."""
 
 
 class ReplicaCalls:
-    """The calls to one replica. `fails` is told when one of them raises: the replica is used no more then."""
+    """Makes the calls to one replica, until one raises: `fails` is called with its error then, and the replica is to be
+    used no more."""
 
     def __init__(self, fails: Callable[[TriremeError], None]) -> None:
         self.failure: TriremeError | None = None
@@ -62,13 +64,14 @@ class ReplicaCalls:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def add(self, task: asyncio.Task[Any]) -> None:
-        """Ends a task when the replica is gone."""
+        """Sees that `task` is cancelled when the replica is given up."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def call(self, work: Awaitable[Value]) -> Value:
-        """Returns the answer of the replica. Raises why it is gone as soon as that is known, even if it never answers.
-        All that it raises itself makes it gone but WeightsGone, for which it can do nothing."""
+        """Waits for `work`, a call to the replica, and returns its value. If the replica is given up meanwhile, raises
+        the reason at once. An error of `work` itself is raised and gives the replica up; WeightsGone is only raised,
+        because the replica is not to blame."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         try:
@@ -87,7 +90,7 @@ class ReplicaCalls:
         raise self.failure
 
     def end(self, reason: TriremeError) -> None:
-        """Ends all calls, and the tasks that belong to them."""
+        """Gives the replica up for `reason`: cancels all its calls and tasks."""
         self.failure = reason
         for task in self._tasks - {asyncio.current_task()}:
             task.cancel()

@@ -1,4 +1,4 @@
-"""The replica set as an actor of its own: the driver's handle of it, and how routers in other processes read it."""
+"""The replica set as an actor of its own: the driver's handle, and how routers in other processes read its tables."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RemoteSet:
-    """The set as a router in another process reads it; picklable."""
+    """The replica set for a router in another process, which reads its tables and reports failures; picklable."""
 
     actor: Any
     _reading: asyncio.Task[None] | None = None
 
     def listen(self, take: Callable[[Table], object]) -> None:
-        """Reads tables until the set is dead: the last table stays until there is another source."""
+        """Calls `take` with each new table, in a task that ends when the set is dead. Then the last table stays in use
+        until the router follows another source."""
         self._reading = asyncio.get_running_loop().create_task(self._read(take))
 
     async def table(self, after: Number, wait_s: float) -> Table:
-        """Returns the newest table (`ReplicaSet.table`), within `wait_s` and ANSWER_S seconds."""
+        """Returns the set's newest table, as `ReplicaSet.table` does. Raises RoomFailed if there is no answer within
+        `wait_s` + ANSWER_S seconds."""
         answer = self.actor.table.remote(after, wait_s)
         table: Table = await waits.get_async(answer, owner=f"{NAME} (its table)", timeout_s=wait_s + ANSWER_S)
         return table
@@ -65,12 +67,13 @@ class RemoteSet:
             take(table)
 
     def report(self, index: int, generation: Generation, failure: TriremeError) -> None:
-        """Says that a replica failed this process, without waiting."""
+        """Tells the set that replica `index` failed this process; does not wait."""
         self.actor.report.remote(index, generation, failure)
 
 
 class ReplicaSetHandle:
-    """The driver's handle. The supervisor calls `actor.join`, `leave`, `drain` and `table` itself."""
+    """The driver's handle of the replica set's actor. The supervisor calls `actor.join`, `leave`, `drain` and `table`
+    itself."""
 
     def __init__(
         self,
@@ -79,8 +82,8 @@ class ReplicaSetHandle:
         incarnations: Iterator[int] | None = None,
         adopt: WeightIdentity | None = None,
     ) -> None:
-        """Starts the actor, on this node, without waiting. `incarnations`: their numbers, with those of earlier sets
-        that its routers have read. `adopt`: see `ReplicaSet`."""
+        """Starts the actor on this node; does not wait. `incarnations`: gives the number of each incarnation; must not
+        repeat numbers of earlier sets with tables that the same routers have read. `adopt`: see `ReplicaSet`."""
         self._config = config
         self._log_dir = log_dir
         self._adopt = adopt
@@ -115,8 +118,8 @@ class ReplicaSetHandle:
         """For routers."""
 
     def begin_again(self, clients: Mapping[int, ReplicaClient], generations: Mapping[int, Generation]) -> object:
-        """Starts a new incarnation in place of one that was lost, with the replicas of that one, and repeats the newest
-        update. Returns a reference that resolves once its actor is ready."""
+        """Starts a new incarnation in place of a lost one, with its replicas, `clients` and `generations` by number,
+        and repeats the newest update. Returns a reference that resolves once its actor is ready."""
         ray.kill(self.actor)
         self._start(clients, generations)
         if self._weights:
@@ -126,22 +129,24 @@ class ReplicaSetHandle:
         return self._started
 
     def update(self, weights: PublishedWeights) -> None:
-        """Begins to bring the replicas to `weights`: tables say when that has ended, of a later incarnation too."""
+        """Begins to bring the replicas to `weights`; does not wait. A table says when the update has ended, also if a
+        later incarnation ends it."""
         self._weights = weights  # first: another thread may begin an incarnation now
         self.actor.try_update.remote(weights)
 
     def ready_refs(self) -> tuple[list[object], list[str]]:
-        """Returns a reference that resolves once the actor is ready, and its name."""
+        """Returns ([reference that resolves once the actor is ready], [the actor's name])."""
         return [self._started], [NAME]
 
     def heartbeats(self) -> Mapping[str, Callable[[], Any]]:
-        """Returns, by the name of the process, a function that gives a reference to its `Heartbeat`."""
+        """Returns {name of the process: a function that asks it for its `Heartbeat` and returns a Ray reference}."""
         return {"replica_set_0": self.actor.heartbeat.remote}
 
     def offer(self, offer: Offer) -> Session:
-        """Asks the replicas to receive a version while the trainer sends it. Returns those that are ready, maybe none,
-        after at most `offer.ready_s` and ANSWER_S seconds. None are when the set is dead or does not answer: the
-        version can be published without it, and the next call, or its watcher, ends the attempt if it has to end."""
+        """Asks the replicas to receive a version while the trainer sends it. Returns the session of those that are
+        ready, maybe none, after at most `offer.ready_s` + ANSWER_S seconds. If the set is dead or does not answer,
+        the session is empty: the version can be published without the set, and the set's watcher, or the next call
+        to it, reacts."""
         subject = f"{NAME} (which replicas are ready for new weights)"
         limit_s = offer.ready_s + ANSWER_S
         try:

@@ -1,4 +1,4 @@
-"""One replica, as a replica set sees it."""
+"""One replica, and what its replica set knows of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ISSUED = 64
 
 @dataclass(eq=False)
 class Member:
-    """One replica in a replica set."""
+    """One replica in a replica set: its row in the table, the calls to it, and its tasks."""
 
     index: int
     row: ReplicaRow
@@ -47,24 +47,25 @@ class Member:
 
     @property
     def waits(self) -> bool:
-        """Nothing brings it weights before the next update."""
+        """True if the replica gets no weights before the next update."""
         return self.catching_up is None or self.catching_up.done()
 
     @property
     def serves(self) -> bool:
-        """It takes requests."""
+        """True if the replica takes requests."""
         return self.row.serves and not self.failure
 
     def change(self, **columns: Any) -> None:
-        """Changes its row."""
+        """Changes these columns of the replica's row, and publishes a table."""
         self.row = replace(self.row, **columns)
         self.publish()
 
     def issue(self, identity: WeightIdentity, **columns: object) -> None:
-        """Takes note of weights that it is about to get."""
+        """Notes in the row that the replica is about to get the weights `identity`; also changes other `columns`.
+        Publishes a table."""
         self.change(issued=(*self.row.issued[1 - ISSUED :], identity), **columns)
 
     def enter(self) -> None:
-        """Lets it serve: it has the newest weights."""
+        """Lets the replica serve, because it has the newest weights. Publishes a table."""
         self.rounds = 0
         self.change(behind=False, stranded=None)

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class Offers:
-    """Makes the sessions of a replica set, one at a time. `members` are all that it has."""
+    """Makes the sessions of a replica set, one at a time. `members` returns all present members."""
 
     def __init__(self, members: Callable[[], Iterable[Member]]) -> None:
         self._members = members
@@ -65,8 +65,8 @@ class Offers:
         """When the last session is over in any case, by the loop's clock."""
 
     async def make_session(self, offer: Offer, newest: WeightIdentity | None) -> Session:
-        """Asks the members that serve and have taken version `newest` (None: there was none). Returns those that are
-        ready, after at most `offer.ready_s` seconds."""
+        """Asks the members that serve and have taken version `newest` (None: there was none) to receive the offered
+        version. Returns the session of those that are ready, after at most `offer.ready_s` seconds."""
         now = asyncio.get_running_loop().time
         started = now()
         limit_s = min(self._deadline.seconds, offer.ready_s)
@@ -98,18 +98,19 @@ class Offers:
         return Session(offer.attempt, self._epochs.number, {member.index: rank for member, rank in self._group.items()})
 
     def sent(self) -> None:
-        """Takes note that the last session is over: its version was published, or the trainer gave up."""
+        """Notes that the last session is over: its version was published, or the trainer gave up."""
         self._sent.set()
 
     async def await_sent(self, member: Member) -> None:
-        """Waits until nothing is on its way to `member` any more, at most as long as it was offered for."""
+        """Waits until no version is on its way to `member`, at most until the time limit of the last offer."""
         if member in self._group:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(self._until):
                     await self._sent.wait()
 
     def _begin(self, group: dict[Member, int]) -> None:
-        """Begins a session, and an epoch if its groups are not those of the last one."""
+        """Begins a session. `group`: {member: the trainer's rank that sends to it}. Begins an epoch too, if the last
+        session had another group."""
         self._group = group
         self._sent.clear()
         if self._epochs.begins(list(group.items())):
@@ -118,8 +119,8 @@ class Offers:
             log.info("new weights are sent to %s", names or "nobody: they are fetched")
 
     def _note_busy(self, busy: list[Member]) -> dict[Member, asyncio.Task[None]]:
-        """Returns those that are worth a wait, and the ends of their updates: they fetch weights that were not sent to
-        them, and were not busy already at the last offer."""
+        """Returns {member: the task of its update} for those `busy` members that are worth a wait: they fetch a version
+        that was not sent to them, and were not busy at the last offer."""
         before = self._busy
         self._busy = set(busy)
         worth = [
@@ -130,7 +131,8 @@ class Offers:
     def _offer_all(
         self, members: Sequence[Member], offer: Offer, servers: dict[Member, int]
     ) -> dict[Member, asyncio.Task[TriremeError | None]]:
-        """Asks those whose answer to an earlier offer is not missing."""
+        """Asks the members that owe no answer to an earlier offer. `servers`: {member: the rank that sends to it}.
+        Returns {member: the task of its answer}."""
         free = [member for member in members if not member.offering and member in servers]
         return {member: self._begin_offer(member, replace(offer, server=servers[member])) for member in free}
 
@@ -140,7 +142,7 @@ class Offers:
         return member.offering
 
     async def _offer(self, member: Member, offer: Offer) -> TriremeError | None:
-        """Returns why `member` does not take part; None once it is ready."""
+        """Asks `member` to receive the offered version. Returns None once it is ready, or why it does not take part."""
         now = asyncio.get_running_loop().time
         started = now()
         try:
@@ -162,12 +164,12 @@ def _servers(members: Sequence[Member], ranks: Sequence[int]) -> dict[Member, in
 
 
 def _is_settled(member: Member, newest: WeightIdentity | None) -> bool:
-    """Tells whether `member` has taken version `newest` and takes no other."""
+    """Returns True if `member` has taken version `newest` and is not taking another."""
     return member.row.acknowledged == (newest and newest.version) and not member.row.updating
 
 
 def _refusal(answer: asyncio.Task[TriremeError | None], limit_s: float) -> str:
-    """Says why a member that was asked takes no part; empty if it does."""
+    """Returns why a member that was asked takes no part; "" if it does. `limit_s`: how many seconds it had."""
     if not answer.done():
         return f"it was not ready within {limit_s:.1f} s"
     if answer.cancelled():

@@ -21,7 +21,7 @@ Generation = tuple[int, int]
 
 @dataclass(frozen=True)
 class ReplicaRow:
-    """A replica in a table."""
+    """The row of one replica in a table: how to call it, its weights, and whether it serves."""
 
     generation: Generation
     client: ReplicaClient
@@ -39,13 +39,13 @@ class ReplicaRow:
 
     @property
     def serves(self) -> bool:
-        """It takes requests."""
+        """True if the replica takes requests."""
         return not (self.behind or self.draining)
 
 
 @dataclass(frozen=True)
 class EndedUpdate:
-    """An update that has ended."""
+    """An update that has ended, with the replicas' reports or the failure."""
 
     identity: WeightIdentity
     reports: Sequence[UpdateReport] = ()
@@ -54,7 +54,7 @@ class EndedUpdate:
 
 @dataclass(frozen=True)
 class Departure:
-    """The end of a replica in a replica set."""
+    """Which replica has left a replica set, and why."""
 
     generation: Generation
     reason: TriremeError
@@ -62,7 +62,7 @@ class Departure:
 
 @dataclass(frozen=True)
 class Table:
-    """All replicas at one moment."""
+    """All replicas of a set at one moment, those that left, and the last update."""
 
     number: Number = (0, 0)
     rows: Mapping[int, ReplicaRow] = field(default_factory=dict)
@@ -75,7 +75,8 @@ class Table:
     """How long to wait for a replica to join when none is left; None: for ever."""
 
     def reason(self, index: int, generation: Generation) -> TriremeError | None:
-        """Returns why that replica is gone; None if it is not, or another of its number went after it."""
+        """Returns why the replica with this number and generation is gone. Returns None if it is not gone, or if a
+        later replica of its number has left since."""
         departure = self.departed.get(index)
         if departure and departure.generation == generation:
             return departure.reason
@@ -83,14 +84,14 @@ class Table:
 
 
 class NewestTable:
-    """The newest table that this process has."""
+    """Keeps the newest table that this process has, and waits for tables."""
 
     def __init__(self) -> None:
         self.table = Table()
         self._changed = asyncio.Event()
 
     def take(self, table: Table) -> bool:
-        """Takes a table, and returns True if it is newer than the one before."""
+        """Keeps `table` if it is newer than the present one. Returns True if it is."""
         if table.number <= self.table.number:
             return False
         self.table = table
@@ -98,16 +99,19 @@ class NewestTable:
         return True
 
     async def wait_until(self, condition: Callable[[Table], bool]) -> Table:
-        """Returns the first table of which `condition` is true."""
+        """Waits for a table for which `condition` is true, and returns it."""
         while not condition(self.table):
             self._changed.clear()
             await self._changed.wait()
         return self.table
 
     async def wait_for_serving(self) -> None:
-        """Returns when a replica takes requests. When there is none, waits for those that take weights, and for others
-        to join. Raises, with all failures, when none comes: WeightsRefused if all replicas refused weights, else
-        RoomFailed; and WeightsGone at once where only the next update brings one."""
+        """Waits until some replica takes requests. When none does, waits for replicas that take weights and, for
+        `Table.patience_s` seconds, for others to join.
+
+        When no replica comes, raises an error with all failures: WeightsRefused if all replicas refused weights, else
+        RoomFailed. Raises WeightsGone at once if only the next update can make a replica serve.
+        """
         with suppress(TimeoutError):
             while not any(row.serves for row in self.table.rows.values()):
                 self._changed.clear()
@@ -130,7 +134,8 @@ class NewestTable:
 
 
 def check_issued(says: str, identities: Sequence[WeightIdentity], issued: Collection[WeightIdentity]) -> None:
-    """Raises ProvenanceError unless all `identities` are among the weights that a replica was given."""
+    """Raises ProvenanceError unless all `identities` are in `issued`, the weights that the replica was given. `says`
+    begins the message, such as "NAME sampled tokens from"."""
     strange = [identity for identity in identities if identity not in issued]
     if strange:
         raise ProvenanceError(
