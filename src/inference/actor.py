@@ -458,8 +458,8 @@ class ReplicaActor:
                 running.task.cancel()
 
     async def abort_all(self) -> None:
-        """Ends all requests, also those that are still entering. Returns when the engine has none of the requests that
-        were in it."""
+        """Ends all requests, also those still entering the engine. Returns when the requests that had entered have left
+        it."""
         self._era += 1
         self._give_up_all()
         while self.running:

@@ -102,7 +102,7 @@ class Desk:
     """Takes requests from all callers of one replica, and hands out their outcomes.
 
     `sample` samples requests at the same time: it returns, or raises, once they have entered the engine, and delivers
-    the outcome of each as soon as it is known. `failure` returns why the replica is broken, None if it is not.
+    each outcome immediately. `failure` returns why the replica is broken, None if it is not.
     """
 
     def __init__(

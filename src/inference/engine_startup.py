@@ -34,9 +34,9 @@ DELETED = " (deleted)"
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process when its parent dies in any way, or now if the parent is already gone.
+    """Makes the kernel kill this process when its parent dies in any way, or now if the parent is already gone.
 
-    Raises OSError where the kernel refuses.
+    Raises OSError if the kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):

@@ -247,7 +247,7 @@ class InferenceHandle:
             handle.abort_all.remote()
 
     def stop(self) -> None:
-        """Ends all replicas and their engine processes. Kills replicas that do not end within STOP_S, and those that
+        """Ends all replicas and their engine processes. Kills replicas that do not end within STOP_S, and replicas that
         are still starting, because they answer nothing while they import vLLM."""
         started = {index: handle for index, handle in self.replicas.items() if self._info(index)}
         starting = [handle for index, handle in self.replicas.items() if index not in started]

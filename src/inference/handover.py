@@ -159,6 +159,6 @@ class Handover:
 
 
 def seed_after(seed: int, length: int) -> int:
-    """Returns the seed, 0 <= s < 2^63, for the rest of a request of which `length` tokens exist. With `seed` itself the
-    rest would be drawn with the same random numbers as the beginning."""
+    """Returns the seed, 0 <= s < 2^63, for the rest of a request that has `length` tokens already. With `seed` itself
+    the rest would be drawn with the same random numbers as the beginning."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{length}".encode(), digest_size=8).digest()) >> 1

@@ -102,7 +102,8 @@ class EngineTensors:
     """Says which published tensors the rows of the ranks' sums belong to, rank after rank, and checks these sums."""
 
     def __init__(self, followings_R: Sequence[Following], manifest: WeightsManifest) -> None:
-        """Raises WeightsRefused if a tensor, or a part of one, was loaded by no rank."""
+        """`followings_R`: what each rank recorded at the first update. Raises WeightsRefused if a tensor of `manifest`,
+        or a part of it, was loaded by no rank, or if tensors were loaded in another order than their numbers."""
         self._names = [entry.name for entry in manifest.entries]
         numbers = {name: number for number, name in enumerate(self._names)}
         sizes = {entry.name: prod(entry.shape) for entry in manifest.entries}

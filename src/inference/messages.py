@@ -20,7 +20,7 @@ def pack_requests(requests: Sequence[SampleRequest]) -> bytes:
 
 
 def unpack_requests(message: bytes) -> list[SampleRequest]:
-    """Returns the requests of a message."""
+    """Returns the requests that `message`, from `pack_requests`, holds."""
     requests: list[SampleRequest] = pickle.loads(message)
     return requests
 
@@ -40,6 +40,6 @@ class Reply:
 
     @classmethod
     def unpack(cls, message: bytes) -> Reply:
-        """Returns the reply in a message."""
+        """Returns the reply that `message`, from `pack`, holds."""
         reply: Reply = pickle.loads(message)
         return reply

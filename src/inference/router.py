@@ -1,4 +1,4 @@
-"""All replicas behind one sampler: routes requests, and hands over those of a lost replica.
+"""All replicas behind one sampler: routes requests to replicas, and gives the requests of a lost replica to others.
 
 A router is a library in each process that samples (orchestrator, service, a loop of your own), in one event loop. It
 reads the tables of the replica set (`inference.replica_set`), which owns the replicas.
@@ -133,9 +133,9 @@ class Target:
         return type(reason) is RoomFailed and not (self.row.draining or self.row.updating)
 
     def end(self, reason: TriremeError, *, lost: bool) -> None:
-        """Gives the replica up, for `reason`. Its requests are handed over to other replicas, with their tokens so far;
-        without those that it reported itself, if it named weights that it was not given. `lost`: the requests may be
-        the cause."""
+        """Gives the replica up, for `reason`. Its requests are handed over to other replicas, with their tokens so far.
+        If the replica named weights that it was not given, the tokens that it reported are dropped. `lost`: the
+        requests may be the cause."""
         self.serves = False
         for routed in self.requests.values():
             if isinstance(reason, ProvenanceError):
@@ -287,7 +287,8 @@ class Router:
         return [target for target in self._targets.values() if target.serves]
 
     async def _wait_for_serving(self) -> list[Target]:
-        """Returns the replicas that take requests; waits, and raises, as `NewestTable.wait_for_serving` does."""
+        """Waits until some replica takes requests, and returns all that do. Raises as `NewestTable.wait_for_serving`
+        does."""
         while not self._any_serves:
             self._changed.clear()
             await self._newest.wait_for_serving()

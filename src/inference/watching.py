@@ -53,7 +53,7 @@ class CopyWatch(TorchDispatchMode):
         self._computed: dict[int, set[str]] = {}  # by memory: the published tensors that it was computed from
 
     def begin(self, model_tensors: Mapping[str, Tensor]) -> None:
-        """Watches copies to `model_tensors` from now on."""
+        """Begins to record copies to `model_tensors`, {name: tensor}."""
         self._model_tensors, self._holders = (
             model_tensors,
             {_memory(tensor): name for name, tensor in model_tensors.items()},

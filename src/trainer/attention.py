@@ -31,7 +31,7 @@ PACKED = "packed"
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns True if the variable-length kernel supports this device and dtype."""
+    """Returns True if PyTorch's variable-length attention kernel runs on this device and dtype."""
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
@@ -49,8 +49,8 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_head
 
 
 def _try_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> None:
-    """Raises RuntimeError unless the kernel and `masked_attention` in float32 agree on two short random sequences,
-    within the rounding of 16 bits."""
+    """Computes two short random sequences, with gradients, by the kernel and by `masked_attention` in float32. Raises
+    RuntimeError if they differ by more than the rounding of 16 bits."""
     generator = torch.Generator(device).manual_seed(0)
     starts = torch.tensor([0, 13, 24], dtype=torch.int32, device=device)
     longest = 13

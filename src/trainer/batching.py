@@ -173,9 +173,10 @@ def plan(
 
 
 class Rows:
-    """The places of the tokens of some datums when each is a row of a rectangle, padded on the right.
+    """The places of the tokens of some datums when each datum is a row of a rectangle, padded on the right.
 
-    `index` int64 [rows, longest], into the batch's tokens; `present` bool [rows, longest], False at the padding.
+    `index` int64 [rows, longest]: where each token is in the batch's tokens; `present` bool [rows, longest]: False at
+    the padding.
     """
 
     def __init__(self, offsets: npt.NDArray[np.int64], datums: Sequence[int] | Numbers) -> None:
@@ -187,7 +188,7 @@ class Rows:
         self.index = (starts[:, None] + place) * self.present
 
     def pad(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Returns a [T] column as [rows, longest], 0 at the padding."""
+        """Returns `values`, a column [T] of the batch, as rows [rows, longest], 0 at the padding."""
         return np.where(self.present, values[self.index], values.dtype.type(0))
 
 

@@ -32,8 +32,9 @@ def canary_tokens(vocab_size: int, max_seq_len: int, *, experts: bool) -> npt.ND
 def compute_canary(
     model: PreTrainedModel, dtype: torch.dtype, tokens: npt.NDArray[np.int32], device: torch.device
 ) -> Canary:
-    """Returns the log-probabilities of `tokens` under the weights that `model` publishes, computed by the same code as
-    in training. `dtype`, in which the model computes, decides how far a replica may differ. Collective."""
+    """Returns the canary: the log-probabilities of `tokens`, int32 [T], under the weights that `model` publishes,
+    computed by the same code as in training. `dtype`, in which the model computes, decides how far a replica may
+    differ. Collective."""
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)[None]
     inputs = ids[:, :-1]
     targets = ids[:, 1:]

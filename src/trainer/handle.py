@@ -181,8 +181,8 @@ class TrainerHandle:
         return replace(output, metrics={**output.metrics, **metrics})
 
     def forward(self, data: Data, which: Which = "policy") -> ForwardBackwardOutput:
-        """Returns the log-probabilities of the data's `target_tokens` under the policy or the reference, without a
-        gradient."""
+        """Computes the log-probabilities of the `target_tokens` of `data` under the policy or the reference, and
+        returns them, float32 in the order of the batch's tokens. Computes no gradient."""
         batch = self._stored(data)
         logprobs = scatter_outputs(batch, self._call_with(batch, "forward", which))
         return ForwardBackwardOutput(logprobs, batch.offsets, {})
@@ -266,8 +266,8 @@ class TrainerHandle:
         return replace(published_R[0], source=self._transport.join(parts_R))
 
     def _session(self, version: int) -> Session | None:
-        """Offers `version` to the replicas. Returns the session of those that are ready; None if the transport has no
-        sessions or the handle has no `offer`."""
+        """Offers `version` to the replicas. Returns the session of the replicas that are ready; None if the transport
+        has no sessions or the handle has no `offer`."""
         self._terms_R = self._terms_R or self._call("terms")
         sizes = self._terms_R[0][0]
         endpoints_R = tuple(endpoint for _, endpoint in self._terms_R)

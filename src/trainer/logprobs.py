@@ -153,9 +153,9 @@ class SelectedLogprobs(torch.autograd.Function):
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Returns the bytes that can be allocated on a GPU, with those that PyTorch has reserved and does not use. Returns
-    None on a CPU, and in deterministic mode: free memory differs between runs, and would change the chunks and so
-    the order of sums."""
+    """Returns the bytes that can be allocated on a GPU, with the bytes that PyTorch has reserved and does not use.
+    Returns None on a CPU, and in deterministic mode: free memory differs between runs, and would change the chunks
+    and so the order of sums."""
     if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -138,9 +138,9 @@ def _clipped(r: _Ratios, log: Tensor, columns: Columns, config: Mapping[str, flo
 
 
 def gspo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """The ppo loss with the same ratio s, the geometric mean over the sequence, for each of its tokens. The gradient is
-    that of GSPO-token, with s_t = sg(s) exp(p_t - sg(p_t)); it equals GSPO's if all tokens of a sequence have one
-    advantage."""
+    """The ppo loss where all tokens of a sequence have the same ratio s, the geometric mean of the tokens' ratios. The
+    gradient is that of GSPO-token, with s_t = sg(s) exp(p_t - sg(p_t)) = s; it equals GSPO's if all tokens of a
+    sequence have one advantage."""
     r = _Ratios(p, columns, config)
     mean = columns.get("sequence_log_ratio")
     if mean is None:
@@ -151,7 +151,7 @@ def gspo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tens
 
 def sum_log_ratios(batch: TokenBatch, config: Mapping[str, float]) -> npt.NDArray[np.float64]:
     """Returns two numbers for each datum, float64 [2, D]: the sum of p - q over its tokens with mask, and the number of
-    these tokens. p is the column POLICY of the batch; `config` has the range outside of which ratios are masked."""
+    these tokens. p is the column POLICY of the batch; `config` has the range of ratios that are not masked."""
     import torch
 
     columns = {name: torch.tensor(batch.columns[name]) for name in (POLICY, "logprobs", "mask", "advantages")}

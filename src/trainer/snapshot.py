@@ -156,8 +156,8 @@ class StateSnapshot:
     host copies.
 
     The save reads through `copy`: from the live tensors, as long as they have not changed. Call `keep` before a change:
-    it copies what is not yet read to the host. `begin` first copies tensors that cannot be read in place, such as a
-    GPU's. `stream`: the GPU stream for these copies.
+    it copies the bytes that are not yet read to the host. `begin` first copies tensors that cannot be read in place,
+    such as a GPU's. `stream`: the GPU stream for these copies.
     """
 
     def __init__(self, tensors: Sequence[StagedTensor], stream: torch.cuda.Stream | None) -> None:
@@ -183,8 +183,8 @@ class StateSnapshot:
         self._keep([i for i, tensor in enumerate(self._tensors) if tensor.live_bytes is None])
 
     def keep(self) -> None:
-        """Copies what the save has not yet read to the host, so that the live tensors may change. Waits for the
-        previous save while it still reads the host copies."""
+        """Copies the bytes that the save has not yet read to the host, so that the live tensors may change. Waits for
+        the previous save while it still reads the host copies."""
         self._host_free.wait()
         if not self._over:
             self._keep(range(len(self._tensors)))

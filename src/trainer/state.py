@@ -184,8 +184,8 @@ class Checkpointer:
         wait([self._newest] if self._newest else [])
 
     def keep(self) -> None:
-        """Copies what a running save has not yet read of the state to the host. Call it before each change of the
-        state."""
+        """Copies the part of the state that a running save has not yet read to the host. Call it before each change of
+        the state."""
         if self._snapshot:
             self._snapshot.keep()
             self._snapshot = None

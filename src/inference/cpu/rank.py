@@ -10,7 +10,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 
 def ask_for_tiles() -> None:
-    """Asks Linux for the AMX tiles that vLLM's attention in bfloat16 uses where a processor has them.
+    """Asks Linux for permission to use AMX tiles, which vLLM's attention in bfloat16 uses on processors that have them.
 
     Gain: without it the process ends by SIGILL. oneDNN asks in its first product, which small models do not make.
     """
@@ -28,8 +28,9 @@ def forget_rank_memory() -> None:
 
 
 def pack_experts(layer: torch.nn.Module) -> None:
-    """Packs stacked experts again after an update. vLLM packs them when it makes the kernel, at the first load; later
-    it copies the plain weights into the packed tensors, and the kernel takes them for packed.
+    """Packs stacked experts again after an update. vLLM packs them only at the first load, when it makes the kernel.
+    Later it copies plain weights into the packed tensors, and the kernel reads the plain weights as if they were
+    packed.
 
     Gain: right logprobs of experts after an update.
     """

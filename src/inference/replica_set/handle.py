@@ -143,10 +143,10 @@ class ReplicaSetHandle:
         return {"replica_set_0": self.actor.heartbeat.remote}
 
     def offer(self, offer: Offer) -> Session:
-        """Asks the replicas to receive a version while the trainer sends it. Returns the session of those that are
-        ready, maybe none, after at most `offer.ready_s` + ANSWER_S seconds. If the set is dead or does not answer,
-        the session is empty: the version can be published without the set, and the set's watcher, or the next call
-        to it, reacts."""
+        """Asks the replicas to receive a version while the trainer sends it. Returns the session of the replicas that
+        are ready, maybe none, after at most `offer.ready_s` + ANSWER_S seconds. If the set is dead or does not
+        answer, the session is empty: the version can be published without the set, and the set's watcher, or the
+        next call to it, reacts."""
         subject = f"{NAME} (which replicas are ready for new weights)"
         limit_s = offer.ready_s + ANSWER_S
         try:

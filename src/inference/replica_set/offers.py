@@ -3,30 +3,31 @@
     trainer --Offer--> replica set --offer--> replicas that are asked --ready--> it --Session--> trainer, which sends
 
 *Who is asked.* Members that serve and have taken all weights that they were to take. The trainer publishes a version
-before it waits for the update to the one before (`trireme.train.phases.overlap`), so that some members may still
-load that one. They are not asked, and fetch the new bytes afterwards, as all replicas do with Ray's object store. So no
-replica receives a version while it holds bytes that it has still to load, and a replica never has bytes of more than
+before it waits for the update to the previous version (`trireme.train.phases.overlap`), so some members may still load
+the previous one. They are not asked, and fetch the new bytes afterwards, as all replicas do with Ray's object store. So
+no replica receives a version while it holds bytes that it has still to load, and a replica never has bytes of more than
 one version. Nothing here waits for an update: the trainer gathers and sends while replicas are updated, as it does
 without sessions, so there is no circle of waits.
 
-One exception: a member that takes a version which was not sent to it fetches that, which may last until after the next
-offer, each time anew. The offer waits for it, once and at most for half of `Offer.ready_s`; then it is in the session.
-The trainer would wait for this update after it has sent, so what is lost is, once, the overlap of the two.
+One exception: a member takes a version that was not sent to it. It has to fetch the version, which may last until after
+the next offer, and so again for each later version. The offer waits for such a member, once and at most for half of
+`Offer.ready_s`; then the member is in the session. The trainer would wait for this update anyway, after it has sent; so
+the wait costs, once, the overlap of sending and updating.
 
-*Who sends to whom.* Replicas of one node are in one group (`trireme.core.transport.servers_of`). A replica says where
-it is when it has taken weights for the first time; before that it counts as a node of its own.
+*Who sends to whom.* Replicas of one node are in one group (`trireme.core.transport.servers_of`). A replica reports its
+node when it has taken weights for the first time; before that it counts as a node of its own.
 
-*Who takes part.* Those that said in time that they are ready. The trainer stands still meanwhile, so the time limit is
+*Who takes part.* Members that say in time that they are ready. The trainer stands still meanwhile, so the time limit is
 short: ten times the slowest answer of this run, at most `Offer.ready_s`. A replica that is late or refuses keeps its
-requests: it fetches the bytes, and if it is dead, its other calls or its watcher say so. One whose answer is still
-missing at the next offer is not asked, so that a replica which hangs costs the trainer one time limit, not one for
+requests: it fetches the bytes, and if it is dead, its other calls or its watcher say so. A replica that has not yet
+answered at the next offer is not asked again, so a replica that hangs costs the trainer one time limit, not one for
 each version.
 
-*Epochs.* An epoch is the time in which sessions have the same members, whose groups of senders and receivers can so be
-used again. A successor of a lost member has its number but is another one.
+*Epochs.* An epoch is a time in which all sessions have the same members, so that their groups of senders and receivers
+can be used again. The successor of a lost member has the same number but counts as another member.
 
-*The end.* A member that leaves while a version is on its way to it waits until that was sent: its death would hold up
-the others of its group until the time limit of the offer.
+*The end.* A member that leaves while a version is on its way to it waits until the version was sent: its death would
+hold up the others of its group until the time limit of the offer.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Offers:
 
     async def make_session(self, offer: Offer, newest: WeightIdentity | None) -> Session:
         """Asks the members that serve and have taken version `newest` (None: there was none) to receive the offered
-        version. Returns the session of those that are ready, after at most `offer.ready_s` seconds."""
+        version. Returns the session of the members that are ready, after at most `offer.ready_s` seconds."""
         now = asyncio.get_running_loop().time
         started = now()
         limit_s = min(self._deadline.seconds, offer.ready_s)

@@ -62,7 +62,7 @@ class Departure:
 
 @dataclass(frozen=True)
 class Table:
-    """All replicas of a set at one moment, those that left, and the last update."""
+    """All replicas of a set at one moment, the replicas that left, and the last update."""
 
     number: Number = (0, 0)
     rows: Mapping[int, ReplicaRow] = field(default_factory=dict)
