@@ -145,7 +145,7 @@ class ReplicaActor:
         trace.start(log_dir, f"inference_{index}", config.trace.max_mb)
 
     def _begin_anew(self) -> None:
-        """Resets this actor's state to that of a new engine, without requests and weights."""
+        """Resets this actor's state for a new engine, without requests and weights."""
         self.sampling = trace.Busy("sampling")
         self.identity: WeightIdentity | None = None
         self._updates = OnceForEach[UpdateReport]()
@@ -271,9 +271,9 @@ class ReplicaActor:
 
     async def sample(self, requests: list[SampleRequest], give: Give) -> None:
         """Samples all `requests` at the same time. Returns when they have entered the engine; raises when none can.
-        Calls `give` with each request's name and outcome, a sequence or an error, as soon as it is known. A request
-        that is aborted, or that this replica cannot finish because it broke, ends as Progress with its tokens so
-        far."""
+        Calls `give` with each request's name and outcome, a sequence or an error, immediately when it has one. A
+        request that is aborted, or that this replica cannot finish because it broke, ends as Progress with its
+        tokens so far."""
         fault_point("inference.sample")
         era = self._era
         refused: dict[str, Exception] = {}

@@ -47,7 +47,7 @@ AFTER = "after the reload"
 
 
 def own_tensors(layer: nn.Module) -> dict[str, Tensor]:
-    """Returns {name: tensor} of the layer's parameters and buffers, without those of its submodules."""
+    """Returns {name: tensor} of the layer's own parameters and buffers, without its submodules."""
     return dict(chain(layer.named_parameters(recurse=False), layer.named_buffers(recurse=False)))
 
 

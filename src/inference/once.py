@@ -19,7 +19,7 @@ class OnceForEach(Generic[Value]):
 
     async def run(self, identity: WeightIdentity, begin: Callable[[], Coroutine[Any, Any, Value]]) -> Value:
         """Returns or raises the outcome of the work for `identity`. Starts the work with `begin`, unless the last call
-        had the same identity and its work has not failed: then shares that work. The work goes on when a caller is
+        had the same identity and its work has not failed: then shares that work. The work continues when a caller is
         cancelled."""
         if not (self._newest and self._newest[0] == identity and not _has_failed(self._newest[1])):
             self._newest = identity, asyncio.create_task(begin())

@@ -152,7 +152,7 @@ class Router:
     there comes sooner than a prefix is computed elsewhere. Others go to a replica that is not taking weights, if there
     is one, and among those to one with the fewest requests in flight.
 
-    A replica that fails gets no more requests, and is reported to the replica set. Another replica finishes its
+    A replica that fails gets no further requests, and is reported to the replica set. Another replica finishes its
     requests from their tokens so far (`inference.handover`), except a request that has already lost a replica before.
     When no replica is left, requests wait for one to join. A replica that refuses a request, because its weights are
     older than the request's floor, gets no requests before a newer table comes.
@@ -203,7 +203,7 @@ class Router:
             self.follow(source)
 
     def follow(self, source: ReplicaSet | RemoteSet) -> None:
-        """Takes the tables of `source` from now on, in place of an earlier source."""
+        """Takes the tables of `source` from now on; an earlier source is not used any longer."""
         self.source = source
         source.listen(self.take)
         for target in list(self._targets.values()):
@@ -383,7 +383,7 @@ class Router:
 
     async def _follow(self, target: Target) -> None:
         """Asks a replica for its requests' new tokens, again and again, while it has requests. Asks less often for
-        requests that nobody reads while they are sampled."""
+        requests that are not read while they are sampled."""
         target.followed = True
         tick_s = self._progress_s or PROGRESS_S
         ticks = itertools.count(1)
@@ -444,7 +444,7 @@ class Router:
         self.take(await self.source.table((0, 0), 0.0))
 
     def _leave(self, target: Target, reason: TriremeError | None) -> None:
-        """Gives up a replica that is in the last table no more. `reason`: why it is gone; None: it lives, in another
+        """Gives up a replica that the newest table does not have. `reason`: why it is gone; None: it lives, in another
         replica set, and its requests from this router are aborted there."""
         if target.calls.failure:
             return

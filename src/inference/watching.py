@@ -134,8 +134,8 @@ class CopyWatch(TorchDispatchMode):
 
 
 def disordered(copies: Sequence[Copy]) -> list[str]:
-    """Returns the names of tensors that were copied to places in another order than that of their numbers (of layers,
-    or of experts in one parameter).
+    """Returns the names of tensors with numbers (of layers, or of experts in one parameter) that were copied to places
+    in another order than their numbers.
 
     The record follows the loaders, so an exchange at the first update would become the rule.
     """

@@ -155,8 +155,8 @@ class Adapters:
             yield state["step"]
 
     def _start_values(self, spec: AdapterSpec, start: Path | None) -> Iterator[tuple[DTensor, Tensor]]:
-        """Yields each parameter with the whole first values for it: those of an adapter of `spec.rank` on
-        `spec.targets`, read from `start` if given, padded with zeros to the parameter's shape."""
+        """Yields each parameter with its whole first values: the values of an adapter of `spec.rank` on `spec.targets`,
+        read from `start` if given, padded with zeros to the parameter's shape."""
         generator = torch.Generator().manual_seed(spec.seed)
         wholes = dict[str, Tensor]()
         local = dict[str, Tensor]()  # the parts of these that are the adapter's

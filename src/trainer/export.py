@@ -33,8 +33,9 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 def companion_files(
     tokenizer: str, model: PreTrainedModel | None = None, dtype: torch.dtype | None = None
 ) -> dict[str, bytes]:
-    """Returns {name: contents} of the files that accompany saved tensors: those of `tokenizer` (a local directory or a
-    name on the hub) and, with `model`, its configuration, with `dtype` entered, and its generation configuration.
+    """Returns {name: contents} of the files that accompany saved tensors: the files of `tokenizer` (a local directory
+    or a name on the hub) and, with `model`, its configuration, with `dtype` entered, and its generation
+    configuration.
 
     Raises StorageFailed, because the files pass through a temporary directory.
     """

@@ -139,8 +139,8 @@ def _clipped(r: _Ratios, log: Tensor, columns: Columns, config: Mapping[str, flo
 
 def gspo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
     """The ppo loss where all tokens of a sequence have the same ratio s, the geometric mean of the tokens' ratios. The
-    gradient is that of GSPO-token, with s_t = sg(s) exp(p_t - sg(p_t)) = s; it equals GSPO's if all tokens of a
-    sequence have one advantage."""
+    gradient is GSPO-token's, with s_t = sg(s) exp(p_t - sg(p_t)) = s; it equals GSPO's if all tokens of a sequence
+    have one advantage."""
     r = _Ratios(p, columns, config)
     mean = columns.get("sequence_log_ratio")
     if mean is None:

@@ -1,7 +1,7 @@
 """The device mesh: which processes train together, on which device, and with which part of the batch and the model.
 Only this module counts ranks.
 
-Its dimensions are those of `trireme.config.trainer.MeshSizes`. A dimension of size 1 is left out, so it needs no
+Its dimensions are the fields of `trireme.config.trainer.MeshSizes`. A dimension of size 1 is left out, so it needs no
 process groups.
 """
 

@@ -179,7 +179,7 @@ class Shard(AdapterVerbs):
         wants_logprobs: bool = True,
     ) -> ShardOutput:
         """Adds the gradient of the raw masked sum of the loss over the batch. Returns this rank's log-probabilities
-        (none unless `wants_logprobs`), suspects, and metrics: `loss:sum` and those of `trainer.losses`.
+        (none unless `wants_logprobs`), suspects, and metrics: `loss:sum` and the metrics of `trainer.losses`.
 
         `data`: this rank's part, or the whole batch. Raises ProvenanceError; BadInput for an unknown loss, a missing
         column, tokens outside the model's vocabulary.
@@ -375,7 +375,7 @@ class Shard(AdapterVerbs):
 
     def load_state(self, path: Path, identities: Sequence[WeightIdentity], source: CommitSource | None = None) -> str:
         """Loads the state saved in `path` by any number of shards; a node that does not see `path` reads from `source`.
-        Takes over `identities`, those of the versions published until then. Drops gradients.
+        `identities`: the identities of the versions published until then. Drops gradients.
 
         From then on gradients are added in the order of the saved run, if the memory allows it. Returns a message if it
         does not, so that last bits may differ ("" otherwise). Raises CheckpointInvalid, StorageFailed.

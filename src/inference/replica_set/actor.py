@@ -71,7 +71,7 @@ log = logging.getLogger(__name__)
 class ReplicaSet:
     """Owns the replicas: members join and leave, and take new weights and adapters (see the module).
 
-    A replica that fails gets no more requests: tables leave it out, and say why. When none is left, updates wait for
+    A replica that fails gets no further requests: tables leave it out, and say why. When none is left, updates wait for
     one to join.
     """
 
@@ -91,7 +91,7 @@ class ReplicaSet:
         `generations`: {number: a name of this replica for ever}; None: chosen here.
         `incarnation`: the tables of a later incarnation are newer than all tables of this one.
         `lowest`: the weights that the previous incarnation was bringing, if there was one.
-        `adopt`: a name for the weights that the replicas loaded from disk, in place of a first update.
+        `adopt`: a name for the weights that the replicas loaded from disk, instead of a first update.
         `fixed`: deterministic mode; an update waits as long as it takes, and raises the failure of a replica.
         `patience_s`: how many seconds to wait for a replica to join when none is left.
         `update_s`: the most seconds that an update waits for a replica; its client has a deadline of its own.
@@ -148,7 +148,7 @@ class ReplicaSet:
         return self._newest_table.table
 
     def listen(self, take: Callable[[Table], object]) -> None:
-        """Calls `take` with the newest table now, and with each later table as it is published."""
+        """Calls `take` with the newest table now, and with each later table when it is published."""
         self._listeners.append(take)
         take(self._newest_table.table)
 

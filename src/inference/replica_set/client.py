@@ -54,8 +54,8 @@ class ReplicaClient(Protocol):
 
 
 class ReplicaCalls:
-    """Makes the calls to one replica, until one raises: `fails` is called with its error then, and the replica is to be
-    used no more."""
+    """Makes the calls to one replica, until one raises: then calls `fails` with its error, and the replica is given
+    up."""
 
     def __init__(self, fails: Callable[[TriremeError], None]) -> None:
         self.failure: TriremeError | None = None

@@ -118,8 +118,8 @@ class ReplicaSetHandle:
         """For routers."""
 
     def begin_again(self, clients: Mapping[int, ReplicaClient], generations: Mapping[int, Generation]) -> object:
-        """Starts a new incarnation in place of a lost one, with its replicas, `clients` and `generations` by number,
-        and repeats the newest update. Returns a reference that resolves once its actor is ready."""
+        """Starts a new incarnation after the old one was lost, with its replicas, `clients` and `generations` by
+        number, and repeats the newest update. Returns a reference that resolves once its actor is ready."""
         ray.kill(self.actor)
         self._start(clients, generations)
         if self._weights:
