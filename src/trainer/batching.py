@@ -30,7 +30,7 @@ GOOD_ENOUGH = 1e-4
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The datums that a shard computes together, in one forward and backward pass."""
+    """The datums that a shard computes together in one pass."""
 
     datums: tuple[int, ...]
     """Their numbers in the batch."""

@@ -212,8 +212,8 @@ class Checkpointer:
         self._take_over(small)
 
     def _read(self, path: Path, part: PartReader) -> dict[str, Tensor]:
-        """Reads the saved state into the host copies, opened as `part`. Returns the small tensors: steps, buffers, base
-        and random generators, by name."""
+        """Reads the state saved at `path` from `part` into the host copies. Returns the small tensors: steps, buffers,
+        base and random generators, by name. Raises CheckpointInvalid, StorageFailed."""
         reader = StateReader(part)
         saved = set(reader.read_metadata().state_dict_metadata)
         expected = {*self._staging.buffers, *self._buffers, "steps", *(["base"] if self._base else [])}

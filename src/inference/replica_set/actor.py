@@ -242,9 +242,10 @@ class ReplicaSet:
         return await self._offers.make_session(offer, self._newest)
 
     async def update(self, weights: PublishedWeights) -> list[UpdateReport]:
-        """Brings every member that serves to `weights`, and members that have been catching up for ROUNDS versions. A
-        member that fails is left out, one that takes too long is left behind. If no member has `weights` then, waits
-        for one. Returns the members' reports; a second call for the same weights returns the same reports.
+        """Brings to `weights` every member that serves, that waits for an update, or that has been catching up for
+        ROUNDS versions. A member that fails is left out, one that takes too long is left behind. If no member has
+        `weights` then, waits for one. Returns the members' reports; a second call for the same weights returns the
+        same reports.
 
         Raises RoomFailed when no replica is left, WeightsRefused when every replica refuses the weights, and
         WeightsGone when none can have their bytes any more: the next update brings newer ones. In deterministic mode
