@@ -58,7 +58,7 @@ class OrchestratorActor:
         self._stopping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Opens tokenizer and environments, and makes the samplers. Raises BadInput."""
+        """Starts the worker processes, loads tokenizer and datasets, and builds the pipeline. Raises BadInput."""
         fault_point("orchestrator.start")
 
         config = self._config
@@ -83,7 +83,7 @@ class OrchestratorActor:
         await self._pipeline.end_version()
 
     async def begin_version(self, identity: WeightIdentity) -> None:
-        """Begins the version of weights to which the replica set updates."""
+        """Tells the pipeline that the replica set updates to the weights `identity`: see `Pipeline.begin_version`."""
         await self._pipeline.begin_version(identity.version, self._pipeline.sampler.updated(identity))
 
     async def follow(self, source: Any) -> None:
@@ -126,7 +126,8 @@ class OrchestratorActor:
         return await asyncio.to_thread(write)
 
     async def load_state(self, path: Path, source: CommitSource | None = None) -> str:
-        """Continues from a state. Returns how much it has of unfinished rollouts; "" if there were none."""
+        """Continues from the state that `write_snapshot` wrote to `path`; a node that does not see `path` reads it from
+        `source`. Returns as text how many unfinished rollouts were kept; "" if the state has none."""
 
         def read() -> OrchestratorState:
             with PartReader.opened(path, source) as part:
@@ -136,7 +137,8 @@ class OrchestratorActor:
         return self._pipeline.load(await asyncio.to_thread(read))
 
     async def stop(self) -> None:
-        """Cancels all rollouts and closes their environments. May be called again: after SIGTERM, by the driver."""
+        """Cancels all rollouts and closes their environments. May be called twice, by SIGTERM and by the driver: a
+        later call waits for the first one's end."""
         self._stopping = self._stopping or asyncio.create_task(self._stop())
         await asyncio.shield(self._stopping)
 
@@ -148,7 +150,8 @@ class OrchestratorActor:
 
 
 def store_parts(assign: Assign) -> Keep:
-    """Returns a function that puts a minibatch into the object store, a part for each process of the trainer."""
+    """Returns a function that puts the tokens of a minibatch into Ray's object store, as one part for each process of
+    the trainer. `assign` says which datums each process computes."""
     import ray  # here, because code that only builds a pipeline needs none
 
     return partial(StoredBatch.store, assign=assign, put=ray.put, owner="orchestrator")

@@ -37,7 +37,7 @@ BACK_OFF = 0.8
 
 
 class Gate:
-    """Lets in as many rollouts as `limit` allows; None: all of them."""
+    """Limits the rollouts in flight to `limit` (None: no limit): a request waits in `enter` until its rollouts fit."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
@@ -93,7 +93,8 @@ class Gate:
         return self.limit is None or not self.in_flight or self.in_flight + rollouts <= self.limit
 
     def _first(self) -> Kind | None:
-        """Returns the kind that is next: the waiting one with less in flight."""
+        """Returns the kind of the request to let in next: among the kinds with a waiting request, the one with fewer
+        rollouts in flight. None if no request waits."""
         for queue in self._waiting.values():
             while queue and queue[0][1].cancelled():
                 queue.popleft()
@@ -162,8 +163,9 @@ class Backpressure:
             self._adapt(len(loads) * self._group_size, preemptions > 0, nothing_queued and kv_used < KV_HIGH)
 
     def _take_places(self, places: int) -> None:
-        """Raises the limit whenever the replicas report that they decode more in parallel than ever: vLLM may decide
-        the number by their GPUs, and replicas join later than others."""
+        """Raises the limit if `places`, the number of sequences that the replicas decode in parallel, exceeds all
+        earlier reports. Does nothing if `inference.max_num_seqs` sets the number. It may grow during a run: vLLM
+        derives it from the GPUs, and some replicas join late."""
         if self._config.inference.max_num_seqs is None and places > self._places:
             self._places = places
             assert self.gate.limit is not None
@@ -181,8 +183,8 @@ class Backpressure:
         self.gate.set_limit(max(limit, least))
 
     def take(self) -> dict[str, float]:
-        """Returns metrics of a row: the limit now; since the last call the largest share of a KV cache in use, and the
-        preemptions."""
+        """Returns metrics for a row: the gate's limit now (if it has one), and since the last call the largest share of
+        a KV cache in use and the number of preemptions."""
         row = {"perf/kv_used": self._kv_used, "perf/preemptions": float(self._preemptions)}
         self._kv_used = self._kv_now
         self._preemptions = 0

@@ -46,8 +46,9 @@ def compute_advantages(rewards_G: Sequence[float], kind: AdvantageKind) -> npt.N
     """Returns the advantage of each rollout of a group, float32 [G]. All are 0 if the rewards are equal; else some are
     above 0 and some below.
 
-    `mean`: r_i - mean(r). `std`: that divided by the group's (population) deviation, as in GRPO (arXiv:2402.03300).
-    `leave_one_out`: r_i minus the mean of the others (RLOO, arXiv:2402.14740); needs at least two rollouts.
+    `mean`: r_i - mean(r). `std`: (r_i - mean(r)) / the group's (population) standard deviation, as in GRPO
+    (arXiv:2402.03300). `leave_one_out`: r_i minus the mean of the other rewards (RLOO, arXiv:2402.14740); needs at
+    least two rollouts.
     """
     rewards = np.array(rewards_G, dtype=np.float64)
     exponent = np.frexp(np.abs(rewards).max())[1]
@@ -80,12 +81,12 @@ class WeightedTrajectory:
 
 def lay_out(weighted: Sequence[WeightedTrajectory]) -> TokenBatch:
     """Lays out trajectories as one batch: each segment is a datum, and the datums of a trajectory are one sequence.
-    Each sampled token is a target exactly once, with mask 1 where its trajectory and its turn count, else 0, as its
-    advantage.
+    Each sampled token is a target exactly once. If its trajectory and its turn count in the loss, its mask is 1 and
+    its advantage the trajectory's; else both are 0.
 
-    Inputs are a datum's tokens without the last, columns belong to its tokens without the first. On observed tokens
-    `logprobs`, `advantages` and `mask` are 0 and `versions` is -1. Raises ValueError for an empty observation at a
-    datum's start: nothing would predict the first sampled token.
+    The inputs of a datum are its tokens without the last one; its columns belong to its tokens without the first one.
+    On observed tokens `logprobs`, `advantages` and `mask` are 0 and `versions` is -1. Raises ValueError for an empty
+    observation at a datum's start: nothing would predict the first sampled token.
     """
     segments = [one.trajectory.num_segments for one in weighted]
     total = sum(len(one.trajectory.tokens) for one in weighted) - sum(segments)
@@ -111,14 +112,15 @@ def lay_out(weighted: Sequence[WeightedTrajectory]) -> TokenBatch:
 
 
 def _parts(weighted: Sequence[WeightedTrajectory]) -> Iterator[Sequence[WeightedTrajectory]]:
-    """Yields the trajectories in parts of about `PART_TOKENS`."""
+    """Yields the trajectories, in order, in parts of about `PART_TOKENS` tokens."""
     bounds = np.cumsum([len(one.trajectory.tokens) for one in weighted]) // PART_TOKENS
     for _, part in groupby(zip(bounds.tolist(), weighted, strict=True), key=itemgetter(0)):
         yield [one for _, one in part]
 
 
 def _laid_out(weighted: Sequence[WeightedTrajectory]) -> tuple[list[int], list[int], dict[str, npt.NDArray[Any]]]:
-    """Returns where the segments start and end, and the columns of all their tokens."""
+    """Joins the tokens of all trajectories. Returns the index of the first token of each segment, the index after the
+    last token of each segment, and the columns of all tokens, {name: [T]}."""
     starts: list[int] = []
     lengths: list[int] = []  # a prompt's new tokens, then each span of its answer
     values: list[tuple[int, float, float]] = []  # their version, mask and advantage
@@ -151,7 +153,7 @@ def _laid_out(weighted: Sequence[WeightedTrajectory]) -> tuple[list[int], list[i
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A group after the end of its rollouts."""
+    """A group after the end of its rollouts, with their trajectories, rewards and metrics."""
 
     group: Group
     trajectories_G: tuple[Trajectory, ...]
@@ -166,17 +168,17 @@ class ScoredGroup:
 
     @property
     def turns(self) -> list[Turn]:
-        """Returns all turns of its trajectories, one trajectory after the other."""
+        """Returns the turns of all trajectories of the group, one trajectory after the other."""
         return [turn for trajectory in self.trajectories_G for turn in trajectory.turns]
 
     @property
     def num_segments(self) -> int:
-        """Returns the number of datums that it makes."""
+        """Returns the number of datums that the group makes: one for each segment."""
         return sum(trajectory.num_segments for trajectory in self.trajectories_G)
 
     @property
     def tokens(self) -> int:
-        """Returns the number of tokens that were sampled for it."""
+        """Returns the number of sampled tokens in the group's trajectories."""
         return sum(turn.sampled for turn in self.turns)
 
     @property
@@ -200,15 +202,16 @@ class Segments:
 
     @property
     def divisor(self) -> float:
-        """Returns their term in the divisor of their substep."""
+        """Returns the term that these trajectories add to the divisor of their substep, from their numbers of sampled
+        tokens in the loss."""
         total_N = [
             sum(turn.sampled for turn in one.trajectory.turns if one.counts and turn.in_loss) for one in self._weighted
         ]
         return self._normalization.divisor(np.asarray(total_N, np.float64))
 
     def lay_out(self, datums: Numbers) -> TokenBatch:
-        """Returns the datums with the given numbers, ascending. Trajectories are laid out whole, because a token's
-        weight may depend on all segments."""
+        """Returns a batch of the datums with the numbers `datums`, ascending. Lays out their trajectories whole first,
+        because a token's weight may depend on all segments of its trajectory."""
         chosen = np.unique(self.sequences[datums])
         batch = self._normalization.weigh(lay_out([self._weighted[n] for n in chosen]), "mask")
         numbers = np.flatnonzero(np.isin(self.sequences, chosen))
@@ -226,7 +229,8 @@ out some of them. Returns the batch of all."""
 
 
 def keep_whole(lengths: Numbers, sequences: Numbers, lay_out: LayOut) -> Batch:
-    """Lays out all datums together, in this process."""
+    """Returns all datums of a minibatch laid out as one batch, held in this process. `lengths` has one entry for each
+    datum."""
     return lay_out(np.arange(len(lengths)))
 
 
@@ -238,10 +242,11 @@ def build_minibatch(
     last: bool,
     keep: Keep = keep_whole,
 ) -> Minibatch:
-    """Builds a minibatch of groups, in that order, with their origins. `keep` decides where its tokens are.
+    """Builds the minibatch of the groups `scored_P`, in that order, with advantages and provenance. `keep` decides
+    where its tokens are held.
 
-    `orchestrator.overlong_filter`: answers cut by length do not count in the loss, because their final reward is
-    unknown. `last`: the minibatch ends its substep.
+    With `orchestrator.overlong_filter` a rollout counts in the loss only if its stop reason is `stop`: the final reward
+    of a rollout that was cut off is unknown. `last`: the minibatch ends its substep.
     """
     weighted: list[WeightedTrajectory] = []
     for scored in scored_P:

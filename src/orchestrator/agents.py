@@ -41,7 +41,8 @@ _current: AgentSessions | None = None
 
 @asynccontextmanager
 async def agent_sessions(factory: Callable[[], AgentSessions]) -> AsyncIterator[None]:
-    """Gives `play_session` a port for its agents within the block. A run has it from start to end."""
+    """Starts the sessions that `factory` makes, and stops them at the end of the block. Within the block `play_session`
+    opens a session in them for each rollout. A run enters the block once, for its whole time."""
     global _current
     _current = started = factory()
     await started.start()
@@ -75,8 +76,8 @@ class SessionTurns:
         was answered."""
 
     async def sample(self, request: SampleRequest, *on_progress: OnProgress) -> SampledSequence:
-        """Samples one answer as the run does. Raises BadInput for a prompt that is too long, RolloutError, and the
-        errors of the rollout's sampler."""
+        """Samples the answer to an agent's request with the sampling settings and seeds of the run, one request at a
+        time. Raises BadInput for a prompt that is too long, RolloutError, and the errors of the rollout's sampler."""
         try:
             async with self._one_by_one:
                 sampled = await self._one(request, *on_progress)
@@ -90,7 +91,8 @@ class SessionTurns:
 
     @property
     def of_a_room(self) -> bool:
-        """True: `failure` ends more than this rollout, whatever the agent makes of it."""
+        """True if `failure` is an error of a room: it concerns more than this rollout, and is raised even if the agent
+        hides it."""
         return is_of_a_room(self.failure)
 
     async def _one(self, request: SampleRequest, *on_progress: OnProgress) -> SampledSequence:
@@ -120,7 +122,7 @@ class SessionTurns:
 
 
 def is_of_a_room(error: Exception | None) -> bool:
-    """Returns whether an error of sampling is a room's, and not about one request."""
+    """Returns True if `error` is an error of a room (a TriremeError that is no BadInput), not of one request."""
     return isinstance(error, TriremeError) and not isinstance(error, BadInput)
 
 
@@ -132,8 +134,9 @@ async def play_session(
     sampling: SamplingConfig,
     run_seed: int | None,
 ) -> Trajectory:
-    """Lets an agent play one episode to its end, and closes its session, however it ended. Raises RolloutError, errors
-    of the agent, and errors of the rooms even if the agent hides them."""
+    """Lets the agent `env` play one episode, with answers from `sample`, and closes its session, however the episode
+    ended. Returns the trajectory. Raises RolloutError, errors of the agent, and errors of the rooms even if the
+    agent hides them."""
     fault_point("orchestrator.rollout")
     sessions = _current  # an agent that ignores its cancellation may outlast the block of `agent_sessions`
     assert sessions is not None, "an agent is played within agent_sessions"
@@ -165,15 +168,17 @@ async def play_session(
 
 
 def _reward(played: Any) -> tuple[Any, Any]:
-    """Returns reward and metrics of an agent's result, for `check_report`."""
+    """Splits the result of an agent's `play` into reward and metrics: a pair is both, anything else is a reward without
+    metrics. Checks neither; `check_report` does."""
     if isinstance(played, tuple) and len(played) == 2:
         return played
     return (played, {})
 
 
 def _trajectory(session: PlayedSession, reward: float, metrics: Mapping[str, float], key: RolloutKey) -> Trajectory:
-    """Makes the trajectory of a session. The last answer that the agent got has the reward of the whole episode, and
-    says how it ended. Raises NoAnswer."""
+    """Makes the trajectory of a session. `reward`, `metrics` and the trajectory's stop reason belong to the last answer
+    that the agent got; answers that it never got are masked out of the loss. Raises NoAnswer for a session without
+    turns."""
     if not session.turns:
         raise NoAnswer(f"{key}: the agent ended without an answer of the policy; there is nothing to train on")
     builder = TrajectoryBuilder()

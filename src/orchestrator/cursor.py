@@ -77,9 +77,9 @@ class ProblemCursor:
 class Mix:
     """Mixes the problems of several environments into one stream. Within an environment the order is its dataset's.
 
-    Only `seed` and the number of problems drawn so far decide the next environment: the draws are points on a circle,
-    and each environment has an arc by its weight. Of any n problems in a row an environment has its share up to a few
-    (log n).
+    Only `seed` and the number of problems drawn so far decide the next environment: each draw is a point on a circle,
+    on which each environment has an arc in proportion to its weight. Among any n problems in a row, the number from one
+    environment differs from its share by a few (log n) at most.
 
     Ids come from the environment's cursor; with several environments they begin with its name: `guess/0.1.2`.
     """
@@ -102,7 +102,8 @@ class Mix:
         return f"{name}/{problem}"
 
     def env_of(self, problem: str) -> str:
-        """Returns the name of the problem's environment. Raises BadInput when it is none of these."""
+        """Returns the name of the environment that the id `problem` belongs to. Raises BadInput if the mix has no such
+        environment."""
         name = problem.rpartition("/")[0] or self._names[0]
         if name not in self._cursors:
             raise BadInput(
@@ -119,7 +120,8 @@ class Mix:
         return {"drawn": self._drawn, "cursors": [[name, c.state_dict()] for name, c in self._cursors.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where another mix stood. Raises BadInput when the environments or their data are others."""
+        """Continues where another mix stood, from its `state`. Raises BadInput if that mix had other environments,
+        another order of them, or other data."""
         names = [name for name, _ in state["cursors"]]
         if len(names) != len(self._names) or (len(names) > 1 and names != self._names):
             raise BadInput(

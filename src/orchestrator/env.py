@@ -147,23 +147,25 @@ class Env(Resumable, ABC):
 
     @abstractmethod
     async def step(self, action: Sequence[int]) -> StepResult:
-        """Takes the sampled tokens, including the stop token if one ended them."""
+        """Takes the sampled tokens of an answer, including the stop token if one ended it. Returns the reward, and the
+        next prompt or the end of the episode."""
 
     def known_answer(self) -> str | None:
-        """Returns the text that answers the newest prompt well, where the environment knows it: `trireme env try` can
-        play it. Unless overridden, None."""
+        """Returns a good answer to the newest prompt as text, which `trireme env try` can play. Unless overridden,
+        None: the environment knows none."""
         return None
 
     async def truncated(self, reason: Truncation) -> StepResult | None:
-        """Called once when a limit of the run ends the episode that `step` would have continued. The result's reward is
-        added to the reward of the last step, its metrics and logs too, and `in_loss` holds for the last action. Unless
-        overridden, the rewards do not change."""
+        """Called once when a limit of the run, `reason`, ends an episode that `step` would have continued. The reward
+        of the returned StepResult is added to the reward of the last step, its metrics and logs are merged into the
+        last step's, and its `in_loss` = False masks the last action. Unless overridden, returns None, which changes
+        nothing."""
         return None
 
     async def close(self) -> None:
         """Releases the environment's resources, within `env.close_s` seconds. Called exactly once for each environment,
-        used or not, after its rollout; while another method runs only if that has ignored its cancellation for as long.
-        """
+        used or not, after its rollout. It overlaps with another method of the environment only if that method has
+        ignored its cancellation for `env.close_s` seconds."""
         return
 
 
@@ -190,13 +192,13 @@ class EnvGroupBuilder:
 
     async def make_envs(self) -> Sequence[Env]:
         """Makes a new environment for each rollout of the group, in order. Called again when a rollout is retried; the
-        others are then kept for their rollouts' retries."""
+        environments that this call makes for other rollouts are kept for their retries."""
         raise self._lacks("make_envs")
 
     @property
     def makes_one(self) -> bool:
-        """True if environments are made one by one: `make_env` is defined, by no base of a class that has only
-        `make_envs`. Raises BadInput where neither is defined."""
+        """True if environments are made one by one: the first class in the order of inheritance that defines `make_env`
+        or `make_envs` defines `make_env`. Raises BadInput if no class defines either."""
         nearest = next(kind for kind in type(self).__mro__ if {"make_env", "make_envs"} & vars(kind).keys())
         if nearest is EnvGroupBuilder:
             raise self._lacks("make_env or make_envs")
@@ -211,20 +213,20 @@ class EnvGroupBuilder:
         ).error()
 
     async def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[tuple[float, dict[str, float]]]:
-        """Returns for each trajectory a reward that needs the whole group, which is added to the rewards of its steps,
-        and metrics. Rollouts that failed for good are not in `trajectories_G`."""
+        """Returns a reward and metrics for each trajectory, computed from the whole group. The reward is added to the
+        rewards of the trajectory's steps. Rollouts that failed for good are not in `trajectories_G`."""
         return [(0.0, {}) for _ in trajectories_G]
 
     @property
     def scores_in_any_process(self) -> bool:
-        """True: a commit may keep the finished rollouts of a group while others still run, and another builder of this
-        problem may score them. False by default where `compute_group_rewards` is overridden. An override with True
-        means that it needs nothing but the trajectories."""
+        """True if another builder of this problem, also in another process, may compute the group's rewards from the
+        trajectories alone. A commit then keeps the finished rollouts of a group while others still run. By default
+        False where `compute_group_rewards` is overridden."""
         return type(self).compute_group_rewards is EnvGroupBuilder.compute_group_rewards
 
     async def try_rewards(self) -> None:
-        """Called for the first problem of a dataset before a run starts. Raises BadInput for answers that could not be
-        scored. Unless overridden, tries nothing."""
+        """Scores trial answers to the first problem of a dataset, before a run starts. Raises BadInput if they cannot
+        be scored. Unless overridden, does nothing."""
         return
 
     async def cleanup(self) -> None:
@@ -268,7 +270,7 @@ class RLDataset(ABC):
 
 @dataclass(frozen=True)
 class EnvContext:
-    """The first argument of a dataset.
+    """The facts of a run that a dataset gets as its first argument: tokenizer, seed, group size, split and others.
 
     All randomness of an environment must follow from `seed` and the problem, so that runs can be repeated bit for bit:
     the state of a process's random generators is not saved.
@@ -341,7 +343,8 @@ def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> R
 
 
 async def result_of(method: Callable[P, Awaitable[T]], *args: P.args, **options: P.kwargs) -> T:
-    """Awaits a method of an environment, a MessageEnv or a builder. Raises TypeError for one that is no coroutine."""
+    """Calls `method`, a method of an environment, a MessageEnv or a builder, with the other arguments, and returns the
+    awaited result. Raises TypeError if the method is no coroutine function."""
     returned: Any = method(*args, **options)
     if not inspect.isawaitable(returned):
         name = getattr(method, "__qualname__", repr(method))
@@ -420,7 +423,8 @@ def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
 
 
 def named_function(kind: str, source: str, name: str) -> Callable[..., Any]:
-    """Returns a function of a file, if `source` ends with .py, or of a module. Raises BadInput."""
+    """Returns the function `name` of `source`: a file if it ends with .py, else a module. `kind` is the first part of
+    the `env.id` in messages. Raises BadInput."""
     try:
         if source.endswith(".py"):
             names = run_file(source)
@@ -445,7 +449,8 @@ def _is_dataset(value: object) -> bool:
 
 
 def in_short(error: Exception) -> str:
-    """Returns an error on one line, with the file and the line where it was raised, if that is code outside Python."""
+    """Returns an error on one line, with the file and line of the code that raised it, if it was raised outside
+    Python's import machinery and this module."""
     summary = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"

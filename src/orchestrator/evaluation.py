@@ -82,7 +82,8 @@ class Schedule:
     """The version that the run ends with."""
 
     def due(self, version: int, evaluated: int | None, owed: bool) -> bool:
-        """True if `version` is due. `evaluated`: the last version with a row. `owed`: an evaluation has not ended."""
+        """Returns True if `version` is to be evaluated. `evaluated`: the version evaluated last (None: none yet).
+        `owed`: an evaluation was begun and has not ended."""
         if not self.every or version == evaluated or version == self.last - 1:  # it would share the last row
             return False
         return evaluated is None or owed or version % self.every == 0 or version == self.last
@@ -158,7 +159,8 @@ class Evaluator:
         return row
 
     def state_dict(self) -> dict[str, object]:
-        """Returns JSON values; rows as pairs, because their keys are numbers."""
+        """Returns the state as JSON values: the version evaluated last, whether an evaluation is owed, and the metrics
+        that are not in a row yet, as [step, metrics] pairs because JSON keys are text."""
         return {
             "done": self._evaluated,
             "owed": self._owed,
@@ -206,8 +208,8 @@ class Evaluator:
         return row
 
     def _evaluations(self, version: int) -> list[Evaluation]:
-        """Takes the first `eval.problems` of each environment's dataset. Groups are numbered throughout. Seeds follow
-        from the ids of their problems, which no training rollout has."""
+        """Returns an Evaluation of each environment, with the first `eval.problems` problems of its dataset. Groups are
+        numbered across all environments. Seeds follow from the problems' ids, which no training rollout has."""
         numbers = count()
         evaluations = []
         for env, dataset in self._datasets:
@@ -268,7 +270,7 @@ class Evaluation:
         self.errors[type(error).__name__] += 1
 
     def metrics(self, samples: int) -> dict[str, float]:
-        """Returns the metrics that the module's docstring lists, of `samples` rollouts per problem."""
+        """Returns the metrics that the module's docstring lists. `samples`: the number of rollouts for each problem."""
         scored_P = [outcome.scored for _, outcome in sorted(self.outcomes.items()) if outcome.scored]
         n = sum(len(scored.rewards_G) for scored in scored_P)
         row = {
@@ -306,7 +308,8 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
 
 
 def _with_interval(name: str, values_P: Sequence[float]) -> dict[str, float]:
-    """Returns the mean over problems and its interval, as far as there are enough problems."""
+    """Returns {`name`: the mean of `values_P`, `name`/ci95: half the width of its 95 % interval}. The interval needs
+    two problems, the mean one; what cannot be computed is missing."""
     row = {name: float(np.mean(values_P))} if values_P else {}
     if len(values_P) > 1:
         row[f"{name}/ci95"] = float(CI95 * np.std(values_P, ddof=1) / sqrt(len(values_P)))

@@ -53,7 +53,7 @@ class GroupOutcome:
 
 
 def never_due(group: Group) -> bool:
-    """Says of a group of an evaluation, or in a test, that no batch waits for it."""
+    """Returns False: no batch waits for a group of an evaluation, or of a test."""
     return False
 
 
@@ -75,29 +75,30 @@ class GroupRunner:
 
     @property
     def size(self) -> int:
-        """Rollouts in a group."""
+        """The number of rollouts in a group."""
         if self.evaluates:
             return self.config.eval.samples
         return self.config.group_size(self.env)
 
     @property
     def sampling(self) -> SamplingConfig:
-        """How its tokens are sampled."""
+        """The sampling settings of the runner's rollouts: for evaluations or for training."""
         if self.evaluates:
             return self.config.eval_sampling
         return self.config.inference.sampling
 
     @property
     def _seed(self) -> int | None:
-        """The seed from which the seeds of its requests follow. None: they have none, and vLLM draws for all sequences
-        of a step at once, instead of one after the other."""
+        """The run's seed, from which each request gets a seed, in evaluations and in deterministic mode. Else None:
+        requests have no seeds, and vLLM draws for all sequences of a step at once, instead of one after the other."""
         if self.evaluates or self.config.deterministic:
             return self.config.seed
         return None
 
     @property
     def _needed(self) -> int:
-        """Rollouts that must succeed; in training two, as one alone in its group has advantage 0."""
+        """The number of rollouts that must succeed. In training at least two, because a single rollout of a group has
+        advantage 0."""
         share = self.config.orchestrator.min_viable_group
         if self.evaluates:
             return 1
@@ -112,9 +113,9 @@ class GroupRunner:
         over: Callable[[], object],
         progress: GroupProgress | None = None,
     ) -> GroupOutcome:
-        """Runs all rollouts, from where `progress` says that they were, scores them and cleans up. Each rollout that
-        ends gives its place of `permit` back, and its tokens are counted in `tokens`; `over` is called before cleaning
-        up, however the group ended. Cleaning up is not interrupted by a cancellation."""
+        """Runs all rollouts of `group`, continues them from `progress` where it has any, scores them and cleans up.
+        Each rollout that ends gives its place in `permit` back; `tokens` counts the sampled tokens. `over` is called
+        before cleaning up, however the group ended. A cancellation does not interrupt cleaning up."""
         progress = progress or GroupProgress(keeps_finished=False)
         started: set[asyncio.Task[Any]] = set()
         place = f"environment {self.env.label}, problem {group.problem}"
@@ -129,7 +130,8 @@ class GroupRunner:
         return GroupOutcome(outcomes_G, scored)
 
     async def _end(self, envs: GroupEnvs, tasks: set[asyncio.Task[object]], place: str) -> None:
-        """Ends what the environments hold, and the tasks that they have left."""
+        """Closes the environments of a group and lets its builder clean up. Then cancels the `tasks` that environments
+        have left running, and notes them as LeakedTasks at `place`."""
         with TaskOwner(tasks):
             await envs.end()
         unfinished = sorted(task.get_coro().__qualname__ for task in tasks)  # type: ignore[union-attr]
@@ -224,14 +226,15 @@ class GroupRunner:
         return await run_rollout(env, sample, key, self.limits, self.sampling, self._seed, progress)
 
     def _due(self) -> float | None:
-        """Returns when work that begins now is too late, by the clock of the event loop."""
+        """Returns the deadline of a rollout that begins now, by the event loop's clock in seconds:
+        `generation_timeout_s` from now."""
         return asyncio.get_running_loop().time() + self.config.orchestrator.generation_timeout_s
 
     async def _attempt(self, work: Coroutine[Any, Any, T], deadline: asyncio.Timeout, place: object) -> T | Exception:
-        """Returns the result of an environment's work at `place`, or notes and returns what it raises: the one place
-        that catches it. Errors of the rooms themselves (TriremeError) are raised, for the driver, but for BadRequest,
-        which is about this rollout alone. The work has a task of its own, so that a cancellation of this one is never
-        the environment's doing."""
+        """Awaits an environment's `work` until `deadline`, and returns its result. An exception of the work is noted
+        and returned; no other place catches it. But errors of the rooms (TriremeError) are raised, for the driver,
+        except BadRequest, which concerns this rollout alone. The work has a task of its own, so that a cancellation
+        of the present task is never the environment's doing. `place` names the work in messages."""
         try:
             async with deadline:
                 return await start_contained(work)
@@ -279,7 +282,8 @@ class GroupRunner:
         return outcome
 
     def _check_versions(self, group: Group, trajectories_G: Sequence[Trajectory]) -> None:
-        """Raises ProvenanceError when a token is of a version that the group must not have."""
+        """Raises ProvenanceError if a token was sampled by a version below the group's floor, or in an evaluation by
+        any version but the floor."""
         versions = sorted(set().union(*(trajectory.versions for trajectory in trajectories_G)))
         if self.evaluates and versions != [group.floor]:
             raise ProvenanceError(
@@ -324,8 +328,8 @@ class _Turns:
     tokens: RolloutTokens
 
     async def sample(self, request: SampleRequest, *on_progress: OnProgress) -> SampledSequence:
-        """Returns an answer. Raises AnswerTimeout, errors of the sampler, and CancelledError for a rollout with an
-        environment that has ignored its cancellation."""
+        """Returns the sampled answer to `request`. Raises AnswerTimeout after `inference.answer_s` seconds, errors of
+        the sampler, and CancelledError if the rollout was cancelled and its environment ignored that."""
         self.envs.check()
         runner, limit_s = self.runner, self.runner.config.inference.answer_s
         await runner.pace.before_sample(self.group.index, self.key.sample, self.deadline)

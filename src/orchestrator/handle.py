@@ -69,13 +69,14 @@ class OrchestratorHandle:
         self._await_update(self._actor.end_version.remote(), on_tick)
 
     def begin_version(self, identity: WeightIdentity, on_tick: Callable[[], None] = lambda: None) -> None:
-        """Samples groups of the next version, of weights `identity`, once the replicas have it. The first and the last
-        update of a run, and all of a synchronous one, end before this returns; so does the evaluation of the last
-        version. `on_tick`: see `end_version`."""
+        """Begins the version of the weights `identity`: its groups are sampled once the replicas have these weights.
+        Waits until the update ends if it is the first or the last of a run, or if the run is synchronous; waits for
+        the evaluation of the version if it is the last one. `on_tick`: see `end_version`."""
         self._await_update(self._actor.begin_version.remote(identity), on_tick)
 
     def follow(self, source: Any) -> None:
-        """Has it sample with the replicas of `source`, a new incarnation of the replica set, without waiting."""
+        """Has the orchestrator sample with the replicas of `source`, a new incarnation of the replica set. Does not
+        wait."""
         self._actor.follow.remote(source)
 
     def give_up_evaluation(self) -> None:
@@ -136,7 +137,7 @@ class OrchestratorHandle:
 
     def stop(self) -> None:
         """Cancels all rollouts, closes their environments, and ends the actor in whatever state it is. An actor that is
-        still starting has none, and may be busy with imports."""
+        still starting is ended at once: it has no rollouts, and may be busy with imports."""
         if waits.ready({self._started: "orchestrator"}, 0):
             with suppress(TriremeError):  # it is dead or hangs already
                 limit_s = STOP_S + end_deadline_s(self._config)
@@ -151,7 +152,9 @@ class OrchestratorHandle:
         on_tick: Callable[[], None] = lambda: None,
         every_s: float = PROGRESS_S,
     ) -> Any:
-        """Waits, and says every `every_s` seconds how far the orchestrator is."""
+        """Waits at most `timeout_s` + ANSWER_S seconds for `ref`, the answer to a call of the actor, and returns the
+        answer. Says every `every_s` seconds how far the orchestrator is. `label` names the call in messages.
+        `on_tick`: see `end_version`."""
         report = waits.LongWait(f"waiting for {label}", every_s, self._actor.progress.remote)
 
         def tick(names: list[str], waited_s: float) -> None:

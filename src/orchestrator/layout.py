@@ -23,7 +23,7 @@ BuildOn = Callable[[Build], Awaitable[Minibatch]]
 
 
 async def build_here(build: Build) -> Minibatch:
-    """Builds a minibatch on the event loop, whole."""
+    """Builds a minibatch on the event loop, not in a thread, with its tokens in this process."""
     return build(keep_whole)
 
 

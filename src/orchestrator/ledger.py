@@ -179,7 +179,8 @@ class Ledger:
         return useful and bool(self.replicas) and self.slots_taken < self.slots
 
     def dispatch(self, new_problem: Callable[[], str]) -> Group:
-        """Takes a slot for the first problem to resample, or a new one. Raises ValueError unless `can_dispatch()`."""
+        """Takes a slot, and returns the new group of the first problem that waits to be sampled again, or else of
+        `new_problem()`. Raises ValueError unless `can_dispatch()`."""
         if not self.can_dispatch():
             raise ValueError(f"no group may be dispatched: {self.slots_taken} of {self.slots} slots taken")
         if self.resample:
@@ -211,11 +212,12 @@ class Ledger:
         return group
 
     def take(self, step: int, count: int) -> tuple[list[Group], list[Group]] | None:
-        """Takes the next `count` groups of batch `step`; None while fewer may be taken.
+        """Takes the next `count` groups into batch `step`. Returns the taken groups and the dropped groups, or None
+        while fewer than `count` may be taken. The caller stops the rollouts of the dropped groups.
 
-        Returns them, and the dropped groups; the caller stops their rollouts. May be called several times for one
-        batch; the call that completes it cuts it. Raises ProvenanceError for a group that is too old, ValueError for
-        another batch than the one being assembled, or for more groups than are missing in it.
+        May be called several times for one batch; the call that completes the batch cuts it. Raises ProvenanceError for
+        a group that is too old, ValueError if `step` is not the batch being assembled or `count` exceeds the groups
+        that it lacks.
         """
         if step != self.batch or not 0 < count <= self.lacking:
             raise ValueError(f"asked for {count} groups of batch {step}; batch {self.batch} lacks {self.lacking}")
@@ -235,8 +237,8 @@ class Ledger:
     def takeable(self, limit: int) -> int:
         """Returns the number of groups to take now, at most `limit`.
 
-        Under `drop` these are all finished groups. If they are fewer than `limit`, they leave room in the batch for
-        the running groups of older weights, which the cut would drop.
+        Under `drop` this is the number of finished groups. If it is below `limit`, one place of the batch is left free
+        for each running group of older weights, because the cut would drop such a group.
         """
         count = len(self._takeable(limit))
         if self.policy == "wait" or count == limit:
@@ -267,8 +269,8 @@ class Ledger:
         return taken
 
     def _spare_places(self) -> list[int]:
-        """Returns for d = 0 .. K how many places up to batch `batch + d` are not needed by the active groups with
-        deadlines up to there: by (feasible) none is negative."""
+        """Returns for each d = 0 .. K the number of places in the batches up to `batch + d` that are left over when
+        each active group with a deadline up to `batch + d` has one. By (feasible) no number is negative."""
         due = Counter(max(self.deadline(group) - self.batch, 0) for group in self.active.values())
         spare = []
         needed = 0
@@ -322,8 +324,8 @@ class Ledger:
         self.consumed = {step: groups for step, groups in self.consumed.items() if step >= first}
 
     def counts(self) -> dict[str, int]:
-        """Returns the terms of the conservation equation, and the parts of `active` and the queue. Raises
-        ProvenanceError unless the equation holds."""
+        """Returns by name the terms of the conservation equation, the numbers of running and finished groups, of
+        problems to resample, and of slots taken. Raises ProvenanceError unless the equation holds."""
         finished = sum(g.finished for g in self.active.values())
         counts = vars(self.tally) | {
             "in_training": len(self._in_training()),
@@ -342,8 +344,9 @@ class Ledger:
         return [group for step, groups in self.consumed.items() if step >= self.released for group in groups]
 
     def state_dict(self) -> dict[str, object]:
-        """Returns the last boundary as JSON values, see the module's docstring. Raises ValueError when a replica has a
-        later version already, or all had one before they left, so that there is no way back."""
+        """Returns the ledger's state at the last boundary as JSON values (Resume in the module's docstring). Raises
+        ValueError if a replica has acknowledged a later version, or all replicas had before they left: then no run
+        can continue from the boundary."""
         ahead = {replica: version for replica, version in self.replicas.items() if version > self.released}
         if ahead or self.floor > self.released:
             raise ValueError(
@@ -358,11 +361,12 @@ class Ledger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], retained: Collection[int] = ()) -> set[int]:
-        """Continues from a boundary; call it before anything else. Groups that are not accepted are resampled (see
-        Resume in the module's docstring).
+        """Continues from `state`, the result of `state_dict`; call it before any other method. Groups that are not
+        accepted are resampled (see Resume in the module's docstring).
 
-        `retained`: indices of running groups with tokens. Returns the indices of the groups that keep their floors, and
-        so their tokens. Raises ProvenanceError when the state's groups do not add up.
+        `retained`: indices of running groups with tokens that the caller still has. Returns the retained indices of
+        groups that keep their floors, and so their tokens. Raises ProvenanceError when the state's groups do not add
+        up.
         """
         self.batch = state["released"]
         self.released = state["released"]

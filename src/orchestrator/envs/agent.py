@@ -52,7 +52,7 @@ class FunctionEnv(AgentEnv):
 
 @dataclass(frozen=True)
 class AgentProblem(EnvGroupBuilder):
-    """One problem."""
+    """One problem that an agent plays: `function` is the agent, `problem` is its value."""
 
     function: Play
     problem: Any
@@ -67,7 +67,9 @@ class AgentDataset(ListedDataset[Any]):
     def __init__(
         self, name: str, context: EnvContext, problems: str = "problems", batch_size: int = 16, **args: Any
     ) -> None:
-        """Raises BadInput for a function that is not there, or is no coroutine."""
+        """`name`: MODULE:FUNCTION of the agent. `problems`: the function of that module that returns the problems; it
+        gets the split, the seed and `args`. Raises BadInput if a function is missing or the agent is no coroutine
+        function."""
         module, _, function_name = name.partition(":")
         function: Play = named_function("agent", module, function_name)
         if not inspect.iscoroutinefunction(function):

@@ -44,7 +44,8 @@ class UrlAnswerer:
         require("httpx", extra="answerers", what_for=f"an answerer at {self.url}")
 
     async def answer(self, messages: list[Message]) -> str:
-        """Returns its next message, at most a few words. Raises AnswererDown."""
+        """Returns the server's next message after `messages`, at most a few words. Asks again while the server is busy
+        or cannot be reached. Raises AnswererDown after the last try, or if the server refuses."""
         body = {"model": self.model, "messages": messages, "temperature": 0.0, "max_tokens": MAX_TOKENS, "seed": 0}
         import httpx
 
@@ -81,7 +82,7 @@ class StartAnswerer:
     model: str
 
     async def answer(self, messages: list[Message]) -> str:
-        """Returns its next message, at most a few words."""
+        """Returns the model's next message after `messages`, at most a few words."""
         return await run_in_worker(complete, self.model, messages, timeout_s=START_S)
 
 

@@ -36,7 +36,8 @@ def hint(secret: str, guess: str) -> str:
 
 @dataclass
 class GuessEnv(Env):
-    """One game; `prompt` and `hints` are tokens."""
+    """One game, in which the policy guesses `secret`. `prompt` is tokens; `hints` maps the text of each hint to its
+    tokens."""
 
     tokenizer: Tokenizer
     secret: str

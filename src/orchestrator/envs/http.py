@@ -88,8 +88,8 @@ class EnvServer:
     async def ask(
         self, client: aiohttp.ClientSession, method: str, path: str, body: Mapping[str, Any] | None, limit_s: float
     ) -> Mapping[str, Any]:
-        """Returns the answer to a request, which is sent again until there is one. Raises EnvServerDown when there is
-        none within `limit_s` seconds, EnvServerRefused, and BadEnvAnswer."""
+        """Sends a request, again until it is answered, and returns the answer's JSON object. Raises EnvServerDown if
+        there is no answer within `limit_s` seconds, EnvServerRefused, and BadEnvAnswer."""
         url = f"{self.url}/{path}"
         failure = "no answer to the first try"
         tries = 0
@@ -138,7 +138,7 @@ def _read(request: str, status: int, text: str) -> Mapping[str, object]:
 
 
 class HttpEnv(MessageEnv):
-    """One session."""
+    """One episode, played in one session of a server of environments."""
 
     def __init__(self, server: EnvServer, task: Mapping[str, Any]) -> None:
         self._server = server
@@ -233,7 +233,7 @@ class HttpEnv(MessageEnv):
 
 
 def _allow_connections() -> None:
-    """Lets this process have as many connections as the system allows it: each session has one."""
+    """Raises this process's limit of open files to the most that the system allows: each session has a connection."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
@@ -246,9 +246,9 @@ def _is_message(value: object) -> bool:
 class HttpDataset(GeneratedDataset):
     """`num_batches` batches of `batch_size` tasks of a server; task n of a split is the same each time.
 
-    `more_urls` may add servers to `url`: each problem has its server. `options` are sent with each reset. The bearer
-    token is the value of the environment variable `token_variable`. Raises ValueError for limits that are not above 0,
-    for sizes below 1, and when that variable is not set.
+    `more_urls` may add servers to `url`; all sessions of a task use the same server. `options` are sent with each
+    reset. `token_variable` names the environment variable that holds the bearer token. Raises ValueError for limits
+    (`reset_s`, `step_s`) that are not above 0, for sizes below 1, and if that variable is not set.
     """
 
     name = "http"

@@ -73,9 +73,8 @@ class ProgramEnv(AgentEnv):
     sample: int
 
     async def play(self, access: AgentAccess) -> tuple[float, Mapping[str, float]]:
-        """Returns the reward in the last line of its output. Raises ProgramTimeout, ProgramFailed and
-        BadProgramOutput.
-        """
+        """Runs the program to its end. Returns reward and metrics from the last line of the program's output. Raises
+        ProgramTimeout, ProgramFailed (for an exit code that is not 0) and BadProgramOutput."""
         with tempfile.TemporaryDirectory(prefix="agent-") as directory:
             output, errors, code = await self._run(self._environment(access, directory))
         if code:
@@ -98,7 +97,8 @@ class ProgramEnv(AgentEnv):
         }
 
     async def _run(self, environment: Mapping[str, str]) -> tuple[str, str, int]:
-        """Returns the end of its output, the end of its errors, and its exit code."""
+        """Runs the program with the environment variables `environment`. Returns the end of its standard output, the
+        end of its standard error, and its exit code."""
         start = [sys.executable, "-I", "-S", str(STARTER), str(self.program.memory_bytes), str(os.getpid())]
         process = await asyncio.create_subprocess_exec(
             *start,
@@ -132,7 +132,8 @@ class ProgramEnv(AgentEnv):
 
 
 async def _give(stdin: asyncio.StreamWriter, line: str) -> None:
-    """Writes the problem, for programs that read it."""
+    """Writes `line`, the problem, to a program's standard input and closes it. A program that does not read it is no
+    error."""
     with suppress(BrokenPipeError, ConnectionResetError):
         stdin.write(line.encode() + b"\n")
         await stdin.drain()
@@ -148,7 +149,8 @@ async def _end_of(stream: asyncio.StreamReader) -> str:
 
 
 def _reward(output: str, name: str) -> tuple[float, Mapping[str, float]]:
-    """Reads the last line. Raises BadProgramOutput."""
+    """Returns reward and metrics from the last line of a program's output. `name` names the program in messages. Raises
+    BadProgramOutput."""
     lines = output.strip().splitlines()
     with suppress(ValueError):
         report = json.loads(lines[-1]) if lines else None
@@ -191,9 +193,10 @@ class ProgramDataset(ListedDataset[Any]):
         memory_gb: float = 4.0,
         batch_size: int = 16,
     ) -> None:
-        """`problems`: a file with a JSON value in each line; `eval_problems` for evaluations (None: the same). Raises
-        ValueError for limits that are not above 0 and files that are no such data, BadInput for a program that is not
-        there."""
+        """`command`: the program and its arguments. `problems`: a file with a JSON value in each line; `eval_problems`:
+        the same for evaluations (None: `problems`). `limit_s`: the time limit of one run, in seconds; `memory_gb`:
+        the memory limit of each process, in GiB. Raises ValueError for limits that are not above 0, for a `command`
+        that is no list of words and for files of another form, BadInput if the program cannot be found."""
         if min(limit_s, memory_gb) <= 0:
             raise ValueError(f"limit_s = {limit_s}, memory_gb = {memory_gb}; expected above 0")
         if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):

@@ -41,8 +41,8 @@ def final_answer(text: str) -> str:
 
 
 def same_number(target: str, answer: str) -> bool:
-    """True if math-verify takes `answer` for `target`. May take any time. Raises ValueError for a target that it cannot
-    read."""
+    """True if math-verify finds that `answer` equals `target`. May run for ever. Raises ValueError for a `target` that
+    math-verify cannot read."""
     gold = parse(target if "\\" not in target else f"${target}$", parsing_timeout=None)
     if not gold:
         raise ValueError(f"math-verify cannot read the answer {target!r} of the data; expected a number or LaTeX")
@@ -56,7 +56,8 @@ def same_text(target: str, answer: str) -> bool:
 
 
 def success(answer: str, target: str, grading: Grading, finished: bool) -> bool:
-    """Scores an answer; one that is cut off is wrong."""
+    """Returns True if the final part of `answer` equals `target` by the rule `grading`. An answer that is not
+    `finished` (cut off by length) is wrong."""
     final = final_answer(answer[-LOOKED_AT:])
     same = same_text if grading == "exact" else same_number
     return finished and bool(final) and same(target, final)

@@ -73,10 +73,11 @@ def extract(text: str, extraction: Extraction) -> str:
 def exact(
     text: str, task: str, difficulty: Mapping[str, Any], entry: Entry, extraction: Extraction, finished: bool
 ) -> float:
-    """Returns 1 for a right answer and nothing else, else 0.
+    """Returns 1 if the extracted part of the answer is right and holds nothing else, else 0, also for an answer that is
+    not `finished`.
 
     The generator's scorer decides, because a question may have several right answers. Some scorers give full marks to a
-    text that holds the right answer among wrong ones: with them only the known answer counts.
+    text that holds the right answer among wrong ones: if the scorer does, only the known answer of `entry` counts.
     """
     answer = extract(text, extraction)
     if not finished or not answer:
@@ -91,7 +92,7 @@ def exact(
 def score(
     text: str, task: str, difficulty: Mapping[str, Any], entry: Entry, extraction: Extraction, finished: bool
 ) -> float:
-    """Returns the generator's score."""
+    """Returns the generator's score for the extracted part of an answer; 0 if the answer is not `finished`."""
     if finished:
         return _marks(task, difficulty, entry, extract(text, extraction))
     return 0.0
@@ -107,7 +108,8 @@ def _marks(task: str, difficulty: Mapping[str, Any], entry: Entry, answer: str) 
 
 @cache
 def _scorer(task: str, difficulty: str) -> Any:
-    """Returns the generator with these keys, in JSON. Some take seconds to make."""
+    """Returns the generator of `task` with the keys in `difficulty` (JSON), to score answers. It is kept for later
+    calls, because some generators take seconds to make."""
     return generator(task, json.loads(difficulty))
 
 
@@ -208,8 +210,9 @@ class ReasoningGymDataset(GeneratedDataset):
 
 
 def few_questions(items: Any, indexes: range, seconds: float = COUNTING_S) -> tuple[int, int]:
-    """Returns how many items were drawn, within a limit of seconds, and how many distinct questions they have; the
-    latter is 0 unless it is below the count that FEW_QUESTIONS equally frequent questions would give."""
+    """Draws items at `indexes`, in order, for at most `seconds` seconds. Returns the number of drawn items and the
+    number of distinct questions among them; the latter is 0 unless it is below the count that FEW_QUESTIONS equally
+    frequent questions would give."""
     questions: set[str] = set()
     drawn = 0
     end = time.monotonic() + seconds

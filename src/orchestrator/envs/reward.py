@@ -69,7 +69,8 @@ class RewardRow:
 
 
 class RewardFile:
-    """A file of reward functions. A worker process runs it when it reads a call, before the time of the call begins."""
+    """A file of reward functions. Making or unpickling a RewardFile runs the file: a worker process does so when it
+    reads a call, before the time limit of the call begins."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -121,7 +122,8 @@ class RewardProblem(EnvGroupBuilder):
         return True
 
     def answer(self, tokens: list[int]) -> Answer:
-        """Reads an answer that was sampled as `tokens`."""
+        """Decodes an answer that was sampled as `tokens`, and returns the values that reward functions may get: text,
+        TRL's columns, and whether the answer is finished or malformed."""
         prompt = self.row.prompt
         context = self.context
         text = str(context.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -134,7 +136,8 @@ class RewardProblem(EnvGroupBuilder):
         return {**answer, "text": message["content"], "finished": whole, "parse_error": float(malformed)}
 
     def _waits(self, name: str) -> bool:
-        """True for a function that is called once the whole group is there."""
+        """Returns True if the function `name` is called once all answers of the group are there: it takes
+        `completions`, or is a coroutine function."""
         function = named_function("reward", self.source, name)
         return takes_completions(function) or iscoroutinefunction(function)
 
@@ -205,7 +208,8 @@ class RewardDataset(ListedDataset[RewardRow]):
 
 
 def row_of(place: str, row: Any, prompt: str, answer: str, chat: bool) -> tuple[str, RewardRow]:
-    """Returns the prompt of a row as text, and the row. Raises ValueError that names the place."""
+    """Reads one row of the data. `prompt` and `answer` name its columns; `chat`: a prompt that is a text is a user's
+    message. Returns the prompt as JSON, and the RewardRow. Raises ValueError that names `place`."""
     if not isinstance(row, Mapping) or not row.get(prompt):
         raise ValueError(f"{place} has no {prompt!r}, which env.args.prompt names; it is {str(row)[:SHOWN]}")
     question = row[prompt]
@@ -263,14 +267,15 @@ def _scores(source: str, name: str, row: RewardRow, answers: list[Answer]) -> li
 
 
 async def _awaited(returned: list[Any]) -> list[Any]:
-    """Waits for all results at the same time, if they are awaitable."""
+    """Returns the results of a function's calls, which it awaits at the same time if the first one is awaitable."""
     if isawaitable(returned[0]):
         return list(await asyncio.gather(*returned))
     return returned
 
 
 def _calls(function: Callable[..., object], row: RewardRow, answers: list[Answer]) -> list[partial[object]]:
-    """Returns the calls of a function: one for all answers, or one for each."""
+    """Returns the calls of `function`, not made yet: one for all answers if it takes `completions`, else one for each
+    answer."""
     parameters = signature(function).parameters
     columns = dict(row.columns)
     if takes_completions(function):
@@ -288,5 +293,5 @@ def _calls(function: Callable[..., object], row: RewardRow, answers: list[Answer
 
 
 def takes_completions(function: Callable[..., object]) -> bool:
-    """True for a function of lists of answers."""
+    """True if the function has a parameter `completions`: it takes the answers of a whole group as lists."""
     return "completions" in signature(function).parameters

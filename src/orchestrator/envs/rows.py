@@ -49,9 +49,9 @@ def problems_of_split(
 ) -> list[P]:
     """Returns the problems of the context's split, in the order of the files.
 
-    `read` takes the place and the value of a row, and returns the text of its question and the problem. Evaluations
-    have the rows of `eval_path`; without it, an eighth of the rows of `path`, chosen by the text, which training leaves
-    out. Raises ValueError for files without such a problem, and errors of `read`.
+    `read` takes the place and the value of a row, and returns the text of its question and the problem. The split
+    `eval` has the rows of `eval_path`; without `eval_path` it has an eighth of the rows of `path`, chosen by the
+    question's text, which training leaves out. Raises ValueError if no problem is left, and errors of `read`.
     """
     if eval_path and context.split == "eval":
         source = eval_path

@@ -23,7 +23,9 @@ WATCHED = (signal.SIGTERM, signal.SIGCHLD)
 
 
 def main(memory_bytes: int, parent: int, command: list[str]) -> int:
-    """Returns the program's exit code; 128 and its signal for one that was killed."""
+    """Runs `command` with at most `memory_bytes` of data memory, as a child of this process, then kills all processes
+    that it has started. `parent`: the process that started this one. Returns the program's exit code; 128 + the
+    signal's number for a program that was killed."""
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)  # they are waited for
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -41,7 +43,8 @@ def main(memory_bytes: int, parent: int, command: list[str]) -> int:
 
 
 def become(memory_bytes: int, parent: int, command: list[str]) -> None:
-    """Becomes the program, in a session of its own: `kill 0` of a script does not reach its parent."""
+    """Replaces this process by the program `command`, in a session of its own, so that `kill 0` in a script does not
+    reach `parent`. Does not return."""
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -56,14 +59,16 @@ def become(memory_bytes: int, parent: int, command: list[str]) -> None:
 
 
 def silence() -> None:
-    """Closes its own ends of the program's input and output, so that they end when the program's do."""
+    """Replaces this process's standard input, output and error by /dev/null: only the program holds the pipes then, and
+    they end with it."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
 
 
 def wait_for(program: int) -> int:
-    """Waits until the program ends, and kills it on SIGTERM. Reaps its orphans too."""
+    """Waits until the process `program` ends, and kills it on SIGTERM. Reaps orphans meanwhile. Returns the exit code;
+    128 + the signal's number if the program was killed."""
     while True:
         if signal.sigwait(WATCHED) == signal.SIGTERM:
             os.kill(program, signal.SIGKILL)

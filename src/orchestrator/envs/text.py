@@ -64,7 +64,8 @@ class GeneratedDataset(RLDataset):
         return random.Random(f"{self.name}:{self.context.seed}:{self.context.split}:{index}")
 
     def draw(self, index: int, make: Callable[[random.Random], str]) -> str:
-        """Returns the text of problem `index`: the first one made that belongs to the context's split."""
+        """Calls `make` with the random generator of problem `index` until a text belongs to the context's split, and
+        returns this text."""
         rng = self.rng(index)
         while True:
             text = make(rng)
@@ -74,7 +75,7 @@ class GeneratedDataset(RLDataset):
 
 @cache
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """Returns the text of one sampled id; for an id without a token (models pad their vocabulary) an unknown sign."""
+    """Returns the text of one sampled id; UNKNOWN for an id without a token, since models pad their vocabulary."""
     if token < len(tokenizer):
         return tokenizer.decode([token])
     return UNKNOWN
@@ -121,7 +122,8 @@ Grader = Callable[[str, Answer], tuple[float, float]]
 
 
 def by_position(target: str, answer: Answer) -> tuple[float, float]:
-    """Gives half the share of positions that are right, and half for an exact, finished answer."""
+    """Returns a reward and 1 or 0 for an exact, finished answer. The reward is half the share of positions that are
+    right, plus half for an exact, finished answer."""
     right = sum(map(eq, answer.text, target))
     exact = answer.finished and answer.text == target
     return 0.5 * right / max(len(answer.text), len(target)) + 0.5 * exact, float(exact)

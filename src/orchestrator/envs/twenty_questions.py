@@ -43,7 +43,7 @@ needle
 
 
 def yes_or_no(text: str) -> str:
-    """Returns the yes or no at the start of an answer, or a text that there is none."""
+    """Returns "yes" or "no" if that is the first word of an answer, in any case, else a text that says neither."""
     first = re.search(r"[a-z]+", text.casefold())
     if first and first[0] in ("yes", "no"):
         return first[0]

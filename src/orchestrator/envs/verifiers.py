@@ -82,7 +82,7 @@ async def score(task: Any, trace: Any) -> tuple[float, dict[str, float]]:
 
 
 def score_alone(task: object, trace: object) -> tuple[float, dict[str, float]]:
-    """Scores in a process that does nothing else."""
+    """Calls `score` on an event loop of its own; for a worker process."""
     return asyncio.run(score(task, trace))
 
 
@@ -130,8 +130,8 @@ def _arguments(call: Any) -> dict[str, Any]:
 
 
 def make_trace(task: Any, prompt: Sequence[int], action: Sequence[int], message: Message, cut_off: bool) -> Any:
-    """Makes a finished rollout's trace in the form that tasks score: a node for each message, the last one with all
-    tokens, and the one call of the model, with their numbers."""
+    """Makes the trace of a finished rollout in the form that tasks score: a node for each message of the prompt, a last
+    node for the answer `message` with all tokens of prompt and answer, and one model call with their numbers."""
     trace = vf.Trace(
         task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
         state=state_cls(type(task))(),
@@ -327,7 +327,8 @@ def _against_type(task: Any) -> Iterator[str]:
 
 
 def _needs_runtime(scorer: Any) -> bool:
-    """True for scorers that Task.score skips without a runtime, as if they were worth nothing."""
+    """True if a scorer has a parameter `runtime` without default. Without a runtime Task.score would skip such a
+    scorer, as if its reward were 0."""
     parameter = signature(scorer).parameters.get("runtime")
     return parameter is not None and parameter.default is Parameter.empty
 
