@@ -33,8 +33,8 @@ _owner: ContextVar[set[asyncio.Task[Any]] | None] = ContextVar("owner", default=
 
 
 def end_deadline_s(config: Config) -> float:
-    """Returns the seconds after which all groups of a run have ended once they were cancelled: up to `env.close_s` for
-    each of their rollouts, `close()` and `cleanup()`."""
+    """Returns the seconds within which all groups of a run end once they are cancelled: three times the largest
+    `env.close_s`, for the rollouts, `close()` and `cleanup()`."""
     return 3 * max(env.close_s for env in (*config.env, *config.eval_envs))
 
 
@@ -43,8 +43,8 @@ class LeakedTasks(Exception):
 
 
 class TaskOwner:
-    """Context manager: tasks that are started within the block, and within these, belong to `tasks` until they end;
-    with None to no group. Not a generator, which would take three times as long."""
+    """Context manager: tasks that are started within the block, and tasks that these start, are in the set `tasks`
+    until they end. With None they belong to no group. It is no generator, which would take three times as long."""
 
     __slots__ = ("_tasks", "_token")
 
@@ -88,7 +88,8 @@ async def contained(work: Awaitable[T]) -> T:
 
 
 class _Close:
-    """Closes a coroutine: a callback in less memory than a function that keeps it."""
+    """A callback at the end of a task that closes the coroutine `work`. Takes less memory than a function that keeps
+    the coroutine."""
 
     __slots__ = ("_work",)
 
@@ -100,8 +101,9 @@ class _Close:
 
 
 def start_contained(work: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
-    """Starts an environment's work in a task, which distinguishes a cancellation of the caller's own task from one by
-    the environment. The task itself belongs to no group; tasks that it starts do."""
+    """Starts the `work` of an environment in a task, so that its caller can tell a cancellation of its own task from a
+    CancelledError of the environment. The new task belongs to no group; tasks that it starts do. `options`: for
+    `asyncio.Task`."""
     wrapped: Any = contained(work)
     wrapped.__qualname__ = getattr(work, "__qualname__", wrapped.__qualname__)  # names it where it is leaked
     task: asyncio.Task[T] = asyncio.Task(wrapped, **options)
@@ -110,7 +112,8 @@ def start_contained(work: Coroutine[Any, Any, T], **options: Any) -> asyncio.Tas
 
 
 async def uninterrupted(work: Coroutine[Any, Any, object]) -> None:
-    """Awaits work that has a deadline of its own to its end. A cancellation that comes meanwhile is raised then."""
+    """Awaits `work` to its end, also if the caller is cancelled meanwhile; CancelledError is raised after the end. The
+    work must have a deadline of its own."""
     task = asyncio.ensure_future(work)
     cancelled = None
     while not task.done():
@@ -145,7 +148,8 @@ class GroupEnvs:
         self._given_up = True
 
     def check(self) -> None:
-        """Ends a rollout if its environment ignored its cancellation and would play on."""
+        """Raises CancelledError after `give_up`: ends a rollout with an environment that ignored its cancellation and
+        would play on."""
         if self._given_up:
             raise asyncio.CancelledError
 
@@ -162,8 +166,8 @@ class GroupEnvs:
         return env
 
     async def _one_of_a_group(self, sample: int) -> object:
-        """Takes an environment that was made for this rollout together with others and is not used yet. A retry makes
-        a whole group; its other environments are kept for retries of the other rollouts."""
+        """Returns an unused environment for rollout `sample`. Makes one for each rollout of the group if there is none,
+        and keeps the others for tries of their rollouts. Raises RolloutError if `make_envs` gives another number."""
         async with self._making:
             if not self._unused[sample]:
                 envs = list(await result_of(self._builder.make_envs))
@@ -206,7 +210,8 @@ class GroupEnvs:
         return closing
 
     async def _within_limit(self, work: Coroutine[object, object, None], label: str) -> None:
-        """Awaits the end of something. Each failure is counted and logged: more cannot be done about it."""
+        """Awaits `work`, which ends something and is named `label`, for at most `close_s` seconds, then cancels it.
+        Counts and logs a failure, and raises nothing: more cannot be done about it."""
         task = start_contained(work)
         error: BaseException | None = EnvNotClosed(f"took longer than env.close_s = {self._close_s:g} s")
         if (await asyncio.wait([task], timeout=self._close_s))[0]:

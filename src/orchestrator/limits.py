@@ -46,8 +46,9 @@ class RunLimits:
         return self.first_failure.partition("\n")[0]
 
     def judge_rollout(self, error: Exception | None) -> None:
-        """Counts a rollout that ended, after all retries, with its last error if it failed. Raises LimitReached if too
-        many of the recent ones failed, or if replicas have refused a window of them for one reason."""
+        """Counts a rollout after all its retries. `error`: its last error if it failed, else None. Raises LimitReached
+        if too large a share of the recent rollouts failed, or if the replicas have refused MIN_WINDOW rollouts in a
+        row for one reason."""
         if isinstance(error, BadRequest):
             refused = str(error)
         else:
@@ -77,9 +78,8 @@ class RunLimits:
             )
 
     def judge_group(self, usable: bool, tally: Tally) -> None:
-        """Counts a group that ended; `tally` is the ledger's. Raises LimitReached after many unusable groups in a
-        row.
-        """
+        """Counts a group that ended; `usable`: it can be trained on; `tally` is the ledger's. Raises LimitReached after
+        `max_filtered_batches` batches of unusable groups in a row."""
         if usable:
             self._unusable_in_a_row = 0
         else:
@@ -139,8 +139,9 @@ class BackgroundTasks:
         return isinstance(self._error, LimitReached)
 
     def raise_error(self, but_limits: bool = False) -> None:
-        """Raises the first error. `but_limits`: not a limit of the run, which the next minibatch raises, so that the
-        step in hand is finished and the run can be committed where it stops."""
+        """Raises the first error of a task, if there is one. `but_limits`: does not raise LimitReached, which the
+        request for the next minibatch raises; so the present step is finished and the run can be committed where it
+        stops."""
         if self._error and not (but_limits and self.limit_reached):
             raise self._error
 

@@ -27,7 +27,7 @@ class OwnPace:
     """No rollout waits for another."""
 
     def enter(self, index: int, rollouts: int) -> None:
-        """Records that group `index` has been dispatched."""
+        """Records that group `index` has been dispatched, with `rollouts` rollouts."""
 
     def rollout_over(self, index: int) -> None:
         """Records that a rollout of the group has ended, after all retries."""
@@ -36,14 +36,16 @@ class OwnPace:
         """Records that the group is settled."""
 
     async def before_sample(self, index: int, sample: int, deadline: asyncio.Timeout) -> None:
-        """Returns when rollout `sample` of the group may send its request. Waiting does not count for its deadline."""
+        """Waits until rollout `sample` of group `index` may send its request. `deadline` is moved by the length of the
+        wait."""
 
     async def before_end(self, index: int) -> None:
-        """Returns when the group may be settled; called once all its rollouts are over."""
+        """Waits until group `index` may be settled; called once all its rollouts are over."""
 
 
 class Lockstep(OwnPace):
-    """See the module's docstring. `more_to_come()`: true while the ledger has slots that are about to be filled."""
+    """The pace in deterministic mode: rollouts and groups wait for each other and continue in a fixed order (see the
+    module's docstring). `more_to_come()` returns True while the ledger has slots that are about to be filled."""
 
     def __init__(self, more_to_come: Callable[[], bool]) -> None:
         self._more_to_come = more_to_come
@@ -96,6 +98,7 @@ class Lockstep(OwnPace):
 
 
 def _move(deadline: asyncio.Timeout, due: float | None) -> None:
-    """Sets a deadline to another time; None: never. Does not change one that is over."""
+    """Sets `deadline` to the time `due` of the event loop's clock (None: never). Does nothing if the deadline is
+    over."""
     with suppress(RuntimeError):
         deadline.reschedule(due)

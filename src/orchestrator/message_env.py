@@ -53,7 +53,7 @@ class MessageStep:
 
 
 class MessageEnv(Resumable, ABC):
-    """One episode of one problem, as a chat. Used once. Its `state_dict` is without messages; they are kept for it."""
+    """One episode of one problem, as a chat. Used once. Its `state_dict` needs no messages: RenderedEnv saves them."""
 
     tools: Sequence[ToolSpec] = ()
     """Tools that the assistant may call."""
@@ -64,7 +64,8 @@ class MessageEnv(Resumable, ABC):
 
     @abstractmethod
     async def step(self, message: Message) -> MessageStep:
-        """Takes the assistant's message; thinking and tool calls are apart from its content."""
+        """Takes the assistant's message; its thinking and tool calls are in fields of their own, not in its content.
+        Returns the reward, and the next messages or the end of the episode."""
 
     async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
         """Takes a message that was cut off by its length, or is malformed (`Renderer.parse_response`), with the content
@@ -72,7 +73,7 @@ class MessageEnv(Resumable, ABC):
         return MessageStep(0.0, True)
 
     def known_answer(self) -> str | None:
-        """Returns the text that answers the newest prompt well, as `Env.known_answer`."""
+        """Returns a good answer to the newest prompt as text, or None, like `Env.known_answer`."""
         return None
 
     async def truncated(self, reason: Truncation) -> MessageStep | None:
@@ -86,8 +87,8 @@ class MessageEnv(Resumable, ABC):
 
 
 class RenderedEnv(Env):
-    """A MessageEnv behind a renderer. Metric `parse_error`: 1 for a malformed message, else 0; a message that was cut
-    off has its own stop reason."""
+    """An Env that plays the MessageEnv `env`, with `renderer` between tokens and messages. Metric `parse_error`: 1 for
+    a malformed message, else 0; a message that was cut off has its own stop reason."""
 
     def __init__(self, env: MessageEnv, renderer: Renderer) -> None:
         self._env = env
@@ -152,7 +153,7 @@ class RenderedEnv(Env):
 
 
 def _with_array(message: Message) -> dict[str, object]:
-    """Returns a message with its sampled tokens in a form that a commit can hold."""
+    """Returns a message with its sampled tokens, if it has any, as an int32 array, which a commit can hold."""
     return message | ({"tokens": np.array(message["tokens"], np.int32)} if "tokens" in message else {})
 
 

@@ -1,4 +1,4 @@
-"""Says who holds a batch that does not come."""
+"""Says which part of the run holds up a batch that does not come."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from orchestrator.ledger import Ledger
 
 
 def missing(ledger: Ledger, requests: int) -> str:
-    """Returns who holds the missing groups, while replicas have n `requests`, with the state of the ledger."""
+    """Returns a text for an error: which part of the run holds up the groups that the batch lacks, and the state of the
+    ledger. `requests`: the number of training requests that wait for an answer."""
     running = [f"{g.problem} (dispatched at version {g.floor})" for g in ledger.active.values() if not g.finished]
     if requests and not ledger.replicas:
         holds = f"no inference replica serves, and {requests} requests wait for one"

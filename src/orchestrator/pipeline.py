@@ -134,15 +134,16 @@ class Pipeline:
     # ---- the driver's verbs
 
     async def end_version(self) -> None:
-        """Waits until the last update and the evaluation of its version have ended. Raises RoomFailed when the update
-        does not, and its error."""
+        """Waits until the last update and the evaluation of its version have ended. Raises RoomFailed if the update is
+        late, and errors of the update."""
         self._background.raise_error(but_limits=True)
         await self._update_ended()
         await self.evaluator.wait_idle()
 
     async def begin_version(self, version: int, update: Awaitable[Sequence[UpdateReport]]) -> None:
-        """Records that the replicas take `version`, in flight, until `update`. See Updates, above. Call after
-        `end_version`. The next verb raises an error of the update."""
+        """Records that the replicas take the weights of `version`, also while they sample, until the awaitable `update`
+        ends. See Updates in the module's docstring. Call it after `end_version`. The next verb raises an error of
+        the update."""
         first = self._newest < 0
         self._newest = version
         last = version == self._config.max_steps
@@ -172,9 +173,9 @@ class Pipeline:
         return await self._background.spawn(self.evaluator.evaluate(version), "evaluation")
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
-        """Returns the next minibatch of a substep, as soon as its groups are finished, or its smallest allowed part.
-        Raises RoomFailed after `timeouts.batch_s`, with the missing groups, and the error of any loop.
-        """
+        """Returns the next minibatch of `substep` in `step` as soon as enough groups are finished: from the smallest to
+        the largest number in `groups_per_minibatch`. Raises RoomFailed after `timeouts.batch_s`, with the missing
+        groups, ValueError for another substep than the next, and the error of any loop."""
         fault_point("orchestrator.minibatch")
         per_substep = self._config.groups_per_substep
         assembled = self._ledger.assembled
@@ -201,7 +202,8 @@ class Pipeline:
         return await self._build_on(partial(build_minibatch, step, scored_P, self._options, normalization, last))
 
     def release(self, step: int) -> StepSummary:
-        """Records that `step` has been trained on: its slots are free once its version is acknowledged.
+        """Records that `step` has been trained on: its slots are free once its version is acknowledged. Returns the
+        step's row of metrics, facts of its groups, and its recorded rollouts.
 
         The row holds metrics of the update to version `step`, which it was trained with; the next update may still be
         in progress.
@@ -236,8 +238,8 @@ class Pipeline:
         return self._boundary or self._state()
 
     def load(self, state: OrchestratorState) -> str:
-        """Continues from a state, before the first `begin_version`. Returns how much it has of unfinished rollouts; ""
-        if there were none. Raises BadInput when the dataset is another."""
+        """Continues from `state`, before the first `begin_version`. Returns as text how many unfinished rollouts were
+        kept; "" if the state has none. Raises BadInput when the dataset is another."""
         if self._config.deterministic:  # all of a turn is sampled together
             state = replace(state, running=())
         self._mix.load_state_dict(state.cursor)
@@ -300,14 +302,16 @@ class Pipeline:
         self.evaluator.begin(version, self._background.spawn)
 
     def _replicas_changed(self, acknowledged: Mapping[int, int]) -> None:
-        """Has the dispatch loop look whether slots are free that a replica has held."""
+        """Takes the version that each live replica has acknowledged, and has the dispatch loop look for slots that
+        became free."""
         self._acknowledged = acknowledged
         self._slots_changed.set()
 
     # ---- taking
 
     async def _take(self, step: int, least: int, limit: int) -> tuple[list[Group], list[Group]]:
-        """Waits for `least` groups; returns all finished ones, at most `limit`, and the dropped ones."""
+        """Waits until `least` groups may be taken into batch `step`. Returns all groups that may be taken, at most
+        `limit`, and the groups that the ledger dropped. Raises errors of background tasks."""
         while True:
             self._background.raise_error()
             # The ledger looks at all groups, so it is not asked before enough of them have finished.
@@ -353,7 +357,8 @@ class Pipeline:
                     permit.close()
 
     async def _permit(self) -> Permit:
-        """Waits for a permit for the largest group: the environment is known only when the group is dispatched."""
+        """Waits for a permit for as many rollouts as the largest group of any environment has: the environment is known
+        only when the group is dispatched."""
         return await self._pressure.gate.enter("train", self._config.largest_group)
 
     def _start_group(self, group: Group, permit: Permit) -> None:
@@ -385,8 +390,9 @@ class Pipeline:
         return self._options.remove_constant_reward_groups and is_constant(scored.rewards_G)
 
     def _is_due(self, group: Group) -> bool:
-        """True for a group that must be in the batch that is being assembled. With max_steps_off_policy = 0 every group
-        is in it from the beginning, and in deterministic mode it would depend on seconds: there the answer is False."""
+        """True if the group's deadline is the batch that is being assembled, so that no later batch may take it. False
+        with max_steps_off_policy = 0, where each group is due from the beginning, and in deterministic mode, where
+        the answer would depend on seconds."""
         bound = self._options.max_steps_off_policy
         return bool(bound) and not self._config.deterministic and self._ledger.deadline(group) <= self._ledger.batch
 

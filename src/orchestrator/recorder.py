@@ -50,7 +50,8 @@ class Recorder:
         return [to_json(self._record(step, reason, scored), default=str) for reason, scored in picked]
 
     def _picked(self, step: int, trained_P: Sequence[ScoredGroup]) -> list[tuple[str, ScoredGroup]]:
-        """Picks the same groups for the same arguments, so that a repeated step has the same record."""
+        """Returns the groups to record, each with the reason: `best`, `worst` or `sample`. The same arguments give the
+        same groups, so that a repeated step has the same record."""
         *lower, best = sorted(trained_P, key=lambda scored: float(np.mean(scored.rewards_G)))
         worst = lower[:1]
         rest = lower[1:]

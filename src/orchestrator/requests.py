@@ -44,7 +44,8 @@ class IdleClock:
 
 
 class Requests:
-    """Passes the requests of training and of evaluations to `sampler`, once it is started."""
+    """Passes the requests of training and of evaluations to `sampler`, and counts the requests in flight and the
+    seconds without any."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler

@@ -143,8 +143,9 @@ class RolloutKey:
         return f"environment {self.env}, problem {self.problem}"
 
     def seed(self, run_seed: int | None, turn: int) -> int | None:
-        """Returns the seed of one request, 0 <= seed < 2^63: the same in every process, different for every request.
-        None without a seed of the run: then the engine draws from the numbers of its own (`inference.engine`)."""
+        """Returns the seed of the rollout's request number `turn`, 0 <= seed < 2^63: the same in every process,
+        different for every request. None if `run_seed` is None: then the engine draws from random numbers of its own
+        (`inference.engine`)."""
         if run_seed is None:
             return None
         place = f"{run_seed}/{self.problem}/{self.sample}/{turn}/{self.attempt}"
@@ -160,8 +161,8 @@ async def run_rollout(
     run_seed: int | None,
     progress: RolloutProgress | None = None,
 ) -> Trajectory:
-    """Plays one episode to its end, from the state in `progress`. Raises RolloutError, and errors of the environment or
-    the sampler."""
+    """Plays one episode to its end, from the state in `progress` if it has one, with answers from `sample`. Returns the
+    trajectory. Raises RolloutError, and errors of the environment or the sampler."""
     fault_point("orchestrator.rollout")
     progress = progress or RolloutProgress()
     builder, observation, stop = await _beginning(env, key, progress.begun)
@@ -202,7 +203,8 @@ async def run_rollout(
 async def _beginning(
     env: Env, key: RolloutKey, begun: UnfinishedRollout | None
 ) -> tuple[TrajectoryBuilder, TokenIds | Continuation, StopCondition]:
-    """Returns the turns so far, the next observation, and the stop condition of its answer."""
+    """Begins an episode, or continues the rollout `begun` of a commit. Returns a builder with the turns so far, the
+    next observation, and the stop condition of its answer."""
     if begun is None:
         with trace.overlapping("initial_observation", "environment", problem=key.problem):
             return TrajectoryBuilder(), *await result_of(env.initial_observation)
@@ -218,8 +220,8 @@ async def _beginning(
 def checked_prompt(
     observation: TokenIds | Continuation, stop: StopCondition, key: RolloutKey, limits: RolloutLimits, begun: bool
 ) -> tuple[npt.NDArray[np.int32], bool]:
-    """Returns the tokens of an observation, and True if they continue the tokens of the turn before. Only a rollout
-    that has `begun` has such a turn. Raises BadPrompt, OutOfVocabulary."""
+    """Returns the tokens of an observation, and True if it is a Continuation, with only the tokens after the last turn.
+    `begun`: the rollout has a last turn. Raises BadPrompt, and OutOfVocabulary also for a token of `stop`."""
     follows = begun and isinstance(observation, Continuation)
     tokens = np.asarray(observation.tokens if isinstance(observation, Continuation) and begun else observation)
     if follows and tokens.shape == (0,):
@@ -245,13 +247,14 @@ def checked_prompt(
 
 
 def _in_vocabulary(tokens: npt.NDArray[np.integer[Any]], vocab_size: int) -> bool:
-    """Returns True if all tokens are of 0 .. vocab_size - 1."""
+    """Returns True if all tokens are in 0 .. vocab_size - 1."""
     unsigned = tokens.view(f"u{tokens.itemsize}")  # a negative token becomes a very large one
     return bool(np.maximum.reduce(unsigned, initial=0) < vocab_size)
 
 
 def _limit_reached(prompt: npt.NDArray[np.int32], limits: RolloutLimits) -> Truncation | None:
-    """Returns the limit that refuses a prompt, or None."""
+    """Returns the name of the limit that a prompt reaches, so that no answer may be sampled; None if it reaches no
+    limit."""
     if limits.max_prompt_len is not None and len(prompt) > limits.max_prompt_len:
         return "max_prompt_len"
     if len(prompt) >= limits.max_seq_len:
@@ -272,7 +275,8 @@ def _too_long(limit: Truncation, prompt: npt.NDArray[np.int32], limits: RolloutL
 def checked(
     sampled: SampledSequence, request: SampleRequest, key: RolloutKey, limits: RolloutLimits
 ) -> SampledSequence:
-    """Returns an answer up to its end. Raises BadSample."""
+    """Returns the answer `sampled`, cut at the first stop string of its request if the sampler has not stopped there.
+    Raises BadSample."""
     _check_sample(sampled, key, limits)
     if request.params.stop and (strings := request.params.stop_strings):  # its sampler may not have stopped there
         assert limits.decode is not None, "strings end answers, but there is no decoder to find them"

@@ -17,7 +17,8 @@ RunnerOf = Callable[[str], GroupRunner]
 
 
 class RunningGroups:
-    """Groups by index, from their dispatch until they are settled. `runner_of` gives the runner of a problem."""
+    """Holds the task and the progress of each group, by index, from its dispatch until it is settled. `runner_of` gives
+    the runner of a problem."""
 
     def __init__(self, runner_of: RunnerOf) -> None:
         self._runner_of = runner_of
@@ -35,11 +36,11 @@ class RunningGroups:
         return progress
 
     def add_task(self, group: Group, task: asyncio.Task[None]) -> None:
-        """Takes the task of a group that has begun."""
+        """Keeps the task of a group that has begun, for `stop` to cancel."""
         self._tasks[group.index] = task
 
     def ends(self, group: Group) -> None:
-        """Records that the rollouts of a group are over: the rest must not be cancelled."""
+        """Records that the rollouts of a group are over: `stop` no longer cancels its task, which cleans up."""
         self._tasks.pop(group.index, None)
 
     def settle(self, group: Group) -> None:
@@ -57,7 +58,8 @@ class RunningGroups:
     # ---- commits
 
     def take(self, groups: Iterable[Group]) -> tuple[UnfinishedGroup, ...]:
-        """Returns the progress of these running groups for a commit, without groups that have none."""
+        """Returns the progress of the running `groups` for a commit, without groups in which every rollout would start
+        again."""
         return tuple(unfinished for group in groups if (unfinished := self._take(group)) and unfinished.trajectories_G)
 
     def _take(self, group: Group) -> UnfinishedGroup | None:
@@ -68,8 +70,9 @@ class RunningGroups:
         return progress.take(group, runner.size, runner.sampling.temperature)
 
     def load(self, ledger: Ledger, state: OrchestratorState) -> tuple[dict[int, ScoredGroup], str]:
-        """Loads a commit into the ledger. Groups that were running then continue from their progress in it. Returns the
-        finished groups by index, and how many of the unfinished rollouts were kept ("" if there were none)."""
+        """Loads the `state` of a commit into the ledger, and keeps the progress of groups that were running then: they
+        continue from it when they are started. Returns the finished groups by index, and as text how many unfinished
+        rollouts were kept ("" if there were none)."""
         fitting = {unfinished.group.index: unfinished for unfinished in state.running if self._fits(unfinished)}
         usable = ledger.load_state_dict(state.ledger, fitting.keys())
         for index in usable:
@@ -82,5 +85,5 @@ class RunningGroups:
         return finished, f"{restored} of {rollouts} unfinished rollouts were kept" if rollouts else ""
 
     def _fits(self, unfinished: UnfinishedGroup) -> bool:
-        """True if the rollouts of a group from a commit may be continued: sampling has the same settings as before."""
+        """True if the rollouts of a group from a commit may be continued: its temperature is the one of now."""
         return unfinished.temperature == self._runner_of(unfinished.group.problem).sampling.temperature

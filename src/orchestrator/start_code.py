@@ -103,7 +103,8 @@ class CodeReport:
 
 
 def main(text: str) -> int:
-    """Runs the program, and writes the report."""
+    """Runs the program that `text`, a CodeStart as JSON, describes, and writes the CodeReport to the descriptor in it.
+    Returns 1 if the parent has ended before, else 0."""
     start = CodeStart(**json.loads(text))
     os.set_inheritable(start.report, False)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)  # they are waited for
@@ -148,7 +149,8 @@ def run(start: CodeStart) -> CodeReport:
 
 
 def watch(start: CodeStart, child: int) -> CodeReport:
-    """Waits for the end of `child`, for SIGTERM, or for a limit."""
+    """Waits until the process `child` ends, for SIGTERM, or until a limit is exceeded. Returns the exit code, the
+    exceeded limit, or an empty report after SIGTERM. Kills nothing."""
     deadline = time.monotonic() + start.wall_s
     while True:
         received = signal.sigtimedwait(WATCHED, LOOK_S)
@@ -167,7 +169,7 @@ def watch(start: CodeStart, child: int) -> CodeReport:
 
 
 def below(pid: int) -> list[int]:
-    """Returns a process and its descendants, at this moment."""
+    """Returns the ids of the process `pid` and of its present descendants."""
     pids = [pid]
     for process in pids:
         try:
@@ -189,7 +191,8 @@ def resident(pid: int) -> int:
 
 
 def unlinked(processes: Sequence[int]) -> int:
-    """Returns the bytes of open files that have no name: files in memory that need not be mapped."""
+    """Returns the bytes of files that the processes have open and that have no name: such files may be in memory
+    without being mapped. Each file counts once."""
     sizes: dict[tuple[int, int], int] = {}
     for pid in processes:
         try:
@@ -203,7 +206,7 @@ def unlinked(processes: Sequence[int]) -> int:
 
 
 def kill_user(uid: int) -> None:
-    """Kills all processes of a user."""
+    """Kills all processes of the user `uid`, from a child process that becomes this user."""
     child = os.fork()
     if not child:
         try:
@@ -219,7 +222,7 @@ def kill_user(uid: int) -> None:
 
 
 def check(result: int, action: str) -> None:
-    """Raises OSError for a call of the C library that failed."""
+    """Raises OSError if `result`, of a call of the C library, is negative. `action` names the call in the message."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{action}: {os.strerror(number)}")
@@ -258,7 +261,7 @@ def enter_namespaces(uid: int) -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Writes a file of the kernel in one piece."""
+    """Writes `text` to a file of the kernel, such as one in /proc, by one system call."""
     descriptor = os.open(path, os.O_WRONLY)
     try:
         os.write(descriptor, text.encode())
@@ -273,7 +276,8 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
 
 
 def build_root(start: CodeStart) -> None:
-    """Makes the files that the program sees, in memory below its directory, and goes there."""
+    """Builds in memory, at the program's directory, the file system that the program sees, and makes it the root
+    directory of this process."""
     root = start.directory
     work = f"{start.directory}/tmp"
     with open(f"{root}/{PROGRAM}", "rb") as file:
@@ -304,7 +308,7 @@ def build_root(start: CodeStart) -> None:
 
 
 def show(path: str, target: str) -> None:
-    """Shows a file, a directory or a link of the machine at `target`, to be read alone."""
+    """Makes a file, a directory or a link of the machine appear at `target`, read-only."""
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.islink(path):
         os.symlink(os.readlink(path), target)
@@ -329,7 +333,8 @@ def bind(path: str, target: str) -> None:
 
 
 def begin(start: CodeStart, failed: int) -> None:
-    """Becomes the program, or process 1 of its namespace and then its parent. Does not return."""
+    """Turns this new process into the program; with the isolation `namespaces` into process 1 of its namespace, which
+    starts the program as its child. Writes an error to the descriptor `failed`. Does not return."""
     directory = start.directory
     user = None
     lower = 0
@@ -357,7 +362,8 @@ def begin(start: CodeStart, failed: int) -> None:
 
 
 def be_init(program: int) -> None:
-    """Waits for the program's end as process 1, to which orphans come, and ends with its exit code."""
+    """Acts as process 1 of a namespace: reaps orphans until the process `program` ends, then exits with the program's
+    exit code (128 + the signal's number if it was killed)."""
     while True:
         pid, status = os.wait()
         if pid == program:
@@ -366,8 +372,9 @@ def be_init(program: int) -> None:
 
 
 def become(start: CodeStart, directory: str, user: int | None, lower: int) -> None:
-    """Becomes the program, in its directory. `lower`: processes that the kernel counts as the program's. Raises OSError
-    if it cannot be started."""
+    """Sets limits and environment, and replaces this process by the program in `directory`. `user`: the user id to take
+    first (None: the present one). `lower`: how many processes the kernel counts in addition to the program's own.
+    Raises OSError if the program cannot be started."""
     os.setsid()
     if user is not None:
         os.setgroups([])
@@ -389,7 +396,8 @@ def become(start: CodeStart, directory: str, user: int | None, lower: int) -> No
 
 
 def limit(kind: int, soft: int) -> None:
-    """Limits this process and its children. A lower limit stays."""
+    """Limits the resource `kind` to `soft` for this process and its children. A lower limit that exists already
+    stays."""
     hardest = resource.getrlimit(kind)[1]
     if hardest != resource.RLIM_INFINITY:
         soft = min(soft, hardest)

@@ -116,7 +116,8 @@ COLUMNS = {"tokens": "I32", "logprobs": "F32"}
 
 
 def _arrays(trajectories: Sequence[Trajectory]) -> Iterator[Chunk]:
-    """Yields the contents of a safetensors file. The package's own `save` would copy all columns twice."""
+    """Yields, in chunks, a safetensors file of all trajectories. The package's own `save` would copy all columns
+    twice."""
     ends = np.cumsum([len(t.tokens) for t in trajectories], dtype=np.int64)
     header = {"ends": {"dtype": "I64", "shape": [len(ends)], "data_offsets": [0, ends.nbytes]}}
     end = ends.nbytes
@@ -134,7 +135,8 @@ def _arrays(trajectories: Sequence[Trajectory]) -> Iterator[Chunk]:
 
 
 def _groups(directory: Path) -> Iterator[tuple[str, AnyGroup]]:
-    """Yields each group, and the name of the field that holds it."""
+    """Yields the groups in the files of `directory`, each after the name of the OrchestratorState's field that it
+    belongs to."""
     if (directory / RUNNING).exists():
         tensors = load_file(directory / RUNNING)
     else:
@@ -157,7 +159,8 @@ def _groups(directory: Path) -> Iterator[tuple[str, AnyGroup]]:
 
 
 def _line(field: str, group: AnyGroup, arrays: list[npt.NDArray[Any]]) -> bytes:
-    """Returns the line of a group. Appends the arrays of running.safetensors to `arrays`."""
+    """Returns the line of JSON for a group of the OrchestratorState's field `field`. Appends the group's arrays that
+    belong in running.safetensors to `arrays`."""
     values = {"field": field, "group": vars(group.group), "temperature": group.temperature}
     if isinstance(group, UnfinishedGroup):
         values["rollouts"] = [_unfinished_to_json(rollout, arrays) for rollout in group.rollouts_G]
@@ -243,12 +246,12 @@ def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _from_null(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Returns metrics with the non-finite numbers that `to_json` wrote as null."""
+    """Returns metrics with NaN for each None, since `to_json` writes non-finite numbers as null."""
     return {name: nan if value is None else value for name, value in metrics.items()}
 
 
 def readable(logged: object) -> object:
-    """Returns logs of an environment as JSON values."""
+    """Returns a logged value of an environment as JSON values; a value that JSON does not know becomes text."""
     if isinstance(logged, Mapping):
         return {str(name): readable(value) for name, value in logged.items()}
     if isinstance(logged, list | tuple):

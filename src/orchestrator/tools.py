@@ -81,11 +81,12 @@ class Toolbox:
 
     @property
     def specs(self) -> Sequence[ToolSpec]:
-        """Their descriptions, for `MessageEnv.tools`."""
+        """The descriptions of the tools, for `MessageEnv.tools`."""
         return [tool.spec for tool in self._tools.values()]
 
     async def answer(self, calls: Sequence[ToolCall]) -> ToolAnswers:
-        """Makes all calls of a message at the same time. Raises errors of a tool, except ToolError."""
+        """Makes all calls of a message at the same time. Returns a message for each call, in order, and metrics. Raises
+        errors of a tool, except ToolError."""
         if len(calls) == 1:
             results = [await self._call(calls[0])]
         else:
@@ -102,7 +103,8 @@ class Toolbox:
         return ToolAnswers(messages, metrics)
 
     async def _call(self, call: ToolCall) -> tuple[str, bool, bool]:
-        """Returns the answer, whether the call succeeded, and whether it exceeded its limit."""
+        """Makes one call. Returns the answer for the model, True if the call succeeded, and True if it exceeded its
+        time limit."""
         tool = self._tools.get(call["name"])
         name = call["name"]
         if tool is None:
@@ -137,7 +139,8 @@ class _LimitExceeded(Exception):
 
 
 async def _within(tool: Tool, arguments: dict[str, Any]) -> str:
-    """Returns a tool's answer. Distinguishes a TimeoutError of the tool itself from its limit."""
+    """Runs a tool for at most its time limit, and returns its answer as text. Raises _LimitExceeded at the limit;
+    raises a TimeoutError of the tool itself unchanged."""
     work: Callable[[], Any] = partial(tool.run, **arguments)
     try:
         async with asyncio.timeout(tool.limit_s) as limit:
@@ -150,7 +153,8 @@ async def _within(tool: Tool, arguments: dict[str, Any]) -> str:
 
 
 async def _all(works: Sequence[Any]) -> list[Any]:
-    """Returns the results of all; the first exception cancels the others, and is raised."""
+    """Awaits all `works` at the same time, and returns their results in order. The first exception cancels the other
+    works, and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]

@@ -95,7 +95,7 @@ class Trajectory:
 
     @property
     def transitions(self) -> tuple[Transition, ...]:
-        """Its turns with whole prompts, which are parts of `tokens`, not copies."""
+        """The trajectory's turns, each with its whole prompt and its answer as views of `tokens`, not copies."""
         return tuple(map(self._view, self.turns))
 
     @property
@@ -163,7 +163,7 @@ class TrajectoryBuilder:
 
     @property
     def first_weights(self) -> WeightIdentity | None:
-        """The weights that sampled the first token of the segment; None before its first answer."""
+        """The weights that sampled the first token of the present segment; None before the segment's first answer."""
         if self._first < len(self.turns):
             return self.turns[self._first].spans[0].identity
         return None
@@ -175,8 +175,8 @@ class TrajectoryBuilder:
         return 0
 
     def ask(self, tokens: npt.NDArray[np.int32], *, follows: bool = False) -> None:
-        """Takes the next prompt: all of it, or, if it `follows`, the part after all tokens of the segment so far. A
-        prompt without an answer becomes no part of the trajectory."""
+        """Takes the next prompt. `tokens`: the whole prompt, or with `follows` only the part after all tokens of the
+        present segment. A prompt that gets no answer does not become part of the trajectory."""
         if not follows:
             earlier = self._tokens[self._start : self._answered]
             if np.array_equal(tokens[: len(earlier)], earlier):
@@ -199,7 +199,8 @@ class TrajectoryBuilder:
         logs: Mapping[str, Any],
         in_loss: bool,
     ) -> None:
-        """Takes the answer to the prompt, and the environment's result for it."""
+        """Takes the answer to the last prompt (`tokens` to `stop_reason`), and the environment's result for it
+        (`reward` to `in_loss`)."""
         start = self._prompt_end
         end = self._prompt_end + len(tokens)
         self._make_room(end)
@@ -209,14 +210,14 @@ class TrajectoryBuilder:
         self._prompt_end = end
 
     def so_far(self) -> Trajectory:
-        """Returns the answered turns, at least one. Does not copy the arrays."""
+        """Returns the trajectory of the answered turns, at least one. Its arrays are views, not copies."""
         end = self._answered
         tokens = _read_only(self._tokens[:end])
         logprobs = _read_only(self._logprobs[:end])
         return Trajectory(tokens, logprobs, tuple(self.turns), self.turns[-1].stop_reason)
 
     def finish(self, stop_reason: RolloutEnd) -> Trajectory:
-        """Returns the whole trajectory, in memory of its own size."""
+        """Returns the whole trajectory. Its arrays are copies, without spare room for further turns."""
         end = self._answered
         tokens = _read_only(self._tokens[:end].copy())
         logprobs = _read_only(self._logprobs[:end].copy())

@@ -59,7 +59,7 @@ class UnfinishedRollout:
 
 @dataclass(frozen=True, eq=False)
 class UnfinishedGroup:
-    """A running group."""
+    """A running group in a commit: for each rollout its trajectory, its progress, or None."""
 
     group: Group
     rollouts_G: tuple[Trajectory | UnfinishedRollout | None, ...]
@@ -69,20 +69,19 @@ class UnfinishedGroup:
 
     @property
     def trajectories_G(self) -> list[Trajectory]:
-        """The trajectories of its rollouts so far, in their order."""
+        """The trajectories, finished or so far, of the rollouts that do not start again, in order."""
         rollouts = [rollout for rollout in self.rollouts_G if rollout is not None]
         return [rollout.trajectory if isinstance(rollout, UnfinishedRollout) else rollout for rollout in rollouts]
 
     @property
     def sampled(self) -> int:
-        """The number of its sampled tokens."""
+        """The number of sampled tokens in the group's trajectories."""
         return sum(turn.sampled for trajectory in self.trajectories_G for turn in trajectory.turns)
 
 
 class RolloutProgress:
-    """The progress of one try of a rollout; `run_rollout` keeps it up to date. `begun`: the rollout that it
-    continues.
-    """
+    """The progress of one try of a rollout; `run_rollout` keeps it up to date. `begun`: the rollout of a commit that
+    this try continues (None: it starts anew)."""
 
     __slots__ = ("_between", "_retry", "_snapshot", "begun")
 
@@ -105,7 +104,8 @@ class RolloutProgress:
         self._between = (env, builder, prompt, follows, stop)
 
     def steps(self) -> None:
-        """Records that a step begins. Raises BadState, and errors of the environment."""
+        """Records that a step of the environment begins, and takes the environment's state before it. Raises BadState,
+        and errors of the environment."""
         self._snapshot = self._now()
         self._between = None
 
@@ -145,7 +145,7 @@ class GroupProgress:
 
     @classmethod
     def of(cls, group: UnfinishedGroup, size: int) -> GroupProgress:
-        """Continues a group, as far as its rollouts are among the first `size`."""
+        """Returns the progress from which the group of a commit continues, with its first `size` rollouts only."""
         rollouts = dict(enumerate(group.rollouts_G[:size]))
         return cls(
             keeps_finished=True,
@@ -154,23 +154,25 @@ class GroupProgress:
         )
 
     def sampled_G(self, size: int) -> list[int]:
-        """Returns how many tokens each rollout has before the group is started."""
+        """Returns for each of `size` rollouts how many sampled tokens it has before the group is started."""
         trajectories = {number: rollout.trajectory for number, rollout in self.waiting.items()} | self.finished
         return [sum(turn.sampled for turn in trajectories[n].turns) if n in trajectories else 0 for n in range(size)]
 
     def begin(self, sample: int, retry: int) -> RolloutProgress:
-        """Begins a try of rollout `sample`: the first try continues its progress in the commit."""
+        """Begins try number `retry` (from 0) of rollout `sample`, and returns its progress. The first try continues the
+        rollout in the commit, if there is one."""
         progress = self.running[sample] = RolloutProgress(retry, self.waiting.pop(sample, None))
         return progress
 
     def end(self, sample: int, outcome: Trajectory | Exception) -> None:
-        """Records the end of a try: rollout `sample` has finished, or it has failed and has nothing."""
+        """Records the end of a try of rollout `sample`. A trajectory is kept as finished; after an exception nothing is
+        kept."""
         del self.running[sample]
         if isinstance(outcome, Trajectory):
             self.finished[sample] = outcome
 
     def take(self, group: Group, size: int, temperature: float) -> UnfinishedGroup:
-        """Returns the group's part of a commit."""
+        """Returns the progress of `group`, with `size` rollouts sampled at `temperature`, for a commit."""
         return UnfinishedGroup(replace(group), tuple(map(self._rollout, range(size))), temperature)
 
     def _rollout(self, sample: int) -> Trajectory | UnfinishedRollout | None:
@@ -203,7 +205,8 @@ def plain(value: Any, place: str) -> Any:
 
 
 def to_json(value: Any, arrays: list[npt.NDArray[Any]]) -> Any:
-    """Returns a plain value as JSON values, and appends its arrays to `arrays`."""
+    """Returns a plain value (see `plain`) as JSON values. Appends its arrays to `arrays`, and writes their numbers
+    instead."""
     if isinstance(value, dict) and SPECIAL in value:
         return {SPECIAL: ["dict", [[key, to_json(part, arrays)] for key, part in value.items()]]}
     if isinstance(value, dict):
@@ -219,7 +222,7 @@ def to_json(value: Any, arrays: list[npt.NDArray[Any]]) -> Any:
 
 
 def from_json(value: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
-    """Returns the argument of `to_json`; `arrays` by number, as text."""
+    """Returns the plain value that `to_json` turned into `value`. `arrays`: its arrays, by their number as text."""
     if isinstance(value, list):
         return [from_json(part, arrays) for part in value]
     if not isinstance(value, dict):

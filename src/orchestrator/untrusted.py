@@ -91,7 +91,7 @@ class Machine:
 
     @property
     def missing(self) -> list[str]:
-        """The protections that it lacks, as text."""
+        """The protections that the machine lacks, as text."""
         abilities = {
             "limit their number of processes": self.limits_processes,
             "cut them off from the network": self.cuts_network,
@@ -105,10 +105,11 @@ class Machine:
 async def run_code(
     program: str, input: str = "", limits: CodeLimits = CodeLimits(), command: Sequence[str] = PYTHON
 ) -> CodeResult:
-    """Runs the text `program` with `input` as its standard input: `command` and the name of a file that holds it.
+    """Runs a program, given as text: starts `command` with the name of a file that holds `program`, and `input` as
+    standard input. Returns how it ended, also if it exceeded a limit.
 
-    At most as many run at the same time as there are cores, others wait. Raises RunCodeFailed, and BadInput on a
-    machine that cannot limit processes where the limits ask for it.
+    At most as many programs run at the same time as there are cores; others wait. Raises RunCodeFailed, and BadInput on
+    a machine that cannot limit processes where the limits ask for it.
     """
     async with _turn():
         machine = await this_machine()
@@ -225,7 +226,9 @@ def _start(isolation: Isolation, directory: Path, report: int, limits: CodeLimit
 
 
 async def _played(start: str, stdin: Any, report: int, limits: CodeLimits) -> tuple[bytes, bytes]:
-    """Runs the starter to its end. Returns the program's output and errors, up to a piece too much."""
+    """Runs the starter to its end. `start`: a CodeStart as JSON; `report`: the descriptor for the starter's report.
+    Returns the program's output and errors, each at most one read longer than `limits.output_bytes`. Raises
+    RunCodeFailed if the starter is late."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", "-c", STARTER.format(root=str(Path(__file__).parents[1])), start),
         stdin=stdin,
@@ -261,7 +264,8 @@ async def _read(stream: asyncio.StreamReader, limit: int, process: asyncio.subpr
 
 
 async def end_starter(process: asyncio.subprocess.Process, name: str) -> None:
-    """Makes a starter end its program and all its processes. Logs an error for processes that do not die."""
+    """Has a starter kill its program and all processes of the program, by SIGTERM, and waits for the starter's end.
+    Logs an error and kills the starter if processes do not die."""
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     try:

@@ -28,14 +28,14 @@ class RolloutTokens:
     __slots__ = ("_counts", "_requested_at", "_sampled")
 
     def __init__(self, counts: TokenCounts, restored: int = 0) -> None:
-        """`restored`: tokens that it has from a checkpoint."""
+        """`restored`: the number of tokens that the rollout has from a checkpoint."""
         self._counts = counts
         self._sampled = restored
         self._requested_at: float | None = None
 
     @property
     def total(self) -> int:
-        """Tokens of its responses in the present try, with an estimate for a response in flight."""
+        """The number of tokens of the present try, with an estimate for a response in flight."""
         if self._requested_at is None:
             return self._sampled
         return self._sampled + self._counts.tokens_within(self._counts.now() - self._requested_at)
@@ -52,7 +52,7 @@ class RolloutTokens:
         self._requested_at = None
 
     def fail(self) -> None:
-        """Ends a try: wastes its tokens, with the tokens of a response in flight."""
+        """Ends a failed try: counts all its tokens as wasted, with an estimate for a response in flight."""
         self._counts.waste("failed", self.total)
         self._sampled = 0
         self._requested_at = None
@@ -94,19 +94,19 @@ class TokenCounts:
         self._rollouts = 0
 
     def begin(self, index: int, restored_G: Sequence[int]) -> GroupTokens:
-        """Begins a group. `restored_G`: tokens that each of its rollouts has from a checkpoint."""
+        """Begins to count a group. `restored_G`: the number of tokens that each rollout has from a checkpoint."""
         group = GroupTokens([RolloutTokens(self, restored) for restored in restored_G])
         self._groups[index] = group
         return group
 
     def note_pace(self, tokens: int, seconds: float) -> None:
-        """Adds a whole response to the pace."""
+        """Adds a complete response, of `tokens` tokens in `seconds`, to the mean pace."""
         self._pace_tokens = FADING * self._pace_tokens + tokens
         self._pace_s = FADING * self._pace_s + seconds
 
     def tokens_within(self, seconds: float) -> int:
-        """Returns about how many tokens one response gets in `seconds`; 0 before the first, and where metrics have to
-        be repeatable."""
+        """Returns about how many tokens one response gets in `seconds`; 0 before the first complete response, and where
+        metrics have to be repeatable."""
         if self._repeatable or not self._pace_s:
             return 0
         return int(seconds * self._pace_tokens / self._pace_s)
@@ -116,7 +116,8 @@ class TokenCounts:
         self._wasted[cause] += tokens
 
     def settle(self, index: int, scored: ScoredGroup | None, filtered: bool) -> None:
-        """Ends a group after the end of its rollouts. `scored` is None for a failed group."""
+        """Ends the count of group `index` after its rollouts. A failed group (`scored` is None) wastes all its tokens;
+        the lengths of a group that is not filtered count in `length/sampled`."""
         group = self._groups.pop(index)
         if scored is None:
             self.waste("failed", group.total)
@@ -124,7 +125,8 @@ class TokenCounts:
             self._add(scored.tokens, len(scored.trajectories_G))
 
     def drop(self, index: int, scored: ScoredGroup | None) -> None:
-        """Ends a group that the ledger dropped. `scored` is None for one that was running."""
+        """Ends the count of group `index`, which the ledger dropped, and counts its tokens as wasted. `scored` is None
+        for a group that was running."""
         if scored:
             self.waste("expired_finished", scored.tokens)  # its length was counted when it was settled
         elif group := self._groups.pop(index, None):  # one that was restored may not have been started yet

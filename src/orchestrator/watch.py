@@ -13,14 +13,14 @@ LOAD_TICK_S = 1.0
 
 
 async def watch_load(sampler: Sampler, pressure: Backpressure) -> None:
-    """Adapts the limit of the gate to the replicas' load."""
+    """Adapts the limit of the gate to the replicas' load, every LOAD_TICK_S seconds."""
     while True:
         pressure.look(await sampler.stats())
         await asyncio.sleep(LOAD_TICK_S)
 
 
 async def watch_lag(note: Callable[[float], object]) -> None:
-    """Calls `note` with the seconds by which the event loop is late with due work."""
+    """Calls `note` every LAG_TICK_S seconds with the seconds by which the event loop was late."""
     now = asyncio.get_running_loop().time
     while True:
         started = now()

@@ -53,7 +53,8 @@ def main(parent: int) -> None:
 
 
 def take_connection() -> socket.socket:
-    """Returns the socket of standard input, which no program that a function starts inherits."""
+    """Returns the socket that was standard input, and puts /dev/null in its place: programs that a function starts do
+    not inherit the socket."""
     connection = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -62,7 +63,8 @@ def take_connection() -> socket.socket:
 
 
 def load(request: bytes) -> Callable[[], object]:
-    """Imports the function of a call. Returns a function that makes the call, or raises why it cannot."""
+    """Unpickles a call, which imports its function. Returns a function that makes the call, or that raises the error of
+    unpickling."""
     try:
         function, *args = pickle.loads(request)
     except BaseException as error:
@@ -76,7 +78,7 @@ def load(request: bytes) -> Callable[[], object]:
 
 
 def answer(call: Callable[[], Any]) -> bytes:
-    """Makes a call. Returns its result, or its exception."""
+    """Makes a call. Returns its result, or its exception, as the JSON of an answer."""
     try:
         return encoded(call())
     except BaseException as error:
@@ -86,7 +88,8 @@ def answer(call: Callable[[], Any]) -> bytes:
 
 
 def encoded(result: Any) -> bytes:
-    """Returns a result as an answer. Raises TypeError or ValueError if it is not JSON, or too long."""
+    """Returns a result as the JSON of an answer. Raises TypeError if the result is no JSON value, ValueError if it is
+    too long."""
     try:
         text = json.dumps({"result": result}, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -100,7 +103,7 @@ def encoded(result: Any) -> bytes:
 
 
 def send(stream: BinaryIO | Any, token: bytes, text: bytes) -> None:
-    """Writes one part of an answer."""
+    """Writes one part of an answer: size, `token` and `text`."""
     stream.write(HEADER.pack(len(token) + len(text)) + token + text)
     stream.flush()
 

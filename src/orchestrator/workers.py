@@ -68,7 +68,8 @@ class WorkerDied(Exception):
 
 
 class WorkerError(Exception):
-    """A function raised an exception of a class that is not Python's: the base of classes with such names."""
+    """A function raised an exception of a class that Python itself does not have. A subclass with the name of that
+    class is raised."""
 
 
 class Workers:
@@ -82,8 +83,9 @@ class Workers:
         self._all: set[Worker] = set()
 
     async def run(self, function: Callable[..., T], *args: Any, timeout_s: float) -> T:
-        """Returns `function(*args)` in JSON's types. Raises its exception, if that is one of Python's, else a
-        WorkerError with the same name; WorkerTimeout, and WorkerDied."""
+        """Calls `function(*args)` in a worker process, and returns the result in JSON's types. Raises the function's
+        exception if its class is one of Python's, else a WorkerError with the same name; WorkerTimeout after
+        `timeout_s` seconds, and WorkerDied."""
         name = f"{function.__module__}.{function.__qualname__}"
         request = pickle.dumps((function, *args))
         async with self._free:
@@ -129,7 +131,8 @@ class Worker:
         return cls(process, *await asyncio.open_connection(sock=ours))
 
     async def call(self, request: bytes, name: str, timeout_s: float) -> tuple[Any, Exception | None]:
-        """Returns the function's result and None, or None and the exception that it raised."""
+        """Sends a pickled call of the function `name`. Returns the function's result and None, or None and the
+        exception that it raised. Raises WorkerTimeout after `timeout_s` seconds, and WorkerDied."""
         token = secrets.token_bytes(TOKEN_BYTES)
         self._writer.write(HEADER.pack(len(token) + len(request)) + token + request)
         await self._receive(token, START_S, f"the start of a worker process for {name}")
@@ -166,8 +169,8 @@ class Worker:
 
 
 def _process(connection: socket.socket, variables: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Starts a process that serves `connection`, which is closed here. It finds modules where this one does, and ends
-    with the thread of the event loop."""
+    """Starts a process that serves `connection`, and closes this process's end of it. The new process searches for
+    modules where this one does, and ends with the thread of the event loop."""
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
     with connection:
         return subprocess.Popen(
@@ -178,7 +181,8 @@ def _process(connection: socket.socket, variables: Sequence[str]) -> subprocess.
 
 
 def _outcome(answer: Any) -> tuple[Any, Exception | None]:
-    """Reads an answer of `worker_process`. Raises ValueError, TypeError or KeyError for anything else."""
+    """Returns the result and None, or None and the exception, from a decoded answer of `worker_process`. Raises
+    ValueError, TypeError or KeyError for anything else."""
     if "result" in answer:
         return answer["result"], None
     error = _exception(answer["error"], answer["args"])
@@ -187,7 +191,8 @@ def _outcome(answer: Any) -> tuple[Any, Exception | None]:
 
 
 def _exception(name: str, args: Sequence[Any]) -> Exception:
-    """Makes an exception of this class of Python's, or of a WorkerError with this name."""
+    """Returns an exception of Python's class `name`, with the arguments `args`; a WorkerError with this name if Python
+    has no such class."""
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
