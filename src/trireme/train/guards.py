@@ -21,7 +21,8 @@ KL = "optim/kl_sample_train_v2"
 
 
 class RefusedSteps:
-    """Counts the steps of one attempt with a gradient that was not finite. `say` prints a line."""
+    """Counts the steps of one attempt in which the trainer refused an update, because a gradient was not finite. `say`
+    prints a line."""
 
     def __init__(self, config: CommonConfig, say: Callable[[str], None]) -> None:
         self._limit = config.trainer.max_refused_steps
@@ -29,9 +30,9 @@ class RefusedSteps:
         self._refused = 0
 
     def update(self, update: Callable[[], OptimStepResponse], name: str, suspects: Sequence[str]) -> float:
-        """Calls the optimiser for the update `name` and returns the norm of its gradient: NaN if the trainer refused it
-        because the gradient is not finite. Then the weights do not change, and the run continues. `suspects`: problems
-        of the datums with a loss that was not finite."""
+        """Calls the optimiser by `update`, which messages call `name`. Returns the norm of the gradient; NaN if the
+        trainer refused the update because the gradient is not finite. Then the weights do not change, and the run
+        continues. `suspects`: the problems of datums with a loss that was not finite."""
         try:
             return update().metrics["grad_norm"]
         except NonFiniteGradient as error:
@@ -56,8 +57,9 @@ class RefusedSteps:
 
 
 class Guard(RefusedSteps):
-    """Guards a run of `rl`. Also stops it, or warns, when trainer and sampler are too far apart; and warns, once per
-    stretch, when nearly all problems of an environment are too hard or too easy to learn from."""
+    """Guards a run of `rl`: in addition to counting refused updates it warns, or stops the run, when trainer and
+    sampler are too far apart; and warns, once per stretch, when nearly all problems of an environment are too hard
+    or too easy to learn from."""
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
         super().__init__(config, say)
@@ -68,8 +70,8 @@ class Guard(RefusedSteps):
         self._alarmed = False
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """Looks at the row of a step that is done. Raises LimitReached after too many refused steps in a row, and
-        beyond `trainer.kl.stop`."""
+        """Checks the row of a finished step. Raises LimitReached after too many steps in a row with refused updates,
+        and if the KL between sampler and trainer exceeds `trainer.kl.stop`."""
         super().check(row)
         self._check_difficulty(row)
         kl = row[KL]

@@ -43,8 +43,8 @@ class KlPenalty:
         self._means: list[float] = []
 
     def __call__(self, minibatches: Iterator[Minibatch]) -> Iterator[Minibatch]:
-        """Yields the minibatches of one substep. The reference computes each minibatch when it comes; but dbar needs
-        the last one, so all wait for it."""
+        """Yields the minibatches of one substep with the penalty added. The reference computes each minibatch as soon
+        as it comes; but dbar needs all minibatches, so the first one is yielded after the last one has come."""
         if not self._coef:
             yield from minibatches
             return
@@ -63,13 +63,13 @@ class KlPenalty:
             yield replace(minibatch, batch=minibatch.batch.mapped(penalized))
 
     def end_step(self, version: int) -> None:
-        """Says that the policy has become `version`. At a multiple of `update_every` it becomes the reference, also of
-        a commit taken now."""
+        """Records that the policy is now `version`. If that is a multiple of `update_every`, makes the policy the
+        reference; a commit taken now has the new reference."""
         if self._update_every and version % self._update_every == 0:
             self._trainer.update_reference()
 
     def take(self) -> dict[str, float]:
-        """Returns `kl_policy_base` of the step that is done: the mean of its substeps' dbar."""
+        """Returns {`kl_policy_base`: the mean dbar of the substeps since the last call}; empty without a penalty."""
         means = self._means
         self._means = []
         if means:
@@ -85,7 +85,7 @@ def sum_distances(batch: TokenBatch) -> Floats:
 
 
 def with_penalty(batch: TokenBatch, mean: float, coef: float, discount: float) -> TokenBatch:
-    """Adds the penalty to the advantages, and drops the column REFERENCE. `mean`: dbar."""
+    """Returns the batch with the penalty added to its advantages, and without the column REFERENCE. `mean`: dbar."""
     added = coef * _acts(batch) * (mean - _distances(batch))
     if discount:
         added = _acts(batch) * discounted_future_sum(added, batch.offsets, discount)
@@ -98,13 +98,14 @@ def _acts(batch: TokenBatch) -> npt.NDArray[np.bool_]:
 
 
 def _distances(batch: TokenBatch) -> Floats:
-    """Returns d_t, float64 [T]."""
+    """Returns d_t (see the module's docstring) of all tokens of the batch, float64 [T]."""
     sampled = batch.columns["logprobs"].astype(np.float64)
     return np.where(_acts(batch), sampled - batch.columns[REFERENCE], 0.0)
 
 
 def discounted_future_sum(values: Floats, offsets: npt.NDArray[np.int64], discount: float) -> Floats:
-    """y_t = x_t + discount y_{t+1} within each of the D parts that `offsets` int64 [D + 1] cuts `values` [T] into.
+    """Returns y [T] with y_t = x_t + discount y_{t+1} for `values` x [T], separately within each of D parts. `offsets`:
+    int64 [D + 1], where the parts begin and end.
 
     >>> discounted_future_sum(np.array([1.0, 2.0, 3.0]), np.array([0, 3]), 0.5).tolist()
     [2.75, 3.5, 3.0]

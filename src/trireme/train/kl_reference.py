@@ -16,8 +16,8 @@ INFERENCE = "inference"
 
 
 def resolve_reference(config: Config, facts: ModelFacts) -> Config:
-    """Returns the configuration with the reference's local directories as absolute paths, and a commit as the directory
-    of the weights in it. Raises BadInput unless the reference exists and reads the same vocabulary as the model."""
+    """Returns the configuration with local paths of the KL reference made absolute, and the path of a commit replaced
+    by the directory of its weights. Raises BadInput unless the reference exists and has the vocabulary of the model."""
     reference = config.trainer.kl.reference
     if reference.base_model is None:
         return config
@@ -34,7 +34,7 @@ def resolve_reference(config: Config, facts: ModelFacts) -> Config:
 
 
 def weights_of(path: str) -> Path:
-    """Returns the Hugging Face directory of a commit, or `path` itself."""
+    """Returns the directory of the Hugging Face weights in the commit at `path`; `path` itself if it is no commit."""
     directory = Path(path).expanduser()
     if (directory / MANIFEST).exists():
         return directory / INFERENCE
@@ -42,8 +42,8 @@ def weights_of(path: str) -> Path:
 
 
 def keep_reference(config: Config) -> None:
-    """Marks the commit that holds the reference's weights, if one does, so that it is not pruned. Raises BadInput when
-    it cannot be marked."""
+    """Marks the commit that holds the reference's weights, so that its run does not prune it. Does nothing if the
+    weights are in no commit. Raises BadInput if the commit cannot be marked."""
     path = config.trainer.kl.reference.load_checkpoint_path
     if path is None or not (Path(path).parent / MANIFEST).exists():
         return

@@ -57,8 +57,8 @@ class StepPhases:
 
 
 def overlap(step: StepPhases) -> PublishedWeights:
-    """Trains on what the replicas have sampled while they sample on, and returns the new weights. The update of the
-    replicas to these continues during the next step."""
+    """Runs one step while the replicas continue to sample: trains on each substep's minibatches and publishes the new
+    weights, which it returns. The replicas' update to these weights continues during the next step."""
     for substep in range(step.config.trainer.num_substeps):
         step.train(step.sample(substep))
     weights = step.publish()
@@ -68,7 +68,8 @@ def overlap(step: StepPhases) -> PublishedWeights:
 
 
 def update_replicas(rooms: Rooms, attempt: Attempt, weights: PublishedWeights) -> None:
-    """Begins to bring the replicas to `weights` once the version before them, and its evaluation, have ended."""
+    """Begins the replicas' update to `weights`, after the update before it, and the evaluation of that version, have
+    ended."""
 
     def on_tick() -> None:
         attempt.check_rooms()

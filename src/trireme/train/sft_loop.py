@@ -22,8 +22,8 @@ EVALUATED_AT_ONCE = 256
 def train(config: SftConfig, trainer: Trainer, data: SftData, attempt: Attempt, journal: Journal) -> None:
     """Runs the steps of an attempt; step s makes version s + 1 of the weights.
 
-    Raises TriremeError when the trainer fails or a limit of the run is reached, and Stopped after a signal: these two
-    between steps, with the boundary there to be committed.
+    Raises TriremeError when the trainer fails, LimitReached when a limit of the run is reached, and Stopped after a
+    signal. The latter two come between steps, where the run can be committed.
     """
     attempt.commits.at_boundary(attempt.start, trainer.publish_weights(attempt.start))
     every = config.eval.every
@@ -77,18 +77,19 @@ def train_step(
 
 
 def weight_of(batch: TokenBatch) -> float:
-    """Returns the sum of a batch's weights."""
+    """Returns the sum of the loss weights of a batch's tokens."""
     return float(batch.columns["weights"].sum(dtype=np.float64))
 
 
 def nll_of(batch: TokenBatch, logprobs: npt.NDArray[np.float32]) -> float:
-    """Returns the sum of -log p over a batch's tokens, by weight."""
+    """Returns the sum of -log p over a batch's tokens, each multiplied by its weight. `logprobs`: float32 [T]."""
     weights = batch.columns["weights"].astype(np.float64)
     return -float((logprobs[weights != 0] * weights[weights != 0]).sum())
 
 
 def evaluate(trainer: Trainer, held_out: Examples | None, version: int, clock: Clock) -> dict[str, float]:
-    """Returns `test/nll`: the mean loss of the held-out examples' tokens, by weight, under the weights of `version`."""
+    """Returns {`test/nll`: the mean of -log p over the tokens of the held-out examples, by weight, under the weights of
+    `version`}."""
     assert held_out is not None, "checked with the configuration"
     loss = weight = 0.0
     with clock("evaluation"):

@@ -94,7 +94,8 @@ class Rooms:
 
 @dataclass(frozen=True)
 class Attempt:
-    """The surroundings of the algorithm in one attempt of a run."""
+    """The parts of a run that a training loop uses around the algorithm in one attempt: first step, learning rate,
+    commits, guard and checks."""
 
     config: CommonConfig
     number: int
@@ -110,7 +111,8 @@ class Attempt:
     """Raises the failure of a room, if one was found. Called often while the driver waits."""
 
     def steps(self) -> Iterator[int]:
-        """Yields the steps up to `max_steps`. Raises between two of them, where the run can be committed."""
+        """Yields the numbers of the steps from `start` up to `max_steps`. Before each step raises Stopped after a
+        signal, or the failure of a room: the run can be committed there."""
         for step in range(self.start, self.config.max_steps):
             self.roster.at_step(step)
             self.check()
@@ -118,7 +120,7 @@ class Attempt:
         self.roster.at_step(self.config.max_steps)
 
     def check(self) -> None:
-        """Raises Stopped after a signal, and the failure of a room."""
+        """Raises Stopped after a signal, and the failure of a room if one was found."""
         self.stop.check()
         self.check_rooms()
 
@@ -156,14 +158,16 @@ class StepRecord:
         self._divisors = [0.0]  # of the summed gradient of each substep
 
     def add(self, output: ForwardBackwardOutput, divisor: float, names_D: Sequence[str]) -> None:
-        """Adds the output for one minibatch. `divisor`: its term in the divisor of its substep."""
+        """Adds the output for one minibatch. `divisor`: the minibatch's term in the divisor of the substep's gradient.
+        `names_D`: the name of each datum's problem or example, for messages about a loss that is not finite."""
         self._outputs.append(output.metrics)
         self._peak_s += output.peak_s
         self._suspects += [names_D[d] for d in output.suspects]
         self._divisors[-1] += divisor
 
     def update(self, guard: RefusedSteps, optim_step: Callable[[float], OptimStepResponse]) -> None:
-        """Ends a substep: calls `optim_step` with the divisor of its summed gradient, under `guard`."""
+        """Ends a substep: calls `optim_step` with the divisor of the substep's summed gradient; `guard` bears a
+        refusal."""
         suspects = self._suspects
         self._suspects = []
         name = f"step {self.step + 1}, update {len(self._grad_norms) + 1}"
@@ -172,8 +176,8 @@ class StepRecord:
         self._divisors.append(0.0)
 
     def update_metrics(self) -> dict[str, float]:
-        """Returns the norm of the gradients before clipping, mean and largest of the updates that were made (NaN
-        without any), and the share of the updates that were refused."""
+        """Returns the mean and the largest norm, before clipping, of the gradients of the updates that were made (NaN
+        if none was), and the share of the updates that were refused."""
         norms = [norm for norm in self._grad_norms if not isnan(norm)]
         return {
             "optim/grad_norm": mean(norms) if norms else nan,
@@ -182,8 +186,8 @@ class StepRecord:
         }
 
     def optim_metrics(self) -> dict[str, float]:
-        """Returns `optim/*`: the normalised loss, other sums as means over loss tokens, and `ratio:max` as
-        `ratio_max`."""
+        """Returns `optim/*` of the step: the loss divided by the divisors of its substeps, other sums divided by the
+        number of loss tokens, and for example `ratio:max` as `ratio_max`."""
         sums = reduce_metrics(self._outputs)
         loss = sums.pop("loss:sum") / (sum(self._divisors) or 1.0)
         tokens = max(sums.pop("loss_tokens:sum"), 1.0)
@@ -199,7 +203,8 @@ class StepRecord:
         return {f"time/{name}": seconds for name, seconds in self.clock.seconds.items()}
 
     def mfu_metrics(self) -> dict[str, float]:
-        """Returns `perf/mfu` (`trainer.mfu`) if the peak of the trainer's GPUs is known."""
+        """Returns {`perf/mfu`: the share of the GPUs' peak that training used (`trainer.mfu`)} if the peak of the
+        trainer's GPUs is known; else nothing."""
         seconds = self.clock.seconds
         if self._peak_s:
             return {"perf/mfu": self._peak_s / (seconds["forward_backward"] + seconds["optim"])}

@@ -1,8 +1,9 @@
-"""Weights travel by broadcasts: each trainer rank sends all buckets to its part of the replicas, while it packs them.
+"""Weights travel by broadcasts: each trainer rank sends all buckets to its part of the replicas, while it packs the
+buckets.
 
-Each rank keeps its share of the last two versions in its own memory, for joining replicas, replicas that were left out,
-and commits. They take single buckets on demand (`trainer.actor.ShardActor.bucket`). The source of a version names its
-session and the actors that keep it.
+Each rank keeps its share of the last two versions in its own memory, for commits, for replicas that join and for
+replicas that were left out. They fetch single buckets on demand (`trainer.actor.ShardActor.bucket`). The source of a
+version names its session and the actors that keep its buckets.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Source:
 
 
 def make_sender(rank: int, size: int, ports: Sequence[int] = ()) -> Sender:
-    """Makes the sender of an actor, which gives its buckets to others."""
+    """Makes the sender of trainer rank `rank` of `size`, within its actor, which also serves its kept buckets. `ports`:
+    where the sender may listen; empty: any."""
     from trireme.transports.sending import BroadcastSender  # imports torch, which receivers do not need
 
     host = ray.util.get_node_ip_address()
@@ -68,7 +70,8 @@ def join(parts_R: Sequence[KeptPart]) -> Source:
 
 
 async def open(source: Source) -> list[npt.NDArray[np.uint8]]:
-    """Takes bucket by bucket from the trainer's memory; the arrays are read-only."""
+    """Fetches all buckets of a version from the trainer's memory, some at the same time, and returns them in order as
+    read-only arrays. Raises the failure of a trainer shard."""
     turns = asyncio.Semaphore(AT_ONCE)
 
     async def take(number: int) -> npt.NDArray[np.uint8]:
@@ -85,7 +88,8 @@ async def open(source: Source) -> list[npt.NDArray[np.uint8]]:
 
 
 def lease(source: Source) -> None:
-    """Has each rank keep its share of the version until `release`. Raises RoomFailed: WeightsGone if it is too late."""
+    """Has each rank keep its share of the version until `release`. Raises WeightsGone if a rank no longer has the
+    version, and RoomFailed."""
     leases = [holder.lease.remote(source.version) for holder in source.holders_R]
     owners = [f"trainer shard {rank}, asked to keep version {source.version}" for rank in range(len(leases))]
     waits.get_all(leases, owners=owners, timeout_s=ANSWER_S)

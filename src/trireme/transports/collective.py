@@ -38,7 +38,7 @@ class Collective(Protocol):
         """
 
     def finish(self, timeout_s: float) -> None:
-        """Waits until this member has passed all buffers on. Do not write to a buffer before that.
+        """Waits until this member has passed on all buffers. A buffer must not be written to before that.
 
         For the root `broadcast` already waits. Raises RoomFailed after `timeout_s` seconds; call `abort` then.
         """
@@ -118,12 +118,14 @@ class GlooCollective:
 
 
 def _wait(work: Any, deadline: float) -> None:
-    """Waits for a send or receive of gloo, which may be waited for only once. Raises RuntimeError at the deadline."""
+    """Waits for `work`, a send or receive of gloo, until the monotonic time `deadline` in seconds. May be called only
+    once for a work. Raises RuntimeError at the deadline."""
     work.wait(timedelta(seconds=max(deadline - time.monotonic(), POLL_S)))  # 0 would mean the group's own timeout
 
 
 class NcclCollective:
-    """A group of GPUs, one for each process: NCCL refuses two processes on one GPU. `buffer` must be on this one's."""
+    """A group of GPUs, one for each process: NCCL refuses two processes on one GPU. `buffer` must be on the GPU of this
+    process."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float, nccl: Nccl | None = None) -> None:
         self._nccl = nccl or Nccl()
@@ -156,7 +158,8 @@ class NcclCollective:
             self._nccl.abort(comm)  # also ends the kernel that waits for the others
 
     def _await(self, condition: Callable[[], bool], deadline: float, label: str) -> None:
-        """Waits until NCCL has no call in progress and `ended()`. Raises RoomFailed."""
+        """Waits until NCCL has no call in progress and `condition()` is true. Raises RoomFailed at the monotonic time
+        `deadline`, for an error of NCCL, and after `abort`; `label` says in its message what was waited for."""
         while True:
             if not self._comm:
                 raise RoomFailed("the group was given up")
@@ -171,7 +174,8 @@ class NcclCollective:
 
 
 class _Config(ctypes.Structure):
-    """The first fields of `ncclConfig_t`, unchanged since NCCL 2.14, which it accepts by their version."""
+    """The first fields of `ncclConfig_t`. NCCL accepts them by the version in them; they have not changed since
+    2.14."""
 
     _fields_ = [
         ("size", ctypes.c_size_t),
@@ -186,7 +190,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class Nccl:
-    """NCCL's functions for a group that never blocks its caller."""
+    """NCCL's functions that a group needs, called without blocking the caller."""
 
     SUCCESS = 0
     IN_PROGRESS = 7
@@ -204,7 +208,8 @@ class Nccl:
         return bytes(identity)
 
     def init_rank(self, comm: ctypes.c_void_p, size: int, unique_id: bytes, rank: int) -> None:
-        """Begins to join the group `unique_id`; `async_error` says when that is done."""
+        """Begins to join the group `unique_id` of `size` members as `rank`, and writes its handle to `comm`;
+        `async_error` says when joining has ended."""
         config = _Config(ctypes.sizeof(_Config), self.MAGIC, self.VERSION, 0)
         named = _UniqueId.from_buffer_copy(unique_id)
         self._check(self._library.ncclCommInitRankConfig(ctypes.byref(comm), size, named, rank, ctypes.byref(config)))
@@ -232,8 +237,8 @@ class Nccl:
 
 
 def join_group(kind: str, store: Store, name: str, rank: int, size: int, timeout_s: float, host: str) -> Collective:
-    """Joins the group `name`, of `kind` "nccl" or "gloo", which meets at `store`, of the root at the address `host`.
-    Collective. Raises RoomFailed."""
+    """Joins the group `name` as `rank` of `size`; returns when all members have joined. `kind`: "nccl" or "gloo". The
+    members meet at `store`; the root has the address `host`. Raises RoomFailed."""
     group_store = PrefixStore(name, store)
     if kind == "nccl":
         return NcclCollective(group_store, rank, size, timeout_s)

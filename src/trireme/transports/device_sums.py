@@ -72,7 +72,7 @@ Dimension = tuple[int, int, int]
 
 
 class Variant(NamedTuple):
-    """Jobs that the same code sums."""
+    """The properties by which the kernel is compiled: one launch sums all jobs with the same properties."""
 
     source: torch.dtype
     """The dtype that is loaded: an integer of the same size, unless elements are converted."""
@@ -89,7 +89,8 @@ class Variant(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A part as the kernel walks through it. Sizes and distances count elements that are loaded."""
+    """A part, or a piece of one, as the kernel walks through it. Sizes and distances count elements as they are
+    loaded."""
 
     pointer: int
     first: int
@@ -103,7 +104,7 @@ class Job(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of one tensor."""
+        """The number of rows of one tensor."""
         return prod(size for size, _, _ in self.outer)
 
     def programs(self, columns: int) -> tuple[int, int]:
@@ -111,7 +112,7 @@ class Job(NamedTuple):
         return -(-self.row[0] // (columns * STEPS)), -(-self.rows // (TILE // columns))
 
     def fields(self, columns: int) -> list[int]:
-        """Returns the numbers that the kernel reads."""
+        """Returns the job's row in the kernel's table: FIELDS numbers, for tiles `columns` wide."""
         wide, high = self.programs(columns)
         outer = [*self.outer, *[(1, 0, 0)] * (MAX_OUTER - len(self.outer))]
         numbers = [self.pointer, self.first, *self.row, self.pace, self.rows, wide, high, wide * high * self.tensors]
@@ -128,7 +129,8 @@ def _key(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _find_job(program: tl.tensor, ends: tl.tensor, count: tl.tensor, halvings: tl.tensor) -> tl.tensor:
-    """Returns the number of the job that a program belongs to."""
+    """Returns the number of the job that the program number `program` belongs to, by bisection of `ends`. `count` and
+    `halvings`: see `sum_kernel`."""
     low = program * 0
     high = low + count - 1
     for _ in range(halvings):
@@ -141,7 +143,8 @@ def _find_job(program: tl.tensor, ends: tl.tensor, count: tl.tensor, halvings: t
 
 @triton.jit
 def _start_rows(job: tl.tensor, row: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Returns where rows begin, int64: in memory and in the whole, from the first one on."""
+    """Returns where the rows numbered `row` begin, relative to the first row of the job: their places in memory, and
+    their places in the whole tensor, both int64."""
     at = row.to(tl.int64) * 0
     place = at
     for d in tl.static_range(_MAX_OUTER):
@@ -157,7 +160,8 @@ def _start_rows(job: tl.tensor, row: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 def _add(
     first: tl.tensor, second: tl.tensor, value: tl.tensor, element: tl.tensor, WORDS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Returns both sums with the words of elements added, uint64. `element`: their places in the whole."""
+    """Returns the sums `first` and `second`, uint64, with the words of the elements `value` added. `element`: the
+    elements' places in the whole tensor. `WORDS`: words of an element; 0: it is half a word."""
     if WORDS == 0:
         half = value.to(tl.uint8, bitcast=True).to(tl.uint64)
         word = half << ((element & 1) * 8).to(tl.uint64)
@@ -193,9 +197,9 @@ def sum_kernel(
     ALIGNED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Adds the sums of a program's tiles to `out`, int64 [rows, 2]. `jobs`: int64 [count, FIELDS]. `ends`: int32
-    [count], the number of programs of all jobs up to and with each. `halvings`: how often `count` is halved until one
-    is left."""
+    """Adds the sums of one program's tiles to `out`, int64 [rows, 2]. `jobs`: int64 [count, FIELDS]. `ends`: int32
+    [count], for each job the number of programs of all jobs up to and including it. `halvings`: how often `count` is
+    halved until one is left. Capitals: see `Variant`."""
     ROWS: tl.constexpr = _TILE // COLUMNS
     VECTOR: tl.constexpr = _ALIGNMENT * 8 // SOURCE.primitive_bitwidth
     program = tl.program_id(0)
@@ -239,8 +243,9 @@ def sum_kernel(
 
 
 def device_sums(parts: Sequence[TensorPart]) -> Tensor:
-    """Returns the sums of all tensors of `parts`, in order: int64 [tensors, 2] on their device, for which nothing
-    waits. Their memory must not be written before the work that the current stream has now."""
+    """Returns the sums of all tensors of `parts`, in order: int64 [tensors, 2] on the device of the tensors. Does not
+    wait for the device: the tensors' memory must not be written until the present work of the current stream is
+    done."""
     device = parts[0].tensor.device
     total = torch.zeros(sum(part.tensors for part in parts), 2, dtype=torch.int64, device=device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -261,7 +266,7 @@ def device_sums(parts: Sequence[TensorPart]) -> Tensor:
 
 
 def jobs_by_variant(parts: Sequence[TensorPart]) -> dict[Variant, list[Job]]:
-    """Returns the jobs of all parts, grouped by launch."""
+    """Returns the jobs of all parts by variant; the jobs of a variant share one launch."""
     by_variant: defaultdict[Variant, list[Job]] = defaultdict(list)
     row = 0
     for part in parts:
@@ -273,14 +278,14 @@ def jobs_by_variant(parts: Sequence[TensorPart]) -> dict[Variant, list[Job]]:
 
 
 def tables(variant: Variant, jobs: Sequence[Job]) -> tuple[Tensor, Tensor]:
-    """Returns the kernel's tables of the jobs: int64 [jobs, FIELDS], and the number of programs up to the end of each,
-    int32 [jobs]."""
+    """Returns the kernel's tables of `jobs`: their fields, int64 [jobs, FIELDS], and for each job the number of
+    programs of all jobs up to and including it, int32 [jobs]."""
     table = torch.tensor([job.fields(variant.columns) for job in jobs])
     return table, table[:, 9].cumsum(0).to(torch.int32)
 
 
 def constants(variant: Variant) -> dict[str, object]:
-    """Returns the arguments for which the kernel is compiled."""
+    """Returns the compile-time arguments of the kernel for a variant."""
     return {
         "SOURCE": _TYPES[variant.source],
         "TARGET": None if variant.target is None else _TYPES[variant.target],
@@ -292,7 +297,8 @@ def constants(variant: Variant) -> dict[str, object]:
 
 
 def _converted(part: TensorPart) -> Iterator[TensorPart]:
-    """Yields the part, or its pieces, converted, where the kernel does not convert as PyTorch does."""
+    """Yields the part unchanged if the kernel can convert its elements as PyTorch does, or need not. Else yields a part
+    for each tensor, converted by PyTorch."""
     tensor = part.tensor
     if tensor.dtype == part.dtype or {tensor.dtype, part.dtype} <= CONVERTED:
         yield part
@@ -304,7 +310,7 @@ def _converted(part: TensorPart) -> Iterator[TensorPart]:
 
 
 def _jobs_of(part: TensorPart, out: int) -> tuple[Variant, list[Job]]:
-    """Returns the jobs of a part. Its first tensor has row `out` of the result."""
+    """Returns the variant and the jobs of a part. `out`: the row of the result for the part's first tensor."""
     tensor = part.tensor
     first = part.first
     pace = part.pace
@@ -340,7 +346,9 @@ def _jobs_of(part: TensorPart, out: int) -> tuple[Variant, list[Job]]:
 
 
 def _merged(dimensions: Iterable[Dimension]) -> list[Dimension]:
-    """Returns the same elements by as few dimensions as possible, at least one: nearest in memory first."""
+    """Returns dimensions (size, distance in memory, distance in the whole) that reach the same elements as
+    `dimensions`, as few as possible but at least one; the dimension with the smallest distance in memory comes
+    first."""
     merged: list[Dimension] = []
     for size, memory, whole in sorted(
         (dimension for dimension in dimensions if dimension[0] > 1), key=lambda dimension: dimension[1:]
@@ -355,14 +363,16 @@ def _merged(dimensions: Iterable[Dimension]) -> list[Dimension]:
 
 
 def _columns(job: Job) -> int:
-    """Returns the widest tile that needs at most a quarter more tiles than the best, or that needs few."""
+    """Returns the width of a job's tiles: the largest of COLUMNS with at most a quarter more tiles than the best width
+    needs, or with at most FEW_TILES tiles."""
     tiles = {columns: -(-job.row[0] // columns) * -(-job.rows // (TILE // columns)) for columns in COLUMNS}
     enough = max(FEW_TILES, min(tiles.values()) * 5 // 4)
     return max(columns for columns in COLUMNS if tiles[columns] <= enough)
 
 
 def _cut(job: Job, item: int) -> Iterator[Job]:
-    """Yields the parts of a job that the kernel takes. `item`: bytes of an element."""
+    """Yields the job, or jobs for its pieces if it has too many dimensions or rows for the kernel. `item`: bytes of an
+    element."""
     if len(job.outer) <= MAX_OUTER and job.rows <= MAX_ROWS:
         yield job
         return

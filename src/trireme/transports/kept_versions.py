@@ -19,7 +19,8 @@ sends."""
 
 
 class KeptVersions:
-    """The rank's share of the last two versions, and of older leased versions. Its methods are thread-safe."""
+    """Keeps a rank's share of the last two versions, and of older versions that are leased. Its methods are
+    thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,8 +29,9 @@ class KeptVersions:
         self._spare: list[Bucket] = []  # of the versions that the newest one displaced
 
     def memory(self, nbytes: int) -> Bucket:
-        """Returns memory for a bucket of the version that was begun: a dropped version's, if it has the size and has no
-        reader. New memory costs more than writing to it, because the system provides it page by page."""
+        """Returns memory of `nbytes` bytes for a bucket of the version that was begun: a bucket of a dropped version,
+        if one has this size and no reader, else new memory. New memory costs more than writing to it, because the
+        system provides it page by page."""
         with self._lock:
             for number in range(len(self._spare)):
                 counts = [sys.getrefcount(self._spare[number]), sys.getrefcount(self._spare[number].base)]
@@ -38,8 +40,8 @@ class KeptVersions:
         return np.zeros(nbytes, dtype=np.uint8)
 
     def begin(self, version: int, *, reuse: bool = False) -> None:
-        """Frees memory for `version`: of earlier versions only the last one stays. `reuse`: all its buckets lie in
-        arrays from `memory`."""
+        """Begins `version`, and drops all earlier versions but the last one and the leased ones. `reuse`: `memory` may
+        give out the dropped buckets again; this needs that all kept buckets came from `memory`."""
         with self._lock:
             self._versions.pop(version, None)
             dropped = self._drop(keep=1)
@@ -62,7 +64,8 @@ class KeptVersions:
             )
 
     def lease(self, version: int) -> None:
-        """Keeps `version` until as many calls of `release`. Raises WeightsGone."""
+        """Keeps `version` until `release` has been called as often as `lease`. Raises WeightsGone if the version is not
+        kept any more."""
         with self._lock:
             if version not in self._versions:
                 raise WeightsGone(f"version {version} is gone from the trainer's memory, so nothing can save it")
@@ -74,7 +77,8 @@ class KeptVersions:
             self._drop(keep=2)
 
     def _drop(self, keep: int) -> list[Bucket]:
-        """Returns the buckets of the versions that were dropped."""
+        """Drops all versions that are not leased, except the last `keep`. Returns the buckets of the dropped
+        versions."""
         dropped: list[Bucket] = []
         for version in list(self._versions)[:-keep]:
             if self._leases[version] <= 0:

@@ -47,8 +47,8 @@ class BroadcastGroup:
 
 
 def open_store(host: str, port: int, listening: int | None = None, timeout_s: float = STORE_S) -> TCPStore:
-    """Connects to a store, for which it tries for `timeout_s` seconds; hosts it if it is given the descriptor of a
-    listening socket, which the store owns."""
+    """Connects to the store at `host` and `port`, trying for `timeout_s` seconds. With `listening`, the descriptor of a
+    listening socket, which the store then owns, this process also hosts the store."""
     hosts = listening is not None
     timeout = timedelta(seconds=timeout_s)
     store = TCPStore(host, port, None, hosts, timeout, wait_for_workers=False, master_listen_fd=listening)
@@ -64,7 +64,7 @@ def own_gpu() -> str:
 
 
 class GroupRoot:
-    """The root's side."""
+    """The root's side of a meeting: calls the `members`, and decides about the group that sends `version`."""
 
     def __init__(self, store: Store, host: str, version: int, session: Session, members: Sequence[int]) -> None:
         self._store = store
@@ -75,8 +75,9 @@ class GroupRoot:
         self._key = _key(session.attempt, version)
 
     def meet(self, last: BroadcastGroup | None, deadline: float) -> tuple[BroadcastGroup, tuple[int, ...]]:
-        """Returns the group to send by, `last` if all that answer are in it and still have it, and the members that
-        did not answer in time. Raises RoomFailed when none answers or the group is not complete by `deadline`."""
+        """Returns the group to send by, and the members that did not answer in time. The group is `last` if its epoch
+        is the present one and exactly its members answer and still have it; else a new one. Raises RoomFailed when
+        none answers or the group is not complete by `deadline`."""
         if last and last.epoch != self._session.epoch:
             last = None
         self._set("call", members=self._members)
@@ -124,7 +125,8 @@ class GroupRoot:
 
 
 class GroupMember:
-    """The side of replica `number`; `given_up` returns whether this version is not needed any longer."""
+    """The side of replica `number` in a meeting: answers the root's call and joins its group. `given_up` returns True
+    when this version is no longer needed."""
 
     def __init__(
         self, store: Store, host: str, number: int, attempt: int, version: int, given_up: Callable[[], bool]
@@ -136,7 +138,8 @@ class GroupMember:
         self._given_up = given_up
 
     def meet(self, last: BroadcastGroup | None, deadline: float) -> BroadcastGroup:
-        """Returns the group to receive by, `last` if the root says so. Raises RoomFailed."""
+        """Returns the group to receive by: `last` if the root says so, else a new one. Raises RoomFailed if this member
+        is left out or is late for the monotonic time `deadline`."""
         if self._number not in self._await("call", deadline)["members"]:
             raise RoomFailed("it was not ready in time, and was left out")
         answer = to_json({"group": last.name if last else "", "gpu": own_gpu()})

@@ -1,7 +1,7 @@
 """Weights travel through Ray's object store: each rank puts its share of the buckets, each node fetches one copy.
 
-The source of a version is the tuple of its buckets' references. The bytes live as long as a process holds it, so a
-replica that joins late and a commit read it too.
+The source of a version is the tuple of references to its buckets. The bytes live as long as a process holds the
+references, so a replica that joins late and a commit can read them too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ join = join_parts
 
 
 async def open(source: Sequence[Any]) -> list[npt.NDArray[np.uint8]]:
-    """Returns read-only views of the node's object store."""
+    """Returns the buckets of a version in order, as read-only views of the node's object store."""
     return list(await asyncio.gather(*source))
 
 

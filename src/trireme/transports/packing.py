@@ -47,7 +47,8 @@ Units = Iterable[Sequence[tuple[str, Tensor]]]
 
 
 def fused_group(name: str) -> str:
-    """Returns the same string for tensors that must stay together: q, k and v of a layer, its gate and up.
+    """Returns a key of the tensor `name` that is equal for tensors that must stay together: q, k and v of a layer; its
+    gate and up.
 
     >>> fused_group("layers.0.mlp.gate_proj.weight"), fused_group("layers.0.self_attn.k_proj.bias")
     ('layers.0.mlp.', 'layers.0.self_attn.')
@@ -59,8 +60,8 @@ def fused_group(name: str) -> str:
 
 
 def lay_out(units: Units, bucket_bytes: int = BUCKET_BYTES) -> Layout:
-    """Returns the places of tensors, which may be on the device "meta". A bucket has about `bucket_bytes`; a larger
-    group of tensors has a larger one to itself."""
+    """Returns the places of tensors in buckets; the tensors may be on the device "meta". A bucket has at most
+    `bucket_bytes` bytes, except that a larger group of fused tensors gets a bucket of its own."""
     entries: list[TensorEntry] = []
     bucket = used = 0
     for unit in units:
@@ -99,10 +100,10 @@ def fill(
     buffer: Callable[[int], Buffer],
     on_full: Callable[[int, Buffer], None],
 ) -> None:
-    """Goes through all units, and copies the tensors of the buckets `selected`, one bucket after the other, into the
-    array that `buffer` returns for its number, at least as large as the bucket. Calls `on_full` with each full bucket,
-    in the order of their numbers, in which receivers expect them. Raises TriremeError if the tensors do not match the
-    layout."""
+    """Copies the tensors of the buckets `selected` from `units` into memory. `buffer` returns the array for a bucket,
+    by number, at least as large as the bucket; `on_full` gets each full bucket, in the order of numbers, in which
+    receivers expect buckets. Goes through all units, also through units without a selected tensor. Raises
+    TriremeError if the tensors do not match the layout."""
     places = {entry.name: entry for entry in layout.entries}
     missing = defaultdict[int, int](int)
     for bucket in (entry.bucket for entry in layout.entries):
@@ -130,7 +131,8 @@ def fill(
 
 
 def host_memory(nbytes: int, *, pinned: bool) -> Bucket:
-    """Returns memory for a bucket; `pinned`: for copies from a GPU, which are several times as fast then."""
+    """Returns host memory of `nbytes` bytes for a bucket. `pinned`: page-locked, which makes copies from a GPU several
+    times as fast."""
     if not pinned:
         return np.zeros(nbytes, dtype=np.uint8)
     memory: Bucket = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
@@ -138,9 +140,9 @@ def host_memory(nbytes: int, *, pinned: bool) -> Bucket:
 
 
 class Packer:
-    """A `trireme.core.transport.Sender` of buckets that receivers fetch: each rank packs its share. `put` copies a
-    bucket to where receivers can get it, and returns a reference; it runs in a thread. The part of a rank is
-    {bucket: its reference}."""
+    """A `trireme.core.transport.Sender` that puts buckets where receivers fetch them; each rank packs its share. `put`
+    copies a bucket to such a place and returns a reference; it runs in a thread. `send` returns the rank's part,
+    {number of a bucket: its reference}."""
 
     endpoint = None
 
@@ -190,7 +192,8 @@ class Packer:
 
 
 def pack(units: Units, put: Callable[[Bucket], Any], bucket_bytes: int = BUCKET_BYTES) -> tuple[Any, tuple[Any, ...]]:
-    """Packs tensors that are all here; returns their entries, with hashes, and the references of the buckets."""
+    """Packs tensors that are all in this process. Returns their entries, with hashes, and the references that `put`
+    returned for the buckets."""
     tensors = [list(unit) for unit in units]
     layout = lay_out(tensors, bucket_bytes)
     references = join_parts([Packer(put).send(0, layout, tensors, None)])
@@ -198,5 +201,6 @@ def pack(units: Units, put: Callable[[Bucket], Any], bucket_bytes: int = BUCKET_
 
 
 def hash_tensor(tensor: Tensor) -> str:
-    """Returns the hash of a tensor's bytes, by which `trireme.core.weights.check_received` knows them again."""
+    """Returns the hash of a tensor's bytes, with which `trireme.core.weights.check_received` compares the received
+    tensor."""
     return str(*to_sums(tensor_sums(tensor)[None]))

@@ -1,8 +1,8 @@
 """Sends broadcasts from a trainer rank.
 
 The rank never waits for a replica beyond the deadline of the session. A thread sends. At the deadline the rank abandons
-the thread, its group and the buffers that it may still read, and continues to gather, because other ranks take part in
-that. The members fetch the missing buckets.
+the thread, the thread's group and the buffers that the thread may still read. It continues to gather weights, because
+that takes all ranks. The members fetch the missing buckets.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 
 class Sending:
-    """One version on its way to `members` in a thread. `group` and its root `before` come from the previous version's
-    meeting.
+    """The broadcast of one version to `members`, in a thread. `group` and `before`, the group and its root, come from
+    the meeting for the previous version.
 
     The thread owns the group. It ends at the deadline at the latest, also after a failure, and the group's sockets end
     with it.
@@ -69,12 +69,12 @@ class Sending:
         return self.wait(lambda: self._accepts((bucket, sent)))
 
     def finish(self) -> bool:
-        """Waits until all is sent; returns False if sending was abandoned."""
+        """Waits until the thread has sent all buckets. Returns False if sending was abandoned."""
         return self.wait(lambda: self._accepts(None)) and self.wait(lambda: self._finished.wait(TICK_S))
 
     def wait(self, condition: Callable[[], bool]) -> bool:
-        """Calls `condition`, which takes TICK_S, until it is true. Returns False if sending was abandoned, at the
-        deadline at the latest."""
+        """Calls `condition` again and again until it returns True; each call may take TICK_S seconds. Returns False if
+        sending was abandoned, at the deadline at the latest."""
         while not self.failure:
             if condition():
                 return not self.failure
@@ -140,9 +140,9 @@ class Sending:
 class Packing:
     """The buckets of one version in a rank: which ones it fills, in which memory, and where they go.
 
-    The rank keeps the buckets of its share in host memory. Where there is a GPU all buckets are packed there, and
-    copied while they are sent; in host memory each bucket of the share has its place from the start. The others go
-    through `free` buffers.
+    The rank keeps the buckets of its share in host memory. With a GPU all buckets are packed on the GPU, and the share
+    is copied to the host while the buckets are sent. Without one, a bucket of the share is packed in the memory where
+    it is kept. All other buckets are packed in `free` buffers, which are used again.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Packing:
         self.free = free or self._make_buffers()
 
     def buffer(self, number: int) -> Buffer:
-        """Returns memory for a bucket, which waits for the sending if that has all of it."""
+        """Returns memory for bucket `number`. Waits until a buffer has been sent if all are in use."""
         if number in self._share and self._copies is None:
             return self._memory(self._sizes[number])
         taken: list[Buffer] = []
@@ -180,7 +180,8 @@ class Packing:
         return taken[0]
 
     def finish(self, number: int, bucket: Buffer) -> None:
-        """Passes a full bucket on."""
+        """Takes the full bucket `number`: hands it to the sending thread, and keeps it if it belongs to the rank's
+        share."""
         borrowed = self._borrowed.pop(number, None)
         free = self.free
 
@@ -201,7 +202,8 @@ class Packing:
                 sent()
 
     def _copy(self, bucket: Tensor) -> Bucket:
-        """Copies a bucket to pinned host memory, while the GPU computes."""
+        """Returns a copy of a bucket in pinned host memory. The copy has a stream of its own, and the GPU computes
+        meanwhile."""
         assert self._copies is not None
         copy = torch.empty(bucket.shape, dtype=torch.uint8, pin_memory=True)
         self._copies.wait_stream(torch.cuda.current_stream())  # which has filled the bucket
@@ -218,7 +220,8 @@ class Packing:
         return True
 
     def _without_sending(self) -> None:
-        """Continues without a failed sending thread, and without the buffers that it may still read."""
+        """Continues without the sending thread, which was abandoned: with new buffers, because the thread may still
+        read the old ones, and with the rank's share alone."""
         if self._sending is not None:
             self._sending, self.free = None, self._make_buffers()
             self.selected &= self._share
@@ -234,8 +237,8 @@ class Packing:
 
 
 class BroadcastSender:
-    """Implements `trireme.core.transport.Sender` for rank `rank` of `size`. Its node has the address `host` in the
-    cluster. `holder`: the actor that serves buckets. `ports`: where it may listen; empty: any."""
+    """Implements `trireme.core.transport.Sender` for rank `rank` of `size`. `host`: the address of its node in the
+    cluster. `holder`: the actor that serves kept buckets. `ports`: where the sender may listen; empty: any."""
 
     def __init__(self, rank: int, size: int, host: str, holder: Any, ports: Sequence[int] = ()) -> None:
         self._rank = rank

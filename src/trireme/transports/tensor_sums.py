@@ -90,8 +90,9 @@ def part_sums(parts: Sequence[TensorPart]) -> Tensor:
 def tensor_sums(
     part: Tensor, first: int = 0, strides: Sequence[int] | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Returns the sums of one tensor, int64 [2] on its device, as `part_sums` does. `strides`: of the whole tensor
-    (None: the part is contiguous in it). `dtype`: that in which it is summed (None: its own)."""
+    """Returns the sums of the tensor `part`, int64 [2] on its device, as `part_sums` does. `first`, `strides`: place
+    and strides in the whole tensor, in elements (None: `part` is contiguous in the whole). `dtype`: in which the
+    tensor is summed (None: its own)."""
     if strides is None:
         steps = c_strides(part.shape)
     else:
@@ -100,7 +101,7 @@ def tensor_sums(
 
 
 def _host_sums(part: TensorPart) -> Iterator[tuple[int, int]]:
-    """Yields the sums of each tensor of a part, which are on the CPU (`Sums.signed`)."""
+    """Yields for each tensor of a part on the CPU its two sums (`Sums.signed`)."""
     limit = PIECE_WORDS * WORD_BYTES // part.dtype.itemsize
     start = part.tensor.storage_offset()
     for number in range(part.tensors):
@@ -112,12 +113,13 @@ def _host_sums(part: TensorPart) -> Iterator[tuple[int, int]]:
 
 
 def to_sums(table: Tensor) -> list[Sums]:
-    """Returns the sums that are the rows of int64 [N, 2], which may be on a device."""
+    """Returns the rows of `table`, int64 [N, 2] on any device, as Sums."""
     return [Sums.from_signed(first, second) for first, second in table.tolist()]
 
 
 def _pieces(part: Tensor, first: int, strides: Sequence[int], limit: int) -> Iterator[tuple[Tensor, int]]:
-    """Cuts `part` into pieces of at most `limit` elements, each with the place of its first in the whole."""
+    """Yields pieces of `part` of at most `limit` elements, each with the place of its first element in the whole
+    tensor. `first`, `strides`: place and strides of the part in the whole."""
     if part.numel() == 0:
         return
     if part.numel() <= limit:
@@ -132,7 +134,8 @@ def _pieces(part: Tensor, first: int, strides: Sequence[int], limit: int) -> Ite
 
 
 def _piece_sums(piece: Tensor, first: int, strides: Sequence[int]) -> Sums:
-    """Sums a contiguous piece on the CPU."""
+    """Returns the sums of a contiguous piece on the CPU. `first`, `strides`: place and strides in the whole tensor, in
+    elements."""
     if piece.element_size() == 1:  # halves of words; zeros between them add nothing
         ends = ((size - 1) * stride for size, stride in zip(piece.shape, strides, strict=True))
         spread = torch.zeros(first % WORD_BYTES + sum(ends) + 1, dtype=torch.uint8)
@@ -155,14 +158,15 @@ def _piece_sums(piece: Tensor, first: int, strides: Sequence[int]) -> Sums:
 
 
 def _words_of(piece: Tensor) -> npt.NDArray[np.uint16]:
-    """Returns the memory of a contiguous tensor on the CPU, as long as that lives. `Tensor.numpy` would mark it as
-    shared for ever, and FSDP could no longer free a gathered parameter."""
+    """Returns a view of a contiguous CPU tensor's memory as words; valid while the tensor lives. `Tensor.numpy` would
+    mark the memory as shared for ever, and FSDP could no longer free a gathered parameter."""
     memory: Any = (ctypes.c_uint8 * piece.nbytes).from_address(piece.data_ptr())
     return np.frombuffer(memory, dtype=np.uint16)
 
 
 def _merged(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Returns the same places with as few dimensions as possible, at least one."""
+    """Returns a shape and strides with the same places as `shape` and `strides`, with as few dimensions as possible, at
+    least one."""
     sizes = [1]
     steps = [1]
     for size, stride in zip(shape, strides, strict=True):
