@@ -100,7 +100,7 @@ class OrchestratorActor:
         self._pipeline.evaluator.give_up()
 
     async def progress(self) -> str:
-        """Says how far the step or the evaluation is."""
+        """Returns a text for people that says how far the step or the evaluation is."""
         return self._pipeline.progress()
 
     async def heartbeat(self) -> Heartbeat:

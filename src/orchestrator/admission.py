@@ -57,7 +57,7 @@ class Gate:
 
     @property
     def is_full(self) -> bool:
-        """True while a request waits because of the limit."""
+        """True while at least one request waits in `enter`, because its rollouts do not fit within the limit."""
         return self._first() is not None
 
     async def enter(self, kind: Kind, rollouts: int) -> Permit:

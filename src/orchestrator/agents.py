@@ -6,9 +6,9 @@
 
 The reward comes from the environment, never over HTTP: the policy's tools have the session's key.
 
-An agent may ask for several answers at once; they are sampled one after the other, because a run counts its places in
-rollouts. Seeds follow from the order of the requests, if they have any, so that a linear agent is sampled as an `Env`
-would be.
+An agent may ask for several answers at once. They are sampled one after the other, because the limit on the load of the
+replicas counts rollouts, not requests. Where requests have seeds, these follow from the order of the requests, so that
+an agent without branches is sampled like an `Env`.
 """
 
 from __future__ import annotations

@@ -129,9 +129,10 @@ class Resumable:
         return None
 
     async def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues an episode, instead of its first observation, from the result of `state_dict` of another
-        environment of this rollout, perhaps in another process. Tuples have become lists. Unless overridden, raises
-        TypeError: the environment had these methods when the commit was made, and has them no longer."""
+        """Continues an episode from `state`, the result of `state_dict` of another environment of this rollout, perhaps
+        in another process; called instead of the method that gives the first observation. Tuples have become lists.
+        Unless overridden, raises TypeError: the environment had these methods when the commit was made, and has them
+        no longer."""
         raise TypeError(
             f"the commit has a state of {type(self).__name__} with {', '.join(state)}; expected its class to have "
             "load_state_dict, as it had when the commit was made"

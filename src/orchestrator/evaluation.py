@@ -82,7 +82,7 @@ class Schedule:
     """The version that the run ends with."""
 
     def due(self, version: int, evaluated: int | None, owed: bool) -> bool:
-        """Returns True if `version` is to be evaluated. `evaluated`: the version evaluated last (None: none yet).
+        """Returns True if `version` has to be evaluated. `evaluated`: the version evaluated last (None: none yet).
         `owed`: an evaluation was begun and has not ended."""
         if not self.every or version == evaluated or version == self.last - 1:  # it would share the last row
             return False
@@ -120,7 +120,7 @@ class Evaluator:
 
     @property
     def progress(self) -> str:
-        """Says how far the running evaluation is; empty without one."""
+        """Returns a text that says how far the running evaluation is; empty without one."""
         return ", ".join(
             f"{len(e.problems_P) - e.missing} of {len(e.problems_P)} problems of {e.env.label} are evaluated"
             for e in self._running

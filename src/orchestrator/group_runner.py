@@ -148,7 +148,8 @@ class GroupRunner:
     async def _rollouts(
         self, group: Group, envs: GroupEnvs, permit: Permit, tokens: GroupTokens, progress: GroupProgress
     ) -> list[Trajectory | Exception]:
-        """Runs all rollouts. When it ends early, they are cancelled, and awaited for at most `env.close_s`."""
+        """Runs all rollouts, and returns a trajectory or the last error of each. If one of them raises, or this call is
+        cancelled, cancels the unfinished rollouts and awaits them for at most `env.close_s` seconds."""
         rollouts = [
             start_contained(self._rollout(group, envs, sample, permit, counted, progress))
             for sample, counted in enumerate(tokens.rollouts_G)

@@ -50,8 +50,8 @@ class OrchestratorHandle:
         sessions_factory: Callable[[], AgentSessions] | None = None,
     ) -> OrchestratorHandle:
         """Creates the actor without waiting; wait for `ready_refs` before any other call. `assign` says which datums
-        each process of the trainer computes: minibatches are then references to the parts of these; without it they
-        hold their tokens. `sessions_factory` makes the sessions of agents, where environments are agents."""
+        each process of the trainer computes: a minibatch then holds a reference to the part of each process. Without
+        `assign` it holds its tokens. `sessions_factory` makes the sessions of agents, where environments are agents."""
         actor = (
             ray.remote(OrchestratorActor)
             .options(**options)
@@ -64,8 +64,8 @@ class OrchestratorHandle:
         return [self._started], ["orchestrator"]
 
     def end_version(self, on_tick: Callable[[], None] = lambda: None) -> None:
-        """Waits until the last update has ended, and the evaluation of its version if there is one. Raises its error.
-        `on_tick` is called about once a second, and may raise."""
+        """Waits until the last update has ended, and the evaluation of its version if there is one. Raises the error of
+        the update or the evaluation. `on_tick` is called about once a second, and may raise."""
         self._await_update(self._actor.end_version.remote(), on_tick)
 
     def begin_version(self, identity: WeightIdentity, on_tick: Callable[[], None] = lambda: None) -> None:
@@ -107,7 +107,7 @@ class OrchestratorHandle:
             yield minibatch
 
     def release(self, step: int) -> StepSummary:
-        """Says that `step` has been trained on. Returns its metrics and records."""
+        """Tells the orchestrator that `step` has been trained on. Returns the step's metrics and records."""
         released = self._actor.release.remote(step)
         return self._wait(released, f"the release of step {step + 1}", self._config.timeouts.step_s)
 

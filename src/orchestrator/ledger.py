@@ -127,7 +127,8 @@ class Tally:
 
 @dataclass
 class Ledger:
-    """See the module's docstring. Problems are strings; the caller samples them and trains on them."""
+    """Accounts for every group of a run, by the rules in the module's docstring. Problems are strings; the caller
+    samples them and trains on them."""
 
     batch_size: int
     max_steps_off_policy: int

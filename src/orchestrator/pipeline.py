@@ -222,7 +222,7 @@ class Pipeline:
         return StepSummary(row, [{name: getattr(g, name) for name in WITNESSED} for g in groups], records)
 
     def progress(self) -> str:
-        """Says how far the step or the evaluation is, for people."""
+        """Returns a text for people that says how far the step or the evaluation is."""
         groups = f"{len(self._finished)} groups are finished, and {len(self._running)} are being sampled"
         lacks = missing(self._ledger, self._requests.in_training)
         return self.evaluator.progress or f"{groups}: {lacks}"

@@ -85,5 +85,6 @@ class RunningGroups:
         return finished, f"{restored} of {rollouts} unfinished rollouts were kept" if rollouts else ""
 
     def _fits(self, unfinished: UnfinishedGroup) -> bool:
-        """True if the rollouts of a group from a commit may be continued: its temperature is the one of now."""
+        """True if the rollouts of a group from a commit may be continued: they were sampled at the temperature that
+        this run has."""
         return unfinished.temperature == self._runner_of(unfinished.group.problem).sampling.temperature

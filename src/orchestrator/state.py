@@ -1,15 +1,15 @@
 """The orchestrator's part of a commit: its state at a boundary, as files.
 
-    state.json          cursor, ledger, limits, metrics, evaluation, what was sampled in vain
-    groups.jsonl        how many groups follow, then a line of JSON for each, finished groups first and running ones
-                        last: all of it that is no array, turn by turn: where its tokens are in its trajectory, and the
-                        weights that sampled them
+    state.json          cursor, ledger, limits, metrics, evaluation, counts of sampled and wasted tokens
+    groups.jsonl        the number of groups, then a line of JSON for each group, finished groups first and running
+                        groups last. A line holds everything of the group except arrays, turn by turn: also the place of
+                        the turn's tokens in its trajectory, and the weights that sampled them
     groups.safetensors  the trajectories of all groups one after the other, in the order of the lines: `tokens` int32,
                         `logprobs` float32, and where each trajectory ends, `ends` int64
-    running.safetensors the other arrays of running groups, by number: the next prompts, and those in the states of
-                        environments; only where there are any
+    running.safetensors the other arrays of running groups, by number: the next prompts, and the arrays in the states of
+                        environments; the file exists only if there are such arrays
 
-Files are written and read in small pieces, since the event loop of the process has to wait while one is made. Nothing
+Files are written and read in small pieces, because the event loop of the process waits while a piece is made. Nothing
 is pickled. Logs of environments are kept as JSON; values that JSON does not know become text.
 """
 

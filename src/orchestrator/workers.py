@@ -144,7 +144,8 @@ class Worker:
             raise WorkerDied(f"{call} wrote what is no answer ({error!r}); the process was killed") from None
 
     async def _receive(self, token: bytes, timeout_s: float, label: str) -> bytes:
-        """Returns the next message of the call that has this token."""
+        """Returns the next message that begins with the call's `token`. Raises WorkerTimeout after `timeout_s` seconds,
+        and WorkerDied if the process ends or writes anything else. `label` names the call in messages."""
         try:
             async with asyncio.timeout(timeout_s):
                 head = await self._reader.readexactly(HEADER.size + TOKEN_BYTES)
