@@ -104,7 +104,7 @@ class OrchestratorActor:
         return self._pipeline.progress()
 
     async def heartbeat(self) -> Heartbeat:
-        """Shows that the event loop runs."""
+        """Returns the id of this process and of its node; an answer shows that the event loop runs."""
         import ray  # here, because code that only builds a pipeline needs none
 
         return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())

@@ -111,7 +111,7 @@ class Permit:
     remaining: int
 
     def keep(self, rollouts: int) -> None:
-        """Gives back all but `rollouts` places."""
+        """Gives back all but `rollouts` places of this permit."""
         self._give_back(self.remaining - rollouts)
 
     def leave_one(self, *_task: object) -> None:

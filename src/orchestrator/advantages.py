@@ -70,7 +70,7 @@ def is_constant(rewards_G: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class WeightedTrajectory:
-    """A trajectory with the weights of its sampled tokens."""
+    """A trajectory with its advantage and its temperature, and whether it counts in the loss."""
 
     trajectory: Trajectory
     advantage: float

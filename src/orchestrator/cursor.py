@@ -42,7 +42,7 @@ class ProblemCursor:
         return problem
 
     def builder(self, problem: str) -> EnvGroupBuilder:
-        """Returns the problem with this id. Raises BadInput when it is not in the dataset."""
+        """Returns the builder of the problem with the id `problem`. Raises BadInput when it is not in the dataset."""
         _, batch, position = map(int, problem.split("."))
         if batch >= len(self.dataset) or position >= len(self._problems(batch)):
             raise BadInput(
@@ -55,7 +55,8 @@ class ProblemCursor:
         return {"epoch": self.epoch, "batch": self.batch, "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues where another cursor stood. Raises BadInput when the dataset has no such place."""
+        """Continues at the place of another cursor, from its `state`. Raises BadInput when the dataset has no such
+        place."""
         self.epoch = state["epoch"]
         self.batch = state["batch"]
         self.position = state["position"]
@@ -113,7 +114,8 @@ class Mix:
         return name
 
     def builder(self, problem: str) -> EnvGroupBuilder:
-        """Returns the problem with this id. Raises BadInput when there is none."""
+        """Returns the builder of the problem with the id `problem`. Raises BadInput when no environment has such a
+        problem."""
         return self._cursors[self.env_of(problem)].builder(problem.rpartition("/")[2])
 
     def state_dict(self) -> dict[str, object]:

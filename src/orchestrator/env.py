@@ -94,7 +94,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of an action."""
+    """The result of an action: its reward, and the next prompt or the end of the episode."""
 
     reward: float
     episode_done: bool
@@ -112,8 +112,8 @@ class StepResult:
 class Resumable:
     """The state of an environment in a commit, with which a rollout that has begun continues after a resume.
 
-    A subclass overrides both methods or none. Python refuses to define one that only overrides `state_dict`, with
-    TypeError: else only the resume would notice.
+    A subclass overrides both methods or none. Python refuses to define a class that overrides only `state_dict`, with
+    TypeError: otherwise only a resume would show the mistake.
     """
 
     def __init_subclass__(cls, **options: object) -> None:
@@ -256,8 +256,8 @@ class EnvGroup(EnvGroupBuilder):
 class RLDataset(ABC):
     """Problems in batches. Their size is independent of the training batch.
 
-    `get_batch(i)` returns the same problems for the same `i` each time: the place of a problem finds it when it has to
-    be sampled again.
+    `get_batch(i)` returns the same problems for the same `i` each time: a problem that has to be sampled again is found
+    by its batch and its position in it.
     """
 
     @abstractmethod

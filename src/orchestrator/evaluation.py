@@ -133,7 +133,7 @@ class Evaluator:
             self._task = spawn(self._evaluate(version), f"evaluation of version {version}")
 
     async def wait_idle(self) -> None:
-        """Waits until no evaluation is running. Raises its error."""
+        """Waits until no evaluation is running. Raises the error of an evaluation that failed."""
         if self._task is None:
             return
         now = asyncio.get_running_loop().time

@@ -178,9 +178,10 @@ class GroupRunner:
         tokens: RolloutTokens,
         progress: GroupProgress,
     ) -> Trajectory | Exception:
-        """Runs one rollout with its retries, each with an environment of its own. All tries share one time limit, so
-        that an environment that hangs holds a batch for `generation_timeout_s` at most. A prompt or a request that was
-        refused is not tried again, nor is an environment in a group that is due."""
+        """Runs one rollout with its retries, each with an environment of its own. Returns the trajectory, or the last
+        error. All tries share one time limit, so that an environment that hangs holds a batch for
+        `generation_timeout_s` at most. There is no further try after a refused prompt or request, nor after an
+        environment's error in a group that its batch waits for."""
         if sample in progress.finished:
             return progress.finished[sample]
         tries = self.config.orchestrator.retries + 1

@@ -124,15 +124,16 @@ class OrchestratorHandle:
 
     def load_state(self, path: Path, source: CommitSource | None = None) -> str:
         """Continues from a state that `save_state` wrote; a node that does not see `path` reads it from `source`. Call
-        it once ready, before the first `begin_version`. Returns a summary of its unfinished rollouts ("" if there were
-        none). Raises BadInput when the dataset lacks a problem to sample."""
+        it when the actor is ready, before the first `begin_version`. Returns as text how many unfinished rollouts
+        were kept ("" if there were none). Raises BadInput when the dataset lacks a problem to sample."""
         loaded = self._actor.load_state.remote(path, source)
         return str(self._wait(loaded, f"its state from {path}", self._config.timeouts.checkpoint_s))
 
     # ---- for the supervisor: references, which it waits for
 
     def heartbeats(self) -> Mapping[str, Callable[[], Any]]:
-        """Returns, by the name of the process, a function that gives a reference to its `Heartbeat`."""
+        """Returns {name of a process: a function that asks the process for its `Heartbeat` and returns the reference to
+        it}."""
         return {"orchestrator_0": self._actor.heartbeat.remote}
 
     def stop(self) -> None:

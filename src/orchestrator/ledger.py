@@ -113,7 +113,8 @@ class Group:
 
 @dataclass
 class Tally:
-    """Counts groups by how they ended, since the start of the run. `expired_*` count the dropped groups once more."""
+    """Counts groups by how they ended, since the start of the run. `expired_running` and `expired_finished` count the
+    dropped groups a second time, by their state when they were dropped."""
 
     dispatched: int = 0
     trained: int = 0
@@ -306,9 +307,10 @@ class Ledger:
         return groups
 
     def acknowledge(self, replicas: Mapping[int, int]) -> None:
-        """Sets the live replicas, with the version that each has acknowledged. Replicas that are missing have left.
+        """Sets the live replicas, with the version that each has acknowledged. Replicas that are missing in `replicas`
+        have left.
 
-        Raises ProvenanceError when one of them is below the version that all live ones had acknowledged before.
+        Raises ProvenanceError when one of them is below the version that all live replicas had acknowledged before.
         """
         for replica, version in replicas.items():
             if version < self.floor:

@@ -39,7 +39,7 @@ def end_deadline_s(config: Config) -> float:
 
 
 class LeakedTasks(Exception):
-    """An environment left tasks behind."""
+    """An environment left tasks running after the cleanup of its group."""
 
 
 class TaskOwner:
@@ -182,8 +182,8 @@ class GroupEnvs:
             return self._unused[sample].pop()
 
     def close(self, sample: int) -> asyncio.Task[None] | None:
-        """Begins to close the environment of the last try of rollout `sample`, if one was made. The task ends within
-        `close_s`, and raises nothing."""
+        """Begins to close the environment of the last try of rollout `sample`. Returns a task that ends within
+        `close_s` seconds and raises nothing; None if no environment was made."""
         env = self._open.pop(sample, None)
         if env is None:
             return None

@@ -24,7 +24,7 @@ END = -1
 
 
 class OwnPace:
-    """No rollout waits for another."""
+    """The pace without lockstep: no rollout waits for another."""
 
     def enter(self, index: int, rollouts: int) -> None:
         """Records that group `index` has been dispatched, with `rollouts` rollouts."""

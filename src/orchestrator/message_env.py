@@ -68,8 +68,8 @@ class MessageEnv(Resumable, ABC):
         Returns the reward, and the next messages or the end of the episode."""
 
     async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
-        """Takes a message that was cut off by its length, or is malformed (`Renderer.parse_response`), with the content
-        that it has. Unless overridden, ends the episode with reward 0."""
+        """Called instead of `step` for a message that was cut off by its length (`cut_off`) or is malformed
+        (`Renderer.parse_response`). Unless overridden, ends the episode with reward 0."""
         return MessageStep(0.0, True)
 
     def known_answer(self) -> str | None:

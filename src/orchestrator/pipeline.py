@@ -280,7 +280,8 @@ class Pipeline:
     # ---- updates and replicas
 
     async def _update_ended(self) -> None:
-        """Waits until the last update has ended. Raises its error, and RoomFailed when it is late."""
+        """Waits until the last update has ended. Raises the error of the update, and RoomFailed when the update is
+        late."""
         if self._update is None:
             return
         limit_s = self._config.update_deadline_s
@@ -336,8 +337,8 @@ class Pipeline:
     # ---- loops
 
     async def _dispatch_loop(self) -> None:
-        """First starts the groups that were running when the loaded state was saved. Then starts a group for each free
-        slot once it has a permit; its floor is the floor at its start."""
+        """First starts the groups that were running when the loaded state was saved. Then dispatches a group into each
+        free slot once it has a permit; the group's floor is the ledger's floor at that moment."""
         for group in [group for group in self._ledger.active.values() if not group.finished]:
             permit = await self._permit()
             if group.index in self._ledger.active:

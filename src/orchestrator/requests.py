@@ -69,7 +69,7 @@ class Requests:
 
     @property
     def in_training(self) -> int:
-        """Requests of training that wait for an answer."""
+        """The number of training requests that wait for an answer."""
         return self._idle.in_flight - self._evaluating
 
     def take_idle(self) -> float:

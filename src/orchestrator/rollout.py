@@ -341,8 +341,9 @@ def _check_result(result: StepResult, method: str, key: RolloutKey) -> None:
 
 
 def check_report(reward: float, metrics: Mapping[str, float], place: object) -> None:
-    """Raises NonFiniteReward for a reward of NaN or infinity, BadReward for one that is no number or too large, and
-    BadStep for metrics that are no numbers."""
+    """Checks what an environment reported. Raises NonFiniteReward for a reward of NaN or infinity, BadReward for a
+    reward that is no number or too large, and BadStep for metrics that are no numbers. `place` names the rollout in
+    messages."""
     if not isinstance(reward, NUMBERS):
         raise BadReward(
             f"{place}: gave the reward {str(reward)[:100]!r} of type {type(reward).__name__}; expected a number"

@@ -75,7 +75,8 @@ class OrchestratorState:
     """Running groups that have something to keep."""
 
     def write(self, directory: Path) -> list[FileRecord]:
-        """Writes the files; they are on the disk when it returns. Raises StorageFailed."""
+        """Writes the state's files to `directory` and returns their records. The files are on the disk when it returns.
+        Raises StorageFailed."""
         rest = {name: value for name, value in vars(self).items() if name not in GROUPS}
         groups: list[tuple[str, AnyGroup]] = [(name, group) for name in GROUPS for group in getattr(self, name)]
         arrays: list[npt.NDArray[Any]] = []
@@ -91,8 +92,8 @@ class OrchestratorState:
 
     @classmethod
     def read(cls, directory: Path) -> OrchestratorState:
-        """Reads the files of `write`; their contents must be verified. Raises OSError for a missing file,
-        CheckpointInvalid for a file that is no safetensors file, and for an unknown layout."""
+        """Reads the files that `write` wrote to `directory`; the caller has verified their contents. Raises OSError for
+        a missing file, CheckpointInvalid for a file that is no safetensors file, and for an unknown layout."""
         state = json.loads((directory / STATE).read_text())
         layout = state.pop("layout", None)
         if layout != LAYOUT:

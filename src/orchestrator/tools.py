@@ -57,7 +57,7 @@ class Tool:
 
     @cached_property
     def signature(self) -> inspect.Signature:
-        """The arguments of `run`."""
+        """The signature of the function `run`, by which the arguments of calls are checked."""
         return inspect.signature(self.run)
 
 

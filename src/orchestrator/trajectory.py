@@ -84,7 +84,7 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """One rollout, or the sampled part of it so far."""
+    """The tokens, log-probabilities and turns of one rollout, or of its sampled part so far."""
 
     tokens: npt.NDArray[np.int32]
     """[T], segment after segment; the last turn ends with the last token."""

@@ -99,7 +99,8 @@ class RolloutProgress:
         follows: bool,
         stop: StopCondition,
     ) -> None:
-        """Records that a turn has ended, and that the rollout waits for the answer to the next prompt."""
+        """Records that a turn has ended, and that the rollout waits for the answer to `prompt`. `follows`: `prompt`
+        holds only the tokens after the present segment. `stop`: the stop condition of the answer."""
         self._snapshot = None
         self._between = (env, builder, prompt, follows, stop)
 
@@ -110,7 +111,7 @@ class RolloutProgress:
         self._between = None
 
     def take(self) -> UnfinishedRollout | None:
-        """Returns the rollout's progress between two turns; None if it has to start again."""
+        """Returns the rollout as it was between two turns, for a commit; None if it has to start again."""
         if self._between is None:
             return self._snapshot
         try:

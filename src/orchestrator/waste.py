@@ -58,7 +58,7 @@ class RolloutTokens:
         self._requested_at = None
 
     def stop(self) -> None:
-        """Ends a response in flight, since the rollout is stopped or over."""
+        """Ends a response in flight, because the rollout is stopped or over, and counts an estimate of its tokens."""
         self._sampled = self.total
         self._requested_at = None
 

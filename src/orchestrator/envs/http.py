@@ -77,7 +77,7 @@ class EnvServer:
     """Sent as bearer token."""
 
     def connect(self) -> aiohttp.ClientSession:
-        """Opens the connection of one session, which its turns share."""
+        """Opens an HTTP client for one session; all turns of the session share its connection."""
         if self.token is None:
             headers = {}
         else:
@@ -116,7 +116,7 @@ class EnvServer:
 
 
 async def _text_of(reply: aiohttp.ClientResponse) -> str:
-    """Reads an answer. Raises BadEnvAnswer if it is too long."""
+    """Returns the text of a server's answer. Raises BadEnvAnswer if it has more than LONGEST_ANSWER bytes."""
     body = bytearray()
     async for piece in reply.content.iter_any():
         body += piece

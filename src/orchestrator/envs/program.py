@@ -141,7 +141,7 @@ async def _give(stdin: asyncio.StreamWriter, line: str) -> None:
 
 
 async def _end_of(stream: asyncio.StreamReader) -> str:
-    """Returns the last KEPT_BYTES of a stream, when it has ended."""
+    """Reads a stream to its end. Returns its last KEPT_BYTES bytes as text."""
     tail = b""
     while chunk := await stream.read(KEPT_BYTES):
         tail = (tail + chunk)[-KEPT_BYTES:]

@@ -98,7 +98,8 @@ class QuestionAnswerDataset(ListedDataset[RewardRow]):
 
 
 def question_of(place: str, row: object, question: str, answer: str, grading: Grading) -> tuple[str, RewardRow]:
-    """Returns the question of a row, and the row as rewards take it. Raises ValueError that names the place."""
+    """Reads one row of the data; `question` and `answer` name its entries. Returns the text of the question, and a
+    RewardRow with the prompt, the final answer and `grading`. Raises ValueError that names `place`."""
     if isinstance(row, Mapping):
         values = [row.get(name) for name in (question, answer)]
     else:

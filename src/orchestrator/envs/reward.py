@@ -97,7 +97,8 @@ class RewardProblem(EnvGroupBuilder):
         return RewardEnv(self)
 
     async def try_rewards(self) -> None:
-        """Scores the known answer, if there is one, and an empty one."""
+        """Scores two answers by all functions: the known answer, if there is one, and an empty one. Raises BadInput if
+        a function fails."""
         end = () if isinstance(self.row.prompt, str) else self.context.renderer.stop_tokens()[:1]
         texts = (self.row.known_answer or "", "")
         answers = [self.answer([*encode_text(self.context.tokenizer, text), *end]) for text in texts]

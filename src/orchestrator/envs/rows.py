@@ -25,8 +25,8 @@ P = TypeVar("P")
 
 
 class ListedDataset(RLDataset, Generic[P]):
-    """Problems that are all there from the start, in an order that follows from `seed`, `batch_size` to a batch; `make`
-    makes the builder of each. Raises ValueError for a batch size below 1."""
+    """A dataset of a given list of problems, in an order that follows from `seed`, with `batch_size` problems in a
+    batch. `make` returns the builder of a problem. Raises ValueError for a batch size below 1."""
 
     def __init__(self, make: Callable[[P], EnvGroupBuilder], problems: list[P], seed: str, batch_size: int) -> None:
         if batch_size < 1:

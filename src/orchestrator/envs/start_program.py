@@ -81,7 +81,7 @@ def wait_for(program: int) -> int:
 
 
 def reap() -> list[tuple[int, int]]:
-    """Returns the children that have ended, with their status, and forgets them."""
+    """Reaps the children that have ended. Returns their process ids and wait statuses."""
     reaped: list[tuple[int, int]] = []
     while True:
         try:

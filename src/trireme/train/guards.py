@@ -90,7 +90,8 @@ class Guard(RefusedSteps):
         self._alarmed = kl > limits.alarm
 
     def _check_difficulty(self, row: Mapping[str, Any]) -> None:
-        """Counts steps of each environment, except steps without its problems."""
+        """Counts for each environment the steps in a row in which nearly all groups were all bad or all good, and warns
+        when there are ALIKE_STEPS of them. A step without groups of the environment changes nothing."""
         for env in self._envs:
             for kind, instead in (("bad", "easier"), ("good", "harder")):
                 share = row.get(f"env/{env}/by_group/frac_all_{kind}")

@@ -43,7 +43,7 @@ class KeptPart:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the bytes of a version are."""
+    """Says where receivers find the bytes of a published version."""
 
     version: int
     session: Session | None
