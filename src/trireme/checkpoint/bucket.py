@@ -1,4 +1,5 @@
-"""Object storage below a URL such as s3://bucket/prefix: objects that are put whole, some of them on a condition.
+"""Object storage below a URL such as s3://bucket/prefix: puts, reads, lists and deletes objects. An object is put
+whole; `swap` puts it only if a condition holds.
 
 The store itself has to refuse a put if its condition does not hold (If-None-Match and If-Match of S3; Google's and
 Azure's stores have the same). `try_conditions` tries that before a run relies on it.
@@ -46,18 +47,20 @@ SILENT = re.compile(r"HTTP error|status code: (429|50[0234])")
 
 
 class StoreSilent(StorageFailed):
-    """The store was not reached, or was too busy: the same request may be answered later."""
+    """Raised when the store was not reached, or was too busy: the same request may be answered later."""
 
 
 class PutRefused(Exception):
-    """The object is not the one that a conditional put expects."""
+    """Raised when a conditional put finds another object than it expects, and changes nothing."""
 
 
 class Bucket:
-    """The objects below a URL. Each method raises StorageFailed for a store that cannot be reached or refuses."""
+    """Reads, puts and deletes the objects below a URL. Each method raises StorageFailed if the store cannot be reached
+    (StoreSilent) or refuses the request."""
 
     def __init__(self, url: str) -> None:
-        """Raises BadInput where the package is missing, or for a URL that it does not know."""
+        """Opens the store at `url`; sends no request. Raises BadInput if the package obstore is missing or does not
+        accept the URL."""
         require("obstore", extra="s3", what_for=f"run.output_dir = {url}")
         from obstore.store import from_url
 
@@ -77,7 +80,7 @@ class Bucket:
 
     @contextmanager
     def _storage_errors(self, key: str) -> Iterator[None]:
-        """Turns an error of the block into StorageFailed, except a refused condition."""
+        """Turns an error in the block into StorageFailed, and a refused condition into PutRefused."""
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         try:
@@ -112,15 +115,16 @@ class Bucket:
                 return None
 
     def put(self, key: str, contents: bytes | BinaryIO) -> None:
-        """Puts an object, whole or not at all; a file travels in parts."""
+        """Puts an object, whole or not at all, and replaces an existing one. A file is uploaded in parts of
+        PIECE_BYTES."""
         import obstore
 
         with self._storage_errors(key):
             obstore.put(self._store, key, contents, chunk_size=PIECE_BYTES)
 
     def swap(self, key: str, contents: bytes, tag: str | None) -> str:
-        """Replaces the object that has this `tag`, or makes it (None). Returns its new tag. Raises PutRefused if it is
-        another one by now."""
+        """Replaces the object if it still has the tag `tag`; `tag` None: creates the object if there is none. Returns
+        the new tag. Raises PutRefused if the object has another tag or, with None, exists."""
         import obstore
 
         with self._storage_errors(key):
@@ -130,9 +134,9 @@ class Bucket:
         return str(put["e_tag"])
 
     def fetch(self, key: str, directory: Path, record: FileRecord) -> None:
-        """Downloads an object to the file `record` in `directory`, and verifies it. Raises StorageFailed, also for an
-        object that is not that file, and leaves a part of it then; CheckpointInvalid for a path that leads elsewhere.
-        """
+        """Downloads an object to `record.path` below `directory`, and verifies its size and checksum. Raises
+        StorageFailed, also if they differ from `record`; a partial or wrong file may then remain. Raises
+        CheckpointInvalid if the path leads out of `directory`."""
         import obstore
 
         file = path_in(directory, record.path)
@@ -155,7 +159,8 @@ class Bucket:
             )
 
     def _pieces(self, pool: ThreadPoolExecutor, key: str, size: int) -> Iterator[memoryview]:
-        """Yields the pieces of an object in order, with at most WINDOW on the way."""
+        """Yields the contents of an object of `size` bytes as pieces in order. `pool` downloads at most WINDOW pieces
+        at the same time."""
         pending: deque[Future[memoryview]] = deque()
         for offset in range(0, size, PIECE_BYTES):
             if len(pending) == WINDOW:
@@ -171,7 +176,8 @@ class Bucket:
             return memoryview(obstore.get_range(self._store, key, start=offset, length=size))
 
     def keys(self, prefix: str) -> list[str]:
-        """Returns the keys that begin with `prefix`, a whole part of a path."""
+        """Returns the keys of all objects below `prefix`, which consists of whole names of a path (`a/b` does not find
+        `a/bc`)."""
         import obstore
 
         with self._storage_errors(prefix):
@@ -189,8 +195,9 @@ class Bucket:
                 obstore.delete(self._store, now)
 
     def try_conditions(self) -> None:
-        """Tries whether the store refuses a put with a false condition. Raises BadInput if it does not, or cannot be
-        written at all; StoreSilent, after some tries, if it gives no answer."""
+        """Checks, with an object that it deletes again, that the store refuses a put with a false condition. Raises
+        BadInput if the store accepts such a put or cannot be written at all; StoreSilent if it gives no answer after
+        some tries."""
         key = f"trial-{secrets.token_hex(8)}"
         try:
             first = self.swap(key, b"first", None)
@@ -226,5 +233,5 @@ class Bucket:
 
 
 def _first_line(error: Exception) -> str:
-    """Returns an error's message, without the package's own account of itself."""
+    """Returns an error's message in one line of at most 500 characters, without the debug output of the package."""
     return str(error).split("\n\nDebug source")[0].strip().replace("\n", " ")[:500]

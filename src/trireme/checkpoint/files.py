@@ -54,8 +54,8 @@ class FileRecord:
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turns an OSError of the block into StorageFailed (DiskFull for lack of space), which names `path` and the free
-    space there."""
+    """Turns an OSError in the block into StorageFailed, or DiskFull if there was no space. The message names `path` and
+    the free space there."""
     try:
         yield
     except OSError as error:
@@ -85,7 +85,8 @@ def make_directory(path: Path) -> None:
 
 
 def _set_direct(file: int, direct: bool) -> bool:
-    """Switches O_DIRECT (no page cache) of the open `file`. Returns False if its file system cannot do that."""
+    """Turns O_DIRECT (writes without the page cache) on or off for the descriptor `file`. Returns False if the file
+    system does not support that."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags)
@@ -97,11 +98,12 @@ def _set_direct(file: int, direct: bool) -> bool:
 
 
 def _new_blocks(*, large: bool) -> list[memoryview]:
-    """Allocates blocks that begin at a page, as O_DIRECT requires: BLOCKS for a large file, else one.
+    """Allocates blocks of BLOCK_BYTES that begin at a page, as O_DIRECT requires: BLOCKS of them if `large`, else one.
 
-    In a huge page a block is one piece of physical memory, so one request to the disk; of single pages the usual device
-    takes at most 254 in a request, so each block would need two. A huge page costs as much as a write: only worth it
-    for large files."""
+    Blocks of a large file lie in huge pages. There a block is one piece of physical memory, and one request to the
+    disk; in ordinary pages a block takes two requests, because the usual device takes at most 254 pages in one.
+    Allocating a huge page takes as long as a write, so only large files get them.
+    """
     if not large:
         return [memoryview(mmap.mmap(-1, BLOCK_BYTES))]
     memory = huge_pages(BLOCKS * BLOCK_BYTES)
@@ -109,7 +111,8 @@ def _new_blocks(*, large: bool) -> list[memoryview]:
 
 
 def huge_pages(nbytes: int) -> memoryview:
-    """Allocates memory in huge pages, where the kernel has them. It is there once it is written to."""
+    """Allocates `nbytes` of memory in huge pages, or in ordinary ones if the kernel has no huge pages. Physical memory
+    is taken only when a page is first written."""
     memory = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -120,15 +123,15 @@ def huge_pages(nbytes: int) -> memoryview:
 class HashingWriter:
     """Writes a new binary file and hashes its bytes in order; it cannot seek. Replaces an existing file of that name.
 
-    Bytes are gathered in blocks. Full blocks bypass the page cache (O_DIRECT), for a tenth of the CPU time. The last
-    block, and all where the file system refuses O_DIRECT, are written as usual.
+    Bytes are gathered in blocks. Full blocks bypass the page cache (O_DIRECT), which takes a tenth of the CPU time. The
+    last block is written through the cache, and so is every block if the file system refuses O_DIRECT.
 
     All methods raise OSError as files do (see `storage_errors`). As a context manager it closes the file at the end of
     the block. If the block raises, nothing is forced onto the disk, and the OSError of a failed write is raised again
     in case another error hides it (torch.save reports a wrong length instead).
 
-    `thread` copies and hashes, almost without Python, while the caller waits. `copy(to, from)` copies the bytes of a
-    part. `large`: expect many blocks; threads write some of them while the next one fills.
+    `thread`: an executor that copies and hashes, almost without the GIL, while the caller waits. `copy(to, from)`
+    copies bytes into a block. `large`: expect many blocks; threads write some of them while the next one fills.
     """
 
     def __init__(self, file: Path, thread: Executor | None = None, copy: Copy = np.copyto, large: bool = False) -> None:
@@ -191,7 +194,8 @@ class HashingWriter:
             self._file.close()
 
     def _finish(self) -> None:
-        """Writes the last block, which is not full, and forces all onto the disk."""
+        """Waits for the blocks that are being written, writes the last block, which is not full, and forces the file
+        onto the disk."""
         while self._writing:
             self._writing.popleft().result()
         _set_direct(self.fileno(), False)
@@ -204,7 +208,7 @@ class HashingWriter:
             self._writers.shutdown()
 
     def _hand_over(self) -> None:
-        """Starts the write of the full block and continues with the next block."""
+        """Writes the block that is full, in a thread if the file is large, and continues with the next block."""
         if not self._full:
             self._direct = _set_direct(self.fileno(), True)
         at = self._full * BLOCK_BYTES
@@ -221,7 +225,8 @@ class HashingWriter:
             self._writing.popleft().result()
 
     def _write(self, block: Bytes, at: int) -> None:
-        """Writes bytes to place `at` of the file."""
+        """Writes all bytes of `block` to the file at the offset `at`, in bytes. Goes on without O_DIRECT if it is
+        refused."""
         while len(block):
             direct = self._direct
             try:
@@ -254,8 +259,9 @@ class HashingWriter:
 
 
 def write_bytes(directory: Path, name: str, *chunks: Chunk) -> FileRecord:
-    """Writes `chunks` in order to file `name` in `directory`, which it makes if need be, and forces them onto the disk.
-    The record's path is relative to the parent of `directory`. Raises StorageFailed."""
+    """Writes `chunks` in order to the file `name` in `directory`, and forces the file onto the disk. Makes `directory`
+    if it is missing. Returns the file's record, with a path relative to the parent of `directory`. Raises
+    StorageFailed."""
     file = path_in(directory, name)
     with storage_errors(file):
         make_directory(file.parent)
@@ -267,7 +273,8 @@ def write_bytes(directory: Path, name: str, *chunks: Chunk) -> FileRecord:
 
 
 def replace_file(file: Path, contents: bytes) -> None:
-    """Replaces the contents of `file`. A reader, also after a crash, finds the old or the new whole. Raises OSError."""
+    """Replaces the contents of `file` at once: a reader, also after a crash, finds all of the old or all of the new
+    contents. Raises OSError."""
     new = file.with_name(f"{file.name}.new")
     with HashingWriter(new) as writer:
         writer.write(contents)

@@ -1,9 +1,9 @@
 """Moves parts of commits between the run directory and nodes that do not see it, through object storage.
 
 A writer on such a node writes to the usual path, on the disk of its node. When all parts of a commit are written,
-`put_parts` runs there: it puts them below the key that the commit will have in the store, and frees the disk. The
-driver fetches the missing files of its draft. A reader there fetches the files that it needs into a directory of its
-own.
+`put_parts` runs on each such node: it uploads the node's parts to the key that the commit will have in the store, and
+deletes them from the disk. The driver then downloads the files that its draft lacks. A reader on such a node downloads
+the files that it needs into a temporary directory.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CommitSource:
 
 @dataclass(frozen=True)
 class PartReader:
-    """A part of a commit, as one process reads it."""
+    """Reads one part of a commit (the directory of one room), from the run directory or from object storage."""
 
     directory: Path
     """Its files; if there is a source, its fetched files."""
@@ -73,8 +73,9 @@ class PartReader:
     @classmethod
     @contextmanager
     def opened(cls, path: Path, source: CommitSource | None) -> Iterator[PartReader]:
-        """Yields the part at `path` in the run directory, or, in a process that does not see it, the part in `source`,
-        with a temporary directory on the same disk. Raises StorageFailed."""
+        """Yields a reader of the part at `path`. It reads the run directory if `source` is None or this process sees
+        the run directory; else it downloads from `source` into a temporary directory on the same disk, which is
+        deleted after the block. Raises StorageFailed."""
         if source is None or sees(source.mark, source.text):
             yield cls(path)
             return
@@ -88,8 +89,9 @@ class PartReader:
             shutil.rmtree(directory, ignore_errors=True)
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Fetches files of the part that are not here yet, and verifies them. Raises StorageFailed, and
-        CheckpointInvalid for a file that the commit does not have."""
+        """Downloads and verifies the files `names` (relative to the part) that are not on this disk yet. Does nothing
+        in a process that sees the run directory. Raises StorageFailed, and CheckpointInvalid for a file that the
+        commit does not have."""
         if self.source is None:
             return
         bucket = Bucket(self.source.url)
@@ -102,7 +104,7 @@ class PartReader:
                 bucket.fetch(f"{self.source.key}/{path}", self.directory.parent, records[path])
 
     def fetch_all(self) -> None:
-        """Fetches all files of the part. Raises StorageFailed."""
+        """Downloads all files of the part, as `fetch` does. Raises StorageFailed."""
         prefix = f"{self.directory.name}/"
         if self.source:
             paths = [record.path for record in self.source.files]

@@ -1,4 +1,4 @@
-"""Chooses the commit that a run resumes from, checks that it may, and forks another run's commit."""
+"""Chooses the commit that a run resumes from, checks that the configuration fits it, and forks another run's commit."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ ABSENT = "(absent)"
 def choose(
     store: CheckpointStore, step: int | None, flag: str = "--resume.step", newest: str = "--resume alone"
 ) -> VerifiedCommit | None:
-    """Returns the commit of `step`, or the newest that verifies (step None or -1); None if there is no commit at all,
-    and no step is given. `flag` is the option for the step, and `newest` its value for the newest.
+    """Returns the commit of `step`. With step None or -1, returns the newest commit that verifies, with notes on newer
+    ones that do not, or None if the store has no commit. `flag` and `newest` are the options that errors name: for a
+    step, and for the newest commit.
 
-    Raises BadInput for a step that is missing or does not verify, and if no commit verifies.
+    Raises BadInput if the commit of `step` is missing or does not verify, or if no commit verifies.
     """
     if step is not None and step >= 0:
         return _of_step(store, step, flag, newest)
@@ -64,7 +65,7 @@ def _of_step(store: CheckpointStore, step: int, flag: str, newest: str) -> Verif
 
 
 def choose_existing(store: CheckpointStore, step: int | None, flag: str, newest: str) -> VerifiedCommit:
-    """Returns the commit that `choose` returns. Raises BadInput also if there is no commit."""
+    """Returns the commit that `choose` returns for the same arguments. Raises BadInput also if there is no commit."""
     chosen = choose(store, step, flag, newest)
     if chosen:
         return chosen
@@ -85,7 +86,8 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(committed: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each difference between two nested dicts of JSON values."""
+    """Returns a line for each value that differs between two nested dicts of JSON values: its dotted name, its value in
+    `committed` and its value in `now`."""
     before = _leaves(committed)
     after = _leaves(json.loads(to_json(now)))
     return [
@@ -97,8 +99,8 @@ def differences(committed: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 
 
 def check_fixed(chosen: VerifiedCommit, fixed: Mapping[str, object], force: bool) -> tuple[str, ...]:
-    """Raises BadInput if a value that must not change since the commit has changed. Returns notes for people; with
-    `force`, these are the changes."""
+    """Raises BadInput if a value in `fixed` differs from the commit's, unless `force`. Returns one note for people on
+    each changed value, which only `force` allows."""
     changed = differences(chosen.manifest.fixed, fixed)
     if changed and not force:
         raise Refusal(
@@ -110,7 +112,8 @@ def check_fixed(chosen: VerifiedCommit, fixed: Mapping[str, object], force: bool
 
 
 def fork(source: VerifiedCommit, store: CheckpointStore, attempt: int) -> tuple[VerifiedCommit, str]:
-    """Makes a commit of another run the first one in `store`, with the rows that led to it. Returns it and a note.
+    """Makes the commit `source` of another run the first commit in `store`, and copies the rows of the steps that led
+    to it. `attempt` names the draft. Returns the new commit, and a note for people.
 
     Files are hard links where the file system can, else copies; all are verified before they become a commit. The
     source is unchanged. Another call completes an interrupted one. Raises OSError, StorageFailed, CheckpointInvalid.
@@ -138,7 +141,8 @@ def fork(source: VerifiedCommit, store: CheckpointStore, attempt: int) -> tuple[
 
 
 def _link_or_copy(source: Path, target: Path) -> bool:
-    """Returns True if `target` became a hard link; else it is a copy, forced onto the disk."""
+    """Makes `target` a hard link to `source` and returns True. If there can be no link, or `source` belongs to another
+    user, makes a copy, forces it onto the disk and returns False. Raises OSError."""
     make_directory(target.parent)
     try:
         if source.stat().st_uid != os.geteuid():

@@ -1,4 +1,5 @@
-"""Files with one JSON object per line and step. Going back to a commit moves the rows after it away."""
+"""Reads and writes row files: text files with one JSON object per line, for one step each. Going back to a commit moves
+the rows of later steps to another file."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ class StepRow:
 
 
 def shown_step(row: Mapping[str, Any]) -> int:
-    """Returns the number of a row's step for people, who count from 1; files count from 0, the version trained on.
-    A commit of that number has the step."""
+    """Returns the number of a row's step as people see it, from 1. A row counts from 0: it holds the version that was
+    trained on. The commit after the step has the number that is returned."""
     return int(row["step"]) + 1
 
 
@@ -48,7 +49,8 @@ def _row(line: bytes) -> StepRow | None:
 
 
 def read_rows(file: Path) -> tuple[list[StepRow], int]:
-    """Reads the rows of `file`, and the number of torn lines. A missing file has no rows."""
+    """Returns the rows of `file`, and the number of torn lines (incomplete or no valid row). A missing file has no
+    rows."""
     if not file.exists():
         return [], 0
     rows = [_row(line) for line in file.read_bytes().splitlines(keepends=True)]
@@ -57,16 +59,16 @@ def read_rows(file: Path) -> tuple[list[StepRow], int]:
 
 
 def write_rows(file: Path, rows: list[StepRow]) -> None:
-    """Replaces the contents of `file` by `rows`, as a whole. Raises OSError."""
+    """Replaces the contents of `file` by `rows` at once (`replace_file`). Raises OSError."""
     replace_file(file, b"".join(row.line for row in rows))
 
 
 def move_rows(file: Path, leaves: Callable[[StepRow], bool], branch_file: Path) -> tuple[int, int]:
-    """Moves the rows of `file` for which `leaves` is true to the end of `branch_file`, and drops torn lines. Returns
-    the numbers of both.
+    """Moves the rows of `file` for which `leaves` returns True to the end of `branch_file`, and drops torn lines.
+    Returns the number of moved rows and the number of torn lines.
 
-    A crash at any point leaves each row in at least one of the files; another call completes the move. A process that
-    still has `file` open does not write to the new one. Raises OSError.
+    A crash at any point leaves each row in at least one of the files; another call completes the move. `file` is
+    replaced: a process that still has the old file open does not write to the new one. Raises OSError.
     """
     rows, torn = read_rows(file)
     leaving = [row for row in rows if leaves(row)]
@@ -81,7 +83,8 @@ def move_rows(file: Path, leaves: Callable[[StepRow], bool], branch_file: Path) 
 
 
 def attempts_before(root: Path, step: int) -> list[tuple[int, int]]:
-    """Returns the attempts of a run with steps in the commit of `step`, each with the step that it began with."""
+    """Returns (attempt, its first step) for each attempt of the run in `root` that trained a step before `step`, by the
+    rows of metrics.jsonl and in order of attempt."""
     starts: dict[int, int] = {}
     for row in read_rows(root / METRICS)[0]:
         if row.step < step:
@@ -91,6 +94,6 @@ def attempts_before(root: Path, step: int) -> list[tuple[int, int]]:
 
 
 def recorded_steps(directory: Path) -> dict[int, Path]:
-    """Returns {step: file} of a directory of recorded rollouts, in order of step."""
+    """Returns {step: file} for the files step_<number>.jsonl of recorded rollouts in `directory`, in order of step."""
     names = {file: re.fullmatch(r"step_(\d{6,})\.jsonl", file.name) for file in directory.glob("*.jsonl")}
     return dict(sorted((int(match[1]), file) for file, match in names.items() if match))

@@ -100,11 +100,12 @@ def _rename_away(directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The commits under the run directory `root`. A process that changes anything must hold the run's lock.
+    """The commits under the run directory `root`: makes, finds, deletes and sets aside commits. A process that changes
+    anything must hold the run's lock.
 
-    `owner`: run and attempt of the driver that changes them; then each change raises LockLost instead, after another
-    driver has started. Without it nothing is checked. `fence` raises LockLost where another place than this directory
-    decides who the driver is.
+    `owner`: (run id, attempt) of the driver that makes changes; once another driver has started, each change raises
+    LockLost instead. None: nothing is checked. `fence`: called before each change; raises LockLost if another place
+    than this directory, such as HEAD in object storage, says that another driver has taken over.
     """
 
     root: Path
@@ -119,7 +120,8 @@ class CheckpointStore:
 
     @property
     def rows(self) -> Path:
-        """File with a row per commit: name, step, lineage, path (relative to the file's directory), identity."""
+        """The file with a row per commit: name, step, lineage, path (relative to the file's directory), identity of the
+        weights."""
         return self.root / "checkpoints.jsonl"
 
     def commit(self, step: int) -> Path:
@@ -127,7 +129,7 @@ class CheckpointStore:
         return self.checkpoints / step_name(step)
 
     def branch(self, lineage: str) -> Path:
-        """Returns the directory of the files that were superseded when `lineage` was left; it need not exist."""
+        """Returns the directory for files that were superseded when the run left `lineage`; it need not exist."""
         return path_in(self.root / "branches", lineage)
 
     def head(self) -> Head | None:
@@ -139,17 +141,17 @@ class CheckpointStore:
         head.write(self.root / HEAD)
 
     def lineages(self) -> list[Head]:
-        """Returns the last HEAD of each lineage that was left, and the current HEAD last; `base` names the commit that
-        a lineage descends from. Raises CheckpointInvalid for a damaged one."""
+        """Returns the last HEAD of each lineage that the run has left, then the current HEAD. `base` of each names the
+        commit that the lineage started from. Raises CheckpointInvalid if a HEAD is damaged."""
         earlier = [Head.read(file) for file in sorted(self.root.glob(f"branches/*/{HEAD}"))]
         return [head for head in (*earlier, self.head()) if head]
 
     def commits(self) -> list[Path]:
-        """Returns the commits of HEAD's branch in order of step, verified or not."""
+        """Returns the directories of the commits of HEAD's branch in order of step; does not verify them."""
         return sorted((entry for entry in self._entries() if step_of(entry.name) is not None), key=_step)
 
     def partial(self) -> list[Path]:
-        """Returns drafts, and leftovers of deleted commits and drafts."""
+        """Returns the directories of drafts, and of commits and drafts whose deletion was interrupted."""
         return [e for e in self._entries() if ".partial-" in e.name or e.suffix == ".removed"]
 
     def _entries(self) -> list[Path]:
@@ -158,7 +160,8 @@ class CheckpointStore:
         return []
 
     def _whole(self) -> dict[Path, Manifest]:
-        """Returns the commits that have all files in their sizes, in order of step; does not read the contents."""
+        """Returns {commit: its manifest} for the commits with all files in the right sizes, in order of step. Does not
+        read the files."""
         whole = {}
         for commit in self.commits():
             with suppress(CheckpointInvalid):
@@ -166,8 +169,8 @@ class CheckpointStore:
         return whole
 
     def newest(self) -> tuple[VerifiedCommit | None, dict[Path, str]]:
-        """Finds the newest commit that verifies, contents included (None: there is none). Returns it and {newer commit:
-        why it does not verify}."""
+        """Returns the newest commit that verifies, contents included (None if none does), and {newer commit: why it
+        does not verify}."""
         passed_over: dict[Path, str] = {}
         for commit in reversed(self.commits()):
             try:
@@ -211,7 +214,8 @@ class CheckpointStore:
         return draft
 
     def publish(self, draft: Path, manifest: Manifest, contents: bool = False) -> Path:
-        """Makes a commit of the draft, which must hold all of `manifest.files`. Returns its path.
+        """Turns `draft`, which must hold all of `manifest.files`, into a commit: writes the manifest and renames the
+        directory. Returns the commit's path.
 
         Raises StorageFailed, LockLost, and CheckpointInvalid if a file is missing or has the wrong size or (with
         `contents`) the wrong checksum.
@@ -239,7 +243,8 @@ class CheckpointStore:
                 shutil.rmtree(_rename_away(draft))
 
     def record_commits(self) -> None:
-        """Adds rows for commits that have none. Raises OSError, and CheckpointInvalid for an unreadable manifest."""
+        """Adds a row to checkpoints.jsonl for each commit that has none. Raises OSError, and CheckpointInvalid for an
+        unreadable manifest."""
         rows, torn = read_rows(self.rows)
         named = {row.values["name"] for row in rows}
         missing = [self._commit_row(commit) for commit in self.commits() if commit.name not in named]
@@ -258,10 +263,10 @@ class CheckpointStore:
         return StepRow((to_json(values) + "\n").encode(), values)
 
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
-        """Deletes commits, except the `keep_last` newest, commits of a step divisible by `keep_every`, commits marked
-        by a file KEEP, and the newest that verifies. Does not count damaged commits, and leaves them to `checkout`.
-        Reads the newest commit whole, unless one of the `keep_last` was already read: then older ones are not needed.
-        Returns the deleted names. Raises StorageFailed, LockLost."""
+        """Deletes commits. Keeps the `keep_last` newest, commits of a step divisible by `keep_every`, commits with a
+        file KEEP, and the newest that verifies. Damaged commits are neither counted nor deleted: `checkout` moves
+        them. Verifies the contents of the newest commits until one is good, unless this store has already read one
+        of the `keep_last`. Returns the deleted names. Raises StorageFailed, LockLost."""
         whole = self._whole()
         old = [commit for commit in list(whole)[:-keep_last] if not (commit / KEEP).exists()]
         if keep_every:
@@ -279,12 +284,13 @@ class CheckpointStore:
         return [commit.name for commit in old]
 
     def checkout(self, step: int) -> list[str]:
-        """Makes `step` the end of HEAD's branch. Call it before this attempt opens its row files.
+        """Goes back to the commit of `step`, and makes it the end of HEAD's branch. Call it before this attempt opens
+        its row files.
 
         Deletes drafts. Moves later commits and damaged ones under `branches/<lineage>/`, the newest first; then moves
-        rows of step >= `step` there (in checkpoints.jsonl: the rows of parked commits). If anything was parked, HEAD
-        starts a new lineage. That is last, so another call, also with another step, can complete an interrupted one.
-        Returns a report for people. Raises StorageFailed, LockLost, and CheckpointInvalid without a HEAD.
+        rows of step >= `step` there (in checkpoints.jsonl: the rows of the moved commits). If anything was moved, HEAD
+        starts a new lineage. HEAD is written last, so another call, also with another step, can complete an interrupted
+        one. Returns a report for people. Raises StorageFailed, LockLost, and CheckpointInvalid without a HEAD.
         """
         self.check_owner()
         head = self.head()

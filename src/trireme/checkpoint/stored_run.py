@@ -1,14 +1,14 @@
-"""A run in object storage: its HEAD there, and the objects that HEAD refers to. Moves no bytes.
+"""A run in object storage: its HEAD there, and the keys of the objects that HEAD names. This module sends no requests.
 
     HEAD                                           the run, its driver, its commits and files; put on condition
     commits/000002/step_000020-<lineage>-1/...     the files of a commit of the second driver, of its first attempt
-    rows/000002/metrics.jsonl/000000-<checksum>    a part of another file than a commit's
+    rows/000002/metrics.jsonl/000000-<checksum>    a part of a file that belongs to no commit
 
 HEAD decides: an object counts once HEAD names it, and HEAD is put after everything that it names. An object that HEAD
-names is never put again, because its name has the number of the driver, and it is deleted only when HEAD has ceased to
-name it. Objects that no HEAD came to name, such as the parts of a commit that was not completed, are swept. So a crash
-between any two puts leaves the run as the last HEAD says, and a superseded driver changes nothing that the new one
-names. Commits and rows of a branch get another path in HEAD, and stay where they are.
+names is never put again, because its name has the number of the driver, and it is deleted only when HEAD no longer
+names it. Objects that no HEAD came to name, such as the parts of a commit that was not completed, are deleted later. So
+a crash between any two puts leaves the run as the last HEAD says, and a superseded driver changes nothing that the new
+one names. When commits and rows move to a branch, HEAD gives them another path, and the objects stay where they are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROWS = "rows"
 
 @dataclass(frozen=True)
 class StoredCommit:
-    """A commit in object storage."""
+    """Where a commit is in object storage."""
 
     key: str
     """Its files are KEY/<path>, its manifest too."""
@@ -46,7 +46,7 @@ class StoredCommit:
 
 @dataclass(frozen=True)
 class FilePart:
-    """A part of a file in object storage."""
+    """A part of a file in object storage: PART_BYTES, or less at the end of the file."""
 
     driver: int
     """The driver that put it."""
@@ -110,13 +110,13 @@ class StoredRun:
         return stored
 
     def of_branch(self) -> dict[int, str]:
-        """Returns {step: path} of the commits of HEAD's branch, in order of step."""
+        """Returns {step: path in the run directory} of the commits of HEAD's branch, in order of step."""
         below = f"{CHECKPOINTS}/"
         steps = {path: step_of(path.removeprefix(below)) for path in self.commits if path.startswith(below)}
         return dict(sorted((step, path) for path, step in steps.items() if step is not None))
 
     def parts(self) -> set[str]:
-        """Returns the keys of all parts of files."""
+        """Returns the keys of all parts of all files that HEAD names."""
         return {part_key(path, number, part) for path, parts in self.files.items() for number, part in enumerate(parts)}
 
     def commit_keys(self) -> set[str]:
@@ -124,18 +124,18 @@ class StoredRun:
 
 
 def part_key(path: str, number: int, part: FilePart) -> str:
-    """Returns the key of a part of the file `path`."""
+    """Returns the key of `part`, the part with index `number` of the file `path`."""
     return f"{ROWS}/{part.driver:06d}/{path}/{number:06d}-{part.checksum}"
 
 
 def commit_key(driver: int, manifest: Manifest) -> str:
-    """Returns the key below which a driver puts a commit."""
+    """Returns the key below which the driver with this number puts the files of the commit of `manifest`."""
     return f"{COMMITS}/{driver:06d}/{step_name(manifest.step)}-{manifest.lineage}-{manifest.attempt}"
 
 
 def writer_of(key: str) -> tuple[int, int] | None:
-    """Returns the numbers of the driver and the attempt that put an object (attempt 0: of a file's part, which does not
-    name it); None for a key of another form."""
+    """Returns (driver, attempt): who put the object at `key`. The attempt is 0 for a part of a file, because its key
+    does not name it. Returns None for a key of another form."""
     words = key.split("/")
     if len(words) < 3 or words[0] not in (COMMITS, ROWS) or not words[1].isdecimal():
         return None
@@ -149,7 +149,8 @@ def writer_of(key: str) -> tuple[int, int] | None:
 
 
 def part_of(block: bytes, driver: int, previous: FilePart | None) -> FilePart:
-    """Returns the part with these contents: `previous` if it has them, else a new one of `driver`."""
+    """Returns the part with the contents `block`: `previous` if it has the same size and checksum, else a new part of
+    `driver`."""
     part = FilePart(driver, len(block), xxhash.xxh3_128_hexdigest(block))
     if previous and (previous.size, previous.checksum) == (part.size, part.checksum):
         return previous
@@ -159,9 +160,12 @@ def part_of(block: bytes, driver: int, previous: FilePart | None) -> FilePart:
 def elsewhere(
     stored: StoredRun, head: Head, local: Mapping[str, StoredCommit], keep_last: int, keep_every: int | None
 ) -> dict[str, StoredCommit]:
-    """Returns the commits of `stored` that are only in object storage, and stay there: `local` are the commits in the
-    run directory. They are kept as long as they would be in the directory (`CheckpointStore.prune`), and belong to the
-    branch that was left when the run went back to an earlier step."""
+    """Returns {path: commit} of the commits that stay in object storage although the run directory does not have them.
+
+    `stored`: the run as the store has it. `head`: HEAD of the run directory, and `local` its commits by path. Commits
+    of HEAD's branch are kept by `keep_last` and `keep_every`, as in `CheckpointStore.prune`. If the run has gone back
+    to an earlier step, later commits get a path in the branch that was left.
+    """
     alone: dict[str, StoredCommit] = {}
     on_branch: dict[int, str] = {}
     checksums = {commit.manifest for commit in local.values()}

@@ -1,12 +1,13 @@
-"""When commits are taken. Training continues while one is written; one is in flight at a time.
+"""Takes the commits of an attempt. Training continues while a commit is written; one at a time is in flight.
 
     with Commits(...) as commits:        the end of the block takes the last commit, also after a signal
-        commits.at_boundary(version)     a step is released: draft; snapshots of the trainer and of the other rooms
+        commits.at_boundary(version)     a step is released: makes a draft; snapshots of the trainer and other rooms
         commits.seal()                   its row is written: in the background all parts, manifest, rename, prune
         commits.leave_boundary()         the trainer is about to change
 
-If a part fails, the draft is removed and the commit counts as missed: an incident. On a full disk old commits are
-deleted down to the newest that verifies, only that one is kept from then on, and the next boundary is committed.
+If a part fails, the draft is removed, the commit counts as missed, and an incident is recorded. On a full disk old
+commits are deleted except the newest that verifies, only one commit is kept from then on, and the next boundary is
+committed.
 """
 
 from __future__ import annotations
@@ -47,24 +48,26 @@ class PendingFiles(Protocol):
     """The files of one part of a commit, while they are written."""
 
     def wait(self, timeout_s: float) -> list[FileRecord]:
-        """Returns the records of all files. Raises StorageFailed, RoomFailed."""
+        """Waits up to `timeout_s` seconds until all files are written. Returns their records. Raises StorageFailed,
+        RoomFailed."""
 
 
 class Stateful(Protocol):
-    """Something with a part in each commit. Its saved state is its state at the call, which returns when training may
-    continue."""
+    """A room with a part in each commit. `save_state` saves the state that the room has at the call to the directory
+    `path`, and returns when training may continue; the files may still be being written then."""
 
     def save_state(self, path: Path) -> PendingFiles: ...
 
 
 class FarParts(Protocol):
-    """The parts of commits that are written where the run directory is not seen."""
+    """The parts of commits that are written on nodes that do not see the run directory."""
 
     def gather(self, draft: Path, manifest: Manifest) -> None:
-        """Brings the files of a draft that are not in the run directory there. Raises StorageFailed, RoomFailed."""
+        """Brings the files of a commit that are on other nodes into `draft` in the run directory. Raises StorageFailed,
+        RoomFailed."""
 
     def discard(self, draft: Path) -> None:
-        """Deletes them where they were written. Raises RoomFailed."""
+        """Deletes the parts of `draft` on the nodes that wrote them. Raises RoomFailed."""
 
 
 class StatefulTrainer(Stateful, Protocol):
@@ -88,9 +91,9 @@ class CommitDraft:
 
 
 class Commits:
-    """Makes the commits of one attempt. `fixed`: the values that a resume must find unchanged; `other_rooms` have a
-    part in each commit in addition to the trainer's, by its name; `note` records an incident; `far` has the parts of
-    other nodes, if any."""
+    """Makes the commits of one attempt. `fixed`: the values that a resume must find unchanged. `other_rooms`: the rooms
+    that, like the trainer, have a part in each commit, by the part's name. `note` records an incident. `far`
+    collects the parts that other nodes wrote; None if all nodes see the run directory."""
 
     def __init__(
         self,
@@ -128,8 +131,8 @@ class Commits:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Takes the last commit, after training to the end and, if the run is at a boundary, after a signal or a limit.
-        It may not be missed, and is tried again as long as that makes room. After a failure the run still takes a
-        commit in flight if its parts arrive within END_S. Raises StorageFailed, RoomFailed, LockLost."""
+        A missed last commit raises, unless old commits can be deleted to make room for another try. After any other
+        error, waits up to END_S for a commit in flight. Raises StorageFailed, RoomFailed, LockLost."""
         may_commit = isinstance(error, Stopped | LimitReached) and not isinstance(error, StoppedWithoutCommit)
         try:
             if error is None or may_commit:
@@ -151,8 +154,9 @@ class Commits:
         return self._boundary is not None and (self._parent is None or self._boundary[0] != self._parent.step)
 
     def at_boundary(self, version: int, weights: PublishedWeights | None = None) -> None:
-        """Says that the run starts with `version`, or that the step that made it is released, and begins a commit if
-        one is due. Without `weights` they are published where they are committed.
+        """Tells that training is between two steps, with the weights of `version`: at the start of the run, or after
+        the step that made them was released. Begins a commit if one is due. Without `weights`, the trainer publishes
+        its weights here if they are committed.
 
         Raises StorageFailed after too many missed commits, LockLost, and WeightsRefused when a resumed trainer
         publishes other weights than the commit was made of.
@@ -171,11 +175,12 @@ class Commits:
             self._save()
 
     def leave_boundary(self) -> None:
-        """Says that the trainer is about to change: until the next boundary there is nothing to commit."""
+        """Tells that the trainer is about to change its weights: until the next boundary there is nothing to commit."""
         self._boundary = None
 
     def seal(self) -> None:
-        """Says that the rows up to this boundary are written: a draft becomes a commit, in the background if it may."""
+        """Tells that the rows up to this boundary are written. If there is a draft, starts a thread that makes it a
+        commit, and waits for that thread without `checkpoint.async_save`."""
         draft = self._draft
         self._draft = None
         if draft is None:
@@ -189,7 +194,8 @@ class Commits:
         self._identities = [i for i in self._identities if i.version >= oldest] + [identity]
 
     def _save(self) -> None:
-        """Takes snapshots of the boundary. Returns when training may continue."""
+        """Makes a draft, and takes snapshots of all rooms for it. Returns when training may continue; without
+        `checkpoint.async_save` that is when all files are written."""
         assert self._boundary
         version, weights = self._boundary
         self._settle()
@@ -214,7 +220,8 @@ class Commits:
                     part.wait(self._config.timeouts.checkpoint_s)
 
     def _publish(self, draft: CommitDraft) -> None:
-        """Waits for all parts, and makes them a commit."""
+        """Waits for all parts of `draft`, makes it a commit, and prunes old commits. After StorageFailed deletes the
+        draft and raises the error again."""
         store = self._run.store
         limit_s = self._config.timeouts.checkpoint_s
         try:
@@ -243,7 +250,7 @@ class Commits:
             self._note(f"old commits stay: {error}")
 
     def _discard(self, draft: CommitDraft) -> None:
-        """Gives the space of a draft back, once all parts have stopped writing."""
+        """Deletes a draft, here and on other nodes, once all parts have stopped writing."""
         for part in draft.parts.values():
             with suppress(TriremeError):
                 part.wait(self._config.timeouts.checkpoint_s)
@@ -270,7 +277,8 @@ class Commits:
         )
 
     def _settle(self) -> None:
-        """Waits for the commit in flight, if there is one."""
+        """Waits for the commit in flight, if there is one, and counts it as missed if its storage failed. Raises
+        RoomFailed if it takes too long, and the errors of `_miss`."""
         sealing = self._sealing
         self._sealing = None
         if sealing is None:
@@ -285,8 +293,9 @@ class Commits:
             self._miss(error)
 
     def _miss(self, error: StorageFailed) -> None:
-        """Counts a missed commit, and makes room for the next one. Raises `error` after too many in a row; if it is the
-        last of a run, unless there is room for another try."""
+        """Counts a missed commit, records an incident, and deletes old commits if the disk is full. If none was
+        deleted, raises `error` when more than `checkpoint.max_missed` were missed in a row, or when it was the last
+        commit of the run."""
         self.check_owner()  # what another driver's start took away is no failure of the storage
         self._missed += 1
         if isinstance(error, DiskFull):
@@ -305,7 +314,8 @@ class Commits:
             raise error
 
     def _prune_for_room(self) -> list[str]:
-        """Deletes all commits except the newest that verifies and the permanent ones. Returns their names."""
+        """Deletes all commits except the newest that verifies, and except those of `checkpoint.keep_every` or with a
+        file KEEP. Returns the deleted names; after deleting some, only one commit is kept from then on."""
         try:
             deleted = self._run.store.prune(1, self._config.checkpoint.keep_every)
         except StorageFailed as error:
@@ -321,8 +331,9 @@ class Commits:
         self._run.store.check_owner()
 
     def make_room(self) -> None:
-        """Frees space for a row: waits for the commit in flight, deletes old commits and, if there are none, the draft
-        of this boundary. Raises StorageFailed after too many missed commits."""
+        """Frees space for a row: waits for the commit in flight, and deletes old commits. If there is none to delete,
+        deletes the draft of this boundary, which counts as a missed commit. Raises StorageFailed after too many
+        missed commits."""
         self._settle()
         if not self._prune_for_room() and self._draft:
             draft = self._draft
@@ -342,7 +353,8 @@ def _check_loaded(published: WeightIdentity, commit: Manifest) -> None:
 
 
 def _in_background(work: Callable[[], None], name: str) -> Future[None]:
-    """Runs `work` in a daemon thread: unlike an executor's, one that hangs does not keep the process from ending."""
+    """Runs `work` in a daemon thread called `name`. Returns a future for its end. Unlike an executor's thread, one that
+    hangs does not keep the process from ending."""
     future: Future[None] = Future()
 
     def run() -> None:

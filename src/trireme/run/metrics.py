@@ -1,4 +1,4 @@
-"""Makes one row of the metrics of a step, and writes rows. All readers take them from `metrics.jsonl`."""
+"""Reduces the metrics of a step to one row, and writes the rows. All readers take the rows from `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max":
 
 
 def reduce_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Reduces the metrics of several micro-batches, shards or minibatches, each name by the reduction that it ends in.
-    A mean is over loss tokens: each part counts by its `loss_tokens:sum`, or once if no part has any.
+    """Reduces the metrics of several micro-batches, shards or minibatches to one dict. The end of a name says how:
+    `:sum`, `:max`, `:min` or `:mean`. A mean is over loss tokens: each part counts by its `loss_tokens:sum`, or once
+    if no part has any.
 
-    >>> reduce_metrics([{"loss:sum": 1.0, "ratio:max": 2.0}, {"loss:sum": 3.0, "ratio:max": 1.5}])
-    {'loss:sum': 4.0, 'ratio:max': 2.0}
+    >>> reduce_metrics([{"loss:sum": 1.0, "ratio:max": 2.0}, {"loss:sum": 3.0, "ratio:max": 1.5}]) {'loss:sum': 4.0,
+    'ratio:max': 2.0}
 
-    Raises KeyError for a name without a known reduction.
+    Raises KeyError for a name with another end.
     """
     reduced = {}
     for name in dict.fromkeys(name for part in parts for name in part):
@@ -71,7 +72,7 @@ class Clock:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def timed(self, name: str, items: Iterator[Any]) -> Iterator[Any]:
-        """Yields from `items`, and counts the time waiting for each as `name`."""
+        """Yields the items of `items`, and adds the time of waiting for each to `seconds[name]`."""
         end = object()
         while True:
             with self(name):
@@ -82,8 +83,9 @@ class Clock:
 
 
 class Journal:
-    """Writes each step of the run in `root`: its row to metrics.jsonl, `out` and the trackers, its problems to
-    trained.jsonl, and the records of some rollouts. Close it at the end, as `closing` does."""
+    """Writes the results of each step of the run in `root`: the metrics to metrics.jsonl and the trackers, and as the
+    text that `line` makes to `out`; the problems to trained.jsonl; and records of some rollouts. `commits` makes
+    room on a full disk. Close it at the end, as `closing` does."""
 
     def __init__(
         self,
@@ -101,9 +103,9 @@ class Journal:
         self._files = {name: path_in(root, name).open("ab", buffering=0) for name in (METRICS, TRAINED)}
 
     def write(self, row: Mapping[str, Any], trained: Mapping[str, Any], records: Sequence[str] = ()) -> None:
-        """Writes the metrics in `row`, and in `trained` the `groups` or `examples` that the step trained on. Each line
-        is with the operating system when this returns. Raises LockLost, and StorageFailed when there is no room even
-        after old commits were deleted."""
+        """Writes one step: `row` has the metrics, `trained` the `groups` or `examples` that were trained on, `records`
+        a JSON object for each recorded group. On return the operating system has each line. Raises LockLost, and
+        StorageFailed if there is no room even after old commits were deleted."""
         self._commits.check_owner()
         self._with_room(partial(self._append, TRAINED, {"step": row["step"], "attempt": row["attempt"], **trained}))
         self._with_room(partial(write_records, self._root / ROLLOUTS, row["step"], records))
@@ -113,7 +115,8 @@ class Journal:
             tracker.write(row, records)
 
     def _append(self, name: str, row: Mapping[str, object]) -> None:
-        """Adds a line, or nothing: half of one would spoil the next."""
+        """Adds `row` as a line to the file `name`. If the write fails, removes the partial line, which would spoil the
+        next one, and raises the OSError."""
         file = self._files[name]
         line = memoryview(to_json(row).encode() + b"\n")
         whole = os.fstat(file.fileno()).st_size
@@ -126,7 +129,7 @@ class Journal:
             raise
 
     def _with_room(self, write: Callable[[], None]) -> None:
-        """Calls `write`, and on a full disk once more when room was made."""
+        """Calls `write`, and if the disk is full makes room and calls it once more. Raises StorageFailed."""
         try:
             with storage_errors(self._root):
                 write()
@@ -150,7 +153,8 @@ class Journal:
 
 
 def evaluation_text(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yields lines about the evaluations in a row, with a warning if the problems do not suit the start."""
+    """Yields a line for each evaluation in a row. At version 0 a warning follows if the problems are too hard or too
+    easy to learn from."""
     places = [name.removesuffix("version") for name in row if name.startswith("eval/") and name.endswith("/version")]
     for place in places:
         version, n, failed = (int(row[place + name]) for name in ("version", "n", "failed"))
@@ -170,7 +174,7 @@ def evaluation_text(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def step_line(row: Mapping[str, Any], max_steps: int) -> str:
-    """Returns a step of `rl` for the terminal: a line, and one for each evaluation."""
+    """Returns the text for the terminal on a step of `rl`: a line, and one for each evaluation in its row."""
     return "\n".join(
         [
             f"step {shown_step(row):>{len(str(max_steps))}}/{max_steps}"
@@ -191,21 +195,22 @@ class Tracker(Protocol):
 
     @property
     def place(self) -> str:
-        """Says where a person finds the run there."""
+        """A text for people that says where the tracker shows the run, such as a URL."""
 
     def write(self, row: Mapping[str, Any], records: Sequence[str]) -> None:
-        """Writes the row of a step, and the rollouts in `records`, a group each."""
+        """Writes the metrics of a step in `row`, and the recorded rollouts of the step: each of `records` is a group as
+        JSON."""
 
     def alert(self, roster: Roster, incident: Incident | None) -> None:
-        """Reports an incident, as a listener of the roster."""
+        """Reports `incident`, if it is not None. The roster calls this after each change (`Roster.listen`)."""
 
     def close(self) -> None:
-        """Writes the rest, and ends."""
+        """Writes what is still buffered, and ends the connection or closes the files."""
 
 
 class TensorboardSink:
-    """Writes files for TensorBoard to the directory `tensorboard` of a run. Steps after the first `start`, which an
-    earlier attempt may have written, are superseded there."""
+    """Writes metrics for TensorBoard to the directory `tensorboard` of the run in `root`. `start`: the completed steps;
+    TensorBoard drops later steps that an earlier attempt has written."""
 
     def __init__(self, root: Path, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -281,15 +286,16 @@ class WandbSink:
             self._run.alert(message[:LONGEST_TITLE], f"{message}\n\nat step {incident.step}", level="WARN")
 
     def close(self) -> None:
-        """Ends the run and W&B's own process; else W&B reports that this was killed with the cluster."""
+        """Ends the W&B run and W&B's own process. Otherwise the process is killed with the cluster, and W&B reports a
+        crash."""
         self._run.finish()
         self._wandb.teardown()
 
 
 @contextmanager
 def trackers(config: CommonConfig, run_id: str, root: Path, roster: Roster) -> Iterator[list[Tracker]]:
-    """Opens the configured trackers, for all attempts of the command with the run in `root`: they get rows, rollouts,
-    and each incident."""
+    """Opens the configured trackers of the run in `root`, for all attempts of the command, and closes them after the
+    block. Makes `roster` report each incident to them. Yields the trackers, for the rows and rollouts of each step."""
     opened: list[Tracker] = []
     with ExitStack() as ending:
         if config.wandb.project:

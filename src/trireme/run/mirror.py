@@ -54,7 +54,7 @@ RETRY_S = 30.0
 
 @dataclass(frozen=True)
 class Shape:
-    """The part of a run directory that only the start of an attempt changes."""
+    """The part of a run directory that changes only when an attempt starts: HEAD, and the commits in branches."""
 
     head: Head
     parked: frozenset[str]
@@ -62,10 +62,10 @@ class Shape:
 
 
 class Mirror:
-    """Uploads the files of the run directory `root` to `bucket`, for the driver that put `stored` there, with this
-    `tag`.
+    """Uploads the files of the run directory `root` to `bucket`, in a thread. HEAD in the store was put by this driver:
+    it holds `stored` and has the tag `tag`.
 
-    `limit_s`: for everything that is new at one time. `note` records an incident.
+    `limit_s`: seconds in which an upload of everything new must be done. `note` records an incident.
     """
 
     def __init__(
@@ -96,23 +96,24 @@ class Mirror:
         self._thread = threading.Thread(target=self._follow, name="store", daemon=True)
 
     def start(self) -> None:
-        """Begins to follow the directory."""
+        """Starts the thread that watches the run directory and uploads what is new."""
         self._thread.start()
 
     def check(self) -> None:
-        """Raises LockLost if another driver has taken over, and StorageFailed if too many commits are only here."""
+        """Raises LockLost if another driver has taken over HEAD in the store, StorageFailed if uploads fail and more
+        than `checkpoint.max_missed` commits wait for theirs, and any other error that ended the thread."""
         if self._lost:
             raise self._lost
         if self._failed and len(self._waiting) > self._options.max_missed:
             raise StorageFailed(self._failure_text(self._failed))
 
     def draft_key(self, manifest: Manifest) -> str:
-        """Returns the key that a commit will have in the store."""
+        """Returns the key that the commit of `manifest` will have in the store."""
         return commit_key(self._stored.driver, manifest)
 
     def await_key(self, commit: Path, limit_s: float) -> str:
-        """Waits until the store has a commit of the directory. Returns its key. Raises LockLost, and StorageFailed
-        after `limit_s` seconds."""
+        """Waits until the store has `commit`, a commit of the run directory. Returns its key in the store. Raises
+        LockLost, and StorageFailed after `limit_s` seconds."""
         checksum = xxhash.xxh3_128_hexdigest((commit / MANIFEST).read_bytes())
         deadline = time.monotonic() + limit_s
         while True:
@@ -126,8 +127,8 @@ class Mirror:
             time.sleep(LOOK_S)
 
     def close(self, limit_s: float) -> None:
-        """Uploads the new parts for the last time. Raises LockLost, and StorageFailed if they have not arrived within
-        `limit_s`."""
+        """Makes the thread upload what is new for the last time and end; waits for it up to `limit_s` seconds. Raises
+        LockLost, and StorageFailed if the upload failed or is not done by then."""
         self._ending.set()
         self._thread.join(limit_s)
         if self._lost:
@@ -143,15 +144,15 @@ class Mirror:
         )
 
     def _follow(self) -> None:
-        """Follows, and keeps any error that ends this for `check` and `close`."""
+        """Runs the thread. Keeps an error that ends it, which `check` and `close` raise."""
         try:
             self._bring_what_comes()
         except BaseException as error:  # that of the package's compiled code is no Exception
             self._lost = error
 
     def _bring_what_comes(self) -> None:
-        """Uploads new commits at once, and everything else every EVERY_S. A failed upload waits for RETRY_S, and is
-        tried once more at the end."""
+        """Uploads new commits at once, and everything else every EVERY_S, until `close`. After a failed upload the next
+        one follows RETRY_S later. Uploads once more at the end."""
         full_at = time.monotonic()
         retry_at = 0.0
         while not self._lost and not self._ending.wait(LOOK_S):
@@ -169,7 +170,7 @@ class Mirror:
             self._try()
 
     def _new_commits(self) -> set[str]:
-        """Returns the names of the commits that were not there when everything was brought for the last time."""
+        """Returns the names of the commits that the run directory did not have at the last successful upload."""
         return {commit.name for commit in CheckpointStore(self._root).commits()} - self._looked_at
 
     def _try(self) -> None:
@@ -191,8 +192,9 @@ class Mirror:
             self._waiting.clear()
 
     def bring(self) -> bool:
-        """Uploads everything that is new, and deletes objects that HEAD has ceased to name. Returns False if an attempt
-        began meanwhile: then call it again. Raises LockLost, StorageFailed, OSError."""
+        """Uploads everything that is new, puts HEAD, and deletes objects that HEAD no longer names. Returns False,
+        without putting HEAD, if an attempt began meanwhile: then call it again. Raises LockLost, StorageFailed,
+        OSError."""
         deadline = time.monotonic() + self._limit_s
         shape = self._shape()
         driver = self._stored.driver
@@ -237,7 +239,9 @@ class Mirror:
         return None
 
     def _bring_commits(self, deadline: float) -> dict[str, StoredCommit]:
-        """Uploads the commits of the directory, the newest first. Returns the commits that are whole in the store."""
+        """Uploads the commits of the run directory that the store lacks, the newest first and the commits of branches
+        last. Returns {path: commit} of the commits that are whole in the store. Raises StorageFailed after
+        `deadline` (monotonic)."""
         by_checksum = {commit.manifest: commit for commit in self._stored.commits.values()}
         brought = {}
         for commit in [*reversed(CheckpointStore(self._root).commits()), *_parked(self._root)]:
@@ -273,7 +277,8 @@ class Mirror:
     def _bring_file(
         self, path: str, driver: int, deadline: float, stats: dict[str, tuple[int, int, int]]
     ) -> tuple[FilePart, ...]:
-        """Uploads the new parts of a file. Returns all of its parts, and adds the file's present `stat` to `stats`."""
+        """Uploads the parts of the file `path` that are new, as `driver`. Returns all parts of the file, and adds its
+        inode, size and time of change to `stats`. Raises StorageFailed after `deadline` (monotonic)."""
         file = self._root / path
         stored_parts = self._stored.files.get(path, ())
         stat = file.stat()
@@ -299,9 +304,8 @@ class Mirror:
             )
 
     def _put_head(self, new: StoredRun) -> None:
-        """Puts HEAD on the condition that it is still this driver's, then deletes objects that it has ceased to
-        name.
-        """
+        """Puts `new` as HEAD on the condition that HEAD is still this driver's, then deletes the objects that only the
+        old HEAD named. Raises LockLost if HEAD is another driver's, StorageFailed."""
         old = self._stored
         try:
             self._tag = self.bucket.swap(HEAD, new.to_json(), self._tag)
@@ -339,8 +343,8 @@ class Mirror:
         raise LockLost(str(refusal))
 
     def _sweep(self, attempt: int) -> None:
-        """Deletes objects of earlier drivers and attempts that no HEAD came to name. Such a driver may still live, so
-        its later objects stay until the next attempt."""
+        """Deletes objects of earlier drivers, and of attempts before `attempt`, that HEAD does not name. An earlier
+        driver may still be alive and put more; those objects are deleted when the next attempt begins."""
         stored = self._stored
         swept: list[str] = []
         parts = stored.parts()
@@ -355,12 +359,13 @@ class Mirror:
 
 
 def _parked(root: Path) -> list[Path]:
-    """Returns the commits of the branches that were left."""
+    """Returns the directories of the commits in branches that the run has left."""
     return sorted(root.glob("branches/*/checkpoints/step_*"))
 
 
 def _files(root: Path) -> Iterator[str]:
-    """Yields the paths of all files except commits, with the files of branches, without links."""
+    """Yields the paths, relative to `root`, of the files to upload other than commits: rows, logs, traces and trackers'
+    files, also those of branches. Leaves out links."""
     for top in (root, *root.glob("branches/*")):
         for name in (*FILES, *((HEAD,) if top != root else ())):
             if (top / name).is_file():

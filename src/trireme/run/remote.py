@@ -1,4 +1,4 @@
-"""Starts a run that is kept in object storage: downloads it to this machine, and takes over its HEAD."""
+"""Starts a run that is kept in object storage: downloads the run to this machine, and takes over its HEAD there."""
 
 from __future__ import annotations
 
@@ -40,10 +40,12 @@ ARRIVING = ".arriving"
 
 
 class RemoteRun:
-    """A run in object storage, as this start found it."""
+    """A run in object storage, as its HEAD said when this command started."""
 
     def __init__(self, url: str, config: CommonConfig, say: Callable[[str], None]) -> None:
-        """Tries whether the store can hold a run. Raises BadInput if it cannot, StorageFailed, CheckpointInvalid."""
+        """Checks that the store at `url` can hold a run. If the configuration names the run, reads its HEAD and
+        downloads it where that is needed for a resume. `say` prints notes. Raises BadInput if the store or the run
+        cannot be used, StorageFailed, CheckpointInvalid."""
         self._url = url
         self._config = config
         self._say = say
@@ -57,7 +59,8 @@ class RemoteRun:
             self._prepare(root)
 
     def _look(self, name: str) -> Bucket:
-        """Reads HEAD of the run with this name."""
+        """Reads HEAD of the run `name` from the store, if there is one. Returns the bucket of the run. Raises
+        CheckpointInvalid if HEAD is damaged."""
         self._bucket = bucket = Bucket(f"{self._url}/{name}")
         head_object = bucket.read(HEAD)
         if head_object:
@@ -69,7 +72,9 @@ class RemoteRun:
         return bucket
 
     def _prepare(self, root: Path) -> None:
-        """Makes `root` ready for the start: empty, this machine's own directory, or the downloaded one."""
+        """Makes the run directory `root` ready for the start. For a resume of the run in the store, keeps a directory
+        that is up to date, else moves it aside and downloads the run. Raises BadInput for a new run with a name that
+        the store has, without --clean."""
         resume = self._config.resume
         stored = self._in_store
         if stored is None:
@@ -101,7 +106,8 @@ class RemoteRun:
             self._say(note)
 
     def _bring(self, root: Path, arriving: Path, stored: StoredRun) -> list[str]:
-        """Makes the run directory `root`, with one commit, in `arriving`. Returns notes for people."""
+        """Downloads the run, with the one commit to resume from, to the directory `arriving`, and renames it to `root`.
+        Returns notes for people. Raises BadInput, StorageFailed, CheckpointInvalid."""
         bucket = self._bucket
         assert bucket
         for entry in arriving.iterdir():  # of a start that was killed
@@ -135,8 +141,8 @@ class RemoteRun:
         return [*notes, f"{root} was brought from {bucket.url}, with {commit or 'no commit: there is none yet'}"]
 
     def _bring_commit(self, root: Path, stored: StoredRun) -> tuple[str | None, list[str]]:
-        """Brings the commit to resume from. Returns its name, None without one, and a note for each newer one that does
-        not verify."""
+        """Downloads the commit to resume from to `root`. Returns its name, or None if there is none, and a note for
+        each commit that does not verify. Raises BadInput if the store lacks the requested step."""
         steps = stored.of_branch()
         requested = self._config.resume.step
         notes: list[str] = []
@@ -173,8 +179,8 @@ class RemoteRun:
         write_bytes(commit, MANIFEST, text[0])
 
     def claim(self, run: RunDir, note: Callable[[str], None]) -> Mirror:
-        """Takes over HEAD in the store for `run`. Returns the mirror that uploads it. Raises BadInput if another driver
-        was faster, StorageFailed."""
+        """Takes over HEAD in the store for `run`. Returns the mirror that uploads `run`, not started yet; `note`
+        records its incidents. Raises BadInput if another driver was faster, StorageFailed."""
         bucket = self._bucket or self._look(run.root.name)
         if self._in_store and self._in_store.head.run_id == run.start.run_id:
             before = self._in_store
@@ -202,8 +208,9 @@ class RemoteRun:
     @contextmanager
     def mirrored(self, run: RunDir, note: Callable[[str], None]) -> Iterator[RunDir]:
         """Takes over HEAD in the store for `run`, which is uploaded there during the block and once more at its end.
-        Yields the run; its right to write ends with the right to that HEAD. Raises BadInput if another driver was
-        faster; LockLost, and StorageFailed where the end of the run has not arrived."""
+        Yields the run with its mirror: once another driver takes HEAD over, this run may not write either. `note`
+        records incidents. Raises BadInput if another driver was faster; LockLost; StorageFailed if the last upload
+        is not done in time."""
         mirror = self.claim(run, note)
         limit_s = self._config.timeouts.checkpoint_s
         mirror.start()
@@ -219,7 +226,8 @@ class RemoteRun:
 
 
 def _own_tag(bucket: Bucket, mine: StoredRun) -> str:
-    """Returns the tag of HEAD if it is this driver's: its put was taken, and only the answer lost. Raises BadInput."""
+    """Returns the tag of HEAD if HEAD is `mine`: then the put has succeeded although it was reported as refused. Raises
+    BadInput if another driver has put HEAD."""
     head_object = bucket.read(HEAD)
     if head_object and head_object[0] == mine.to_json():
         return head_object[1]
@@ -235,7 +243,8 @@ def _record(root: Path, *tokens: str) -> None:
 
 
 def _is_up_to_date(root: Path, stored: StoredRun) -> bool:
-    """Returns True if `root` has everything that `stored` names: its driver, or who brought it, worked there."""
+    """Returns True if the directory `root` has everything that `stored` names, because the driver that put `stored`
+    worked there, or because it was downloaded there."""
     if not (root / RECORD).exists() or not (root / HEAD).exists():
         return False
     head = CheckpointStore(root).head()
@@ -244,8 +253,8 @@ def _is_up_to_date(root: Path, stored: StoredRun) -> bool:
 
 
 def _set_aside(root: Path, driver: int) -> Path | None:
-    """Renames an existing directory that is in the way, and returns its new path; None if there was none. Raises
-    BadInput for the directory of a living driver, OSError."""
+    """Renames the directory `root` to <name>.before-<driver>-<random>, if it exists, and returns the new path. Returns
+    None if there was none, or one without a run, which is deleted. Raises BadInput if its driver is alive, OSError."""
     if not root.exists():
         return None
     if {entry.name for entry in root.iterdir()} <= set(BEFORE_MARKS):

@@ -11,7 +11,8 @@ from trireme.checkpoint.rows import ROLLOUTS, shown_step
 
 
 def write_records(directory: Path, step: int, records: Sequence[str]) -> None:
-    """Writes the file of a step, if it has records, as a whole. Raises OSError."""
+    """Writes the file of a step at once, one of `records` (JSON) a line; does nothing if there are none. Raises
+    OSError."""
     if not records:
         return
     directory.mkdir(exist_ok=True)

@@ -46,15 +46,17 @@ BEFORE_MARKS = (LOCK, *(f"{mark}.new" for mark in MARKS))
 
 
 def command_of(root: Path) -> str:
-    """Returns the command of the run in `root`, by its config.json: only `sft` has a section `data` there."""
+    """Returns the name of the command that made the run in `root`: "sft" if its config.json has a section `data`, else
+    "rl"."""
     if "data" in json.loads((root / CONFIG).read_bytes()):
         return "sft"
     return "rl"
 
 
 def rerun_command(root: Path, *flags: str, trusted: bool = False) -> str:
-    """Returns the command that runs the configuration of the run in `root` again, with more flags. `trusted`: this
-    user has just run it, so it runs where that run found its modules, models and devices."""
+    """Returns the shell command that runs the configuration of the run in `root` again, with more `flags`. `trusted`:
+    this user has just run it; the command then sets the environment variables with which that run found its modules,
+    models and devices, and trusts code that the configuration names."""
     config = json.loads((root / CONFIG).read_bytes())
     if trusted:
         places = config.pop(WRITTEN_BY, {}).get("environment", {})
@@ -70,7 +72,8 @@ def rerun_command(root: Path, *flags: str, trusted: bool = False) -> str:
 
 
 def resume_command(root: Path, longer: int | None = None, *, trusted: bool = False) -> str:
-    """Returns the command that resumes the run in `root`, up to step `longer` if that is given; `trusted` as above."""
+    """Returns the shell command that resumes the run in `root`, up to step `longer` if given. `trusted`: see
+    `rerun_command`."""
     steps = ["--max-steps", str(longer)] if longer else []
     output_dir = json.loads((root / CONFIG).read_bytes()).get("run", {}).get("output_dir", "")
     directory = ("--run.local-dir" if is_url(output_dir) else "--run.output-dir", str(root.parent))
@@ -79,7 +82,7 @@ def resume_command(root: Path, longer: int | None = None, *, trusted: bool = Fal
 
 
 def _written_by() -> dict[str, object]:
-    """Returns the version of trireme, and the variables that say where modules, models and devices are."""
+    """Returns what config.json records about its writer: the version of trireme and the environment variables PLACES."""
     places = {name: os.environ[name] for name in PLACES if name in os.environ}
     paths = places.get("PYTHONPATH")
     if paths is not None:
@@ -136,8 +139,8 @@ class RunDir:
         return run
 
     def next_attempt(self, config: CommonConfig, fixed: Mapping[str, object]) -> RunDir:
-        """Starts the next attempt of this run, after a failure, from the newest commit. Raises LockLost, and the errors
-        of `open`."""
+        """Starts the next attempt of this run, after a failure, from the newest commit. Returns the run with the new
+        start. Raises LockLost, and the errors of `open`."""
         self.store.check_owner()
         head = _begun(self.store)
         assert head is not None  # `open` wrote it
@@ -147,8 +150,9 @@ class RunDir:
         return run
 
     def checkout(self) -> list[str]:
-        """Sets aside everything after the commit that this attempt starts from. Call it when all rooms have loaded the
-        commit, before any row file is opened. Returns a report for people. Raises StorageFailed, LockLost."""
+        """Sets aside all commits and rows after the commit that this attempt starts from (`CheckpointStore.checkout`).
+        Call it when all rooms have loaded the commit, before any row file is opened. Returns a report for people.
+        Raises StorageFailed, LockLost."""
         return self.store.checkout(self.start.step)
 
     def __enter__(self) -> RunDir:
@@ -159,7 +163,7 @@ class RunDir:
 
     @cached_property
     def store(self) -> CheckpointStore:
-        """The commits, as this attempt may change them."""
+        """The commits of the run; a change raises LockLost once another driver or attempt has taken over."""
         fence = self.mirror.check if self.mirror else None
         return CheckpointStore(self.root, (self.start.run_id, self.start.attempt), fence)
 
@@ -170,20 +174,20 @@ class RunDir:
 
     @property
     def nonce(self) -> Path:
-        """File of this attempt alone, by which other machines show that they see the run directory."""
+        """A file that only this attempt has written. Other machines look for it to find out if they see the run
+        directory."""
         return self.logs / HEAD
 
     @property
     def head(self) -> Head:
-        """The run, lineage and attempt; the lineage is new after going back to an earlier commit."""
+        """HEAD as it is on the disk now: run, lineage, attempt. `checkout` to an earlier commit changes the lineage."""
         head = self.store.head()
         assert head is not None  # `open` wrote it
         return head
 
     def _record_inputs(self) -> list[str]:
-        """Writes code.diff, and copies it, config.json and HEAD to the attempt's logs. Returns notes on the secrets
-        left out.
-        """
+        """Writes code.diff, and copies it, config.json and HEAD to the logs of the attempt. Returns notes on how many
+        secrets were left out."""
         code_diff = self.root / "code.diff"
         left_out = {CONFIG: (self.root / CONFIG).read_text().count(MASK), code_diff.name: _write_code_diff(code_diff)}
         for file in (self.root / CONFIG, code_diff, self.root / HEAD):
@@ -193,7 +197,8 @@ class RunDir:
 
 
 def _source(config: CommonConfig, fixed: Mapping[str, Any]) -> VerifiedCommit | None:
-    """Returns the commit that a fork starts from; None if this is no fork."""
+    """Returns the commit that a fork (`--resume.dir`) starts from, checked against `fixed`; None if this is no fork.
+    Raises BadInput."""
     if config.resume.dir is None:
         return None
     store = CheckpointStore(Path(config.resume.dir).expanduser().absolute())
@@ -224,8 +229,8 @@ def _root(config: CommonConfig) -> tuple[Path, tuple[str, ...]]:
 
 
 def _latest_run(output_dir: Path, prefix: str) -> Path:
-    """Returns the run directory with a default name that was started last. (Only here does the clock matter: nothing
-    else orders different runs.)"""
+    """Returns the run directory in `output_dir` that was started last, among those named `prefix` and 8 hex digits.
+    Raises BadInput if there is none. (Only here does the clock matter: nothing else orders different runs.)"""
     name = re.compile(re.escape(prefix) + "[0-9a-f]{8}")
     configs = [file for file in output_dir.glob(f"*/{CONFIG}") if name.fullmatch(file.parent.name)]
     if not configs:
@@ -238,7 +243,8 @@ def _latest_run(output_dir: Path, prefix: str) -> Path:
 
 
 def _start(config: CommonConfig, root: Path, fixed: Mapping[str, Any], source: VerifiedCommit | None) -> Start:
-    """Finds where the attempt starts, and claims the attempt. Raises BadInput, OSError."""
+    """Finds where the attempt starts, and claims the attempt. `source`: the commit to fork, if any. `fixed`: values
+    that must equal the commit's. Raises BadInput, OSError."""
     store = CheckpointStore(root)
     if source:
         return _fork(config, store, source)
@@ -258,7 +264,8 @@ def _start(config: CommonConfig, root: Path, fixed: Mapping[str, Any], source: V
 def _go_on(
     config: CommonConfig, store: CheckpointStore, head: Head, fixed: Mapping[str, object], chosen: VerifiedCommit | None
 ) -> Start:
-    """Starts the attempt after the one of `head`, from a commit or from the beginning."""
+    """Starts the attempt that follows the one in `head`, from the commit `chosen` or, if it is None, from step 0.
+    Raises BadInput if `fixed` differs from the commit's values."""
     if chosen:
         notes = check_fixed(chosen, fixed, config.resume.force)
     else:
@@ -276,9 +283,9 @@ def _logs(root: Path, attempt: int) -> Path:
 
 
 def _claim(config: CommonConfig, store: CheckpointStore, head: Head) -> Head:
-    """Writes config.json, then HEAD: a directory without HEAD holds an interrupted fork or no run (`_begun`). Returns
-    HEAD with the number of the attempt, the first from `head.attempt` that is free: who makes its directory of logs
-    has it, also where locks do not hold."""
+    """Takes a number for the attempt, and writes config.json, then HEAD: a directory without HEAD holds an interrupted
+    fork or no run (`_begun`). Returns the HEAD that it wrote. The number is the first from `head.attempt` on that is
+    free: the process that makes the attempt's log directory has it, even where file locks do not work."""
     # Without `clean` and `resume`: to run it again must not delete anything.
     resolved = config.model_dump(mode="json", exclude={"clean", "resume"}) | {WRITTEN_BY: _written_by()}
     replace_file(store.root / CONFIG, (to_json(redact_values(resolved), indent=2) + "\n").encode())
@@ -289,7 +296,7 @@ def _claim(config: CommonConfig, store: CheckpointStore, head: Head) -> Head:
 
 
 def _created(directory: Path) -> bool:
-    """Makes `directory`; False if another process was faster. Raises OSError."""
+    """Makes `directory`. Returns False if it exists already. Raises OSError."""
     directory.parent.mkdir(exist_ok=True)
     with suppress(FileExistsError):
         directory.mkdir()
@@ -298,8 +305,8 @@ def _created(directory: Path) -> bool:
 
 
 def _begun(store: CheckpointStore) -> Head | None:
-    """Reads HEAD; None if no run has begun here. Raises BadInput if HEAD is damaged, or missing although there is
-    something to resume (an interrupted fork has rows before it has a HEAD)."""
+    """Returns HEAD, or None if no run has begun in this directory. Raises BadInput if HEAD is damaged, or if it is
+    missing although there are commits or rows (an interrupted fork has them before it has a HEAD)."""
     try:
         head = store.head()
         problem = f"{store.root / HEAD} is missing"
@@ -315,7 +322,8 @@ def _begun(store: CheckpointStore) -> Head | None:
 
 
 def _fork(config: CommonConfig, store: CheckpointStore, source: VerifiedCommit) -> Start:
-    """Starts a new run from another run's commit. Reuses the files of an interrupted fork of the same commit."""
+    """Starts a new run in the directory of `store` from `source`, a commit of another run. Completes an interrupted
+    fork of the same commit. Raises BadInput if the directory is in use."""
     step = source.manifest.step
     attempt = source.manifest.attempt + 1
     other_commits = [commit for commit in store.commits() if commit != store.commit(step)]
@@ -339,7 +347,7 @@ def _clear(root: Path, clean: bool) -> None:
 
 @contextmanager
 def _writable(root: Path) -> Iterator[None]:
-    """Turns an OSError of the block into BadInput."""
+    """Turns an OSError in the block into a BadInput that names `root`."""
     try:
         yield
     except OSError as error:
@@ -361,7 +369,8 @@ def _in_use(root: Path, other_way: str) -> BadInput:
 
 
 def _refuse_foreign(root: Path, config: CommonConfig) -> None:
-    """Refuses a directory that holds files but is no run directory, before a lock file is put into it."""
+    """Raises BadInput for a directory that holds files but is no run directory. Call it before a lock file is made
+    there."""
     contents = _contents(root)
     if not contents or any((root / mark).exists() for mark in MARKS):
         return
@@ -375,7 +384,8 @@ def _refuse_foreign(root: Path, config: CommonConfig) -> None:
 
 
 def locked(root: Path) -> IO[str]:
-    """Locks the directory and returns the open lock file. The lock ends with this process, however that ends."""
+    """Locks the run directory, and returns the open lock file, which names this process. The lock ends when the file is
+    closed or this process ends. Raises BadInput if another process holds it."""
     lock = (root / LOCK).open("a+", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -396,8 +406,8 @@ def locked(root: Path) -> IO[str]:
 
 
 def _write_code_diff(file: Path) -> int:
-    """Writes the last git commit and the differences from it, without secrets, and returns the number of secrets.
-    Writes no file outside a git checkout."""
+    """Writes the id of the last git commit, and the differences of the checkout from it, to `file`, without secrets.
+    Returns the number of secrets left out. Outside a git checkout writes no file and returns 0."""
     file.unlink(missing_ok=True)
     with suppress(FileNotFoundError, subprocess.CalledProcessError):  # no git, or no checkout
         head, diff = (
