@@ -1,1 +1,1 @@
-"""Starts the rooms of a run in their places. The only package that imports all rooms."""
+"""Starts the rooms of a run on the machines that the plan gives them. The only package that imports all rooms."""

@@ -1,4 +1,4 @@
-"""Prepares a start, and reports its progress. Imports no Ray: `prepare_cluster` must be called before that."""
+"""Prepares a start, and reports its progress. Imports no Ray: `prepare_cluster` must run before Ray is imported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ BEGINNING = re.compile(r"\S+ \S+ [A-Z]+ [\w.]+: ")
 
 
 def prepare_cluster(config: CommonConfig, plan: Plan) -> None:
-    """Prepares the environment for Ray. Raises BadInput when this machine lacks a resource of the run."""
+    """Sets the environment variables that Ray reads at its import, for a run of `config`. Raises BadInput if a run on
+    this machine alone needs more than the machine has, or if the run directory would lie where Ray deletes it."""
     address = cluster_address(config)
     if address is None:
         plan.check_resources()
@@ -44,13 +45,12 @@ def prepare_cluster(config: CommonConfig, plan: Plan) -> None:
 
 
 class StartProgress:
-    """Says every few seconds of a long start which actor is waited for, and how far it is. Raises Stopped after a
-    signal.
-    """
+    """Prints every few seconds of a long start which actors are waited for, and the last line of each log. Used as
+    `on_tick` of waits, it also raises Stopped after a signal."""
 
     def __init__(self, console: Console, logs: Path | None = None, roster: Roster | None = None) -> None:
-        """`logs`: the directory with the logs of the awaited processes. `roster` gets the progress of each about once a
-        second."""
+        """`logs`: the directory with the logs of the awaited processes. `roster`: also gets the last log line of each
+        starting process, about once a second."""
         self._console = console
         self._logs = logs
         self._roster = roster
@@ -72,7 +72,8 @@ class StartProgress:
             self._roster.set(part.name, part.health, self._stage(name))
 
     def _stage(self, name: str) -> str:
-        """Returns how far the start of a process is, by the last line of its log."""
+        """Returns the last line of the log of the actor `name`, which shows how far its start is; "" if the log is not
+        known."""
         if self._logs is None or not _part_of(name):
             return ""
         log = self._logs / f"{_part_of(name)}.log"
@@ -84,7 +85,8 @@ class StartProgress:
 
 
 def _part_of(name: str) -> str:
-    """Returns the name of an actor's log and in the roster; "" for other names."""
+    """Returns the roster's name of the actor `name`, which is also its log's name: `inference_1` for "inference replica
+    1". Returns "" for other names."""
     match = ACTOR.match(name)
     if match:
         return f"{match['room']}_{match['number'] or 0}"

@@ -1,4 +1,5 @@
-"""Examines all nodes of the Ray cluster that this process has joined, at once: an `Examiner` in a process on each."""
+"""Examines all nodes of the Ray cluster that this process has joined, at once: starts an `Examiner` process on each
+node."""
 
 from __future__ import annotations
 
@@ -37,15 +38,16 @@ MAX_WARNINGS = 8
 
 
 class Calls:
-    """Calls to the examiners of all nodes, {node: handle}, at the same time. A node that fails to answer is left out
-    from then on, and `silent` has the reason."""
+    """Calls the examiners of all nodes, `nodes` {name: actor handle}, at the same time. A node that fails to answer is
+    removed from `nodes`, and `silent` {name: reason} gets the reason."""
 
     def __init__(self, nodes: Mapping[str, Any]) -> None:
         self.nodes = dict(nodes)
         self.silent: dict[str, str] = {}
 
     def all(self, call: Callable[[str, Any], Any], timeout_s: float) -> dict[str, Any]:
-        """Makes a call, `call(name, handle)`, to every node, and returns the answers that arrive in time."""
+        """Makes a call to every node, and returns {name: answer} of the nodes that answer within `timeout_s` seconds.
+        `call(name, handle)` starts the call and returns Ray's reference."""
         deadline = time.monotonic() + timeout_s
         pending = {call(name, handle): name for name, handle in self.nodes.items()}
         answers: dict[str, Any] = {}
@@ -59,8 +61,8 @@ class Calls:
 
 
 def joined_nodes(among: Collection[str] = ()) -> list[Declared]:
-    """Returns all nodes that the cluster knows, the head first; of `among`, Ray's ids, only these and the head. A lost
-    node that has joined again is there once."""
+    """Returns all nodes that the cluster knows, lost ones included, the head first. With `among` (Ray's ids): only
+    these nodes and the head. A node that was lost and has joined again is listed once."""
     nodes = sorted(ray.nodes(), key=lambda node: (not _is_head(node), node["NodeID"]))
     alive = [node["NodeManagerAddress"] for node in nodes if node["Alive"]]
     nodes = [node for node in nodes if node["Alive"] or node["NodeManagerAddress"] not in alive]
@@ -92,8 +94,9 @@ def _is_head(node: Mapping[str, Any]) -> bool:
 
 
 def examine(config: CommonConfig | None, among: Collection[str] = (), trainer: str = "") -> Examination:
-    """Examines all nodes of the cluster, or the head and the nodes `among` (Ray's ids), for a run of `config`; without
-    one for any run. `trainer`: Ray's id of the trainer's node; "": the first node with GPUs, else the head."""
+    """Examines all nodes of the cluster, or with `among` (Ray's ids) only these and the head. `config`: the run that
+    the nodes are examined for; None: any run. `trainer`: Ray's id of the trainer's node, which measures the network;
+    "": the first node with GPUs, else the head."""
     if config:
         output_dir = absolute(config.run.directory)
     else:
@@ -128,7 +131,8 @@ def examine(config: CommonConfig | None, among: Collection[str] = (), trainer: s
 
 
 def _sender(nodes: Sequence[Declared], trainer: str) -> str:
-    """Returns the name of the trainer's node; "" if there is no node."""
+    """Returns the name of the node that measures the network: the one with the id `trainer`, else the first with GPUs,
+    else the first; "" if there is no node."""
     nodes = [node for node in nodes if node.id == trainer] or [node for node in nodes if node.gpus] or nodes
     if nodes:
         return nodes[0].name
@@ -137,7 +141,8 @@ def _sender(nodes: Sequence[Declared], trainer: str) -> str:
 
 @contextmanager
 def _examiners(nodes: Mapping[str, Declared], token: bytes) -> Iterator[Calls]:
-    """Starts an examiner on each node, and ends them after the block. They take no share of a node."""
+    """Starts an examiner on each of `nodes`, and kills them after the block. They reserve no cores and no GPUs.
+    `token`: the secret by which examiners know each other."""
     handles = {
         name: ray.remote(Examiner).options(num_cpus=0, scheduling_strategy=on_node(node.id)).remote(name, token)
         for name, node in nodes.items()
@@ -151,8 +156,8 @@ def _examiners(nodes: Mapping[str, Declared], token: bytes) -> Iterator[Calls]:
 
 @contextmanager
 def trial_file(output_dir: str) -> Iterator[str]:
-    """Writes a file into a directory, or into its nearest parent that exists, and yields the file's path; "" without a
-    directory. Removes the file after the block. Raises BadInput."""
+    """Writes a temporary file into `output_dir`, or into its nearest parent that exists, and yields the file's path (""
+    if `output_dir` is ""). Deletes the file after the block. Raises BadInput if nothing can be written there."""
     if not output_dir:
         yield ""
         return
@@ -171,9 +176,9 @@ def trial_file(output_dir: str) -> Iterator[str]:
 
 
 def check_nodes(plan: Plan, rooms: Mapping[str, Sequence[str]], console: Console) -> None:
-    """Examines the nodes of a run before its actors start there, {Ray's id: rooms with actors}. Does nothing if the
-    driver's node is the only one. Prints warnings and the network's rate. Raises BadInput, which names the nodes, if
-    the run cannot work there."""
+    """Examines the nodes of a run before its actors start on them. `rooms`: {Ray's id of a node: rooms with actors on
+    it}. Does nothing if the driver's node is the only one. Prints warnings and the network's rate. Raises BadInput
+    that names the nodes if the run cannot work on them."""
     among = {*rooms, ray.get_runtime_context().get_node_id()}
     if len(among) == 1:
         return
@@ -195,5 +200,5 @@ def check_nodes(plan: Plan, rooms: Mapping[str, Sequence[str]], console: Console
 
 
 def join_address() -> str:
-    """Returns the address at which nodes join the cluster."""
+    """Returns the address, host:port, at which nodes join the cluster."""
     return str(ray.get_runtime_context().gcs_address)

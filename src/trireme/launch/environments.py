@@ -1,5 +1,5 @@
-"""Makes the environments of a run once before it starts, as its orchestrator will: in a process of its own, because
-code of environments may do anything. Imports no Ray."""
+"""Makes the environments of a run once before the run starts, as its orchestrator will. A process of its own does this,
+because code of environments may do anything. Imports no Ray."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ WARNING = "warning: "
 
 @contextmanager
 def checked_environments(config: Config) -> Iterator[Callable[[float], bool]]:
-    """Starts the check, and ends it with the block. Yields a function that waits for it, up to n seconds, returns False
-    if it has not ended by then, and raises BadInput if the environments cannot be made, or their first problems cannot
-    be built."""
+    """Starts a process that makes the environments of `config`, and kills it after the block. Yields a function that
+    waits for the process, up to the given seconds. The function returns True if all is well, False if the process
+    has not ended yet, and raises BadInput if an environment cannot be made or its first problem cannot be built."""
     with tempfile.TemporaryFile("w+") as config_file, tempfile.TemporaryFile("w+") as output:
         config_file.write(config.model_dump_json())
         config_file.seek(0)
@@ -69,7 +69,8 @@ def checked_environments(config: Config) -> Iterator[Callable[[float], bool]]:
 
 
 def main() -> None:
-    """Makes the environments of the configuration in stdin. Prints why, after MARK, if they cannot be made."""
+    """Runs the process: makes the environments of the configuration, which it reads as JSON from stdin. If one cannot
+    be made, prints MARK and the reason, and exits with EXIT_BAD_INPUT."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(f"{WARNING}%(message)s"))
     logging.getLogger("orchestrator").addHandler(handler)
@@ -93,8 +94,8 @@ async def _try_first_problems(config: Config, datasets: Sequence[RLDataset], lim
 
 
 async def try_first_problem(env: EnvConfig, dataset: RLDataset, limits: RolloutLimits, tries: int) -> None:
-    """Builds the first problem of a dataset, up to its first prompt, and closes it. An agent is not asked to play.
-    Raises BadInput if it fails `tries` times."""
+    """Builds the first problem of `dataset`, up to its first prompt within `limits`, and closes it. Does not run an
+    agent's program. Raises BadInput if all `tries` fail."""
     for remaining in reversed(range(tries)):
         try:
             await _build_first(env.id, dataset, limits)

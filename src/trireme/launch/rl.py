@@ -1,6 +1,6 @@
-"""The rooms of `rl`: each attempt builds trainer and orchestrator again, replicas outlive it.
+"""Starts and connects the rooms of `rl`: each attempt builds trainer and orchestrator again; replicas outlive attempts.
 
-When an attempt ends, an orchestrator that still lives first closes its environments.
+When an attempt ends, an orchestrator that is still alive first closes its environments.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from trireme.train.steps import Attempt, Rooms
 
 
 class RlRun(TrainingRun):
-    """A run of `rl`."""
+    """The part of a run that is particular to `rl`: its rooms, and its training loop."""
 
     core = "trainer and orchestrator"
     lasting = frozenset({"inference"})
@@ -52,7 +52,8 @@ class RlRun(TrainingRun):
     config: Config
 
     def __init__(self, config: Config, facts: ModelFacts, plan: Plan) -> None:
-        """Raises BadInput for options that vLLM refuses, and for a port of the service that is taken."""
+        """Checks what needs no actors. Raises BadInput for options that vLLM refuses, and for a port of the service
+        that is taken."""
         super().__init__(config, facts, plan, fixed_parts(config, facts))
         if config.service.port is not None:
             check_port(config)
@@ -61,14 +62,15 @@ class RlRun(TrainingRun):
         self._say = Console(markup=False, highlight=False, soft_wrap=True).print
 
     def enter(self, run: RunDir) -> None:
-        """Keeps the reference's weights from being pruned, and finds the keys of the service, before the start of Ray
-        takes its time. Raises BadInput."""
+        """Protects the commit with the reference's weights from deletion, and reads or makes the keys of the service:
+        before Ray starts, which takes a while. Raises BadInput."""
         keep_reference(self.config)
         if self.config.service.port is not None:
             self._keys = keys_of(self.config, run.root, self._say)
 
     def start_lasting(self, run: RunDir, roster: Roster, ending: ExitStack) -> ElasticReplicas:
-        """Starts the replicas, which take longest."""
+        """Starts the replicas, which take longest, and the service if it has a port. `ending` gets their stops. Returns
+        the replicas, whose number can change."""
         config = self.plan.resolved(self.config)
         places = PlacePool(self.plan.added_replica_options, ending)
         self.inference = InferenceHandle.start(config, self.places["inference"], run.logs)
@@ -130,8 +132,8 @@ class RlRun(TrainingRun):
 def evaluation_rooms(
     config: Config, plan: Plan, identity: WeightIdentity, log_dir: Path, console: Console, ending: ExitStack
 ) -> OrchestratorHandle:
-    """Starts the orchestrator, and replicas that keep the weights that they load, with `identity`. `ending` gets the
-    stops of all."""
+    """Starts the orchestrator and replicas for an evaluation, and waits until they are ready. The replicas keep the
+    weights that they load from disk, which get the name `identity`. `ending` gets the stops of all actors."""
     progress = StartProgress(console, log_dir)
     places = reserve_places(plan, progress, console, ending).rooms
     config = plan.resolved(config)

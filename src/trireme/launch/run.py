@@ -1,4 +1,5 @@
-"""The course of a run that trains, the same for `rl` and `sft`: directory, cluster, supervision, attempts, commits."""
+"""Runs a training command from start to end, the same for `rl` and `sft`: directory, cluster, supervision, attempts,
+commits."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ CLUSTER = "cluster"
 
 @dataclass(frozen=True)
 class Core:
-    """The rooms of an attempt, and the state that is loaded from its commit."""
+    """The rooms that an attempt starts, and the parts of a commit that they save and load."""
 
     trainer: TrainerHandle
     other_rooms: Mapping[str, Any]
@@ -58,7 +59,8 @@ class Core:
 
 
 class TrainingRun(ABC):
-    """The part of a run that differs between commands. `fixed`: the values that a resume must find unchanged."""
+    """The part of a run that differs between commands: which rooms there are, and the training loop. `fixed`: the
+    values that a resume must find unchanged."""
 
     core: str
     """Names the rooms that are rebuilt together."""
@@ -80,29 +82,31 @@ class TrainingRun(ABC):
         self.fixed = fixed
 
     def enter(self, run: RunDir) -> None:  # noqa: B027  most commands need nothing here
-        """Prepares the run before Ray starts, and takes from `run` the values that the configuration depends on."""
+        """Prepares the run before Ray starts. May change `config` by what it finds in `run`."""
 
     def start_lasting(self, run: RunDir, roster: Roster, ending: ExitStack) -> ElasticReplicas | None:
-        """Starts the actors that outlive attempts, if there are any. `roster` gets the health of the actors that the
-        supervisor does not watch, `ending` their stops."""
+        """Starts the actors that outlive attempts. Returns the replicas, or None if the command has none. `roster` gets
+        the health of actors that the supervisor does not watch, `ending` the stops of all."""
         return None
 
     @abstractmethod
     def start(self, run: RunDir, ending: ExitStack) -> Core:
-        """Starts the rooms of an attempt side by side, and returns before they are ready. `ending` gets their stops."""
+        """Starts the rooms of an attempt side by side, and returns them before they are ready. `ending` gets their
+        stops."""
 
     @abstractmethod
     def train(self, core: Core, attempt: Attempt, journal: Journal) -> None:
-        """Runs the training loop."""
+        """Runs the training loop of `attempt` with the rooms `core` to its last step. `journal` writes the row of each
+        step."""
 
     @abstractmethod
     def step_line(self, row: Mapping[str, Any]) -> str:
-        """Returns a step's line for the terminal."""
+        """Returns the text for the terminal about a step, from its metrics in `row`."""
 
 
 def launch(training: TrainingRun, console: Console) -> Path | None:
-    """Trains to the last step, and returns the run's directory; None if there was nothing to do. Raises TriremeError,
-    Stopped."""
+    """Trains to the last step, and starts Ray again after its services have ended. Returns the run's directory; None if
+    the run was at its last step already. Raises TriremeError, Stopped."""
     say = console.print
     roster = Roster(time.time)
     note_store = partial(roster.note, "store")
@@ -140,8 +144,8 @@ def launch(training: TrainingRun, console: Console) -> Path | None:
 
 
 def in_cluster(training: TrainingRun, newest: Newest, roster: Roster, console: Console) -> None:
-    """Runs attempts in a cluster, which is started here or joined, until the last step. Raises ServicesLost if Ray has
-    to be started again, with `newest` at the attempt that this has ended."""
+    """Starts Ray here or joins a cluster, and runs attempts there until the last step. Keeps `newest` at the latest
+    attempt. Raises ServicesLost if Ray has to be started again for the next attempt."""
     config = training.config
     run = newest.run
     with joined(replace(training.plan, config=config, run_dir=run.root)) as training.plan:
@@ -168,14 +172,14 @@ def in_cluster(training: TrainingRun, newest: Newest, roster: Roster, console: C
 
 @dataclass
 class Newest:
-    """The newest attempt of a run."""
+    """Holds the newest attempt of a run, while attempts follow each other."""
 
     run: RunDir
     rebuilt: bool = False
     """True: an attempt came before it in this command."""
 
     def begin_next(self, training: TrainingRun, say: Callable[[str], None]) -> None:
-        """Begins another attempt, from the newest commit."""
+        """Begins the next attempt, from the newest commit, and prints notes on it with `say`."""
         self.run = self.run.next_attempt(training.config, training.fixed)
         self.rebuilt = True
         for note in self.run.start.notes:
@@ -184,7 +188,8 @@ class Newest:
 
 @contextmanager
 def resume_hint(run: RunDir) -> Iterator[None]:
-    """Adds the newest commit, and the command that resumes from it, to an error that ends a run early."""
+    """Adds a note to an error in the block that ends the run early: the newest commit, and the command that resumes
+    from it."""
     try:
         yield
     except (TriremeError, signals.Stopped) as error:
@@ -204,8 +209,9 @@ def resume_hint(run: RunDir) -> Iterator[None]:
 def supervised(
     training: TrainingRun, run: RunDir, roster: Roster, console: Console
 ) -> Iterator[tuple[Supervisor, str]]:
-    """Reserves places for all actors, looks at the nodes where they are, and watches the actors; says how many nodes
-    they are on. Raises BadInput where the nodes cannot work together."""
+    """Reserves places for all actors, examines the nodes with places, starts the replicas, and runs a supervisor for
+    the time of the block. Yields the supervisor, and a text that says how many nodes there are. Raises BadInput if
+    the nodes cannot work together."""
     with ExitStack() as ending:
         places = reserve_places(training.plan, StartProgress(console), console, ending)
         training.places = places.rooms
@@ -222,8 +228,9 @@ def attempts(
     work: Callable[[RunDir], None],
     say: Callable[[str], None],
 ) -> None:
-    """Calls `work` with an attempt, and when a room fails with the next one, as often as `supervisor` allows. Raises
-    ServicesLost where no attempt can follow until Ray has been started again."""
+    """Calls `work` with the run of the newest attempt. When a room fails, begins the next attempt and calls `work`
+    again, as often as `supervisor` allows; else raises the error. Raises ServicesLost if Ray has to be started again
+    first."""
     while True:
         try:
             work(newest.run)
@@ -236,8 +243,9 @@ def attempts(
 
 @contextmanager
 def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, place: str, console: Console) -> Iterator[Core]:
-    """Starts the rooms of an attempt, which load its commit, and waits for replicas: all of them in the first attempt
-    of the command and in deterministic mode, else one. However the block ends, the rooms are stopped."""
+    """Starts the rooms of an attempt and makes them load its commit; yields them when they can train. Waits for all
+    replicas in the first attempt of the command and in deterministic mode, else for one. Stops the rooms after the
+    block, however it ends. `place`: a text on where the rooms are."""
     started = time.monotonic()
     log_dir = run.logs
     start = run.start
@@ -281,8 +289,8 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, place: s
 
 
 def await_own_places(training: TrainingRun, supervisor: Supervisor, console: Console) -> None:
-    """Waits for a place for each actor that an attempt starts: actors of lost nodes have none until there is another
-    node. Raises RoomFailed."""
+    """Waits until the cluster has a place for each actor that an attempt starts. Actors of a lost node have none until
+    another node joins. Raises RoomFailed after `timeouts.place_s`."""
     progress = StartProgress(console)
 
     def tick(names: list[str], waited_s: float) -> None:
@@ -298,8 +306,8 @@ def await_own_places(training: TrainingRun, supervisor: Supervisor, console: Con
 def load(
     core: Core, commit: Path, manifest: Manifest, source: CommitSource | None, roster: Roster, console: Console
 ) -> list[str]:
-    """Makes all rooms load their parts of a commit, from `source` where its directory is not seen. Returns the messages
-    of the rooms other than the trainer on its unfinished work."""
+    """Makes all rooms load their parts of `commit`; nodes that do not see its directory read the parts from `source`.
+    Returns what the rooms other than the trainer say about unfinished work that they continue."""
     unfinished = []
     message = core.trainer.load_state(commit / "trainer", manifest.identities, source)
     if message:
@@ -315,7 +323,8 @@ def load(
 def train_and_commit(
     training: TrainingRun, run: RunDir, core: Core, supervisor: Supervisor, tracked: Sequence[Tracker], console: Console
 ) -> None:
-    """Trains, and commits where the run ends: at its last step, or where a signal or a limit of its own stops it."""
+    """Runs the training loop of an attempt, and takes a last commit: at the last step, after a signal, or when the run
+    reaches a limit of its own. `tracked`: the trackers that get each row."""
     config = training.config
     facts = training.facts
     say = console.print

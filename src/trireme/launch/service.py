@@ -40,8 +40,8 @@ TICK_S = 0.2
 
 
 def check_port(config: Config) -> None:
-    """Raises BadInput if the service cannot listen where it should. (Another program may still take the port before
-    the service does.)"""
+    """Raises BadInput if the service cannot listen at `service.host` and `service.port`. (Another program may still
+    take the port before the service does.)"""
     options = config.service
     if ":" in options.host:
         family = socket.AF_INET6
@@ -60,8 +60,9 @@ def check_port(config: Config) -> None:
 
 
 def keys_of(config: Config, directory: Path, say: Callable[[str], None], prefix: str = "tr") -> list[ServiceKey]:
-    """Returns the keys of the service: the keys of `service.keys`, or the keys in `directory`, where they are made,
-    with `prefix`; it prints where they are, not the keys, because others may read logs. Raises BadInput."""
+    """Returns the keys of the service: from the file `service.keys` if it is set, else from a file in `directory`,
+    which is made with new keys if it is missing. New keys begin with `prefix`. `say` prints where they are, not the
+    keys, because others may read logs. Raises BadInput."""
     if config.service.keys:
         return read(Path(config.service.keys).expanduser())
     file = directory / KEYS
@@ -73,8 +74,8 @@ def keys_of(config: Config, directory: Path, say: Callable[[str], None], prefix:
 
 
 def sessions_factory(config: Config, facts: ModelFacts | None) -> Callable[[], AgentSessions] | None:
-    """Returns a function that makes the sessions of a run's agents, and can be pickled; None where no environment is an
-    agent. Raises BadInput if no limit of the model's sequences is known."""
+    """Returns a function, which can be pickled, that makes the sessions for a run's agents; None if no environment is
+    an agent. Raises BadInput if the longest sequence of the model is not known."""
     if not any(env.id.startswith(AGENT) for env in (*config.env, *config.eval_envs)):
         return None
     assert facts is not None, "what starts actors has read the model's config.json"
@@ -84,7 +85,8 @@ def sessions_factory(config: Config, facts: ModelFacts | None) -> Callable[[], A
 
 
 def served_models(config: Config, facts: ModelFacts, names: tuple[str, ...]) -> ServedModels:
-    """Describes the model to its servers. Raises BadInput if no limit of its sequences is known."""
+    """Returns what servers need to know of the model: `names` that clients may use, longest sequence, size of the
+    vocabulary. Raises BadInput if the longest sequence is not known."""
     max_len = config.seq_limit(facts)
     if max_len is None:
         raise BadInput("the longest sequence of the model is not known: set --model.max-seq-len")
@@ -101,8 +103,9 @@ def serve(
     console: Console,
     say: Callable[[str], None],
 ) -> None:
-    """Serves the model that the replicas load from disk until a signal comes, in a cluster that runs. Lost replicas are
-    replaced. Raises Stopped, TriremeError."""
+    """Starts replicas with the weights on disk, which get the name `identity`, and serves the model under `names` until
+    a signal comes. Replaces lost replicas. Ray must run. Logs and sessions are in `directory`. Raises Stopped,
+    TriremeError."""
     assert plan.facts is not None, "what starts actors has read the model's config.json"
     config = plan.resolved(config)
     progress = StartProgress(console, directory)
@@ -140,7 +143,8 @@ def serve(
 
 
 def _watch(supervisor: Supervisor, service: ServiceHandle) -> None:
-    """Returns never. Raises Stopped, and the error that ends the service."""
+    """Watches replicas and service, and never returns: raises Stopped after a signal, or the error that ends the
+    service."""
     while True:
         signals.check()
         supervisor.check()

@@ -30,7 +30,7 @@ class SftRun(TrainingRun):
         self._data = data
 
     def enter(self, run: RunDir) -> None:
-        """Finds where the data is, which says how many steps there are."""
+        """Sets the place in the data at which the run starts, and with it the number of steps in `config`."""
         self._data.load_state(run.start.commit and run.start.commit / "data")
         self.config = self._data.cursor.with_steps(self.config, run.start.step)
 

@@ -1,4 +1,4 @@
-"""The start of everything that needs actors: a run, an evaluation, a service, a training loop of a user.
+"""Starts whatever needs actors: a run, an evaluation, a service, a training loop of a user.
 
     prepare_cluster(config, plan)                  refuses what this machine lacks; sets what Ray reads at its import
     with joined(plan) as plan:                     starts Ray here or joins it; checks the plan against its machines
@@ -33,8 +33,8 @@ NODES_S = 30.0
 
 @contextmanager
 def joined(plan: Plan) -> Iterator[Plan]:
-    """Starts Ray on this machine or joins the cluster of the configuration, for the time of the block. Yields the plan
-    with the machines of that cluster. Raises BadInput for a plan that they do not fit."""
+    """Starts Ray on this machine, or joins the cluster that the configuration names, for the time of the block. Yields
+    the plan, completed with the machines of the cluster. Raises BadInput if the plan needs more than they have."""
     with ray_cluster(plan.config, plan.resources) as resources:
         plan = replace(plan, resources=resources)
         plan.check_resources()
@@ -42,8 +42,8 @@ def joined(plan: Plan) -> Iterator[Plan]:
 
 
 def check_replicas(plan: Plan, target: int, added: int) -> None:
-    """Raises BadInput where the present machines cannot hold `target` replicas, or their free resources the `added`
-    ones; RoomFailed for nodes of a cluster that do not report their resources."""
+    """Raises BadInput if the machines cannot hold `target` replicas in all, or if the free resources are too few for
+    the `added` ones among them; RoomFailed if nodes of a cluster do not report their resources."""
     joined = cluster_address(plan.config) is not None
     if joined:
         now = cluster_resources(NODES_S)
@@ -62,7 +62,7 @@ class ReservedPlaces:
 
     @property
     def text(self) -> str:
-        """The number of nodes, for a person."""
+        """The number of nodes with places, as words ("2 nodes")."""
         count = len(set(placement_group_table(self.group)["bundles_to_node_id"].values()))
         if count == 1:
             return "1 node"
@@ -70,9 +70,9 @@ class ReservedPlaces:
 
 
 def reserve_places(plan: Plan, progress: Progress, console: Console, ending: ExitStack) -> ReservedPlaces:
-    """Reserves a place for each actor of `plan`, and examines the nodes with places in a cluster that was joined.
-    `ending` gives the places back. Raises BadInput where other runs leave too little memory on these nodes, or where
-    they cannot work together; RoomFailed after `timeouts.place_s`."""
+    """Reserves a place in the cluster for each actor of `plan`, and examines the nodes with places in a cluster that
+    was joined. `ending` gives the places back. Raises BadInput if other runs leave too little memory on these nodes,
+    or if the nodes cannot work together; RoomFailed after `timeouts.place_s`."""
     group, options = reserve(plan.options, plan.config.timeouts.place_s, progress, ending, plan.blocks)
     places = ReservedPlaces(group, plan.by_room(options))
     if cluster_address(plan.config):
@@ -84,7 +84,8 @@ def reserve_places(plan: Plan, progress: Progress, console: Console, ending: Exi
 
 
 def await_ready(rooms: Sequence[Any], plan: Plan, log_dir: Path, on_tick: Progress) -> None:
-    """Waits for the starts of rooms, as long as the plan allows. Raises RoomFailed, which names the late rooms."""
+    """Waits until all `rooms` have started, as long as the plan allows, and calls `on_tick` meanwhile. Raises
+    RoomFailed that names the late rooms and `log_dir`."""
     started = [room.ready_refs() for room in rooms]
     refs, names = ([item for room in started for item in room[part]] for part in (0, 1))
     waits.get_all(refs, owners=names, timeout_s=plan.start_s, log=log_dir, on_tick=on_tick, limit=plan.start_text)

@@ -1,4 +1,4 @@
-"""Puts the server of Tinker's clients in front of a trainer and a sampler that run."""
+"""Serves Tinker's clients with a trainer and a sampler that are running."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ TICK_S = 0.2
 
 
 def clear(directory: Path) -> None:
-    """Finishes or removes the files that a killed server left in `directory`, which is locked. Raises StorageFailed."""
+    """Completes or deletes the files that a killed server left in `directory`. The caller holds the lock of
+    `directory`. Raises StorageFailed."""
     for base in directory.glob(f"{BASE}*"):
         shutil.rmtree(base, ignore_errors=True)
     recover(directory / RUNS)
@@ -52,9 +53,10 @@ def serve_clients(
     directory: Path,
     say: Callable[[str], None],
 ) -> None:
-    """Serves until a signal comes. `names`: the names by which clients may request the model, first the one that they
-    see; `service.tinker.names` are added. `rooms` starts a trainer and replicas; after the loss of one of them all are
-    started again, and repeat their work. Clients' states are in `directory`. Raises Stopped, TriremeError."""
+    """Serves Tinker's clients until a signal comes. `names`: the names by which clients may request the model, the
+    first one as they see it; `service.tinker.names` are added. `rooms()` starts a trainer and replicas for the time
+    of a block; if one of them is lost, all are started again and repeat the work since their last commit.
+    `directory` keeps the clients' state. Raises Stopped, TriremeError."""
     max_len = config.seq_limit(facts)
     options = config.service
     names = (*names, *options.tinker.names)
@@ -108,9 +110,8 @@ def _await_address(listener: TinkerListener) -> None:
 
 
 def _work(listener: TinkerListener, worker: TrainingWorker, sampler: SamplerVerbs, begun: Callable[[], None]) -> None:
-    """Makes the server work with these rooms until that ends. `begun` is called once it does. Raises the error that
-    ended it.
-    """
+    """Makes the server work with the rooms of `worker` and `sampler` until a signal or an error. Calls `begun` when the
+    server is ready. Raises Stopped, or the error that ended the work."""
     working = listener.work(worker, sampler)
     announced = False
     try:

@@ -1,9 +1,9 @@
-"""Finds out which nodes with processes that write to the run directory do not see it, and serves them.
+"""Finds out which nodes with processes that write to the run directory do not see it, and moves their files.
 
 Shards of the trainer and the orchestrator write their parts of a commit there, and read them at a resume. On a node
 that does not see the directory these parts travel through object storage (`trireme.checkpoint.parts`), if the run is
-stored there; else the run is refused. Replicas need the model alone: where their node does not see the directory, they
-write their log to the same path on its own disk.
+stored there; else the run is refused. Replicas need only the model: a replica on such a node writes its log to the same
+path on the node's own disk.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TICK_S = 0.5
 
 @dataclass(frozen=True)
 class Sight:
-    """The report of a node with writers."""
+    """A node's report on whether it sees the run directory."""
 
     host: str
     """The name of the machine."""
@@ -79,8 +79,8 @@ def look(mark: Path, text: str, url: str | None, limit_s: float) -> Sight:
 
 @dataclass(frozen=True)
 class FarNodes:
-    """The nodes with writers that do not see the directory of a run in object storage. `nodes`: {Ray's id: its name in
-    errors}. `timeout_s`: for the parts of a commit."""
+    """The nodes with writers that do not see the directory of `run`, which is kept in object storage; brings their
+    parts of commits. `nodes`: {Ray's id: the node's name in errors}. `timeout_s`: seconds for all parts of a commit."""
 
     run: RunDir
     mirror: Mirror
@@ -89,14 +89,15 @@ class FarNodes:
 
     @property
     def text(self) -> str:
-        """Says which nodes these are, for a person."""
+        """A sentence for people that names these nodes."""
         return (
             f"{self.run.root} is not seen by {'; '.join(self.nodes.values())}: their parts of commits travel through "
             f"{self.mirror.bucket.url}"
         )
 
     def gather(self, draft: Path, manifest: Manifest) -> None:
-        """Fetches the files of a draft that the other nodes have. Raises StorageFailed, RoomFailed."""
+        """Makes the far nodes upload their files of the commit in `draft`, and downloads these into `draft`. Raises
+        StorageFailed, RoomFailed."""
         bucket = self.mirror.bucket
         key = self.mirror.draft_key(manifest)
         try:
@@ -113,12 +114,12 @@ class FarNodes:
             raise
 
     def discard(self, draft: Path) -> None:
-        """Deletes a draft from the disks of the other nodes. Raises RoomFailed."""
+        """Deletes `draft` from the disks of the far nodes. Raises RoomFailed."""
         self._put("", draft, ())
 
     def _put(self, key: str, draft: Path, files: Sequence[FileRecord]) -> list[str]:
-        """Calls `put_parts` on all nodes, and waits for each, so that none is late for another try. Returns the
-        failures."""
+        """Calls `put_parts` on all far nodes, and waits until each has ended, so that none still writes at the next
+        try. Returns the reasons of failures. Raises RoomFailed."""
         task = ray.remote(num_cpus=0, max_retries=0)(put_parts)
         url = self.mirror.bucket.url
         refs = [task.options(scheduling_strategy=on_node(node)).remote(url, key, draft, files) for node in self.nodes]
@@ -126,7 +127,8 @@ class FarNodes:
         return list(filter(None, waits.get_all(refs, owners=owners, timeout_s=self.timeout_s)))
 
     def source(self, commit: Path, manifest: Manifest) -> CommitSource:
-        """Returns from where the other nodes load a commit, once the store has it. Raises StorageFailed, LockLost."""
+        """Waits until the store has `commit`. Returns where the far nodes find its files. Raises StorageFailed,
+        LockLost."""
         key = self.mirror.await_key(commit, self.timeout_s)
         mark = self.run.nonce
         return CommitSource(self.mirror.bucket.url, key, manifest.files, mark, mark.read_text())
@@ -140,12 +142,13 @@ def check_writers(
     checkpoint_s: float,
     on_tick: Progress,
 ) -> FarNodes | None:
-    """Looks for a file that the driver has just written below the run directory, on each node with a writer. Returns
-    the nodes that do not see it; None if all do.
+    """Makes each node with a writer look for a file that the driver has just written below the run directory. Returns
+    the nodes that do not see the file; None if all see it.
 
-    `rooms`: the rooms that have actors on each node, by Ray's id of the node. `writing`: the rooms with actors that
-    write. Raises BadInput with the names of the nodes that do not see the file if the run is not stored in object
-    storage, or cannot read that; StoreSilent where it does not answer them; RoomFailed for a node that does not answer.
+    `rooms`: {Ray's id of a node: rooms with actors on it}. `writing`: the rooms with actors that write. `timeout_s`:
+    for the nodes' answers; `checkpoint_s`: for the parts of a commit later. For nodes that do not see the file, raises
+    BadInput that names them if the run is not kept in object storage or they cannot read it there; StoreSilent if the
+    store does not answer them. Raises RoomFailed for a node that does not answer.
     """
     writers = {node: [room for room in local_rooms if room in writing] for node, local_rooms in rooms.items()}
     writers = {node: local_rooms for node, local_rooms in writers.items() if local_rooms}

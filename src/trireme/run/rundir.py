@@ -82,7 +82,7 @@ def resume_command(root: Path, longer: int | None = None, *, trusted: bool = Fal
 
 
 def _written_by() -> dict[str, object]:
-    """Returns what config.json records about its writer: the version of trireme and the environment variables PLACES."""
+    """Returns what config.json records about its writer: trireme's version, and the environment variables in PLACES."""
     places = {name: os.environ[name] for name in PLACES if name in os.environ}
     paths = places.get("PYTHONPATH")
     if paths is not None:

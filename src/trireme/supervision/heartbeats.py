@@ -1,4 +1,4 @@
-"""Waits for the answers of many processes together, and finds dead and silent processes."""
+"""Asks processes for heartbeats, waits for the answers of many processes together, and finds dead and silent ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Lost = Callable[[str, TriremeError, bool], None]
 
 @dataclass
 class _Monitored:
-    """A process and its silence. Times are seconds of the monitor's clock."""
+    """A process, and how long it has been silent. Times are seconds of the monitor's clock (`_awake`)."""
 
     ask: Callable[[], Any]
     since: float | None = None  # when the first request without an answer was sent; None: it has answered all
@@ -44,7 +44,7 @@ class _Monitored:
 
 @dataclass(frozen=True)
 class Silent:
-    """A process that was silent for too long."""
+    """A process that was silent for too long, and the error that it is reported with."""
 
     name: str
     part: RunPart | None  # where it runs, if that is known
@@ -53,11 +53,12 @@ class Silent:
 
 
 class HeartbeatMonitor:
-    """Asks processes for heartbeats, and waits for other answers of theirs. Not thread-safe.
+    """Asks processes for heartbeats, and waits for other answers from them. Not thread-safe.
 
     Calls `lost(name, failure, died)` once for each lost process; `died` is False if the process itself reported that it
-    failed. A process may be silent for `heartbeat_s`. The replica's actor watches its engine, which answers only
-    between two steps: the actor's heartbeat says how long the engine has been silent, and fails when that is too long.
+    failed. A process is lost after `heartbeat_s` seconds of silence. The replica's actor watches its engine, which
+    answers only between two steps: the actor's heartbeat says how long the engine has been silent, and fails when that
+    is too long.
     """
 
     def __init__(self, roster: Roster, heartbeat_s: float, lost: Lost) -> None:
@@ -75,36 +76,39 @@ class HeartbeatMonitor:
         return list(self._monitored)
 
     def add(self, name: str, ask: Callable[[], Any]) -> None:
-        """Monitors `name`. `ask` requests a Heartbeat and returns a reference to it."""
+        """Begins to monitor the process `name`. `ask` requests a Heartbeat, and returns Ray's reference to it."""
         self._monitored[name] = _Monitored(ask)
 
     def drop(self, name: str) -> None:
-        """Stops monitoring `name`, and ignores its answers from now on."""
+        """Stops monitoring the process `name`, and ignores all answers from it that are awaited."""
         self._monitored.pop(name, None)
         for ref in [ref for ref, (owner, _) in self._awaited.items() if owner == name]:
             del self._awaited[ref]
 
     def wait_for(self, ref: Any, name: str, handle: Handle) -> None:
-        """Calls `handle` with the value of `ref` when it is there, or with the TriremeError that it failed with."""
+        """Records that `ref`, an answer of the process `name`, is awaited. `arrived` then calls `handle` with its
+        value, or with the TriremeError that the call failed with."""
         self._awaited[ref] = (name, handle)
 
     def is_unreached(self, name: str) -> bool:
-        """Returns True while Ray does not know if `name` lives."""
+        """Returns True if the last request did not reach the process `name`, and Ray does not know yet whether it
+        lives."""
         return name in self._monitored and self._monitored[name].unreached
 
     def refs(self) -> dict[Any, str]:
-        """Returns the awaited references with the names of their owners."""
+        """Returns {awaited reference: name of the process that answers}."""
         return {ref: name for ref, (name, _) in self._awaited.items()}
 
     def arrived(self, ref: Any, outcome: Any) -> None:
-        """Handles an awaited outcome; ignores it if its owner was dropped."""
+        """Passes `outcome`, the value or the error of the awaited `ref`, to its handler; ignores it if the process was
+        dropped."""
         _, handle = self._awaited.pop(ref, (None, None))
         if handle:
             handle(outcome)
 
     def look(self) -> list[Silent]:
-        """Sends the requests that are due, and judges silent processes. Returns the processes to kill, each once:
-        `kill` them, then call `end`."""
+        """Sends the requests that are due, and marks silent processes as suspect in the roster. Returns the processes
+        that were silent for too long, each once: `kill` them, then call `end`."""
         now = self._awake()
         for name, process in self._monitored.items():
             if not process.pending and process.next <= now:
@@ -124,7 +128,7 @@ class HeartbeatMonitor:
         return condemned
 
     def _awake(self) -> float:
-        """Returns the monitor's clock: the seconds in which this process was not stopped itself."""
+        """Returns the monitor's clock in seconds. It leaves out times in which this process itself was stopped."""
         now = time.monotonic()
         self._awake_s += min(now - self._last, LONGEST_GAP * self._heartbeat_s)
         self._last = now
@@ -155,7 +159,8 @@ class HeartbeatMonitor:
             self._condemned.append(Silent(name, self._roster.part(name), failure, process))
 
     def end(self, silent: Sequence[Silent]) -> None:
-        """Records that these processes were killed, except processes that were dropped meanwhile."""
+        """Records that the processes `silent` were killed, and calls `lost` for each. Skips processes that were dropped
+        meanwhile."""
         for process in silent:
             if self._monitored.get(process.name) is process.process:
                 self._end(process.name, process.failure, True)
@@ -168,8 +173,8 @@ class HeartbeatMonitor:
 
 
 def kill(silent: Sequence[Silent]) -> None:
-    """Makes silent processes write their stacks, and kills them. Takes seconds when their nodes do not answer, however
-    many they are."""
+    """Makes silent processes write the stacks of their threads to their logs, and kills them. If nodes do not answer,
+    takes some seconds, however many nodes there are."""
     parts = [process.part for process in silent if process.part]
     send(parts, STACKS)
     time.sleep(STACKS_S)
@@ -177,7 +182,7 @@ def kill(silent: Sequence[Silent]) -> None:
 
 
 def send(parts: Sequence[RunPart], number: int) -> None:
-    """Sends a signal to the processes of `parts`, side by side on all nodes."""
+    """Sends the signal `number` to all known processes of `parts`, on all nodes at the same time."""
     pids: dict[str, list[int]] = {}
     for part in parts:
         if part.pids:

@@ -1,11 +1,11 @@
-"""The replicas of a run: which serve, which are starting, and how many are wanted.
+"""Manages the replicas of a run: which serve, which are starting, and how many are wanted.
 
 STARTING --its start ends, join--> CATCHING_UP <--tables say who serves--> HEALTHY --drain--> DRAINING --> removed
     ^
     +---- lost at any time: a successor, as long as the restart budget lasts
 
-Then it is left out, and another is started in its place after cluster.restart_window_s, as long as cluster.min_replicas
-that sample for training are left.
+After the budget is used up, a lost replica is left out, if at least cluster.min_replicas others are left. Another one
+is started in its place after cluster.restart_window_s.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ PLACES_S = 1.0
 
 
 class ReplicaActors(Protocol):
-    """The inference room: actors by number. `ready_ref` and `replace` return a reference to the end of a start."""
+    """The inference room: starts and ends the actors of replicas, which have numbers (`index`). `ready_ref` and
+    `replace` return a reference that is ready when the replica has started."""
 
     @property
     def indices(self) -> Sequence[int]: ...
@@ -68,7 +69,7 @@ class ReplicaActors(Protocol):
 
 @dataclass(frozen=True)
 class ReplicaLimits:
-    """Says how often replicas are started again."""
+    """Decides whether a lost replica may be started again."""
 
     again: Lost
     """Called with a replica's name before a successor is started; raises if there must be none."""
@@ -78,7 +79,7 @@ class ReplicaLimits:
 
 @dataclass
 class _Life:
-    """One replica, from the start of its process on."""
+    """One life of a replica: from the start of its process, or of its successor's, until it is lost."""
 
     generation: tuple[int, int]
     """Its name in tables."""
@@ -102,7 +103,7 @@ def _part_name(index: int) -> str:
 class ReplicaManager:
     """Starts, replaces, adds and removes the replicas of a run. Not thread-safe.
 
-    Added replicas take their places from `places`, and all that leave give theirs back.
+    Added replicas get their places in the cluster from `places`; replicas that leave give theirs back to it.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class ReplicaManager:
         self._numbers = itertools.count()
 
     def begin(self) -> None:
-        """Waits for the starts of all replicas, which have been requested."""
+        """Begins to wait for the starts of all replicas, which the inference room has requested. Returns at once."""
         for index in self._replicas.indices:
             self._starts(index, self._replicas.ready_ref(index))
 
@@ -140,14 +141,16 @@ class ReplicaManager:
         return None
 
     def attach(self, replica_set: Any) -> None:
-        """Passes each ready replica to `replica_set`, the handle of that actor, from now on."""
+        """Begins an attempt: makes all ready replicas, now and later, join `replica_set`, the handle of the attempt's
+        replica set."""
         self._replica_set = replica_set
         for index in self._of(PartHealth.CATCHING_UP):
             self._join(index)
         self._await_table(replica_set.actor, (0, 0))
 
     def begin_set_again(self) -> Any:
-        """Starts a new incarnation of the replica set with all that have joined. Returns a reference to its start."""
+        """Starts a new incarnation of the replica set, after its loss, with all replicas that had joined. Returns a
+        reference that is ready when the set has started."""
         members = self._of(PartHealth.CATCHING_UP, PartHealth.HEALTHY, PartHealth.DRAINING)
         clients = {index: self._replicas.client(index) for index in members}
         started = self._replica_set.begin_again(clients, {index: self._lives[index].generation for index in members})
@@ -158,7 +161,8 @@ class ReplicaManager:
         return started
 
     def detach(self) -> None:
-        """Ends an attempt: aborts what it asked of the replicas."""
+        """Ends an attempt: aborts all requests of replicas, forgets the replica set, and removes replicas that were
+        leaving."""
         if self._replica_set is None:
             return
         self._replica_set = self._table = None
@@ -170,20 +174,22 @@ class ReplicaManager:
         self._replicas.abort_all()
 
     def missing(self, all_of_them: bool) -> list[str]:
-        """Returns the replicas that do not serve yet; none if one serves and `all_of_them` is False."""
+        """Returns the names of the replicas that do not serve yet. With `all_of_them` False, returns none as soon as
+        one serves."""
         if not all_of_them and self._of(PartHealth.HEALTHY):
             return []
         waited_for = self._of(PartHealth.STARTING, PartHealth.CATCHING_UP)
         return [f"inference replica {index}" for index in waited_for]
 
     def placeless(self) -> list[str]:
-        """Returns the replicas that wait for a place in the cluster."""
+        """Returns the names of the starting replicas that wait for a place in the cluster."""
         starting = self._of(PartHealth.STARTING)
         return [f"inference replica {index}" for index in starting if self._lives[index].placeless]
 
     def look(self) -> None:
-        """Replaces replicas that tables have left out for long enough, unless Ray does not know yet if they live, and
-        ends starts that take too long."""
+        """Does what is due: replaces replicas that the replica set has reported as gone for SECOND_OPINION_S (not while
+        Ray does not know whether they live), ends starts that take too long, and tries replicas again that were left
+        out."""
         now = time.monotonic()
         for index in self._of(PartHealth.CATCHING_UP, PartHealth.HEALTHY):
             reason = self._reason(index)
@@ -208,7 +214,8 @@ class ReplicaManager:
         return index in self._lives and self._lives[index].state is PartHealth.HEALTHY
 
     def lost(self, index: int, failure: TriremeError, died: bool) -> None:
-        """Replaces the lost replica `index`, or leaves it out. Raises the error with which its loss ends the run."""
+        """Replaces replica `index`, which was lost with `failure`, or leaves it out if the restart budget is used up.
+        Raises the error that ends the run if neither is possible. `died`: its process ended."""
         if self._replica_set:
             self._replica_set.actor.leave.remote(index, str(failure))
         life = self._lives[index]
@@ -240,16 +247,16 @@ class ReplicaManager:
 
     @property
     def running(self) -> int:
-        """Number of replicas that have memory, with leaving ones."""
+        """Number of replicas that take memory: all states, leaving ones included."""
         return len(self._lives)
 
     def added(self, target: int) -> int:
-        """Returns how many replicas start to reach `target`, not counting leaving ones."""
+        """Returns how many replicas `scale(target)` would start. Leaving replicas do not count as present."""
         return max(0, target - len(self._lives) + len(self._of(PartHealth.DRAINING)))
 
     def scale(self, target: int) -> str:
-        """Changes the number of replicas to `target`; free places serve others. Returns a description of the
-        changes."""
+        """Changes the number of replicas to `target`: starts some, or makes some leave after their present requests.
+        Returns a sentence for people about the changes. Replicas that were left out are not tried again."""
         staying = [index for index, life in self._lives.items() if life.state is not PartHealth.DRAINING]
         while self._left_out:
             self._places.give_back(self._left_out.pop()[1])
@@ -274,7 +281,8 @@ class ReplicaManager:
         return index
 
     def _succeed(self, index: int, lost_engine: object = False) -> None:
-        """Starts the successor of a replica: in the same actor, if that `lost_engine` and nothing else."""
+        """Starts the successor of replica `index`. `lost_engine` True: the replica's actor lives and has lost only its
+        engine, so it starts another one; anything else: a new actor is started."""
         self._starts(index, self._replicas.replace(index, same_actor=lost_engine is True), successor=True)
 
     def _starts(self, index: int, ready: object, successor: bool = False) -> None:
@@ -299,7 +307,8 @@ class ReplicaManager:
         self._monitor.wait_for(actor.table.remote(after, TABLE_S), TABLES, partial(self._take, actor))
 
     def _take(self, actor: Any, table: Any) -> None:
-        """Takes the newest table: who serves, and who is gone."""
+        """Reads the newest table of the replica set `actor`: which replicas serve, and which are gone. Asks for the
+        next table."""
         if not self._replica_set or actor is not self._replica_set.actor or isinstance(table, TriremeError):
             return  # the attempt has ended, or the monitor will say that the set is lost
         self._table = table
@@ -317,7 +326,7 @@ class ReplicaManager:
                 self._roster.note(_part_name(index), f"its successor serves, {took:.1f} s after it was started")
 
     def _reason(self, index: int) -> TriremeError | None:
-        """Returns why replica `index` is gone by the newest table."""
+        """Returns why replica `index` is gone, by the newest table; None if it is not."""
         return self._table and self._table.reason(index, self._lives[index].generation)
 
     def _leave(self, index: int) -> None:
@@ -347,7 +356,8 @@ class ReplicaManager:
     # -------------------------------------------------------------------------------------------------------- failures
 
     def _look_at_starts(self, now: float) -> None:
-        """Ends starts that take too long. The time in which a replica has no place in the cluster does not count."""
+        """Fails replicas that do not start within `timeouts.start_s`; time without a place in the cluster does not
+        count. `now`: seconds of the monotonic clock."""
         starting = [i for i in self._of(PartHealth.STARTING) if self._lives[i].deciding_until == math.inf]
         if starting and now >= self._places_next:
             self._places_next = now + PLACES_S
@@ -364,7 +374,8 @@ class ReplicaManager:
                 self._fail(index, f"it did not start within {limit:g} s ({START_LIMIT})")
 
     def _can_spare(self) -> bool:
-        """Returns True if there are more than `cluster.min_replicas` replicas, so that one can be lost."""
+        """Returns True if a replica may be left out: there are more than `cluster.min_replicas`, and restarts are
+        allowed."""
         cluster = self._config.cluster
         if self._config.deterministic or not cluster.max_restarts:
             return False

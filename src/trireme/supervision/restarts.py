@@ -1,4 +1,4 @@
-"""Limits how often parts may be started again. Pure: no Ray, no clock of its own."""
+"""Limits how often parts may be started again. Pure: uses neither Ray nor a clock."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ class Restarts:
         self._count(part, failure, now)
 
     def take_on(self, node: str, failure: TriremeError, *, now: float) -> None:
-        """Counts the loss of a replica on `node`, unless it belongs to the event that was counted last. Raises
-        LimitReached if the node's budget is used up."""
+        """Counts the loss of a replica on `node`. A loss within ONE_EVENT_S of the last counted one belongs to the same
+        event and does not count. Raises LimitReached if the node's budget is used up. `now`: seconds of a monotonic
+        clock."""
         part = f"replicas of node {node}"
         taken = self._taken[part]
         if not taken or now - taken[-1] > ONE_EVENT_S:

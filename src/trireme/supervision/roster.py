@@ -1,4 +1,4 @@
-"""The health of each part of a run, and the history of the parts. Pure: no Ray, no clock of its own.
+"""The health of each part of a run, and the history of the parts. Pure: uses no Ray, and no clock but the given one.
 
     starting -> catching up -> healthy <-> suspect -> dead -> starting (its successor)
                                    |
@@ -70,9 +70,10 @@ Listener = Callable[["Roster", Incident | None], None]
 
 
 class Roster:
-    """All parts and incidents of one command. Thread-safe. `now` gives seconds since 1970.
+    """Holds all parts of one command, and its newest incidents. Thread-safe. `now()` returns seconds since 1970.
 
-    Listeners are called after each change, in the thread that made it: with the incident, or None if there was none.
+    Listeners are called after each change, in the thread that made the change: with the roster, and with the incident
+    or None if there was none.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -109,7 +110,7 @@ class Roster:
             return self._parts.get(name)
 
     def metrics(self) -> dict[str, float]:
-        """The roster's columns in the row of a step."""
+        """Returns the roster's columns in the row of a step: number of incidents, and of replicas that sample."""
         serving = sum(part.serves for part in self.parts)
         return {"perf/incidents": float(self.incidents_total), "perf/replicas": float(serving)}
 
@@ -123,8 +124,9 @@ class Roster:
         node: str | None = None,
         successor: bool = False,
     ) -> None:
-        """Sets the health of part `name`; does nothing when nothing changes. `successor`: the part is a new process
-        that replaces a lost one. None does not change `pids` and `node`."""
+        """Sets the health of part `name`, which is added if it is new, and the `reason` for it. Does nothing if nothing
+        changes. `pids`, `node`: where it runs; None keeps what is known. `successor`: the part is a new process that
+        replaces a lost one."""
         with self._lock:
             before = self._parts.get(name) or RunPart(name, health, self._now())
             if health is PartHealth.SUSPECT and before.health is not PartHealth.SUSPECT:
@@ -141,8 +143,8 @@ class Roster:
         self._tell(None)
 
     def answered(self, name: str, pids: tuple[int, ...], node: str, *, in_time: bool = True) -> None:
-        """Records the processes and the node that part `name` named. If it answered `in_time` it is a suspect no
-        longer, and has its earlier health again."""
+        """Records the processes and the node that part `name` reported in a heartbeat. If the answer was `in_time`, a
+        suspect part gets back the health that it had before."""
         part = self.part(name)
         if part is None:
             return
@@ -157,7 +159,7 @@ class Roster:
         self._tell(None)
 
     def note(self, part: str, text: str) -> None:
-        """Records an incident."""
+        """Records an incident of `part`: `text`, the present time, step and attempt."""
         incident = Incident(self._now(), part, _line(text), self.step, self.attempt)
         with self._lock:
             self._incidents.append(incident)
@@ -165,7 +167,8 @@ class Roster:
         self._tell(incident)
 
     def note_return(self, part: str, took_s: float, *retained: str) -> None:
-        """Records that `part` is ready again and that an attempt begins, with messages on the `retained` progress."""
+        """Records an incident: `part` is ready again after `took_s` seconds and an attempt begins. `retained`: texts on
+        unfinished work that was kept."""
         begins = f"ready again after {took_s:.1f} s: attempt {self.attempt} continues from step {self.step}"
         self.note(part, "; ".join([begins, *retained]))
 

@@ -87,9 +87,9 @@ def read_incidents(root: Path) -> list[Incident]:
 
 
 class StatusWriter:
-    """Writes STATUS and incidents.jsonl of the run in `root` whenever `roster` changes, and how the block ended at its
-    end. Enter it in the process that holds the run's lock; once another driver has written its name there, nothing more
-    is written.
+    """Writes STATUS and incidents.jsonl of the run in `root` whenever `roster` changes, and at the end of the block how
+    it ended. Enter it in the process that holds the run's lock. Once another driver has taken the lock file, it
+    writes nothing more.
 
     A file that cannot be written causes one warning and does not end the run.
     """
@@ -169,15 +169,16 @@ class StatusWriter:
 
 
 def _driver_of(root: Path) -> str:
-    """Returns the text of the lock file, which is unique to each driver; empty if there is none."""
+    """Returns the text of the lock file of the run in `root`, which is unique to each driver; "" if there is no such
+    file."""
     with suppress(FileNotFoundError):
         return (root / LOCK).read_text()
     return ""
 
 
 def _replace_json(file: Path, value: dict[str, object]) -> None:
-    """Replaces `file` whole, so that no reader sees half of it. Does not force it onto the disk: after a crash of the
-    machine it is out of date anyway."""
+    """Replaces `file` at once by `value` as JSON, so that no reader sees half of it. Does not force the file onto the
+    disk: after a crash of the machine it is out of date anyway. Raises OSError."""
     new = file.with_name(f"{file.name}.new")
     new.write_text(to_json(value, indent=1) + "\n")
     new.replace(file)
@@ -196,7 +197,8 @@ class DriverProcess:
 
     @classmethod
     def read(cls, root: Path) -> DriverProcess | None:
-        """Reads who drives, or drove, the run in `root`; None if it never had a driver. Takes no lock."""
+        """Returns the process that drives, or last drove, the run in `root`; None if the run never had a driver. Takes
+        no lock."""
         file = root / LOCK
         if file.exists():
             holder = HOLDER.match(file.read_text())
@@ -229,8 +231,8 @@ class ScaleRequest:
 
 
 class ScaleRequests:
-    """The driver's side of requests. Make it in the process that holds the run's lock. Deletes the requests that were
-    meant for an earlier driver."""
+    """Receives requests for another number of replicas, in the driver of the run in `root`, which holds the run's lock.
+    Deletes at its start the requests that were meant for an earlier driver."""
 
     def __init__(self, root: Path) -> None:
         self._place = root / SCALE
@@ -246,13 +248,14 @@ class ScaleRequests:
         return min((request for _, request in self._requests()), key=lambda request: request.at, default=None)
 
     def answer(self, request: ScaleRequest, text: str, *, accepted: bool = True) -> None:
-        """Answers `request`, for people, with the changes that begin now, or why there are none. They are not done
-        then: STATUS shows the progress. Raises OSError."""
+        """Answers `request` and deletes it. `text` tells people which changes begin now, or why there are none
+        (`accepted` False); STATUS shows their progress. Raises OSError."""
         _replace_json(self._place / f"{request.id}.answer", {"accepted": accepted, "what": text})
         (self._place / f"{request.id}.json").unlink(missing_ok=True)
 
     def _requests(self) -> Iterator[tuple[Path, ScaleRequest]]:
-        """Yields the files that are requests, but not one that is gone by now or was not written by `trireme scale`."""
+        """Yields (file, request) for each file that `trireme scale` wrote; skips other files, and files that vanish
+        meanwhile."""
         for file in self._place.glob("*.json"):
             with suppress(OSError, ValueError, TypeError):
                 yield file, ScaleRequest(**json.loads(file.read_bytes()))
@@ -260,9 +263,9 @@ class ScaleRequests:
 
 @contextmanager
 def request_scale(root: Path, replicas: int) -> Iterator[Callable[[], str | None]]:
-    """Asks the driver of the run in `root` for `replicas`. Yields a function that returns the answer, or None before
-    there is one, and raises BadInput where the driver refuses. The end of the block withdraws the request. Raises
-    OSError."""
+    """Asks the driver of the run in `root` to have `replicas` replicas. Yields a function that returns the driver's
+    answer, or None while there is none, and raises BadInput if the driver refuses. The end of the block withdraws
+    the request. Raises OSError."""
     request = ScaleRequest(secrets.token_hex(8), time.time(), _driver_of(root), replicas)
     question, answer = (root / SCALE / f"{request.id}.{kind}" for kind in ("json", "answer"))
     question.parent.mkdir(exist_ok=True)

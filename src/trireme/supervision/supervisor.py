@@ -51,12 +51,13 @@ class MonitoredRoom(Protocol):
     """A room with monitored processes."""
 
     def heartbeats(self) -> Mapping[str, Callable[[], Any]]:
-        """Returns {name in the roster: function that requests a Heartbeat and returns a reference to it}."""
+        """Returns {name in the roster: function} for each process of the room. The function requests a Heartbeat and
+        returns Ray's reference to it."""
 
 
 @dataclass(frozen=True)
 class ElasticReplicas:
-    """The replicas of a run of `rl`, in a number that can change."""
+    """The replicas of a run or a service, and what is needed to change their number."""
 
     config: Config
     replicas: ReplicaActors
@@ -68,9 +69,10 @@ class ElasticReplicas:
 
 
 class Supervisor:
-    """Monitors the actors of a run (see the module). Enter and call only from the driver's main thread.
+    """Monitors the actors of a run in a thread (see the module). Enter and call it only from the driver's main thread.
 
-    `core`: name for people of the rooms that are built again together. `roster` records what happens to the parts.
+    `core`: what messages call the rooms that are built again together. `roster` gets the health of parts and incidents.
+    `elastic`: the replicas; None if the run has none.
     """
 
     def __init__(self, config: CommonConfig, roster: Roster, core: str, elastic: ElasticReplicas | None = None) -> None:
@@ -116,13 +118,14 @@ class Supervisor:
             raise failure
 
     def expect(self, *rooms: MonitoredRoom) -> None:
-        """Records that these rooms of an attempt have begun to start."""
+        """Begins an attempt in the roster: sets all processes of `rooms`, which have begun to start, to STARTING."""
         self._attempts += 1
         for name in (name for room in rooms for name in room.heartbeats()):
             self.roster.set(name, PartHealth.STARTING, pids=(), successor=self._attempts > 1)
 
     def attach(self, *rooms: MonitoredRoom, replica_set: object = None) -> None:
-        """Monitors these rooms, which have started, and passes each ready replica to `replica_set`."""
+        """Begins to monitor `rooms`, which have started. Makes all ready replicas, present and later ones, join
+        `replica_set`."""
         with self._lock:
             for name, ask in ((name, ask) for room in rooms for name, ask in room.heartbeats().items()):
                 self.roster.set(name, PartHealth.HEALTHY)
@@ -132,9 +135,9 @@ class Supervisor:
                 self._manager.attach(replica_set)
 
     def await_replicas(self, log: Path, progress: Progress) -> None:
-        """Waits until replicas serve: all of them in the first attempt and in deterministic mode, else one that samples
-        for training. While one has no place in the cluster (for `timeouts.place_s` at most) the time to start does not
-        run. Raises the error that ends the attempt."""
+        """Waits until replicas serve: all of them in the first attempt and in deterministic mode, else one. Time
+        without a place in the cluster does not count as start time; it is limited by `timeouts.place_s`. `log`: the
+        directory of logs that errors name. Raises RoomFailed if it takes too long, and the errors of `check`."""
         all_of_them = self._attempts == 1 or self._config.deterministic
         timeouts = self._config.timeouts
         started = placed = time.monotonic()
@@ -165,13 +168,15 @@ class Supervisor:
             time.sleep(TICK_S)
 
     def goes_on(self, *retained: str) -> None:
-        """Records that the attempt has loaded the commit that it starts from, and what that has of unfinished work."""
+        """Records, from the second attempt on, that the attempt has loaded its commit. `retained`: texts on unfinished
+        work in the commit that the attempt continues."""
         if self._attempts > 1:
             self.roster.note_return(self._core, time.monotonic() - self._ended_at, *retained)
 
     def detach(self, failure: BaseException | None) -> None:
-        """Ends the attempt, with `failure` or None, before its rooms are stopped. If a room hangs, all actors write the
-        stacks of their threads to their logs."""
+        """Ends the attempt before its rooms are stopped: stops monitoring them. `failure`: what ended the attempt; None
+        if it came to its end. If a room hangs, first makes all monitored processes write the stacks of their threads
+        to their logs."""
         self._ended_at = time.monotonic()
         if isinstance(failure, StoppedWithoutCommit):
             failure = failure.failure or failure
@@ -193,8 +198,8 @@ class Supervisor:
                 self._manager.detach()
 
     def _await_verdict(self) -> None:
-        """Waits until Ray knows of each process if it lives, or one was found lost. Until Ray has given up a lost node,
-        it places new actors there."""
+        """Waits until Ray knows for each process whether it lives, or until one is found lost; at most
+        `timeouts.heartbeat_s`. While Ray has not given up a lost node, it would place new actors there."""
         while not self._fatal and not self._core_failure:
             waited = time.monotonic() - self._ended_at
             with self._lock:
@@ -204,8 +209,8 @@ class Supervisor:
             time.sleep(TICK_S)
 
     def may_rebuild(self, failure: RoomFailed) -> None:
-        """Returns if the rooms may be built again after `failure`, which ended the attempt. Else raises the error that
-        ends the run."""
+        """Counts a restart after `failure`, which ended the attempt. Returns if the rooms may be built again, else
+        raises the error that ends the run."""
         with self._lock:
             if self._fatal:
                 raise self._fatal from failure
@@ -218,7 +223,7 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------------ the thread
 
     def _follow(self) -> None:
-        """Runs the thread. An unexpected error ends the run too: it must not continue unsupervised."""
+        """Runs the thread. An unexpected error also ends the run, which must not continue unsupervised."""
         try:
             while not self._ending.is_set():
                 self._turn()
@@ -250,7 +255,8 @@ class Supervisor:
                 self._guarded(partial(self._monitor.end, silent))
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Keeps an error after which nothing may be started again, for `check` to raise in the driver's own thread."""
+        """Calls `work`. Keeps a TriremeError that it raises as the error that ends the run; `check` raises it in the
+        main thread."""
         try:
             work()
         except TriremeError as error:
