@@ -1,1 +1,1 @@
-"""Serves every process: waits, signals, faults, trace, output, Ray."""
+"""What every process needs: waits, signals, fault points, traces, log files, Ray."""

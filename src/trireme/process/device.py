@@ -1,4 +1,5 @@
-"""The only place that decides on which device a process computes: the one that the plan of the run chose, or none.
+"""The only place that decides on which device a process computes: on the device that the plan of the run chose, or
+none.
 
 `Plan.resolved` writes the choice into the configuration that every process gets. A process that holds a model calls
 `find_device`; an actor sees no GPUs but its own (`ray_cluster.see_own_gpus`).
@@ -23,7 +24,8 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def choose_device(option: Literal["auto", "cpu", "gpu"], gpus: int, *, deterministic: bool = False) -> Device:
-    """Returns the device that `cluster.device` = `option` means with `gpus` GPUs."""
+    """Returns the device for `cluster.device` = `option` on machines with `gpus` GPUs. "auto" is a GPU if there is one
+    and the run is not `deterministic`."""
     if option == "auto":
         if gpus and not deterministic:
             return "gpu"
@@ -32,9 +34,10 @@ def choose_device(option: Literal["auto", "cpu", "gpu"], gpus: int, *, determini
 
 
 def find_device(config: CommonConfig, process: str) -> Device:
-    """Returns the device of `cluster.device`, for which the plan has chosen cpu or gpu if it was auto.
+    """Returns the device of `cluster.device`; the plan has replaced "auto" by cpu or gpu.
 
-    Raises BadInput, with the facts about GPUs, when it is a GPU and PyTorch can use none in this process, `process`.
+    Raises BadInput, with the facts about GPUs, if the device is a GPU and PyTorch can use none in this process.
+    `process`: the name of this process in the error.
     """
     device = config.cluster.device
     assert device != "auto", "see trireme.plan.base.Plan.resolved"
@@ -44,15 +47,15 @@ def find_device(config: CommonConfig, process: str) -> Device:
 
 
 def has_gpu() -> bool:
-    """Returns whether PyTorch can use a GPU in this process: an actor sees the GPUs of its plan, or none."""
+    """Returns True if PyTorch can use a GPU in this process. An actor sees only the GPUs that the plan gives it."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def require_gpu(process: str, key: str = "cluster.device") -> None:
-    """Raises BadInput, with the facts about GPUs, when PyTorch can use no GPU in this process, `process`. `key`: the
-    option that requires one."""
+    """Raises BadInput, with the facts about GPUs, if PyTorch can use no GPU in this process. The error names this
+    process as `process`, and `key`, the option that requires a GPU."""
     import torch
 
     if has_gpu():
@@ -67,7 +70,7 @@ def require_gpu(process: str, key: str = "cluster.device") -> None:
 
 
 def _gpu_facts() -> str:
-    """Returns the relevant facts for a process that cannot use a GPU."""
+    """Returns a text on why this process can use no GPU: driver, PyTorch's CUDA, visible devices, PyTorch's error."""
     import torch
 
     driver = "no NVIDIA driver is loaded"

@@ -1,5 +1,5 @@
-"""Reads the resources of this machine, and sets the surroundings of a process: variables that Ray reads when it is
-imported, output files, CPU time."""
+"""Reads the resources of machines, and prepares a process: environment variables that Ray reads when it is imported,
+log files, CPU time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ new memory all the time, and a page of 4 KiB costs almost as much as a page of 2
 
 @dataclass(frozen=True)
 class Resources:
-    """The machines of a run."""
+    """The machines of a run, with their cores, memory and GPUs."""
 
     nodes: tuple[Node, ...]
     """Each machine."""
@@ -46,22 +46,22 @@ class Resources:
 
     @property
     def cpus(self) -> int:
-        """Cores of all machines."""
+        """Number of cores of all machines that the run may use."""
         return sum(node.cpus for node in self.nodes)
 
     @property
     def gpus(self) -> int:
-        """GPUs of all machines."""
+        """Number of GPUs of all machines that the run may use."""
         return sum(node.num_gpus for node in self.nodes)
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of all machines."""
+        """Host memory of all machines, in bytes."""
         return sum(node.memory_bytes for node in self.nodes)
 
     @property
     def emptied(self) -> Resources:
-        """The machines with all their memory free."""
+        """The same machines as they would be with all memory free, of hosts and of GPUs."""
         emptied = [
             replace(
                 node, free_bytes=node.memory_bytes, gpus=tuple(replace(g, free_bytes=g.memory_bytes) for g in node.gpus)
@@ -71,35 +71,38 @@ class Resources:
         return replace(self, nodes=tuple(emptied))
 
     def compute_on_gpus(self, config: CommonConfig) -> bool:
-        """Returns True if the models of a run compute on GPUs here."""
+        """Returns True if the models of a run with `config` compute on GPUs on these machines."""
         return choose_device(config.cluster.device, self.gpus, deterministic=config.deterministic) == "gpu"
 
 
 def cluster_address(config: CommonConfig) -> str | None:
-    """Returns the address of the cluster to join (`ray job submit` sets `RAY_ADDRESS`); None: start one here."""
+    """Returns the address of the Ray cluster to join, from `cluster.address` or the variable RAY_ADDRESS (which `ray
+    job submit` sets); None: Ray has to be started on this machine."""
     return config.cluster.address or os.environ.get("RAY_ADDRESS")
 
 
 def user_cache() -> Path:
-    """Returns the directory of this user for files that outlive a run."""
+    """Returns this user's directory for files that outlive a run; it need not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trireme"
 
 
 def keep_compiled_code() -> None:
-    """Sets where torch.compile and Triton keep compiled code: in the user's cache, unless a place is set. Call it
-    before anything imports `torch._inductor`, which chooses a directory in TMPDIR otherwise, and keeps it."""
+    """Makes torch.compile and Triton keep compiled code in the user's cache, unless TORCHINDUCTOR_CACHE_DIR is set.
+    Call it before anything imports `torch._inductor`, which otherwise chooses a directory in TMPDIR for the life of
+    the process."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "torchinductor"))
 
 
 def prepare_ray_environment(address: str | None, threads: int, deterministic: bool, *, huge_pages: bool = True) -> None:
     """Sets the variables that Ray reads when it is imported, for the cluster at `address` or one started here (None).
 
-    All processes of a cluster started here inherit this environment: `threads` for each (unless OMP_NUM_THREADS is set;
-    `deterministic` overrides it); `huge_pages` for their memory (unless GLIBC_TUNABLES is set); the usual CPU priority
-    (Ray's default for workers, nice 15, leaves no room below it for work that can wait); an authentication token of its
-    own (else Ray writes one into the home directory and prints that at every start); and no address but 127.0.0.1,
-    where all of them listen, the trainer's store and Ray's metrics too (the variable's name is for the systems on which
-    this is Ray's default). Other clusters ask for a token by default, but a driver only sends it if told to.
+    All processes of a cluster started here inherit these variables. They set: `threads` for each process (unless
+    OMP_NUM_THREADS is set; `deterministic` overrides it); with `huge_pages`, huge pages for memory (unless
+    GLIBC_TUNABLES is set); the usual CPU priority (Ray's default for workers, nice 15, leaves no room below it for work
+    that can wait); an authentication token (else Ray writes one into the home directory and prints that at every
+    start); and 127.0.0.1 as the only address at which processes listen, the trainer's store and Ray's metrics too (the
+    variable's name is for the systems on which this is Ray's default). Other clusters ask for a token by default, but a
+    driver only sends its token if a variable tells it to.
     """
     if address is not None:
         if "RAY_AUTH_TOKEN" in os.environ or (Path.home() / ".ray" / "auth_token").is_file():
@@ -117,8 +120,8 @@ def prepare_ray_environment(address: str | None, threads: int, deterministic: bo
 
 
 def redirect_output(log_dir: Path | None, name: str) -> None:
-    """Sends stdout and stderr of this process and its children (the descriptors) to `log_dir/name.log`, and makes
-    STACKS write the stacks of all threads there. Does nothing if `log_dir` is None."""
+    """Sends stdout and stderr of this process and its children to `log_dir/name.log`, and makes the signal STACKS write
+    the stacks of all threads there. Does nothing if `log_dir` is None."""
     if log_dir is None:
         return
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -134,8 +137,9 @@ def redirect_output(log_dir: Path | None, name: str) -> None:
 
 
 def end_of_far_log(log_dir: Path | None, name: str) -> str:
-    """Returns the last lines of `log_dir/name.log` with the file's place, for an error that is read on another node;
-    empty where the driver sees the log itself, as its file DRIVER_MARK shows, and without a log."""
+    """Returns the last LOG_LINES lines of `log_dir/name.log` with the file's place, for an error that is read on
+    another node. Returns "" if there is no log, or if the driver sees the log itself (the file DRIVER_MARK is in
+    `log_dir`)."""
     if log_dir is None or (log_dir / DRIVER_MARK).is_file():
         return ""
     log = log_dir / f"{name}.log"
@@ -146,15 +150,15 @@ def end_of_far_log(log_dir: Path | None, name: str) -> str:
 
 
 def write_stacks_on_signal() -> None:
-    """Makes STACKS write the stacks of all threads to stderr, also in a process that answers nothing."""
+    """Makes the signal STACKS write the stacks of all threads to stderr, also when the process hangs."""
     faulthandler.register(STACKS)
 
 
 def yield_to_others() -> None:
-    """Permanently gives this thread only CPU time that others leave. Call it in a thread of its own that hardly ever
-    holds Python's lock: while it waits for a core with the lock, no other thread runs Python.
+    """Permanently gives the calling thread only CPU time that other threads leave. Call it in a thread that hardly ever
+    holds the GIL: while such a thread waits for a core with the GIL, no other thread runs Python.
 
-    SCHED_IDLE, not a high nice value: any thread that wakes up takes the core immediately, not at the end of a turn.
-    (Training waits often and briefly: for another shard, for a message.)
+    Uses SCHED_IDLE, not a high nice value, because any thread that wakes up then takes the core immediately, not at the
+    end of a turn. (Training waits often and briefly: for another shard, for a message.)
     """
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # 0: this thread

@@ -1,13 +1,13 @@
 """Named fault points, so that tests hit a place reliably and not by timing.
 
 `TRIREME_FAULTS="trainer.forward_backward[1]@3=kill,inference.received=corrupt"` arms points by name. `[n]`: only in the
-process with this number in its room (`number_process`) and its children; without it, in all. `@n`: the n-th time that a
-process passes the point (default 1); `@n+`: and each time after it.
+process with this number in its room (`number_process`) and its children; without it, in all processes. `@n`: the n-th
+time that a process passes the point (default 1); `@n+`: that time and each later one.
 
-Actions here: `raise`; `full` (the OSError of a full disk); `kill` (SIGKILL to itself); `stop` (SIGSTOP to itself, until
-SIGCONT); and `freeze`, which makes the file `TRIREME_FAULT_REACHED` (if that is a directory, a file in it named like
-the item) and sleeps until a test has removed it, so that the test can kill processes at exactly this point. Any other
-word is returned to the caller.
+Actions here: `raise`; `full` (the OSError of a full disk); `kill` (the process sends SIGKILL to itself); `stop`
+(SIGSTOP to itself, until SIGCONT); and `freeze`, which makes the file `TRIREME_FAULT_REACHED` (if that is a directory,
+a file in it named like the item) and sleeps until a test has removed it, so that the test can kill processes at exactly
+this point. Any other word is returned to the caller.
 
 With `TRIREME_FAULT_ONCE`, a directory that all processes share, each item acts in one process only, so that the
 successor of a killed process passes the point. With `TRIREME_FAULTS` unset a point costs one dictionary look-up.
@@ -39,7 +39,7 @@ class InjectedFault(RuntimeError):
 
 @dataclass(frozen=True)
 class ArmedFault:
-    """One item of the list."""
+    """One item of the variable TRIREME_FAULTS."""
 
     item: str  # its text
     name: str  # of the fault point
@@ -57,7 +57,8 @@ class ArmedFault:
         return cls(item, match["name"], match["number"], int(match["passage"] or 1), bool(match["on"]), match["action"])
 
     def claim(self) -> bool:
-        """Returns True if this process is to act: no other has."""
+        """Returns True if this process is to act. With TRIREME_FAULT_ONCE only the first process that calls this for an
+        item acts."""
         once = os.environ.get("TRIREME_FAULT_ONCE")
         if not once or self.item in _claimed:
             return True
@@ -89,7 +90,8 @@ def number_process(number: int) -> None:
 
 
 def fault_point(name: str) -> str | None:
-    """Passes the point `name`. Returns the action that a test armed for this passage, else None."""
+    """Marks the place `name` in the code. If a test has armed it for this passage, acts as armed (may raise or kill),
+    and returns the action; else returns None."""
     spec = os.environ.get("TRIREME_FAULTS")
     if not spec:
         return None

@@ -1,4 +1,4 @@
-"""The network interface by which a process reaches another node, and the ports at which it listens."""
+"""Chooses the network interface by which a process reaches another node, and the port at which it listens."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ NCCL = "NCCL_SOCKET_IFNAME"
 
 
 def choose_interface(host: str) -> None:
-    """Has gloo and NCCL use the interface towards `host` unless the user has chosen one. (Else gloo takes the address
-    of the host's name, and NCCL one of its own choice: other nodes may reach neither.)"""
+    """Makes gloo and NCCL use the network interface that leads to the address `host`, unless the user has chosen one.
+    (Else gloo takes the address of this machine's host name, and NCCL one of its own choice: other nodes may reach
+    neither.) Raises RoomFailed."""
     interface = interface_towards(host)
     os.environ.setdefault(GLOO, interface)
     os.environ.setdefault(NCCL, f"={interface}")  # "=": not also those whose names begin like it
 
 
 def gloo_interface(host: str) -> str:
-    """Returns the interface for gloo towards `host`: the user's choice, or the route's."""
+    """Returns the interface that gloo uses towards the address `host`: the user's choice, else the kernel's route."""
     return os.environ.get(GLOO) or interface_towards(host)
 
 
@@ -48,8 +49,8 @@ def interface_towards(host: str) -> str:
 
 
 def listen(host: str, ports: Sequence[int] = ()) -> socket.socket:
-    """Opens a socket that listens at an address of this node, at the first free one of `ports` (`cluster.ports`), or at
-    any free port if there are none. Raises RoomFailed."""
+    """Opens a socket that listens at `host`, an address of this node: at the first free port of `ports`
+    (`cluster.ports`), or at any free port if `ports` is empty. Raises RoomFailed."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     reason = ""
     for port in ports or (0,):

@@ -1,5 +1,5 @@
-"""Reads the resources of one machine for a run: cores, memory and GPUs. Imports nothing heavy: a start of a run calls
-it, and a short task on each node of a cluster."""
+"""Reads the resources of one machine for a run: cores, memory and GPUs. Imports nothing heavy, because the start of a
+run and a short task on each node of a cluster call it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ it, it is a file in Ray's temporary directory, of at most the last number of byt
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU of a machine."""
+    """The memory of one GPU, in bytes."""
 
     memory_bytes: int
     """All of its memory."""
@@ -66,8 +66,8 @@ class Node:
 
 
 def this_machine() -> Node:
-    """Reads the cores and GPUs that this process may use, and the memory of the machine. Starts no process unless the
-    machine has GPUs."""
+    """Returns the cores and GPUs of this machine that this process may use, and the machine's memory. Starts nvidia-smi
+    if the machine has GPUs, else no process."""
     visible = os.environ.get(VISIBLE)
     count = sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
     gpus = _ask_driver(visible) if count else ()
@@ -97,8 +97,8 @@ def _chosen(visible: str) -> list[str]:
 
 
 def _ask_driver(visible: str | None) -> tuple[Gpu, ...]:
-    """Returns the memory of the GPUs that CUDA_VISIBLE_DEVICES names (indices, or beginnings of UUIDs; None: all),
-    from nvidia-smi, which comes with the driver. Empty where it does not answer."""
+    """Returns the memory of each GPU in `visible`, the value of CUDA_VISIBLE_DEVICES (indices, or beginnings of UUIDs;
+    None: all GPUs). Asks nvidia-smi, which comes with the driver. Returns () if it does not answer."""
     try:
         answer = subprocess.run(SMI, capture_output=True, text=True, timeout=SMI_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -116,9 +116,9 @@ def _ask_driver(visible: str | None) -> tuple[Gpu, ...]:
 def _group_memory(
     groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[tuple[int, int]]:
-    """Yields the memory limits of this process's control group and of the groups around it, each with its free part, of
-    version 2 and of version 1. Pages of files count as free, because the system drops them on demand. In a container
-    the mount shows the container's own group as its root."""
+    """Yields (limit, free part) in bytes for each memory limit of this process's control group and of the groups around
+    it, of cgroup version 2 and 1. Pages of files count as free, because the system drops them on demand. In a
+    container `mount` shows the container's own group as its root."""
     if groups.is_file():
         lines = groups.read_text().splitlines()
     else:

@@ -26,7 +26,8 @@ system allows 107."""
 
 @contextmanager
 def private_directory() -> Iterator[Path]:
-    """Makes such a directory for the time of the block, and removes the directories of drivers that were killed."""
+    """Makes a private directory, as the module describes, for the time of the block, and yields its path. Also removes
+    the directories of drivers that were killed."""
     base = Path(tempfile.gettempdir())
     if len(os.fsencode(base)) > LONGEST_BASE:
         base = Path("/tmp")
@@ -44,7 +45,7 @@ def private_directory() -> Iterator[Path]:
 
 
 def _sweep(directory: Path) -> None:
-    """Removes the directory of a driver that has ended. Raises OSError for another."""
+    """Removes `directory` if it belongs to a driver of this user that has ended. Raises OSError otherwise."""
     if directory.is_symlink() or directory.stat().st_uid != os.geteuid():
         raise PermissionError(f"{directory} belongs to another user")
     with (directory / LOCK).open("r+") as lock:

@@ -1,4 +1,4 @@
-"""Runs Ray for the time of a run, and reserves places for its actors."""
+"""Runs Ray for the time of a run, reserves places for its actors, and reaches processes on other nodes."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ OBITUARY = "A worker died or was killed"
 
 
 def _without_obituaries() -> None:
-    """Keeps Ray from printing a page for each process that was killed, for which it has no option, and errors of calls
-    with results that nothing needs any longer. The caller that waited for the process reports its death in one line."""
+    """Keeps Ray from printing a page about each process that was killed (Ray has no option for this), and errors of
+    calls whose results nothing needs any longer. The caller that waited for the process reports its death in one
+    line."""
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     printed = ray._private.worker.print_to_stdstream
 
@@ -60,8 +61,9 @@ def _without_obituaries() -> None:
 
 @contextmanager
 def ray_cluster(config: CommonConfig, local: Resources) -> Iterator[Resources]:
-    """Connects to the cluster at `cluster_address`, or starts one on this machine, with its resources `local`, that
-    leaves nothing behind. Yields the resources of the cluster."""
+    """Connects to the cluster at `cluster_address`, or starts Ray on this machine with the cores of `local`, for the
+    time of the block. A cluster that it started leaves no processes and files behind. Yields the resources of the
+    cluster."""
     address = cluster_address(config)
     if address is None:
         _without_obituaries()
@@ -73,14 +75,15 @@ def ray_cluster(config: CommonConfig, local: Resources) -> Iterator[Resources]:
 
 
 def cluster_resources(timeout_s: float) -> Resources:
-    """Returns the nodes of the cluster that this process has joined. Raises RoomFailed."""
+    """Returns the machines of the cluster that this process has joined. Raises RoomFailed if one does not answer within
+    `timeout_s` seconds."""
     return Resources(_nodes(timeout_s), "the Ray cluster")
 
 
 @contextmanager
 def connected(address: str, config: CommonConfig | None) -> Iterator[None]:
-    """Connects to a running cluster for the time of the block; processes there get the environment of a run of
-    `config`, or nothing. Raises BadInput where no cluster answers."""
+    """Connects to the running cluster at `address` for the time of the block. Processes there get the variables and the
+    code of a run of `config`; None: neither. Raises BadInput if no cluster answers."""
     _without_obituaries()
     _refuse_unless_reachable(address)
     os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # else Ray refuses variables that a submitted job also sets
@@ -96,8 +99,8 @@ def connected(address: str, config: CommonConfig | None) -> Iterator[None]:
 
 
 def _nodes(timeout_s: float) -> tuple[Node, ...]:
-    """Asks each node of the cluster for its resources, in parallel: a short task on each. Ray reports how many cores
-    and GPUs it offers. Raises RoomFailed, which names the nodes that do not answer."""
+    """Returns each machine of the cluster with its resources, from a short task on every node, in parallel. The numbers
+    of cores and GPUs are those that Ray offers. Raises RoomFailed, which names the nodes that do not answer."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     asking = [
         ray.remote(num_cpus=0, scheduling_strategy=on_node(node["NodeID"]))(this_machine).remote() for node in alive
@@ -135,8 +138,8 @@ def _refuse_unless_reachable(address: str) -> None:
 
 
 def check_services() -> None:
-    """Raises ServicesLost if Ray's services have ended that this process has started. In a cluster of others it has
-    started none."""
+    """Raises ServicesLost if a service of Ray that this process has started has ended. In a cluster that it has joined,
+    this process has started none."""
     exit_codes = _ended_services()
     if exit_codes:
         text = " and ".join(f"{kind} (exit code {code})" for kind, code in exit_codes.items())
@@ -144,27 +147,28 @@ def check_services() -> None:
 
 
 def _services() -> dict[str, Any]:
-    """Returns the processes of Ray's services that this process has started."""
+    """Returns {name: process} of Ray's services that this process has started."""
     node = ray._private.worker._global_node
     started = node.all_processes if node else {}
     return {kind: info.process for kind in SERVICES for info in started.get(kind, ())}
 
 
 def _ended_services() -> dict[str, int]:
-    """Returns the exit codes of ended services."""
+    """Returns {name: exit code} of Ray's services that this process has started and that have ended."""
     return {kind: process.returncode for kind, process in _services().items() if process.poll() is not None}
 
 
 def _remove(group: PlacementGroup) -> None:
-    """Gives places back. Without its services Ray would wait for them for a minute, and then end this process."""
+    """Gives the places of `group` back to Ray, if Ray's services live. Without them Ray would wait for a minute, and
+    then end this process."""
     if not _ended_services():
         remove_placement_group(group)
 
 
 @contextmanager
 def _local_cluster(cpus: int) -> Iterator[None]:
-    """Runs Ray on this machine for the time of the block. Raises ServicesLost instead of an error of the block that
-    comes from the end of its services."""
+    """Runs Ray with `cpus` cores on this machine for the time of the block. If an error of the block comes from the end
+    of Ray's services, raises ServicesLost instead."""
     before = _children()
     keep_compiled_code()  # TMPDIR ends with this block. (vLLM's own cache is in ~/.cache.)
     with private_directory() as directory:
@@ -183,12 +187,14 @@ def _local_cluster(cpus: int) -> Iterator[None]:
 
 
 def _start_ray(cpus: int, directory: str) -> None:
-    """Starts Ray, a second time if its services are not up within the 30 s that Ray gives them, however busy the
-    machine is (`ray._private.node.Node`). Raises RoomFailed if they are not up then either.
+    """Starts Ray with `cpus` cores and its files in `directory`. Tries a second time if Ray's services are not up
+    within the 30 s that Ray gives them, however busy the machine is (`ray._private.node.Node`). Then raises
+    RoomFailed.
 
     The services get process groups of their own, so that signals to the driver's group do not reach them. A SIGTERM
     would end them before the driver could commit; the driver would hang for a minute without them, and Ray would end
-    it. (They still end with the driver: the kernel ensures that.)"""
+    it. (They still end with the driver: the kernel ensures that.)
+    """
     fault_point("driver.cluster")
     popen = ray_services.ConsolePopen
     ray_services.ConsolePopen = partial(popen, process_group=0)
@@ -213,8 +219,8 @@ def _start_ray(cpus: int, directory: str) -> None:
 
 
 def _end(before: set[psutil.Process]) -> None:
-    """Shuts Ray down, and after `SHUTDOWN_S` kills the remaining children of this process that are not in `before`, and
-    their descendants."""
+    """Shuts Ray down. After `SHUTDOWN_S` kills the processes that Ray started: the children of this process that are
+    not in `before`, and their descendants."""
     started = [p for root in _children() - before for p in (root, *_children(root))]
     ray.shutdown()
     _, alive = psutil.wait_procs(started, timeout=SHUTDOWN_S)
@@ -224,7 +230,7 @@ def _end(before: set[psutil.Process]) -> None:
 
 
 def _children(of: psutil.Process | None = None) -> set[psutil.Process]:
-    """Returns direct children of this process, or all descendants of another, which may have ended meanwhile."""
+    """Returns the direct children of this process, or all descendants of the process `of`; none if `of` has ended."""
     try:
         return set(of.children(recursive=True) if of else psutil.Process().children())
     except psutil.NoSuchProcess:
@@ -238,12 +244,14 @@ def reserve(
     ending: ExitStack,
     blocks: Sequence[int] = (),
 ) -> tuple[PlacementGroup, list[dict[str, Any]]]:
-    """Reserves places for actors with these Ray resources together, on as few nodes as possible. Returns their group
-    and the options of each actor. `ending` gives the places back.
+    """Reserves places for all actors together, on as few nodes as possible. `resources`: Ray's options with the
+    resources of each actor. Returns the group of the places, and Ray's options of each actor in its place. `ending`
+    gives the places back. `progress` is called about once a second while it waits.
 
-    `blocks`: sizes of groups, from the first actor on, that must be on one node each; other actors are placed one by
-    one. Raises BadInput if no node is large enough for a block, or for an actor with several GPUs, and RoomFailed after
-    `timeout_s` seconds."""
+    `blocks`: sizes of groups of actors, from the first actor on, that must be on one node each; the other actors are
+    placed one by one. Raises BadInput if no node is large enough for a block, or for an actor with several GPUs, and
+    RoomFailed after `timeout_s` seconds.
+    """
     blocks = [*blocks, *[1] * (len(resources) - sum(blocks))]
     bundles = [_bundle(*resources[end - size : end]) for size, end in zip(blocks, accumulate(blocks), strict=True)]
     for bundle, size in zip(bundles, blocks, strict=True):
@@ -259,9 +267,12 @@ def reserve(
 
 
 class PlacePool:
-    """Places for actors with these Ray resources that are added later and removed again. `ending` gives all back.
+    """Reserves places for actors that are added later, and takes them back. `resources`: Ray's options with the
+    resources of one actor. `ending` gives all places back to Ray.
 
-    A place that `reserve` made cannot be given back to Ray without its whole group: it is kept for the next actor."""
+    A place that `reserve` made cannot be given back to Ray without its whole group: the pool keeps it for the next
+    actor.
+    """
 
     def __init__(self, resources: Mapping[str, float], ending: ExitStack) -> None:
         self._resources = resources
@@ -274,7 +285,8 @@ class PlacePool:
             _remove(group)
 
     def take(self) -> dict[str, Any]:
-        """Returns Ray's options of one more actor, which waits until there is a place."""
+        """Returns Ray's options for one more actor, in a free place of the pool or a new one. An actor in a new place
+        waits until the cluster has room for it."""
         if self._free:
             return self._free.pop()
         group = placement_group([_bundle(self._resources) or {"CPU": 0.001}])
@@ -283,7 +295,7 @@ class PlacePool:
         return {**self._resources, "scheduling_strategy": strategy}
 
     def give_back(self, options: dict[str, Any]) -> None:
-        """Gives back the place with these options after the end of its actor."""
+        """Gives back the place in `options`, Ray's options of an actor that has ended."""
         group = options["scheduling_strategy"].placement_group
         if group in self._groups:
             self._groups.remove(group)
@@ -293,14 +305,14 @@ class PlacePool:
 
     @staticmethod
     def are_there(options_N: Sequence[Mapping[str, object]]) -> list[bool]:
-        """Returns for each actor with these options of Ray whether Ray has its place; it has none while its node is
-        lost. Asks Ray once about each group."""
+        """Returns for each actor, given by Ray's options, whether Ray has its place on a live node. A new place may
+        still be waited for, and the place of a lost node is gone. Asks Ray once for each group of places."""
         return [node is not None for node in actor_nodes(options_N)]
 
 
 def nodes_of(options: Mapping[str, Sequence[Mapping[str, object]]]) -> dict[str, list[str]]:
-    """Returns the rooms that have actors on each node, {Ray's id: rooms}, from {room: Ray's options of its actors}.
-    Actors on lost nodes have none."""
+    """Returns {Ray's id of a node: rooms with actors on it}. `options`: {room: Ray's options of its actors}. Leaves out
+    actors without a place."""
     rooms_by_node: dict[str, list[str]] = {}
     for room, actors in options.items():
         for node in {node: None for node in actor_nodes(actors) if node}:
@@ -309,7 +321,7 @@ def nodes_of(options: Mapping[str, Sequence[Mapping[str, object]]]) -> dict[str,
 
 
 def actor_nodes(options_N: Sequence[Mapping[str, Any]]) -> list[str | None]:
-    """Returns Ray's id of the node of each actor with these options; None for actors without a place."""
+    """Returns for each actor, given by Ray's options, Ray's id of its node; None if it has no place on a live node."""
     strategies = [options["scheduling_strategy"] for options in options_N]
     groups = {strategy.placement_group.id: strategy.placement_group for strategy in strategies}
     tables = {name: placement_group_table(group) for name, group in groups.items()}
@@ -322,8 +334,9 @@ def actor_nodes(options_N: Sequence[Mapping[str, Any]]) -> list[str | None]:
 
 
 def await_places(options: Mapping[str, Sequence[Mapping[str, object]]], timeout_s: float, progress: Progress) -> None:
-    """Waits until Ray has a place for each actor, {room: Ray's options of its actors}: nodes may have been lost since
-    `reserve`. Calls `progress` once a second while one is missing. Raises RoomFailed after `timeout_s` seconds."""
+    """Waits until Ray has a place for each actor, since nodes may have been lost after `reserve`. `options`: {room:
+    Ray's options of its actors}. Calls `progress` once a second while a place is missing. Raises RoomFailed after
+    `timeout_s` seconds."""
     started = time.monotonic()
     waited = 0.0
     while names := _without_place(options):
@@ -346,20 +359,20 @@ def _without_place(options: Mapping[str, Sequence[Mapping[str, object]]]) -> lis
 
 
 def see_own_gpus() -> None:
-    """Makes this actor see the GPUs that Ray has given it, and no others. Call it before CUDA starts. (Ray shows an
-    actor that is given none all GPUs of its node.)"""
+    """Makes this actor see the GPUs that Ray has given it, and no others. Call it before CUDA starts. (Ray shows all
+    GPUs of the node to an actor without GPUs.)"""
     if ray.is_initialized():  # else this is no actor, but an object of a process without Ray
         os.environ[VISIBLE] = ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
 
 def on_node(node: str) -> object:
-    """Returns the option `scheduling_strategy` that places an actor on the node with this Ray id or nowhere."""
+    """Returns the option `scheduling_strategy` that places an actor on the node with the Ray id `node`, or nowhere."""
     return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
 def signal_processes(pids: Mapping[str, Sequence[int]], number: int) -> None:
-    """Sends a signal to processes of a run, {Ray's id of their node: pids}, on all nodes in parallel. Ignores processes
-    that have ended, and nodes that do not answer within `REACH_S`."""
+    """Sends the signal `number` to processes on all nodes in parallel. `pids`: {Ray's id of a node: process ids on it}.
+    Ignores processes that have ended, and nodes that do not answer within `REACH_S`."""
     local_node = ray.get_runtime_context().get_node_id()
     _signal(pids.get(local_node, ()), number)
     other_nodes = {node: those for node, those in pids.items() if node != local_node}
@@ -391,6 +404,6 @@ def _refuse_unless_a_node_has(bundle: Mapping[str, float], key: str) -> None:
 
 
 def _bundle(*actors: Mapping[str, float]) -> dict[str, float]:
-    """Makes one bundle for these actors: Ray never splits a bundle over nodes."""
+    """Returns the sum of the cores and GPUs of `actors` as one bundle, which Ray places on one node as a whole."""
     amounts = {name: sum(actor.get(f"num_{name.lower()}s", 0) for actor in actors) for name in ("CPU", "GPU")}
     return {name: amount for name, amount in amounts.items() if amount}

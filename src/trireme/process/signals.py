@@ -1,4 +1,5 @@
-"""SIGTERM and Ctrl-C end a run in order: it takes a commit, stops its rooms and leaves nothing behind."""
+"""Handles SIGTERM and Ctrl-C, which end a run in order: it takes a commit, stops its rooms and leaves no process
+behind."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from trireme.core.errors import EXIT_INTERRUPTED, EXIT_SIGTERM, RoomFailed
 
 
 class Stopped(BaseException):
-    """A signal asked the run to end. Not an Exception, so that no error handling of a room catches it."""
+    """Raised when a signal asked the run to end. Not an Exception, so that no error handling of a room catches it."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__("stopped by a signal")
@@ -23,7 +24,7 @@ class Stopped(BaseException):
 
 
 class StoppedWithoutCommit(Stopped):
-    """A signal asked the run to end, and no commit was possible: a room failed, or the grace time was over."""
+    """Raised when a signal ended the run and no commit was possible: a room failed, or the grace time was over."""
 
     def __init__(self, exit_code: int, failure: RoomFailed | None = None) -> None:
         super().__init__(exit_code)
@@ -45,7 +46,8 @@ sends to all processes, into a SIGTERM."""
 
 
 def _end_at_the_next(first: int) -> None:
-    """Makes the next signal end the process immediately, unless it belongs to `first`, which just came."""
+    """Makes the next signal end the process immediately. A signal that comes so soon after the signal `first` that both
+    are one request (SAME_S, BOTH_S) is ignored."""
     arrived = time.monotonic()
 
     def end(signum: int, _frame: FrameType | None) -> None:
@@ -61,7 +63,8 @@ _received: list[int] = []
 
 
 def _say(text: str) -> None:
-    """Prints from a handler, which may have interrupted any other print."""
+    """Prints a line from a signal handler: writes to stderr directly, because the signal may have interrupted another
+    print."""
     with suppress(OSError):  # nobody reads any more
         os.write(2, f"{text}; a second signal ends this at once\n".encode())
 
@@ -74,15 +77,16 @@ def _stop(signum: int, _frame: FrameType | None) -> None:
 
 
 def check() -> None:
-    """Raises Stopped if a signal came, because Ray's compiled code may have swallowed an earlier Stopped."""
+    """Raises Stopped if a signal came. Call it now and then, because Ray's compiled code may swallow the Stopped of the
+    handler."""
     if _received:
         raise Stopped(_received[0])
 
 
 @contextmanager
 def as_stopped() -> Iterator[None]:
-    """Raises Stopped instead of any error of the block after a signal: Ray's compiled code, interrupted by a Stopped,
-    raises another error, and other libraries turn it into their own."""
+    """Turns any error of the block into Stopped if a signal came: Ray's compiled code, interrupted by a Stopped, raises
+    another error, and other libraries turn a Stopped into their own errors."""
     try:
         yield
     except Exception as error:
@@ -92,14 +96,14 @@ def as_stopped() -> Iterator[None]:
 
 
 def arm() -> None:
-    """Makes both signals raise Stopped in the main thread; a second one (see SAME_S) ends the process immediately. Call
-    it again after `ray.init`, which sets handlers of its own."""
+    """Makes SIGTERM and Ctrl-C raise Stopped in the main thread; a second signal (see SAME_S) ends the process
+    immediately. Call it again after `ray.init`, which sets its own handlers."""
     for number in EXIT_CODES:
         signal.signal(number, _stop)
 
 
 class Stop:
-    """Notes a signal during its `with` block, so that training stops where it can be committed (`check`).
+    """Only notes a signal during its `with` block, so that training stops where it can be committed (`check`).
 
     Raises StoppedWithoutCommit in the main thread if the block has not ended `grace_s` seconds after the signal. A
     second signal (see SAME_S) ends the process immediately. A room that fails after a signal is not built again: its
@@ -144,10 +148,10 @@ class Stop:
 
 
 def end_after(close: Callable[[], Awaitable[object]]) -> None:
-    """Makes SIGTERM end this process, an actor, only after `close()`, which must have a deadline of its own. Call it in
-    the actor's event loop. Ray's own handler exits the process whatever runs in that loop; it comes last.
+    """Makes SIGTERM end this process, an actor, only after `close()`, which must limit its own time. Call it in the
+    actor's event loop. Ray's own handler, which exits whatever runs in that loop, is called last.
 
-    A handler in Python does not suit: it needs the main thread, which Ray keeps to itself. faulthandler's runs in
+    A handler in Python is not possible: it needs the main thread, which Ray occupies. faulthandler's handler runs in
     whichever thread gets the signal, and its output wakes the event loop.
     """
     loop = asyncio.get_running_loop()

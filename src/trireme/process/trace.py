@@ -1,20 +1,20 @@
 """Records the work of each process over time as Chrome's trace events, which Perfetto and `trireme report` draw.
 
-    <run>/trace/attempt_1/trainer_0.json     of one process; named like its log
+    <run>/trace/attempt_1/trainer_0.json     the events of one process; named like its log
 
     with trace.span("publish", version=3):   spans of one track nest
     with trace.overlapping("step", "env"):   spans that run many at once; spans under a millisecond are left out
-    with trace.life("group", 17):            begun and ended by events of their own: seen from the start, also by a kill
-    busy = trace.Busy("sampling"); with busy: from the first that comes until the last that goes
+    with trace.life("group", 17):            begin and end are events of their own: seen from the start, also by a kill
+    busy = trace.Busy("sampling"); with busy: one span from the first block that begins until the last one ends
 
 Each process calls `start` once, next to where it opens its log; until then, and with `trace.max_mb` = 0, a span costs a
-function call. Events are put into a queue; a thread writes the queue twice a second, so a process that is killed
-loses less than a second. Every event is a whole line of a JSON array that is never closed, as the format allows: the
-file can be read at any time.
+function call. Events are put into a queue; a thread writes the queue twice a second, so a process that is killed loses
+less than a second. Every event is a whole line of a JSON array that is never closed, as the format allows: the file can
+be read at any time.
 
-One clock: microseconds since 1970, by the system's clock at the start of the process, and by the monotonic clock from
-then on. Processes of one machine agree to microseconds. Processes of several machines agree as well as their system
-clocks do: under NTP a span may seem to begin a few milliseconds before its cause on another node.
+All times are microseconds since 1970, by the system's clock at the start of the process, and by the monotonic clock
+from then on. Processes of one machine agree to microseconds. Processes of several machines agree as well as their
+system clocks do: under NTP a span may seem to begin a few milliseconds before its cause on another node.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _writer: TraceWriter | None = None
 
 
 def start(log_dir: Path | None, process: str, max_mb: int) -> None:
-    """Begins the trace of this process, named by room and number (`trainer_0`). An attempt that logs to
-    `<run>/logs/attempt_N` traces to `<run>/trace/attempt_N`. The trace ends when its file has `max_mb` megabytes; there
-    is none without a `log_dir` or with 0 megabytes."""
+    """Starts the trace of this process. `process`: room and number (`trainer_0`), which name the file. An attempt that
+    logs to `<run>/logs/attempt_N` traces to `<run>/trace/attempt_N`. The trace ends when its file has `max_mb`
+    megabytes; without a `log_dir` or with 0 megabytes there is no trace."""
     global _writer
     stop()
     if log_dir is not None and max_mb:
@@ -63,7 +63,7 @@ def start(log_dir: Path | None, process: str, max_mb: int) -> None:
 
 
 def stop() -> None:
-    """Writes the rest of the trace of this process, and ends it."""
+    """Writes the events that are left, and ends the trace of this process."""
     global _writer
     writer = _writer
     _writer = None
@@ -72,14 +72,16 @@ def stop() -> None:
 
 
 def span(name: str, track: str = "main", **args: object) -> AbstractContextManager[object]:
-    """Records the time of the `with` block, on a track where spans follow or contain each other."""
+    """Records the `with` block as a span on `track`, where spans follow or contain each other. `args` are shown with
+    it."""
     if _writer:
         return _timed(partial(_writer.add_span, name, track, args))
     return _nothing
 
 
 def overlapping(name: str, track: str, **args: Any) -> AbstractContextManager[Any]:
-    """Records the time of the `with` block, if it takes a millisecond, on a track where spans may overlap."""
+    """Records the `with` block as a span on `track`, where spans may overlap. Blocks under SHORTEST_NS are not
+    recorded."""
     if _writer:
         return _timed(partial(_writer.add_overlapping, name, track, args))
     return _nothing
@@ -87,7 +89,9 @@ def overlapping(name: str, track: str, **args: Any) -> AbstractContextManager[An
 
 @contextmanager
 def life(name: str, number: int, **args: Any) -> Iterator[dict[str, Any]]:
-    """Records the life of thing `number`. Yields a dict; its contents are recorded at the end."""
+    """Records the `with` block as the life of one thing, such as a group: `name` is its kind, `number` tells it from
+    others. `args` are recorded at the begin. Yields a dict; the entries that the block puts into it are recorded at
+    the end."""
     ending: dict[str, Any] = {}
     writer = _writer
     if writer:
@@ -100,7 +104,7 @@ def life(name: str, number: int, **args: Any) -> Iterator[dict[str, Any]]:
 
 
 class Busy:
-    """Counts the concurrent `with busy:` blocks, and records one span, on a track of its own, while there is any."""
+    """Counts the concurrent `with busy:` blocks, and records one span, on a track called `name`, while there is any."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -120,7 +124,7 @@ class Busy:
             self._end()
 
     def pause(self) -> None:
-        """Ends the span: all work is paused."""
+        """Ends the span, because all work is paused; blocks that begin now record no span until `resume`."""
         self._paused = True
         self._end()
 
@@ -156,7 +160,8 @@ def _now() -> int:
 
 
 class TraceWriter:
-    """Writes the file of one process. Writes `counters` {name: value} that have changed since the last time."""
+    """Writes the trace file of one process in a thread. `counters` {name: value}: values that changed since the last
+    write are written too."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self.counters: dict[str, int] = {}
@@ -174,7 +179,8 @@ class TraceWriter:
         self._thread.start()
 
     def add(self, phase: str, name: str, track: str, at: int, **fields: Any) -> None:
-        """Adds an event, named by its track, from any thread. `at`: ns of the monotonic clock."""
+        """Adds an event on `track`, from any thread. `phase`: the event's type in Chrome's format. `at`: ns of the
+        monotonic clock. `fields`: further fields of the event."""
         self._queue.append({"ph": phase, "name": name, "tid": track, "ts": self._us(at), **fields})
 
     def add_span(self, name: str, track: str, args: dict[str, object], started: int, end: int) -> None:
@@ -182,20 +188,21 @@ class TraceWriter:
         self.add("X", name, track, started, dur=end // 1000 - started // 1000, args=args)
 
     def add_overlapping(self, name: str, track: str, args: dict[str, object], started: int, end: int) -> None:
-        """Adds a span that may overlap others of its track, unless it is too short."""
+        """Adds a span that may overlap other spans of its track, from any thread, if it is not shorter than
+        SHORTEST_NS. `started` and `end`: ns of the monotonic clock."""
         if end - started >= SHORTEST_NS:
             same = {"cat": track, "id": next(_numbers)}
             self.add("b", name, track, started, args=args, **same)
             self.add("e", name, track, end, **same)
 
     def close(self) -> None:
-        """Writes the rest, if the disk takes it in CLOSE_S seconds."""
+        """Writes the events that are left, and ends the thread; gives up after CLOSE_S seconds."""
         self._closing.set()
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        """Runs the thread. If the trace cannot be written (a full disk), it ends with a warning and the run continues:
-        hence the `try`."""
+        """Runs the thread. If the file cannot be written (a full disk), the trace ends with a warning and the run
+        continues."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab") as file:
@@ -226,13 +233,13 @@ class TraceWriter:
         return room
 
     def _about(self) -> Iterator[dict[str, Any]]:
-        """Yields the name and the place under which viewers show this process."""
+        """Yields the events that tell viewers this process's name, its place among the others, its pid and its host."""
         yield self._meta("process_name", name=self._path.stem)
         yield self._meta("process_sort_index", sort_index=self._rank)
         yield self._meta("process_labels", labels=f"process {os.getpid()} on {socket.gethostname()}")
 
     def _news(self) -> Iterator[dict[str, Any]]:
-        """Yields the events since the last time."""
+        """Yields the events and the changed counters since the last call."""
         for _ in range(len(self._queue)):
             event = self._queue.popleft()
             track = event["tid"]
@@ -248,7 +255,7 @@ class TraceWriter:
                 yield self._event("C", name, args={"number": value})
 
     def _event(self, phase: str, name: str, **fields: object) -> dict[str, object]:
-        """Makes an event of the process as a whole."""
+        """Returns an event of the process as a whole, on no track, with the present time."""
         return {"ph": phase, "name": name, "pid": self._pid, "ts": self._us(_now()), **fields}
 
     def _meta(self, about: str, **args: Any) -> dict[str, Any]:

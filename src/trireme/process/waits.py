@@ -1,4 +1,4 @@
-"""The only place where a process waits for another. Each wait has a deadline, and its error names the other process.
+"""The only place where a process waits for another. Each wait has a time limit, and its error names the other process.
 
 A lint (tests/unit/test_laws.py) forbids the bare `ray.get` and `ray.wait` elsewhere.
 """
@@ -24,7 +24,8 @@ COLOURS = re.compile(r"\x1b\[\d+m")
 
 
 def failure(error: BaseException, owner: str, log: Path | None) -> TriremeError:
-    """Turns Ray's error of a call to `owner` into the error that a person reads."""
+    """Returns the error that a person reads for `error`, with which Ray answered a call to the process `owner`. `log`:
+    the process's log, which the error names."""
     log_note = f"; its log: {log}" if log else ""
     if isinstance(error, RayTaskError):
         cause = error.cause
@@ -37,14 +38,15 @@ def failure(error: BaseException, owner: str, log: Path | None) -> TriremeError:
 
 
 def with_log(error: TriremeError, log: Path | None) -> TriremeError:
-    """Returns another process's message on its failure, with the path of its log."""
+    """Returns a RoomFailed of another process with the path of that process's log added; returns any other error
+    unchanged."""
     if type(error) is RoomFailed and log and "its log:" not in str(error):
         return RoomFailed(f"{error}; its log: {log}")
     return error
 
 
 def _cause_of_death(error: RayActorError) -> str:
-    """Returns Ray's account of the death, without its advice, which is about Ray's own commands."""
+    """Returns what Ray says about the death of a process, without Ray's advice, which is about its own commands."""
     message = " ".join(COLOURS.sub("", str(error)).split())
     pid = re.search(r"pid: (\d+)", message)
     detail = re.search(r"exit detail: (.*?)(?: Some common causes|$)", message)
@@ -70,9 +72,10 @@ def get_all(
     on_tick: Callable[[list[str], float], None] | None = None,
     limit: str = "",
 ) -> list[Any]:
-    """Returns the values of `refs`; `owners` names their processes. Raises as soon as one fails, without waiting for
-    others (which may hang in a collective), or after `timeout_s` seconds. Calls `on_tick` about once a second with the
-    names still waited for and the seconds waited. `limit` names the origin of the time limit in the error."""
+    """Waits for all `refs` and returns their values. `owners` names the process of each. Raises the error of the first
+    that fails, without waiting for others (which may hang in a collective); RoomFailed after `timeout_s` seconds.
+    Calls `on_tick` about once a second with the names still waited for and the seconds waited. `log` and `limit`,
+    the origin of the time limit, are named in errors."""
     started = time.monotonic()
     pending = list(refs)
     owner = dict(zip(refs, owners, strict=True))
@@ -94,8 +97,8 @@ def get_all(
 
 @dataclass
 class LongWait:
-    """Prints a line every `every_s` seconds of a wait, as `on_tick` of `get_all`. `ask` returns a reference to a text
-    that says how far the work is; without it the line says only how long the wait has been."""
+    """Prints a line every `every_s` seconds of a wait; used as `on_tick` of `get_all`. `ask` requests a text that says
+    how far the work is, and returns a reference to it; without `ask` the line says only how long the wait has been."""
 
     label: str
     every_s: float
@@ -122,8 +125,8 @@ class LongWait:
 
 
 def ready(refs: Mapping[Any, str], timeout_s: float) -> dict[Any, Any]:
-    """Waits up to `timeout_s` seconds for any of the references {reference: owner}. Returns the ready ones, each with
-    its value or its TriremeError."""
+    """Waits up to `timeout_s` seconds until any of `refs` {reference: name of its process} is ready. Returns
+    {reference: its value or its TriremeError} for those that are ready."""
     if not refs:
         time.sleep(timeout_s)
         return {}
@@ -140,39 +143,41 @@ def ready(refs: Mapping[Any, str], timeout_s: float) -> dict[Any, Any]:
 
 
 def died(error: BaseException) -> bool:
-    """Returns True if `error` is about the end of a process, not raised by its code."""
+    """Returns True if `error`, raised by this module, reports the end of a process, not an error raised by its code."""
     cause = error.__cause__
     raised = isinstance(cause, RayTaskError) or (isinstance(cause, RayActorError) and cause.actor_init_failed)
     return isinstance(cause, RayError) and not raised
 
 
 def unreached(error: BaseException) -> bool:
-    """Returns True if a call did not reach its actor and Ray does not know yet if that lives: on a lost node, until Ray
-    has given up the node. A successor started before that would be placed there."""
+    """Returns True if `error` says that a call did not reach its actor, and Ray does not know yet whether the actor
+    lives. On a lost node this lasts until Ray has given up the node; a successor started before would be placed
+    there."""
     return isinstance(error.__cause__, ActorUnavailableError)
 
 
 def get(ref: Any, *, owner: str, timeout_s: float, log: Path | None = None) -> Any:
-    """Returns the value of one reference, as `get_all` does."""
+    """Waits for one reference and returns its value. Raises the errors of `get_all`."""
     return get_all([ref], owners=[owner], timeout_s=timeout_s, log=log)[0]
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Work in other processes that returns lists."""
+    """Calls in progress in other processes, each of which returns a list."""
 
     refs: Sequence[Any]  # to the lists
     owners: Sequence[str]  # their owners
     log: Path | None = None  # directory of the owners' logs
 
     def wait(self, timeout_s: float) -> list[Any]:
-        """Returns the items of all lists. Raises the errors of `get_all`."""
+        """Waits until all calls have ended, and returns the items of all lists as one list. Raises the errors of
+        `get_all`."""
         parts = get_all(self.refs, owners=self.owners, timeout_s=timeout_s, log=self.log)
         return [item for part in parts for item in part]
 
 
 async def get_async(awaitable: Awaitable[Value], *, owner: str, timeout_s: float, log: Path | None = None) -> Value:
-    """Waits for one reference inside an event loop. Raises the errors of `get_all`."""
+    """Waits for one reference inside an event loop and returns its value. Raises the errors of `get_all`."""
     try:
         return await asyncio.wait_for(awaitable, timeout_s)
     except TimeoutError:

@@ -1,5 +1,5 @@
-"""Chooses the environment variables, and the code that is not installed there, that a run takes to the nodes of a
-cluster. Ray's runtime environment carries both. Imports no Ray.
+"""Chooses what a run takes to the nodes of a cluster: environment variables, and code that is not installed there.
+Ray's runtime environment carries both. Imports no Ray.
 
 Without it an actor has the variables with which its node's Ray was started, and can import only packages installed on
 that node. A cluster that a run starts for itself needs none of this: its processes inherit the driver's environment.
@@ -63,8 +63,8 @@ class WorkerEnvironment:
 
     @classmethod
     def of(cls, config: CommonConfig, environ: Mapping[str, str]) -> WorkerEnvironment:
-        """Chooses them by the configuration and the driver's environment. Raises BadInput for a variable that the
-        configuration names and that is not set."""
+        """Chooses variables and code by the configuration, from `environ`, the driver's environment. Raises BadInput if
+        the configuration names a variable that is not set."""
         of_environments = [name for name in config.env_variables if name in environ]  # their check refuses others
         chosen = _chosen([*config.cluster.variables, *of_environments], environ)
         named = named_code(config.model_dump(mode="json"), keys_of(type(config))).values()
@@ -82,7 +82,7 @@ class WorkerEnvironment:
 
     @property
     def text(self) -> str:
-        """The names of everything that travels."""
+        """The names, for people, of all modules, variables and secrets that travel."""
         parts = [
             ("code of", [module.stem for module in self.modules]),
             ("variables", sorted(self.variables)),
@@ -91,8 +91,8 @@ class WorkerEnvironment:
         return "; ".join(f"{label} {', '.join(names)}" for label, names in parts if names) or "nothing but the run"
 
     def runtime_env(self, environ: Mapping[str, str]) -> dict[str, object]:
-        """Returns it as Ray's runtime environment of a driver with this `environ`, which may come from a submitted job:
-        its modules stay."""
+        """Returns the runtime environment for `ray.init`. `environ`: the driver's environment; if the driver was
+        started by a submitted job, the modules of the job are kept."""
         job = (json.loads(environ.get(JOB_CONFIG) or "{}").get("runtime_env") or {}).get("py_modules") or []
         options: dict[str, object] = {"env_vars": dict(self.variables), "excludes": ["__pycache__"]}
         modules = [*map(str, self.modules), *job]
@@ -103,13 +103,13 @@ class WorkerEnvironment:
 
 
 def travels_text(config: CommonConfig) -> str:
-    """Returns the names of everything that a run of this configuration takes with it, for its plan."""
+    """Returns the line for the plan that names everything that a run of `config` takes to the nodes of a cluster."""
     return f"{WorkerEnvironment.of(config, os.environ).text}, from the driver to all nodes"
 
 
 def _beginning(secrets: Mapping[str, str]) -> Callable[[], None]:
-    """Returns the first function of a process: it sets variables, and finds the project's packages before a user's
-    modules. Ray sends the function whole, because it is no function of a module."""
+    """Returns the function that Ray calls first in each process: it sets the variables `secrets`, and makes Python find
+    the project's packages before a user's modules. It is nested, so that Ray sends its code and not only its name."""
 
     def begin() -> None:
         os.environ.update(secrets)
@@ -119,8 +119,8 @@ def _beginning(secrets: Mapping[str, str]) -> Callable[[], None]:
 
 
 def _chosen(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that travel: variables in PREFIXES and NAMES, and `names`. Relative entries of PYTHONPATH
-    become absolute. Raises BadInput."""
+    """Returns the variables of `environ` that travel, {name: value}: those in PREFIXES and NAMES, and `names`. Relative
+    entries of PYTHONPATH become absolute. Raises BadInput if one of `names` is not set."""
     for name in names:
         if name not in environ:
             raise Refusal(
@@ -139,8 +139,8 @@ def _chosen(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def modules_not_installed(names: Iterable[str]) -> tuple[Path, ...]:
-    """Returns the places of the top-level modules `names`, this project's packages, and all their imports, unless they
-    are among the installed packages, which are expected on every node."""
+    """Returns the files and directories of this project's packages, of the top-level modules `names`, and of all
+    modules that these import. Leaves out installed packages, which are expected on every node."""
     installed = [Path(sysconfig.get_path(kind)).resolve() for kind in INSTALLED]
     modules: dict[str, Path] = {}
     pending = [ENTRY, *OWN_PACKAGES, *names]
@@ -155,8 +155,8 @@ def modules_not_installed(names: Iterable[str]) -> tuple[Path, ...]:
 
 
 def _places(name: str) -> list[Path]:
-    """Returns the file of a top-level module, or the directories of a package; none for one that is built in, or is not
-    there: actors say so. The working directory is searched too, as Ray's workers do."""
+    """Returns the file of the top-level module `name`, or the directories of a package. Returns none if it is built in
+    or is not found (actors then report that). Also searches the working directory, as Ray's workers do."""
     spec = None
     with suppress(ValueError):  # __main__
         spec = importlib.util.find_spec(name) or PathFinder.find_spec(name, [os.getcwd()])
@@ -170,7 +170,7 @@ def _places(name: str) -> list[Path]:
 
 
 def _imported(place: Path) -> Iterator[str]:
-    """Yields the top-level modules that the Python files at `place` import by name."""
+    """Yields the names of the top-level modules that the Python files at `place` (a file or a directory) import."""
     for file in [place] if place.is_file() else place.rglob("*.py"):
         with suppress(SyntaxError, ValueError):  # it may never be imported
             yield from _imported_by(ast.parse(file.read_bytes(), str(file)))

@@ -38,8 +38,8 @@ def reduce_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     `:sum`, `:max`, `:min` or `:mean`. A mean is over loss tokens: each part counts by its `loss_tokens:sum`, or once
     if no part has any.
 
-    >>> reduce_metrics([{"loss:sum": 1.0, "ratio:max": 2.0}, {"loss:sum": 3.0, "ratio:max": 1.5}]) {'loss:sum': 4.0,
-    'ratio:max': 2.0}
+    >>> reduce_metrics([{"loss:sum": 1.0, "ratio:max": 2.0}, {"loss:sum": 3.0, "ratio:max": 1.5}])
+    {'loss:sum': 4.0, 'ratio:max': 2.0}
 
     Raises KeyError for a name with another end.
     """
