@@ -1,1 +1,1 @@
-"""Shared by all rooms: types, datums, weights, errors. Pure: imports neither Ray nor vLLM nor a room."""
+"""What all rooms share: types, datums, weights, errors. Pure: imports neither Ray nor vLLM nor a room."""

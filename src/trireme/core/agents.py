@@ -1,5 +1,6 @@
-"""Sessions of agents as the orchestrator sees them: it opens one for each rollout that an agent plays, samples the
-agent's requests, and gets back all answers. Only `trireme.launch` sees the classes behind it."""
+"""Sessions of agents as the orchestrator sees them. The orchestrator opens a session for each rollout that an agent
+plays, samples the agent's requests, and gets all answers when it closes the session. Only `trireme.launch` sees the
+classes behind these protocols."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ SampleTurn = Callable[..., Awaitable[SampledSequence]]
 
 @dataclass(frozen=True)
 class AgentAccess:
-    """Everything that an agent needs for access to the policy."""
+    """The addresses, key and model name with which an agent samples from the policy."""
 
     base_url: str
     """For OpenAI's client."""
@@ -32,15 +33,17 @@ class AgentAccess:
 
 
 class AgentTurn(SampledPart, Protocol):
-    """One answer with its prompt, branch by branch."""
+    """One sampled answer of a session with its prompt. A session whose prompts do not all continue each other has
+    branches; the turns of a branch follow each other."""
 
     @property
     def prompt(self) -> npt.NDArray[np.int32]:
-        """The whole prompt; if it `follows`, the part after the answer before."""
+        """The token ids of the prompt: all of them, or, if the turn `follows`, only those after the answer of the turn
+        before."""
 
     @property
     def follows(self) -> bool:
-        """The prompt begins with the prompt and the answer of the turn before."""
+        """True if the prompt begins with the prompt and the answer of the turn before."""
 
     @property
     def answer(self) -> int:
@@ -51,12 +54,12 @@ class AgentTurn(SampledPart, Protocol):
 
     @property
     def delivered(self) -> bool:
-        """False: the agent never got the answer, which must not count in the loss."""
+        """False if the agent never got the answer, which then must not count in the loss."""
 
 
 @dataclass(frozen=True, eq=False)
 class PlayedSession:
-    """A session that has ended."""
+    """The result of a session that has ended."""
 
     turns: Sequence[AgentTurn]
     metrics: Mapping[str, float]
@@ -66,13 +69,14 @@ class AgentSessions(Protocol):
     """Opens sessions of agents, within one event loop."""
 
     async def start(self) -> None:
-        """Opens the port; called once, before any other verb."""
+        """Begins to listen for agents; called once, before all other methods."""
 
     async def open(self, sample: SampleTurn) -> tuple[str, AgentAccess]:
-        """Opens a session; `sample` samples its answers. Returns its name, and the message for its agent."""
+        """Opens a session whose answers `sample` samples. Returns the session's name, and what its agent needs for
+        access."""
 
     async def close(self, session: str) -> PlayedSession:
-        """Ends a session, cancels its running samples, and forgets it. Returns its result."""
+        """Ends the session with this name, cancels its running samples, and forgets it. Returns its result."""
 
     async def stop(self) -> None:
-        """Closes the port."""
+        """Stops listening for agents."""

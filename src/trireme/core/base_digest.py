@@ -1,7 +1,7 @@
-"""The digest that names the weights a LoRA adapter was trained on, from a model's safetensors files.
+"""Computes the digest that names the weights a LoRA adapter was trained on, from a model's safetensors files.
 
-Adapters mean nothing without their base, and only adapters travel. So trainer and replicas each compute the digest from
-the files that they load; it is part of the digest of everything that is published, and of every commit.
+Adapters mean nothing without their base, and only adapters travel. So trainer and replicas each compute the digest of
+the base from the files that they load; it is part of the digest of everything that is published, and of every commit.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ INDEX = "model.safetensors.index.json"
 
 
 def base_digest(name: str) -> str:
-    """Returns the digest (32 hex digits) of the names, dtypes, shapes and contents of the stored tensors; how they are
-    split into files does not matter. `name`: a local directory or a model on the hub; only missing files are fetched.
+    """Returns the digest (32 hex digits) of the names, dtypes, shapes and contents of a model's stored tensors. It does
+    not depend on how the tensors are split into files. `name`: a local directory, or a model on the hub, from which
+    missing files are fetched.
 
     Raises BadInput for a model without safetensors files.
     """
@@ -41,7 +42,8 @@ def base_digest(name: str) -> str:
 
 
 def stored_shapes(name: str) -> dict[str, tuple[int, ...]] | None:
-    """Returns the shapes of the stored tensors by name, from the headers of the files; None without safetensors files.
+    """Returns {tensor: shape} of the model `name` (a directory or a name on the hub), from the headers of its
+    safetensors files; None if it has no such files.
 
     Raises BadInput for a model that lacks some of its files, or has one with a wrong header.
     """
@@ -52,13 +54,14 @@ def stored_shapes(name: str) -> dict[str, tuple[int, ...]] | None:
 
 
 def stored_dtypes(name: str) -> set[str]:
-    """Returns the dtypes of the stored tensors, such as BF16, from the headers of the files; empty without safetensors
-    files. Raises BadInput for a model that lacks some of its files."""
+    """Returns the dtypes, such as BF16, of the tensors of the model `name` (a directory or a name on the hub), from the
+    headers of its safetensors files; empty if it has no such files. Raises BadInput for a model that lacks some
+    files."""
     return {entry["dtype"] for entry in (_stored(name) or {}).values()}
 
 
 def _stored(name: str) -> dict[str, Any] | None:
-    """Returns the header entries of each stored tensor; None without safetensors files."""
+    """Returns {tensor: its entry in a safetensors header} of the model `name`; None if it has no safetensors files."""
     if model_file(name, INDEX) is None and model_file(name, SINGLE) is None:
         return None
     headers = (read_header(file)[1] for file in weight_files(name))
@@ -66,8 +69,8 @@ def _stored(name: str) -> dict[str, Any] | None:
 
 
 def read_header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Returns where the tensors begin in a safetensors file, and the header's entry of each. Raises BadInput, which
-    names the file, for a wrong header: the library refuses it too, but does not name the file."""
+    """Returns the byte at which the tensors begin in a safetensors file, and {tensor: its entry in the header}. Raises
+    BadInput that names the file for a wrong header (the library refuses it too, but does not name the file)."""
     try:
         with safe_open(file, framework="numpy"):
             pass
@@ -85,7 +88,8 @@ def read_header(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 def weight_files(name: str) -> list[Path]:
-    """Returns the files of a model's weights. Raises BadInput when there are none in the safetensors format."""
+    """Returns the safetensors files of the model `name` (a directory or a name on the hub). Raises BadInput if there
+    are none, or if some are missing."""
     index = model_file(name, INDEX)
     if index:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))

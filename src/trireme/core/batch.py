@@ -1,11 +1,11 @@
-"""Batches of datums: whole, as parts in the object store, and the part of one rank.
+"""Batches of datums: whole, as parts in the object store, and as the part of one rank.
 
     TokenBatch    all columns of all datums, in the process that has it
     StoredBatch   lengths and references; each process of the trainer fetches its own part
     BatchPart     what one process of the trainer computes with
 
 Which datum belongs to which part follows from the lengths alone, by a function that the trainer gives (`Assign`). So
-another process can lay out the parts, and no process needs to hold or send the whole.
+another process can lay out the parts, and no process needs to hold or send the whole batch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class TokenBatch:
 
     @classmethod
     def from_datums(cls, data_D: Sequence[Datum]) -> TokenBatch:
-        """Concatenates datums. Raises ValueError for one without tokens or with other columns than the first."""
+        """Concatenates datums to a batch. Raises ValueError for a datum without tokens, or with other columns than the
+        first one."""
         if not data_D:
             raise ValueError("a batch needs at least one datum, got none")
         names = set(data_D[0].loss_fn_inputs)
@@ -64,7 +65,8 @@ class TokenBatch:
 
     @classmethod
     def of(cls, data: TokenBatch | Sequence[Datum]) -> TokenBatch:
-        """Returns `data` itself if it is a batch already, else a batch of it."""
+        """Returns `data` itself if it is a batch already, else a batch of these datums. Raises ValueError
+        (`from_datums`)."""
         if isinstance(data, TokenBatch):
             return data
         return cls.from_datums(data)
@@ -84,7 +86,7 @@ class TokenBatch:
         )
 
     def take(self, datums: Numbers) -> TokenBatch:
-        """Returns some datums, in the order given."""
+        """Returns a batch of the datums with the numbers `datums`, in the order given."""
         if len(datums) == len(self) and np.array_equal(datums, np.arange(len(self))):
             return self
         starts = self.offsets[datums].tolist()
@@ -129,8 +131,8 @@ Summary = Callable[[TokenBatch], npt.NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class BatchPart:
-    """The datums of a batch that one process of the trainer needs: its own, and the batch's shortest, because a process
-    with nothing left to compute repeats the shortest with weight 0."""
+    """The datums of a batch that one process of the trainer needs: its own datums, and the shortest of the batch, which
+    a process with nothing left to compute repeats with weight 0."""
 
     lengths: Numbers
     """[D], of all datums of the batch, from which all processes make the same plan."""
@@ -147,8 +149,8 @@ class BatchPart:
         return cls(data.lengths, np.arange(len(data)), data)
 
     def places(self, datums: Sequence[int]) -> Numbers:
-        """Returns the places in `batch` of datums that are given by their numbers. Raises ValueError for one that is
-        not here."""
+        """Returns the index in `batch` of each datum, given by its number in the whole batch. Raises ValueError if one
+        is not in this part."""
         numbers = np.asarray(datums, np.int64)
         places = np.searchsorted(self.datums, numbers)
         absent = numbers[self.datums[np.minimum(places, len(self.datums) - 1)] != numbers]
@@ -162,7 +164,7 @@ class BatchPart:
 
 @dataclass(frozen=True)
 class PartPieces:
-    """A `BatchPart` in the object store."""
+    """A `BatchPart` in the object store, cut into pieces."""
 
     lengths: Numbers
     datums: Numbers
@@ -171,7 +173,7 @@ class PartPieces:
     because storing holds Python's lock while it copies."""
 
     def opened(self, fetch: Callable[[Any], Any]) -> BatchPart:
-        """Returns the part. `fetch` takes a reference to a piece and returns the piece."""
+        """Fetches all pieces and returns the part. `fetch` takes a reference to a piece and returns the piece."""
         pieces = [piece if isinstance(piece, TokenBatch) else fetch(piece) for piece in self.pieces]
         return BatchPart(self.lengths, self.datums, TokenBatch.join(pieces))
 
@@ -190,7 +192,8 @@ class StoredPart:
     """Functions to apply to the fetched part, in this order."""
 
     def opened(self, fetch: Callable[[Any, str], Any]) -> BatchPart:
-        """Fetches the part. `fetch` takes a reference and the name of its owner, and returns the value."""
+        """Fetches and returns the part, with its further columns and after its maps. `fetch` takes a reference and the
+        name of its owner, and returns the value."""
         if isinstance(self.part, PartPieces):
             stored = self.part
         else:
@@ -208,7 +211,8 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class StoredBatch:
-    """D datums with tokens and columns elsewhere, a part for each process of the trainer."""
+    """A batch of D datums whose tokens and columns are in the object store, as one part for each process of the
+    trainer."""
 
     lengths: Numbers  # [D]
     sequences: Numbers  # [D], as in `TokenBatch`
@@ -224,10 +228,11 @@ class StoredBatch:
         put: Callable[[Any], Any] = lambda value: value,
         owner: str = "driver",
     ) -> StoredBatch:
-        """Lays out the parts of a batch, one after the other, and gives each piece and each part to `put`, which
-        returns a reference to it.
+        """Lays out and stores a batch, part after part. `lay_out` makes the pieces; `put` stores a piece or a part and
+        returns a reference. `assign` says which datums belong to which part. `owner`: the process that keeps what is
+        stored.
 
-        `lengths` and `sequences` cover all datums. At any time one piece is in this process.
+        `lengths` and `sequences` cover all datums. At any time only one piece is in the memory of this process.
         """
         shortest = int(np.argmin(lengths))
         parts_R = []
@@ -242,22 +247,23 @@ class StoredBatch:
 
     @property
     def offsets(self) -> Numbers:
-        """Returns where each datum would begin if all were one after the other, and where the last ends, [D + 1]."""
+        """The offset in tokens of each datum if all are concatenated, and the end of the last one, [D + 1]."""
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
     def mapped(self, function: BatchMap) -> StoredBatch:
-        """Returns a batch with parts that `function` changes where they are fetched."""
+        """Returns the same batch with `function` added: each process applies it to its part after fetching."""
         return replace(self, parts_R=tuple(replace(part, maps=(*part.maps, function)) for part in self.parts_R))
 
     def with_column(self, name: str, column_R: Sequence[Any]) -> StoredBatch:
-        """Returns a batch with a further column; `column_R` has a reference to it for each part."""
+        """Returns the same batch with a further column `name`. `column_R`: for each part, a reference to the column's
+        values."""
         parts_R = zip(self.parts_R, column_R, strict=True)
         return replace(
             self, parts_R=tuple(replace(part, columns=(*part.columns, (name, ref))) for part, ref in parts_R)
         )
 
     def whole(self, fetch: Callable[[Any, str], Any]) -> TokenBatch:
-        """Fetches all parts, and returns all datums in their order. `fetch`: as for `StoredPart.opened`."""
+        """Fetches all parts, and returns all datums in their order as one batch. `fetch`: see `StoredPart.opened`."""
         parts = [part.opened(fetch) for part in self.parts_R]
         numbers, first = np.unique(np.concatenate([part.datums for part in parts]), return_index=True)
         assert len(numbers) == len(self), "every datum is in a part"
@@ -270,7 +276,8 @@ Data = Batch | Sequence[Datum]
 
 
 def cut_pieces(datums: Numbers, lengths: Numbers) -> Iterator[Numbers]:
-    """Cuts `datums` into runs of at most PIECE_TOKENS tokens, or of one longer datum. `lengths` cover all datums."""
+    """Cuts `datums` (numbers, [N]) into runs of at most PIECE_TOKENS tokens; a longer datum is a run by itself. Yields
+    the numbers of each run. `lengths`: tokens of all datums of the batch."""
     ends = np.cumsum(lengths[datums])
     first = 0
     while first < len(datums):

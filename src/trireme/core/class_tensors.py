@@ -42,12 +42,12 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the module's parameters and persistent buffers by name, tied tensors once."""
+    """Returns {name: tensor} of the module's parameters and persistent buffers; tied tensors are there once."""
     return {**dict(module.named_parameters()), **persistent_buffers(module)}
 
 
 def differences(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> Differences:
-    """Compares the tensors that `model` saves with the `stored` ones: shapes by name.
+    """Compares the tensors that `model` saves with `stored`, {name: shape} of the tensors in files.
 
     One tensor of a tied pair is enough, and files may leave out the prefix of the base model. Stored tensors that the
     class leaves out knowingly, such as layers for speculative decoding, are not compared.
@@ -81,8 +81,8 @@ def differences(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -
 
 
 def refuse_kinds(label: str, model: PreTrainedModel, kinds: Mapping[str, Collection[str]], advice: str) -> None:
-    """Raises BadInput if any of `kinds` names a tensor: what `model`, or its files, have otherwise, and the tensors'
-    names. `label` says which files they are, and `advice` what to do."""
+    """Raises BadInput if there are wrong tensors. `kinds`: {what is wrong, such as "lacks": names of tensors}. The
+    error names the files by `label`, the class of `model` and the tensors, and says what to do (`advice`)."""
     wrong = [f"{kind} {len(names)}: {', '.join(sorted(names)[:NAMED])}" for kind, names in kinds.items() if names]
     if wrong:
         raise Refusal(
@@ -94,9 +94,9 @@ def refuse_kinds(label: str, model: PreTrainedModel, kinds: Mapping[str, Collect
 
 
 def refuse_other_tensors(name: str, label: str, advice: str) -> None:
-    """Raises BadInput, which names `label` and gives `advice`, unless the files of the model `name`, a directory or a
-    name on the hub, hold the tensors of its class by name and shape. Files other than safetensors are not looked into.
-    """
+    """Raises BadInput unless the files of the model `name` (a directory or a name on the hub) have the tensors of its
+    class, by name and shape. Accepts a model without safetensors files. The error begins with `label` and says what
+    to do (`advice`)."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

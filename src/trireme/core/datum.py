@@ -35,8 +35,8 @@ LOSS_FN_INPUT_DTYPES: dict[str, TensorDtype] = {
 
 
 class TensorData:
-    """A numpy array `data` of `dtype` (by default float32, or int64 for whole numbers) and `shape`. Raises ValueError
-    for values that are no numbers of that type.
+    """Numbers as a numpy array `data` with a `dtype` (by default float32, or int64 for whole numbers) and a `shape` (by
+    default the data's own). Raises ValueError for values that this dtype cannot hold.
 
     >>> TensorData([0.5, 1]).dtype, TensorData(data=[1, 2, 3, 4], dtype="int64", shape=[2, 2]).tolist()
     ('float32', [[1, 2], [3, 4]])
@@ -66,7 +66,7 @@ class TensorData:
         return self.data.shape
 
     def to_numpy(self) -> npt.NDArray[Any]:
-        """Returns the column itself, not a copy."""
+        """Returns the numbers as the array that is stored, not a copy."""
         return self.data
 
     def to_torch(self) -> Tensor:
@@ -98,7 +98,8 @@ def _as_array(values: ColumnLike) -> npt.NDArray[Any]:
 
 
 def _cast(array: npt.NDArray[Any], dtype: TensorDtype) -> npt.NDArray[Any]:
-    """Returns the numbers as `dtype`. They may be rounded, but raises ValueError for one that would become another."""
+    """Returns `array` as `dtype`. Rounds fractions to the precision of `dtype`, but raises ValueError for a number that
+    would become another one."""
     if array.dtype == dtype:
         return array
     whole = np.dtype(dtype).kind == "i"
@@ -126,7 +127,7 @@ def _cast(array: npt.NDArray[Any], dtype: TensorDtype) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, eq=False)
 class EncodedTextChunk:
-    """A part of a `ModelInput`."""
+    """A part of a `ModelInput`: token ids."""
 
     tokens: Sequence[int] | npt.NDArray[np.int32]  # token ids
     type: Literal["encoded_text"] = "encoded_text"

@@ -1,4 +1,4 @@
-"""Deadlines that are learned from the run: silence is noticed in proportion to the usual times."""
+"""Deadlines that are learned from the run: a silence is too long if it is many times the usual time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ LEAST_S = 5.0
 
 
 class LearnedDeadline:
-    """Limits how long something may take that a run does again and again: ten times as long as the slowest so far, at
-    least 5 s and at most `configured_s`. Until ten have been seen it is `configured_s`."""
+    """A time limit for something that a run does again and again: ten times the slowest so far, at least 5 s and at
+    most `configured_s`. Until ten times have been noted, `configured_s`."""
 
     def __init__(self, configured_s: float) -> None:
         self.configured_s = configured_s
@@ -18,7 +18,7 @@ class LearnedDeadline:
         self._slowest_s = 0.0
 
     def note(self, took_s: float) -> None:
-        """Learns from one more interval of n seconds."""
+        """Records one more time that the thing took, in seconds."""
         self._count += 1
         self._slowest_s = max(self._slowest_s, took_s)
 

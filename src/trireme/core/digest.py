@@ -37,7 +37,8 @@ WORD_BYTES = 2
 
 @dataclass(frozen=True)
 class Sums:
-    """The two sums, from 0 to 2^64 - 1. Sums of parts add up to the sums of the whole."""
+    """The two sums of a tensor, or of a part of one, each from 0 to 2^64 - 1. The sums of all parts add up to the
+    tensor's."""
 
     first: int = 0
     second: int = 0
@@ -46,17 +47,18 @@ class Sums:
         return Sums((self.first + other.first) % MODULUS, (self.second + other.second) % MODULUS)
 
     def __str__(self) -> str:
-        """Returns 32 hex digits, the form in the table of tensors."""
+        """Returns both sums as 32 hex digits, as they are in the table of tensors."""
         return f"{self.first:016x}{self.second:016x}"
 
     @property
     def signed(self) -> tuple[int, int]:
-        """Returns the same bits as signed numbers, because PyTorch and NCCL add int64 modulo 2^64."""
+        """Returns both sums as signed 64-bit numbers with the same bits, because PyTorch and NCCL add int64 modulo
+        2^64."""
         return _signed(self.first), _signed(self.second)
 
     @classmethod
     def from_signed(cls, first: int, second: int) -> Sums:
-        """Undoes `signed`."""
+        """Returns the sums for the two numbers that `signed` returned."""
         return cls(first % MODULUS, second % MODULUS)
 
 
@@ -67,8 +69,8 @@ def _signed(number: int) -> int:
 
 
 def sums_of(data: npt.NDArray[np.uint8], first_word: int = 0) -> Sums:
-    """Returns the sums of a contiguous array of bytes, uint8 [n]. Its first byte begins word `first_word` of the whole.
-    Threads compute in parallel."""
+    """Returns the sums of a part of a tensor: `data`, contiguous bytes, uint8 [n], which begin at word `first_word` (of
+    16 bits) of the whole tensor. Releases the GIL, so that several threads can compute sums at the same time."""
     even = len(data) // WORD_BYTES * WORD_BYTES
     sums = sums_of_rows(data[:even].view("<u2")[None], first_word)
     if even < len(data):
@@ -79,8 +81,8 @@ def sums_of(data: npt.NDArray[np.uint8], first_word: int = 0) -> Sums:
 
 
 def sums_of_rows(words: npt.NDArray[np.uint16], first_word: int = 0, step: int = 0) -> Sums:
-    """Returns the sums of contiguous words, uint16 [rows, words]. Row r begins at word `first_word + r step` of the
-    whole."""
+    """Returns the sums of rows of a tensor: contiguous `words`, uint16 [rows, words]. Row r begins at word `first_word
+    + r step` of the whole tensor."""
     if not words.size:
         return Sums()
     first, second = _kernel()(words, np.uint64(first_word), np.uint64(step))
@@ -88,7 +90,7 @@ def sums_of_rows(words: npt.NDArray[np.uint16], first_word: int = 0, step: int =
 
 
 def key(index: int, k: int) -> int:
-    """Returns the factor of word `index` in sum `k`: from 1 to 2^64 - 1, odd."""
+    """Returns key_k(i) of the module, the factor of word `index` in sum `k` (0 or 1): odd, from 1 to 2^64 - 1."""
     z = (2 * index + k + GOLDEN) % MODULUS
     z = (z ^ (z >> 30)) * MIX_1 % MODULUS
     z = (z ^ (z >> 27)) * MIX_2 % MODULUS
@@ -102,7 +104,8 @@ def warm_up() -> None:
 
 @cache
 def _kernel() -> Callable[..., tuple[np.uint64, np.uint64]]:
-    """Compiles `_add_rows` for this CPU, for arrays that may be read-only and begin at any address."""
+    """Compiles `_add_rows` for this CPU and returns it. It takes arrays that may be read-only and begin at any
+    address."""
     from numba import njit, types  # an import of a quarter of a CPU second
 
     words = types.Array(types.uint16, 2, "C", readonly=True, aligned=False)
@@ -123,8 +126,8 @@ _31 = _U(31)
 
 
 def _add_rows(words: Any, first_word: Any, step: Any) -> Any:
-    """Computes `sums_of_rows`. LLVM vectorises the inner loop in this form; a function for the key would compute the
-    same, but compile longer."""
+    """Computes both sums of `sums_of_rows`. In this form LLVM vectorises the inner loop; with a function for the key
+    the code would be as fast, but take longer to compile."""
     first = _U(0)
     second = _U(0)
     for r in range(words.shape[0]):

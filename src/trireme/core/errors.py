@@ -45,8 +45,8 @@ class ServicesLost(RoomFailed):
 
 
 class WeightsGone(RoomFailed):
-    """The trainer no longer keeps the bytes of a version that a replica or a commit needs. The receiver has not
-    changed, and nothing is broken."""
+    """The trainer no longer keeps the bytes of a version that a replica or a commit needs. The receiver still has its
+    earlier weights, and nothing is broken."""
 
 
 class ReplicaBehind(TriremeError):
@@ -70,7 +70,7 @@ class CheckpointInvalid(TriremeError):
 
 
 class StorageFailed(TriremeError):
-    """Something could not be written; names the path and the space that is free there."""
+    """A file or an object in storage could not be written or read; the message names its place and the reason."""
 
 
 class DiskFull(StorageFailed):
@@ -78,11 +78,13 @@ class DiskFull(StorageFailed):
 
 
 class LockLost(TriremeError):
-    """Another driver has taken over the run directory; names it. Writes of this driver there are refused."""
+    """Another driver, which the message names, has taken over the run directory. This driver must not write there any
+    more."""
 
 
 def as_failure(owner: str, error: BaseException) -> TriremeError:
-    """Returns the error with which `owner` ends after an exception."""
+    """Returns `error` itself if it is a TriremeError, else a RoomFailed that names `owner`, the type and the
+    message."""
     if isinstance(error, TriremeError):
         return error
     return RoomFailed(f"{owner}: {type(error).__name__}: {error}")

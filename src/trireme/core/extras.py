@@ -1,4 +1,4 @@
-"""Packages that only some commands and environments need: they are imported when they are used."""
+"""Imports packages that only some commands and environments need, at the time when they are used."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from trireme.core.errors import BadInput
 
 
 def require(module: str, *, extra: str, what_for: str) -> Any:
-    """Imports and returns `module`, which the optional dependencies `extra` install.
+    """Imports and returns `module`, which belongs to the optional dependencies `extra` of this project.
 
-    Raises BadInput with the command that installs them where it is missing; `what_for` names the feature that needs it.
+    Raises BadInput if it is not installed, with the command that installs it; `what_for` names the feature that needs
+    it.
     """
     try:
         return importlib.import_module(module)

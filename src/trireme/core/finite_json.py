@@ -27,7 +27,7 @@ def to_json(value: Any, **options: Any) -> str:
 
 
 def is_json(value: object) -> bool:
-    """Returns whether JSON can hold `value` unchanged.
+    """Returns True if JSON can hold `value` unchanged.
 
     >>> is_json([1, "nan"]), is_json([1, float("nan")])
     (True, False)

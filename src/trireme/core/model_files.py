@@ -1,4 +1,4 @@
-"""The files of a model: where this machine has them, and how to distinguish two copies within a second."""
+"""Finds the files of a model on this machine, and tells within a second whether two copies of a model differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ COMPARED = frozenset({".safetensors", ".json", ".txt", ".model", ".jinja", ".tik
 
 
 def model_directory(name: str) -> Path | None:
-    """Returns where this node has a model, a directory or a name on the hub; None if it has none."""
+    """Returns the directory in which this node has the model `name` (a directory or a name on the hub); None if it has
+    none. Fetches nothing."""
     if looks_like_path(name):
         directory = Path(name).expanduser()
         if (directory / CONFIG).is_file():
@@ -34,8 +35,8 @@ def model_directory(name: str) -> Path | None:
 
 
 def model_file(name: str, file: str) -> Path | None:
-    """Returns a file of a model, a directory or a name on the hub, from which it is fetched if this node lacks it; None
-    if the model has no such file."""
+    """Returns the path of `file` of the model `name` (a directory or a name on the hub). Fetches it from the hub if
+    this node lacks it. Returns None if the model has no such file."""
     if looks_like_path(name):
         path = Path(name).expanduser() / file
         if path.is_file():
@@ -54,8 +55,8 @@ def model_file(name: str, file: str) -> Path | None:
 
 
 def file_digests(directory: Path) -> dict[str, str]:
-    """Returns a digest of each file that holds a part of the model: of its size, and of pieces if it is large. Raises
-    OSError."""
+    """Returns {file name: digest} of each file in `directory` that holds a part of the model. A digest covers the size
+    and the contents; of a large file only some pieces. Raises OSError."""
     files = sorted(file for file in directory.iterdir() if file.suffix in COMPARED and file.is_file())
     return {file.name: _digest(file) for file in files if not file.name.startswith(".")}
 
@@ -71,7 +72,8 @@ def _digest(file: Path) -> str:
 
 
 def _pieces(size: int) -> Iterator[tuple[int, int]]:
-    """Yields (begin, count) of the pieces to read of a file, at equal distances, the first and the last among them."""
+    """Yields (begin, count), in bytes, of the pieces that a digest covers in a file of `size` bytes: all of a small
+    file, else PIECES pieces at equal distances, the first and the last included."""
     if size <= WHOLE_BYTES:
         yield 0, size
         return

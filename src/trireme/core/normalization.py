@@ -1,8 +1,8 @@
-"""How the tokens of a substep weigh in its gradient: `trainer.loss_normalization`.
+"""Computes how the tokens of a substep weigh in its gradient: `trainer.loss_normalization`.
 
 A loss is a sum over tokens, and the gradient of a substep is the gradient of the sum over all its minibatches, divided
-once at its end. So each kind is a weight for each token and a divisor that minibatches add to. With N sequences i with
-token weights m_t (the mask, or the weights of supervised examples), L_i their sum in the sequence:
+once at its end. So each kind is a weight for each token and a divisor that minibatches add to. With N sequences i,
+token weights m_t (the mask, or the weights of supervised examples), losses l_t, and L_i the sum of m_t in sequence i:
 
     token_mean                    sum_i sum_t m_t l_t / sum_i L_i          (DAPO, arXiv:2503.14476)
     sequence_mean_token_mean      1/N sum_i (sum_t m_t l_t / L_i)          (GRPO, arXiv:2402.03300; GSPO, 2507.18071)
@@ -10,9 +10,9 @@ token weights m_t (the mask, or the weights of supervised examples), L_i their s
     sequence_mean_token_sum_norm  1/N sum_i sum_t m_t l_t / C              (Dr. GRPO, arXiv:2503.20783)
     sum                           sum_i sum_t m_t l_t                      (Tinker)
 
-A sequence is a rollout, however many datums its tokens are in, or an example. One without tokens that count (L_i = 0:
-cut by length, under `overlong_filter`) is not among the N. C is the most tokens that a sequence may have.
-`sequence_mean` is the name that `sequence_mean_token_sum` had before.
+A sequence is an example, or a rollout, however many datums its tokens are in. A sequence without tokens that count (L_i
+= 0: cut by length, under `overlong_filter`) is not among the N. C is the most tokens that a sequence may have.
+`sequence_mean` is another name of `sequence_mean_token_sum`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ class Normalization:
     """C, in tokens."""
 
     def apply(self, batch: TokenBatch, column: str) -> tuple[TokenBatch, float]:
-        """Returns a minibatch with its weights m_t, the float32 `column`, in the form of this kind, and its term in the
-        divisor of its substep."""
+        """Returns the minibatch `batch` with its token weights m_t, the float32 `column`, changed as this kind needs,
+        and the number that the minibatch adds to the divisor of its substep."""
         return self.weigh(batch, column), self.divisor(_totals(batch, column))
 
     def weigh(self, batch: TokenBatch, column: str) -> TokenBatch:
-        """Returns datums with their weights in the form of this kind. Must see all datums of a sequence."""
+        """Returns `batch` with its token weights, the float32 `column`, changed as this kind needs. All datums of a
+        sequence must be in `batch`."""
         if self.kind != "sequence_mean_token_mean":
             return batch
         total_N = _totals(batch, column)
@@ -57,8 +58,8 @@ class Normalization:
         return replace(batch, columns={**batch.columns, column: share.astype(np.float32)})
 
     def divisor(self, total_N: npt.NDArray[np.float64]) -> float:
-        """Returns the sequences' term in the divisor of their substep; 0 where nothing is divided. `total_N`: the sums
-        of their weights."""
+        """Returns the number that N sequences add to the divisor of their substep; 0 if this kind divides by nothing.
+        `total_N`: the sum of the token weights of each sequence (L_i)."""
         number = float(np.count_nonzero(total_N))
         if self.kind == "token_mean":
             return float(total_N.sum())
@@ -75,5 +76,6 @@ def _sequence_of_tokens(batch: TokenBatch) -> Numbers:
 
 
 def _totals(batch: TokenBatch, column: str) -> npt.NDArray[np.float64]:
-    """Returns the sum of the weights of each sequence."""
+    """Returns the sum of the token weights, the `column`, of each sequence (L_i), float64 [number of the last sequence
+    + 1]."""
     return np.bincount(_sequence_of_tokens(batch), batch.columns[column]).astype(np.float64, copy=False)

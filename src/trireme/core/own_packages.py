@@ -1,8 +1,8 @@
-"""Has Python find this project's packages next to `trireme`, whatever modules of the same names a user has.
+"""Makes Python find this project's packages next to `trireme`, even if a user has modules with the same names.
 
-`trainer.py`, `inference.py` and `service.py` are usual names. Where one lies in the working directory or in PYTHONPATH,
-Python would find it before the package. `import trireme` in a process is enough: see `trireme/__init__.py`; and
-`import _trireme_entry` where `trireme.py` may be a user's.
+`trainer.py`, `inference.py` and `service.py` are usual names. If one lies in the working directory or in PYTHONPATH,
+Python would find it before the package. `import trireme` in a process is enough (see `trireme/__init__.py`). If
+`trireme.py` may be a user's: `import _trireme_entry`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class OwnPackages(MetaPathFinder):
-    """Finds the packages OWN_PACKAGES in ROOT, and nothing else."""
+    """An import finder that finds the packages OWN_PACKAGES in the directory ROOT, and nothing else."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -34,7 +34,7 @@ class OwnPackages(MetaPathFinder):
 
 
 def find_own_first() -> None:
-    """Has this process find the project's packages before all else. A second call does nothing."""
+    """Makes this process find the project's packages before all other modules. A second call does nothing."""
     if not any(isinstance(finder, OwnPackages) for finder in sys.meta_path):
         sys.meta_path.insert(0, OwnPackages())
 
@@ -45,7 +45,7 @@ def search(directories: Iterable[str]) -> None:
 
 
 def hidden_modules(directories: Sequence[str]) -> list[str]:
-    """Returns messages on the modules in `directories` that the project's packages hide, with the remedy."""
+    """Returns a message for each module in `directories` that a package of this project hides, with the remedy."""
     places = sorted({Path(directory).resolve() for directory in directories} - {ROOT})
     return [
         f"{file} is hidden, as `import {name}` finds Trireme's package: to import yours, give it another name, or put "

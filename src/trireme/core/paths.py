@@ -17,9 +17,8 @@ UNUSABLE = re.compile(r"[\0\ud800-\udfff]")
 
 
 def names_of(path: object) -> list[str]:
-    """Returns the names that `path` joins by slashes. Raises CheckpointInvalid for anything but text, and for a path
-    that is empty or absolute, begins with a drive, or has an empty name, `.` or `..`; also where Windows' slashes
-    separate them."""
+    """Returns the names that `path` joins by slashes. Raises CheckpointInvalid if `path` is no text, is empty or
+    absolute, begins with a drive, or has an empty name, `.` or `..`; backslashes count as slashes in this check."""
     if isinstance(path, str):
         names = re.split(r"[/\\]", path)
     else:
@@ -32,8 +31,8 @@ def names_of(path: object) -> list[str]:
 
 
 def path_in(directory: Path, path: object) -> Path:
-    """Returns the place of `path` below `directory`, which need not exist. Raises CheckpointInvalid for a path that
-    leads elsewhere: see `names_of`, or through a symbolic link below `directory`."""
+    """Returns `directory` joined with `path`; the file need not exist. Raises CheckpointInvalid if `path` leads out of
+    `directory` by its names (`names_of`), or if a part of it below `directory` is a symbolic link."""
     place = directory
     for name in names_of(path):
         place = place / name

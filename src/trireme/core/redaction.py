@@ -1,7 +1,7 @@
-"""Leaves secrets out of a run's output: code.diff, config.json, manifests, data for Weights & Biases.
+"""Replaces secrets in the output of a run: code.diff, config.json, manifests, data for Weights & Biases.
 
-A secret is the value of an environment variable with the name of one, a text in the format of a known service, and a
-long random text that is assigned to such a name. Other long texts (digests, paths) stay.
+A secret is the value of an environment variable whose name is a secret's, such as API_KEY; a text in the format of a
+known service's keys; or a long random text that is assigned to such a name. Other long texts (digests, paths) stay.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SHORTEST = 8
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Returns True for the value of an environment variable that has a name like a secret's, the format of one, or the
-    form of an address with the name or the password of a user, as a proxy's may be. Where that only decides who sees
-    it, a value too many does no harm."""
+    """Returns True if the environment variable `name` with this `value` is to be treated as a secret: it has a name
+    like a secret's, a value in the format of a secret, or an address with a user's name or password in it, as
+    proxies have. Errs on the side of True."""
     return bool(_like_secrets.search(name) or _with_password.search(value)) or MASK in redact_values(value, name)
 
 
@@ -45,7 +45,8 @@ def redact(text: str) -> str:
 
 
 def redact_values(values: Any, name: str = "") -> Any:
-    """Returns JSON values with MASK instead of texts that are, or hold, a secret."""
+    """Returns JSON values with MASK in place of each text that is, or holds, a secret. `name`: the key under which
+    `values` stand."""
     if isinstance(values, Mapping):
         return {key: redact_values(value, str(key)) for key, value in values.items()}
     if isinstance(values, list | tuple):

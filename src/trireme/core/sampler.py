@@ -1,4 +1,4 @@
-"""The inference room as other rooms see it: its verbs as a Protocol, and the types of their results. Only
+"""The inference room as other rooms see it: its methods as a Protocol, and the types of their results. Only
 `trireme.launch` and `trireme.api` see the classes behind it."""
 
 from __future__ import annotations
@@ -67,30 +67,33 @@ class SequenceSampler(Protocol):
     """Anything that samples sequences: the replicas, or an object in front of them."""
 
     async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None, /) -> SampledSequence:
-        """Samples one sequence on some replica. It continues over weight updates; its spans name the weights of each
-        token. Calls `on_progress` whenever there is more of it. Cancelling the caller aborts it.
+        """Samples one sequence for `request` on some replica. Goes on through updates of weights; the result's spans
+        say which weights sampled each token. Calls `on_progress` whenever there are more tokens. If the caller is
+        cancelled, the replica stops.
 
-        Raises RoomFailed when no replica can finish it, BadRequest when none samples it.
+        Raises RoomFailed if no replica can finish the sequence, BadRequest if no replica accepts the request.
         """
 
 
 class FollowingSampler(SequenceSampler, Protocol):
-    """The replicas of one replica set after the other."""
+    """A sampler that outlives replica sets: it samples with the replicas of one set, later with those of the next."""
 
     def follow(self, source: Any) -> None:
         """Samples from now on with the replicas of `source`, a replica set as its routers read it."""
 
     async def stats(self) -> dict[int, ReplicaStats]:
-        """Returns {replica: utilisation}. A replica that cannot answer is not used again; raises RoomFailed when none
-        is left."""
+        """Returns {replica: utilisation}. A replica that does not answer is not used any more. Raises RoomFailed if
+        none is left."""
 
 
 class Sampler(FollowingSampler, Protocol):
     """The inference room as the orchestrator sees it: all replicas behind one router."""
 
     async def updated(self, identity: WeightIdentity) -> Sequence[UpdateReport]:
-        """Waits until the update to `identity` has ended. Returns its reports, or raises its failure."""
+        """Waits until the update of the replicas to `identity` has ended. Returns each replica's report, or raises the
+        update's error."""
 
     def on_change(self, call: Callable[[dict[int, int]], object]) -> None:
-        """Calls `call` with {replica: version}, of live ones that have acknowledged a version, whenever a replica has
-        joined, left or failed, or has acknowledged one; and at the end of an update, before `updated` returns."""
+        """Makes this sampler call `call` with {replica: acknowledged version} of the live replicas whenever a replica
+        joins, leaves, fails or acknowledges a version. Also calls it at the end of an update, before `updated`
+        returns."""

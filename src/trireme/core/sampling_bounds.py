@@ -29,7 +29,7 @@ class Bound:
 
     @property
     def field(self) -> object:
-        """The bound as pydantic takes it in `Annotated`."""
+        """The bound as a pydantic `Field`, for use in `Annotated`."""
         if self.above:
             return Field(gt=self.least, le=self.largest)
         return Field(ge=self.least, le=self.largest)

@@ -1,10 +1,9 @@
-"""Finds, for each published tensor, its part of a model's tensor: its digest needs no gather then.
+"""Finds out which part of a model's tensor each published tensor is. Such a part can be summed without a gather.
 
 A published tensor is mostly a part of one parameter: the parameter itself under another name, one of stacked experts,
-one of fused matrices. Behaviour shows the part: transformers' conversions run on tensors without memory, in which a
-copy is a view of its source. If a result still lies in a parameter's storage, its offset and strides give the part.
-Anything else (put together of several, permuted for rotary embeddings, rounded) has to be gathered before it can be
-summed.
+one of fused matrices. To find the part, transformers' conversions run on tensors without memory, in which a copy is a
+view of its source. If a result still lies in a parameter's storage, its offset and strides give the part. Anything else
+(put together of several, permuted for rotary embeddings, rounded) has to be gathered before it can be summed.
 """
 
 from __future__ import annotations
@@ -39,30 +38,32 @@ class Slice:
 
     @property
     def row(self) -> int:
-        """Elements of a row of the source."""
+        """Number of elements in a row of the source (a row: one index of its first dimension)."""
         return prod(self.source.shape[1:])
 
     @property
     def steps(self) -> list[int]:
-        """The dimensions that go from row to row of the source; the others stay within a row."""
+        """The dimensions of the published tensor along which one goes from row to row of the source; other dimensions
+        stay within a row."""
         return [d for d, stride in enumerate(self.strides) if self.shape[d] > 1 and stride >= self.row]
 
     @property
     def is_rectangle_of_rows(self) -> bool:
-        """True if some rows of the source are a rectangle of this."""
+        """True if any range of rows of the source holds a rectangular part of the published tensor."""
         steps = self.steps
         inner = sum((self.shape[d] - 1) * self.strides[d] for d in range(len(self.shape)) if d not in steps)
         whole_rows = all(self.strides[d] % self.row == 0 for d in steps)
         return len(steps) <= 1 and whole_rows and self.offset % self.row + inner < self.row
 
     def of_whole(self, whole: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Returns this of the source, which is `whole`, as a view, and where it starts in this tensor."""
+        """Returns the published tensor as a view of `whole`, the source with all its values, and the indices at which
+        the view begins in the published tensor (zeros)."""
         view = whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
         return view, (0,) * len(self.shape)
 
     def of_rows(self, local: Tensor, begin: int, end: int) -> tuple[Tensor, tuple[int, ...]]:
-        """Returns the part of this tensor in the rows `begin : end` of the source, as a view of `local`, which holds
-        these rows, and where it starts in this tensor."""
+        """Returns a view of `local`, the rows `begin : end` of the source, that holds the published tensor's part in
+        these rows, and the indices at which the view begins in the published tensor."""
         assert len(local) == end - begin, f"rows {begin} to {end} of a tensor are {len(local)} here"
         shape, start, row = list(self.shape), [0] * len(self.shape), self.row
         first, within = divmod(self.offset, row)
@@ -106,8 +107,9 @@ def _storage(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def find_slices(tensors: Mapping[str, Tensor], convert: Convert) -> dict[str, Slice | None]:
-    """Returns, by name, the part of one of `tensors` that each published tensor is; None for one that has to be
-    gathered. `tensors` may be sharded; none of their values are read."""
+    """Returns {published tensor: the part of one of `tensors` that it is}, or None for a tensor that has to be
+    gathered. `tensors`: the model's, by name; they may be sharded, and their values are not read. `convert` makes
+    the published tensors of them."""
     empty = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     sources = {_storage(tensor): tensors[name] for name, tensor in empty.items()}
     with _CopiesAsViews() as copies:
@@ -119,9 +121,8 @@ def find_slices(tensors: Mapping[str, Tensor], convert: Convert) -> dict[str, Sl
 
 
 def _slice(published: Tensor, source: Tensor | None) -> Slice | None:
-    """Returns the part that `published` is of the `source` with the same storage, if each shard has a rectangle
-    of it.
-    """
+    """Returns the part of `source` that `published` is; both have the same storage. Returns None if there is no source,
+    if the two differ in dtype, or if some shard of the source does not hold a rectangle of `published`."""
     if source is None or published.dtype != source.dtype or published.is_conj() or published.is_neg():
         return None
     part = Slice(source, tuple(published.shape), published.stride(), int(published.storage_offset()))

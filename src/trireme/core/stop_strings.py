@@ -15,14 +15,14 @@ from trireme.core.types import SampledSequence
 
 
 def first_of(strings: Sequence[str], text: str) -> int | None:
-    """Returns where the first of `strings` begins in `text`; None if it holds none of them."""
+    """Returns the index in `text` at which the earliest of `strings` begins; None if `text` holds none of them."""
     places = [place for place in map(text.find, strings) if place >= 0]
     return min(places, default=None)
 
 
 def cut(sampled: SampledSequence, strings: Sequence[str], decode: Decode) -> SampledSequence:
-    """Cuts the sampled tokens after the token that completes one of `strings`. Later tokens had no influence on earlier
-    ones, so the result equals the answer of a sampler that stops there."""
+    """Returns `sampled` cut after the token that completes one of `strings`; `decode` turns tokens into text. Later
+    tokens had no influence on earlier ones, so the result equals the answer of a sampler that stops there."""
     tokens = sampled.tokens.tolist()
 
     def complete(end: int) -> bool:

@@ -30,9 +30,9 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Opens the `transformers` tokenizer in a directory, or of that name on the hub. Raises BadInput if it cannot be
-    opened without code of its own, or has no vocabulary: for some models transformers makes such a one where files are
-    missing."""
+    """Opens the `transformers` tokenizer `name`, a directory or a name on the hub. Raises BadInput if it cannot be
+    opened without running code of its own, or has no vocabulary (for some models transformers makes an empty
+    tokenizer if files are missing)."""
     refuse(list(without_tokenizer("tokenizer", name)))
     from transformers.utils import cached_file
 
@@ -54,14 +54,15 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def one_text_at_a_time() -> None:
-    """Keeps the tokenizers of this process on the thread that calls them: to hand a single text to another thread costs
-    more than it saves."""
+    """Makes the tokenizers of this process work in the thread that calls them: handing a single text to another thread
+    costs more than it saves."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Returns the tokens of `text` alone, as the tokenizer's own `encode` without special tokens does. For a tokenizer
-    of a file `tokenizer.json` it takes a third less time, since the place of each token in the text is not computed."""
+    """Returns the token ids of `text`, without special tokens, as the tokenizer's own `encode` would. With a tokenizer
+    from a file `tokenizer.json` it takes a third less time, because the place of each token in the text is not
+    computed."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer_class = type(tokenizer)
@@ -78,7 +79,8 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def without_tokenizer(key: str, name: str) -> Iterator[Refusal]:
-    """Refuses the value `name` of `key` if it is a directory in which no tokenizer can be. Only looks at file names."""
+    """Yields a refusal of the value `name` of the configuration key `key` if it is a directory in which no tokenizer
+    can be. Only looks at file names."""
     directory = Path(name).expanduser()
     if looks_like_path(name) and directory.is_dir():
         files = [file.name for file in directory.iterdir() if file.is_file()]
@@ -88,5 +90,5 @@ def without_tokenizer(key: str, name: str) -> Iterator[Refusal]:
 
 
 def looks_like_path(name: str) -> bool:
-    """Returns True if `name` is a place on this machine, which is never asked for on the hub."""
+    """Returns True if `name` is a path on this machine, not a name on the hub."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()

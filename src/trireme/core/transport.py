@@ -65,7 +65,7 @@ READY_PART = 10
 
 @dataclass(frozen=True)
 class Offer:
-    """The trainer's offer to replicas before it sends a version to a group of them."""
+    """The trainer's offer to replicas to take part in the sending of a version."""
 
     attempt: int
     version: int
@@ -80,8 +80,8 @@ class Offer:
 
     @property
     def senders(self) -> list[int]:
-        """The ranks that send: the first of each node. More of them would send more copies through the card of their
-        node, and a chain takes as long for many replicas as for one.
+        """The ranks that send: the first one of each node. More of them would send more copies through the network card
+        of their node, and a chain takes as long for many replicas as for one.
 
         >>> Offer(1, 0, (), (("a", 1), ("a", 2), ("b", 1)), 1.0).senders
         [0, 2]
@@ -91,8 +91,8 @@ class Offer:
 
     @property
     def ready_s(self) -> float:
-        """Seconds that replicas have to say that they are ready: it takes an engine one step, the trainer stands still
-        meanwhile, and most of the time is for sending."""
+        """Seconds in which replicas have to say that they are ready. Short, because an engine needs one step for it,
+        the trainer stands still meanwhile, and most of the time is for sending."""
         return self.timeout_s / READY_PART
 
 
@@ -126,8 +126,8 @@ class Session:
 
 
 def servers_of(nodes: Mapping[int, str], ranks: Sequence[int]) -> dict[int, int]:
-    """Returns which of the `ranks` sends to which replica, the replicas of a node after each other. `nodes`: {number of
-    the replica: its node}; a replica without a known node ("") has a rank to itself.
+    """Returns {replica: which of the trainer's `ranks` sends to it}, with the replicas of a node after each other.
+    `nodes`: {number of the replica: its node}; a replica whose node is not known ("") counts as a node of its own.
 
     >>> servers_of({0: "a", 1: "b", 2: "a", 3: "", 4: ""}, [0, 8])
     {0: 0, 2: 0, 1: 8, 3: 0, 4: 8}
@@ -139,15 +139,15 @@ def servers_of(nodes: Mapping[int, str], ranks: Sequence[int]) -> dict[int, int]
 
 
 class Epochs:
-    """Counts how often the members of sessions changed."""
+    """Numbers the epochs of sessions: a new one begins when the members of a session differ from those of the last."""
 
     def __init__(self) -> None:
         self.number = 0
         self._last: Any = None
 
     def begins(self, members: object) -> bool:
-        """Records the members of a session, as any values that distinguish them. Returns True if they differ from the
-        last session's: then an epoch begins."""
+        """Records the members of a session, given as any value that is equal for equal members. Returns True, and
+        counts a new epoch, if they differ from the last session's."""
         begins = members != self._last
         self.number = self.number + begins
         self._last = members
@@ -155,13 +155,14 @@ class Epochs:
 
 
 def join_parts(parts_R: Sequence[Mapping[int, object]]) -> tuple[object, ...]:
-    """Returns the buckets of all ranks in order; each rank has its share."""
+    """Returns the buckets of all ranks in order of their numbers. `parts_R`: for each rank, {number of a bucket: the
+    bucket, or a reference to it}."""
     joined = {bucket: reference for part in parts_R for bucket, reference in part.items()}
     return tuple(joined[bucket] for bucket in range(len(joined)))
 
 
 class Sender(Protocol):
-    """One end of a transport, in each shard of the trainer."""
+    """The sending end of a transport, in each shard of the trainer."""
 
     endpoint: Any
     """Where replicas that receive find it, for `Offer.endpoints_R`; None if the transport has no sessions."""
@@ -169,30 +170,33 @@ class Sender(Protocol):
     def send(
         self, version: int, layout: Layout, units: Iterable[Sequence[tuple[str, Tensor]]], session: Session | None
     ) -> object:
-        """Sends the named tensors of one version; returns this rank's part of the source. Collective: every rank calls
-        it, and takes each unit once, in turn, because gathering a unit is collective too. Tensors come in the order of
-        the layout and live until the next unit."""
+        """Sends the tensors of `version`; returns this rank's part of the source. `units`: lists of (name, tensor), in
+        the order of `layout`; the tensors of a unit live until the next unit is taken. `session`: the replicas to
+        send to; None: none. Collective: every rank calls it and takes each unit once, in turn, because gathering a
+        unit is collective too."""
 
 
 class Transport(Protocol):
-    """A module that has both ends."""
+    """A module in `trireme.transports`, with the functions of both ends."""
 
     def make_sender(self, rank: int, size: int, ports: Sequence[int] = ()) -> Sender:
-        """Makes the end of rank `rank` of `size`, which listens at one of `ports` (`cluster.ports`) if it listens."""
+        """Makes the sending end for rank `rank` of `size`. If it listens, it does so at one of `ports`
+        (`cluster.ports`)."""
 
     def join(self, parts_R: Sequence[Any]) -> Any:
-        """Returns the source, from the results of `send` of all ranks."""
+        """Returns the source of a version. `parts_R`: what `Sender.send` returned on each rank."""
 
     async def open(self, source: Any) -> Sequence[npt.NDArray[np.uint8]]:
-        """Returns the buckets, uint8 arrays that may be read-only, when all their bytes are here: in a replica, or
-        where a commit is written. Raises when they cannot be had, for example because the sender is dead."""
+        """Waits until all bytes of `source` are in this process, which is a replica or writes a commit. Returns the
+        buckets, uint8 arrays that may be read-only. Raises if the bytes cannot be had, for example because the
+        sender is dead."""
 
     def lease(self, source: object) -> None:
-        """Keeps the bytes until `release`, whatever is published meanwhile: a commit that is written alongside training
-        reads them later. Raises WeightsGone if it is too late."""
+        """Keeps the bytes of `source` until `release`, even if newer versions are published: a commit reads them later,
+        while training goes on. Raises WeightsGone if they are gone already."""
 
     def release(self, source: Any) -> None:
-        """Ends a lease, without waiting."""
+        """Ends the lease of `source`, without waiting."""
 
 
 def load_transport(name: str) -> Transport:

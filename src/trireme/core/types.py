@@ -1,6 +1,7 @@
-"""The types that cross rooms, and the types of the verbs. Field names and defaults are Tinker's where it has the type.
+"""The types that cross rooms, and the types of the rooms' methods. Field names and defaults are Tinker's where Tinker
+has the type.
 
-`Datum`, `ModelInput` and `TensorData`, which users make themselves, are in `trireme.core.datum`, batches of them in
+`Datum`, `ModelInput` and `TensorData`, which users make themselves, are in `trireme.core.datum`, batches of datums in
 `trireme.core.batch`.
 
 Shape suffixes used throughout the project: `_P` problems (groups) in a batch, `_G` rollouts in a group, `_T` tokens,
@@ -65,9 +66,9 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one sequence. Trainers match the temperature only: top_p, top_k, min_p and repetition_penalty alter
-    the distribution without their knowledge. Raises ValueError for a number outside `sampling_bounds.BOUNDS`, and for
-    fewer tokens than one."""
+    """How to sample one sequence. The trainer reproduces only the temperature: top_p, top_k, min_p and
+    repetition_penalty change the sampled distribution without the trainer's knowledge. Raises ValueError for a
+    number outside `sampling_bounds.BOUNDS`, and if max_tokens is less than 1."""
 
     max_tokens: int | None = None  # None: as many as the context has room for
     temperature: float = 1.0  # 0: greedy
@@ -107,7 +108,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, eq=False)
 class SampleRequest:
-    """A request for one sequence. Raises ValueError for a prompt that is no token ids."""
+    """A request for one sequence. Raises ValueError if the prompt does not consist of token ids."""
 
     request_id: str
     prompt: npt.NDArray[np.int32]
@@ -169,7 +170,7 @@ class SampleResponse:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The versions that sampled a minibatch, which the trainer checks before it trains."""
+    """Which versions sampled a minibatch; the trainer checks this before it trains."""
 
     step: int  # training steps completed before this one
     floors: npt.NDArray[np.int32]
@@ -203,8 +204,8 @@ class AdamParams:
 
 @dataclass(frozen=True)
 class ForwardBackwardOutput:
-    """The result of a pass over a batch. For a gradient of a `StoredBatch` there are no log-probabilities in it: they
-    stay where the parts are, and the first two fields say nothing."""
+    """The result of a pass over a batch. For a gradient of a `StoredBatch`, `logprobs` and `offsets` carry nothing: the
+    log-probabilities stay with the parts."""
 
     logprobs: npt.NDArray[np.float32]  # [T], the trainer's log-probability of each target
     offsets: npt.NDArray[np.int64]  # [D + 1]; datum d is at `offsets[d]:offsets[d + 1]`
@@ -214,7 +215,7 @@ class ForwardBackwardOutput:
 
     @property
     def loss_fn_outputs(self) -> list[dict[str, TensorData]]:
-        """The `logprobs` of each datum."""
+        """For each datum, {"logprobs": its log-probabilities}."""
         bounds = itertools.pairwise(self.offsets.tolist())
         return [{"logprobs": TensorData(self.logprobs[start:end])} for start, end in bounds]
 

@@ -64,7 +64,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tensor that a run publishes lies: the same for every version."""
+    """Says where each tensor that a run publishes lies in the buckets: the same for every version."""
 
     entries: tuple[TensorEntry, ...]
     """In the order in which tensors are gathered, which is the order of their places. Hashes are empty."""
@@ -78,21 +78,23 @@ class Layout:
         return tuple(sizes)
 
     def share(self, rank: int, size: int) -> set[str]:
-        """Returns the names of the tensors in the buckets of a rank, one of `size`."""
+        """Returns the names of the tensors in the buckets that belong to rank `rank` of `size`."""
         return {entry.name for entry in self.entries if entry.bucket % size == rank}
 
     def with_hashes(self, hashes: Mapping[str, str]) -> tuple[TensorEntry, ...]:
-        """Returns the entries of one version with these hashes of its tensors, by their names."""
+        """Returns the entries for one version. `hashes`: {tensor: its hash in this version}."""
         return tuple(replace(entry, hash=hashes[entry.name]) for entry in self.entries)
 
 
 def padded(nbytes: int) -> int:
-    """Returns the bytes that a tensor of `nbytes` takes in a bucket: tensors begin at multiples of ALIGNMENT."""
+    """Returns the number of bytes that a tensor of `nbytes` takes in a bucket, where tensors begin at multiples of
+    ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def gathered_text(names: Sequence[str]) -> str:
-    """Says which published tensors are summed after the gather (`trireme.core.slices`); "" if none are.
+    """Returns a text for people on the published tensors `names` that have to be gathered before they can be summed
+    (`trireme.core.slices`); "" if there are none.
 
     >>> gathered_text(["a", "b", "c", "d"])
     'summed after the gather: 4 of the published tensors (a, b, c, ...)'
@@ -105,7 +107,7 @@ def gathered_text(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """A LoRA adapter of several that are trained on one base."""
+    """Describes one LoRA adapter, where several are trained on one base."""
 
     rank: int
     """At most `trainer.lora.rank`."""
@@ -119,7 +121,8 @@ class AdapterSpec:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter: its tensors add B A x alpha / rank to a layer."""
+    """Describes a published LoRA adapter: its tensors A and B add the matrix B A, times alpha / rank, to a layer's
+    weight."""
 
     base: str
     """Digest of the weights that it was trained on (`trireme.core.base_digest.base_digest`)."""
@@ -134,14 +137,14 @@ class Adapter:
 
 
 def weights_digest(entries: Sequence[TensorEntry], adapter: Adapter | None = None) -> str:
-    """Returns the digest of a version (32 hex digits): independent of the order and the packing of the tensors. Their
-    hashes are by `trireme.core.digest`."""
+    """Returns the digest of a version (32 hex digits) from its tensors' names, dtypes, shapes and hashes
+    (`trireme.core.digest`), and its adapter. It does not depend on the order and the places of the tensors."""
     return table_digest(entries, SCHEME, *([str(adapter)] if adapter else []))
 
 
 def table_digest(entries: Sequence[TensorEntry], *head: str) -> str:
-    """Returns the digest (32 hex digits) of the lines `head` and of the sorted table of names, dtypes, shapes and
-    hashes."""
+    """Returns the digest (32 hex digits) of the lines `head`, and of the names, dtypes, shapes and hashes of `entries`,
+    sorted by name."""
     table = hashlib.blake2b(digest_size=16)
     for line in head:
         table.update(f"{line}\n".encode())
@@ -161,7 +164,7 @@ class Drift:
 
     @classmethod
     def worst(cls, drifts: Iterable[Drift]) -> Drift:
-        """Returns the largest of both numbers of some drifts, at least one."""
+        """Returns the largest mean and the largest difference among `drifts`, of which there is at least one."""
         measured = list(drifts)
         return cls(max(drift.mean for drift in measured), max(drift.largest for drift in measured))
 
@@ -215,7 +218,8 @@ class PublishedWeights:
         return self.manifest.identity
 
     def bounded_by(self, first: Drift, largest: Drift) -> PublishedWeights:
-        """Returns the same with the bound that follows from the first drift and the largest one so far."""
+        """Returns the same weights with another bound for the canary. It follows from `first`, the drift of the first
+        update, and `largest`, the largest drift so far."""
         canary = self.manifest.canary
         if canary.bound == EXACT:
             return self
@@ -254,8 +258,9 @@ def check_received(
     known_sums: Mapping[TensorPlace, str] = MappingProxyType({}),
     threads: int = 1,
 ) -> None:
-    """Raises WeightsRefused unless the bytes in `buckets` match the manifest's identity. `known_sums`: sums at some
-    places, which need not be read again. `threads` read at the same time."""
+    """Raises WeightsRefused unless the bytes in `buckets` are the published ones, by the hashes and the digest in
+    `manifest`. `known_sums`: {place: hash} of tensors that are summed already and need not be read again. `threads`:
+    how many read at the same time."""
     version = manifest.identity.version
     digest = manifest.identity.digest
     if weights_digest(manifest.entries, manifest.adapter) != digest:
@@ -276,7 +281,8 @@ def check_received(
 
 
 def _piece_sums(buckets: Sequence[npt.NDArray[np.uint8]], piece: tuple[TensorEntry, int]) -> Sums:
-    """Returns the share of a tensor's sums that the piece beginning at its byte `at` has."""
+    """Returns the sums of a piece of a tensor, of at most PIECE_BYTES. `piece`: the tensor's entry, and the byte of the
+    tensor at which the piece begins."""
     entry, at = piece
     begin = entry.offset + at
     end = entry.offset + min(at + PIECE_BYTES, entry.nbytes)
@@ -284,7 +290,8 @@ def _piece_sums(buckets: Sequence[npt.NDArray[np.uint8]], piece: tuple[TensorEnt
 
 
 def check_canary(manifest: WeightsManifest, logprobs: npt.NDArray[np.float32]) -> Drift:
-    """Returns the drift of a replica's logprobs. Raises WeightsRefused when it is beyond the bound or NaN."""
+    """Returns the drift of a replica, from its log-probabilities of the canary's tokens, float32 [T - 1]. Raises
+    WeightsRefused if the drift is beyond the canary's bound or NaN."""
     canary, bound = manifest.canary, manifest.canary.bound
     difference = np.abs(logprobs - canary.logprobs)
     drift = Drift(float(difference.mean()), float(difference.max()))
