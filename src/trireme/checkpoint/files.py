@@ -225,7 +225,7 @@ class HashingWriter:
             self._writing.popleft().result()
 
     def _write(self, block: Bytes, at: int) -> None:
-        """Writes all bytes of `block` to the file at the offset `at`, in bytes. Goes on without O_DIRECT if it is
+        """Writes all bytes of `block` to the file at the offset `at`, in bytes. Continues without O_DIRECT if it is
         refused."""
         while len(block):
             direct = self._direct

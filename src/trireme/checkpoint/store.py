@@ -151,7 +151,7 @@ class CheckpointStore:
         return sorted((entry for entry in self._entries() if step_of(entry.name) is not None), key=_step)
 
     def partial(self) -> list[Path]:
-        """Returns the directories of drafts, and of commits and drafts whose deletion was interrupted."""
+        """Returns the directories of drafts, and what interrupted deletions of commits and drafts have left."""
         return [e for e in self._entries() if ".partial-" in e.name or e.suffix == ".removed"]
 
     def _entries(self) -> list[Path]:

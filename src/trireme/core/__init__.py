@@ -1,1 +1,1 @@
-"""What all rooms share: types, datums, weights, errors. Pure: imports neither Ray nor vLLM nor a room."""
+"""The part that all rooms share: types, datums, weights, errors. Pure: imports neither Ray nor vLLM nor a room."""

@@ -33,8 +33,8 @@ class AgentAccess:
 
 
 class AgentTurn(SampledPart, Protocol):
-    """One sampled answer of a session with its prompt. A session whose prompts do not all continue each other has
-    branches; the turns of a branch follow each other."""
+    """One sampled answer of a session with its prompt. If a prompt does not continue the turn before, it begins a new
+    branch of the session; the turns of a branch follow each other."""
 
     @property
     def prompt(self) -> npt.NDArray[np.int32]:
@@ -72,8 +72,8 @@ class AgentSessions(Protocol):
         """Begins to listen for agents; called once, before all other methods."""
 
     async def open(self, sample: SampleTurn) -> tuple[str, AgentAccess]:
-        """Opens a session whose answers `sample` samples. Returns the session's name, and what its agent needs for
-        access."""
+        """Opens a session; `sample` samples its answers. Returns the session's name, and what the session's agent needs
+        for access."""
 
     async def close(self, session: str) -> PlayedSession:
         """Ends the session with this name, cancels its running samples, and forgets it. Returns its result."""

@@ -211,7 +211,7 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class StoredBatch:
-    """A batch of D datums whose tokens and columns are in the object store, as one part for each process of the
+    """A batch of D datums. Their tokens and columns are in the object store, as one part for each process of the
     trainer."""
 
     lengths: Numbers  # [D]
@@ -229,8 +229,8 @@ class StoredBatch:
         owner: str = "driver",
     ) -> StoredBatch:
         """Lays out and stores a batch, part after part. `lay_out` makes the pieces; `put` stores a piece or a part and
-        returns a reference. `assign` says which datums belong to which part. `owner`: the process that keeps what is
-        stored.
+        returns a reference. `assign` says which datums belong to which part. `owner`: the process that keeps the
+        stored parts.
 
         `lengths` and `sequences` cover all datums. At any time only one piece is in the memory of this process.
         """

@@ -81,8 +81,8 @@ def differences(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -
 
 
 def refuse_kinds(label: str, model: PreTrainedModel, kinds: Mapping[str, Collection[str]], advice: str) -> None:
-    """Raises BadInput if there are wrong tensors. `kinds`: {what is wrong, such as "lacks": names of tensors}. The
-    error names the files by `label`, the class of `model` and the tensors, and says what to do (`advice`)."""
+    """Raises BadInput if there are wrong tensors. `kinds`: {the fault, such as "lacks": names of tensors}. The error
+    names the files by `label`, the class of `model` and the tensors, and says what to do (`advice`)."""
     wrong = [f"{kind} {len(names)}: {', '.join(sorted(names)[:NAMED])}" for kind, names in kinds.items() if names]
     if wrong:
         raise Refusal(

@@ -81,8 +81,8 @@ def sums_of(data: npt.NDArray[np.uint8], first_word: int = 0) -> Sums:
 
 
 def sums_of_rows(words: npt.NDArray[np.uint16], first_word: int = 0, step: int = 0) -> Sums:
-    """Returns the sums of rows of a tensor: contiguous `words`, uint16 [rows, words]. Row r begins at word `first_word
-    + r step` of the whole tensor."""
+    """Returns the sums of rows of a tensor: contiguous `words`, uint16 [rows, words]. Row r begins at word number
+    `first_word + r step` of the whole tensor."""
     if not words.size:
         return Sums()
     first, second = _kernel()(words, np.uint64(first_word), np.uint64(step))

@@ -1,6 +1,6 @@
 """Replaces secrets in the output of a run: code.diff, config.json, manifests, data for Weights & Biases.
 
-A secret is the value of an environment variable whose name is a secret's, such as API_KEY; a text in the format of a
+A secret is the value of an environment variable with a name like a secret's, such as API_KEY; a text in the format of a
 known service's keys; or a long random text that is assigned to such a name. Other long texts (digests, paths) stay.
 """
 
@@ -30,7 +30,7 @@ SHORTEST = 8
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Returns True if the environment variable `name` with this `value` is to be treated as a secret: it has a name
+    """Returns True if the environment variable `name` with this `value` has to be treated as a secret: it has a name
     like a secret's, a value in the format of a secret, or an address with a user's name or password in it, as
     proxies have. Errs on the side of True."""
     return bool(_like_secrets.search(name) or _with_password.search(value)) or MASK in redact_values(value, name)
@@ -45,8 +45,8 @@ def redact(text: str) -> str:
 
 
 def redact_values(values: Any, name: str = "") -> Any:
-    """Returns JSON values with MASK in place of each text that is, or holds, a secret. `name`: the key under which
-    `values` stand."""
+    """Returns JSON values with MASK instead of each text that is, or holds, a secret. `name`: the key of `values` in
+    the object that holds them."""
     if isinstance(values, Mapping):
         return {key: redact_values(value, str(key)) for key, value in values.items()}
     if isinstance(values, list | tuple):

@@ -67,7 +67,7 @@ class SequenceSampler(Protocol):
     """Anything that samples sequences: the replicas, or an object in front of them."""
 
     async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None, /) -> SampledSequence:
-        """Samples one sequence for `request` on some replica. Goes on through updates of weights; the result's spans
+        """Samples one sequence for `request` on some replica. Continues through updates of weights; the result's spans
         say which weights sampled each token. Calls `on_progress` whenever there are more tokens. If the caller is
         cancelled, the replica stops.
 
@@ -76,7 +76,8 @@ class SequenceSampler(Protocol):
 
 
 class FollowingSampler(SequenceSampler, Protocol):
-    """A sampler that outlives replica sets: it samples with the replicas of one set, later with those of the next."""
+    """A sampler that outlives replica sets: it samples with the replicas of one set, later with the replicas of the
+    next."""
 
     def follow(self, source: Any) -> None:
         """Samples from now on with the replicas of `source`, a replica set as its routers read it."""

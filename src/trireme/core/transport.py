@@ -127,7 +127,7 @@ class Session:
 
 def servers_of(nodes: Mapping[int, str], ranks: Sequence[int]) -> dict[int, int]:
     """Returns {replica: which of the trainer's `ranks` sends to it}, with the replicas of a node after each other.
-    `nodes`: {number of the replica: its node}; a replica whose node is not known ("") counts as a node of its own.
+    `nodes`: {number of the replica: its node}; a replica on an unknown node ("") counts as a node of its own.
 
     >>> servers_of({0: "a", 1: "b", 2: "a", 3: "", 4: ""}, [0, 8])
     {0: 0, 2: 0, 1: 8, 3: 0, 4: 8}
@@ -139,7 +139,7 @@ def servers_of(nodes: Mapping[int, str], ranks: Sequence[int]) -> dict[int, int]
 
 
 class Epochs:
-    """Numbers the epochs of sessions: a new one begins when the members of a session differ from those of the last."""
+    """Numbers the epochs of sessions: a new one begins when a session has other members than the last session."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -193,7 +193,7 @@ class Transport(Protocol):
 
     def lease(self, source: object) -> None:
         """Keeps the bytes of `source` until `release`, even if newer versions are published: a commit reads them later,
-        while training goes on. Raises WeightsGone if they are gone already."""
+        alongside training. Raises WeightsGone if they are gone already."""
 
     def release(self, source: Any) -> None:
         """Ends the lease of `source`, without waiting."""

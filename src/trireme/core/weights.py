@@ -164,7 +164,7 @@ class Drift:
 
     @classmethod
     def worst(cls, drifts: Iterable[Drift]) -> Drift:
-        """Returns the largest mean and the largest difference among `drifts`, of which there is at least one."""
+        """Returns the largest mean and the largest difference among `drifts`, which has at least one."""
         measured = list(drifts)
         return cls(max(drift.mean for drift in measured), max(drift.largest for drift in measured))
 

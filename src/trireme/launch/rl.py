@@ -70,7 +70,7 @@ class RlRun(TrainingRun):
 
     def start_lasting(self, run: RunDir, roster: Roster, ending: ExitStack) -> ElasticReplicas:
         """Starts the replicas, which take longest, and the service if it has a port. `ending` gets their stops. Returns
-        the replicas, whose number can change."""
+        the replicas, in a form that can change their number."""
         config = self.plan.resolved(self.config)
         places = PlacePool(self.plan.added_replica_options, ending)
         self.inference = InferenceHandle.start(config, self.places["inference"], run.logs)

@@ -1,1 +1,1 @@
-"""What every process needs: waits, signals, fault points, traces, log files, Ray."""
+"""The part that every process uses: waits, signals, fault points, traces, log files, Ray."""

@@ -76,8 +76,8 @@ class Resources:
 
 
 def cluster_address(config: CommonConfig) -> str | None:
-    """Returns the address of the Ray cluster to join, from `cluster.address` or the variable RAY_ADDRESS (which `ray
-    job submit` sets); None: Ray has to be started on this machine."""
+    """Returns the address of the Ray cluster to join: `cluster.address`, or the variable RAY_ADDRESS, which Ray sets in
+    a submitted job. None: Ray has to be started on this machine."""
     return config.cluster.address or os.environ.get("RAY_ADDRESS")
 
 

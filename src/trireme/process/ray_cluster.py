@@ -47,7 +47,7 @@ OBITUARY = "A worker died or was killed"
 
 def _without_obituaries() -> None:
     """Keeps Ray from printing a page about each process that was killed (Ray has no option for this), and errors of
-    calls whose results nothing needs any longer. The caller that waited for the process reports its death in one
+    calls with results that nothing needs any longer. The caller that waited for the process reports its death in one
     line."""
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     printed = ray._private.worker.print_to_stdstream
@@ -100,7 +100,7 @@ def connected(address: str, config: CommonConfig | None) -> Iterator[None]:
 
 def _nodes(timeout_s: float) -> tuple[Node, ...]:
     """Returns each machine of the cluster with its resources, from a short task on every node, in parallel. The numbers
-    of cores and GPUs are those that Ray offers. Raises RoomFailed, which names the nodes that do not answer."""
+    of cores and GPUs are what Ray offers. Raises RoomFailed, which names the nodes that do not answer."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     asking = [
         ray.remote(num_cpus=0, scheduling_strategy=on_node(node["NodeID"]))(this_machine).remote() for node in alive

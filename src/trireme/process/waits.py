@@ -125,8 +125,8 @@ class LongWait:
 
 
 def ready(refs: Mapping[Any, str], timeout_s: float) -> dict[Any, Any]:
-    """Waits up to `timeout_s` seconds until any of `refs` {reference: name of its process} is ready. Returns
-    {reference: its value or its TriremeError} for those that are ready."""
+    """Waits up to `timeout_s` seconds until any of `refs` {reference: name of its process} is ready. Returns {ready
+    reference: its value or its TriremeError}."""
     if not refs:
         time.sleep(timeout_s)
         return {}
@@ -163,7 +163,7 @@ def get(ref: Any, *, owner: str, timeout_s: float, log: Path | None = None) -> A
 
 @dataclass(frozen=True)
 class Pending:
-    """Calls in progress in other processes, each of which returns a list."""
+    """Calls in progress in other processes; each call returns a list."""
 
     refs: Sequence[Any]  # to the lists
     owners: Sequence[str]  # their owners

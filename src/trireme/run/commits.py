@@ -314,8 +314,8 @@ class Commits:
             raise error
 
     def _prune_for_room(self) -> list[str]:
-        """Deletes all commits except the newest that verifies, and except those of `checkpoint.keep_every` or with a
-        file KEEP. Returns the deleted names; after deleting some, only one commit is kept from then on."""
+        """Deletes all commits except the newest that verifies, commits kept by `checkpoint.keep_every`, and commits
+        with a file KEEP. Returns the deleted names; after deleting some, only one commit is kept from then on."""
         try:
             deleted = self._run.store.prune(1, self._config.checkpoint.keep_every)
         except StorageFailed as error:

@@ -205,7 +205,7 @@ class Tracker(Protocol):
         """Reports `incident`, if it is not None. The roster calls this after each change (`Roster.listen`)."""
 
     def close(self) -> None:
-        """Writes what is still buffered, and ends the connection or closes the files."""
+        """Writes buffered rows, and ends the connection or closes the files."""
 
 
 class TensorboardSink:

@@ -96,7 +96,7 @@ class Mirror:
         self._thread = threading.Thread(target=self._follow, name="store", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread that watches the run directory and uploads what is new."""
+        """Starts the thread that watches the run directory and uploads new commits and files."""
         self._thread.start()
 
     def check(self) -> None:
@@ -127,8 +127,8 @@ class Mirror:
             time.sleep(LOOK_S)
 
     def close(self, limit_s: float) -> None:
-        """Makes the thread upload what is new for the last time and end; waits for it up to `limit_s` seconds. Raises
-        LockLost, and StorageFailed if the upload failed or is not done by then."""
+        """Makes the thread upload everything new for the last time and end; waits for it up to `limit_s` seconds.
+        Raises LockLost, and StorageFailed if the upload failed or is not done by then."""
         self._ending.set()
         self._thread.join(limit_s)
         if self._lost:
@@ -365,7 +365,7 @@ def _parked(root: Path) -> list[Path]:
 
 def _files(root: Path) -> Iterator[str]:
     """Yields the paths, relative to `root`, of the files to upload other than commits: rows, logs, traces and trackers'
-    files, also those of branches. Leaves out links."""
+    files, with the files of branches. Leaves out links."""
     for top in (root, *root.glob("branches/*")):
         for name in (*FILES, *((HEAD,) if top != root else ())):
             if (top / name).is_file():

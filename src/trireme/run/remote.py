@@ -43,9 +43,9 @@ class RemoteRun:
     """A run in object storage, as its HEAD said when this command started."""
 
     def __init__(self, url: str, config: CommonConfig, say: Callable[[str], None]) -> None:
-        """Checks that the store at `url` can hold a run. If the configuration names the run, reads its HEAD and
-        downloads it where that is needed for a resume. `say` prints notes. Raises BadInput if the store or the run
-        cannot be used, StorageFailed, CheckpointInvalid."""
+        """Checks that the store at `url` can hold a run. If the configuration names the run, reads its HEAD, and
+        downloads the run if a resume needs it. `say` prints notes. Raises BadInput if the store or the run cannot be
+        used, StorageFailed, CheckpointInvalid."""
         self._url = url
         self._config = config
         self._say = say

@@ -180,7 +180,8 @@ class RunDir:
 
     @property
     def head(self) -> Head:
-        """HEAD as it is on the disk now: run, lineage, attempt. `checkout` to an earlier commit changes the lineage."""
+        """HEAD as the disk has it now: run, lineage and attempt. `checkout` to an earlier commit changes the
+        lineage."""
         head = self.store.head()
         assert head is not None  # `open` wrote it
         return head

@@ -187,9 +187,9 @@ class ReplicaManager:
         return [f"inference replica {index}" for index in starting if self._lives[index].placeless]
 
     def look(self) -> None:
-        """Does what is due: replaces replicas that the replica set has reported as gone for SECOND_OPINION_S (not while
-        Ray does not know whether they live), ends starts that take too long, and tries replicas again that were left
-        out."""
+        """Does the work that is due: replaces replicas that the replica set has reported as gone for SECOND_OPINION_S
+        (not while Ray does not know whether they live), ends starts that take too long, and tries replicas again
+        that were left out."""
         now = time.monotonic()
         for index in self._of(PartHealth.CATCHING_UP, PartHealth.HEALTHY):
             reason = self._reason(index)

@@ -125,8 +125,8 @@ class Roster:
         successor: bool = False,
     ) -> None:
         """Sets the health of part `name`, which is added if it is new, and the `reason` for it. Does nothing if nothing
-        changes. `pids`, `node`: where it runs; None keeps what is known. `successor`: the part is a new process that
-        replaces a lost one."""
+        changes. `pids`, `node`: where it runs; None keeps the known ones. `successor`: the part is a new process
+        that replaces a lost one."""
         with self._lock:
             before = self._parts.get(name) or RunPart(name, health, self._now())
             if health is PartHealth.SUSPECT and before.health is not PartHealth.SUSPECT:

@@ -57,7 +57,7 @@ class MonitoredRoom(Protocol):
 
 @dataclass(frozen=True)
 class ElasticReplicas:
-    """The replicas of a run or a service, and what is needed to change their number."""
+    """The replicas of a run or a service, with everything that a change of their number needs."""
 
     config: Config
     replicas: ReplicaActors
