@@ -48,7 +48,7 @@ def step_of(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class CommitRef:
-    """Names one commit among all commits of all runs."""
+    """Names one commit among all commits that a run ever made."""
 
     lineage: str  # the lineage that wrote it
     step: int

@@ -54,7 +54,7 @@ class PendingFiles(Protocol):
 
 class Stateful(Protocol):
     """A room with a part in each commit. `save_state` saves the state that the room has at the call to the directory
-    `path`, and returns when training may continue; the files may still be being written then."""
+    `path`. It returns when training may continue; files may be written after that."""
 
     def save_state(self, path: Path) -> PendingFiles: ...
 
@@ -154,9 +154,9 @@ class Commits:
         return self._boundary is not None and (self._parent is None or self._boundary[0] != self._parent.step)
 
     def at_boundary(self, version: int, weights: PublishedWeights | None = None) -> None:
-        """Tells that training is between two steps, with the weights of `version`: at the start of the run, or after
-        the step that made them was released. Begins a commit if one is due. Without `weights`, the trainer publishes
-        its weights here if they are committed.
+        """Begins a commit if one is due. Call it between two steps, when the trainer has the weights of `version`: at
+        the start of the run, and after each step. Without `weights`, the trainer publishes its weights here if a
+        commit begins.
 
         Raises StorageFailed after too many missed commits, LockLost, and WeightsRefused when a resumed trainer
         publishes other weights than the commit was made of.
@@ -175,12 +175,13 @@ class Commits:
             self._save()
 
     def leave_boundary(self) -> None:
-        """Tells that the trainer is about to change its weights: until the next boundary there is nothing to commit."""
+        """Ends the boundary. Call it when the trainer is about to change its weights: until the next boundary there is
+        nothing to commit."""
         self._boundary = None
 
     def seal(self) -> None:
-        """Tells that the rows up to this boundary are written. If there is a draft, starts a thread that makes it a
-        commit, and waits for that thread without `checkpoint.async_save`."""
+        """Makes the draft of this boundary, if there is one, a commit: in a background thread, or before it returns
+        without `checkpoint.async_save`. Call it when the rows up to this boundary are written."""
         draft = self._draft
         self._draft = None
         if draft is None:

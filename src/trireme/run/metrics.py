@@ -83,9 +83,9 @@ class Clock:
 
 
 class Journal:
-    """Writes the results of each step of the run in `root`: the metrics to metrics.jsonl and the trackers, and as the
-    text that `line` makes to `out`; the problems to trained.jsonl; and records of some rollouts. `commits` makes
-    room on a full disk. Close it at the end, as `closing` does."""
+    """Writes the results of each step of the run in `root`: the metrics to metrics.jsonl, to the trackers and, as the
+    text that `line(row)` returns, to `out`; the problems to trained.jsonl; and records of some rollouts. `commits`
+    makes room on a full disk. Close it at the end, as `closing` does."""
 
     def __init__(
         self,
