@@ -94,7 +94,7 @@ class Bucket:
             raise failed(f"{self.url}/{key}: {_first_line(error)}") from error
 
     def read(self, key: str) -> tuple[bytes, str] | None:
-        """Returns the contents of an object and its tag; None if there is none."""
+        """Returns the contents of the object `key` and its tag; None if there is no such object."""
         import obstore
 
         with self._storage_errors(key):
@@ -105,7 +105,7 @@ class Bucket:
                 return None
 
     def tag(self, key: str) -> str | None:
-        """Returns the tag of an object, which changes with its contents; None if there is none."""
+        """Returns the tag of the object `key`, which changes with its contents; None if there is no such object."""
         import obstore
 
         with self._storage_errors(key):
@@ -184,7 +184,7 @@ class Bucket:
             return [str(entry["path"]) for page in obstore.list(self._store, prefix) for entry in page]
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Deletes objects; missing objects count as deleted."""
+        """Deletes the objects `keys`; ignores missing ones."""
         import obstore
 
         rest = list(keys)

@@ -45,7 +45,7 @@ WORTH_A_THREAD = 1 << 16
 
 @dataclass(frozen=True, order=True)
 class FileRecord:
-    """One file of a commit."""
+    """Path, size and checksum of one file of a commit."""
 
     path: str  # relative to the commit, with slashes
     size: int  # bytes

@@ -56,7 +56,7 @@ class CommitRef:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Describes one commit and its files."""
+    """Describes one commit: the run's state that it holds, how it came about, and its files."""
 
     step: int  # training steps completed: the version of its weights
     lineage: str  # the lineage that wrote it, 8 hex digits

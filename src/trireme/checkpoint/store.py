@@ -54,12 +54,12 @@ class Head:
 
     @classmethod
     def new(cls, attempt: int = 1, base: CommitRef | None = None) -> Head:
-        """Makes the HEAD of a new run."""
+        """Returns the HEAD of a new run, with a random run id and lineage."""
         return cls(secrets.token_hex(4), secrets.token_hex(4), attempt, base)
 
     @classmethod
     def read(cls, file: Path) -> Head | None:
-        """Reads a HEAD; None if there is none. Raises CheckpointInvalid if it is damaged."""
+        """Returns the HEAD in `file`; None if there is no such file. Raises CheckpointInvalid if it is damaged."""
         if not file.exists():
             return None
         try:
@@ -69,7 +69,7 @@ class Head:
             raise CheckpointInvalid(f"{file} is damaged ({type(error).__name__}: {error})") from None
 
     def write(self, file: Path) -> None:
-        """Replaces the contents of `file`. Raises OSError."""
+        """Replaces the contents of `file` by this HEAD. Raises OSError."""
         replace_file(file, (to_json(asdict(self), indent=1) + "\n").encode())
 
 
@@ -137,7 +137,7 @@ class CheckpointStore:
         return Head.read(self.root / HEAD)
 
     def write_head(self, head: Head) -> None:
-        """Replaces HEAD. Raises OSError."""
+        """Replaces the file HEAD of the run directory. Raises OSError."""
         head.write(self.root / HEAD)
 
     def lineages(self) -> list[Head]:
@@ -204,7 +204,8 @@ class CheckpointStore:
         raise LockLost(str(refusal))
 
     def draft(self, step: int, attempt: int) -> Path:
-        """Makes a new directory for writing the commit of `step`. Raises StorageFailed, LockLost."""
+        """Makes a new directory, in which `attempt` writes the commit of `step`, and returns its path. Raises
+        StorageFailed, LockLost."""
         self.check_owner()
         draft = self.checkpoints / f"{step_name(step)}.partial-{attempt:d}"
         with storage_errors(draft):

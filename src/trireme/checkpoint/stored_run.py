@@ -56,7 +56,7 @@ class FilePart:
 
 @dataclass(frozen=True)
 class StoredRun:
-    """The contents of HEAD in object storage."""
+    """The contents of HEAD in object storage: the run's driver, commits and files."""
 
     driver: int
     """Counts the drivers, from 1."""

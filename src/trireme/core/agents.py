@@ -66,7 +66,8 @@ class PlayedSession:
 
 
 class AgentSessions(Protocol):
-    """Opens sessions of agents, within one event loop."""
+    """Opens and closes sessions, in which agents sample from the policy over HTTP. All methods run in one event
+    loop."""
 
     async def start(self) -> None:
         """Begins to listen for agents; called once, before all other methods."""

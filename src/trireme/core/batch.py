@@ -29,7 +29,7 @@ that the calls cost less than the numbers."""
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """D datums as numpy columns."""
+    """A batch of D datums in this process: all tokens in one array, with columns of numbers for each token."""
 
     tokens: npt.NDArray[np.int32]  # [T], all inputs concatenated; datum d is at `offsets[d]:offsets[d + 1]`
     offsets: Numbers  # [D + 1]
@@ -101,7 +101,7 @@ class TokenBatch:
         )
 
     def mapped(self, function: BatchMap) -> TokenBatch:
-        """Returns `function` of the batch: the same datums with other columns."""
+        """Returns `function(self)`: the same datums with other columns."""
         return function(self)
 
     def __len__(self) -> int:
@@ -180,7 +180,8 @@ class PartPieces:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """Where a process of the trainer finds its part of a `StoredBatch`."""
+    """Says where a process of the trainer finds its part of a `StoredBatch`, and what it adds or changes after
+    fetching."""
 
     part: Any
     """A reference to its PartPieces, or these themselves."""

@@ -23,7 +23,7 @@ NAMED = 3
 
 @dataclass(frozen=True)
 class Differences:
-    """Names the tensors in which the files of a model differ from its class, as files name them."""
+    """The differences between the tensors in a model's files and the tensors of its class. Names are as in files."""
 
     lacking: Sequence[str]
     """Tensors that the class saves, and the files lack."""
@@ -32,7 +32,7 @@ class Differences:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the buffers that the module saves, by name."""
+    """Returns {name: buffer} of the buffers that `module` saves with its parameters."""
     return {
         f"{prefix}.{name}".removeprefix("."): buffer
         for prefix, owner in module.named_modules()

@@ -1,4 +1,4 @@
-"""The one place where values become JSON."""
+"""Turns values into JSON; the only module that does."""
 
 from __future__ import annotations
 

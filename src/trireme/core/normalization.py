@@ -37,7 +37,7 @@ LossNormalization = Literal[
 
 @dataclass(frozen=True)
 class Normalization:
-    """One kind of normalisation, with its parameters."""
+    """One kind of normalisation: changes token weights and computes divisors, as the module describes."""
 
     kind: LossNormalization
     longest: int | None

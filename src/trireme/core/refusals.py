@@ -10,7 +10,7 @@ from trireme.core.errors import BadInput
 
 @dataclass(frozen=True)
 class Refusal:
-    """Says why an input cannot be used."""
+    """Says why an input cannot be used: what was given, what was expected, what to do."""
 
     value: str
     """The input, and its value."""
@@ -23,7 +23,7 @@ class Refusal:
         return f"given: {self.value}\n  expected: {self.expected}\n  to do: {self.do}"
 
     def error(self) -> BadInput:
-        """Returns the error to raise."""
+        """Returns the BadInput to raise, with this refusal as its message."""
         return BadInput(str(self))
 
 

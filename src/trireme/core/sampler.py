@@ -17,7 +17,7 @@ from trireme.core.weights import UpdateReport
 
 @dataclass(frozen=True)
 class ReplicaStats:
-    """A replica's utilisation."""
+    """Numbers on how busy a replica is: sequences, KV cache, weights."""
 
     running: int
     """Sequences that it decodes."""
@@ -80,7 +80,8 @@ class FollowingSampler(SequenceSampler, Protocol):
     next."""
 
     def follow(self, source: Any) -> None:
-        """Samples from now on with the replicas of `source`, a replica set as its routers read it."""
+        """Makes all requests from now on go to the replicas of another replica set. `source`: the object through which
+        a router reads that replica set."""
 
     async def stats(self) -> dict[int, ReplicaStats]:
         """Returns {replica: utilisation}. A replica that does not answer is not used any more. Raises RoomFailed if

@@ -14,7 +14,7 @@ from pydantic import Field
 
 @dataclass(frozen=True)
 class Bound:
-    """The least and the largest value of a number."""
+    """The least and the largest value that a number in a request may have."""
 
     least: float
     largest: float

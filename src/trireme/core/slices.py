@@ -81,7 +81,8 @@ class Slice:
 
 
 class _CopiesAsViews(TorchDispatchMode):
-    """Turns copies made inside the block into views of their sources."""
+    """A dispatch mode that turns copies made inside its block into views of their sources, and notes changed
+    tensors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TransportKind:
-    """A transport as the configuration and the plan see it, which do not import its module."""
+    """The facts about a transport that configuration and plan need, so that they do not import its module."""
 
     module: str
     """Implements `Transport`; imported when used."""
@@ -98,7 +98,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Session:
-    """The replicas that take part in sending one version."""
+    """The replicas that take part in the sending of one version, and the rank that sends to each."""
 
     attempt: int
     epoch: int
@@ -200,5 +200,5 @@ class Transport(Protocol):
 
 
 def load_transport(name: str) -> Transport:
-    """Imports the transport `name`, a key of `TRANSPORTS`."""
+    """Imports and returns the module of the transport `name`, a key of `TRANSPORTS`."""
     return cast(Transport, importlib.import_module(TRANSPORTS[name].module))

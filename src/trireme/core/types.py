@@ -49,7 +49,7 @@ class WeightIdentity:
 
     @classmethod
     def parse(cls, label: str) -> WeightIdentity:
-        """Parses the text that `str` makes. Raises ValueError for any other text."""
+        """Returns the identity for the text that `str(identity)` made. Raises ValueError for any other text."""
         attempt, version, digest = label.split(":")
         return cls(int(attempt), int(version), digest)
 
@@ -230,7 +230,7 @@ class OptimStepResponse:
 
 @dataclass(frozen=True)
 class StepSummary:
-    """The result of a step that has been trained on."""
+    """The result of a training step: its metrics, its groups, and records of some groups."""
 
     metrics: dict[str, float]
     trained: list[dict[str, Any]]

@@ -35,7 +35,7 @@ NAMED = 3
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor lies in the buckets of a version."""
+    """The place of a tensor in the buckets of a version: number of the bucket, offset and size in bytes."""
 
     bucket: int
     offset: int
@@ -207,7 +207,7 @@ class WeightsManifest:
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """One version, ready for replicas."""
+    """One version of the weights, which replicas can receive."""
 
     manifest: WeightsManifest
     source: Any
@@ -234,7 +234,7 @@ class PublishedWeights:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """A replica's acknowledgement: it now samples from `identity`."""
+    """A replica's report after an update: it now samples from `identity`. Times are in seconds."""
 
     replica: int
     identity: WeightIdentity

@@ -19,7 +19,7 @@ from trireme.train.steps import Attempt
 
 
 class SftRun(TrainingRun):
-    """A run of `sft` on `data`."""
+    """The part of a run that is particular to `sft`: the trainer, and the training loop on `data`."""
 
     core = "the trainer"
     config: SftConfig

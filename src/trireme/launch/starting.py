@@ -54,7 +54,7 @@ def check_replicas(plan: Plan, target: int, added: int) -> None:
 
 @dataclass(frozen=True)
 class ReservedPlaces:
-    """The places of all actors of a plan."""
+    """The places in the cluster that are reserved for all actors of a plan."""
 
     group: PlacementGroup
     rooms: Mapping[str, list[dict[str, Any]]]

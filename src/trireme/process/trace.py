@@ -129,7 +129,7 @@ class Busy:
         self._end()
 
     def resume(self, **args: Any) -> None:
-        """Begins a new span if there is work. `args` are recorded with the spans from now on."""
+        """Ends a pause, and begins a new span if there is work. `args` are recorded with the spans from now on."""
         if self._paused and self._working:
             self._since = _now()
         self._paused = False

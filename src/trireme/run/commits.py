@@ -71,7 +71,7 @@ class FarParts(Protocol):
 
 
 class StatefulTrainer(Stateful, Protocol):
-    """The trainer as commits see it."""
+    """The methods of the trainer that commits call."""
 
     def publish_weights(self, version: int) -> PublishedWeights: ...
 
@@ -80,7 +80,7 @@ class StatefulTrainer(Stateful, Protocol):
 
 @dataclass(frozen=True)
 class CommitDraft:
-    """A commit that is being written."""
+    """A commit that is being written: its directory, its parts and the weights that they are written from."""
 
     version: int
     path: Path
@@ -150,7 +150,7 @@ class Commits:
 
     @property
     def _is_uncommitted(self) -> bool:
-        """True at a boundary without a commit."""
+        """True if the run is at a boundary, and its version has no commit yet."""
         return self._boundary is not None and (self._parent is None or self._boundary[0] != self._parent.step)
 
     def at_boundary(self, version: int, weights: PublishedWeights | None = None) -> None:

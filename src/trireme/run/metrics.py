@@ -57,7 +57,8 @@ def reduce_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class Clock:
-    """Measures the seconds spent in the named parts of a step; each part is also a span of the trace."""
+    """Measures the seconds spent in the named parts of a step: `with clock(name):`. Each part is also a span of the
+    trace."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -23,12 +23,13 @@ def write_records(directory: Path, step: int, records: Sequence[str]) -> None:
 
 
 def read_records(file: Path) -> list[Mapping[str, Any]]:
-    """Reads the groups in a file."""
+    """Returns all recorded groups in `file`."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def records_in(file: Path, most_bytes: int | None = None) -> Iterator[Mapping[str, Any]]:
-    """Yields the groups in a file, one at a time, that begin in its first `most_bytes`."""
+    """Yields the recorded groups in `file`, one at a time. `most_bytes`: only groups that begin in the first
+    `most_bytes` bytes; None: all."""
     with file.open("rb") as lines:
         for line in lines:
             yield json.loads(line)
@@ -47,7 +48,7 @@ TABLE_COLUMNS = ["step", "why", "problem", "prompt", "conversation", "reward", "
 
 
 def table_rows(groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Makes a row for each rollout, with the columns TABLE_COLUMNS."""
+    """Returns a row for each rollout of `groups`, with the columns TABLE_COLUMNS."""
     return [
         _table_row(group, rollout["turns"], reward, rollout["stop_reason"])
         for group in groups

@@ -92,7 +92,7 @@ def _written_by() -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Start:
-    """Where an attempt starts."""
+    """The commit, step and attempt from which an attempt starts."""
 
     step: int
     commit: Path | None  # None: from the beginning

@@ -210,7 +210,7 @@ class ReplicaManager:
             self._roster.note(_part_name(index), "starts in the place of a replica that was left out")
 
     def serves(self, index: int) -> bool:
-        """Returns True if this attempt samples with replica `index`."""
+        """Returns True if replica `index` is healthy and takes requests of this attempt."""
         return index in self._lives and self._lives[index].state is PartHealth.HEALTHY
 
     def lost(self, index: int, failure: TriremeError, died: bool) -> None:

@@ -29,7 +29,8 @@ class Restarts:
 
     def take(self, part: str, failure: TriremeError, *, died: bool, step: int, now: float) -> None:
         """Counts a restart of `part` after `failure`, with `step` steps completed. Raises LimitReached if the budget is
-        used up, and `failure` itself if there is no budget or it is the same error as the last time.
+        used up. Raises `failure` itself if the budget is 0, or if `part` failed with the same error last time at the
+        same step.
 
         `died`: the process ended, or was killed because it did not answer. `now`: seconds of a monotonic clock.
         """

@@ -34,7 +34,7 @@ class PartHealth(StrEnum):
 
 @dataclass(frozen=True)
 class RunPart:
-    """One part of a run."""
+    """One part of a run (a process), with its health."""
 
     name: str  # room and number
     health: PartHealth
@@ -89,7 +89,7 @@ class Roster:
         self.incidents_total = 0
 
     def listen(self, listener: Listener) -> Callable[[], None]:
-        """Calls `listener` after each change. Returns a function that ends this."""
+        """Calls `listener` after each change. Returns a function that ends the calls."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
@@ -153,7 +153,7 @@ class Roster:
             self.set(name, before)
 
     def remove(self, name: str) -> None:
-        """Removes part `name`, which has left."""
+        """Removes part `name` from the roster, because it has left the run."""
         with self._lock:
             self._parts.pop(name, None)
         self._tell(None)

@@ -57,7 +57,7 @@ class RunEnd:
 
 @dataclass(frozen=True)
 class Status:
-    """The contents of STATUS."""
+    """The contents of the file STATUS: health of the parts, newest incidents, and how the command ended."""
 
     at: float  # when it was written, in seconds since 1970
     pid: int  # the driver's

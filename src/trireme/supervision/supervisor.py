@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class MonitoredRoom(Protocol):
-    """A room with monitored processes."""
+    """A room with processes that send heartbeats."""
 
     def heartbeats(self) -> Mapping[str, Callable[[], Any]]:
         """Returns {name in the roster: function} for each process of the room. The function requests a Heartbeat and
@@ -112,7 +112,7 @@ class Supervisor:
         self._thread.join(self._config.timeouts.heartbeat_s)
 
     def check(self) -> None:
-        """Raises the error that ends the run or this attempt, if there is one."""
+        """Raises the error that ends the run or this attempt, if the supervisor has found one."""
         failure = self._fatal or self._core_failure
         if failure:
             raise failure
