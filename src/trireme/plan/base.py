@@ -1,4 +1,5 @@
-"""The plan of any run, worked out before anything starts: parts, one for each of its rooms, share the machines."""
+"""The plan of any run, worked out before anything starts. A plan has a part for each room; the parts share the
+machines."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ PartKind = Callable[[Any, ModelFacts | None, Resources], Part]
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a run occupies and does."""
+    """The parts of a run, what they need of the machines, where their actors probably are, and the warnings and rows
+    that a start or a dry run prints."""
 
     config: CommonConfig
     """The configuration of the run."""
@@ -74,7 +76,7 @@ class Plan:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """The parts of the run, first the parts that hold a model."""
+        """The parts of the run; the parts that hold a model come first."""
         parts = [kind(self.config, self.facts, self.resources) for kind in self.kinds]
         one_gpu = self.on_gpus and self.resources.gpus < 2 and _models(parts) == [1, 1]
         shares = one_gpu and all(part.may_share_gpu for part in parts)
@@ -91,12 +93,13 @@ class Plan:
 
     @property
     def on_gpus(self) -> bool:
-        """True: models compute on GPUs."""
+        """True if models compute on GPUs."""
         return self.resources.compute_on_gpus(self.config)
 
     def resolved(self, config: C) -> C:
-        """Returns the configuration for rooms and their callers, with the values that the machines and the model
-        decide: the device instead of auto, the time to start, and the decisions of each part."""
+        """Returns `config` with the values that the machines and the model decide: `cluster.device` instead of auto,
+        `timeouts.start_s` with the time to read the model, and the sections that each part decides. Rooms and their
+        callers get this configuration."""
         device = "gpu" if self.on_gpus else "cpu"
         sections: dict[str, object] = {"cluster": config.cluster.model_copy(update={"device": device})}
         sections["timeouts"] = config.timeouts.model_copy(update={"start_s": self.start_s})
@@ -106,12 +109,12 @@ class Plan:
 
     @property
     def start_s(self) -> float:
-        """Seconds that rooms have to start."""
+        """Seconds within which all rooms must have started."""
         return self.config.start_deadline_s(self.facts)
 
     @property
     def start_text(self) -> str:
-        """Says what makes up `start_s`."""
+        """Returns a text on how `start_s` is made up: `timeouts.start_s`, and the time to read the model."""
         configured_s = self.config.timeouts.start_s
         rate = f"{READ_BYTES_PER_S / 1e6:g} MB/s"
         reading_s = self.start_s - configured_s
@@ -124,12 +127,12 @@ class Plan:
 
     @property
     def _widest(self) -> int:
-        """Most processes of one actor, which are on one node."""
+        """Number of processes of the actor that has most; they are all on one node."""
         return max(part.ranks for part in self.parts)
 
     @property
     def shares_gpu(self) -> bool:
-        """True: two rooms with one model each share a GPU, because there are not two."""
+        """True if the trainer's only shard and the only replica share a GPU, because the machines have just one."""
         return any(part.shares_gpu for part in self.parts)
 
     @property
@@ -143,16 +146,18 @@ class Plan:
 
     @property
     def threads(self) -> int:
-        """Threads for each process that computes: with a core or less for each, one is fastest and repeatable."""
+        """Number of threads for each process that computes: its share of the cores, at least 1; 1 in a deterministic
+        run."""
         if self.config.deterministic:  # how a sum is split over threads decides its last bits
             return 1
         return max(1, self.resources.cpus // self._processes)
 
     @property
     def cpus_per_process(self) -> float:
-        """Ray's CPU share of a process that computes: 1 where there are enough cores. Else so little that all actors
-        find a place however the cores are spread over the nodes: an actor of w processes finds none only if each of n
-        nodes has less than w shares left, so all do if c cores in all are n * w shares more than all processes."""
+        """Ray's CPU share (num_cpus) of a process that computes: 1 where there are enough cores. Otherwise so small a
+        share that all actors find a place however the cores are spread over the nodes: an actor of w processes finds
+        no place only if each of the n nodes has less than w shares left, so all actors find one if the cores are n *
+        w shares more than all processes need."""
         resources = self.resources
         nodes = len(self.resources.nodes)
         widest = self._widest
@@ -162,7 +167,7 @@ class Plan:
 
     @property
     def options(self) -> list[dict[str, Any]]:
-        """Ray's options of each actor, in the order of `actor_names`."""
+        """Ray's options (num_cpus, num_gpus, runtime_env) of each actor, in the order of `actor_names`."""
         options = ((self._options(part), len(part.actors)) for part in self.parts)
         return [dict(actor_options) for actor_options, number in options for _ in range(number)]
 
@@ -180,23 +185,24 @@ class Plan:
 
     @property
     def added_replica_options(self) -> dict[str, Any]:
-        """Ray's options of a replica that is added to a run. On CPUs that this run alone uses it needs no share, as all
-        may be taken."""
+        """Ray's options of a replica that is added to a live run. Its num_cpus is 0 on CPUs that only this run uses,
+        since the run's actors may have taken all cores."""
         is_alone = cluster_address(self.config) is None and not self.on_gpus
         return self._options(self._replicas) | ({"num_cpus": 0.0} if is_alone else {})
 
     @property
     def _replicas(self) -> Part:
-        """The part of the replicas, in a run that has some."""
+        """The part of the replicas. Only for a run that has replicas."""
         return next(part for part in self.parts if part.room == "inference")
 
     @property
     def blocks(self) -> list[int]:
-        """Returns how many actors, from the first on, are together on one node; other actors may be anywhere."""
+        """Sizes of the blocks of actors that must be on one node, in the order of `actor_names` from the first actor
+        on. The remaining actors may be on any node."""
         return [size for part in self.parts for size in part.blocks]
 
     def by_room(self, values: Sequence[T]) -> dict[str, list[T]]:
-        """Splits one value for each actor into the values of each room."""
+        """Splits `values`, one for each actor in the order of `actor_names`. Returns {room: values of its actors}."""
         remaining = iter(values)
         return {part.room: list(islice(remaining, len(part.actors))) for part in self.parts}
 
@@ -216,14 +222,16 @@ class Plan:
         return distribute(needs, self.options, sizes, nodes, shares_gpu=self.shares_gpu, placed=self.placed)
 
     def shortages(self, *, hopeless: bool) -> list[str]:
-        """Says which machines have too little memory, or with `hopeless` less than the estimates' errors explain."""
+        """Returns a sentence for each shortage of memory on a machine. `hopeless`: only shortages that are too large to
+        be an error of the estimates."""
         return [text for machine in self.machines for text in machine.excess(hopeless=hopeless)]
 
     def check_resources(self) -> None:
-        """Raises BadInput when the run needs more GPUs than there are, has more processes than Ray can place on the
-        cores, or needs far more memory, or more of /dev/shm, than there is; and when it has replicas and the installed
-        build of vLLM is not for its devices. Too few cores, and somewhat too little memory, are only warnings. On this
-        machine, and in a cluster once actors are placed, it counts what other programs and runs leave free."""
+        """Raises BadInput in these cases: the run needs more GPUs than there are; it has more processes than Ray can
+        place on the cores; it needs far more memory than there is, or more of /dev/shm; it has replicas and the
+        installed build of vLLM is not for its devices. Too few cores, and somewhat too little memory, only give
+        warnings. On this machine, and in a cluster once actors are placed, only memory counts that other programs
+        and runs leave free."""
         self._check_places()
         check_shm(self.machines)
         short = self.shortages(hopeless=True)
@@ -243,9 +251,9 @@ class Plan:
             ).error()
 
     def check_replicas(self, target: int, added: int) -> None:
-        """Raises BadInput where the machines cannot hold `target` replicas, by the estimates of memory and by the GPUs,
-        or have no free memory, of hosts and of GPUs, for the `added` ones among them. Replicas for which only cores are
-        missing wait for a node."""
+        """Raises BadInput if the machines cannot hold `target` replicas, by the estimates of memory and the number of
+        GPUs, or if too little memory of hosts and GPUs is free to start `added` more replicas. Missing cores are no
+        reason: such replicas wait for a node."""
         inference = getattr(self.config, "inference")  # noqa: B009  only runs with replicas are scaled
         config = self.config.model_copy(update={"inference": inference.model_copy(update={"replicas": target})})
         larger = replace(self, config=config, resources=self.resources.emptied)  # what is taken may be this run's
@@ -303,7 +311,7 @@ class Plan:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences about what works, but slower or in too little memory."""
+        """Sentences about settings that work, but are slower or probably have too little memory."""
         resources = self.resources
         source = self.resources.source
         texts = [*self.notes, *(text for part in self.parts for text in part.warnings)]
@@ -320,7 +328,8 @@ class Plan:
         return texts
 
     def rows(self) -> list[tuple[str, str]]:
-        """Returns the plan as (what, text) pairs. Texts of several parts for one row stand in it together."""
+        """Returns the plan as (what, text) pairs. Texts that several parts have for the same row are joined in one
+        pair."""
         if self.shares_gpu:
             share = "half a GPU each, shared"
         elif self.on_gpus:
@@ -334,7 +343,7 @@ class Plan:
         return [*sorted(texts.items(), key=lambda row: ORDER.index(row[0])), *(("warning", w) for w in self.warnings)]
 
     def render(self, *, whole: bool) -> Table:
-        """Returns the plan as a table for rich, `whole` or what matters most."""
+        """Returns the plan as a table for rich: all rows if `whole`, else the rows that matter most."""
         table = Table.grid(padding=(0, 2))
         for label, text in (row for row in self.rows() if whole or row[0] in SHORT):
             table.add_row(Text(label), Text(text), style="yellow" if label == "warning" else None)
@@ -404,10 +413,10 @@ class Plan:
 
 
 def _models(parts: Sequence[Part]) -> list[int]:
-    """Returns the number of processes that hold a model, in each room that has such."""
+    """Returns the number of processes that hold a model (or a part of one) in each room that has such processes."""
     return [len(part.actors) * part.ranks for part in parts if part.size_key]
 
 
 def count(number: int, noun: str) -> str:
-    """Returns "1 step", "2 steps"."""
+    """Returns the number with its noun, in the plural unless it is 1: "1 step", "2 steps"."""
     return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -41,21 +41,21 @@ errors of the estimate and losses of allocators, and on a host copies of commits
 
 
 def gpu_room(free_bytes: int, memory_bytes: int, replica_share: float = 0.0) -> int:
-    """Returns the bytes that a shard may fill of a GPU of `memory_bytes`, where `free_bytes` are free and a replica
-    takes `replica_share`."""
+    """Returns the bytes that a shard may fill on a GPU of `memory_bytes`. `free_bytes`: free at the moment;
+    `replica_share`: the part of the GPU, 0 to 1, that a replica takes."""
     remaining = min(free_bytes, int(memory_bytes * (1 - replica_share)))
     return int(GPU_SHARE * max(0, remaining - sum(GPU_ALLOWANCES.values())))
 
 
 def host_room(memory_bytes: int, config: CommonConfig) -> int:
-    """Returns the bytes that a shard on CPUs may fill of a host of `memory_bytes`. They follow from the size of the
-    machine, not from its free memory at the moment, so each attempt of a run decides alike."""
+    """Returns the bytes that a shard on CPUs may fill on a host of `memory_bytes`. They follow from the size of the
+    machine, not from its free memory at the moment, so that each attempt of a run decides alike."""
     return int(HOST_SHARE * memory_bytes) // (config.trainer.mesh.processes + config.num_replicas)
 
 
 def chunk_logits(free_bytes: int | None) -> int:
-    """Returns how many logits a shard computes at the same time: on a GPU the largest power of two that needs at most
-    half of the `free_bytes` there. None: as many as on CPUs."""
+    """Returns how many logits a shard computes at the same time. On a GPU: the largest power of two that needs at most
+    half of its `free_bytes`. `free_bytes` None: the number for a CPU."""
     if free_bytes is None:
         return CPU_LOGITS
     fit = max(1, free_bytes // (2 * LOGIT_BYTES))
@@ -64,7 +64,7 @@ def chunk_logits(free_bytes: int | None) -> int:
 
 @dataclass(frozen=True)
 class ShardMemory:
-    """The memory of one shard, in bytes except for `tokens`."""
+    """The planned memory of a shard, in bytes except for counts of tokens, and the choices that follow from it."""
 
     tokens: int
     """Tokens of a full micro-batch."""
@@ -96,7 +96,7 @@ class ShardMemory:
 
     @property
     def total(self) -> int:
-        """Bytes on the device that computes."""
+        """Bytes that the shard takes on the device that computes."""
         return self.base + (0 if self.offloaded else self.state) + self.gathered + self.activations
 
     @property
@@ -108,7 +108,8 @@ class ShardMemory:
 
     @property
     def text(self) -> str:
-        """Says what was decided by the memory that there is."""
+        """Returns a text on the choices that depend on memory: which layers are computed twice, and how often weights
+        are gathered."""
         layers = "layers are kept until the backward pass"
         if self.again:
             layers = f"layers are computed twice in micro-batches of more than {self.kept_tokens:,} tokens"
@@ -120,7 +121,7 @@ class ShardMemory:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """Sizes of a model that is trained, as one shard holds them while it computes."""
+    """Computes the memory that one shard needs for a model that is trained, from the model's sizes."""
 
     facts: ModelFacts
     """Sizes of the model."""
@@ -130,9 +131,12 @@ class ModelMemory:
     """True: models compute on GPUs."""
 
     def shard(self, options: CommonTrainer, tokens: int, state_bytes: int, room: int) -> ShardMemory:
-        """Returns the memory of a shard that may fill `room` bytes, for `tokens` in a full micro-batch and
-        `state_bytes` of the whole model. What the state leaves of the room is first for activations, as computing
-        layers twice costs more than gathering them again, then for the whole model or at least all weights."""
+        """Returns the memory of a shard that may fill `room` bytes. `tokens`: of a full micro-batch; `state_bytes`:
+        weights, gradients and moments of the whole model, over all shards.
+
+        The room that the state leaves goes to activations first, as computing layers twice costs more than gathering
+        them again. The rest is for keeping the whole model gathered, or at least all weights.
+        """
         offloaded = self.on_gpus and options.offload == "cpu"
         state = state_bytes // options.mesh.parts
         logits = self.logits(tokens)
@@ -159,12 +163,12 @@ class ModelMemory:
         )
 
     def logits(self, tokens: int) -> int:
-        """Bytes of a chunk of logits of a micro-batch of `tokens`, on a CPU."""
+        """Returns the bytes of one chunk of logits on a CPU, for a micro-batch of `tokens`."""
         return LOGIT_BYTES * min(CPU_LOGITS, tokens * self.facts.vocab_size)
 
     @property
     def freed(self) -> int:
-        """Bytes that the allocator of a host keeps of freed tensors."""
+        """Bytes of freed tensors that the host's allocator does not give back; 0 on GPUs."""
         if self.on_gpus:
             return 0
         large = self.dtype_bytes * self._layer > LARGEST_KEPT
@@ -174,9 +178,9 @@ class ModelMemory:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes that a decoder layer keeps of each token for its backward pass: outputs of both norms and of every
+        """Bytes for each token that a decoder layer keeps for its backward pass: outputs of both norms and of every
         product; queries, keys and values with their norms; the gate and its function. Norms keep their input in
-        float32. With experts also the input and output of each chosen one."""
+        float32. With experts, the input and output of each chosen expert are added."""
         facts = self.facts
         queries = facts.num_heads * facts.head_dim
         keys = facts.num_kv_heads * facts.head_dim
@@ -185,23 +189,25 @@ class ModelMemory:
         return values * self.dtype_bytes + (2 * facts.hidden_size + queries + keys) * 4
 
     def activations(self, tokens: int, again: bool) -> int:
-        """Bytes that all layers keep of `tokens` until the backward pass; with `again` the input of each layer, and
-        everything of one."""
+        """Returns the bytes that all layers keep of `tokens` until the backward pass. `again`: layers are computed
+        twice, so only the input of each layer is kept, and all values of one layer."""
         layers = self.facts.num_layers
         inputs = self.facts.hidden_size * self.dtype_bytes
         return tokens * (layers * inputs + self.layer_bytes if again else layers * self.layer_bytes)
 
     def stays_whole(self, free: int, lora: LoraConfig) -> bool:
-        """Returns True if the whole model, with whole gradients, fits into `free` bytes."""
+        """Returns True if all weights and all gradients, gathered on each shard, fit into `free` bytes."""
         return self.gathered(lora, whole=True) <= free
 
     def gathered(self, lora: LoraConfig, *, whole: bool) -> int:
-        """Bytes of weights, gradients and buffers of collectives that are whole at the same time as the activations.
+        """Returns the most bytes of gathered (whole) weights, gradients and buffers of collectives that a shard holds
+        together with the activations.
 
-        With `whole` these are all weights in the dtype that computes, and their gradients, which are summed in float32.
-        Else embeddings and output matrix, which are gathered during a whole pass, and either the output matrix's
-        gradient, summed in float32 and cast, or that gradient and a layer's: the layer and the next one as they are
-        gathered, its gradient, and the float32 buffer in which gradients are summed over shards.
+        With `whole` these are all weights in the dtype that computes, and all gradients, which are summed in float32.
+        Otherwise these are the embeddings and the output matrix, which stay gathered during a pass, and the larger of
+        two: the output matrix's gradient, summed in float32 and cast; or this gradient with a layer's memory (the layer
+        and the next one as they are gathered, the layer's gradient, and the float32 buffer in which gradients are
+        summed over shards).
         """
         dtype = self.dtype_bytes
         layer = self._layer
@@ -214,26 +220,28 @@ class ModelMemory:
         return dtype * self.facts.embedding_parameters + max(of_head, of_layer)
 
     def gathered_alone(self, lora: LoraConfig) -> int:
-        """Bytes that are whole while no activations are held: embeddings and output matrix, with the first layer, are
-        copied out of the gathered buffer, or with their gradients into the float32 buffer."""
+        """Returns the most bytes of gathered weights and buffers while no activations are held: embeddings and output
+        matrix are copied, either with the first layer out of the buffer in which they were gathered, or with their
+        gradients into the float32 buffer."""
         dtype = self.dtype_bytes
         root = self.facts.embedding_parameters
         return max(2 * dtype * (root + self._layer), 0 if lora.on else (2 * dtype + 4) * root)
 
     @property
     def _layer(self) -> int:
-        """Parameters of a layer."""
+        """Number of parameters of one layer."""
         return (self.facts.num_parameters - self.facts.embedding_parameters) // self.facts.num_layers
 
     def _head(self, lora: LoraConfig) -> int:
-        """Parameters of the output matrix that have a gradient."""
+        """Returns how many parameters of the output matrix have a gradient: all, or 0 if LoRA leaves it frozen."""
         if lora.on and "lm_head" not in lora.target_modules:
             return 0
         return self.facts.vocab_size * self.facts.hidden_size
 
     def kept_tokens(self, option: bool | Literal["auto"], free: int) -> int | None:
-        """Returns the most tokens of a micro-batch without activation checkpointing, by `trainer.checkpointing`; with
-        auto, the tokens with activations that fit into `free` bytes. None: no micro-batch uses it."""
+        """Returns the most tokens that a micro-batch may have without activation checkpointing. `option` is
+        `trainer.checkpointing`; with auto, the activations of these tokens fit into `free` bytes. None: no
+        micro-batch uses checkpointing."""
         if option == "auto":
             return max(0, free) // self.activations(1, False)
         if option:
@@ -242,8 +250,8 @@ class ModelMemory:
 
 
 def shard_memory(config: CommonConfig, facts: ModelFacts, *, on_gpus: bool, room: int) -> ShardMemory:
-    """Returns the memory of a shard that may fill `room` bytes: `gpu_room` or `host_room`. The plan foresees by it,
-    from what the nodes have, what the shards decide by it, from what they find."""
+    """Returns the memory of a shard that may fill `room` bytes (from `gpu_room` or `host_room`). The plan calls this
+    with the room that nodes report; the shards decide with the room that they find."""
     dtype_bytes = config.model.dtype_bytes(on_gpus=on_gpus)
     state = bytes_per_trained(config) * facts.trained_parameters(config.trainer.lora)
     state += bytes_per_parameter(config, dtype_bytes) * facts.num_parameters
@@ -252,12 +260,12 @@ def shard_memory(config: CommonConfig, facts: ModelFacts, *, on_gpus: bool, room
 
 
 def bytes_per_trained(config: CommonConfig) -> int:
-    """Bytes of state for each number that is trained: it, its gradient and two Adam moments."""
+    """Returns the bytes of state for each trained number: the weight, its gradient and two Adam moments."""
     return 4 * DTYPE_BYTES[config.trainer.master_dtype]
 
 
 def bytes_per_parameter(config: CommonConfig, dtype_bytes: int) -> int:
-    """Bytes of state for each parameter besides: a frozen base, in the dtype that computes, and a KL reference that is
-    another model."""
+    """Returns the bytes of state for each parameter of the model that are not for training it: a frozen base under
+    LoRA, in the dtype that computes, and a KL reference that is another model."""
     base = dtype_bytes if config.trainer.lora.on else 0
     return base + (DTYPE_BYTES[config.trainer.master_dtype] if config.loads_reference else 0)

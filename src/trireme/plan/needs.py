@@ -38,7 +38,7 @@ BUCKETS_BYTES = 2 * 64 * 2**20
 
 @dataclass(frozen=True)
 class Need:
-    """The memory that one actor takes, in bytes by what for."""
+    """The memory that one actor needs, in bytes by purpose."""
 
     host: Mapping[str, int]
     """Bytes of its machine's memory, by purpose."""
@@ -54,11 +54,13 @@ class Need:
     """Bytes that must be free in its machine's /dev/shm when it starts."""
 
     def free_gpus(self, node: Node) -> int:
-        """Returns how many GPUs of `node` have the memory free that must be when it starts, or may have it."""
+        """Returns how many GPUs of `node` have enough free memory for the actor to start. A GPU of unknown size counts
+        as free."""
         return node.num_gpus - sum(gpu.free_bytes < self.gpu_share * gpu.memory_bytes for gpu in node.gpus)
 
     def room(self, node: Node, num_gpus: int) -> int:
-        """Returns how many such actors, with `num_gpus` GPUs each, fit into the free memory and GPUs of `node`."""
+        """Returns how many actors with this need, and with `num_gpus` GPUs each, fit into the free memory and GPUs of
+        `node`."""
         actors = node.free_bytes // sum(self.host.values())
         if num_gpus:
             return min(actors, self.free_gpus(node) // num_gpus)
@@ -67,7 +69,7 @@ class Need:
 
 @dataclass(frozen=True)
 class NodeNeeds:
-    """One machine with the actors that are on it."""
+    """The needs of the actors on one machine, compared with its memory."""
 
     node: Node
     actors: Mapping[str, Need]
@@ -77,7 +79,7 @@ class NodeNeeds:
 
     @property
     def host(self) -> dict[str, int]:
-        """Bytes of host memory by what for, of all actors together."""
+        """Bytes of host memory that all actors and Ray need together, {purpose: bytes}."""
         totals = {"Ray": int(SERVICES_GIB * GIB)}
         for need in self.actors.values():
             for label, number in (*need.host.items(), *need.parts.items()):
@@ -88,7 +90,7 @@ class NodeNeeds:
 
     @property
     def gpu(self) -> dict[str, int]:
-        """Bytes on the GPU that is filled most, by what for."""
+        """Bytes needed on the GPU that is filled most, {purpose: bytes}."""
         by_actor: list[Mapping[str, int]] = [{}, *(need.gpu for need in self.actors.values())]
         if self.shares_gpu:
             return {label: number for one in by_actor for label, number in one.items()}
@@ -96,8 +98,8 @@ class NodeNeeds:
         return dict(fullest)
 
     def excess(self, *, hopeless: bool) -> list[str]:
-        """Returns the needs beyond the machine's resources, largest part first; with `hopeless` only the part that
-        errors of the estimates do not explain."""
+        """Returns a sentence for each need that exceeds the machine's free memory or GPU memory; parts of a need are
+        listed from the largest on. `hopeless`: only needs that exceed it by more than the errors of the estimates."""
         gpu_times, host_times = (GPU_TOLERANCE, HOST_TOLERANCE) if hopeless else (1.0, 1.0)
         problems = []
         gpu = self.node.smallest_gpu
@@ -123,15 +125,15 @@ class NodeNeeds:
 
     @property
     def _beside(self) -> int:
-        """Bytes that are probably taken of a replica's GPU before vLLM looks how much is free: by the context of its
-        own process, and by the state of a shard on the same GPU, which starts at the same time."""
+        """Bytes of a replica's GPU that are probably taken before vLLM looks how much is free: by the context of the
+        replica's process, and by the state of a shard on the same GPU, which starts at the same time."""
         shards = [need.gpu for need in self.actors.values() if self.shares_gpu and not need.gpu_share]
         return GPU_ALLOWANCES["CUDA context"] + sum(one.get("state", 0) for one in shards)
 
     @property
     def store_warning(self) -> str:
-        """Says that the versions of the weights that live at the same time do not fit into Ray's object store; empty if
-        they do."""
+        """A warning if Ray's object store cannot hold all versions of the weights that live at the same time. "" if it
+        can hold them."""
         samplers = self.host.get(SAMPLER_WEIGHTS, 0)
         stored = self.host.get(VERSIONS, 0) + samplers
         names = f"{VERSIONS}{f' and {SAMPLER_WEIGHTS}' * bool(samplers)}"
@@ -145,7 +147,7 @@ class NodeNeeds:
 
     @property
     def row(self) -> str:
-        """Returns a line with the needs and the machine's resources."""
+        """A line of text with the needs and the machine's resources."""
         gpu, used = self.node.smallest_gpu, sum(self.gpu.values())
         text = f"{self.node.name}: about {gib(sum(self.host.values()))} of {gib(self.node.memory_bytes)} of memory"
         if used:
@@ -158,7 +160,7 @@ class NodeNeeds:
 
 
 def check_shm(machines: Sequence[NodeNeeds]) -> None:
-    """Raises BadInput for a machine with too little free space in /dev/shm."""
+    """Raises BadInput if a machine has less space in /dev/shm than its actors need when they start."""
     for machine in machines:
         if machine.shm_free > machine.node.shm_bytes:
             raise Refusal(
@@ -182,18 +184,18 @@ def _free_text(of: Node | Gpu) -> str:
 
 
 def _parts_text(parts: Mapping[str, int]) -> str:
-    """Returns "15.20 GiB are needed: weights 9.00 GiB, ..."."""
+    """Returns the total and its parts as text: "15.20 GiB are needed: weights 9.00 GiB, ..."."""
     listed = ", ".join(f"{label} {gib(number)}" for label, number in _largest(parts))
     return f"{gib(sum(parts.values()))} are needed: {listed}"
 
 
 def _largest(parts: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Returns all parts that are something, the largest first."""
+    """Returns the (purpose, bytes) pairs that are not 0, the largest first."""
     return sorted(((label, n) for label, n in parts.items() if n), key=lambda part: -part[1])
 
 
 def gib(number: int) -> str:
-    """Returns a number of bytes in GiB."""
+    """Returns `number` bytes as a text: "1.50 GiB"."""
     return f"{number / GIB:.2f} GiB"
 
 
@@ -206,10 +208,14 @@ def distribute(
     shares_gpu: bool,
     placed: Mapping[str, str],
 ) -> list[NodeNeeds]:
-    """Returns the machines that are used, each with those actors of `needs` that are on it, and the GPUs that these
-    take. `options`: Ray's of each actor; `sizes`: how many actors, one after the other, are on one machine together;
-    `placed`: Ray's id of the machine of each actor. Actors that are not placed are probably on as few machines as
-    possible, as Ray places them, though it has an order of its own."""
+    """Assigns actors to machines. Returns the machines that have any, each with the needs of its actors and only the
+    GPUs that they take.
+
+    `needs`: by the actor's name; `options`: Ray's options of each actor, in the same order; `sizes`: lengths of the
+    blocks of consecutive actors that are on one machine; `placed`: {actor: Ray's id of its machine}. Actors that are
+    not in `placed` are assumed to be on as few machines as possible; Ray, too, packs them, though in an order of its
+    own.
+    """
     ends = list(accumulate(sizes))
     bundles = [
         {
@@ -232,7 +238,8 @@ def distribute(
 
 
 def _place(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Node]) -> list[int]:
-    """Returns the number of the node for each bundle: the first one in use that has room, else the emptiest."""
+    """Returns an index into `nodes` for each bundle: the first node already used that has room for it, else the
+    emptiest node."""
     free = [{"num_gpus": float(node.num_gpus), "num_cpus": float(node.cpus)} for node in nodes]
     places: list[int] = []
     used: dict[int, None] = {}

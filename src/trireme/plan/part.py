@@ -35,27 +35,27 @@ class Part(ABC):
 
     @property
     def actors(self) -> list[str]:
-        """The name of each actor."""
+        """Names of the part's actors."""
         return []
 
     @property
     def ranks(self) -> int:
-        """Processes that compute in each of its actors; each has a GPU if it holds a part of a model."""
+        """Number of processes that compute in each actor; each process has a GPU if it holds a part of a model."""
         return 1
 
     @property
     def blocks(self) -> list[int]:
-        """How many actors are on one node together, one block after the other; empty: each may be anywhere."""
+        """Sizes of the blocks of consecutive actors that must be on one node; empty if actors may be on any node."""
         return []
 
     @property
     def on_gpus(self) -> bool:
-        """True: models compute on GPUs."""
+        """True if models compute on GPUs."""
         return self.resources.compute_on_gpus(self.config)
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes of a number in the dtype in which trainer and replicas compute."""
+        """Bytes per number in the dtype in which trainer and replicas compute."""
         return self.config.model.dtype_bytes(on_gpus=self.on_gpus)
 
     @property
@@ -67,43 +67,44 @@ class Part(ABC):
 
     @property
     def transport(self) -> TransportKind:
-        """How published weights travel, and who has their bytes."""
+        """The kind of transport: how published weights travel, and whose memory holds them."""
         return TRANSPORTS[self.config.transport]
 
     @property
     def may_share_gpu(self) -> bool:
-        """True: its one actor leaves enough of a GPU for the one of another room."""
+        """True if the part's only actor leaves enough of a GPU for the actor of another room."""
         return True
 
     @property
     def gpu_share(self) -> float:
-        """The share of the memory of each of its GPUs that an engine takes; 0 without one."""
+        """The share, 0 to 1, of each of its GPUs' memory that an engine takes; 0 in a part without an engine."""
         return 0.0
 
     @property
     def least_gpu_share(self) -> float:
-        """The smallest share of a GPU with which its actors start; 0 where there is no such limit."""
+        """The smallest `gpu_share` with which the part's actors can start; 0 if there is no such limit."""
         return 0.0
 
     @property
     def size_text(self) -> str:
-        """The keys, with values, by which its actors need GPUs."""
+        """The keys of the configuration, with their values, that decide how many GPUs the part needs."""
         return ""
 
     @property
     def needs(self) -> list[Need] | None:
-        """The memory that each actor takes; None if the sizes of the model are unknown."""
+        """The memory that each actor needs, in the order of `actors`; None if the sizes of the model are unknown."""
         return [Need({}) for _ in self.actors]
 
     def decided(self) -> dict[str, object]:
-        """Returns the sections of the configuration in which the machines decide what was left open."""
+        """Returns {section: the section of the configuration} for each section in which the machines decide values that
+        the configuration left open."""
         return {}
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about options with a price that is easily overlooked."""
+        """Warnings about options with a cost that is easily overlooked."""
         return []
 
     @abstractmethod
     def rows(self, device_text: str) -> list[tuple[str, str]]:
-        """Returns its rows as (what, text) pairs; `device_text` says what an actor with a model computes on."""
+        """Returns the part's rows as (what, text) pairs. `device_text`: what an actor with a model computes on."""

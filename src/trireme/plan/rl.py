@@ -38,7 +38,7 @@ this share replicas compute as long as the trainer does."""
 
 @dataclass(frozen=True)
 class InferencePart(Part):
-    """The vLLM replicas."""
+    """The vLLM replicas' part of a plan: their actors, weights and KV caches, and the cost of updates."""
 
     config: Config
     room = "inference"
@@ -65,8 +65,8 @@ class InferencePart(Part):
 
     @property
     def replica_bytes(self) -> int | None:
-        """Memory of a replica on CPUs: weights in the inference dtype and the KV cache. (On GPUs it is a set share.)
-        None if the sizes of the model are unknown."""
+        """Bytes of host memory of a replica on CPUs: processes, weights in the inference dtype, and KV cache. None if
+        the sizes of the model are unknown. (On GPUs a replica takes a share of the GPU, see `gpu_share`.)"""
         if self.facts is None:
             return None
         return int((self._base_gib + self.config.inference.memory_gb) * GIB) + self._weight_bytes
@@ -80,7 +80,7 @@ class InferencePart(Part):
 
     @property
     def _base_gib(self) -> float:
-        """Memory of a replica with all its processes, without weights and KV cache."""
+        """GiB of host memory that all processes of a replica on CPUs take without weights and KV cache."""
         return REPLICA_BASE_GIB + (RANK_GIB * self.ranks if self.ranks > 1 else 0)
 
     @property
@@ -109,22 +109,22 @@ class InferencePart(Part):
         return [Need(host, {}, shared, shm_free=queues)] * self.config.inference.replicas
 
     def _gpu_cache(self, facts: ModelFacts) -> int:
-        """Bytes of KV cache on each GPU of a replica: what `gpu_cache_gb` says, else what the engine can use, but at
-        most what its share of the GPU leaves, and enough for one sequence."""
+        """Returns the bytes of KV cache on each GPU of a replica: `gpu_cache_gb` if it is set; else as much as the
+        engine can use, limited by what its share of the GPU leaves, but at least enough for one sequence."""
         if self.config.inference.gpu_cache_gb:
             return int(self.config.inference.gpu_cache_gb * GIB)
         return max(min(self._cache_left, self._useful_cache(facts)), self._sequence_cache(facts))
 
     @property
     def _cache_left(self) -> int:
-        """Bytes that the share of a GPU leaves for the KV cache."""
+        """Bytes that are left for the KV cache in a replica's share of a GPU."""
         share = int(self._gpu_bytes * self.config.inference.gpu_memory_utilization)
         return share - ENGINE_BYTES - self._weight_bytes // self.ranks
 
     def _useful_cache(self, facts: ModelFacts) -> int:
-        """Bytes of KV cache that the engine can use on each GPU of a replica: blocks for as many sequences of full
-        length as it decodes, and for prefixes (`prefix_cache`). More would only cost time, as vLLM looks at each block
-        when it starts and at each update."""
+        """Returns the bytes of KV cache that the engine can use on each GPU of a replica: blocks for the sequences that
+        it decodes at the same time, at full length, and for prefixes (`prefix_cache`). A larger cache would only
+        cost time, as vLLM looks at each block when it starts and at each update."""
         inference = self.config.inference
         length = inference.max_model_len or self.config.seq_limit(facts) or facts.max_position_embeddings
         sequences = inference.most_gpu_sequences(self._gpu_bytes)
@@ -141,7 +141,7 @@ class InferencePart(Part):
         return min(share, round(taken / self._gpu_bytes + SHARE_STEP / 2, 3))
 
     def _is_cache_bounded(self, facts: ModelFacts) -> bool:
-        """True: the engine can use less KV cache than the share of its GPU leaves."""
+        """Returns True if the engine can use less KV cache than its share of a GPU leaves."""
         return not self.config.inference.gpu_cache_gb and self._useful_cache(facts) < self._cache_left
 
     @property
@@ -153,17 +153,18 @@ class InferencePart(Part):
 
     @property
     def _gpu_bytes(self) -> int:
-        """Memory of the smallest GPU."""
+        """Bytes of memory of the smallest GPU."""
         gpus = [node.smallest_gpu for node in self.resources.nodes if node.smallest_gpu]
         return min((gpu.memory_bytes for gpu in gpus), default=ASSUMED_GPU.memory_bytes)
 
     def _sequence_cache(self, facts: ModelFacts) -> int:
-        """Bytes on each GPU of a replica of the KV cache of the longest sequence."""
+        """Returns the bytes of KV cache that the longest sequence takes on each GPU of a replica."""
         return (self.config.seq_limit(facts) or 0) * facts.kv_values_per_token * self.dtype_bytes // self.ranks
 
     def decided(self) -> dict[str, object]:
-        """Fixes the KV cache where the engine can use less than its share of a GPU leaves,
-        and on a shared GPU, where vLLM would measure what that leaves while the trainer takes memory too."""
+        """See `Part.decided`. Sets the size of the KV cache where the engine can use less than its share of a GPU
+        leaves, and on a GPU shared with the trainer, where vLLM would measure free memory while the trainer takes
+        some."""
         inference = self.config.inference
         changes: dict[str, object] = {}
         if self.on_gpus:
@@ -175,13 +176,13 @@ class InferencePart(Part):
 
     @property
     def max_num_seqs(self) -> int | None:
-        """Sequences that a replica decodes at the same time; None: vLLM decides by its GPU."""
+        """The most sequences that a replica decodes at the same time; None: vLLM decides by its GPU."""
         return self.config.inference.sequences(on_gpus=self.on_gpus)
 
     @property
     def recomputed_tokens(self) -> int | None:
-        """The most tokens with KV that is computed again at an update: all requests that can be in flight, at full
-        length. None if the limit of the model is unknown."""
+        """The most tokens whose KV all replicas compute again at an update: every request that can be in flight, at
+        full length. None if the longest sequence is unknown."""
         limit = self.config.seq_limit(self.facts)
         rollouts = self.config.groups_in_flight * self.config.largest_group
         if self.max_num_seqs is not None:
@@ -192,9 +193,9 @@ class InferencePart(Part):
 
     @property
     def recompute_share(self) -> float | None:
-        """The arithmetic of computing KV again on one replica at an update, divided by the arithmetic of training a
-        step on one shard. Both are upper bounds: full lengths, everything in flight. Training a token is three forward
-        passes."""
+        """The arithmetic that one replica needs to compute KV again at an update, divided by the arithmetic that one
+        shard needs to train a step; None if the longest sequence is unknown. Both are upper bounds: full lengths,
+        all requests in flight. Training on a token counts as three forward passes."""
         config, limit = self.config, self.config.seq_limit(self.facts)
         if self.recomputed_tokens is None or limit is None:
             return None
@@ -273,7 +274,7 @@ class InferencePart(Part):
 
 @dataclass(frozen=True)
 class OrchestratorPart(Part):
-    """The orchestrator, and what it samples."""
+    """The orchestrator's part of a plan: its actor, and rows on rollouts, tokens and staleness."""
 
     config: Config
     room = "orchestrator"
@@ -318,7 +319,7 @@ class OrchestratorPart(Part):
         )
 
     def _in_flight_text(self) -> str:
-        """Says how many rollouts are sampled at the same time, of training and evaluation together."""
+        """Returns a text on how many rollouts, of training and evaluation, are sampled at the same time."""
         config, options = self.config, self.config.orchestrator
         slots = f"{config.groups_in_flight} groups x {config.largest_group} rollouts of training"
         if config.deterministic:
@@ -345,7 +346,8 @@ class OrchestratorPart(Part):
 
 @dataclass(frozen=True)
 class ServicePart(Part):
-    """The HTTP front door. Its actor needs no place of its own: it computes nothing."""
+    """The part of the HTTP service, which external clients call. It needs no CPU or GPU of its own: it computes
+    nothing."""
 
     config: Config
     room = "service"

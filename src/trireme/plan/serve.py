@@ -1,4 +1,4 @@
-"""The rooms of `trireme serve`: the rooms of a loop, with the weights for samplers kept in memory."""
+"""The parts of a plan of `trireme serve`: trainer and replicas that also keep weights for samplers in memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ WAITING_ADAPTERS = "adapters that wait"
 
 
 def sets_of_weights(config: Config) -> int:
-    """Returns how many sets of weights are kept for samplers: the base's, `service.tinker.snapshots`, and of adapters
-    at least as many as replicas hold."""
+    """Returns how many sets of weights are kept for samplers: one of the base, and `service.tinker.snapshots` more; of
+    adapters at least as many as a replica holds."""
     if config.trainer.lora.on:
         adapters = config.inference.kept_loras - 1
     else:
@@ -26,7 +26,8 @@ def sets_of_weights(config: Config) -> int:
 
 @dataclass(frozen=True)
 class ServedTrainerPart(TrainerPart):
-    """Shards that also keep weights of the base, of samplers and of waiting adapters, each its share."""
+    """The trainer's part of a plan of `trireme serve`: each shard also keeps its share of the weights of the base, of
+    samplers and of waiting adapters."""
 
     config: Config
 
@@ -45,8 +46,8 @@ class ServedTrainerPart(TrainerPart):
 
     @property
     def _waiting(self) -> int:
-        """Bytes of a shard's part of `service.models` adapters: one more is there, with which the model began, and one
-        is in the model."""
+        """Bytes of a shard's share of the adapters that wait in host memory. They are `service.models` in number: the
+        initial adapter is kept too, and one adapter is in the model."""
         assert self.facts is not None, "there are needs"
         trainer = self.config.trainer
         values = self.facts.trained_parameters(trainer.lora) // trainer.mesh.parts
@@ -55,7 +56,8 @@ class ServedTrainerPart(TrainerPart):
 
 @dataclass(frozen=True)
 class ServedInferencePart(InferencePart):
-    """Replicas that take turns with all of these weights, so that Ray's store on their machines holds them all."""
+    """The replicas' part of a plan of `trireme serve`: replicas sample with all kept sets of weights in turn, so Ray's
+    object store on each of their machines holds all sets."""
 
     @property
     def needs(self) -> list[Need] | None:

@@ -21,9 +21,9 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 
 def suggestions(plan: Plan) -> list[str]:
-    """Returns flags, with their cost, that alone make `plan` fit: first the flags that cost least in speed, then flags
-    that need more devices, then flags that change the learning. If none does, returns the flags that make it fit
-    together, or an empty list."""
+    """Returns a text with flags and their cost for each change that alone makes `plan` fit: first changes that cost
+    least in speed, then changes that need more devices, then changes of the learning. If no change suffices alone,
+    returns one text with the flags that make `plan` fit together, or an empty list if they do not."""
     alone = []
     together = plan
     together_flags = []
@@ -42,7 +42,7 @@ def suggestions(plan: Plan) -> list[str]:
 
 
 def _changes(plan: Plan) -> Iterator[tuple[Sections, str]]:
-    """Yields each change, and its cost."""
+    """Yields each change of the configuration that may save memory, with a text on its cost."""
     config = plan.config
     trainer = config.trainer
     inference = getattr(config, "inference", None)
@@ -85,7 +85,8 @@ def _changes(plan: Plan) -> Iterator[tuple[Sections, str]]:
 
 
 def _free_share(plan: Plan) -> float:
-    """Returns the share of a GPU, in tenths, that is free for a replica when it starts, on the fullest machine."""
+    """Returns the share of a GPU, rounded down to tenths, that a replica finds free when it starts on the fullest
+    machine."""
     shares = [1.0]
     for machine in plan.machines:
         gpu = machine.node.smallest_gpu

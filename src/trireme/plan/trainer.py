@@ -36,7 +36,7 @@ SHARES = "shares of two versions of the weights"
 
 @dataclass(frozen=True)
 class TrainerPart(Part):
-    """The shards of the trainer."""
+    """The trainer's part of a plan: its shards and their memory."""
 
     room = "trainer"
     size_key = "trainer.shards"
@@ -85,15 +85,16 @@ class TrainerPart(Part):
 
     @property
     def _copies(self) -> int:
-        """Bytes of a shard's copies of weights and moments, from which commits are written (`trainer.snapshot`)."""
+        """Bytes of a shard's copies of weights and moments, from which checkpoints are written (`trainer.snapshot`)."""
         assert self.facts is not None
         trained = self.facts.trained_parameters(self.config.trainer.lora)
         return 3 * DTYPE_BYTES[self.config.trainer.master_dtype] * trained // self.config.trainer.mesh.parts
 
     def _loading(self, host: Mapping[str, int]) -> int:
-        """Bytes that shard 0 holds of the model's files while it loads, beyond what takes their place later: copies for
-        commits and, of a state on the host, all but the weights. Only experts are held, as they are stacked; all else
-        is copied out of mapped files."""
+        """Returns the additional bytes that shard 0 holds of the model's files while it loads. `host`: the planned
+        bytes of its host memory by purpose; the memory of copies for checkpoints, and of gradients and moments in a
+        state on the host, is still unused then and is deducted. Only experts are held, as they are stacked; all
+        other tensors are copied out of mapped files."""
         assert self.facts is not None
         if self.facts.num_chosen:
             stored = self.facts.stored_bytes
@@ -128,7 +129,7 @@ class TrainerPart(Part):
 
     @property
     def _room(self) -> int:
-        """Bytes that a shard may fill, on the node that has least."""
+        """Bytes that a shard may fill, on the node that has least memory."""
         if not self.on_gpus:
             return host_room(min(node.memory_bytes for node in self.resources.nodes), self.config)
         gpus = [node.smallest_gpu for node in self.resources.nodes if node.smallest_gpu]
@@ -143,7 +144,7 @@ class TrainerPart(Part):
         return [("trainer", f"{self._shards_text()}, {device_text}"), *adapters, ("memory", self._memory_text())]
 
     def _shards_text(self) -> str:
-        """Says how many shards and copies there are, and which options that save memory or time were chosen."""
+        """Returns a text on the number of shards and copies, and on the chosen options that save memory or time."""
         options = self.config.trainer
         if options.replicate > 1:
             copies = f" x {options.replicate} copies"

@@ -1,10 +1,11 @@
-"""The base of renderers that write a conversation as text; here text and sampled tokens become prompts.
+"""The base of renderers that write a conversation as text. This module makes prompts from that text and from sampled
+tokens.
 
     messages --text()--> one string --encode--> tokens                        no message was sampled
     prompt + sampled tokens + encode(text after the sampled message)          one was: its tokens do not change
 
-The text after a message is found by writing a mark in its place. Where a prompt leaves out the thinking of earlier
-messages (`history.py`), it is cut out of their tokens.
+The text after a message is found by writing a mark in place of the message's content. Where a prompt leaves out the
+thinking of earlier messages (`history.py`), the thinking is cut out of their tokens.
 """
 
 from __future__ import annotations
@@ -46,9 +47,12 @@ PROBE: Sequence[Message] = (
 
 
 class TextRenderer(Renderer):
-    """A renderer that writes a conversation as text. A subclass takes a `transformers` tokenizer, `strip` (True: the
-    next question takes earlier thinking out of the prompt) and `enable_thinking`, and is its module's `RENDERER`
-    (`kinds`)."""
+    """The base class of renderers that write a conversation as text.
+
+    The constructor of a subclass takes a `transformers` tokenizer, `strip` (True: a prompt shows no thinking from
+    before the last question) and `enable_thinking`. The module in `kinds` that defines the subclass names it
+    `RENDERER`.
+    """
 
     thinking_is_open = False
     """The prompt itself opens the assistant's thinking."""
@@ -65,7 +69,7 @@ class TextRenderer(Renderer):
 
     @abstractmethod
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
-        """Returns the conversation as text; `generate`: with the header of the assistant's next message."""
+        """Returns the conversation as text. `generate`: the text ends with the header of the next answer."""
 
     def stop_tokens(self) -> tuple[int, ...]:
         return self._stop
@@ -74,13 +78,13 @@ class TextRenderer(Renderer):
         return (*self._stop, *self.stop_strings)
 
     def thinking_from(self, messages: Sequence[Message], generate: bool) -> int:
-        """Returns the place before which the text shows no thinking. A conversation that ends with the assistant shows
-        the same as its prompt."""
+        """Returns an index into `messages`: the text shows no thinking of messages before it. If the conversation ends
+        with an assistant's message (and not `generate`), the index is the one for that message's prompt."""
         speaks = bool(messages) and messages[-1]["role"] == "assistant" and not generate
         return self._boundary(messages[:-1] if speaks else messages)
 
     def _boundary(self, messages: Sequence[Message]) -> int:
-        """Returns the place before which the prompt that follows `messages` shows no thinking."""
+        """Returns an index into `messages`: the prompt for the next message shows no thinking of messages before it."""
         if self._strip:
             return last_query(messages)
         return 0
@@ -91,7 +95,8 @@ class TextRenderer(Renderer):
     # ---- prompts
 
     def generation_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        """See `Renderer`. Extends the last sampled message's `prompt`, unless its thinking must be stripped."""
+        """See `Renderer`. The prompt extends the `prompt` of the last sampled message, unless thinking must be stripped
+        there."""
         sampled = [i for i, m in enumerate(messages) if "tokens" in m]
         if not sampled:
             return self.encode(self.text(messages, tools, True))
@@ -115,16 +120,20 @@ class TextRenderer(Renderer):
         return None
 
     def _from_last(self, messages: Sequence[Message], tools: Sequence[ToolSpec], cut: list[int]) -> list[int] | None:
-        """Returns the next prompt from the last sampled message on, if the text before it is the prompt that it was
-        sampled from; None if thinking is stripped there now, or no message was sampled."""
+        """Returns the tokens of the next prompt from the last sampled message on, this message included. Returns None
+        if no message was sampled, or if the next prompt begins in another way than the last sampled message's
+        prompt, because thinking is stripped that was still there.
+
+        `cut`: the result of `_cut_turns` for `messages`.
+        """
         last = max((i for i, m in enumerate(messages) if "tokens" in m), default=None)
         if last is None or cut != self._cut_turns(messages[:last]):
             return None
         return self._followed_by(list(messages[last]["tokens"]), self.text_behind(messages, last, tools))
 
     def _cut_turns(self, messages: Sequence[Message]) -> list[int]:
-        """Returns the places of the sampled messages if the next prompt leaves out their thinking, or the empty block
-        before them."""
+        """Returns the indices of the sampled messages from which the next prompt cuts the thinking, or the empty
+        thinking block in front."""
         earlier = messages[: self._boundary(messages)]
         return [i for i, m in enumerate(earlier) if "tokens" in m and (self.no_thinking or "thinking" in m)]
 
@@ -134,20 +143,22 @@ class TextRenderer(Renderer):
         return without_thinking(self._tokenizer, list(message["tokens"]), self._think_end, self.thinking_is_open)
 
     def _followed_by(self, sampled: list[int], after: str) -> list[int]:
-        """Joins a sampled message, shown as the tokens `sampled`, and the text after it, without repeating its end."""
+        """Returns the tokens `sampled` of a message and the encoded text `after` it, without repeating the token that
+        ends the message."""
         tokens = self.encode(after)
         ends_itself = sampled and sampled[-1] in self._stop and tokens[:1] == sampled[-1:]
         return sampled + (tokens[1:] if ends_itself else tokens)
 
     def text_behind(self, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec]) -> str:
-        """Returns the text of a prompt after the content of message `i`. A format that writes its messages one by one
-        need not write the earlier ones."""
+        """Returns the part of the next prompt's text that follows the content of message `i`. A subclass may override
+        this to avoid writing the earlier messages."""
         return self._around(messages, i, tools, True)[1]
 
     def _around(
         self, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec], generate: bool
     ) -> tuple[str, str]:
-        """Returns the text before and after the content of message `i`."""
+        """Returns the conversation's text before and after the content of message `i`. Raises ValueError if the text
+        does not show this content."""
         marked: Message = {"role": messages[i]["role"], "content": MARK}
         before, mark, after = self.text([*messages[:i], marked, *messages[i + 1 :]], tools, generate).partition(MARK)
         if not mark:
@@ -186,8 +197,9 @@ class TextRenderer(Renderer):
         return np.asarray(tokens_T + rest, np.int32), np.asarray(weights_T + [0.0] * len(rest), np.float32)
 
     def _span(self, full: str, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec]) -> tuple[int, int]:
-        """Returns where message `i` begins in the text `full`, and where the token that ends it is over. Its header is
-        the assistant's generation prompt, if the conversation still shows that."""
+        """Returns (start, end) of message `i` in `full`, the text of the conversation: after the message's header, and
+        after the token that ends the message. The header of an assistant's message is its generation prompt, if
+        `full` begins with that. Raises ValueError if the message cannot be located."""
         before, after = self._around(messages, i, tools, False)
         headers = [before]
         if messages[i]["role"] == "assistant":
@@ -216,19 +228,21 @@ class TextRenderer(Renderer):
         return super().finished(tokens) or (bool(self.stop_strings) and self._read(tokens)[1])
 
     def _read(self, tokens: Sequence[int]) -> tuple[str, bool]:
-        """Returns the text of a message up to its end mark, and True if it has one."""
+        """Returns the text of a sampled message up to its end mark, and True if the message has an end mark."""
         by_token = super().finished(tokens)
         text = str(self._tokenizer.decode(tokens[:-1] if by_token else tokens))
         place = first_of(self.stop_strings, text)
         return text[:place], by_token or place is not None
 
     def parse_text(self, text: str) -> tuple[Message, bool]:
-        """Reads the text of an assistant's message, without its end; False if it is malformed."""
+        """Parses the text of an assistant's message, without its end mark. Returns the message, and False if it is
+        malformed."""
         return parse_text(text)
 
 
 def trained_messages(messages: Sequence[Message], train_on: TrainOn) -> list[int]:
-    """Returns the places of the messages to train on. Raises ValueError for an unknown `train_on`, or if none match."""
+    """Returns the indices of the messages to train on. Raises ValueError for an unknown `train_on`, or if no message
+    has a role that `train_on` names."""
     if train_on not in TRAINED_ROLES:
         raise ValueError(f"train_on = {train_on!r}; expected one of {', '.join([*TRAINED_ROLES, 'all_tokens'])}")
     roles = TRAINED_ROLES[train_on]

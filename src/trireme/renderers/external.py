@@ -1,8 +1,8 @@
 """Chat formats of the package `renderers`, an extra: Llama 3, Qwen 3.5, DeepSeek, Kimi, GLM, gpt-oss, Gemma and others.
 
-The package writes prompts token by token, and extends a sampled sequence by the next messages. It does not extend where
-thinking leaves the history: then it renders the whole conversation again, and here each sampled message gets its tokens
-back.
+The package writes prompts token by token, and extends a sampled sequence by the next messages. It cannot extend one
+where thinking leaves the history: then it renders the whole conversation again, and this module puts the sampled tokens
+of each sampled message back in.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ PLAIN = 4
 
 
 class PackageRenderer(Renderer):
-    """The package's renderer `name`, such as llama-3, for a `transformers` tokenizer.
+    """A renderer that wraps the format `name` (such as llama-3) of the package `renderers`, for a `transformers`
+    tokenizer.
 
-    Raises BadInput where the package is missing, for a format that it does not have, for a tokenizer that lacks one of
-    the format's tokens, and for settings that the format does not know.
+    Raises BadInput if the package is missing, if it has no such format, if the tokenizer lacks one of the format's
+    tokens, and for settings that the format does not know.
     """
 
     def __init__(self, tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None = None, *, name: str) -> None:
@@ -95,8 +96,9 @@ class PackageRenderer(Renderer):
     def _render(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool
     ) -> tuple[list[int], list[int], list[bool]]:
-        """Returns the conversation's tokens, the place of the message that each belongs to (-1: none), and True for
-        each that is content or was sampled."""
+        """Renders a conversation, with the tokens of sampled messages as they were sampled. Returns three lists of one
+        length: the tokens; for each token the index of its message (-1: none); for each token True if it is content
+        of the message or was sampled, False for headers."""
         rendered = self._package.render(_for_package(messages), tools=_schemas(tools), add_generation_prompt=generate)
         tokens = list(rendered.token_ids)
         owners = list(rendered.message_indices)
@@ -118,10 +120,11 @@ class PackageRenderer(Renderer):
         return tokens, owners, says
 
     def _as_shown(self, sampled: list[int], shown: list[int]) -> list[int]:
-        """Returns the tokens `sampled`, without their thinking where `shown`, the message as the package renders
-        it, leaves it out, and with the end of `shown` if the message was cut off.
+        """Returns the tokens that stand for a sampled message in a conversation: `sampled`, without thinking where
+        `shown` (the message as the package renders it) has none, and with the end token of `shown` if sampling was
+        cut off.
 
-        The cut is at a special token. Where none leaves the text of `shown`, all tokens stay.
+        The thinking is cut off at a special token. If no cut leaves the text of `shown`, all tokens stay.
         """
         cuts = sorted(n + after for n, token in enumerate(sampled) if token in self._special for after in (0, 1))
         text = self._text(shown)
@@ -137,11 +140,12 @@ class PackageRenderer(Renderer):
         return [*remaining, shown[-1]]
 
     def _text(self, tokens: list[int]) -> str:
-        """Returns the text of a message without white space, which formats write differently within tool calls."""
+        """Returns the decoded message without any white space, since formats differ in the white space within tool
+        calls."""
         return "".join(self._decoded(tokens).split())
 
     def _decoded(self, tokens: list[int]) -> str:
-        """Returns the text of a message without its end mark."""
+        """Returns the decoded message without its end mark."""
         return str(self._tokenizer.decode(tokens[:-1] if self.finished(tokens) else tokens))
 
     # ---- answers
@@ -162,8 +166,8 @@ class PackageRenderer(Renderer):
 
 
 def suitable(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None = None) -> PackageRenderer:
-    """Returns the package's renderer for a model: the one that the package names for it, else the first one that agrees
-    with the tokenizer's chat template. Raises BadInput if there is none."""
+    """Returns the package's renderer for the tokenizer's model: the format that the package names for this model, else
+    the first format that agrees with the tokenizer's chat template. Raises BadInput if there is none."""
     if tokenizer.chat_template is None and Path(tokenizer.name_or_path).is_dir():
         raise BadInput(f"{tokenizer.name_or_path} has no chat template to compare a format with")
     formats = require(f"{PACKAGE}.base", extra=PACKAGE, what_for="the chat format of a model").MODEL_RENDERER_MAP
@@ -182,7 +186,8 @@ def suitable(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None = N
 
 
 def _writes_template(renderer: PackageRenderer, tokenizer: Tokenizer, enable_thinking: bool | None) -> bool:
-    """Returns True if the renderer's tokens of the probe equal the chat template's, wherever that has any."""
+    """Returns True if the renderer's tokens of PROBE, a test conversation, equal those of the chat template. Parts with
+    tools are skipped where the template supports none."""
     if enable_thinking is None:
         options = {}
     else:
@@ -209,7 +214,8 @@ def _writes_template(renderer: PackageRenderer, tokenizer: Tokenizer, enable_thi
 
 
 def _open(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None, name: str) -> Any:
-    """Makes the package's own renderer. Raises BadInput."""
+    """Returns the package's own renderer object for the format `name`. Raises BadInput if it does not suit the
+    tokenizer or the settings."""
     package = require(PACKAGE, extra=PACKAGE, what_for=f"renderer.name = {PACKAGE}:{name}")
     try:
         config = package.config_from_name(name)
@@ -228,7 +234,7 @@ def _open(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None, name:
 
 
 def _for_package(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Returns messages in the package's form. Calls of tools are numbered, and their answers name them in order."""
+    """Returns the messages in the package's form. Tool calls get ids, and tool messages refer to these ids in order."""
     numbers = count()
     waiting = list[tuple[str, str]]()
     converted = []
@@ -255,7 +261,7 @@ def _schemas(tools: Sequence[ToolSpec]) -> list[dict[str, Any]] | None:
 
 
 def _call(call: Any) -> ToolCall | None:
-    """Returns a call of a tool that the package has read; None if it is malformed."""
+    """Converts a tool call that the package has parsed. Returns None if it is malformed."""
     if call.status == "ok":
         arguments = read_json(to_json(call.arguments))
     else:

@@ -11,7 +11,7 @@ from trireme.renderers.types import Message
 
 
 def last_query(messages: Sequence[Message]) -> int:
-    """Returns the place of the user's last question; the place of the last message if there is none.
+    """Returns the index of the user's last question; the index of the last message if there is no question.
 
     A user's message that only wraps a tool's answer is not a question.
     """
@@ -26,11 +26,11 @@ def last_query(messages: Sequence[Message]) -> int:
 def without_thinking(
     tokenizer: Tokenizer, tokens: Sequence[int], end_token: int | None, opened_by_prompt: bool
 ) -> list[int]:
-    """Returns sampled tokens from the end of their thinking on; the closing tag stays where the prompt opened it.
-    `end_token` is the tag as one token, where the tokenizer has it.
+    """Returns sampled tokens without their thinking. The closing tag stays if `opened_by_prompt`: the prompt contains
+    the opening tag. `end_token`: the id of the closing tag, None if it is not one token of the tokenizer.
 
-    The cut is between tokens: if one of them holds the end of the thinking and the beginning of the answer, all stay,
-    since splitting it would tokenise sampled text again. Thinking that never ends leaves nothing.
+    The cut is between tokens: if one token holds the end of the thinking and the beginning of the answer, all tokens
+    stay, since splitting it would tokenise sampled text again. If the thinking never ends, the result is empty.
     """
     if end_token in tokens:
         end = tokens.index(end_token) + 1  # so many tokens lead up to the closing tag, with it

@@ -1,6 +1,6 @@
-"""The tags that Qwen3 was trained with; reads and writes text with them.
+"""The tags for thinking and tool calls that Qwen3 was trained with, and functions that write and parse text with them.
 
-`role_colon`, and chat templates with the same tags, share them. A model's text may be hostile.
+Also used by `role_colon` and for chat templates with the same tags. The text that a model sampled may be hostile.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ TOOL_RESPONSE_END = "</tool_response>"
 
 
 def tool_schema(tool: ToolSpec) -> dict[str, object]:
-    """Returns a tool in the form in which chat templates take it."""
+    """Returns a tool in the form that chat templates expect."""
     return {"type": "function", "function": dict(tool)}
 
 
 def describe_tools(tools: Sequence[ToolSpec]) -> str:
-    """Writes the part of a system message about tools."""
+    """Returns the part of a system message that lists the tools and tells how to call them."""
     listed = "".join(f"\n{to_json(tool_schema(tool), ensure_ascii=False)}" for tool in tools)
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
@@ -38,13 +38,13 @@ def describe_tools(tools: Sequence[ToolSpec]) -> str:
 
 
 def thinking_block(thinking: str) -> str:
-    """Writes thinking between its tags, and the empty line after it."""
+    """Returns the thinking between its tags, followed by an empty line."""
     stripped = thinking.strip("\n")
     return f"{THINK}\n{stripped}\n{THINK_END}\n\n"
 
 
 def with_tool_calls(content: str, calls: Sequence[ToolCall]) -> str:
-    """Writes tool calls after the content of a message."""
+    """Returns the content of a message, followed by its tool calls in their tags."""
     blocks = [
         f'{CALL}\n{{"name": "{call["name"]}", "arguments": {to_json(call["arguments"], ensure_ascii=False)}}}\n'
         f"{CALL_END}"
@@ -54,10 +54,11 @@ def with_tool_calls(content: str, calls: Sequence[ToolCall]) -> str:
 
 
 def parse_text(text: str) -> tuple[Message, bool]:
-    """Reads the message that an assistant wrote as `text`, without the end of its turn.
+    """Parses the `text` of an assistant's message, without its end mark. Returns the message, and True if it is well
+    formed.
 
-    False: its thinking or a tool call has no end or no beginning, or a call is not a JSON object with a name and
-    arguments; then `content` holds the text unchanged.
+    Returns False if the thinking or a tool call has no end or no beginning, or if a call is not a JSON object with a
+    name and arguments. Then tags that were not understood stay in `content`.
     """
     message: Message = {"role": "assistant", "content": text}
     if text.lstrip().startswith(THINK):
@@ -79,7 +80,8 @@ def parse_text(text: str) -> tuple[Message, bool]:
 
 
 def _call(block: str) -> ToolCall | None:
-    """Reads the text after `<tool_call>`, up to the next one; None if it is not one call and nothing else."""
+    """Parses `block`, the text after a `<tool_call>` up to the next `<tool_call>`. Returns None if it is anything but
+    one well-formed call."""
     written, closed, rest = block.partition(CALL_END)
     if closed and not rest.strip():
         call = read_json(written)
@@ -93,7 +95,7 @@ def _call(block: str) -> ToolCall | None:
 
 
 def read_json(text: str) -> Any:
-    """Reads JSON; None for text that is not JSON, is nested too deeply, or cannot be written in UTF-8."""
+    """Parses JSON. Returns None if the text is not JSON, is nested too deeply, or cannot be written in UTF-8."""
     try:
         value = json.loads(text, parse_constant=_no_constant)
         to_json(value, ensure_ascii=False).encode()

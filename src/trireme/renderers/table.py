@@ -1,4 +1,4 @@
-"""Finds renderers by name. A module in `kinds` is a renderer of its name; nothing else lists them."""
+"""Finds renderers by name. Each module in `kinds` is a renderer with the module's name; there is no other list."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ def make_renderer(
     strip_thinking_from_history: bool = True,
     enable_thinking: bool | None = None,
 ) -> Renderer:
-    """Makes the renderer `name` for a `transformers` tokenizer.
+    """Returns the renderer `name` for a `transformers` tokenizer.
 
-    `auto`: the renderer of `kinds` that agrees with the tokenizer's chat template; else the format of the package
-    `renderers` that does; else the template itself; role_colon without a template. The next question strips earlier
-    thinking from prompts, if the format strips it. `enable_thinking` false: prompts ask for an answer without any, as
-    Qwen3's template does. Raises BadInput for an unknown name, for a tokenizer that does not suit it, and for a format
-    without such a switch.
+    With `name` auto: the renderer of `kinds` that agrees with the tokenizer's chat template; else the format of the
+    package `renderers` for the model (`external.suitable`); else the template itself. For a tokenizer without a
+    template: the format that the package names for the model, else role_colon.
+
+    `strip_thinking_from_history`: prompts show no thinking from before the last question, if the format strips it.
+    `enable_thinking` False: prompts ask for an answer without thinking, as Qwen3's template does; None: the format's
+    default. Raises BadInput for an unknown name, for a tokenizer that does not suit the renderer, and if
+    `enable_thinking` is given and the format has no such switch.
     """
     expected = unknown_renderer(name)
     if expected:
@@ -44,7 +47,8 @@ def make_renderer(
 
 
 def unknown_renderer(name: str) -> str | None:
-    """Returns the names that are expected instead of `name`; None if it can be a renderer's."""
+    """Checks the form of a renderer's name. Returns a text with the names that are expected, or None if `name` may be
+    valid."""
     names = ["auto", *_built_in(), external.PACKAGE]
     if name in names or re.fullmatch(r"[\w.]+:[\w.-]+", name):
         return None
@@ -72,7 +76,7 @@ def _class_of(name: str) -> Callable[..., Renderer]:
 
 
 def _suitable(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None) -> Renderer:
-    """Returns the renderer for `auto`, and logs its name where the choice is not obvious."""
+    """Returns the renderer for the name auto (see `make_renderer`), and logs which it is where that is not obvious."""
     if tokenizer.chat_template is None:
         fallback = "role_colon"
     else:
@@ -93,7 +97,7 @@ def _suitable(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None) -
 
 
 def _writes_alike(name: str, tokenizer: Tokenizer, enable_thinking: bool | None) -> bool:
-    """Returns True if the renderer `name` writes the probe as the chat template does."""
+    """Returns True if the renderer `name` writes PROBE, a test conversation, as the tokenizer's chat template does."""
     try:
         both: list[Any] = [_class_of(kind)(tokenizer, True, enable_thinking) for kind in ("chat_template", name)]
     except BadInput:

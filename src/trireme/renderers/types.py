@@ -47,34 +47,36 @@ class Message(TypedDict, total=False):
 
 
 class Renderer(Protocol):
-    """Converts between messages and the tokens of one model. The bodies here suit a message that ends with a token."""
+    """Converts between messages and the tokens of one model. The default methods suit a format in which a single token
+    ends a message."""
 
     def generation_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        """Returns the prompt for the assistant's next message."""
+        """Returns the tokens of the prompt for the assistant's next message."""
 
     def continuation(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int] | None:
-        """Returns the part of the prompt for the assistant's next message after the last sampled message, with its
-        prompt and tokens. That message need not have its `prompt`.
+        """Returns the tokens that follow the last sampled message in the prompt for the assistant's next message.
+        Prefixed with the prompt and the tokens of the last sampled message, they are the whole prompt. The message
+        need not carry its `prompt`.
 
-        None, as here: the prompt may begin in another way, or a renderer needs all of it.
+        Returns None, as this default does, if the whole prompt may begin in another way, or if the renderer can only
+        make the whole prompt.
         """
         return None
 
     def supervised_example(
         self, messages: Sequence[Message], train_on: TrainOn, tools: Sequence[ToolSpec] = ()
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Returns the whole conversation as tokens int32 [T] and their weights float32 [T], 0 or 1; `weights[t]`
-        belongs to `tokens[t]`. Up to the assistant's message the tokens equal its generation prompt.
+        """Returns the whole conversation as tokens int32 [T], and a weight for each token, float32 [T], 0 or 1. Up to a
+        trained assistant's message the tokens equal the message's generation prompt.
 
-        Raises ValueError where `train_on` names messages that the conversation does not have.
+        Raises ValueError if the conversation has none of the messages that `train_on` names.
         """
 
     def stop_tokens(self) -> tuple[int, ...]:
-        """Returns the ids of tokens that each end the assistant's message."""
+        """Returns the ids of the tokens that end an assistant's message; each one alone does."""
 
     def stop_condition(self) -> tuple[int | str, ...]:
-        """Returns the ends of the assistant's message: the stop tokens, and strings that end it wherever they
-        appear."""
+        """Returns all that ends an assistant's message: the ids of stop tokens, and stop strings."""
         return self.stop_tokens()
 
     def finished(self, tokens: Sequence[int]) -> bool:
@@ -82,7 +84,8 @@ class Renderer(Protocol):
         return len(tokens) > 0 and tokens[-1] in self.stop_tokens()
 
     def closed(self, tokens: Sequence[int]) -> list[int]:
-        """Returns a sampled message as the renderer itself would end it: by a token, where a string ended it."""
+        """Returns the tokens of a sampled message with the end that the renderer itself writes: where a stop string
+        ended the message, a token replaces it."""
         return list(tokens)
 
     def parse_response(self, tokens: Sequence[int], tools: Sequence[ToolSpec] = ()) -> tuple[Message, bool]:

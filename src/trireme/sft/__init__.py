@@ -1,1 +1,2 @@
-"""Supervised training: `data` (from files to batches), `loop`, `launch` (the trainer in its places), `cli`."""
+"""The data of supervised training: `reading` (from files to examples) and `data` (from examples to batches). The
+training loop is `trireme.train.sft_loop`."""

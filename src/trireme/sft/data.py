@@ -1,4 +1,4 @@
-"""The data of supervised training: examples as columns of numbers, in an order that the seed decides."""
+"""The data of supervised training: examples as arrays of numbers, in an order that the seed decides."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Examples:
 
     @classmethod
     def of(cls, examples: Sequence[Example]) -> Examples:
-        """Concatenates examples, at least one."""
+        """Returns the concatenation of `examples`; at least one is needed."""
         return cls(
             tokens=np.concatenate([example.tokens for example in examples]),
             weights=np.concatenate([example.weights for example in examples]),
@@ -51,19 +51,21 @@ class Examples:
 
     @property
     def num_loss_tokens(self) -> int:
-        """Number of tokens with a weight, without the first of each example, which nothing predicts."""
+        """Number of tokens with a weight other than 0. The first token of each example is not counted, as nothing
+        predicts it."""
         return int(np.count_nonzero(self.weights)) - int(np.count_nonzero(self.weights[self.offsets[:-1]]))
 
     @cached_property
     def digest(self) -> str:
-        """xxh3-128 of all numbers in order, 32 hex digits."""
+        """A checksum (xxh3-128, 32 hex digits) of all tokens, weights and offsets."""
         whole = xxhash.xxh3_128()
         for column in (self.tokens, self.weights, self.offsets):
             whole.update(np.ascontiguousarray(column).data)
         return whole.hexdigest()
 
     def batch(self, chosen: Sequence[int]) -> TokenBatch:
-        """Makes datums of some examples: all tokens but the last as input, all but the first as targets."""
+        """Returns a batch with one datum for each index in `chosen`: all tokens of the example but the last as input,
+        all but the first as targets."""
         spans = [(int(self.offsets[n]), int(self.offsets[n + 1])) for n in chosen]
         return TokenBatch(
             tokens=np.concatenate([self.tokens[start : end - 1] for start, end in spans]),
@@ -76,13 +78,13 @@ class Examples:
         )
 
     def part(self, chosen: Sequence[int]) -> Examples:
-        """Returns some examples in the order given."""
+        """Returns the examples with the indices `chosen`, in this order."""
         spans = [(n, slice(int(self.offsets[n]), int(self.offsets[n + 1]))) for n in chosen]
         return Examples.of([Example(self.tokens[span], self.weights[span], self.places[n]) for n, span in spans])
 
     def hold_out(self, number: int, seed: int) -> tuple[Examples, Examples]:
-        """Splits off `number` examples that the seed chooses. Returns the rest and these, both in their order. Raises
-        BadInput if nothing would be left."""
+        """Splits off `number` examples that the seed chooses. Returns (the remaining examples, the examples split off),
+        both in their original order. Raises BadInput if none would remain."""
         if number >= len(self):
             problem = f"data.test_examples = {number} of {len(self)} examples"
             raise Refusal(problem, "some that are trained on", "lower --data.test-examples").error()
@@ -92,7 +94,8 @@ class Examples:
 
 @dataclass
 class ExampleCursor:
-    """The stream of examples, epoch after epoch, each epoch in its own order. Its state: `epoch` and `position`."""
+    """Walks through the examples epoch after epoch, each epoch in its own order. A checkpoint saves `epoch` and
+    `position`."""
 
     size: int  # number of examples
     seed: int
@@ -108,7 +111,7 @@ class ExampleCursor:
         return self.epoch * self.size + self.position
 
     def take(self, number: int) -> list[int]:
-        """Takes the next `number` examples, or the rest. Returns their indices."""
+        """Takes the next `number` examples, or all that remain before `end`. Returns their indices."""
         if self.end is None:
             target = number
         else:
@@ -140,8 +143,9 @@ class ExampleCursor:
         return self._order[1]
 
     def with_steps(self, config: SftConfig, start: int) -> SftConfig:
-        """Returns the configuration with the number of steps that `data.epochs` take from step `start` on, unless it
-        gives one. The cursor then ends with the epochs: the last step may be smaller."""
+        """Returns `config` with `max_steps` set to the step at which `data.epochs` are over, counted on from step
+        `start`. The cursor then ends with the last epoch, so the last step may be smaller. If `max_steps` is given,
+        returns `config` unchanged."""
         if config.max_steps:
             return config
         self.end = config.data.epochs * self.size
@@ -155,7 +159,7 @@ def _permutation(size: int, name: str) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """Files of a commit that are on the disk already."""
+    """The records of a checkpoint's files that are on the disk already: `wait` returns them at once."""
 
     files: tuple[FileRecord, ...]  # their records
 
@@ -165,7 +169,7 @@ class WrittenFiles:
 
 @dataclass(frozen=True)
 class SftData:
-    """The examples of a run."""
+    """The examples of a run, to train on and to test with, and the position in them."""
 
     train: Examples
     test: Examples | None  # held out for evaluation, if any
@@ -174,7 +178,8 @@ class SftData:
 
     @classmethod
     def load(cls, config: SftConfig, facts: ModelFacts, say: Callable[[str], None]) -> SftData:
-        """Reads all examples of a run. Raises BadInput."""
+        """Reads all examples that `config` names, and splits off test examples. `say` gets the progress. Raises
+        BadInput."""
         options = config.data
         limit = config.seq_limit(facts)
         assert limit is not None, "the model has one"
@@ -196,14 +201,17 @@ class SftData:
         return cls(train, test, ExampleCursor(len(train), config.seed, options.shuffle), tuple(notes))
 
     def save_state(self, path: Path) -> WrittenFiles:
-        """Writes the state of the cursor into directory `path`. Raises StorageFailed."""
+        """Writes the state of the cursor into the directory `path`. Returns the record of the file. Raises
+        StorageFailed."""
         return WrittenFiles((write_bytes(path, STATE, to_json(self.cursor.state_dict()).encode()),))
 
     def load_state(self, path: Path | None, _source: object = None) -> None:
-        """Restores the state that `save_state` wrote, in the driver, which sees the directory; None: the beginning."""
+        """Restores the cursor from the directory `path` that `save_state` wrote to; None: the cursor begins anew. The
+        driver reads the directory itself, so `_source` is not used."""
         self.cursor.load_state_dict(json.loads((path / STATE).read_bytes()) if path else {"epoch": 0, "position": 0})
 
     def fixed(self) -> dict[str, Any]:
-        """Returns the values that a resume must find unchanged: the examples and their order."""
+        """Returns the values that must be the same when the run is resumed: digest and number of the examples, seed,
+        shuffling."""
         cursor = self.cursor
         return {"digest": self.train.digest, "examples": cursor.size, "seed": cursor.seed, "shuffle": cursor.shuffle}

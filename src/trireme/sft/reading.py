@@ -1,4 +1,4 @@
-"""Reads and checks files of conversations or tokens; refuses faults by file and line.
+"""Reads and checks files of conversations or tokens. Refuses bad examples by file and line.
 
 A line of a JSONL file is one example: `{"messages": [...]}`, with `tools` if there are any, or `{"tokens": [...]}`,
 with `weights` unless all tokens count equally. Other entries of a line are ignored. An npz file holds many examples as
@@ -49,7 +49,7 @@ class Example:
 
 @dataclass(frozen=True)
 class ExampleRules:
-    """The limits of an example, and how a conversation becomes one."""
+    """The limits that each example must keep, and how a conversation is converted to tokens."""
 
     renderer: Callable[[], Renderer]  # called for the first conversation
     train_on: TrainOn  # which messages have weights
@@ -59,14 +59,15 @@ class ExampleRules:
 
 
 class BadExample(Exception):
-    """Describes the fault of one example; becomes a Refusal with its place."""
+    """The fault of one example. `read_examples` turns it into a Refusal that names file and line."""
 
     def __init__(self, value: str, expected: str, do: str = "correct it") -> None:
         super().__init__(value, expected, do)
 
 
 def files_of(key: str, pattern: str) -> list[Path]:
-    """Returns the files that the value of `key` names, in order of their names. Raises BadInput if there is none."""
+    """Returns the files that `pattern`, the value of the configuration's `key`, matches, sorted by name. Raises
+    BadInput if none matches."""
     exact = Path(pattern).expanduser()
     if exact.is_file():
         files = [exact]
@@ -120,7 +121,8 @@ Maker = Callable[[], tuple[Tokens, Weights]]
 
 
 def _sources(file: Path, rules: ExampleRules) -> Iterator[tuple[str, Maker]]:
-    """Yields the place of each example, and a function that reads it (and may raise BadExample)."""
+    """Yields for each example of `file` its place as text (file and line), and a function that reads the example (and
+    may raise BadExample)."""
     if file.suffix == ".npz":
         yield from _from_arrays(file)
         return
@@ -162,7 +164,7 @@ def _from_messages(messages: Any, tools: Any, rules: ExampleRules) -> tuple[Toke
 
 
 def check_messages(messages: object) -> None:
-    """Raises BadExample unless these are messages of a conversation."""
+    """Raises BadExample unless `messages` is a non-empty list of messages with known fields and roles."""
     if not isinstance(messages, list) or not messages:
         raise BadExample(f"messages = {_short(messages)}", "a list of messages, at least one")
     fields = Message.__annotations__
@@ -192,7 +194,7 @@ def _from_tokens(tokens: object, weights: object) -> tuple[Tokens, Weights]:
 
 
 def _as_columns(tokens: Any, weights: Any) -> tuple[Tokens, Weights]:
-    """Converts to int32 and float32. Raises BadExample for numbers that do not fit."""
+    """Converts tokens to int32 and weights to float32. Raises BadExample for numbers that these cannot hold."""
     try:
         return ModelInput(tokens).tokens, TensorData(weights, "float32").data
     except ValueError as error:
@@ -233,7 +235,8 @@ def _check_arrays(file: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
 def _checked(
     tokens: Tokens, weights: Weights, place: str, rules: ExampleRules, shortened: Counter[str]
 ) -> Example | None:
-    """Returns the example within the limits; None if it is left out. Raises BadExample."""
+    """Checks one example against `rules`, and cuts it if it is too long. Returns None if it is to be omitted. Counts
+    cut and omitted examples in `shortened`. Raises BadExample."""
     if len(tokens) > rules.max_seq_len:
         if rules.too_long == "drop":
             shortened["left out"] += 1

@@ -1,1 +1,2 @@
-"""A module for each renderer of the project, named as `renderer.name` is; its `RENDERER` is the class."""
+"""One module for each renderer of the project. The module's name is the value of `renderer.name`; its `RENDERER` is the
+class."""

@@ -1,4 +1,4 @@
-"""The tokenizer's own chat template: the tokens that `apply_chat_template` gives."""
+"""A renderer that uses the tokenizer's own chat template: it gives the same tokens as `apply_chat_template`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ ANSWER: Message = {"role": "assistant", "content": MARK}
 
 
 class ChatTemplateRenderer(TextRenderer):
-    """Ends the assistant's message with the token that the template puts after it, or with the end of sequence.
+    """A renderer that writes conversations with the tokenizer's chat template. An assistant's message ends with the
+    token that the template puts after it, or with the end of sequence.
 
-    Tool calls are read back where the template writes them as `<tool_call>` blocks, and stay in the content otherwise.
-    `enable_thinking` is passed to the template. Raises BadInput for a tokenizer without a template, and for a template
-    that does not use `enable_thinking` where it is set.
+    Tool calls are parsed if the template writes them as `<tool_call>` blocks, and stay in the content otherwise.
+    `enable_thinking` is passed to the template. Raises BadInput for a tokenizer without a template, for a template that
+    does not use `enable_thinking` if it is set, and if there is no token that can end a message.
     """
 
     def __init__(self, tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None = None) -> None:
@@ -75,8 +76,8 @@ class ChatTemplateRenderer(TextRenderer):
         )
 
     def _for_template(self, message: Message, shows_thinking: bool) -> dict[str, object]:
-        """Names the parts of a message as chat templates do. Thinking is put into the content where the template has no
-        name for it."""
+        """Returns the message as a dictionary with the names that chat templates use. Thinking is put into the content
+        if the template has no name for it."""
         shown: dict[str, object] = {key: message[key] for key in ("role", "content", "name") if key in message}
         if shows_thinking:
             thinking = message.get("thinking", "")

@@ -1,4 +1,5 @@
-"""Qwen3's format. With thinking stripped from the history, it writes the same text as Qwen3's own chat template."""
+"""The renderer of Qwen3's format. With thinking stripped from the history, it writes the same text as Qwen3's own chat
+template."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class Qwen3Renderer(TextRenderer):
-    """Writes Qwen3's format. Raises BadInput for a tokenizer that lacks one of its tokens."""
+    """A renderer that writes Qwen3's format. Raises BadInput for a tokenizer without the tokens `<|im_start|>` and
+    `<|im_end|>`."""
 
     def __init__(self, tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None = None) -> None:
         vocabulary = tokenizer.get_added_vocab()
@@ -56,7 +58,8 @@ class Qwen3Renderer(TextRenderer):
         return f"{END}\n{self._from(messages, i + 1, True)}"
 
     def _from(self, messages: Sequence[Message], first: int, generate: bool) -> str:
-        """Writes the messages from `first` on."""
+        """Returns the text of the messages from index `first` on. `generate`: followed by the header of the assistant's
+        next message."""
         boundary = self.thinking_from(messages, generate)
         query = last_query(messages)
         blocks = []
@@ -72,7 +75,7 @@ class Qwen3Renderer(TextRenderer):
 
 
 def _opening(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
-    """Writes the system's message, which also lists the tools."""
+    """Returns the text of the system message, which also lists the tools; "" if there is neither."""
     if messages[0]["role"] == "system":
         parts = [messages[0]["content"]]
     else:
@@ -84,8 +87,8 @@ def _opening(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
 
 
 def _assistant(message: Message, shows_thinking: bool, answers_last: bool) -> str:
-    """Writes an assistant's message. `answers_last`: it ends the conversation after the last question, and then has a
-    block even without thinking."""
+    """Returns the text of an assistant's message. `answers_last`: the message is the conversation's last one and
+    follows the last question; then it has a thinking block even without thinking."""
     content = message["content"]
     thinking = message.get("thinking", "")
     if "thinking" not in message and THINK_END in content:  # separated as the template does
@@ -100,7 +103,7 @@ def _assistant(message: Message, shows_thinking: bool, answers_last: bool) -> st
 
 
 def _tool(messages: Sequence[Message], i: int) -> str:
-    """Writes a tool's answer; consecutive ones share one user's message."""
+    """Returns the text of message `i`, a tool's answer. Consecutive answers of tools share one user message."""
     first = not i or messages[i - 1]["role"] != "tool"
     last = i == len(messages) - 1 or messages[i + 1]["role"] != "tool"
     header = f"{START}user" if first else ""

@@ -1,4 +1,4 @@
-"""Writes `User: ...`, `Assistant: ...`: for base models, and for tokenizers without a chat template."""
+"""The renderer that writes `User: ...`, `Assistant: ...`; for base models and tokenizers without a chat template."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ OTHER_SPEAKERS = ("User", "System", "Tool")
 
 
 class RoleColonRenderer(TextRenderer):
-    """Separates messages by an empty line; the assistant's end with the tokenizer's end of sequence.
+    """A renderer that writes `Speaker: text` with an empty line between messages. The end of sequence ends an answer.
 
         System: Be brief.\n\nUser: 2 + 2?\n\nAssistant: 4<eos>\n\nUser: 3 + 3?\n\nAssistant:
 
-    A base model seldom writes that token, but continues with another speaker: `\n\nUser:`, which stops it too. If the
-    user does speak next, the prompt extends these sampled tokens. Raises BadInput for a tokenizer without an end of
-    sequence, and for `enable_thinking`.
+    A base model seldom writes the end of sequence, but continues with another speaker, such as `\n\nUser:`. This string
+    is a stop string too. If the user does speak next, the prompt extends the sampled tokens of the string. Raises
+    BadInput for a tokenizer without an end of sequence, and if `enable_thinking` is given.
     """
 
     stop_strings = tuple(f"\n\n{speaker}:" for speaker in OTHER_SPEAKERS)
@@ -68,7 +68,7 @@ class RoleColonRenderer(TextRenderer):
         return super()._followed_by(self.closed(sampled), after)
 
     def _next_speaker(self, sampled: list[int]) -> str:
-        """Returns the text of a sampled message from the string on that ended it."""
+        """Returns the end of a sampled message's text, from the stop string that ended it; "" if no stop string did."""
         text = str(self._tokenizer.decode(sampled))
         place = first_of(self.stop_strings, text)
         if place is None:
@@ -76,8 +76,9 @@ class RoleColonRenderer(TextRenderer):
         return text[place:]
 
     def closed(self, tokens: Sequence[int]) -> list[int]:
-        """See `Renderer`. A token that holds the end of the message and the beginning of the string stays whole, since
-        splitting it would tokenise sampled text again."""
+        """See `Renderer`. Replaces the stop string that ended the message by the end of sequence. A token that holds
+        both the end of the message and the beginning of the stop string stays whole, since splitting it would
+        tokenise sampled text again."""
         sampled = list(tokens)
         begun = self._next_speaker(sampled)
         if not begun:
@@ -87,7 +88,7 @@ class RoleColonRenderer(TextRenderer):
         return [*sampled[:cut], self._tokenizer.eos_token_id]
 
     def parse_text(self, text: str) -> tuple[Message, bool]:
-        """Reads a message without the space after the colon."""
+        """See `TextRenderer`. The space after the colon is not part of the message."""
         return super().parse_text(text.removeprefix(" "))
 
 
