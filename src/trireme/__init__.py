@@ -1,7 +1,7 @@
-"""The hull: configuration, launch, the driver's loop, and the types that cross rooms.
+"""What the rooms have in common: configuration, launch, the driver's loop, and the types that cross rooms.
 
-Stable is what docs/api.md lists: `trireme.api`, and for environments names of `trireme.renderers` and four modules of
-`orchestrator`. Everything else may change with any commit.
+The names in docs/api.md are stable: `trireme.api`, and for environments names of `trireme.renderers` and of four
+modules of `orchestrator`. Everything else may change with any commit.
 """
 
 import os

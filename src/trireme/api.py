@@ -84,8 +84,8 @@ UNREAD = Path(__file__).with_name("api.toml")
 
 
 def loop_config(argv: Sequence[str]) -> Config:
-    """Returns the configuration of `argv`, which is a command line of `rl` (`@ FILE.toml`, `--key value`), and of the
-    environment. Prints warnings. Raises BadInput."""
+    """Returns the configuration of a loop from `argv`, options as on a command line of `rl` (`@ FILE.toml`, `--key
+    value`), and from the environment. Prints warnings. Raises BadInput."""
     config = load(["@", str(UNREAD), *argv]).config
     facts = ModelFacts.of(config, required=True)
     assert facts is not None, "required"
@@ -95,8 +95,8 @@ def loop_config(argv: Sequence[str]) -> Config:
 
 
 def new_directory(path: Path) -> Path:
-    """Makes directory `path` for what a loop writes, and returns it. Raises BadInput if another run has written there:
-    its files would be overwritten, or stand in the way at the end."""
+    """Makes the directory `path` for the files that a loop writes, and returns it. Raises BadInput if it holds files
+    already, such as those of another run: the loop would overwrite them."""
     if path.exists() and (there := sorted(entry.name for entry in path.iterdir())):
         raise Refusal(
             f"the directory {path}, which is in use (it holds {', '.join(there[:3])}{', ..' if there[3:] else ''})",
@@ -111,11 +111,12 @@ def new_directory(path: Path) -> Path:
 def open_rooms(
     config: Config, logs: Path, rooms: Sequence[PartKind] = LOOP_ROOMS
 ) -> Iterator[tuple[TrainerHandle, SamplingClient]]:
-    """Starts a trainer, and a sampler on `inference.replicas` replicas; stops them at the end of the block. Both load
-    `model.name`, but replicas sample only once they got published weights. `logs`: directory of the actors' logs.
-    `rooms`: what they need of machines.
+    """Starts a trainer and `inference.replicas` replicas. Yields the trainer and a sampler that uses the replicas;
+    stops all of them at the end of the block. Both load `model.name`, but replicas sample only after the first
+    published weights.
 
-    Raises BadInput, RoomFailed.
+    `logs`: the directory for the actors' logs; `rooms`: kinds of parts for the plan, from which the needs of CPUs, GPUs
+    and memory follow. Raises BadInput, RoomFailed.
     """
     check_installed()
     with _opened(config, rooms, logs.absolute()) as (trainer, inference):
@@ -132,14 +133,15 @@ def open_rooms(
 
 @contextmanager
 def open_trainer(config: Config, logs: Path) -> Iterator[TrainerHandle]:
-    """Does the same as `open_rooms` for a loop that samples nothing."""
+    """Starts a trainer, as `open_rooms` does, for a loop that samples nothing. Yields the trainer."""
     with _opened(config, [TrainerPart], logs.absolute()) as (trainer, _):
         yield trainer
 
 
 @contextmanager
 def _opened(config: Config, rooms: Sequence[PartKind], logs: Path) -> Iterator[tuple[TrainerHandle, Any]]:
-    """Starts the shards, and the replicas if there are any, side by side."""
+    """Starts the shards, and the replicas if `rooms` has them, in parallel. Yields handles of the trainer and of the
+    replicas (None if there are none), and stops both at the end of the block."""
     plan = Plan(config, ModelFacts.of(config, required=True), Resources.of_this_machine(), rooms)
     prepare_cluster(config, plan)
     from inference.handle import InferenceHandle

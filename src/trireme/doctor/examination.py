@@ -22,13 +22,13 @@ WRITERS = ("trainer", "orchestrator")
 
 
 def absolute(directory: str) -> str:
-    """Returns a directory as every process of a node finds it, wherever that works."""
+    """Returns the absolute path of `directory`, with ~ expanded, so that processes in any working directory find it."""
     return str(Path(directory).expanduser().absolute())
 
 
 @dataclass(frozen=True)
 class Declared:
-    """A node as the cluster knows it."""
+    """A node as the cluster's state describes it, before the node itself answers."""
 
     name: str
     """Its name in findings: its address, with its id where several nodes have that address."""
@@ -50,7 +50,7 @@ class Declared:
 
 @dataclass(frozen=True)
 class Examination:
-    """The reports of all nodes of a cluster, and their attempts to reach each other."""
+    """The reports of all nodes of a cluster, and the results of their attempts to reach each other."""
 
     nodes: Sequence[Declared]
     """All nodes that the cluster knows, the head first."""
@@ -68,7 +68,8 @@ class Examination:
     """Bytes per second from `sender` to each other node, by the receiver's name."""
 
     def resources(self) -> Resources:
-        """Returns the resources that the nodes give to the cluster, as a plan needs them."""
+        """Returns the resources of all nodes that answered, as a plan needs them: cores, GPUs and object store as the
+        nodes give them to Ray."""
         return Resources(tuple(self._machine(node) for node in self.nodes if node.name in self.facts), "the cluster")
 
     def _machine(self, node: Declared) -> Node:
@@ -81,7 +82,7 @@ class Examination:
 
 @dataclass(frozen=True)
 class Expected:
-    """The needs of a run on its nodes; without a configuration, the needs that all runs have."""
+    """What a run needs of its nodes. Without a configuration: what any run needs."""
 
     nodes: Sequence[str] = ()
     """Host names or addresses of the nodes that should be there; empty if they are not specified."""
@@ -107,12 +108,13 @@ class Expected:
     """Why the plan of the run does not fit the nodes that answer; empty if it does."""
 
     def shm_bytes(self, node: str) -> int:
-        """Returns the least size of /dev/shm on a node, in bytes."""
+        """Returns how many bytes /dev/shm of `node` must have at least."""
         return SHM_BYTES + VERSIONS * self.version_bytes + self.shm_free.get(node, 0)
 
     @classmethod
     def of(cls, config: CommonConfig, plan: Plan) -> Expected:
-        """Returns the needs of a run of `config` on the nodes of `plan`, which have the names of the examination."""
+        """Returns what a run of `config` needs of the nodes of `plan`. The names of the plan's nodes must be those of
+        the examination."""
         memory: dict[str, int] = {}
         shm_free: dict[str, int] = {}
         writers: list[str] = []

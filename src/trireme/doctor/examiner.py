@@ -1,4 +1,4 @@
-"""The part of an examination that runs on a node, in a process that the driver calls and other nodes connect to."""
+"""The part of an examination that runs on a node. The driver calls it, and other nodes connect to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PARALLEL_CONNECTIONS = 64
 
 @dataclass(frozen=True)
 class Report:
-    """A node's facts, and where it listens for the other nodes."""
+    """A node's facts, and the endpoints where it listens for the other nodes."""
 
     facts: NodeFacts
     """The node's report on itself."""
@@ -24,7 +24,8 @@ class Report:
 
 
 class Examiner:
-    """Examines one node of a cluster. `name`: the node's name in findings; `token`: callers must know it."""
+    """Examines one node of a cluster. `name`: the node's name in findings; `token`: connections from other nodes must
+    send it."""
 
     def __init__(self, name: str, token: bytes) -> None:
         self._name = name
@@ -32,19 +33,21 @@ class Examiner:
         self._listener = Listener(token)
 
     def report(self, questions: Questions, host: str, ports: Sequence[int]) -> Report:
-        """Collects the node's facts, and listens at `host`, the node's address in the cluster: at any port, and at the
-        first and the last free one of `ports` (cluster.ports). Raises RoomFailed where it cannot listen."""
+        """Collects the node's facts, and starts to listen at `host`, the node's address in the cluster: at any free
+        port, and at the first and the last free one of `ports` (cluster.ports). Raises RoomFailed if it cannot
+        listen."""
         choices = [(), ports, ports[::-1]] if ports else [()]
         return Report(collect(questions), [self._listener.add(host, choice) for choice in choices])
 
     def reach(self, by_node: Mapping[str, Sequence[Endpoint]]) -> list[Link]:
-        """Connects to all endpoints of other nodes, {name: endpoints}, side by side."""
+        """Connects to all endpoints of other nodes, {node's name: endpoints}, in parallel. Returns the result for each
+        endpoint."""
         pairs = [(name, endpoint) for name, endpoints in by_node.items() for endpoint in endpoints]
         with ThreadPoolExecutor(PARALLEL_CONNECTIONS) as threads:
             errors = threads.map(lambda pair: reach(pair[1], self._token), pairs)
         return [Link(self._name, name, at, error) for (name, at), error in zip(pairs, errors, strict=True)]
 
     def rates(self, receivers: Mapping[str, Endpoint]) -> dict[str, float]:
-        """Returns the bytes per second that reach each of `receivers`, one after the other; 0 for one that is not
-        reached."""
+        """Measures the rate to one node after the other. Returns {node's name: bytes per second}, 0 for a node that is
+        not reached."""
         return {name: rate(endpoint, self._token) for name, endpoint in receivers.items()}

@@ -1,6 +1,4 @@
-"""Collects the facts that one node reports of itself. Needs neither Ray nor a GPU library, so that it takes a
-second.
-"""
+"""Collects the facts that one node reports on itself. Takes about a second, and needs no Ray or GPU library."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ SHM = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Questions:
-    """Questions that all nodes answer."""
+    """The questions that every node answers about files: whether it sees the driver's trial file and has the model."""
 
     trial: str = ""
     """The path of a file that the driver has written where run.output_dir is; "" if there is none to look for."""
@@ -42,7 +40,7 @@ class Questions:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """The report of a node about itself."""
+    """A node's report on itself."""
 
     host: str
     """The name that the machine has for itself."""
@@ -62,7 +60,7 @@ class NodeFacts:
 
 
 def collect(questions: Questions) -> NodeFacts:
-    """Returns this node's facts."""
+    """Returns the facts about this node, with the answers to `questions`."""
     if questions.model:
         directory = model_directory(questions.model)
     else:
@@ -91,8 +89,8 @@ def _versions() -> dict[str, str]:
 
 @cache
 def source_digest() -> str:
-    """Returns a digest of the source of this project's packages. Ray may bring each package to a directory of its own,
-    so each one is looked up by itself."""
+    """Returns a digest of the source of this project's packages on this node. Each package is located separately, as
+    Ray may copy each one to a directory of its own."""
     digest = xxhash.xxh3_64()
     for room in ROOMS:
         spec = PathFinder.find_spec(room)

@@ -1,4 +1,4 @@
-"""One fault, in four parts: the node, the actual state, the expected state, the remedy."""
+"""A fault that an examination found, in four parts: the node, the actual state, the expected state, the remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CLUSTER = "cluster"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with a node."""
+    """One fault of a node, or of the cluster."""
 
     node: str
     """The name of the node; CLUSTER for a finding about all nodes."""

@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def findings(examination: Examination, expected: Expected) -> list[Finding]:
-    """Returns all faults, in the order of the nodes, first the faults for which a run is refused."""
+    """Returns all faults: first those for which a run is refused, then warnings, each in the order of the nodes."""
     result = [*_missing(examination, expected), *_silent(examination, expected), *_plan(expected)]
     for node in examination.nodes:
         facts = examination.facts.get(node.name)
@@ -36,7 +36,7 @@ def findings(examination: Examination, expected: Expected) -> list[Finding]:
 
 
 def _missing(examination: Examination, expected: Expected) -> Iterator[Finding]:
-    """Nodes that were expected and never joined, or were lost."""
+    """Yields a fault for each node that was expected and never joined the cluster, or was lost."""
     join = f"`uv run --no-sync ray start --address={expected.head}`"
     alive = [node for node in examination.nodes if node.alive]
     names = {name for node in alive for name in (node.address, node.host, node.host.partition(".")[0])}
@@ -175,7 +175,7 @@ def _model(name: str, facts: NodeFacts, driver: NodeFacts, expected: Expected) -
 
 
 def _run_directory(name: str, facts: NodeFacts, expected: Expected) -> Iterator[Finding]:
-    """A node without a process that writes to the run directory does not need it."""
+    """Yields a fault if the node does not see the run directory, and one of its processes writes there."""
     if name in expected.writers and not facts.shares_run_directory:
         yield Finding(
             name,

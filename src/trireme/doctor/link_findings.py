@@ -1,4 +1,5 @@
-"""Finds the faults between nodes: ports, connections that fail in one or both directions, rates."""
+"""Finds the faults of the connections between nodes: blocked ports, connections that fail in one or both directions,
+low rates."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def _rates(examination: Examination, expected: Expected) -> Iterator[Finding]:
 
 
 def mbit(rate: float) -> str:
-    """Returns bytes per second as a text.
+    """Returns a rate in bytes per second as a text in Mbit/s.
 
     >>> mbit(2.5e6)
     '20 Mbit/s'

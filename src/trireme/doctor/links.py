@@ -1,7 +1,8 @@
-"""Connections between nodes, as a run will use them: who reaches whom, at which ports, at what rate.
+"""Tests connections between nodes as a run will use them: which node reaches which, at which ports, at what rate.
 
-One protocol: the caller sends a token and then bytes until it closes its half; the listener answers with their number.
-A listener stops reading from a caller without the token, and never interprets the bytes.
+One protocol: the caller sends a token and then bytes until it closes its half of the connection; the listener answers
+with the number of these bytes. A listener stops reading from a caller without the token, and never interprets the
+bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Link:
-    """The way from the node `source`, which connects, to an endpoint of the node `target`."""
+    """The result of connecting from the node `source` to an endpoint of the node `target`."""
 
     source: str
     target: str
@@ -54,13 +55,14 @@ class Link:
 
 
 class Listener:
-    """Listens at endpoints of this node, in threads. Answers callers that know `token`."""
+    """Listens at endpoints of this node, in threads. Answers only callers that send `token`."""
 
     def __init__(self, token: bytes) -> None:
         self._token = token
 
     def add(self, host: str, ports: Sequence[int] = ()) -> Endpoint:
-        """Listens at an address of this node, at the first free one of `ports` or at any. Raises RoomFailed."""
+        """Starts to listen at `host`, an address of this node: at the first free one of `ports`, or at any port if
+        there are none. Returns the endpoint. Raises RoomFailed."""
         server = listen(host, ports)
         threading.Thread(target=self._accept, args=(server,), name="doctor: accept", daemon=True).start()
         return Endpoint(host, server.getsockname()[1])
@@ -83,7 +85,7 @@ class Listener:
 
 
 def reach(to: Endpoint, token: bytes) -> str:
-    """Connects to a `Listener`. Returns why that does not work; "" if it does."""
+    """Connects to the `Listener` at `to`. Returns the error as text, or "" if the listener answered."""
     try:
         _send(to, token, 0.0, CONNECT_S)
     except (OSError, RoomFailed) as error:
@@ -92,7 +94,8 @@ def reach(to: Endpoint, token: bytes) -> str:
 
 
 def rate(to: Endpoint, token: bytes) -> float:
-    """Returns the bytes per second that reach a `Listener`, confirmed by it; 0 if the connection fails."""
+    """Returns how many bytes per second reach the `Listener` at `to`, as the listener confirms; 0 if the connection
+    fails."""
     started = time.monotonic()
     try:
         count = _send(to, token, SEND_S, ANSWER_S)
@@ -102,7 +105,9 @@ def rate(to: Endpoint, token: bytes) -> float:
 
 
 def _send(to: Endpoint, token: bytes, send_s: float, limit_s: float) -> int:
-    """Sends for `send_s` seconds, and returns how many bytes arrived. Raises OSError, RoomFailed."""
+    """Sends bytes to the `Listener` at `to` for `send_s` seconds. Returns how many were sent, after the listener has
+    confirmed them. `limit_s`: time limit in seconds for each operation. Raises OSError; RoomFailed if the answer is
+    wrong."""
     sent = 0
     with socket.create_connection((to.host, to.port), limit_s) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -119,7 +124,7 @@ def _send(to: Endpoint, token: bytes, send_s: float, limit_s: float) -> int:
 
 
 def _read(connection: socket.socket, count: int) -> bytes:
-    """Reads `count` bytes; fewer if the connection ends before."""
+    """Reads `count` bytes from `connection`. Returns fewer if the other side closes it before."""
     data = b""
     while len(data) < count and (chunk := connection.recv(count - len(data))):
         data += chunk

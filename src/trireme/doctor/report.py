@@ -15,7 +15,7 @@ from trireme.plan.needs import gib
 
 
 def network_line(examination: Examination) -> str:
-    """Says how fast the trainer's node reaches the others."""
+    """Returns a line on the number of nodes, and on the rate from the trainer's node to the slowest other node."""
     rates = [rate for rate in examination.rates.values() if rate]
     text = f"{len(examination.facts)} nodes examined"
     if rates:
@@ -24,7 +24,7 @@ def network_line(examination: Examination) -> str:
 
 
 def render(examination: Examination, findings: Sequence[Finding]) -> Iterator[Table | Text]:
-    """Yields the lines for a terminal: the nodes, and their faults."""
+    """Yields the parts of the report for a terminal: the nodes, the network, the faults."""
     yield _nodes(examination)
     if len(examination.nodes) > 1:
         yield Text(network_line(examination))
@@ -32,7 +32,8 @@ def render(examination: Examination, findings: Sequence[Finding]) -> Iterator[Ta
 
 
 def as_json(examination: Examination, findings: Sequence[Finding]) -> dict[str, object]:
-    """Returns the findings, the nodes, and the rate of the trainer's node to each other node as values of JSON."""
+    """Returns the findings, the nodes, and the rates from the trainer's node to the other nodes (bytes per second) as
+    JSON values."""
     return {
         "findings": [asdict(finding) for finding in findings],
         "nodes": [asdict(node) for node in examination.nodes],

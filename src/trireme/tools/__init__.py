@@ -1,1 +1,1 @@
-"""The tools of the command `trireme`, which look at runs and take models out of them. Only `scale` changes a run."""
+"""The tools behind the command `trireme`: they show runs, and export models from runs. Only `scale` changes a run."""

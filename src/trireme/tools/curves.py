@@ -1,4 +1,4 @@
-"""The curves of a run, as columns of numbers that grow with its metrics."""
+"""Reads the metrics of a run as columns of numbers, and goes on reading while the run writes more."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
 
 
 class RunCurves:
-    """Numbers of `metrics.jsonl`, 16 bytes each."""
+    """The metrics of a run, read from its `metrics.jsonl`. A number takes 16 bytes of memory."""
 
     def __init__(self, root: Path) -> None:
         self._lines = LineFollower(root / METRICS)
@@ -131,11 +131,12 @@ class RunCurves:
 
     @property
     def unread(self) -> int:
-        """The bytes that further looks will read."""
+        """Number of bytes of the file that `look` has not read yet."""
         return self._lines.unread
 
     def look(self, most_bytes: int | None = LOOK_BYTES) -> None:
-        """Reads the rows that are new. After the run has gone back to a commit, all are read again."""
+        """Reads the new rows, from at most `most_bytes` of the file (None: all). Reads all rows again after the run has
+        gone back to a commit."""
         restarted, lines = self._lines.poll(most_bytes)
         if restarted:
             self._restart()
@@ -158,12 +159,13 @@ class RunCurves:
                 values.append(value)
 
     def names(self) -> list[str]:
-        """Returns the names of all metrics that are numbers worth a curve, FIRST_CURVES first."""
+        """Returns the names of all metrics that are worth a curve, those of FIRST_CURVES first."""
         first = [name for name in FIRST_CURVES if name in self._columns]
         return first + sorted(self._columns.keys() - {*first, *NO_CURVES})
 
     def panels(self) -> list[dict[str, object]]:
-        """Returns the charts of PANELS for which there are metrics."""
+        """Returns the charts of PANELS for which the run has metrics, as JSON values. They may be up to FRESH_S seconds
+        old."""
         rows, at, drawn = self._drawn
         if rows != self.rows and time.monotonic() - at > FRESH_S:
             drawn = self._new_panels()
@@ -171,7 +173,8 @@ class RunCurves:
         return drawn
 
     def _new_panels(self) -> list[dict[str, object]]:
-        """Draws the charts, the first one `wide` and with smoothed curves."""
+        """Returns the charts of PANELS from the metrics read so far. The first chart is marked `wide` and has smoothed
+        curves too."""
         panels: list[dict[str, object]] = []
         for title, unit, legend in PANELS:
             series = {
@@ -191,18 +194,18 @@ class RunCurves:
         return panels
 
     def curve(self, name: str) -> list[tuple[float, float]]:
-        """Returns the steps and values of one metric, thinned; empty where there is none of that name."""
+        """Returns (step, value) pairs of the metric `name`, thinned by `thinned`; empty if there is no such metric."""
         return thinned(self.points(name))
 
     def values(self, name: str) -> Sequence[float]:
-        """Returns all finite values of one metric; empty where there is none of that name."""
+        """Returns all finite values of the metric `name`; empty if there is no such metric."""
         if name in self._columns:
             return self._columns[name][1]
         return ()
 
     def facts(self, now: datetime) -> list[tuple[str, str]]:
-        """Returns when the newest step ended, which share of the sampled tokens was wasted, and whether training
-        prefers some lengths, as (name, text)."""
+        """Returns facts for a person as (name, text): when the newest step ended, which share of the sampled tokens was
+        wasted, and whether rollouts that are trained on are longer or shorter than all that were sampled."""
         facts = []
         if "time/unix" in self.newest and "time/step" in self._columns:
             ended_at = self.newest["time/unix"]
@@ -231,19 +234,20 @@ class RunCurves:
         return facts
 
     def points(self, name: str) -> list[tuple[float, float]]:
-        """Returns the steps and all finite values of one metric; empty where there is none of that name."""
+        """Returns all (step, value) pairs of the metric `name` with finite values; empty if there is no such metric."""
         return list(zip(*self._columns.get(name, ()), strict=True))
 
 
 class GroupAges:
-    """Counts the ages (version trained - floor) of all groups of `trained.jsonl`."""
+    """Counts the groups in a run's `trained.jsonl` by age (version trained - floor)."""
 
     def __init__(self, root: Path) -> None:
         self._lines = LineFollower(root / TRAINED)
         self._counts: Counter[int] = Counter()
 
     def look(self, most_bytes: int | None = LOOK_BYTES) -> list[tuple[int, int]]:
-        """Reads the rows that are new. Returns (age, groups), youngest first."""
+        """Reads the new rows, from at most `most_bytes` of the file. Returns (age, number of groups) for all rows read
+        so far, youngest first."""
         restarted, lines = self._lines.poll(most_bytes)
         if restarted:
             self._counts.clear()
@@ -253,7 +257,8 @@ class GroupAges:
 
 
 def _curve(name: str, points: Sequence[tuple[float, float]], smooth: bool) -> dict[str, object]:
-    """Returns a curve, and with `smooth` the mean of each value and earlier ones too."""
+    """Returns a curve as JSON values, thinned. `smooth`: with another curve, the mean over the last SMOOTHED steps at
+    each step."""
     if not smooth:
         return {"name": name, "points": thinned(points)}
     steps, values = zip(*points, strict=True)
@@ -262,7 +267,7 @@ def _curve(name: str, points: Sequence[tuple[float, float]], smooth: bool) -> di
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Returns the mean of each value and the up to `window - 1` before it.
+    """Returns for each value the mean of it and up to `window - 1` values before it.
 
     >>> moving_mean([1.0, 2.0, 6.0], 2)
     [1.0, 1.5, 4.0]
@@ -271,8 +276,8 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def thinned(points: Sequence[tuple[float, float]], buckets: int = CURVE_BUCKETS) -> list[tuple[float, float]]:
-    """Returns all `points`, or the first, the last, and the lowest and the highest of each of `buckets` groups of
-    neighbours.
+    """Returns fewer of `points`, so that a curve through them looks alike: the first, the last, and the lowest and the
+    highest of each of `buckets` groups of neighbours. Few points are all returned.
 
     >>> thinned([(0, 1.0), (1, 5.0), (2, 3.0), (3, 2.0)], buckets=1)
     [(0, 1.0), (1, 5.0), (3, 2.0)]

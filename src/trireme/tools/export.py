@@ -1,5 +1,5 @@
-"""Exports the model of a commit: a directory in the Hugging Face layout, in another dtype if wanted; a LoRA adapter in
-peft's layout, or merged into its base."""
+"""Exports the model of a commit as a directory in the Hugging Face layout, in another dtype if wanted. A LoRA adapter
+is exported in peft's layout, or merged into its base."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """A model that was written."""
+    """The result of `export`: where the model was written, and what it consists of."""
 
     commit: Path
     out: Path  # its directory
@@ -42,13 +42,14 @@ class ExportedModel:
 def export(
     root: Path, step: int | None, dtype: str | None, out: Path | None, on_file: Callable[[str], None], *, merge: bool
 ) -> ExportedModel:
-    """Writes the model of the commit of `step` (None: the newest that verifies) to `out` (None: in the run's exports/).
+    """Writes the model of the commit of `step` (None: the newest that verifies) to the directory `out` (None: one in
+    the run's exports/). `out` appears only when it is complete.
 
-    Casts floating-point tensors to `dtype` (None: no cast), one file after the other; `on_file` is called with the name
-    of each. `merge`: a whole model, where the commit holds
-    an adapter. `out` appears when it is complete. Raises BadInput for a commit that is missing or damaged, one without
-    an adapter to merge, a base that has changed, a model without all tensors of its class, and an `out` that is in use;
-    StorageFailed.
+    Casts floating-point tensors to `dtype` (None: no cast), one file after the other, and calls `on_file` with the name
+    of each file. `merge`: merges the commit's adapter into its base, and writes the whole model.
+
+    Raises BadInput if the commit is missing or damaged, if it has no adapter to merge, if the base has changed, if the
+    model lacks tensors of its class, or if `out` is in use. Raises StorageFailed.
     """
     chosen = chosen_commit(root, step)
     commit = chosen.path
@@ -95,13 +96,14 @@ def export(
 
 
 def chosen_commit(root: Path, step: int | None) -> VerifiedCommit:
-    """Returns the commit of `step` (None: the newest that verifies) of the run in `root`. Raises BadInput when there is
-    none that verifies."""
+    """Returns the commit of `step` (None: the newest that verifies) of the run in `root`. Raises BadInput if there is
+    no such commit, or if it does not verify."""
     return choose_existing(CheckpointStore(root), step, "--step", "no --step")
 
 
 def _write_beside(out: Path, files: Iterable[tuple[str, bytes]], dtype: str | None) -> tuple[int, str]:
-    """Writes all files (name in `out`, contents) to a directory next to `out`, which is then renamed to it.
+    """Writes all `files`, (path below `out`, contents), to a directory next to `out`, then renames this directory to
+    `out`. Casts tensors to `dtype` (None: no cast).
 
     Returns the number of files, and the dtype of their tensors.
     """
@@ -132,7 +134,8 @@ def _write_beside(out: Path, files: Iterable[tuple[str, bytes]], dtype: str | No
 
 
 def _read(commit: Path, path: str, on_file: Callable[[str], None]) -> bytes:
-    """Returns the contents of a file of a commit. Raises CheckpointInvalid if it is gone, as a run deletes some."""
+    """Returns the contents of the file `path` of a commit. Raises CheckpointInvalid if the file is gone (a run deletes
+    old commits) or damaged."""
     on_file(path)
     file = path_in(commit, path)
     try:
@@ -150,7 +153,8 @@ def _write(file: Path, data: bytes) -> None:
 
 
 def _edit(file: Path, changes: Mapping[str, object]) -> None:
-    """Changes a JSON file, if there is one: an adapter has no model configuration, a small model no index."""
+    """Sets `changes` in a JSON file. Does nothing if the file does not exist: an adapter has no model configuration, a
+    small model no index."""
     if not file.exists():
         return
     values = json.loads(file.read_bytes())
@@ -158,7 +162,8 @@ def _edit(file: Path, changes: Mapping[str, object]) -> None:
 
 
 def cast_tensors(data: bytes, dtype: str) -> tuple[bytes, int]:
-    """Returns the safetensors file `data` with its floating-point tensors in `dtype`, and the bytes of its tensors.
+    """Casts the floating-point tensors of the safetensors file `data` to `dtype`. Returns the contents of the new file,
+    and the number of bytes of all its tensors.
 
     Raises BadInput for a number that `dtype` cannot hold (float16 ends at 65504).
     """

@@ -17,7 +17,7 @@ from trireme.supervision.status import DriverProcess
 
 @dataclass
 class LineFollower:
-    """Reads the lines of a file to which a run appends, each once."""
+    """Reads a file to which a run appends lines; returns each line once."""
 
     file: Path
     unread: int = 0
@@ -26,8 +26,9 @@ class LineFollower:
     _position: int = 0
 
     def poll(self, most_bytes: int | None = None) -> tuple[bool, list[bytes]]:
-        """Returns the new whole lines, in at most `most_bytes`. The flag is True if the file was replaced or cut, for
-        example by a run that goes back to a commit: then the lines are its first ones."""
+        """Returns (restarted, the new whole lines), from at most the next `most_bytes` of the file (None: all). True
+        for restarted: the file was replaced or cut, for example by a run that goes back to a commit, and the lines
+        begin with its first line."""
         if not self.file.exists():
             return False, []
         with self.file.open("rb") as lines:
@@ -45,14 +46,14 @@ class LineFollower:
 
 
 def run_config(root: Path) -> Mapping[str, Any]:
-    """Returns the configuration of the run in `root`; empty before it is written."""
+    """Returns the configuration of the run in `root`; empty if it is not written yet."""
     file = root / "config.json"
     config: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return config
 
 
 def tokenizer_of(config: Mapping[str, Any]) -> str | None:
-    """Returns the local directory of a run's tokenizer; None if it is elsewhere, or missing."""
+    """Returns the directory of a run's tokenizer. Returns None if the tokenizer is no directory on this machine."""
     model = config.get("model", {})
     name = model.get("tokenizer") or model.get("name")
     if name and Path(name).is_dir():
@@ -61,7 +62,8 @@ def tokenizer_of(config: Mapping[str, Any]) -> str | None:
 
 
 def driver_state(root: Path) -> str:
-    """Returns whether the run has a driver, as far as this machine can see, as text for people (`is_live` reads it)."""
+    """Returns a text for people on whether the driver of the run in `root` is alive, as far as this machine can see.
+    `is_live` evaluates the text."""
     driver = DriverProcess.read(root)
     if driver is None:
         return "not started"
@@ -73,5 +75,6 @@ def driver_state(root: Path) -> str:
 
 
 def is_live(driver: str) -> bool:
-    """Returns True if `driver_state` found a driver."""
+    """Returns True if `driver`, a text from `driver_state`, says that the driver is alive, or may be on another
+    machine."""
     return driver.startswith(("running", "driver on"))

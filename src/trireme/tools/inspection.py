@@ -1,4 +1,4 @@
-"""Inspects a run directory: its commits, their contents and checksums, and the descent of its lineages."""
+"""Inspects a run directory: its commits with their contents and checksums, and which lineage continued which."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ MOST_INCIDENTS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class InspectedCommit:
-    """A commit of a run. Fields of an unreadable manifest are None."""
+    """A commit of a run, and whether it verifies. Fields that are read from its manifest are None if that is
+    unreadable."""
 
     path: str  # relative to the run
     step: int
@@ -62,8 +63,8 @@ class Inspection:
 
 
 def inspect(root: Path, on_commit: Callable[[Path], None], quick: bool = False) -> Inspection:
-    """Reads the run directory `root`, every byte of its commits included unless `quick`; calls `on_commit` with the
-    next commit."""
+    """Reads the run directory `root`. Verifies every byte of its commits, or with `quick` only the sizes of their
+    files. Calls `on_commit` with the path of each commit, relative to `root`, before reading it."""
     store = CheckpointStore(root)
     branches = [CheckpointStore(path.parent) for path in sorted(root.glob("branches/*/checkpoints"))]
     commits = []
@@ -121,7 +122,7 @@ def _commit(root: Path, path: Path, branch: str | None, quick: bool) -> Inspecte
 
 
 def render(report: Inspection) -> Iterator[RenderableType]:
-    """Yields the report for a person, part by part."""
+    """Yields the parts of the report for a terminal, in order."""
     yield f"run {report.run}"
     if report.damage:
         yield f"damaged: {report.damage}"
@@ -163,7 +164,8 @@ def render(report: Inspection) -> Iterator[RenderableType]:
 
 
 def _lineage_line(head: Head, lineages: Sequence[Head]) -> str:
-    """Says which lineage a lineage descends from, and from which step of it."""
+    """Returns a line on the lineage of `head`: from which step of which lineage it continued, and whether it is
+    current."""
     if head == lineages[-1]:
         state = "current"
     else:
@@ -193,7 +195,8 @@ def _table(branch: str | None, commits: list[InspectedCommit], quick: bool) -> T
 
 
 def age(created: str, now: datetime) -> str:
-    """Returns how long ago the time `created` (ISO 8601) was, by the clock of this machine.
+    """Returns how long before `now` the time `created` (ISO 8601) was, as text; `created` itself if it is in the
+    future.
 
     >>> age("2026-01-01T10:00:00+00:00", datetime(2026, 1, 1, 12, 30, tzinfo=UTC))
     '2 h ago'

@@ -1,4 +1,5 @@
-"""Merges a LoRA adapter into its base: W + (alpha / rank) B A in every layer that has one, file after file."""
+"""Merges a LoRA adapter into its base, file after file: the weight W of each layer with an adapter becomes W + (alpha /
+rank) B A."""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ OF_THE_BASE = ("config.json", "generation_config.json", INDEX)
 def merged_files(
     read: Mapping[str, Callable[[], bytes]], on_file: Callable[[str], None], *, exact: bool
 ) -> Iterator[tuple[str, bytes]]:
-    """Yields the files of the merged model; `exact`: merged weights in float32, else in the dtype of the base.
+    """Yields (name, contents) of each file of the merged model. `exact`: merged weights are in float32, otherwise in
+    the dtype of the base.
 
-    `read`: reads each file of the adapter's directory. Raises BadInput when the base has moved or changed,
-    CheckpointInvalid when the adapter does not fit.
+    `read`: {name: a function that returns the contents} of the files of the adapter's directory; `on_file`: called with
+    the path of each weight file of the base. Raises BadInput if the base has moved or changed, CheckpointInvalid if the
+    adapter has tensors for layers that the base lacks.
     """
     from safetensors.torch import load, save
 

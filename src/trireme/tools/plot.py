@@ -1,4 +1,4 @@
-"""Draws metrics as SVG with matplotlib.
+"""Draws metrics as SVG files with matplotlib.
 
 The background is transparent, and the colours suit light and dark pages. The same data give the same file.
 """
@@ -37,8 +37,9 @@ STYLE = {
 
 
 def plot_runs(roots: Sequence[Path], key: str, window: int, title: str | None) -> bytes:
-    """Draws the metric `key` of the runs in `roots` over their steps, as an SVG file: thin lines are steps, thick lines
-    the mean of the last `window` steps. The axis of values holds 0 and 1. Raises BadInput."""
+    """Draws the metric `key` of the runs in `roots` over their steps. Returns the SVG file. Thin lines show each step,
+    thick lines the mean of the last `window` steps. The vertical axis contains 0 and 1. Raises BadInput for too many
+    runs, or if a run has no such metric."""
     if len(roots) > len(COLORS):
         raise Refusal(
             f"{len(roots)} runs", f"at most {len(COLORS)}, which can be told apart in one plot", "plot fewer at a time"
@@ -57,8 +58,8 @@ def plot_runs(roots: Sequence[Path], key: str, window: int, title: str | None) -
 
 
 def read_curve(root: Path, key: str) -> tuple[Sequence[float], Sequence[float]]:
-    """Returns the steps and the values of a metric of the run in `root`; rows without a number there are skipped.
-    Raises BadInput where no row has it."""
+    """Returns (steps, values) of the metric `key` of the run in `root`. Skips rows without a finite number for `key`.
+    Raises BadInput if no row has one."""
     curves = RunCurves(root)
     curves.look(most_bytes=None)
     points = curves.points(key)
@@ -73,9 +74,10 @@ def read_curve(root: Path, key: str) -> tuple[Sequence[float], Sequence[float]]:
 
 
 def draw_knob(points: Sequence[tuple[Mapping[str, Any], float]], *, knob: str, metric: str) -> bytes:
-    """Draws a metric against a knob: a line through the means of `lines_of`, a dot for each run.
+    """Draws the metric `metric` of several runs against the key `knob`, which differs between them. Returns the SVG
+    file. Each run is a dot; the lines of `lines_of` go through the means.
 
-    `points`: the values of each run's keys, and its metric.
+    `points`: for each run its values of all keys that differ, and the metric.
     """
     lines = lines_of(points, knob)
     places, scale = axis_of(list(dict.fromkeys(values[knob] for values, _ in points)))
@@ -94,8 +96,9 @@ def draw_knob(points: Sequence[tuple[Mapping[str, Any], float]], *, knob: str, m
 
 
 def lines_of(points: Sequence[tuple[Mapping[str, object], float]], knob: str) -> dict[str, dict[object, list[float]]]:
-    """Returns the metrics of runs by the value of the knob, in a line for each combination of the other keys but the
-    seed; in one line where these are more than there are colours."""
+    """Groups the metrics of runs into the lines of a plot. Returns {label: {value of the knob: metrics of its runs}},
+    with a line for each combination of the other keys except the seed; one line for all if there are more
+    combinations than colours."""
     names = [
         ", ".join(
             f"{key.rpartition('.')[2]} = {knob_text(values[key])}" for key in values if key not in (knob, AVERAGED)
@@ -111,8 +114,8 @@ def lines_of(points: Sequence[tuple[Mapping[str, object], float]], knob: str) ->
 
 
 def axis_of(values: Sequence[Any]) -> tuple[dict[Any, float], str]:
-    """Returns where the values of a knob stand on the horizontal axis, in its order, and the axis's scale: numbers by
-    their size, anything else side by side."""
+    """Returns {value of the knob: its place on the horizontal axis} in order, and the axis's scale ("linear" or "log").
+    Numbers are placed by their size, other values side by side."""
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return {value: float(n) for n, value in enumerate(values)}, "linear"
     is_wide = min(values) > 0 and max(values) / min(values) >= LOG_FROM
@@ -120,14 +123,15 @@ def axis_of(values: Sequence[Any]) -> tuple[dict[Any, float], str]:
 
 
 def knob_text(value: Any) -> str:
-    """Returns a value of a knob as a person writes it."""
+    """Returns the value of a knob as text: floating-point numbers in short form."""
     if isinstance(value, float):
         return f"{value:g}"
     return str(value)
 
 
 def draw(title: str, horizontal: str, vertical: str, add_lines: Callable[[Any], None]) -> bytes:
-    """Returns a plot as an SVG file. `add_lines` draws on matplotlib's axes; several labels become a legend."""
+    """Returns a plot as an SVG file. `add_lines` draws on matplotlib's axes, its argument; a legend is added for two or
+    more labels."""
     matplotlib = require("matplotlib", extra="plot", what_for="a plot")
     figures = require("matplotlib.figure", extra="plot", what_for="a plot")
     file = io.BytesIO()

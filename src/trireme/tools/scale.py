@@ -1,4 +1,4 @@
-"""`trireme scale RUN --replicas N`: more or fewer replicas in a live run."""
+"""`trireme scale RUN --replicas N`: changes the number of replicas of a live run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ T = TypeVar("T")
 
 
 def scale(root: Path, replicas: int, wait: bool, say: Callable[[str], None]) -> None:
-    """Asks the driver of the run in `root` for `replicas`; with `wait`, returns when that many serve. `say` gets lines
-    of progress.
+    """Asks the driver of the run in `root` to have `replicas` replicas, and waits until it agrees; with `wait`, until
+    all of them serve. `say` gets lines of progress.
 
-    Raises BadInput when the run cannot have them, RoomFailed when its driver ends or they do not serve in time.
+    Raises BadInput if the run cannot have so many replicas, RoomFailed if its driver ends or does not answer in time,
+    or if the replicas do not serve in time.
     """
     config = _checked(root, replicas)
     timeouts = config["timeouts"]
@@ -49,7 +50,8 @@ def scale(root: Path, replicas: int, wait: bool, say: Callable[[str], None]) -> 
 
 
 def _checked(root: Path, replicas: int) -> dict[str, Any]:
-    """Returns the run's configuration. Raises BadInput for a request that needs no answer of the driver."""
+    """Returns the configuration of the run in `root`. Raises BadInput if the request is refused without asking the
+    driver: no live driver, a run without replicas, a number below 1, a deterministic run."""
     idle = f"scale for {root}, which has no driver", "a live run"
     if not (root / "config.json").exists():
         raise Refusal(*idle, "start it first").error()
@@ -75,7 +77,7 @@ def _checked(root: Path, replicas: int) -> dict[str, Any]:
 
 
 class _Deadline:
-    """Waits for the driver of the run in `root`, `timeout_s` seconds in total."""
+    """Waits for events of the run in `root`, up to `timeout_s` seconds for all of them together."""
 
     def __init__(self, root: Path, timeout_s: float, say: Callable[[str], None]) -> None:
         self._root = root
@@ -84,8 +86,9 @@ class _Deadline:
         self._end = time.monotonic() + timeout_s
 
     def until(self, poll: Callable[[], T | None], describe: Callable[[], str]) -> T:
-        """Returns the value of `poll` once it is not None. `describe` returns a text on the awaited event; `say` gets
-        that text when it changes. Raises RoomFailed."""
+        """Calls `poll` until it returns anything but None, and returns that value. `describe` returns a text on the
+        awaited event; `say` gets the text after a second, and whenever it changes. Raises RoomFailed if the driver
+        ends, or at the deadline."""
         message = ""
         patient_until = time.monotonic() + PATIENCE_S
         while (value := poll()) is None:
@@ -117,7 +120,7 @@ def _replicas(root: Path) -> list[RunPart]:
 
 
 def standing(root: Path, target: int) -> str:
-    """Returns how many of the `target` replicas serve, and the states of the others.
+    """Returns a text on how many of the `target` replicas serve, and the states of the others.
 
     2 of 4 replicas serve; inference_2 catching up, inference_3 starting (it waits for a place in the cluster)
     """

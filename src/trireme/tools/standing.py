@@ -1,4 +1,4 @@
-"""Where a run stands, as text for people: `trireme watch` and the console show the same."""
+"""Texts for people on the state of a run, shown by `trireme watch` and by the console alike."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ SILENT_S = 30.0
 
 
 def target_of(config: Mapping[str, object], row: Row | None) -> str:
-    """Returns the last step of a run; its newest row has it where the run counts epochs (`max_steps` = 0)."""
+    """Returns the number of the run's last step as text, "?" if it is unknown. A run that counts epochs (`max_steps` =
+    0) has it computed from `row`, its newest row."""
     if config.get("max_steps") or not row or not row.get("progress"):
         return str(config.get("max_steps") or "?")
     return str(round(shown_step(row) / row["progress"]))
 
 
 def headline(config: Mapping[str, object], newest: Row, driver: str) -> str:
-    """Returns one line: how far the run is, and its driver. `newest`: the newest row, or an empty one."""
+    """Returns one line with the newest step of the last one, attempt, reward and driver. `newest`: the newest row,
+    empty if there is none; `driver`: from `driver_state`."""
     target = target_of(config, newest)
     if not newest:
         return f"step 0/{target}  {driver}"
@@ -52,7 +54,8 @@ def headline(config: Mapping[str, object], newest: Row, driver: str) -> str:
 
 
 def troubles(status: Status | None, now: float) -> str:
-    """Returns the parts that are not healthy; nothing while all are."""
+    """Returns a text that names the parts that are not healthy, or says that the driver is silent; "" if neither is so.
+    `now`: seconds since 1970."""
     if status is None or status.ended:
         return ""
     if now - status.at > SILENT_S:
@@ -61,7 +64,8 @@ def troubles(status: Status | None, now: float) -> str:
 
 
 def standing(status: Status | None, driver: str) -> str:
-    """Returns whether the table of parts is current, and how the run ended. `driver`: from `driver_state`."""
+    """Returns a text that says how the run ended, or why the states of its parts are not current; "" if they are
+    current. `driver`: from `driver_state`."""
     if status is None:
         return "this run says nothing of its parts: it has not begun, or has no supervisor"
     restarting = is_live(driver) and not driver.endswith(f"process {status.pid}")
@@ -79,12 +83,13 @@ def standing(status: Status | None, driver: str) -> str:
 
 
 def age_of(at: float, now: datetime) -> str:
-    """Returns how long before `now` the time `at` (seconds since 1970) was."""
+    """Returns how long before `now` the time `at` (seconds since 1970) was, as text: "2 h ago"."""
     return age(datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds"), now)
 
 
 def described(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns the values of a configuration that distinguish runs, as (name, value); none of one that is not whole."""
+    """Returns the values of a configuration that usually differ between runs, as (name, text) pairs; empty if the
+    configuration is incomplete."""
     if "trainer" not in config:
         return []
     trainer = config["trainer"]
@@ -114,9 +119,9 @@ def described(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def lineage_facts(root: Path, attempts: Mapping[int, tuple[int, int]]) -> list[tuple[str, str]]:
-    """Returns the attempts and the commits of the run in `root`, as (name, text).
+    """Returns (name, text) pairs on the attempts and the commits of the run in `root`.
 
-    `attempts`: the first and the last step of each attempt, by its number.
+    `attempts`: {number of the attempt: (its first step, its last step)}.
     """
     parts = [f"{attempt}: steps {first} to {last}" for attempt, (first, last) in attempts.items()]
     parts += [f"superseded: branches/{path.name}" for path in sorted(root.glob("branches/*"))]

@@ -1,4 +1,4 @@
-"""Reads the traces of an attempt: a bounded number of spans for a chart, or one file for Perfetto."""
+"""Reads the traces of an attempt. Returns a bounded number of spans for a chart, or writes one file for Perfetto."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ Window = tuple[int, int]
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a process did. Times are in microseconds since 1970."""
+    """An activity of a process. Times are in microseconds since 1970."""
 
     name: str
     start: int
@@ -69,7 +69,7 @@ class Span:
 
 @dataclass
 class Track:
-    """A line of a process."""
+    """The spans of one kind of work of a process, in rows of a chart."""
 
     name: str
     rows: list[list[Span]]  # spans of a row do not overlap
@@ -78,7 +78,7 @@ class Track:
 
 @dataclass(frozen=True)
 class Process:
-    """A process with its tracks and counters."""
+    """The trace of one process: its tracks and its counters."""
 
     name: str
     tracks: Sequence[Track]
@@ -88,7 +88,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The work of an attempt from `start` to `end`, in microseconds since 1970."""
+    """The activities of all processes of an attempt between `start` and `end`, in microseconds since 1970."""
 
     attempt: int
     traced: tuple[int, int] | None  # the first and the last step in its trace
@@ -101,7 +101,8 @@ class Timeline:
 
 
 def traces(root: Path) -> dict[int, list[Path]]:
-    """Returns the trace files of every attempt that has any, in the order in which rooms are shown."""
+    """Returns {attempt: its trace files}, for each attempt of the run in `root` that has any; files are in the order in
+    which rooms are shown."""
     by_attempt: dict[int, dict[tuple[int, int], Path]] = defaultdict(dict)
     for file in root.glob("trace/attempt_*/*.json"):
         match = re.fullmatch(rf"attempt_(\d+)/({'|'.join(ROOMS)})_(\d+)\.json", f"{file.parent.name}/{file.name}")
@@ -113,17 +114,17 @@ def traces(root: Path) -> dict[int, list[Path]]:
 
 
 def _outlived(by_attempt: Mapping[int, Sequence[Path]], attempt: int) -> list[Path]:
-    """Returns the files of replicas that may continue in `attempt`, from an earlier one: a replica outlives the attempt
-    in which it was started."""
+    """Returns trace files of earlier attempts, one for each replica that may still run in `attempt`: a replica outlives
+    the attempt in which it was started, and goes on writing there."""
     names = {file.name for file in by_attempt[attempt]}
     older = {file.name: file for earlier in by_attempt if earlier < attempt for file in by_attempt[earlier]}
     return [file for name, file in older.items() if name.startswith("inference_") and name not in names]
 
 
 def json_lines(file: Path, most_bytes: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a file that has one on each line, also as an array; skips a line that a crash tore. Yields
-    none if there is no file yet. `most_bytes`: of a longer file only its beginning, where a trace names its tracks, and
-    its end."""
+    """Yields the JSON objects of a file with one object on each line; the lines may also form an array. Skips lines
+    that a crash tore. Yields none if the file does not exist. `most_bytes`: if the file is longer, reads only its
+    beginning (where a trace names its tracks) and its end, so many bytes in total."""
     if not file.exists():
         return
     with file.open("rb") as lines:
@@ -140,7 +141,8 @@ def json_lines(file: Path, most_bytes: int | None = None) -> Iterator[dict[str, 
 
 
 def _objects(lines: BinaryIO, most_bytes: int) -> Iterator[dict[str, Any]]:
-    """Yields the objects of the lines that begin within the next `most_bytes`."""
+    """Yields the JSON objects on the next lines, until `most_bytes` bytes are read and the line with the last of them
+    is over."""
     for line in lines:
         most_bytes -= len(line)
         try:
@@ -154,8 +156,8 @@ def _objects(lines: BinaryIO, most_bytes: int) -> Iterator[dict[str, Any]]:
 
 
 def export_trace(root: Path, out: Path) -> int | None:
-    """Writes the events of all processes of the newest attempt as one file in Chrome's format. Returns its number; None
-    if there is no trace, and no file then. Raises OSError."""
+    """Writes the events of all processes of the newest attempt to the file `out`, in Chrome's trace format. Returns the
+    number of the attempt. If there is no trace, writes nothing and returns None. Raises OSError."""
     by_attempt = traces(root)
     if not by_attempt:
         return None
@@ -169,8 +171,9 @@ def export_trace(root: Path, out: Path) -> int | None:
 
 
 def timeline(root: Path, steps: int = NEWEST_STEPS, most_bytes: int = LIVE_BYTES) -> Timeline | None:
-    """Reads the newest `steps` of the newest attempt, from at most `most_bytes` of its traces; None if there is no
-    trace. Shows the time before them if they are the attempt's first ones, and all the time after them."""
+    """Returns the newest `steps` steps of the newest attempt, read from at most `most_bytes` of its traces. Returns
+    None if there is no trace. The time after these steps is included; the time before them only if they are all the
+    steps that were read."""
     by_attempt = traces(root)
     if not by_attempt:
         return None
@@ -206,7 +209,7 @@ def timeline(root: Path, steps: int = NEWEST_STEPS, most_bytes: int = LIVE_BYTES
 
 
 def _steps(files: Sequence[Path], most_bytes: int) -> dict[int, Window]:
-    """Returns when each step, counted from 1, began and ended, by the driver."""
+    """Returns {step, counted from 1: when it began and ended}, from the driver's trace among `files`."""
     drivers = [file for file in files if file.stem == "driver_0"]
     spans = [event for file in drivers for event in json_lines(file, most_bytes) if event["name"] == "step"]
     return {shown_step(event["args"]): (event["ts"], event["ts"] + event["dur"]) for event in spans}
@@ -217,7 +220,8 @@ def _spans(processes: Sequence[Process]) -> list[Span]:
 
 
 def _process(file: Path, since: int, most_bytes: int) -> Process:
-    """Reads the spans of a process after the time `since`."""
+    """Reads the trace `file` of a process. Returns its spans that end after the time `since` (microseconds since 1970),
+    and its counters."""
     nested: dict[str, list[Span]] = defaultdict(list)
     overlapping: dict[str, list[Span]] = defaultdict(list)
     counters: dict[str, list[tuple[int, float]]] = defaultdict(list)
@@ -255,7 +259,8 @@ def _process(file: Path, since: int, most_bytes: int) -> Process:
 
 
 def _packed(name: str, spans: Sequence[Span]) -> Track:
-    """Puts each span into the first row that is free, so that spans within others are below them."""
+    """Returns a track with each span in the first row that is free at its start, so that a span within another one is
+    below it."""
     track = Track(name, [])
     for span in sorted(spans, key=lambda span: (span.start, -_end(span))):
         free = next((row for row in track.rows if _end(row[-1]) <= span.start), None)
@@ -275,7 +280,8 @@ def _end(span: Span) -> int:
 
 
 def _bound(processes: Sequence[Process], length: int) -> int:
-    """Joins short spans until at most MOST_SPANS are left; returns the resolution that this took."""
+    """Joins short spans, in place, until at most MOST_SPANS are left. Returns the resolution that was needed, in
+    microseconds: only shorter spans were joined. `length`: of the timeline, in microseconds."""
     rows = [row for process in processes for track in process.tracks for row in track.rows]
     resolution = 0
     joined = rows
@@ -288,8 +294,8 @@ def _bound(processes: Sequence[Process], length: int) -> int:
 
 
 def _joined(row: Sequence[Span], resolution: int) -> list[Span]:
-    """Joins neighbours that are shorter than `resolution`, and begin within it, to one span, which has the name that
-    took most of the time."""
+    """Joins neighbouring spans that are shorter than `resolution` and begin within `resolution` of each other. The
+    joined span has the name that took most of the time."""
     cells: list[list[Span]] = []
     for span in row:
         if cells and _end(span) - span.start < resolution and span.start - cells[-1][0].start < resolution:
@@ -307,13 +313,14 @@ def _as_one(cell: Sequence[Span]) -> Span:
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Returns at most MOST_POINTS points: of neighbours, the highest."""
+    """Returns at most MOST_POINTS of `points`: the highest one of each group of neighbours."""
     size = -(-len(points) // MOST_POINTS)
     return [max(points[i : i + size], key=itemgetter(1)) for i in range(0, len(points), size or 1)]
 
 
 def timeline_to_json(timeline: Timeline) -> dict[str, Any]:
-    """Returns the timeline as JSON values. Times are in seconds from its start; open spans end with it."""
+    """Returns the timeline as JSON values. Times are in seconds since its start; spans that are not over end with the
+    timeline."""
 
     def seconds(at: int | None) -> float:
         return round(((timeline.end if at is None else at) - timeline.start) / 1e6, 5)
@@ -350,7 +357,7 @@ def _process_to_json(process: Process, seconds: Callable[[int | None], float]) -
 
 
 def _span_to_json(span: Span, track: str, seconds: Callable[[int | None], float]) -> tuple[float, float, str, str, str]:
-    """Returns start and end, name, kind, and a text with all else."""
+    """Returns (start, end, name, kind, details as text) of a span; start and end as `seconds` converts them."""
     args = {**span.args, **({"step": shown_step(span.args)} if span.args.get("step") is not None else {})}
     details = [f"{name} {value}" for name, value in args.items() if value is not None]
     details += [f"{span.joined} spans drawn as one"] if span.joined > 1 else []

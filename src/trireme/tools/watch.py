@@ -1,4 +1,4 @@
-"""`trireme watch RUN`: where a run stands, renewed every second in the terminal until the run ends."""
+"""`trireme watch RUN`: shows the state of a run in the terminal, redrawn every second until the run ends."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ HEALTH_STYLES = {PartHealth.HEALTHY: "green", PartHealth.SUSPECT: "yellow", Part
 
 
 def watch(root: Path, console: Console) -> None:
-    """Draws the run in `root` again and again; returns when the run has no driver. Where `console` is no terminal, only
-    the last drawing is printed."""
+    """Draws the state of the run in `root` every REFRESH_S seconds. Returns when the run has no driver. If `console` is
+    no terminal, only the last drawing is printed."""
     curves = RunCurves(root)
     with Live(console=console, auto_refresh=False) as live:
         while True:
@@ -46,7 +46,8 @@ def watch(root: Path, console: Console) -> None:
 
 
 def drawing(root: Path, curves: RunCurves, driver: str, now: datetime) -> RenderableType:
-    """Returns the picture of the run in `root` for a person. `driver`: from `driver_state`."""
+    """Returns what the terminal shows of the run in `root`: headline, curves, parts, incidents. `driver`: from
+    `driver_state`."""
     status = Status.read(root)
     lines = [Text(f"{root.name}  {headline(run_config(root), curves.newest, driver)}", style="bold")]
     if is_live(driver):
@@ -64,7 +65,8 @@ def drawing(root: Path, curves: RunCurves, driver: str, now: datetime) -> Render
 
 
 def curves_table(curves: RunCurves) -> Table:
-    """Returns a table with a line for each of the first curves: the newest value, a mean, and all of it as bars."""
+    """Returns a table with a line for each metric of FIRST_CURVES: the newest value, the mean of the last AVERAGED
+    steps, and all values as bars."""
     table = Table(box=None)
     for column in ("", "newest", f"mean of {AVERAGED}", "from the first step to the newest"):
         table.add_column(column, no_wrap=True)
@@ -76,7 +78,8 @@ def curves_table(curves: RunCurves) -> Table:
 
 
 def bars(values: Sequence[float], width: int) -> str:
-    """Returns the means of at most `width` equal parts of `values`, from the lowest bar to the highest.
+    """Returns a chart in characters: the means of at most `width` equal parts of `values`. The lowest mean is the
+    lowest bar, the highest mean the highest bar.
 
     >>> bars([0, 0, 1, 1, 7, 7], 3)
     '▁▂█'
@@ -90,7 +93,8 @@ def bars(values: Sequence[float], width: int) -> str:
 
 
 def parts_table(status: Status | None, driver: str, now: datetime) -> Table:
-    """Returns a table with a line for each part of the run; grey after it has ended."""
+    """Returns a table with a line for each part of the run; grey if the driver is not alive. `driver`: from
+    `driver_state`."""
     table = Table(box=None, style="" if is_live(driver) else "dim")
     for column in ("part", "health", "since", "successors", "processes", "node"):
         table.add_column(column, no_wrap=True)
@@ -104,7 +108,7 @@ def parts_table(status: Status | None, driver: str, now: datetime) -> Table:
 
 
 def incidents_text(incidents: Sequence[Incident], now: datetime) -> Text:
-    """Returns the newest incidents, the newest first."""
+    """Returns a text with the NEWEST_INCIDENTS last incidents, the newest first."""
     text = Text()
     for incident in reversed(incidents[-NEWEST_INCIDENTS:]):
         text.append(f"{age_of(incident.at, now)}  ", style="dim")
