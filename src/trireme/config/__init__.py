@@ -1,4 +1,5 @@
-"""`schema` (every option: type, default, meaning), `load` (files, environment, flags), `checks` (across keys)."""
+"""The configuration: `schema` (every option: type, default, meaning), `load` (reads files, environment and flags),
+`checks` (rules between several keys)."""
 
 from trireme.config.schema import CommonConfig, Config
 

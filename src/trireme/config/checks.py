@@ -1,4 +1,4 @@
-"""Checks across keys, and of keys against the model, before any actor starts."""
+"""Checks of several keys against each other, and of keys against the model, before any actor starts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ EXACT_SAMPLERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty":
 
 
 def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
-    """Returns the warnings of a configuration that can work. Raises BadInput, with all reasons, for one that cannot.
+    """Returns the warnings on a configuration that can work. Raises BadInput, with all reasons, for one that cannot.
 
-    `facts` None (a dry run without a hub) leaves out checks that depend on the model's sizes.
+    `facts` None (a dry run without a hub): checks that depend on the model's sizes are left out.
     """
     if config.tensorboard:
         require("tensorboard", extra="tensorboard", what_for="--tensorboard")
@@ -55,7 +55,8 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
 
 
 def _counts(config: CommonConfig) -> Iterator[Refusal]:
-    """Refuses numbers that no cluster has, before a plan lists each process and a trial builds each problem."""
+    """Refuses numbers of processes or rollouts beyond any cluster, before a plan lists each process and a trial builds
+    each problem."""
     processes = f"{MOST_PROCESSES:,} processes"
     rollouts = f"{MOST_ROLLOUTS:,} rollouts of a step"
     limits = [("trainer.shards * trainer.replicate", config.trainer.mesh.processes, MOST_PROCESSES, processes)]
@@ -93,7 +94,8 @@ def _batch(config: Config) -> Iterator[Refusal]:
 
 
 def _service(config: Config) -> Iterator[Refusal]:
-    """Refuses a service together with options that chats, which come at any time, would disturb."""
+    """Refuses a service together with options that cannot hold while chats arrive at any time: `deterministic`, and
+    updates that drain."""
     port = f"service.port = {config.service.port} with"
     if config.service.port is None:
         return
@@ -112,7 +114,7 @@ def _service(config: Config) -> Iterator[Refusal]:
 
 
 def _ranks(config: Config, facts: ModelFacts | None) -> Iterator[Refusal]:
-    """Refuses ranks over which vLLM cannot divide the heads."""
+    """Refuses a number of ranks (inference.tensor_parallel) over which vLLM cannot divide the attention heads."""
     ranks = config.inference.tensor_parallel
     if facts and facts.num_heads and ranks not in (fit := facts.rank_counts):
         yield Refusal(
@@ -137,7 +139,7 @@ def _groups(config: Config) -> Iterator[Refusal]:
 
 
 def _names(config: Config) -> Iterator[Refusal]:
-    """Refuses equal names: names distinguish environments, in metrics and in the ids of problems."""
+    """Refuses environments with equal names: names distinguish environments in metrics and in ids of problems."""
     env_labels = [env.label for env in config.env]
     held_out = [env.label for env in config.eval_envs]
     for section, labels in (("env", env_labels), ("eval.env", held_out if config.eval.env else [])):
@@ -157,7 +159,7 @@ def _names(config: Config) -> Iterator[Refusal]:
 
 
 def _eval_envs(config: Config) -> Iterator[Refusal]:
-    """Refuses an environment of evaluations without an id that names none of the run's own."""
+    """Refuses an entry of `eval.env` that has no id, unless its name is the name of one of the run's environments."""
     labels = [env.label for env in config.env]
     for n, held_out in enumerate(config.eval.env):
         if held_out.id is None and len(labels) > 1 and held_out.name not in labels:
@@ -295,7 +297,8 @@ def _timeouts(config: Config) -> Iterator[Refusal]:
 
 
 def _staleness_warnings(config: Config) -> Iterator[str]:
-    """Warns that `drop` disfavours long answers. With max_steps_off_policy = 0 nothing gets too old."""
+    """Warns that stale_policy = drop gives up long answers more often than others. With max_steps_off_policy = 0 no
+    group gets too old, so there is no warning."""
     bound = config.orchestrator.max_steps_off_policy
     longer = f"a problem with an answer that takes longer than {bound} of the trainer's steps"
     if bound and config.orchestrator.stale_policy == "drop":
@@ -307,7 +310,7 @@ def _staleness_warnings(config: Config) -> Iterator[str]:
 
 
 def _size_warnings(config: Config) -> Iterator[str]:
-    """Warns of a step that takes days even where replicas are fast."""
+    """Warns if a step may take days even if every replica is fast."""
     size = config.orchestrator.batch_size
     group = config.largest_group
     longest = config.inference.sampling.max_tokens
@@ -341,7 +344,8 @@ def _timeout_warnings(config: Config) -> Iterator[str]:
 
 
 def _distribution_warnings(config: Config) -> Iterator[str]:
-    """Says which options make trainer and sampler differ although their weights are the same."""
+    """Warns of options with which trainer and sampler compute different probabilities although their weights are the
+    same."""
     lora = config.trainer.lora
     for name, off in EXACT_SAMPLERS.items():
         value = getattr(config.inference.sampling, name)

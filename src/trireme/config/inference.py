@@ -45,7 +45,8 @@ class SamplingConfig(Section):
     """Strings that end an answer wherever they appear in it, in addition to the environment's."""
 
     def params(self, seed: int | None, stop: tuple[int | str, ...], room: int) -> SamplingParams:
-        """Returns the parameters of one request. Its answer has room for `room` tokens and ends at any of `stop`."""
+        """Returns the parameters of one request. Its answer has at most `room` tokens, and ends at any token or string
+        in `stop`."""
         overrides = {"max_tokens": min(self.max_tokens, room), "stop": stop}
         return SamplingParams(**(vars(self) | overrides), seed=seed)  # model_dump takes ten times as long
 
@@ -94,15 +95,15 @@ class InferenceConfig(Section):
 
     @property
     def kept_loras(self) -> int:
-        """The number of adapters that a replica keeps in host memory."""
+        """Number of adapters that a replica keeps in host memory."""
         return max(self.max_cpu_loras or 0, self.max_loras)
 
     def sequences(self, *, on_gpus: bool) -> int | None:
-        """Returns how many sequences a replica decodes at the same time; None: vLLM decides by its GPU."""
+        """Returns the most sequences that a replica decodes at the same time; None: vLLM decides by its GPU."""
         return self.max_num_seqs or (None if on_gpus else CPU_SEQUENCES)
 
     def most_gpu_sequences(self, gpu_bytes: int) -> int:
-        """Returns how many sequences a replica decodes at most at the same time on a GPU of that much memory."""
+        """Returns the most sequences that a replica decodes at the same time on a GPU with `gpu_bytes` of memory."""
         if gpu_bytes >= LARGE_GPU_BYTES:
             default = LARGE_GPU_SEQUENCES
         else:

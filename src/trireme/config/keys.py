@@ -1,4 +1,5 @@
-"""The keys of the configuration as a flat table, read off the schema; shared by loading, `--help` and documentation."""
+"""The keys of the configuration as a flat table, derived from the schema. Loading, `--help` and the documentation use
+it."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ A value is looked up in this order: command line, environment (TRIREME__TRAINER_
 
 @dataclass(frozen=True)
 class Key:
-    """One option."""
+    """One option of the configuration, with its names, type and default."""
 
     path: Path
     """The names of its sections, and its own."""
@@ -42,7 +43,7 @@ class Key:
 
     @property
     def names(self) -> list[str]:
-        """The last part of `path`, and other names for it."""
+        """The key's own name (the last part of `path`), and its aliases."""
         choices = self.field.validation_alias
         if isinstance(choices, AliasChoices):
             return [str(choice) for choice in choices.choices]
@@ -50,7 +51,7 @@ class Key:
 
     @property
     def short_flag(self) -> Any:
-        """One more flag for it; None without one."""
+        """An additional short flag for the key, without dashes; None if it has none."""
         extra = self.field.json_schema_extra
         if isinstance(extra, dict):
             return extra.get("flag")
@@ -58,14 +59,14 @@ class Key:
 
     @property
     def names_code(self) -> bool:
-        """True: its values can make code run."""
+        """True if values of the key can make code run."""
         extra = self.field.json_schema_extra
         return isinstance(extra, dict) and bool(extra.get("names_code"))
 
     @property
     def switch_words(self) -> tuple[str, ...]:
-        """The words that may follow its flag, in lower case, if it is a switch (the bare flag means true); empty for
-        any other key."""
+        """The words, in lower case, that may follow the key's flag if it is a switch (the bare flag means true). Empty
+        for any other key."""
         choices = get_args(self.field.annotation) or (self.field.annotation,)
         words = tuple(word for choice in choices for word in get_args(choice))
         if bool in choices:
@@ -74,17 +75,17 @@ class Key:
 
     @property
     def dotted(self) -> str:
-        """Its name in files and refusals: `trainer.max_grad_norm`."""
+        """The key's name in files and refusals: `trainer.max_grad_norm`."""
         return ".".join(self.path)
 
     @property
     def flag(self) -> str:
-        """Its name on the command line: `--trainer.max-grad-norm`."""
+        """The key's name on the command line: `--trainer.max-grad-norm`."""
         return "--" + self.dotted.replace("_", "-")
 
     @property
     def value_type(self) -> Any:
-        """The type of its values, with bounds."""
+        """The type of the key's values, with bounds."""
         metadata = self.field.metadata
         if metadata:
             return Annotated[(self.field.annotation, *metadata)]
@@ -92,7 +93,7 @@ class Key:
 
     @property
     def entry_type(self) -> Any:
-        """Type of the values of a free-form table (`dict`), None for any other key."""
+        """The type of the values in a free-form table (`dict`); None if the key is no such table."""
         annotation = self.field.annotation
         if get_origin(annotation) is dict:
             return get_args(annotation)[1]
@@ -100,7 +101,7 @@ class Key:
 
     @property
     def default(self) -> str:
-        """Its default, as text."""
+        """The key's default as text."""
         default = self.field.default
         if self.field.is_required():
             return "required"
@@ -110,12 +111,12 @@ class Key:
 
     @property
     def description(self) -> str:
-        """Its meaning, in one line."""
+        """The key's meaning, in one line."""
         return " ".join((self.field.description or "").split())
 
     @property
     def expected(self) -> str:
-        """The type of its values, in words."""
+        """The type of the key's values, in words."""
         return type_in_words(self.value_type)
 
 
@@ -124,7 +125,7 @@ BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 
 
 def type_in_words(value_type: Any) -> str:
-    """Returns the type as a person reads it.
+    """Returns the type in words for a person.
 
     >>> type_in_words(int | None)
     'integer or none'
@@ -163,7 +164,7 @@ def _walk(model: type[BaseModel], path: Path) -> Iterator[tuple[Path, FieldInfo,
 
 
 def _entry(field: FieldInfo) -> type[BaseModel] | None:
-    """Returns the section if a key holds several of it; None for any other key."""
+    """Returns the section's class if the key is a list of sections (such as `env`); None for any other key."""
     if get_origin(field.annotation) is tuple:
         entry = get_args(field.annotation)[0]
     else:
@@ -174,7 +175,7 @@ def _entry(field: FieldInfo) -> type[BaseModel] | None:
 
 
 class Keys:
-    """The options of one command with the configuration `schema`."""
+    """All options of the command that has the configuration `schema`, and the ways to write their names."""
 
     def __init__(self, schema: type[CommonConfig]) -> None:
         walked = list(_walk(schema, ()))
@@ -191,12 +192,12 @@ class Keys:
 
     @property
     def help(self) -> str:
-        """A sentence that leads to the help."""
+        """A sentence that tells how to list all keys."""
         return f"`{self.command} --help` lists all keys"
 
     def help_text(self, only: str = "") -> str:
-        """Returns the help: usage and every key with its default and meaning, by section; without usage the keys of the
-        section `only`. Raises BadInput for an unknown one."""
+        """Returns the text of `--help`: usage, and every key with its default and meaning, by section. `only`: a
+        section; the text then has only its keys, without usage. Raises BadInput for an unknown section."""
         section_path = tuple(filter(None, only.replace("-", "_").split(".")))
         if section_path and section_path not in self.sections:
             sections = ", ".join(sorted(path[0] for path in self.sections if len(path) == 1))
@@ -224,25 +225,25 @@ class Keys:
         return "any value"
 
     def of(self, spelling: Path) -> Key | None:
-        """Returns the option that `spelling` is a way to write."""
+        """Returns the option that `spelling`, a path with any of its names, stands for; None if there is none."""
         path, _ = self.split_number(spelling)
         return self.options.get(self.spellings.get(path, path))
 
     def list_of(self, path: Path) -> Path | None:
-        """Returns the repeatable section that contains `path`."""
+        """Returns the path of the repeatable section (such as `env`) that contains `path`; None if there is none."""
         return next((table for table in self.lists if path[: len(table)] == table), None)
 
     def split_number(self, path: Path) -> tuple[Path, Path]:
-        """Returns the path without the number of an entry, and that entry: (`env`, `1`, `id`) becomes (`env`, `id`) and
-        (`env`, `1`). The second is empty where there is no number."""
+        """Splits the number of an entry off a path. Returns (the path without the number, the path of the entry):
+        (`env`, `1`, `id`) becomes (`env`, `id`) and (`env`, `1`). The second is empty if `path` has no number."""
         n = len(self.list_of(path) or path)
         if len(path) > n and path[n].isdigit():
             return (*path[:n], *path[n + 1 :]), path[: n + 1]
         return path, ()
 
     def stored_path(self, spelling: Path) -> Path | None:
-        """Returns the path under which the value of `spelling` is stored; None for an unknown key. Without a number it
-        is the path of the first entry of a list."""
+        """Returns the path under which the value of `spelling` is stored; None for an unknown key. A path into a list
+        without a number means the first entry."""
         if len(spelling) == 1 and spelling[0] in self.short_flags:
             return self.short_flags[spelling[0]]
         path, entry = self.split_number(spelling)
@@ -254,7 +255,7 @@ class Keys:
         return (*(entry or (*table, "0")), *path[len(table) :])
 
     def table_of(self, path: Path) -> Key | None:
-        """Returns the free-form table that `path` lies in."""
+        """Returns the free-form table that `path` lies in; None if there is none."""
         path, _ = self.split_number(path)
         parents = (self.options.get(path[:n]) for n in range(1, len(path)))
         return next((key for key in parents if key and key.entry_type is not None), None)
@@ -265,8 +266,8 @@ class Keys:
         return table is not None and (table.entry_type is Any or len(path) == len(table.path) + 1)
 
     def nearest(self, path: Path) -> Path | None:
-        """Returns the known option or section that looks most like an unknown `path`, judged by the last part, or by
-        the whole of a path of one part; None if none is similar."""
+        """Returns the known option or section that looks most like the unknown `path`; None if none is similar. The
+        last part of the path decides; for a path of one part also its similarity to whole paths."""
 
         def alike(candidate: Path) -> tuple[float, float]:
             whole = difflib.SequenceMatcher(None, ".".join(path), ".".join(candidate)).ratio()
@@ -286,5 +287,5 @@ class Keys:
 
 @cache
 def keys_of(schema: type[CommonConfig]) -> Keys:
-    """Returns the options of the command with the configuration `schema`."""
+    """Returns all options of the command that has the configuration `schema`."""
     return Keys(schema)

@@ -40,7 +40,7 @@ PREFIX = "TRIREME__"
 
 @dataclass(frozen=True)
 class GivenValue:
-    """One value in its given form."""
+    """One value as a layer of the configuration gives it: path, value and place."""
 
     spelling: Path
     """The path as written."""
@@ -52,7 +52,7 @@ class GivenValue:
 
     @property
     def description(self) -> str:
-        """The value and its place, for a person."""
+        """A text with the key, the value and the place, for a person."""
         if self.text:
             shown = self.value
         else:
@@ -61,7 +61,8 @@ class GivenValue:
 
 
 class MergedLayers:
-    """Checks the values of layers, which are added from first to last, and merges them into one tree."""
+    """Merges layers of a configuration, added from first to last, into one tree of values. Checks each value, and
+    collects refusals."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
@@ -73,7 +74,7 @@ class MergedLayers:
         """Strings for an entry of a list without its number."""
 
     def add(self, layer: Sequence[GivenValue]) -> None:
-        """Puts a layer over the earlier ones."""
+        """Merges `layer` into the tree: its values replace those of earlier layers."""
         keys = self._keys
         lists = {setting.spelling for setting in layer if setting.value == [] and setting.spelling in keys.lists}
         self.named = {path for path in self.named if keys.list_of(path) not in lists}
@@ -119,7 +120,8 @@ class MergedLayers:
         return values.items()
 
     def _put(self, path: Path, value: Any) -> None:
-        """Stores a value; entries of a free-form table one by one, so that they add to the existing entries."""
+        """Stores a value in the tree. Entries of a free-form table are stored one by one, so that they add to existing
+        entries."""
         if isinstance(value, dict) and (value or self._keys.of(path)):
             for name, part in value.items():
                 self._put((*path, name), part)
@@ -133,7 +135,7 @@ class MergedLayers:
 
 
 def _unwritable(setting: GivenValue) -> Refusal:
-    """Refuses a value that config.json and the manifests of commits could not hold."""
+    """Returns the refusal of a value that JSON cannot hold, and so neither config.json nor manifests of commits."""
     return Refusal(
         f"{'.'.join(setting.spelling)} = {setting.value} ({setting.place})",
         "numbers, text, true, false, lists and tables: nan, inf, dates and times are nothing that JSON has",
@@ -142,7 +144,8 @@ def _unwritable(setting: GivenValue) -> Refusal:
 
 
 def unknown_key(setting: GivenValue, keys: Keys) -> Refusal:
-    """Refuses a key that does not exist: says what replaces a removed one, or names the key that looks most like it."""
+    """Returns the refusal of a key that does not exist. It names the replacement of a removed key, or the most similar
+    key."""
     path = setting.spelling
     (flat, entry) = keys.split_number(setting.spelling)
     shown = f"`{'.'.join(path)}` ({setting.place})"
@@ -169,7 +172,8 @@ def unknown_key(setting: GivenValue, keys: Keys) -> Refusal:
 
 
 def _convert(path: Path, setting: GivenValue, keys: Keys) -> object:
-    """Returns the value in its type. Files are typed already and taken strictly; strings are read as the type says.
+    """Returns the value of `setting` in the type of the key at `path`. Values of files must have this type already;
+    strings of flags and variables are converted.
 
     Raises ValidationError.
     """
@@ -190,8 +194,8 @@ def _convert(path: Path, setting: GivenValue, keys: Keys) -> object:
 
 
 def read_literal(text: str) -> object:
-    """Returns `text` as JSON, else as a TOML value, else unchanged: also texts that only TOML reads as another value,
-    such as `nan` and dates.
+    """Parses `text` as JSON, else as a TOML value. Returns `text` itself if it is neither, or if only TOML would take
+    it for another value, such as `nan` or a date.
 
     >>> read_literal("5"), read_literal("{a = 1}"), read_literal("hard"), read_literal("nan")
     (5, {'a': 1}, 'hard', 'nan')

@@ -27,7 +27,7 @@ WRITTEN_BY = "written_by"
 
 @dataclass(frozen=True)
 class Loaded(Generic[C]):
-    """A configuration, and the purpose for which it was read."""
+    """A configuration as it was read, with the options of the command line that are not keys."""
 
     config: C
     dry_run: bool
@@ -38,7 +38,7 @@ class Loaded(Generic[C]):
 
 @dataclass
 class CommandLine:
-    """The command line, taken apart."""
+    """The parts of a command line: files, flags with their values, switches, and refusals."""
 
     files: list[tuple[Path, File]] = field(default_factory=list)
     """Files, each with the section at which its keys are rooted."""
@@ -51,7 +51,7 @@ class CommandLine:
 
     @classmethod
     def of(cls, argv: list[str], keys: Keys) -> CommandLine:
-        """Takes a command line apart."""
+        """Splits the command line `argv` into its parts."""
         line = cls()
         words = list(argv)
         while words:
@@ -77,15 +77,16 @@ class CommandLine:
 
 
 def load(argv: list[str], environ: Mapping[str, str] | None = None) -> Loaded[Config]:
-    """Returns the configuration of a run of `rl`; see `load_as`."""
+    """Returns the configuration for the command `rl`; see `load_as`."""
     return load_as(Config, argv, environ)
 
 
 def load_as(schema: type[C], argv: list[str], environ: Mapping[str, str] | None = None) -> Loaded[C]:
-    """Returns the configuration that `argv` (without the program's name) and `environ` (default `os.environ`) ask for.
+    """Returns the configuration of the class `schema` from the command line `argv` (without the program's name) and the
+    environment `environ` (None: `os.environ`).
 
-    `--help`, `--help SECTION` and `--version` print and raise SystemExit(0). Raises BadInput that lists every problem;
-    of missing values only if the whole command line and all files could be read, as the values may stand there.
+    `--help`, `--help SECTION` and `--version` print and raise SystemExit(0). Raises BadInput that lists every problem.
+    It lists missing values only if the whole command line and all files could be read, as the values may be there.
     """
     keys = keys_of(schema)
     helps = [n for n, word in enumerate(argv) if word in ("--help", "-h")]
@@ -113,7 +114,8 @@ def load_as(schema: type[C], argv: list[str], environ: Mapping[str, str] | None 
 
 
 def _ask_for_trust(line: CommandLine, named: Mapping[str, object], user_named: Mapping[str, object]) -> None:
-    """Refuses, or lists where it is trusted, the code that only recorded configurations name."""
+    """Refuses code that only recorded configurations (config.json of a run) name; with `--trust-config` prints it
+    instead. `named`: the values that name code in all layers; `user_named`: in the layers that the user wrote."""
     foreign = [f"{key} = {to_json(value)}" for key, value in named.items() if user_named.get(key, ()) != value]
     if foreign and line.trusts:
         print(f"{FLAG}: " + ", ".join(foreign), file=sys.stderr)
@@ -122,7 +124,8 @@ def _ask_for_trust(line: CommandLine, named: Mapping[str, object], user_named: M
 
 
 def _missing(key: Key, named: set[Path], keys: Keys) -> Iterator[Refusal]:
-    """Refuses a required key without a value. The first entry of a list is always there."""
+    """Yields a refusal for each place where the required `key` has no value. `named`: all paths with a value. The first
+    entry of a list is required too."""
     if not key.field.is_required():
         return
     expected = f"{key.expected}: {key.description}"
@@ -138,7 +141,8 @@ def _missing(key: Key, named: set[Path], keys: Keys) -> Iterator[Refusal]:
 
 
 def _entries(table: Path | None, named: set[Path]) -> list[Path]:
-    """Returns the entries of a list, up to the last one with a named key."""
+    """Returns the paths of the entries of the list at `table`, from 0 to the last one with a named key. Returns an
+    empty list for None."""
     if table is None:
         return []
     numbers = [int(path[len(table)]) for path in named if path[: len(table)] == table]
@@ -146,7 +150,7 @@ def _entries(table: Path | None, named: set[Path]) -> list[Path]:
 
 
 def _left_out(tree: Mapping[str, object], place: Path = ()) -> Iterator[Refusal]:
-    """Refuses a secret that the run which wrote its configuration left out."""
+    """Yields a refusal for each secret that is masked in a recorded configuration: the run did not write it there."""
     for name, value in tree.items():
         path = (*place, name)
         if isinstance(value, Mapping):
@@ -158,7 +162,8 @@ def _left_out(tree: Mapping[str, object], place: Path = ()) -> Iterator[Refusal]
 
 
 def _unnumbered(layers: MergedLayers, keys: Keys) -> Iterator[Refusal]:
-    """Refuses strings of flags and variables that do not say which of several entries they are for."""
+    """Yields a refusal for each flag or variable that sets a key of a list with several entries, and does not say of
+    which entry."""
     for setting in layers.unnumbered:
         table = keys.list_of(setting.spelling)
         if table and len(_entries(table, layers.named)) > 1:
@@ -193,7 +198,8 @@ def _take_flag(line: CommandLine, word: str, words: list[str], keys: Keys) -> No
 
 
 def _take_value(key: Key | None, words: list[str]) -> str | None:
-    """Returns the value of a flag from the words behind it; true for a bare switch, None if there is no value."""
+    """Returns the value of the flag for `key` from `words`, the words behind the flag, and removes it there. Returns
+    "true" for a bare switch, None if there is no value."""
     follows = words[0] if words else "--"
     if key and key.switch_words and follows.lower() not in key.switch_words:
         return "true"
@@ -250,15 +256,16 @@ def _read_environment(environ: Mapping[str, str], keys: Keys) -> list[GivenValue
 
 
 def _from_text(path: Path, text: str, place: str, keys: Keys) -> list[GivenValue]:
-    """Returns one value, or all of a list of tables: `--env '[{id = "sort"}, {id = "guess"}]'`."""
+    """Returns the value that a flag or variable gives to `path`. If it is a list of sections in one text, returns all
+    values of its entries: `--env '[{id = "sort"}, {id = "guess"}]'`."""
     if path in keys.lists and isinstance(entries := read_literal(text), list):
         return list(_flatten(path, entries, place, keys))
     return [GivenValue(path, text, place, text=True)]
 
 
 def _flatten(path: Path, value: Any, place: str, keys: Keys) -> Iterator[GivenValue]:
-    """Yields one value per key: walks down tables, except tables that are values themselves. A list of tables begins
-    with an empty list, which says that the following entries are all."""
+    """Yields one value for each key below `path`: descends into tables, except tables that are values themselves. For a
+    list of sections first yields an empty list, which means that the entries after it replace all earlier entries."""
     if path in keys.lists and isinstance(value, list):
         yield GivenValue(path, [], place, text=False)
         for n, part in enumerate(value):

@@ -19,8 +19,8 @@ SUPERVISED_COLUMNS = ("target_tokens", "weights")
 
 
 class Parameter(NamedTuple):
-    """A parameter of a loss. Parameters with `low` in their name and their `high` counterparts are absolute ratios
-    around 1."""
+    """A parameter of a loss. A pair of parameters with `low` and `high` in their names bounds a ratio of probabilities
+    around 1; both are absolute values."""
 
     default: float | None = None
     """None: must be given."""
@@ -29,7 +29,7 @@ class Parameter(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """One loss, as configuration and trainer know it."""
+    """What configuration and trainer know about a loss: its function, parameters and columns."""
 
     function: str
     """Import path, `module:function`."""
@@ -75,12 +75,12 @@ METHODS = {
 
 
 def find_loss(name: str) -> Loss:
-    """Returns the built-in loss `name`, or the user's own loss with this import path."""
+    """Returns the built-in loss `name`. Any other `name` is taken as the import path of the user's own loss."""
     return LOSSES.get(name) or Loss(name, {})
 
 
 def loss_refusals(name: str, options: Mapping[str, float]) -> Iterator[Refusal]:
-    """Checks the name of a loss and its parameters."""
+    """Yields refusals of an unknown loss `name`, and of unknown, missing or wrong parameters in `options`."""
     if ":" in name:
         yield from _import_refusals(name)
         return
@@ -109,7 +109,8 @@ def loss_refusals(name: str, options: Mapping[str, float]) -> Iterator[Refusal]:
 
 
 def _range_refusals(parameters: Mapping[str, Parameter], values: Mapping[str, float]) -> Iterator[Refusal]:
-    """Thresholds must enclose the ratio 1, at which trainer and sampler agree."""
+    """Yields refusals of thresholds that do not enclose the ratio 1 (where trainer and sampler agree), and of values
+    below a parameter's smallest value."""
     for low, high in ((name, name.replace("low", "high")) for name in parameters if "low" in name):
         if not 0 <= values[low] <= 1 <= values[high]:
             yield Refusal(

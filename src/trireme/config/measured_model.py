@@ -1,7 +1,7 @@
-"""Sizes of a model that are read from the model itself, which transformers builds without memory for its tensors.
+"""Measures a model's sizes on the model itself, which transformers builds without memory for its tensors.
 
-So every architecture that transformers can build has right numbers, whatever its config.json calls them. It costs the
-import of torch and transformers, 4 s.
+So the sizes are right for every architecture that transformers can build, whatever names its config.json uses. It costs
+the import of torch and transformers, 4 s.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_le
 
 
 def measure(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of ModelFacts for the model that a config.json describes, except for its names.
+    """Returns the fields of ModelFacts, except for its names, for the model that `described` (its config.json)
+    describes.
 
-    Raises ValueError that names the fact that cannot be read.
+    Raises ValueError that names the size that cannot be read.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -99,7 +100,8 @@ def _size(text: PretrainedConfig, *names: str) -> int:
 
 
 def _windows(text: PretrainedConfig, layers: int) -> tuple[int | None, ...]:
-    """Returns for each layer with attention how many tokens it sees at most, itself included; None: all."""
+    """Returns for each layer with attention the most tokens that a token attends to, itself included; None: all before
+    it."""
     kinds = getattr(text, "layer_types", None) or (
         ["attention"] * layers if getattr(text, "num_attention_heads", None) else []
     )
@@ -112,8 +114,8 @@ def _windows(text: PretrainedConfig, layers: int) -> tuple[int | None, ...]:
 
 
 def _heads(text: PretrainedConfig, hidden: int) -> tuple[int, int, int]:
-    """Returns the heads of queries and of keys, and their width; for latent attention the mean of the widths of keys
-    and of values."""
+    """Returns (number of query heads, number of key heads, width of a head). For latent attention the width is the mean
+    of the widths of keys and values."""
     heads = _size(text, "num_attention_heads")
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     values = getattr(text, "v_head_dim", None)
@@ -124,8 +126,8 @@ def _heads(text: PretrainedConfig, hidden: int) -> tuple[int, int, int]:
 
 
 def _multiplied(model: PreTrainedModel, experts: int, text: PretrainedConfig) -> tuple[int, int]:
-    """Counts the parameters that a token of text is multiplied with (only the chosen experts), and the chosen experts
-    of a layer."""
+    """Returns (number of parameters that one token is multiplied with, number of chosen experts of a layer). Of the
+    experts, only the chosen ones are counted."""
     from torch import nn
 
     head = model.get_output_embeddings()
@@ -143,7 +145,7 @@ def _multiplied(model: PreTrainedModel, experts: int, text: PretrainedConfig) ->
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
-    """Returns the part that computes hidden states of text."""
+    """Returns the submodule that computes the hidden states of text, without the output matrix."""
     from transformers import PreTrainedModel
 
     decoder = model.get_decoder()  # some call their head by this name

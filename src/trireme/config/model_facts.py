@@ -1,4 +1,4 @@
-"""The sizes of a model by its config.json: enough to check a configuration and to plan memory."""
+"""The sizes of a model from its config.json: enough to check a configuration and to plan memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLAIN_SIZES = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of a decoder."""
+    """The sizes of a decoder, from its config.json."""
 
     name: str
     """The directory or hub name of the model."""
@@ -69,42 +69,42 @@ class ModelFacts:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers that the KV cache holds for one token: keys and values of every layer with attention."""
+        """How many numbers the KV cache holds for one token: keys and values of every layer with attention."""
         return 2 * len(self.windows) * self.num_kv_heads * self.head_dim
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the model's files, by the dtype that its config.json names; without one as if in float32."""
+        """Bytes of the model's files, in the dtype that its config.json names; in float32 if it names none."""
         dtype = self.described.get("dtype") or self.described.get("torch_dtype")
         return self.num_parameters * DTYPE_BYTES.get(str(dtype), 4)
 
     @property
     def rank_counts(self) -> list[int]:
-        """Numbers of ranks over which the heads of a layer can be divided: each has as many of the queries', and of
-        the keys' as many or a copy of one. Empty without attention."""
+        """The numbers of ranks over which a layer's heads can be divided. Each rank has the same number of query heads;
+        it also has the same number of key heads, or a copy of one key head. Empty without attention."""
         heads = self.num_heads
         keys = self.num_kv_heads
         return [n for n in range(1, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)]
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embeddings, and of the head unless it is tied."""
+        """Number of parameters of the embeddings, and of the output matrix unless it is tied."""
         return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
 
     @property
     def attention_width(self) -> int:
-        """Numbers in the queries of one token, all layers with attention together."""
+        """How many numbers the queries of one token have, in all layers with attention together."""
         return len(self.windows) * self.num_heads * self.head_dim
 
     @property
     def attention_length(self) -> int:
-        """The length at which causal attention costs as much as all else, in multiplications per token: with n tokens
-        of context on average n / 2 keys and as many values are multiplied in each layer, against every parameter
-        once."""
+        """The sequence length, in tokens, at which causal attention costs as many multiplications per token as
+        everything else. With n tokens, a token is multiplied on average with n / 2 keys and n / 2 values in each
+        layer, and once with every parameter."""
         return max(1, self.multiplied_parameters // max(1, self.attention_width))
 
     def trained_parameters(self, lora: LoraConfig) -> int:
-        """Counts the numbers that are trained: rank x (inputs + outputs) of every layer with an adapter; without LoRA
+        """Returns how many numbers are trained: rank x (inputs + outputs) for every layer with an adapter; without LoRA
         all parameters."""
         if lora.rank is None:
             return self.num_parameters
@@ -112,10 +112,11 @@ class ModelFacts:
 
     @classmethod
     def of(cls, config: CommonConfig, *, required: bool) -> ModelFacts | None:
-        """Returns the facts of `config.model`, a local directory or a model on the hub; None for a hub that cannot be
-        reached, if they are not required (a dry run).
+        """Returns the facts of `config.model`, a local directory or a model on the hub. If the hub cannot be reached,
+        returns None unless the facts are `required`.
 
-        Raises BadInput when there is no such directory or model, or its config.json lacks a size.
+        Raises BadInput if there is no such directory or model, if its config.json lacks a size, or if required facts
+        cannot be read.
         """
         name = config.model.name
         if looks_like_path(name):
@@ -128,8 +129,9 @@ class ModelFacts:
 
     @classmethod
     def from_json(cls, name: str, text: str) -> ModelFacts:
-        """Returns the facts in the text of a config.json: for plain decoders counted from its sizes, for all others
-        from the model that transformers builds of it. Raises BadInput that names the unreadable part."""
+        """Returns the facts from `text`, the config.json of the model `name`. For plain decoders they are computed from
+        the sizes in it; for all others transformers builds the model. Raises BadInput that names the unreadable
+        part."""
         try:
             described = json.loads(text)
             if _is_plain(described):
@@ -152,17 +154,20 @@ class ModelFacts:
 
 
 def _is_plain(described: Mapping[str, object]) -> bool:
-    """Returns True if all relevant sizes are written out: without torch, which takes seconds to import, they are read
-    and counted for the commonest architectures."""
+    """Returns True if the model is of a common architecture and its config.json has all sizes that `_plain_sizes`
+    needs. Then torch, which takes seconds to import, is not needed."""
     unusual = any(described.get(switch) for switch in ("attention_bias", "mlp_bias", "use_sliding_window"))
     written = all(type(described.get(key)) is int for key in PLAIN_SIZES)
     return described.get("model_type") in PLAIN_TYPES and written and not unusual
 
 
 def _plain_sizes(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sizes of a Llama-type decoder. It counts the parameters of the embeddings (and the head, unless
-    tied), and per layer the four projections of attention (with biases of queries, keys and values in Qwen2), the three
-    of the gated MLP, and two norms (in Qwen3 also the norms of query and key)."""
+    """Returns the sizes, fields of ModelFacts, of a decoder of the Llama type.
+
+    Counted are the parameters of the embeddings (and of the output matrix, unless tied), and for each layer the four
+    projections of attention (with biases of queries, keys and values in Qwen2), the three projections of the gated MLP,
+    and two norms (in Qwen3 also the norms of query and key).
+    """
     hidden = described["hidden_size"]
     layers = described["num_hidden_layers"]
     vocabulary = described["vocab_size"]
@@ -221,7 +226,8 @@ def _read_local(name: str) -> str:
 
 
 def _read_hub(name: str, required: bool) -> str | None:
-    """Returns the config.json of a hub model, from the local cache or the hub; None without a hub, if not required."""
+    """Returns the text of the config.json of the model `name`, from the local cache or the hub. If neither has it
+    because the hub cannot be reached, returns None, or raises BadInput if it is `required`."""
     import huggingface_hub as hub
     from huggingface_hub.constants import ENDPOINT as endpoint
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -253,7 +259,7 @@ def _read_hub(name: str, required: bool) -> str | None:
 
 
 def hub_reachable(endpoint: str) -> bool:
-    """Tries once, for a short time, because the hub's client tries again for 23 s."""
+    """Returns True if `endpoint` answers within HUB_TIMEOUT_S. Tries once, as the hub's client would try for 23 s."""
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         return False
     try:

@@ -50,7 +50,8 @@ class OrchestratorConfig(Section):
 
 
 def _directories(value: Any) -> Any:
-    """Takes one directory for a list of one, and makes each absolute: actors may work in another one."""
+    """Returns a list of directories with absolute paths, as actors may work in another directory. `value`: one
+    directory or a list."""
     directories = [value] if isinstance(value, str) else value
     return [
         str(Path(directory).expanduser().absolute()) if isinstance(directory, str) else directory
@@ -107,8 +108,8 @@ class HeldOutConfig(Section):
 
 
 def _in_a_row(value: object) -> object:
-    """Returns the entries of a list of tables, from any form in which it may come: one table alone is a list of one,
-    and the layers of a configuration number the entries (`{"0": ..., "1": ...}`)."""
+    """Converts `value` to a list of tables. One table becomes a list of one; a table of numbered entries (`{"0": ...,
+    "1": ...}`, from the layers of a configuration) becomes the list of the entries."""
     if isinstance(value, Mapping) and all(str(name).isdigit() for name in value):
         return [value.get(str(n), {}) for n in range(max(map(int, value), default=-1) + 1)]
     if isinstance(value, Mapping | Section):

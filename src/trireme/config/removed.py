@@ -26,9 +26,9 @@ command (`trireme foo --bar`)."""
 
 
 def removed_key(path: Sequence[str], shown: str) -> Refusal | None:
-    """Returns the refusal of a key that was removed, itself or with its section; None for any other.
+    """Returns the refusal of a key that was removed, by itself or with its section; None if it was not removed.
 
-    `path`: its parts, without the number of an entry. `shown`: the key and its place, for a person.
+    `path`: the parts of the key, without the number of an entry. `shown`: the key and its place, for a person.
     """
     names = (".".join(path[:end]) for end in range(len(path), 0, -1))
     advice = next((REMOVED[name] for name in names if name in REMOVED), None)
@@ -38,8 +38,8 @@ def removed_key(path: Sequence[str], shown: str) -> Refusal | None:
 
 
 def refuse_removed_command(argv: Sequence[str]) -> None:
-    """Raises BadInput if the arguments of `trireme` begin with a command that was removed, or have an option that
-    was removed from their command."""
+    """Raises BadInput if `argv`, the arguments of `trireme`, begins with a removed command, or has an option that was
+    removed from its command."""
     command = " ".join(["trireme", *argv[:1]])
     options = [f"{command} {word.partition('=')[0]}" for word in argv[1:]]
     for name in [command, *options]:

@@ -1,5 +1,5 @@
-"""The parts of a run that a resume must find unchanged: the model, its tokenizer, its LoRA adapters, the definition of
-the loss, the order of the data.
+"""The parts of a run's configuration that must be unchanged at a resume: the model, its tokenizer, its LoRA adapters,
+the definition of the loss, the order of the data.
 
 Everything else may change between a commit and its resume: shards, replicas, micro-batches, transport, batch size,
 max_steps_off_policy, learning rate, limits. `--resume.force` resumes in spite of a difference.
@@ -25,7 +25,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.tx
 
 
 def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, object]:
-    """Returns a nested dict of JSON values that is the same at each start of a run that may resume the same commits."""
+    """Returns the fixed parts of a run of `rl`, as a nested dict of JSON values. A resume is refused if they differ
+    from those of its commit."""
     alone = len(config.env) == 1  # else names and weights are in the order of the problems too
     envs = [
         {"id": env.id, "args": redact_values(env.args)} | ({} if alone else {"name": env.label, "weight": env.weight})
@@ -54,8 +55,8 @@ def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, object]:
 
 
 def common_parts(config: CommonConfig, facts: ModelFacts) -> dict[str, Any]:
-    """Returns the parts that are fixed in a run of any kind: model, tokenizer, and adapters if they are trained. The
-    base of adapters is compared when they are loaded."""
+    """Returns the fixed parts of a run of any kind: model, tokenizer, and LoRA options if adapters are trained. The
+    weights of the adapters' base are not among them: they are compared when adapters are loaded."""
     files = {file: model_file(config.tokenizer_name, file) for file in TOKENIZER_FILES}
     parts = {
         "model": {name: value for name, value in facts.described.items() if name not in IRRELEVANT},
@@ -69,9 +70,9 @@ def common_parts(config: CommonConfig, facts: ModelFacts) -> dict[str, Any]:
 
 
 def reference_weights(name: str) -> str | dict[str, str]:
-    """Identifies the weights of a model without reading all of them, which takes minutes for a large one. Returns a
-    digest of each safetensors file in a local directory, wherever it lies; for a model on the hub its name.
-    """
+    """Returns an identification of a model's weights: {file: digest} of the safetensors files of a local directory,
+    wherever it lies; the name of a model on the hub. Avoids reading all weights, which takes minutes for a large
+    model."""
     if not looks_like_path(name):
         return name
     digests = file_digests(Path(name).expanduser())

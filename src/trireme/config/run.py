@@ -20,12 +20,12 @@ START_LIMIT = "timeouts.start_s, and the time to read the model"
 
 
 def is_url(place: str) -> bool:
-    """Returns True for the URL of object storage, False for a directory."""
+    """Returns True if `place` is a URL of object storage, False if it is a directory."""
     return "://" in place
 
 
 def _check_name(name: str) -> str:
-    """Refuses a text that cannot name a directory."""
+    """Returns `name`. Raises ValueError if it cannot be the name of a directory."""
     with suppress(CheckpointInvalid):
         if len(names_of(name)) == 1:
             return name
@@ -44,14 +44,14 @@ class RunConfig(Section):
 
     @property
     def url(self) -> str | None:
-        """The URL below which runs are kept; None if that is a directory."""
+        """The URL below which runs are stored; None if runs are kept in a directory."""
         if is_url(self.output_dir):
             return self.output_dir.rstrip("/")
         return None
 
     @property
     def directory(self) -> str:
-        """The directory of run directories on this machine."""
+        """The directory on this machine in which run directories are made."""
         if self.url:
             return self.local_dir
         return self.output_dir
@@ -70,11 +70,11 @@ class ResumeConfig(Section):
 
     @property
     def requested(self) -> bool:
-        """True: the run begins with a commit."""
+        """True if the run is to begin from a commit."""
         return bool(self.latest) or self.step is not None or self.dir is not None
 
     def settled(self, *, begun: bool) -> ResumeConfig:
-        """Returns these options without `auto`, which means a resume once the run has `begun`, and before that a new
+        """Returns these options with `auto` decided. If the run has `begun`, auto means to resume it; otherwise a new
         run, or the fork that `dir` asks for."""
         if self.latest != "auto":
             return self
@@ -116,7 +116,7 @@ class ModelConfig(Section):
     """Attention of the trainer; auto = sdpa."""
 
     def dtype_bytes(self, *, on_gpus: bool) -> int:
-        """Returns the bytes of a number in the dtype in which trainer and replicas compute."""
+        """Returns the bytes per number in the dtype in which trainer and replicas compute."""
         if self.dtype == "auto":
             if on_gpus:
                 return 2
@@ -125,13 +125,13 @@ class ModelConfig(Section):
 
 
 def _ends(ports: str) -> tuple[int, int]:
-    """Returns the first port of FIRST-LAST and the one after its last. Raises ValueError."""
+    """Returns (the first port, the last port + 1) of a text FIRST-LAST. Raises ValueError."""
     first, last = map(int, ports.split("-"))
     return first, last + 1
 
 
 def _check_ports(ports: str) -> str:
-    """Refuses a text that is no range of ports on which a user may listen."""
+    """Returns `ports`. Raises ValueError if it is no range of ports on which a user may listen."""
     with suppress(ValueError):
         first, end = _ends(ports)
         if 1024 <= first < end <= 65536:
@@ -161,7 +161,7 @@ class ClusterConfig(Section):
 
     @property
     def port_range(self) -> range:
-        """The ports at which a run may listen; empty if any will do."""
+        """The ports at which a run may listen; empty if any port will do."""
         if self.ports:
             return range(*_ends(self.ports))
         return range(0)

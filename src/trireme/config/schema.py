@@ -83,15 +83,15 @@ class CommonConfig(Section, ABC):
     @property
     @abstractmethod
     def label(self) -> str:
-        """A word for the subject of the run, which begins its default name."""
+        """A word for what the run trains on; its default name begins with it."""
 
     @property
     @abstractmethod
     def batch_size(self) -> int:
-        """Problems (`sft`: examples) of a step."""
+        """Number of problems (`sft`: of examples) in a step."""
 
     def default_name(self, suffix: str) -> str:
-        """Returns the name of a run that was given none."""
+        """Returns the name for a run that was given none, from its label, its model and `suffix`."""
         return f"{self.label}-{Path(self.model.name).name}-{suffix}"
 
     @property
@@ -101,7 +101,7 @@ class CommonConfig(Section, ABC):
 
     @property
     def env_variables(self) -> tuple[str, ...]:
-        """The environment variables that workers and programs of environments get by name."""
+        """Names of the environment variables that workers and programs of environments get."""
         return ()
 
     @property
@@ -115,15 +115,14 @@ class CommonConfig(Section, ABC):
         return 0.0
 
     def start_deadline_s(self, facts: ModelFacts | None) -> float:
-        """Returns the seconds that rooms, and successors of their parts, have to start: `timeouts.start_s`, and the
-        time to read the model and its KL reference at READ_BYTES_PER_S. Only `timeouts.start_s` if the size of the
-        model is unknown."""
+        """Returns the seconds that rooms, and processes that replace lost ones, have to start: `timeouts.start_s`, and
+        the time to read the model and its KL reference at READ_BYTES_PER_S. Without `facts` only `timeouts.start_s`."""
         models = 2 if self.loads_reference else 1  # nothing is known of the reference: it counts like the model
         return self.timeouts.start_s + (models * facts.stored_bytes / READ_BYTES_PER_S if facts else 0.0)
 
     @property
     def transport(self) -> str:
-        """The key of `trireme.core.transport.TRANSPORTS` by which published weights travel."""
+        """How published weights travel: a key of `trireme.core.transport.TRANSPORTS`."""
         return "object_store"
 
     @property
@@ -133,58 +132,59 @@ class CommonConfig(Section, ABC):
 
     @property
     def base_is_reference(self) -> bool:
-        """True: the reference policy is the frozen base under the trained adapters, not a second model."""
+        """True if the reference policy is the frozen base of the trained adapters, not a second model."""
         reference = self.kl_reference
         named = reference and (reference.load_checkpoint_path or reference.base_model)
         return self.trainer.lora.on and reference is not None and named in (None, self.model.name)
 
     @property
     def loads_reference(self) -> bool:
-        """True: the reference policy is a second model, which the trainer loads in addition to the first."""
+        """True if the reference policy is a second model, which the trainer loads in addition to the trained one."""
         return self.kl_reference is not None and not self.base_is_reference
 
     @property
     def lora_seed(self) -> int:
-        """Seed of the first values of adapters."""
+        """Seed for the initial values of adapters."""
         if self.trainer.lora.seed is None:
             return self.seed
         return self.trainer.lora.seed
 
     @property
     def max_seq_len(self) -> int | None:
-        """Longest sequence as configured, in tokens; None: the model's limit holds."""
+        """The longest sequence, in tokens, that the configuration allows; None: only the model limits it."""
         return self.model.max_seq_len
 
     def seq_limit(self, facts: ModelFacts | None) -> int | None:
-        """Returns the longest sequence of the run in tokens; None if neither it nor the model's limit is known."""
+        """Returns the longest sequence of the run in tokens: as configured, else the model's limit. None if both are
+        unknown."""
         return self.max_seq_len or (facts.max_position_embeddings if facts else None)
 
     @property
     def normalization(self) -> Normalization:
-        """How the tokens of a substep weigh."""
+        """How the losses of a substep's tokens are weighted."""
         return Normalization(self.trainer.loss_normalization or "token_mean", self.max_seq_len)
 
     @property
     def tokenizer_name(self) -> str:
-        """Directory or hub name of the tokenizer."""
+        """The directory of the tokenizer, or its name on the hub."""
         return self.model.tokenizer or self.model.name
 
     def with_absolute_paths(self) -> Self:
-        """Returns a copy in which local directories of models are absolute, as actors may work in another directory."""
+        """Returns a copy in which the paths of local models are absolute, as actors may work in another directory."""
         names = {key: getattr(self.model, key) for key in ("name", "tokenizer", "start")}
         local = {key: str(Path(n).expanduser().absolute()) for key, n in names.items() if n and looks_like_path(n)}
         return self.model_copy(update={"model": self.model.model_copy(update=local)})
 
     def micro_batch_limit(self, model_limit: int) -> int:
-        """Returns the most tokens that a shard computes at the same time, unless one sequence alone has more.
-        `model_limit`: the longest sequence of the model."""
+        """Returns the most tokens of a micro-batch; only a single longer sequence exceeds it. `model_limit`: the
+        longest sequence of the model, in tokens."""
         options = self.trainer
         if options.micro_batch_size:
             return options.micro_batch_size * (self.max_seq_len or model_limit)
         return options.micro_batch_tokens or 16384
 
     def adam_params(self, learning_rate: float) -> AdamParams:
-        """Returns AdamW's parameters, with the learning rate of a step."""
+        """Returns the parameters of AdamW for a step with `learning_rate`."""
         return AdamParams(
             learning_rate=learning_rate, max_grad_norm=self.trainer.max_grad_norm, **self.trainer.optim.model_dump()
         )
@@ -258,7 +258,7 @@ class Config(CommonConfig):
 
     @property
     def groups_per_minibatch(self) -> tuple[int, int]:
-        """The least and the most groups in a part of a substep; the last part may have fewer."""
+        """The least and the most groups of a minibatch; the last minibatch of a substep may have fewer."""
         whole = self.groups_per_substep
         parts = self.trainer.num_minibatches
         if parts != "auto":
@@ -270,7 +270,7 @@ class Config(CommonConfig):
 
     @property
     def groups_in_flight(self) -> int:
-        """The most groups between dispatch and the acknowledgement of the step that trained on them."""
+        """The most groups that are dispatched while the step that trains on them is not acknowledged yet."""
         return (self.max_steps_off_policy + 1) * self.orchestrator.batch_size
 
     @property
@@ -278,25 +278,26 @@ class Config(CommonConfig):
         return tuple(dict.fromkeys(name for env in self.env for name in env.variables))
 
     def group_size(self, env: EnvConfig) -> int:
-        """Returns the rollouts per problem of one of the run's environments."""
+        """Returns the number of rollouts per problem in the environment `env`."""
         return env.group_size or self.orchestrator.group_size
 
     @property
     def patience_s(self) -> float:
-        """Seconds for which requests and updates wait when no replica is left: until a lost one is found to be dead,
-        has a successor, and that one has taken the newest weights."""
+        """Seconds for which requests and updates wait when no replica is left: the time until a lost replica is found
+        to be dead, another process has replaced it, and this process has loaded the newest weights."""
         return self.timeouts.heartbeat_s + self.timeouts.start_s + self.timeouts.update_s
 
     @property
     def update_deadline_s(self) -> float:
-        """Seconds for an update of the replicas: each has its own deadline, one may still take the version before, and
-        the last one may be lost and have a successor."""
+        """Seconds until all replicas must have an update. A replica may first finish the update before, and the last
+        one may be lost and be replaced (`patience_s`)."""
         return 2 * self.timeouts.update_s + self.patience_s + ANSWER_S
 
     @property
     def batch_deadline_s(self) -> float:
-        """Seconds for a batch of rollouts, and for an evaluation (`timeouts.batch_s`). The default is enough for a
-        group that fails at its time limits, of its rollouts and of its rewards, and for one in its place."""
+        """Seconds in which a batch of rollouts, or an evaluation, must be complete: `timeouts.batch_s`. The default is
+        enough for a group that fails at its time limits (of rollouts and of rewards), and for a second group in its
+        place."""
         return self.timeouts.batch_s or 4 * self.orchestrator.generation_timeout_s + self.patience_s
 
     @property
@@ -311,7 +312,8 @@ class Config(CommonConfig):
 
     @property
     def eval_envs(self) -> tuple[EnvConfig, ...]:
-        """The environments with held-out problems to evaluate: all of the run's own unless `eval.env` names some."""
+        """The environments that evaluations sample: those of `eval.env`, or all of the run's environments if there are
+        none."""
         return tuple(map(self._held_out, self.eval.env)) or self.env
 
     def _held_out(self, held_out: HeldOutConfig) -> EnvConfig:
@@ -322,11 +324,12 @@ class Config(CommonConfig):
 
     @property
     def eval_sampling(self) -> SamplingConfig:
-        """The options with which evaluations sample."""
+        """The sampling options of evaluations."""
         overrides = {"max_tokens": self.eval.max_tokens, "temperature": self.eval.temperature}
         return self.inference.sampling.model_copy(update={k: v for k, v in overrides.items() if v is not None})
 
     def enough_rollouts(self, places: int) -> int:
-        """Returns how many rollouts keep replicas busy that decode n sequences at the same time: a quarter more, so
-        that none waits while answers travel. This is `max_concurrent = auto` at the start."""
+        """Returns how many rollouts keep replicas busy that decode `places` sequences at the same time: a quarter more,
+        so that no place is idle while answers travel, and at least a group. This is the initial value of
+        `max_concurrent = auto`."""
         return max(places + places // 4, self.largest_group)

@@ -1,4 +1,4 @@
-"""The base of all sections of the configuration, and the types of their values."""
+"""The base class of all sections of the configuration, and types of values that sections share."""
 
 from __future__ import annotations
 

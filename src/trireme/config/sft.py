@@ -59,7 +59,8 @@ class SftConfig(CommonConfig):
         return self.data.batch_size
 
     def with_absolute_paths(self) -> Self:
-        """Also makes the paths of the data absolute, so that config.json is valid from any directory."""
+        """Returns a copy in which the paths of models and of data are absolute, so that config.json is valid in any
+        directory."""
         paths = {"train": self.data.train, "test": self.data.test}
         absolute = {key: str(Path(path).expanduser().absolute()) for key, path in paths.items() if path}
         return super().with_absolute_paths().model_copy(update={"data": self.data.model_copy(update=absolute)})

@@ -71,7 +71,7 @@ class LoraConfig(Section):
 
     @property
     def on(self) -> bool:
-        """True: adapters are trained, and not all weights."""
+        """True if adapters are trained instead of all weights."""
         return self.rank is not None
 
     @property
@@ -89,8 +89,8 @@ class LoraConfig(Section):
 
 
 class MeshSizes(NamedTuple):
-    """Sizes of the trainer's device mesh by dimension, outermost first. Processes that share datums differ
-    in inner dimensions alone."""
+    """Sizes of the trainer's device mesh by dimension, outermost first. Processes that share datums differ only in
+    inner dimensions."""
 
     replicate: int
     """Copies of the model (HSDP)."""
@@ -99,17 +99,17 @@ class MeshSizes(NamedTuple):
 
     @property
     def processes(self) -> int:
-        """All processes of the trainer."""
+        """Number of processes of the trainer."""
         return math.prod(self)
 
     @property
     def data_parallel(self) -> int:
-        """Processes that compute different datums."""
+        """Number of processes that compute different datums."""
         return self.replicate * self.shard
 
     @property
     def parts(self) -> int:
-        """Processes that hold the parts of one copy of the model and of its state."""
+        """Number of processes over which one copy of the model and of its optimiser state is spread."""
         return self.shard
 
 
@@ -168,7 +168,7 @@ class CommonTrainer(Section):
     every update below 1/256 of a weight."""
 
     def compiles(self, *, on_gpus: bool) -> bool:
-        """Returns whether to compile layers, where a trial shows that they can be compiled."""
+        """Returns True if layers are to be compiled. Even then they are only if a trial shows that they can be."""
         return self.compile is True or (self.compile == "auto" and on_gpus and not self.lora.on)
 
     @property

@@ -16,7 +16,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def trainer_refusals(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Refusal]:
-    """Returns the faults of `trainer`. `facts` None leaves out faults that depend on the model."""
+    """Yields the faults of the section `trainer`. `facts` None: faults that depend on the model are left out."""
     if isinstance(config, Config):
         yield from _loss(config)
         yield from _kl(config)

@@ -1,7 +1,7 @@
-"""Finds the code that a configuration names, so that a configuration that another person wrote runs none of it unasked.
+"""Finds the code that a configuration names, so that a configuration from another person runs no code unasked.
 
 Values of keys marked NAMES_CODE go to Python's import, to vLLM's arguments (which name classes and plugins), or to Ray
-(its driver unpickles objects from the cluster). Their built-in values have no colon.
+(its driver unpickles objects from the cluster). Only values with a colon name code; built-in values have none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FLAG = "--trust-config"
 
 
 def named_code(tree: Mapping[str, object], keys: Keys) -> dict[str, object]:
-    """Returns the values in a tree of keys that name code, by their dotted names."""
+    """Returns {dotted name: value} for the values in `tree`, a configuration, that name code."""
     named: dict[str, object] = {}
     for key in keys.options.values():
         if key.names_code:
@@ -31,7 +31,8 @@ def named_code(tree: Mapping[str, object], keys: Keys) -> dict[str, object]:
 
 
 def _values(tree: object, path: Path, place: Path = ()) -> Iterator[tuple[Path, object]]:
-    """Yields the values at `path`, with their places: one for each entry where the path leads into a list."""
+    """Yields (place, value) for the value at `path` in `tree`; if the path leads into a list, one for each entry.
+    `place`: the path of `tree` itself."""
     if isinstance(tree, list):
         tree = {str(number): entry for number, entry in enumerate(tree)}
     if not path:
@@ -45,7 +46,7 @@ def _values(tree: object, path: Path, place: Path = ()) -> Iterator[tuple[Path, 
 
 
 def untrusted(named: Iterable[str], files: Iterable[File]) -> Refusal:
-    """Refuses code that recorded configurations name."""
+    """Returns the refusal of the code `named` by the recorded configurations in `files`."""
     return Refusal(
         f"code to run, named by {', '.join(map(str, files))}:\n    " + "\n    ".join(named),
         f"your consent, because a {RECORD} may be somebody else's",

@@ -1,4 +1,4 @@
-"""Names that other systems (TRL, verl, prime-rl, transformers) have for keys of the configuration."""
+"""Names that other systems (TRL, verl, prime-rl, transformers) use for keys of the configuration."""
 
 from __future__ import annotations
 
