@@ -1,4 +1,4 @@
-"""What the rooms have in common: configuration, launch, the driver's loop, and the types that cross rooms.
+"""The common part of all rooms: configuration, launch, the driver's loop, and the types that cross rooms.
 
 The names in docs/api.md are stable: `trireme.api`, and for environments names of `trireme.renderers` and of four
 modules of `orchestrator`. Everything else may change with any commit.

@@ -96,7 +96,7 @@ def loop_config(argv: Sequence[str]) -> Config:
 
 def new_directory(path: Path) -> Path:
     """Makes the directory `path` for the files that a loop writes, and returns it. Raises BadInput if it holds files
-    already, such as those of another run: the loop would overwrite them."""
+    already, such as files of another run: the loop would overwrite them."""
     if path.exists() and (there := sorted(entry.name for entry in path.iterdir())):
         raise Refusal(
             f"the directory {path}, which is in use (it holds {', '.join(there[:3])}{', ..' if there[3:] else ''})",

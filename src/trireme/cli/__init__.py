@@ -1,1 +1,1 @@
-"""The commands `rl`, `sft` and `trireme`, from a command line to a run."""
+"""The commands `rl`, `sft`, `inference` and `trireme`: from the command line to a run."""

@@ -1,4 +1,4 @@
-"""The commands' common part: how they refuse, how they end, and what they print before a start and after a run."""
+"""The common part of all commands: how they refuse, how they end, and what they print before and after a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from trireme.run.rundir import resume_command
 
 
 def run_command(command: Callable[[list[str], Console], None], argv: Sequence[str]) -> int:
-    """Runs `command` with its arguments and returns its exit code (`trireme.core.errors`)."""
+    """Calls `command` with the arguments `argv` and a console. Prints errors, and returns the exit code
+    (`trireme.core.errors`)."""
     signals.arm()
     keep_compiled_code()
     console = Console(markup=False, highlight=False, soft_wrap=True)
@@ -44,7 +45,8 @@ def run_command(command: Callable[[list[str], Console], None], argv: Sequence[st
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses as all commands of this project do. Raises BadInput."""
+    """A parser of command lines that raises BadInput for a wrong one, so that it is refused in the form of all
+    refusals."""
 
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.format_usage().removeprefix("usage:").split())
@@ -52,14 +54,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def show(plan: Plan, config: CommonConfig, console: Console) -> None:
-    """Prints the plan and the configuration as JSON, for a dry run."""
+    """Prints the plan as a table and the configuration as JSON, for a dry run."""
     console.print(plan.render(whole=True))
     console.print(config.model_dump_json(indent=2))
 
 
 def planned(loaded: Loaded[Config], rooms: Sequence[PartKind], console: Console) -> Plan | None:
-    """Returns the plan of a command that starts `rooms` without a run directory, and prints its warnings; for a dry run
-    prints the plan and returns None. Raises BadInput."""
+    """Returns the plan of a command that starts `rooms` without a run directory, and prints the warnings of its
+    configuration. For a dry run prints the plan and the configuration instead, and returns None. Raises BadInput."""
     config = loaded.config
     facts = ModelFacts.of(config, required=True)
     plan = Plan(config, facts, Resources.of_this_machine(), rooms, notes=check(config, facts))
@@ -73,9 +75,9 @@ def planned(loaded: Loaded[Config], rooms: Sequence[PartKind], console: Console)
 
 
 def next_steps(root: Path, max_steps: int, seconds: float, plot: str, model: str, about_model: str) -> str:
-    """Returns the next steps for a user with a finished run: a command a line, each with a comment. `plot`: the command
-    that draws the curve of this kind of run; `model`: one that uses the trained model, which `about_model` describes.
-    """
+    """Returns a text for the user of a finished run: suggested commands, one on each line with a comment. `root`: the
+    run directory; `seconds`: how long the run took; `plot`: the command that draws the run's curve; `model`: a
+    command that uses the trained model, with the comment `about_model`."""
     commands = {
         plot: "the curve, as an SVG file",
         f"uv run --no-sync trireme watch {root} --web": "all curves, rollouts and logs in a browser",
@@ -88,7 +90,8 @@ def next_steps(root: Path, max_steps: int, seconds: float, plot: str, model: str
 
 
 def from_here(root: Path) -> Path:
-    """Returns `root` relative to the working directory where it lies below it: commands are then short."""
+    """Returns `root` relative to the working directory if it lies below it, so that commands with it are short; else
+    `root`."""
     if root.is_relative_to(Path.cwd()):
         return root.relative_to(Path.cwd())
     return root

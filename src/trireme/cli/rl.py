@@ -1,4 +1,4 @@
-"""The command `rl`."""
+"""The command `rl`: trains a model by reinforcement learning."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ WAIT_LINE_S = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command `rl @ config.toml --key value` and returns its exit code (`trireme.core.errors`)."""
+    """Runs `rl @ config.toml --key value` with `argv` (None: `sys.argv`). Returns the exit code
+    (`trireme.core.errors`)."""
     return run_command(_rl, sys.argv[1:] if argv is None else argv)
 
 
@@ -73,7 +74,8 @@ def _rl(argv: list[str], console: Console) -> None:
 
 
 def _waited(are_made: Callable[[float], bool], limit_s: float) -> bool:
-    """Waits until the environments have been made, and says so every WAIT_LINE_S. Returns False after `limit_s`."""
+    """Waits until the environments have been made, and prints a line every WAIT_LINE_S. Returns False if they are not
+    made after `limit_s` seconds. `are_made` waits up to its argument, in seconds, and returns whether they are made."""
     started = time.monotonic()
     while not are_made(min(WAIT_LINE_S, limit_s)):
         waited_s = time.monotonic() - started
@@ -92,7 +94,8 @@ def _next_steps(config: Config, root: Path, seconds: float) -> str:
 
 
 def _ask(weights: Path, prompt: str | None, config: Config) -> str:
-    """Returns code that prints an answer of the model; without a recorded prompt it has a place for one."""
+    """Returns Python code that prints an answer of the model in `weights` to `prompt`; None: the code has PROMPT in its
+    place."""
     longest = config.inference.sampling.max_tokens
     return (
         f"from transformers import pipeline; print(pipeline('text-generation', '{weights}')("
@@ -101,8 +104,8 @@ def _ask(weights: Path, prompt: str | None, config: Config) -> str:
 
 
 def _quoted(code: str) -> str:
-    """Returns code as one word of a shell: in double quotes if a shell interprets nothing inside them, because the code
-    has single ones; else with shlex's quotes, which are hard to read."""
+    """Returns Python code as one word for a shell. It is in double quotes if a shell changes nothing inside them, as
+    the code itself contains single quotes; else in the quotes of shlex, which are hard to read."""
     if re.search(r'["$`!]|\\\\', code):
         return shlex.quote(code)
     return f'"{code}"'

@@ -1,10 +1,10 @@
-"""The command `trireme serve`: a server for Tinker's clients, which train and sample on this machine or cluster.
+"""The command `trireme serve`: a server for clients of Tinker, which train and sample on this machine or cluster.
 
     trireme serve @ examples/sort.toml
     trireme serve --model.name Qwen/Qwen3-0.6B --trainer.shards 2 --inference.replicas 2
 
-The command takes these options of `rl`: the model, shards, replicas, deadlines, and `service.*`. The run directory
-holds the states that clients save, for the next server of the same name.
+The command reads these options of `rl`: the model, shards, replicas, deadlines, and `service.*`. The run directory
+holds the states that clients save; the next server with the same run.name finds them there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNREAD = Path(__file__).with_name("serve.toml")
 
 
 def main(argv: list[str], console: Console) -> None:
-    """Serves until a signal comes. Raises Stopped, TriremeError."""
+    """Serves clients until a signal comes. `argv`: the arguments. Raises Stopped, TriremeError."""
     loaded = load(["@", str(UNREAD), *argv])
     config = loaded.config
     _refuse_what_is_not_served(config)

@@ -1,4 +1,4 @@
-"""The command `sft`."""
+"""The command `sft`: trains a model on given examples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from trireme.sft.data import SftData
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command `sft @ config.toml --key value` and returns its exit code (`trireme.core.errors`)."""
+    """Runs `sft @ config.toml --key value` with `argv` (None: `sys.argv`). Returns the exit code
+    (`trireme.core.errors`)."""
     return run_command(_sft, sys.argv[1:] if argv is None else argv)
 
 

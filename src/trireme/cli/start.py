@@ -1,4 +1,4 @@
-"""The entry points of the commands: they end in order on Ctrl-C from their first moment on, before all is imported."""
+"""The entry points of the commands. They handle Ctrl-C before a command's modules are imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def inference() -> int:
 
 
 def trireme() -> int:
-    """Runs the command `trireme` and returns its exit code: `trireme rl` is `rl`, and so are `sft` and `inference`."""
+    """Runs the command `trireme` and returns its exit code. `trireme rl` is the same as `rl`, and likewise for `sft`
+    and `inference`."""
     if len(sys.argv) > 1 and sys.argv[1] in LONG_STARTS:
         return _start(sys.argv.pop(1))
     return _start("trireme")

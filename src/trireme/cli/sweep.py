@@ -1,7 +1,7 @@
-"""`trireme sweep`: a grid of overrides, a run for each point, a table and a plot of the results.
+"""`trireme sweep`: a run for each point of a grid of overrides, then a table and a plot of the results.
 
 <output_dir>/<name>-<digest of the first run's configuration>/
-    sweep.json       how each run ended; the same command again continues, also with more values behind the others
+    sweep.json       how each run ended; the same command again continues, also with more values after the others
     <run>/           the run's own directory; logs/<run>.log has its output
     table.md, plot.svg
 """
@@ -51,11 +51,11 @@ say = partial(print, flush=True)
 
 
 class Sweep:
-    """A sweep in its directory `root`: the overrides and the result of each run, by name."""
+    """A sweep in its directory `root`: the overrides, the command and the result of each run, by the run's name."""
 
     def __init__(self, options: argparse.Namespace, base: Sequence[str]) -> None:
-        """`base`: the arguments that all runs have. Checks every point of the grid, and reads the results of the same
-        sweep. Raises BadInput."""
+        """Checks the configuration of every run, and reads the results of an earlier start of the same sweep.
+        `options`: of the command, from `parse`; `base`: the arguments that all runs have. Raises BadInput."""
         require("matplotlib", extra="plot", what_for="the plot of a sweep")
         grid: dict[str, list[str]] = dict(options.grid)
         self.options = options
@@ -80,30 +80,31 @@ class Sweep:
         self.results: dict[str, dict[str, Any]] = {name: recorded.get(name, NOT_RUN) for name in self.runs}
 
     def log(self, name: str) -> Path:
-        """Returns the file with the output of a run."""
+        """Returns the path of the file with the output of the run `name`."""
         return self.root / "logs" / f"{name}.log"
 
     def last_line(self, name: str) -> str:
-        """Returns the last error that a run printed, or its last line."""
+        """Returns the last error in the output of the run `name`; if there is none, the last line."""
         lines = [line.strip() for line in self.log(name).read_text(errors="replace").splitlines() if line.strip()]
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         return (errors or lines or ["nothing printed yet"])[-1]
 
     def curves(self, name: str) -> RunCurves:
-        """Returns the metrics of a run."""
+        """Returns all metrics of the run `name`."""
         curves = RunCurves(self.root / name)
         curves.look(most_bytes=None)
         return curves
 
     def metric(self, name: str) -> float | None:
-        """Returns the metric at the end of a run; None where no row has it."""
+        """Returns the compared metric of the run `name`, the mean of its last `window` values. Returns None if no row
+        has the metric."""
         values = self.curves(name).values(self.options.metric)
         if values:
             return mean(values[-self.options.window :])
         return None
 
     def state(self, name: str) -> str:
-        """Returns how a run ended, in words."""
+        """Returns how the run `name` ended, in words."""
         result = self.results[name]
         if result["code"] is None:
             return "not run"
@@ -114,7 +115,7 @@ class Sweep:
         return "done"
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
-        """Starts a run, which resumes if it was begun before."""
+        """Starts the run `name` as a process, which resumes the run if it was begun before. Returns the process."""
         place = ["--run.output-dir", str(self.root), "--run.name", name]
         if (self.root / name / "config.json").exists():
             resume = ["--resume"]
@@ -126,7 +127,7 @@ class Sweep:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
     def write(self) -> None:
-        """Writes all results so far, their table and their plot."""
+        """Writes all results so far to sweep.json, table.md and plot.svg."""
         lines: list[dict[str, str]] = []
         points: list[tuple[dict[str, Any], float]] = []
         for name, point in self.runs.items():
@@ -152,8 +153,8 @@ class Sweep:
 
 
 def run_all(sweep: Sweep) -> int:
-    """Runs the unfinished runs, each in a process of its own, at most `jobs` at a time; returns the exit code. Records
-    a run that fails, and continues with the others. Passes a signal on to the runs, which commit and end."""
+    """Runs the unfinished runs, each in a process of its own, at most `jobs` at a time. Returns the exit code. If a run
+    fails, records that and continues with the others. Passes a signal on to the runs, which commit and end."""
     waiting = [name for name, result in sweep.results.items() if result["code"] != EXIT_OK]
     active: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
     is_stopping = False
@@ -195,7 +196,8 @@ def run_all(sweep: Sweep) -> int:
 
 
 def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the options of the sweep, and the arguments of each run. Raises BadInput."""
+    """Parses the arguments `words`. Returns the options of the sweep, and the arguments that all runs have. Raises
+    BadInput."""
     parser = Parser(
         prog="trireme sweep",
         description="A run for each point of a grid. The same command again continues what is not finished.",
@@ -213,14 +215,15 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def positive(text: str) -> int:
-    """Returns a whole number of at least 1."""
+    """Converts an argument to a whole number of at least 1. Raises ArgumentTypeError."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError("a whole number of at least 1")
     return int(text)
 
 
 def read_grid(text: str) -> tuple[str, list[str]]:
-    """Reads `KEY=VALUE,VALUE,...`, or `KEY=[...]`, a list in JSON. Returns the key and its values as texts."""
+    """Parses `KEY=VALUE,VALUE,...` or `KEY=[...]`, a list in JSON. Returns the key and its values as texts. Raises
+    ArgumentTypeError."""
     key, _, listed = text.partition("=")
     values = value_of(listed)
     if isinstance(values, list):
@@ -233,7 +236,7 @@ def read_grid(text: str) -> tuple[str, list[str]]:
 
 
 def value_of(text: str) -> object:
-    """Returns a value as the plot needs it: a number where it is one."""
+    """Returns `text` parsed as JSON (a number, for the plot), or `text` itself if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -241,7 +244,8 @@ def value_of(text: str) -> object:
 
 
 def name_of(point: Mapping[str, str]) -> str:
-    """Returns the name of a run's directory: a readable part, and a hash where that leaves something out."""
+    """Returns the name of the directory of the run at `point`, {key: value}: a readable text, with a hash if the text
+    had to be cut or changed."""
     text = ",".join(f"{key}={value}" for key, value in point.items())
     plain = re.sub(r"[^\w.,=+-]", "_", text)[:MAX_NAME]
     if plain == text:
@@ -250,12 +254,12 @@ def name_of(point: Mapping[str, str]) -> str:
 
 
 def short_digest(text: str) -> str:
-    """Returns 8 hex digits of a hash."""
+    """Returns a hash of `text` as 8 hex digits."""
     return blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs `trireme sweep` with the words behind it, and returns its exit code. Raises BadInput, StorageFailed."""
+    """Runs `trireme sweep` with the arguments `words`, and returns its exit code. Raises BadInput, StorageFailed."""
     sweep = Sweep(*parse(words))
     if sweep.options.dry_run:
         say(f"{sweep.root}: {len(sweep.runs)} runs")

@@ -1,4 +1,4 @@
-"""The command `trireme`: `trireme inspect RUN`, `trireme watch RUN`, and all others."""
+"""The command `trireme` with its subcommands, such as `trireme inspect RUN` and `trireme watch RUN`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PIPE_WIDTH = 200
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command (of `sys.argv` when none is given) and returns its exit code (`trireme.core.errors`)."""
+    """Runs the command with `argv` (None: `sys.argv`) and returns its exit code (`trireme.core.errors`)."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     name = (arguments or [""])[0]
     words = arguments[1:]
@@ -171,7 +171,7 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _reader(root: Path) -> RunReader:
-    """Returns the reader of the run in `root` for the console's page."""
+    """Returns the object that reads the run in `root` for the page of the console."""
     from service.console.reading import RunReader
 
     tokenizer = tokenizer_of(run_config(root))
@@ -200,7 +200,7 @@ def _watch(options: argparse.Namespace) -> None:
 
 
 def _check_web(options: argparse.Namespace) -> None:
-    """Refuses options that would have no effect. Raises BadInput."""
+    """Raises BadInput for options of the page without --web, and for an impossible --port."""
     flags = [f"--{name}" for name in ("host", "port", "keys") if getattr(options, name) is not None]
     if flags and not options.web:
         raise Refusal(

@@ -1,4 +1,4 @@
-"""Finds the installed build of vLLM, and refuses a build for other devices than those of the run."""
+"""Finds the installed build of vLLM, and refuses a build that is not for the devices of the run."""
 
 from __future__ import annotations
 

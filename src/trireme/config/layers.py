@@ -74,7 +74,7 @@ class MergedLayers:
         """Strings for an entry of a list without its number."""
 
     def add(self, layer: Sequence[GivenValue]) -> None:
-        """Merges `layer` into the tree: its values replace those of earlier layers."""
+        """Merges `layer` into the tree: its values replace values of earlier layers."""
         keys = self._keys
         lists = {setting.spelling for setting in layer if setting.value == [] and setting.spelling in keys.lists}
         self.named = {path for path in self.named if keys.list_of(path) not in lists}

@@ -162,8 +162,8 @@ def _left_out(tree: Mapping[str, object], place: Path = ()) -> Iterator[Refusal]
 
 
 def _unnumbered(layers: MergedLayers, keys: Keys) -> Iterator[Refusal]:
-    """Yields a refusal for each flag or variable that sets a key of a list with several entries, and does not say of
-    which entry."""
+    """Yields a refusal for each flag or variable that sets a key of a list with several entries without the number of
+    an entry."""
     for setting in layers.unnumbered:
         table = keys.list_of(setting.spelling)
         if table and len(_entries(table, layers.named)) > 1:

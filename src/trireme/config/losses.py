@@ -29,7 +29,7 @@ class Parameter(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """What configuration and trainer know about a loss: its function, parameters and columns."""
+    """A loss, as configuration and trainer know it: its function, parameters and columns."""
 
     function: str
     """Import path, `module:function`."""

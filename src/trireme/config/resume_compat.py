@@ -26,7 +26,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.tx
 
 def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, object]:
     """Returns the fixed parts of a run of `rl`, as a nested dict of JSON values. A resume is refused if they differ
-    from those of its commit."""
+    from the parts of its commit."""
     alone = len(config.env) == 1  # else names and weights are in the order of the problems too
     envs = [
         {"id": env.id, "args": redact_values(env.args)} | ({} if alone else {"name": env.label, "weight": env.weight})

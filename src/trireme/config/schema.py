@@ -312,8 +312,8 @@ class Config(CommonConfig):
 
     @property
     def eval_envs(self) -> tuple[EnvConfig, ...]:
-        """The environments that evaluations sample: those of `eval.env`, or all of the run's environments if there are
-        none."""
+        """The environments that evaluations sample: the ones in `eval.env`, or all of the run's environments if
+        `eval.env` is empty."""
         return tuple(map(self._held_out, self.eval.env)) or self.env
 
     def _held_out(self, held_out: HeldOutConfig) -> EnvConfig:

@@ -168,7 +168,7 @@ class CommonTrainer(Section):
     every update below 1/256 of a weight."""
 
     def compiles(self, *, on_gpus: bool) -> bool:
-        """Returns True if layers are to be compiled. Even then they are only if a trial shows that they can be."""
+        """Returns True if layers should be compiled. They are then compiled if a trial shows that they can be."""
         return self.compile is True or (self.compile == "auto" and on_gpus and not self.lora.on)
 
     @property

@@ -82,7 +82,7 @@ class Examination:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a run needs of its nodes. Without a configuration: what any run needs."""
+    """The needs of a run on its nodes; without a configuration, the needs of any run."""
 
     nodes: Sequence[str] = ()
     """Host names or addresses of the nodes that should be there; empty if they are not specified."""
@@ -113,8 +113,8 @@ class Expected:
 
     @classmethod
     def of(cls, config: CommonConfig, plan: Plan) -> Expected:
-        """Returns what a run of `config` needs of the nodes of `plan`. The names of the plan's nodes must be those of
-        the examination."""
+        """Returns the needs of a run of `config` on the nodes of `plan`. The plan's nodes must have the names that they
+        have in the examination."""
         memory: dict[str, int] = {}
         shm_free: dict[str, int] = {}
         writers: list[str] = []

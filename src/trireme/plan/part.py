@@ -67,7 +67,7 @@ class Part(ABC):
 
     @property
     def transport(self) -> TransportKind:
-        """The kind of transport: how published weights travel, and whose memory holds them."""
+        """The kind of transport: how published weights travel, and where they are held in memory."""
         return TRANSPORTS[self.config.transport]
 
     @property

@@ -181,7 +181,7 @@ class InferencePart(Part):
 
     @property
     def recomputed_tokens(self) -> int | None:
-        """The most tokens whose KV all replicas compute again at an update: every request that can be in flight, at
+        """The most tokens for which all replicas compute KV again at an update: every request that can be in flight, at
         full length. None if the longest sequence is unknown."""
         limit = self.config.seq_limit(self.facts)
         rollouts = self.config.groups_in_flight * self.config.largest_group

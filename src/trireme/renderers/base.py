@@ -4,7 +4,7 @@ tokens.
     messages --text()--> one string --encode--> tokens                        no message was sampled
     prompt + sampled tokens + encode(text after the sampled message)          one was: its tokens do not change
 
-The text after a message is found by writing a mark in place of the message's content. Where a prompt leaves out the
+The text after a message is found by writing a mark where the message's content was. Where a prompt leaves out the
 thinking of earlier messages (`history.py`), the thinking is cut out of their tokens.
 """
 

@@ -186,8 +186,8 @@ def suitable(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None = N
 
 
 def _writes_template(renderer: PackageRenderer, tokenizer: Tokenizer, enable_thinking: bool | None) -> bool:
-    """Returns True if the renderer's tokens of PROBE, a test conversation, equal those of the chat template. Parts with
-    tools are skipped where the template supports none."""
+    """Returns True if the renderer's tokens of PROBE, a test conversation, equal the tokens of the chat template. Parts
+    with tools are skipped where the template supports none."""
     if enable_thinking is None:
         options = {}
     else:

@@ -235,8 +235,8 @@ def _check_arrays(file: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
 def _checked(
     tokens: Tokens, weights: Weights, place: str, rules: ExampleRules, shortened: Counter[str]
 ) -> Example | None:
-    """Checks one example against `rules`, and cuts it if it is too long. Returns None if it is to be omitted. Counts
-    cut and omitted examples in `shortened`. Raises BadExample."""
+    """Checks one example against `rules`, and cuts it if it is too long. Returns None if it is omitted. Counts cut and
+    omitted examples in `shortened`. Raises BadExample."""
     if len(tokens) > rules.max_seq_len:
         if rules.too_long == "drop":
             shortened["left out"] += 1

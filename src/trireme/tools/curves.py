@@ -1,4 +1,4 @@
-"""Reads the metrics of a run as columns of numbers, and goes on reading while the run writes more."""
+"""Reads the metrics of a run as columns of numbers, and reads on while the run writes more."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class RunCurves:
                 values.append(value)
 
     def names(self) -> list[str]:
-        """Returns the names of all metrics that are worth a curve, those of FIRST_CURVES first."""
+        """Returns the names of all metrics that are worth a curve, first the names in FIRST_CURVES."""
         first = [name for name in FIRST_CURVES if name in self._columns]
         return first + sorted(self._columns.keys() - {*first, *NO_CURVES})
 

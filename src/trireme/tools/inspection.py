@@ -164,7 +164,7 @@ def render(report: Inspection) -> Iterator[RenderableType]:
 
 
 def _lineage_line(head: Head, lineages: Sequence[Head]) -> str:
-    """Returns a line on the lineage of `head`: from which step of which lineage it continued, and whether it is
+    """Returns a line on the lineage of `head`: the lineage and the step that it continued from, and whether it is
     current."""
     if head == lineages[-1]:
         state = "current"

@@ -26,7 +26,7 @@ def scale(root: Path, replicas: int, wait: bool, say: Callable[[str], None]) -> 
     """Asks the driver of the run in `root` to have `replicas` replicas, and waits until it agrees; with `wait`, until
     all of them serve. `say` gets lines of progress.
 
-    Raises BadInput if the run cannot have so many replicas, RoomFailed if its driver ends or does not answer in time,
+    Raises BadInput if the run cannot have that many replicas, RoomFailed if its driver ends or does not answer in time,
     or if the replicas do not serve in time.
     """
     config = _checked(root, replicas)

@@ -115,7 +115,7 @@ def traces(root: Path) -> dict[int, list[Path]]:
 
 def _outlived(by_attempt: Mapping[int, Sequence[Path]], attempt: int) -> list[Path]:
     """Returns trace files of earlier attempts, one for each replica that may still run in `attempt`: a replica outlives
-    the attempt in which it was started, and goes on writing there."""
+    the attempt in which it was started, and still writes there."""
     names = {file.name for file in by_attempt[attempt]}
     older = {file.name: file for earlier in by_attempt if earlier < attempt for file in by_attempt[earlier]}
     return [file for name, file in older.items() if name.startswith("inference_") and name not in names]
@@ -124,7 +124,7 @@ def _outlived(by_attempt: Mapping[int, Sequence[Path]], attempt: int) -> list[Pa
 def json_lines(file: Path, most_bytes: int | None = None) -> Iterator[dict[str, Any]]:
     """Yields the JSON objects of a file with one object on each line; the lines may also form an array. Skips lines
     that a crash tore. Yields none if the file does not exist. `most_bytes`: if the file is longer, reads only its
-    beginning (where a trace names its tracks) and its end, so many bytes in total."""
+    beginning (where a trace names its tracks) and its end, `most_bytes` in total."""
     if not file.exists():
         return
     with file.open("rb") as lines:
