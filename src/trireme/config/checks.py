@@ -159,7 +159,8 @@ def _names(config: Config) -> Iterator[Refusal]:
 
 
 def _eval_envs(config: Config) -> Iterator[Refusal]:
-    """Refuses an entry of `eval.env` that has no id, unless its name is the name of one of the run's environments."""
+    """Refuses an entry of `eval.env` that has neither an id nor the name of one of the run's environments, if the run
+    has several environments."""
     labels = [env.label for env in config.env]
     for n, held_out in enumerate(config.eval.env):
         if held_out.id is None and len(labels) > 1 and held_out.name not in labels:

@@ -26,7 +26,7 @@ command (`trireme foo --bar`)."""
 
 
 def removed_key(path: Sequence[str], shown: str) -> Refusal | None:
-    """Returns the refusal of a key that was removed, by itself or with its section; None if it was not removed.
+    """Returns the refusal of a key that was removed, alone or with its section; None if the key was not removed.
 
     `path`: the parts of the key, without the number of an entry. `shown`: the key and its place, for a person.
     """

@@ -252,8 +252,8 @@ class Plan:
 
     def check_replicas(self, target: int, added: int) -> None:
         """Raises BadInput if the machines cannot hold `target` replicas, by the estimates of memory and the number of
-        GPUs, or if too little memory of hosts and GPUs is free to start `added` more replicas. Missing cores are no
-        reason: such replicas wait for a node."""
+        GPUs. `added` of these replicas have to start; also raises BadInput if too little memory of hosts and GPUs is
+        free for them. Missing cores are no reason: a replica then waits for a node."""
         inference = getattr(self.config, "inference")  # noqa: B009  only runs with replicas are scaled
         config = self.config.model_copy(update={"inference": inference.model_copy(update={"replicas": target})})
         larger = replace(self, config=config, resources=self.resources.emptied)  # what is taken may be this run's

@@ -55,7 +55,7 @@ def host_room(memory_bytes: int, config: CommonConfig) -> int:
 
 def chunk_logits(free_bytes: int | None) -> int:
     """Returns how many logits a shard computes at the same time. On a GPU: the largest power of two that needs at most
-    half of its `free_bytes`. `free_bytes` None: the number for a CPU."""
+    half of its `free_bytes`, from CPU_LOGITS to MOST_LOGITS. `free_bytes` None: CPU_LOGITS, the number for a CPU."""
     if free_bytes is None:
         return CPU_LOGITS
     fit = max(1, free_bytes // (2 * LOGIT_BYTES))
@@ -101,9 +101,8 @@ class ShardMemory:
 
     @property
     def base(self) -> int:
-        """Bytes that a shard takes in addition to its state and the memory of a pass: its process, logits, and kept
-        copies.
-        """
+        """Bytes that a shard takes in addition to its state and the memory of a pass: its process, a chunk of logits,
+        and freed tensors that the allocator keeps."""
         return int(SHARD_BASE_GIB * GIB) + self.logits + self.freed
 
     @property

@@ -120,7 +120,7 @@ class NodeNeeds:
 
     @property
     def shm_free(self) -> int:
-        """Bytes that must be free in /dev/shm when its actors start."""
+        """Bytes that must be free in the machine's /dev/shm when its actors start."""
         return max((need.shm_free for need in self.actors.values()), default=0)
 
     @property

@@ -346,8 +346,8 @@ class OrchestratorPart(Part):
 
 @dataclass(frozen=True)
 class ServicePart(Part):
-    """The part of the HTTP service, which external clients call. It needs no CPU or GPU of its own: it computes
-    nothing."""
+    """The part of the HTTP service, to which external clients send chats. It needs no CPU or GPU of its own: it
+    computes nothing."""
 
     config: Config
     room = "service"

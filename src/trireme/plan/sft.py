@@ -54,7 +54,7 @@ class DataPart(Part):
 
 
 def sft_plan(config: SftConfig, facts: ModelFacts | None, resources: Resources, data: SftData | None = None) -> Plan:
-    """Returns the plan of a run of `sft`."""
+    """Returns the plan of a run of `sft`. `facts`, `data` None: they could not be read, in a dry run without a hub."""
     return Plan(config, facts, resources, (TrainerPart, partial(DataPart, data=data)))
 
 

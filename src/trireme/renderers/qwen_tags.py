@@ -58,7 +58,7 @@ def parse_text(text: str) -> tuple[Message, bool]:
     formed.
 
     Returns False if the thinking or a tool call has no end or no beginning, or if a call is not a JSON object with a
-    name and arguments. Then tags that were not understood stay in `content`.
+    name and arguments. Then `content` holds the text after the thinking unchanged.
     """
     message: Message = {"role": "assistant", "content": text}
     if text.lstrip().startswith(THINK):

@@ -257,8 +257,8 @@ class GroupAges:
 
 
 def _curve(name: str, points: Sequence[tuple[float, float]], smooth: bool) -> dict[str, object]:
-    """Returns a curve as JSON values, thinned. `smooth`: with another curve, the mean over the last SMOOTHED steps at
-    each step."""
+    """Returns a curve as JSON values, thinned. `smooth`: adds a second curve, at each step the mean of the last
+    SMOOTHED steps."""
     if not smooth:
         return {"name": name, "points": thinned(points)}
     steps, values = zip(*points, strict=True)
