@@ -1,4 +1,4 @@
-"""The command `inference`: serves a model to clients of OpenAI's and Anthropic's APIs, without training anything.
+"""The command `inference`: serves a model to OpenAI's and Anthropic's clients, without training anything.
 
     inference outputs/sort --step 100                         a commit of a run
     inference some/model @ serve.toml --inference.replicas 2  any Hugging Face model, an export too

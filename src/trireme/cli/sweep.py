@@ -153,8 +153,8 @@ class Sweep:
 
 
 def run_all(sweep: Sweep) -> int:
-    """Runs the unfinished runs, each in a process of its own, at most `jobs` at a time. Returns the exit code. If a run
-    fails, records that and continues with the others. Passes a signal on to the runs, which commit and end."""
+    """Runs the unfinished runs, each in a process of its own, at most `jobs` at a time; returns the exit code. Records
+    a run that fails, and continues with the others. Passes a signal on to the runs, which commit and end."""
     waiting = [name for name, result in sweep.results.items() if result["code"] != EXIT_OK]
     active: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
     is_stopping = False

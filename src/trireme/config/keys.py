@@ -287,5 +287,5 @@ class Keys:
 
 @cache
 def keys_of(schema: type[CommonConfig]) -> Keys:
-    """Returns all options of the command that has the configuration `schema`."""
+    """Returns the options of the command with the configuration `schema`."""
     return Keys(schema)

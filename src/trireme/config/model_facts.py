@@ -1,4 +1,4 @@
-"""The sizes of a model from its config.json: enough to check a configuration and to plan memory."""
+"""The sizes of a model by its config.json: enough to check a configuration and to plan memory."""
 
 from __future__ import annotations
 

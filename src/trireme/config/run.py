@@ -116,7 +116,7 @@ class ModelConfig(Section):
     """Attention of the trainer; auto = sdpa."""
 
     def dtype_bytes(self, *, on_gpus: bool) -> int:
-        """Returns the bytes per number in the dtype in which trainer and replicas compute."""
+        """Returns the bytes of a number in the dtype in which trainer and replicas compute."""
         if self.dtype == "auto":
             if on_gpus:
                 return 2
@@ -161,7 +161,7 @@ class ClusterConfig(Section):
 
     @property
     def port_range(self) -> range:
-        """The ports at which a run may listen; empty if any port will do."""
+        """The ports at which a run may listen; empty if any will do."""
         if self.ports:
             return range(*_ends(self.ports))
         return range(0)

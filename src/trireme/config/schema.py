@@ -170,7 +170,7 @@ class CommonConfig(Section, ABC):
         return self.model.tokenizer or self.model.name
 
     def with_absolute_paths(self) -> Self:
-        """Returns a copy in which the paths of local models are absolute, as actors may work in another directory."""
+        """Returns a copy in which local directories of models are absolute, as actors may work in another directory."""
         names = {key: getattr(self.model, key) for key in ("name", "tokenizer", "start")}
         local = {key: str(Path(n).expanduser().absolute()) for key, n in names.items() if n and looks_like_path(n)}
         return self.model_copy(update={"model": self.model.model_copy(update=local)})

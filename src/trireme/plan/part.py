@@ -55,7 +55,7 @@ class Part(ABC):
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes per number in the dtype in which trainer and replicas compute."""
+        """Bytes of a number in the dtype in which trainer and replicas compute."""
         return self.config.model.dtype_bytes(on_gpus=self.on_gpus)
 
     @property
@@ -102,7 +102,7 @@ class Part(ABC):
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about options with a cost that is easily overlooked."""
+        """Warnings about options with a price that is easily overlooked."""
         return []
 
     @abstractmethod

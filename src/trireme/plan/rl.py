@@ -176,7 +176,7 @@ class InferencePart(Part):
 
     @property
     def max_num_seqs(self) -> int | None:
-        """The most sequences that a replica decodes at the same time; None: vLLM decides by its GPU."""
+        """Sequences that a replica decodes at the same time; None: vLLM decides by its GPU."""
         return self.config.inference.sequences(on_gpus=self.on_gpus)
 
     @property

@@ -85,7 +85,7 @@ class TrainerPart(Part):
 
     @property
     def _copies(self) -> int:
-        """Bytes of a shard's copies of weights and moments, from which checkpoints are written (`trainer.snapshot`)."""
+        """Bytes of a shard's copies of weights and moments, from which commits are written (`trainer.snapshot`)."""
         assert self.facts is not None
         trained = self.facts.trained_parameters(self.config.trainer.lora)
         return 3 * DTYPE_BYTES[self.config.trainer.master_dtype] * trained // self.config.trainer.mesh.parts

@@ -21,7 +21,7 @@ TOOL_RESPONSE_END = "</tool_response>"
 
 
 def tool_schema(tool: ToolSpec) -> dict[str, object]:
-    """Returns a tool in the form that chat templates expect."""
+    """Returns a tool in the form in which chat templates take it."""
     return {"type": "function", "function": dict(tool)}
 
 
@@ -95,7 +95,7 @@ def _call(block: str) -> ToolCall | None:
 
 
 def read_json(text: str) -> Any:
-    """Parses JSON. Returns None if the text is not JSON, is nested too deeply, or cannot be written in UTF-8."""
+    """Reads JSON; None for text that is not JSON, is nested too deeply, or cannot be written in UTF-8."""
     try:
         value = json.loads(text, parse_constant=_no_constant)
         to_json(value, ensure_ascii=False).encode()

@@ -1,4 +1,4 @@
-"""The data of supervised training: examples as arrays of numbers, in an order that the seed decides."""
+"""The data of supervised training: examples as columns of numbers, in an order that the seed decides."""
 
 from __future__ import annotations
 

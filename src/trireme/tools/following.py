@@ -46,7 +46,7 @@ class LineFollower:
 
 
 def run_config(root: Path) -> Mapping[str, Any]:
-    """Returns the configuration of the run in `root`; empty if it is not written yet."""
+    """Returns the configuration of the run in `root`; empty before it is written."""
     file = root / "config.json"
     config: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return config

@@ -1,4 +1,4 @@
-"""Draws metrics as SVG files with matplotlib.
+"""Draws metrics as SVG with matplotlib.
 
 The background is transparent, and the colours suit light and dark pages. The same data give the same file.
 """

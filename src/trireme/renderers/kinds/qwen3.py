@@ -1,5 +1,4 @@
-"""The renderer of Qwen3's format. With thinking stripped from the history, it writes the same text as Qwen3's own chat
-template."""
+"""Qwen3's format. With thinking stripped from the history, it writes the same text as Qwen3's own chat template."""
 
 from __future__ import annotations
 
