@@ -97,7 +97,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReplicaInfo:
-    """What a working replica says of itself: its processes and its weights."""
+    """The answer of a working replica to a look: its processes and its weights."""
 
     engine_pid: int
     """Process id of its engine."""

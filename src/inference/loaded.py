@@ -50,7 +50,7 @@ class HeldPart:
 
 @dataclass(frozen=True)
 class Following:
-    """What one rank learned at its first update: which parts of published tensors its loaders copied into
+    """The findings of one rank at its first update: which parts of published tensors its loaders copied into
     parameters."""
 
     parts: tuple[HeldPart, ...]
@@ -65,7 +65,7 @@ class Following:
 
 @dataclass(frozen=True)
 class LoadedSums:
-    """What a rank returns after it has loaded a version: the sums of the parts that it holds."""
+    """The answer of a rank that has loaded a version: the sums of the parts that it holds."""
 
     sums: npt.NDArray[np.uint64]
     """[parts, 2], of the rank's parts."""
