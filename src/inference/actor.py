@@ -511,10 +511,10 @@ class ReplicaActor:
         async with self._received(published, step):
             from inference.adapter import request_of  # imports vLLM
 
-            if self.identity is None or published.manifest.adapter is None:
-                raise WeightsRefused(
-                    f"an adapter {name} beside no weights; expected an adapter, and an update before it"
-                )
+            if self.identity is None:
+                raise WeightsRefused(f"adapter {name!r} for a replica without weights; expected an update before it")
+            if published.manifest.adapter is None:
+                raise WeightsRefused(f"whole weights as adapter {name!r}; expected a published LoRA adapter")
             self._adapter_number += 1
             request = request_of(name, self._adapter_number)
             await step("add adapter", self._in_engine("add_adapter", (request.lora_int_id,)))

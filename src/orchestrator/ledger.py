@@ -230,7 +230,8 @@ class Ledger:
             if step > self.deadline(group):
                 raise ProvenanceError(
                     f"group {group.index} (problem {group.problem}) has floor {group.floor} and would be trained on at "
-                    f"step {step}: age {step - group.floor}, at most {self.max_steps_off_policy} is allowed"
+                    f"step {step}: age {step - group.floor}, above orchestrator.max_steps_off_policy = "
+                    f"{self.max_steps_off_policy}. This is an error of the ledger, not of the configuration: report it"
                 )
             del self.active[group.index]
         self.consumed.setdefault(step, []).extend(groups)

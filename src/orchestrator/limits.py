@@ -135,7 +135,7 @@ class BackgroundTasks:
 
     @property
     def limit_reached(self) -> bool:
-        """True if the first error is a limit of the run."""
+        """True if the first error of any task is LimitReached: the run has reached one of its limits."""
         return isinstance(self._error, LimitReached)
 
     def raise_error(self, but_limits: bool = False) -> None:

@@ -210,7 +210,8 @@ class TrajectoryBuilder:
         self._prompt_end = end
 
     def so_far(self) -> Trajectory:
-        """Returns the trajectory of the answered turns, at least one. Its arrays are views, not copies."""
+        """Returns the trajectory of the turns answered so far; call it after the first answer. Its arrays are views,
+        not copies."""
         end = self._answered
         tokens = _read_only(self._tokens[:end])
         logprobs = _read_only(self._logprobs[:end])

@@ -193,8 +193,8 @@ class StoredPart:
     """Functions to apply to the fetched part, in this order."""
 
     def opened(self, fetch: Callable[[Any, str], Any]) -> BatchPart:
-        """Fetches and returns the part, with its further columns and after its maps. `fetch` takes a reference and the
-        name of its owner, and returns the value."""
+        """Fetches the part, adds its further columns, applies its maps in order, and returns it. `fetch` takes a
+        reference and the name of its owner, and returns the value."""
         if isinstance(self.part, PartPieces):
             stored = self.part
         else:

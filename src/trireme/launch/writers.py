@@ -143,12 +143,12 @@ def check_writers(
     on_tick: Progress,
 ) -> FarNodes | None:
     """Makes each node with a writer look for a file that the driver has just written below the run directory. Returns
-    the nodes that do not see the file; None if all see it.
+    None if all see it; else the nodes that do not, which then write to the run's object storage.
 
     `rooms`: {Ray's id of a node: rooms with actors on it}. `writing`: the rooms with actors that write. `timeout_s`:
-    for the nodes' answers; `checkpoint_s`: for the parts of a commit later. For nodes that do not see the file, raises
-    BadInput that names them if the run is not kept in object storage or they cannot read it there; StoreSilent if the
-    store does not answer them. Raises RoomFailed for a node that does not answer.
+    limit for the nodes' answers. `checkpoint_s`: limit for the returned nodes to store their parts of a commit. Raises
+    BadInput, naming the nodes that do not see the file, if the run has no object storage or they cannot read it;
+    StoreSilent if the storage does not answer them; RoomFailed for a node that does not answer.
     """
     writers = {node: [room for room in local_rooms if room in writing] for node, local_rooms in rooms.items()}
     writers = {node: local_rooms for node, local_rooms in writers.items() if local_rooms}

@@ -15,7 +15,8 @@ from trireme.process.environ import Resources
 
 @dataclass(frozen=True)
 class Part(ABC):
-    """The contribution of one room (or of the data) to a plan: actors, memory and rows."""
+    """The contribution of one room (or of the data) to a plan: its actors, its memory, and the rows of the plan that it
+    prints."""
 
     config: CommonConfig
     """The configuration of the run."""
