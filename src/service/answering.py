@@ -110,8 +110,8 @@ class TurnAnswering:
             raise RequestRefused("an empty prompt; expected at least one token", param=request.param)
         if len(fresh) and (fresh.min() < 0 or fresh.max() >= vocabulary):
             raise RequestRefused(
-                f"token ids from {fresh.min()} to {fresh.max()}; expected 0 to {vocabulary - 1}: encode the prompt "
-                "with the tokenizer of this model",
+                f"token ids from {fresh.min()} to {fresh.max()}; expected 0 to {vocabulary - 1}, the vocabulary of "
+                "this model: encode the prompt with its tokenizer",
                 param=request.param,
             )
         if len(prompt) >= self.models.max_len:

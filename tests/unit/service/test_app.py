@@ -282,7 +282,7 @@ async def test_tokens_that_the_tokenizer_has_and_the_model_has_not_are_refused()
     """They would lie beyond its embedding, and could end the engine."""
     async with served("4") as service, of(service) as client:
         service.front.turns.models = replace(service.front.turns.models, vocab_size=100)
-        with pytest.raises(openai.BadRequestError, match="vocabulary of 100"):
+        with pytest.raises(openai.BadRequestError, match="expected 0 to 99, the vocabulary"):
             await client.completions.create(model="policy", prompt=[1, 100])
         await asked_text(client, 99)
         for ask in (asked_text, asked_chat):
