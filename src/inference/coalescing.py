@@ -237,4 +237,5 @@ class CoalescingScheduler(Scheduler):
 
 
 class CoalescingAsyncScheduler(CoalescingScheduler, AsyncScheduler):
-    """The same on vLLM's asynchronous scheduler, which prepares a step while the previous one is computed."""
+    """Holds outputs back as CoalescingScheduler does, on vLLM's asynchronous scheduler, which prepares a step while the
+    engine computes the previous one."""

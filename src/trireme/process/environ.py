@@ -61,7 +61,7 @@ class Resources:
 
     @property
     def emptied(self) -> Resources:
-        """The same machines as they would be with all memory free, of hosts and of GPUs."""
+        """Returns a copy of these resources in which all memory of hosts and GPUs is free."""
         emptied = [
             replace(
                 node, free_bytes=node.memory_bytes, gpus=tuple(replace(g, free_bytes=g.memory_bytes) for g in node.gpus)

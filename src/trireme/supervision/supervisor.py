@@ -1,4 +1,4 @@
-"""Monitors all actors of a run in a thread of the driver, and replaces lost ones.
+"""Watches all actors of a run from a thread of the driver, and starts successors of lost actors.
 
 heartbeats  Each process is asked for a heartbeat once a second. One that is silent for timeouts.heartbeat_s writes its
             stacks to its log and is killed (`heartbeats.py`). The actor of a replica does the same to its engine.
