@@ -1,13 +1,13 @@
 """Kills the parts of runs, and says what became of them.
 
-    python scripts/chaos.py matrix [--victim shard ...] [--moment commit ...] [--stop] [--results FILE] [--docs]
+    python scripts/chaos.py matrix [--victim shard ...] [--moment checkpoint ...] [--stop] [--results FILE]
     python scripts/chaos.py soak [--steps 300] [--every 20] [--seed 0]
 
 `matrix`: every victim at every moment (`tests/e2e/chaos_support.py`), one small run for each: about a minute and a half
 on two cores. `--stop`: SIGSTOP, for longer than the deadline, instead of SIGKILL. A run has come through when
-everything that it left is whole: each step and each problem once, the bound, the last commit, no process and no file in
-shared memory. `--results` keeps the results, one line of JSON a cell; cells that are in it already are not run again.
-The table of all cells is printed at the end, as Markdown; `--docs` also writes it to docs/recovery.md.
+everything that it left is whole: each step and each problem once, the bound, the last checkpoint, no process and no
+file in shared memory. `--results` keeps the results, one line of JSON a cell; cells that are in it already are not run
+again. The table of all cells is printed at the end, as Markdown.
 
 `soak`: one long run that loses a random part again and again, and alongside it an undisturbed one. Prints how the
 memory of every process of both went, and both reward curves.
@@ -57,18 +57,11 @@ from chaos_support import (
 from resume_support import rows_of
 from run_support import Running
 
-DOCS = Path(__file__).parents[1] / "docs" / "recovery.md"
 MEBI = 2**20
 SOAK = [
     *CHAOS,
-    "--checkpoint.every",
-    "10",
-    "--checkpoint.keep-last",
-    "2",
-    "--cluster.max-restarts",
-    "1000",
-    "--eval.every",
-    "0",
+    *("--checkpoint.every", "10", "--checkpoint.keep-last", "2"),
+    *("--cluster.max-restarts", "1000", "--eval.every", "0"),
 ]
 LOOK_S = 0.5
 LONG_LIFE = 40
@@ -85,14 +78,6 @@ def matrix(args: argparse.Namespace) -> bool:
     results = rows_of(args.results) if args.results else []
     finished = {(row["victim"], row["moment"], row["sends"]) for row in results}
     cells = [Cell(victim, moment, sends) for moment in args.moment for victim in args.victim]
-    if args.docs:
-        present = len(
-            {(cell.victim, cell.moment) for cell in cells} | {key[:2] for key in finished if key[2] == sends.name}
-        )
-        if present < (stands := table_in(DOCS, sends.name)[1].count("whole,")):
-            raise SystemExit(
-                f"--docs would put {present} cells in the place of {stands}: run all of them, or add --results"
-            )
     for cell in cells:
         if (cell.victim, cell.moment, sends.name) in finished:
             continue
@@ -102,14 +87,11 @@ def matrix(args: argparse.Namespace) -> bool:
                 file.write(json.dumps(results[-1]) + "\n")
         print(f"{cell}: {summary_of(results[-1])}", flush=True)
     results = [row for row in results if row["sends"] == sends.name]
-    tables = table(results)
-    print("\n" + tables)
-    if args.docs:
-        put_into_docs(DOCS, sends.name, tables)
+    print("\n" + table(results))
     return all(row["failure"] is None for row in results)
 
 
-def run_one(cell: Cell) -> dict[str, Any]:
+def run_one(cell: Cell) -> dict[str, object]:
     """The result of one cell. `failure`: what was wrong; None if everything was whole."""
     place = Path(tempfile.mkdtemp(prefix="chaos-"))
     started = time.monotonic()
@@ -135,7 +117,7 @@ def summary_of(result: dict[str, Any]) -> str:
     return result["failure"] or f"whole, after {result['seconds']} s, {len(result['incidents'])} incidents"
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
+def table(results: Sequence[dict[str, object]]) -> str:
     """Moments by victims, as Markdown: the seconds of a whole cell, start and end of the run included. Empty: it was
     not run."""
     cells = {(row["victim"], row["moment"]): row for row in results}
@@ -147,26 +129,11 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             return ""
         if row["failure"]:
             return "FAILED"
-        return f"whole, {row['seconds']} s"
+        return f"{row['seconds']} s"
 
     rows = [["at", *columns], ["---"] * (len(columns) + 1)]
     rows += [[moment, *(told_in_a_cell(victim, moment) for victim in columns)] for moment in lines]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def put_into_docs(file: Path, sends: str, text: str) -> None:
-    """Replaces the table between the comments `<!-- matrix SIGKILL -->` and `<!-- end -->` of a Markdown file."""
-    before, _, after = table_in(file, sends)
-    file.write_text(f"{before}{text}\n{after}")
-
-
-def table_in(file: Path, sends: str) -> tuple[str, str, str]:
-    """Returns the text before that table, the table, and the text after it."""
-    before, begin, rest = file.read_text().partition(f"<!-- matrix {sends} -->\n")
-    text, end, after = rest.partition("<!-- end -->")
-    if not end:
-        raise SystemExit(f"{file} has no place for a table between <!-- matrix {sends} --> and <!-- end -->")
-    return before + begin, text, end + after
 
 
 # ---------------------------------------------------------------------------------------------------------------- soak
@@ -224,7 +191,7 @@ def soak(args: argparse.Namespace) -> bool:
     return whole_calm and whole_wild
 
 
-def mean_reward(rows: Sequence[dict[str, Any]]) -> float:
+def mean_reward(rows: Sequence[dict[str, float]]) -> float:
     if rows:
         return statistics.fmean(row["reward/total"] for row in rows)
     return float("nan")
@@ -236,7 +203,7 @@ def long_run(
     given_up: threading.Event,
     every: int | None = None,
     chance: random.Random | None = None,
-) -> tuple[list[dict[str, Any]], Memory, bool]:
+) -> tuple[list[dict[str, float]], Memory, bool]:
     """Makes one run, and kills a random part whenever it has come `every` steps further than ever before: returns its
     rows, the memory of its processes, and whether everything that it left is whole. Kills the run itself once
     `given_up` is set."""
@@ -285,7 +252,6 @@ def main() -> None:
     one.add_argument("--moment", nargs="+", choices=list(MOMENTS), default=list(MOMENTS))
     one.add_argument("--stop", action="store_true", help="SIGSTOP in place of SIGKILL")
     one.add_argument("--results", type=Path, help="a file that keeps what was found")
-    one.add_argument("--docs", action="store_true", help="put the table into docs/recovery.md")
     one.set_defaults(run=matrix)
     other = commands.add_parser("soak")
     other.add_argument("--steps", type=int, default=300)

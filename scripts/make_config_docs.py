@@ -14,6 +14,8 @@ TARGET = Path(__file__).parents[1] / "docs" / "configuration.md"
 
 INTRODUCTION = """# Configuration
 
+After this page you know every key of a run, its default, and all the places that can set it.
+
 Generated from the schema in `src/trireme/config` by `scripts/make_config_docs.py`.
 
 A value is taken from the first of these places that has it: command line, environment, files, default.

@@ -20,6 +20,8 @@ RUN_S = 3600.0
 
 INTRODUCTION = """# Conformance
 
+After this page you know which cases of other projects hold here, and the test that shows each.
+
 Other projects have found out what a system like this one must get right, and have written it into their tests. This
 page holds Trireme against them. Each case was read there and is said here in our words. It is shown by a test of this
 repository, which computes expected numbers by itself or holds them as recorded facts; or a sentence says why the case

@@ -72,17 +72,10 @@ def main() -> None:
         sys.exit("no chromium: install it (package chromium), which takes the pictures")
     with tempfile.TemporaryDirectory(prefix="pictures-") as directory:
         place = [
-            "--run.output-dir",
-            directory,
-            "--run.name",
-            "sort",
-            "--service.port",
-            "0",
-            "--model.max-seq-len",
-            "256",
+            *("--run.output-dir", directory, "--run.name", "sort"),
+            *("--service.port", "0", "--model.max-seq-len", "256"),
             # Steps take less time than the sessions' turns, which are refused beyond this age.
-            "--orchestrator.max-steps-off-policy",
-            "50",
+            *("--orchestrator.max-steps-off-policy", "50"),
         ]
         command = [sys.executable, "-m", "trireme.cli.rl", "@", "configs/quickstart.toml", *place]
         log = Path(directory) / "output.txt"

@@ -16,9 +16,9 @@ from tinker_calls import BASE_MODEL, NOTES  # noqa: E402
 from tinker_support import tinker_server  # noqa: E402
 from tinker_tour import Outcome, tour  # noqa: E402
 
+from page_parts import with_part  # noqa: E402
+
 TARGET = ROOT / "docs" / "tinker.md"
-BEGIN = "<!-- tour: written by scripts/make_tinker_docs.py -->\n"
-END = "<!-- tour: end -->\n"
 
 
 def row(method: str, outcomes: Sequence[Outcome]) -> str:
@@ -27,18 +27,21 @@ def row(method: str, outcomes: Sequence[Outcome]) -> str:
     if len(refusals) > 1:
         raise ValueError(f"{method} and its twin differ: {refusals}")
     twin = ", with `_async`" if len(outcomes) > 1 else ""
-    refusal = refusals.pop()
-    return f"| `{method}`{twin} | {'refused' if refusal else 'works'} | {refusal or NOTES.get(method, '')} |"
+    if refusals.pop():
+        return f"| `{method}`{twin} | refused | |"
+    return f"| `{method}`{twin} | works | {NOTES.get(method, '')} |"
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """The section's text."""
     works = sum(not outcome.refusal for outcome in outcomes)
     rows = [row(method, list(same)) for method, same in groupby(outcomes, lambda outcome: outcome.method)]
+    rows = [text for text in rows if not text.endswith("| works |  |")]
     return "\n".join(
         [
             f"The classes of `tinker` {tinker.__version__} have {len(outcomes)} public methods and properties,",
-            f"with their asynchronous twins. {works} of them work. A test calls each against the server.\n",
+            f"with their asynchronous twins. {works} of them work. A test calls each against the server. These methods",
+            "need a word, or are refused with an error that says what there is instead:\n",
             "| method | | |",
             "|---|---|---|",
             *rows,
@@ -49,9 +52,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 def page(outcomes: Sequence[Outcome]) -> str:
     """The whole page, with the section as it should be."""
-    before, _, rest = TARGET.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{table(outcomes)}{END}{after}"
+    return with_part(TARGET.read_text(encoding="utf-8"), "tour", table(outcomes))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Memory of the trainer's shards: what they hold by a count, and by the plan (docs/internals/memory.md).
 
-    python scripts/memory.py          # writes the page
+    python scripts/memory.py          # writes the tables of the page
 
 `count_shard` runs a shard on tensors that have shapes and storages, but no memory (torch's FakeTensorMode), in a
 process group whose collectives move nothing. So the shard of a large model on many GPUs is counted on a small machine,
@@ -12,7 +12,7 @@ These parts of a shard are replaced, because they need values, files or other pr
 - process groups are torch's fake ones, and objects that are broadcast or gathered are those of this rank, the first;
 - the model that the first rank loads is made from its configuration, in the same dtype;
 - the proof at the start (`trainer.proof`) computes nothing, and what is published has no hashes;
-- buffers of a commit are made, but not read as numpy arrays;
+- buffers of a checkpoint are made, but not read as numpy arrays;
 - for a GPU, rows are packed although no kernel is there: torch knows the shapes of what it returns.
 """
 
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from unittest.mock import patch
 
 import numpy as np
@@ -51,6 +51,7 @@ import trainer.model
 import trainer.shard
 import trainer.shard_sums
 import trainer.snapshot
+from page_parts import with_part
 from trainer.lora import add_adapters
 from trainer.mesh import Mesh
 from trainer.model import Sharding
@@ -60,11 +61,14 @@ from trireme.config import Config
 from trireme.config.inference import InferenceConfig
 from trireme.config.model_facts import ModelFacts
 from trireme.config.trainer import CommonTrainer
+from trireme.core.transport import Session
 from trireme.core.types import AdamParams, TokenBatch
 from trireme.core.weights import Layout
 from trireme.plan.memory import GIB, GPU_ALLOWANCES, SHARD_BASE_GIB, ShardMemory, shard_memory
 from trireme.plan.rl import ENGINE_BYTES
 
+Value = TypeVar("Value")
+Args = ParamSpec("Args")
 WEIGHTS = "weights"
 GRADIENTS = "gradients"
 MOMENTS = "moments"
@@ -95,7 +99,7 @@ LOAD = "load"
 PASS = "forward and backward"
 UPDATE = "update"
 PUBLISH = "publish"
-COMMIT = "commit"
+CHECKPOINT = "checkpoint"
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ class Peak:
     kinds: Mapping[str, int]
     """On the device, by kind, when their sum was highest."""
     host: int
-    """The most on the host: what the first rank reads, and the buffers of commits."""
+    """The most on the host: what the first rank reads, and the buffers of checkpoints."""
 
     @property
     def device(self) -> int:
@@ -122,7 +126,9 @@ class LiveBytes(TorchDispatchMode):
         self._now: Counter[str] = Counter()
         self._device = self._highest = self._most_host = 0
         self._at_highest: Counter[str] = Counter()
-        self._storages: dict[int, tuple[Any, int, str]] = {}  # by storage: a weak reference, bytes, kind
+        self._storages: dict[
+            int, tuple[weakref.ref[torch.UntypedStorage], int, str]
+        ] = {}  # by storage: a weak reference, bytes, kind
         self._kind_of_code: dict[CodeType, str | None] = {}
 
     @contextmanager
@@ -176,7 +182,7 @@ class LiveBytes(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._patch.stop()
 
@@ -238,13 +244,14 @@ class Case:
     """True: in bfloat16 and with packed rows, as on a GPU; False: in float32 with padded rows."""
     whole: bool = False
     """True: the model stays whole over the micro-batches of a batch."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     """Keys of `trainer`."""
 
     def config(self, directory: str) -> Config:
         """Returns the configuration of a run with the model in `directory`."""
         dtype, packing = ("bfloat16", "packed") if self.gpu else ("float32", "rows")
         trainer = {"shards": self.shards, "micro_batch_tokens": self.tokens, "packing": packing, **self.options}
+        trainer["share_prefixes"] = "off"  # sequences are counted whole
         if not self.whole:
             trainer["reshard_after_forward"] = True
         return Config.model_validate(
@@ -285,8 +292,8 @@ def count_shard(case: Case) -> dict[str, Peak]:
         (Path(directory) / "config.json").write_text(json.dumps(case.described), encoding="utf-8")
         shard = make_shard(case, directory, 0, FakeStore(), count)
         take_step(shard, case.batch(), count)
-        with count.moment(COMMIT):
-            shard._checkpointer._staging  # noqa: B018  # a commit's buffers are made when they are first used
+        with count.moment(CHECKPOINT):
+            shard._checkpointer._staging  # noqa: B018  # a checkpoint's buffers are made when they are first used
         del shard
         dist.destroy_process_group()
     return count.peaks
@@ -327,7 +334,7 @@ class _Nowhere:
 
     endpoint = None
 
-    def send(self, version: int, layout: Layout, units: Iterable[Any], session: None) -> dict[int, Any]:
+    def send(self, version: int, layout: Layout, units: Iterable[object], session: Session | None) -> dict[int, object]:
         for _ in units:
             pass
         return {}
@@ -340,8 +347,8 @@ def _without_memory(*, gpu: bool) -> Iterator[None]:
     make_group = dist.new_group
     meshes: list[DeviceMesh] = []
 
-    def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **options: Any) -> Any:
+    def as_it_is(function: Callable[Args, Value]) -> Callable[Args, Value]:
+        def run(*args: Args.args, **options: Args.kwargs) -> Value:
             with unset_fake_temporarily():
                 result = function(*args, **options)
             if isinstance(args[0], Mesh):
@@ -352,7 +359,7 @@ def _without_memory(*, gpu: bool) -> Iterator[None]:
 
     with ExitStack() as stack:
 
-        def replace(owner: Any, name: str, value: Any) -> None:
+        def replace(owner: object, name: str, value: object) -> None:
             stack.enter_context(patch.object(owner, name, value))
 
         replace(dist, "init_process_group", lambda backend, **options: join("fake", **options))
@@ -389,8 +396,8 @@ def _load_source(name: str) -> PreTrainedModel:
     return source
 
 
-def _prove(models: Sequence[PreTrainedModel], mesh: Mesh, sharding: Sharding, packing: str) -> Proof:
-    sharding.lay_out(models, packed=sharding.packed)
+def _prove(models: Sequence[PreTrainedModel], mesh: Mesh, sharding: Sharding, packing: str, share: str) -> Proof:
+    sharding.lay_out(models, packed=sharding.packed, shares=False)
     return Proof("", sharding.packed, Agreement(0.0, 0.0), "not computed")
 
 
@@ -402,7 +409,7 @@ GPU_SIZES = (80 * GB, 141 * GB)
 GPUS = (1, 8, 32)
 UTILIZATION: float = InferenceConfig.model_fields["gpu_memory_utilization"].default
 COMMIT_BYTES = 12
-TRAINING: dict[str, dict[str, Any]] = {"full": {}, "LoRA": {"lora": {"rank": 32}}}
+TRAINING: dict[str, dict[str, object]] = {"full": {}, "LoRA": {"lora": {"rank": 32}}}
 QWEN = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -423,7 +430,7 @@ def sizes(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, int]:
     }
 
 
-MODELS: dict[str, dict[str, Any]] = {
+MODELS: dict[str, dict[str, object]] = {
     "Qwen3-0.6B": {**QWEN, **sizes(1024, 3072, 28, 16), "tie_word_embeddings": True},
     "Qwen3-4B": {**QWEN, **sizes(2560, 9728, 36, 32), "tie_word_embeddings": True},
     "Qwen3-8B": {**QWEN, **sizes(4096, 12288, 36, 32), "tie_word_embeddings": False},
@@ -450,76 +457,6 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """The sizes of published models, as their config.json has them."""
-
-INTRODUCTION = """# Memory
-
-Generated by `scripts/memory.py`.
-
-The plan (`trireme.plan.memory`) says before a start what each shard will take; `--dry-run` prints it for your run. Its
-formulas are compared with a count: the trainer's own code (loading, FSDP2, forward and backward with chunked logits,
-AdamW, publishing, the buffers of a commit) runs on tensors that have shapes and storages but no memory, and the bytes
-of all storages that live are added up. Plan and count agree within 15 % for ten shards of two layers
-(`tests/unit/plan/test_memory.py`). Of small models on many GPUs the plan is higher: by 22 % for four layers of
-Qwen3-0.6B on eight.
-
-On CPUs the plan was compared with real shards (`sft` for three steps, the largest memory of a process, by PSS; 24
-November 2026, by a script that is no longer in the tree). It allows for what malloc keeps of freed tensors: 64 MiB and
-17 bytes for each parameter of the layers, 192 MiB if a layer has more than 32 MiB. That is a fit to seven other models,
-on which the plan was 1.7 to 11.3 % higher than the shards.
-
-| real shards on CPUs that are not in the fit | memory of each, MiB | plan | |
-|---|---|---|---|
-| 24 M parameters, layers kept, two shards | 1,981 and 1,998 | 2,243 | +12.3 % |
-| 52 M, computed twice, three shards | 1,787, 1,796 and 1,983 | 2,273 | +14.6 % |
-| 62 M, Llama with an untied output, computed twice, two shards | 2,489 and 2,598 | 2,744 | +5.6 % |
-| 110 M, computed twice, two shards | 3,691 and 3,887 | 4,239 | +9.1 % |
-| the same, LoRA of rank 16 | 3,207 and 3,364 | 3,215 | -4.4 % |
-| 180 M, computed twice, one shard | 6,013 | 5,181 | -13.8 % |
-
-A shard holds at its peak:
-
-- its part of the *state*: master weights, gradients and two moments, 16 bytes a trained parameter, and the frozen base
-  of adapters, 2 bytes a parameter;
-- what is *gathered*: embeddings and output matrix during a whole pass, two layers, a layer's gradient, and the float32
-  buffer in which gradients are summed over shards. At the end of a pass embeddings, output matrix and their gradients
-  need 8 bytes for each of their parameters (10 GB for Qwen3-8B);
-- *activations* of a micro-batch, either of all layers, or the input of each and everything of one
-  (`trainer.checkpointing`, "computed twice").
-
-Not counted, because it can only be measured on a GPU: CUDA's context (allowed for: 0.5 GiB), NCCL's buffers (1 GiB),
-workspaces of kernels (0.5 GiB), and the gaps of the allocator. "Fits" is with these 2 GiB. A GPU's chunk of logits
-takes up to 12 GiB of what is left free.
-
-## Shards
-
-Bytes on each GPU in GB (10^9), in bfloat16 with float32 master weights, packed micro-batches of 16,384 tokens; LoRA of
-rank 32 on all linear layers of the decoder. *Host* is pinned memory of each shard for commits: 12 bytes a trained
-parameter.
-"""
-REPLICAS = """
-## Replicas
-
-A replica fills at most 90 % of its GPUs (`inference.gpu_memory_utilization`): weights in bfloat16, 3 GiB of each for
-the engine, the rest is KV cache, but no more than its sequences and prefixes can use (`inference.gpu_cache_gb`,
-`inference.prefix_cache`). The table gives the fewest GPUs of a replica whose weights leave a fifth of what it
-fills, and the tokens that fit into the cache.
-"""
-PUBLISHED = """
-## Published weights
-
-While an update is under way host memory has, beside what trainer and replicas compute with (the sizes are those of the
-weights in the inference dtype, or of the adapters):
-
-| transport | each rank of the trainer | each replica | Ray's store |
-|---|---|---|---|
-| object store | two buckets of 64 MiB | nothing: it maps the store | two versions; without a replica, shares |
-| broadcast | two buckets, its share of two versions | one version, which its ranks map | nothing |
-
-The share of a rank is the size over the number of ranks. What a replica has of a broadcast is beside the version that
-is loaded. A replica that cannot map Ray's store, which it says aloud, has a copy too, which is not planned for. On the
-device a rank of the trainer has one layer, or embeddings and output matrix, whole at a time, less than in a pass; a
-replica copies one tensor after the other.
-"""
 
 
 def facts_of(name: str) -> ModelFacts:
@@ -570,8 +507,9 @@ def replica_rows() -> Iterator[str]:
 
 
 def render() -> str:
-    parts = [INTRODUCTION, *shard_rows(), REPLICAS, *replica_rows(), PUBLISHED]
-    return "\n".join(parts)
+    """The whole page."""
+    page = with_part(TARGET.read_text(encoding="utf-8"), "shards", "\n".join(shard_rows()))
+    return with_part(page, "replicas", "\n".join(replica_rows()))
 
 
 if __name__ == "__main__":

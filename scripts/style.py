@@ -13,8 +13,8 @@ Columns, for all Python files below `src`, `tests` and `scripts`:
   assigned, functions and modules.
 - stiff: stiff turns of phrase (STIFF) per 1,000 words of docstrings and of other texts of at least four words.
 
-Then the words of the hand-written pages, and their stiff turns of phrase: README, CONTRIBUTING, CHANGELOG and `docs`,
-without the pages that a script of the repository generates. Words are counted as `wc -w` does.
+Then the words of the hand-written pages, and their stiff turns of phrase: README, CONTRIBUTING, CHANGELOG,
+SECURITY and `docs`, without the pages that a script of the repository generates. Words are counted as `wc -w` does.
 `tests/unit/scripts/test_style.py` holds these figures to limits.
 """
 
@@ -32,7 +32,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TREES = ("src", "tests", "scripts")
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/**/*.md")
 COUNTED = {tokenize.NAME, tokenize.NUMBER, tokenize.OP}
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 GENERATED = re.compile(r"^Generated (by|from) ", re.MULTILINE)

@@ -11,7 +11,7 @@ from functools import cache
 from openai import AsyncOpenAI
 
 from orchestrator.envs.guess import COST_OF_A_TURN, DIGITS, PROMPT, hint
-from trireme.renderers.base import TextRenderer
+from trireme.renderers.text_renderer import TextRenderer
 
 MAX_TURNS = 4
 

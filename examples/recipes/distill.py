@@ -122,11 +122,9 @@ def main(words: Sequence[str]) -> int:
     if options.output.exists():
         raise Refusal(
             f"--output {options.output}, which exists", "a new file: nothing is overwritten", "choose another"
-        ).error()
+        )
     if options.temperature not in BOUNDS["temperature"]:
-        raise Refusal(
-            f"--temperature {options.temperature:g}", f"a number {BOUNDS['temperature']}", "choose another"
-        ).error()
+        raise Refusal(f"--temperature {options.temperature:g}", f"a number {BOUNDS['temperature']}", "choose another")
     model = str(weights_of(options.model))
     tokenizer = load_tokenizer(model)
     teacher_prompt = _text_of(options.teacher_prompt)
@@ -146,7 +144,7 @@ def main(words: Sequence[str]) -> int:
             f"--max-tokens {options.max_tokens}, at which all {cut} answers were cut",
             "room for whole answers",
             "raise it",
-        ).error()
+        )
     with storage_errors(options.output):
         replace_file(options.output.absolute(), "".join(to_json(e) + "\n" for e in examples).encode())
     left_out = f"; {cut} answers were cut at {options.max_tokens} tokens, and are left out" if cut else ""
@@ -170,7 +168,7 @@ def output_to(log: Path) -> Iterator[TextIO]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="distill.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", metavar="MODEL", help="directory, commit of a run, or name on the hub")
+    parser.add_argument("model", metavar="MODEL", help="directory, checkpoint of a run, or name on the hub")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL of questions")
     parser.add_argument(
         "--teacher-prompt", type=Path, required=True, help="text file: what the student is to do without"
@@ -192,7 +190,7 @@ def _text_of(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise Refusal(f"{file}: {error}", "a text file", "correct the path").error() from None
+        raise Refusal(f"{file}: {error}", "a text file", "correct the path") from None
 
 
 def questions_of(file: Path, teacher: str, tokenizer: Any, renderer_name: str) -> Iterator[TeacherQuestion]:
@@ -212,12 +210,10 @@ def questions_of(file: Path, teacher: str, tokenizer: Any, renderer_name: str) -
                 case _:
                     raise BadExample("neither messages nor a prompt", 'an object with "messages" or "prompt"')
         except ValueError as error:
-            raise Refusal(
-                f"{file}:{number}: no JSON ({error})", "one JSON object a line", "correct it"
-            ).error() from None
+            raise Refusal(f"{file}:{number}: no JSON ({error})", "one JSON object a line", "correct it") from None
         except BadExample as wrong:
             problem, expected, do = wrong.args
-            raise Refusal(f"{file}:{number}: {problem}", expected, do).error() from None
+            raise Refusal(f"{file}:{number}: {problem}", expected, do) from None
 
 
 def _of_messages(messages: Sequence[Message], teacher: str, renderer: Renderer) -> TeacherQuestion:

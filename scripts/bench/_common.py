@@ -50,7 +50,7 @@ class Result:
     target: float | None
     holds: bool | None
     against: str
-    detail: Mapping[str, Any]
+    detail: Mapping[str, object]
 
     def print(self) -> None:
         """The last line of a benchmark's output: one JSON object."""
@@ -66,7 +66,7 @@ class RunMeasured:
     total_s: float
     cpu_s: Mapping[str, Sequence[float]]
     load_before: float
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[Mapping[str, float]]
 
     @property
     def total_cpu_s(self) -> float:
@@ -141,13 +141,10 @@ def run_rl(
 
 def wait_for_row(
     process: subprocess.Popen[bytes], metrics: Path, step: int, log: Path, deadline: float
-) -> dict[str, Any]:
+) -> dict[str, float]:
     """Returns the row of `step`, once it is written. Raises RuntimeError when the run ends before or is late."""
     while time.monotonic() < deadline:
-        if metrics.exists():
-            lines = metrics.read_text().splitlines(keepends=True)
-        else:
-            lines = []
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
         if len(lines) > step and lines[step].endswith("\n"):
             return json.loads(lines[step])
         if process.poll() is not None:

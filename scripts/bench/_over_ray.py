@@ -7,20 +7,20 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
-from pipeline import ORCHESTRATOR_CORE, START_S, ReadyAnswers, drive, pin
+from pipeline import START_S, ReadyAnswers, drive, pipeline_of, ray_replica
 from turns import GROUP_SIZE, Shape, answers, config_of, make_model
 
 from inference.messages import Reply, unpack_requests
 from trireme.core.types import SampledSequence
 from trireme.core.weights import Drift, PublishedWeights, UpdateReport
-from trireme.process.environ import prepare_ray_environment
+
+if TYPE_CHECKING:
+    from inference.handle import ReplicaClient
 
 STEPS = 2
 """At K = 1 the rollouts of two steps are in flight at once, and they are all of the run."""
@@ -72,49 +72,19 @@ class TurnsActor(ReadyAnswers):
         return time.process_time(), self._messages, self._delivered
 
 
-@contextmanager
-def replica(per_message: int) -> Iterator[Any]:
-    """The actor, as the router's client of it, in a Ray cluster of its own that leaves this process's core alone."""
-    prepare_ray_environment(None, threads=1, deterministic=False)
-    import ray
-
-    from inference.handle import MAX_CALLS, RayReplica
-
-    cores = set(range(os.cpu_count() or 1))
-    pin(cores - {ORCHESTRATOR_CORE} or cores)
-    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
-        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=directory)
-        actor = ray.remote(TurnsActor).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(per_message)
-        pin({ORCHESTRATOR_CORE})
-        yield RayReplica(actor, ReadyAnswers.name, None, START_S, START_S, gathers=True)
-        ray.shutdown()
-
-
-def make_pipeline(client: Any, model: Path, shape: Shape, groups: int) -> Any:
-    """Returns a pipeline with a single replica behind `client`."""
-    from inference.replica_set.actor import ReplicaSet
-    from inference.router import Router
-    from orchestrator.env import EnvContext, load_dataset
-    from orchestrator.pipeline import Pipeline
-    from orchestrator.rollout import RolloutLimits
-    from trireme.config import Config
-    from trireme.core.tokenizer import load_tokenizer
-
-    config = Config.model_validate(config_of(model, shape, groups, STEPS, max_steps_off_policy=1))
-    context = EnvContext(load_tokenizer(config.tokenizer_name), config.seed, GROUP_SIZE, "train")
-    limits = RolloutLimits.of(config, context.tokenizer.decode)
-    return Pipeline(config, [load_dataset(config.env[0], context)], Router(ReplicaSet({0: client})), limits)
-
-
-def play(client: Any, model: Path, shape: Shape, groups: int) -> OverRay:
+def play(client: ReplicaClient, model: Path, shape: Shape, groups: int) -> OverRay:
     """Plays STEPS steps of `groups` groups."""
+    from trireme.config import Config
     from trireme.process import waits
 
+    actor: Any = client.handle
+
     def used() -> tuple[float, int, int]:
-        usage: tuple[float, int, int] = waits.get(client.handle.used.remote(), owner="the replica", timeout_s=START_S)
+        usage: tuple[float, int, int] = waits.get(actor.used.remote(), owner="the replica", timeout_s=START_S)
         return usage
 
-    pipeline = make_pipeline(client, model, shape, groups)
+    config = Config.model_validate(config_of(model, shape, groups, STEPS, max_steps_off_policy=1))
+    pipeline = pipeline_of(config, client)
     load_before = os.getloadavg()[0]
     before = used()
     started = time.monotonic()
@@ -138,7 +108,7 @@ def measure_here(shape: Shape, groups: int, per_message: int) -> OverRay:
     """Measures after a warm-up, with all threads of this process on one core, and the replica on the others."""
     from trireme.process.collector import spare_collector
 
-    with replica(per_message) as client, tempfile.TemporaryDirectory(prefix="bench-") as directory:
+    with ray_replica(TurnsActor, per_message) as client, tempfile.TemporaryDirectory(prefix="bench-") as directory:
         model = make_model(Path(directory))
         play(client, model, Shape(shape.context, shape.turns), 1)
         spare_collector()  # as in the actor

@@ -7,9 +7,7 @@ knows their processes.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,13 +26,13 @@ Took = tuple[float, float]
 
 
 class ShardActor(trainer.actor.ShardActor):
-    """A shard of the trainer with `bare_gather` and `bare_cast`, the root of `bare_broadcast`, and `spread_over`."""
+    """A shard of the trainer with `bare_gather` and `bare_cast`, and the root of a bare broadcast."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         from trainer.shard import Shard
 
-        for part in (bare_gather, bare_cast, bare_root, spread_over):
+        for part in (bare_gather, bare_cast, bare_root):
             setattr(Shard, part.__name__, part)
 
 
@@ -48,22 +46,6 @@ def bare_gather(shard: Shard) -> Took:
         unit.unshard()
         unit.reshard()
     return started, time.monotonic()
-
-
-def spread_over(shard: Shard, seconds: float) -> None:
-    """Makes the gathering and sending of later versions take n seconds: the shard sleeps between layers, as behind a
-    slow wire."""
-    import trainer.shard
-    from trainer.model import fsdp_units, gathered_units
-
-    pause = seconds / len(fsdp_units(shard._model))
-
-    def slowly(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        for unit in gathered_units(*args, **kwargs):
-            yield unit
-            time.sleep(pause)
-
-    trainer.shard.gathered_units = slowly
 
 
 @torch.no_grad()
@@ -108,45 +90,16 @@ def _broadcast(owner: Any, port: int, rank: int, size: int, nbytes: int) -> Took
 
 
 class ReplicaActor(inference.actor.ReplicaActor):
-    """A replica with an engine that has `bare_reload` and `bare_member`; it records its steps and pauses."""
+    """A replica with an engine that has `bare_reload` and `bare_member`."""
 
-    async def start(self) -> Any:
-        from inference.engine_stats import EngineStats
+    async def start(self) -> inference.actor.ReplicaInfo:
         from inference.worker import WorkerExtension
 
         for part in (bare_reload, bare_member):
             setattr(WorkerExtension, part.__name__, part)  # the engine is forked from here
-        self.steps: list[tuple[float, int]] = []
-        self.pauses: list[float] = []
-        self.asked_to_pause = asyncio.Event()
-        steps = self.steps
-        record = EngineStats.record
-
-        def recorded(self: EngineStats, scheduler: Any, iteration: Any, *args: Any, **kwargs: Any) -> None:
-            record(self, scheduler, iteration, *args, **kwargs)
-            if iteration is not None:
-                steps.append((time.monotonic(), iteration.num_generation_tokens))
-
-        EngineStats.record = recorded  # type: ignore[method-assign, assignment]
         return await super().start()
 
-    async def pause(self, clear_cache: bool = True) -> None:
-        self.pauses.append(time.monotonic())
-        self.asked_to_pause.set()
-        await super().pause(clear_cache)
-
-    async def noted(self) -> tuple[list[tuple[float, int]], list[float]]:
-        """Returns when each step's tokens came and how many, and when a pause was asked for."""
-        return self.steps, self.pauses
-
-    async def next_pause(self, since: float) -> float:
-        """Returns when the first pause after `since` was requested, directly after it was."""
-        while not (later := [at for at in self.pauses if at > since]):
-            self.asked_to_pause.clear()
-            await self.asked_to_pause.wait()
-        return later[0]
-
-    async def bare(self, part: str, *args: Any) -> Took:
+    async def bare(self, part: str, *args: object) -> Took:
         """Does a part in rank 0 of the engine, and nothing in others: there are none."""
         (took,) = await self._in_engine(part, args)
         return took

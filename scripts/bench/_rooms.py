@@ -1,4 +1,4 @@
-"""Shared by the benchmarks of overlap: runs of the counting task, with a core for each room."""
+"""Shared by benchmarks of whole runs: runs of the counting task, with a core for each room."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 from _common import room_of
@@ -34,7 +33,7 @@ class Task:
     median: float
     sigma: float
 
-    def config(self, model: Path) -> dict[str, Any]:
+    def config(self, model: Path) -> dict[str, object]:
         """One shard, one replica, and a learning rate at which nothing is learned."""
         return {
             "model": {"name": str(model), "max_seq_len": self.prompt + LONGEST},
@@ -68,13 +67,6 @@ def pin(driver: psutil.Process) -> None:
         for thread, core, _ in strays:
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(thread, {core})
-
-
-def check_pinned(driver: psutil.Process) -> None:
-    """Raises RuntimeError when something may run elsewhere than on its core."""
-    strays = astray(driver)
-    if strays:
-        raise RuntimeError(f"these threads left their cores while the benchmark ran: {strays}")
 
 
 def astray(driver: psutil.Process) -> list[tuple[int, int, str]]:
@@ -119,7 +111,7 @@ class Rate:
     tokens: float
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Mapping[str, Any]], first: int, last: int) -> Rate:
+    def of_rows(cls, rows: Sequence[Mapping[str, float]], first: int, last: int) -> Rate:
         """Counts the steps `first` to `last` of a run."""
         steps = rows[first : last + 1]
         seconds = steps[-1]["time/unix"] - rows[first - 1]["time/unix"]

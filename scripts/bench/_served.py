@@ -18,15 +18,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import uvloop
+from fastapi import FastAPI
 from turns import ANSWER, LONG
 
 from service.answering import TurnAnswering
 from service.app import make_app
-from service.front import Front
+from service.gateway import Gateway
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
@@ -41,6 +42,9 @@ from trireme.core.tokenizer import one_text_at_a_time
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.process.collector import spare_collector
 from trireme.renderers import make_renderer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 CLIENT = "tr-client-0123456789abcdef"
 ADMIN = "tr-admin-0123456789abcdef"
@@ -76,7 +80,7 @@ def words_there() -> list[str]:
     return _words
 
 
-def make_tokenizer() -> Any:
+def make_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a tokenizer with merges, and with Qwen's format of chats."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -98,7 +102,7 @@ class ReadySampler:
     """Has answers of ANSWER tokens ready. A stream gets its first token and then the whole. `seconds`: the time that an
     answer takes."""
 
-    def __init__(self, tokenizer: Any, seconds: float = 0.0) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, seconds: float = 0.0) -> None:
         self._seconds = seconds
         self._served = 0
         rng = random.Random(1)
@@ -123,13 +127,13 @@ class ReadySampler:
         return whole
 
 
-def make_service(directory: Path, seconds: float, places: int) -> Any:
+def make_service(directory: Path, seconds: float) -> FastAPI:
     """Returns the app of the service."""
     tokenizer = make_tokenizer()
     renderer = make_renderer("qwen3", tokenizer)
     sampler = ReadySampler(tokenizer, seconds)
     models = ServedModels(("policy",), 2 * LONG.context, len(tokenizer))
-    turns = TurnAnswering(sampler, models, tokenizer, renderer, Places(places, PLACES, 300.0))
+    turns = TurnAnswering(sampler.sample, models, tokenizer, renderer, Places(PLACES, PLACES, 300.0))
     keys = ServiceKeys([ServiceKey("client", CLIENT), ServiceKey("admin", ADMIN)])
     sampling = SamplingParams(max_tokens=ANSWER)
     limits = SessionLimits(1000, 10**6, 7200.0, 900.0, 3600.0)
@@ -139,17 +143,17 @@ def make_service(directory: Path, seconds: float, places: int) -> Any:
         return WeightIdentity(1, 1, "d")
 
     registry.restore()
-    return make_app(Front(turns, registry, keys, floor, 10**6), keys, LIMITS)
+    return make_app(Gateway(turns, registry, keys, floor, 10**6), keys, LIMITS)
 
 
-async def _serve(app: Any, port: Callable[[int], None]) -> None:
+async def _serve(app: FastAPI, port: Callable[[int], None]) -> None:
     server = http_server(app, "127.0.0.1", 0, 3600)
     await server.open()
     port(server.port)
     await server.serving
 
 
-def _child(pipe: Connection, core: int | None, seconds: float, places: int) -> None:
+def _child(pipe: Connection, core: int | None, seconds: float) -> None:
     if core is not None:
         os.sched_setaffinity(0, {core})
 
@@ -166,7 +170,7 @@ def _child(pipe: Connection, core: int | None, seconds: float, places: int) -> N
         threading.Thread(target=tell, daemon=True).start()
 
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
-        app = make_service(Path(directory), seconds, places)
+        app = make_service(Path(directory), seconds)
         spare_collector()  # as in the actor
         one_text_at_a_time()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the loop that Ray gives its actors
@@ -189,10 +193,10 @@ class Child:
 
 
 @contextmanager
-def child(*, core: int | None = None, seconds: float = 0.0, places: int = PLACES) -> Iterator[Child]:
+def child(*, core: int | None = None, seconds: float = 0.0) -> Iterator[Child]:
     """Runs a server in a process of its own. `seconds`: the time that each answer takes."""
     ours, theirs = mp.get_context("spawn").Pipe()
-    process = mp.get_context("spawn").Process(target=_child, args=(theirs, core, seconds, places), daemon=True)
+    process = mp.get_context("spawn").Process(target=_child, args=(theirs, core, seconds), daemon=True)
     process.start()
     try:
         if not ours.poll(START_S):

@@ -21,12 +21,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from _common import DEADLINE_S, ROOT, cpu_seconds, failed, run_for_json, stop
 
 from service.keys import read
+
+if TYPE_CHECKING:
+    from tinker import types
 
 PROMPTS = 32
 GROUP = 8
@@ -66,7 +69,7 @@ def prompts_of(model: str) -> list[list[int]]:
     return [tokenizer.encode("Sort: " + "".join(rng.choices("0123456789", k=6)) + "\n") for _ in range(PROMPTS)]
 
 
-def columns_of(prompt: Sequence[int], answer: Sequence[int], logprobs: Sequence[float]) -> dict[str, list[Any]]:
+def columns_of(prompt: Sequence[int], answer: Sequence[int], logprobs: Sequence[float]) -> dict[str, Sequence[float]]:
     """Returns the columns of a datum. The parity of the sum of all tokens stands for a reward."""
     tokens = [*prompt, *answer]
     advantage = 1.0 if sum(tokens) % 2 else -1.0
@@ -79,7 +82,7 @@ def columns_of(prompt: Sequence[int], answer: Sequence[int], logprobs: Sequence[
     }
 
 
-def loop_on_verbs(model: str, steps: int) -> dict[str, Any]:
+def loop_on_verbs(model: str, steps: int) -> dict[str, object]:
     """Returns the seconds of each step, after one that does not count."""
     from trireme.api import AdamParams, Datum, ModelInput, SamplingParams, loop_config, open_rooms
 
@@ -111,7 +114,7 @@ class Client:
         import tinker
         from tinker import types
 
-        self._types: Any = types
+        self._types = types
         service = tinker.ServiceClient(base_url=url, api_key=key)
         self._model: Any = service.create_lora_training_client(base_model=model, rank=8, seed=1).result(DEADLINE_S)
         self._prompts = prompts_of(model)
@@ -132,16 +135,16 @@ class Client:
         updated.result(DEADLINE_S)
         return round(time.monotonic() - started, 3)
 
-    def _datum(self, prompt: list[int], answer: Any) -> Any:
-        columns = columns_of(prompt, answer.tokens, answer.logprobs)
+    def _datum(self, prompt: list[int], answer: types.SampledSequence) -> types.Datum:
+        columns = columns_of(prompt, answer.tokens, answer.logprobs or ())
         tensor = self._types.TensorData
-        inputs = {name: tensor(data=columns[name], dtype="float32") for name in ("logprobs", "advantages")}
-        inputs["target_tokens"] = tensor(data=columns["target_tokens"], dtype="int64")
+        inputs = {name: tensor(data=list(columns[name]), dtype="float32") for name in ("logprobs", "advantages")}
+        inputs["target_tokens"] = tensor(data=list(columns["target_tokens"]), dtype="int64")
         tokens = self._types.ModelInput.from_ints([*prompt, *answer.tokens][:-1])
         return self._types.Datum(model_input=tokens, loss_fn_inputs=inputs)
 
 
-def loop_of_client(model: str, steps: int, url: str, key: str, server_pid: int) -> dict[str, Any]:
+def loop_of_client(model: str, steps: int, url: str, key: str, server_pid: int) -> dict[str, object]:
     """Returns the seconds of each step after one that does not count, and CPU milliseconds of client and server for
     each datum."""
     client = Client(url, key, model)

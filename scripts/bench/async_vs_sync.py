@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from _common import Result, RunMeasured, median, run_rl
 from _rooms import CORES, OTHERS_CORE, Rate, Task, let_actors_import_benchmarks, pin
@@ -47,7 +46,7 @@ def run(config: Path, max_steps_off_policy: int, steps: int, minibatches: str) -
     return measured
 
 
-def measured_rows(measured: RunMeasured) -> Sequence[Mapping[str, Any]]:
+def measured_rows(measured: RunMeasured) -> Sequence[Mapping[str, float]]:
     return measured.rows[FIRST : len(measured.rows) - REST]
 
 
@@ -61,7 +60,7 @@ def step_s(measured: RunMeasured) -> dict[str, float]:
     return {part: round(mean(row[f"time/{part}"] for row in measured_rows(measured)), 3) for part in parts}
 
 
-def detail_of(runs: Sequence[RunMeasured]) -> dict[str, Any]:
+def detail_of(runs: Sequence[RunMeasured]) -> dict[str, object]:
     """Details of the rate of one mode."""
     rates = [rate_of(run) for run in runs]
     last = [measured_rows(run)[-1] for run in runs]

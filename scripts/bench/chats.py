@@ -37,9 +37,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import psutil
 from _common import DEADLINE_S, POLL_S, ROOT, Result, cpu_by_room, median, run_rl
@@ -154,7 +154,7 @@ def _clients(port: int, key: str, pipe: Connection) -> None:
     asyncio.run(all_of_them())
 
 
-def rows_at(metrics: Path, step: int) -> Sequence[dict[str, Any]]:
+def rows_at(metrics: Path, step: int) -> Sequence[dict[str, float]]:
     """Returns the rows up to `step`, as soon as they are written. Raises RuntimeError when they are late."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
@@ -175,53 +175,49 @@ def run(phases: Sequence[str], steps: int, port: int = 0) -> list[Phase]:
             clients = Clients(port, _client_key(place)) if port else None
             try:
                 with Calculating(CALCULATE_S) as speed:
-                    _measure(
-                        phases_run, driver, place / "metrics.jsonl", clients.ask if clients else lambda on: 0.0, speed
-                    )
+                    for number, kind in enumerate(phases):
+                        ask = partial(clients.ask, kind == "chatting") if clients else lambda: 0.0
+                        first = WARM + number * (steps + BETWEEN) + BETWEEN
+                        phases_run.append(_phase(kind, driver, place / "metrics.jsonl", first, steps, ask, speed))
             finally:
                 if clients:
                     clients.close()
 
-        def _measure(
-            phases_run: list[Phase],
-            driver: psutil.Process,
-            metrics: Path,
-            ask: Callable[[bool], float],
-            speed: Calculating,
-        ) -> None:
-            for number, kind in enumerate(phases):
-                chatted = ask(kind == "chatting")
-                first = WARM + number * (steps + BETWEEN) + BETWEEN
-                rows_at(metrics, first)
-                before = _cpu(driver)
-                chatted = ask(kind == "chatting")
-                rows = rows_at(metrics, first + steps)
-                after = _cpu(driver)
-                phases_run.append(
-                    Phase(
-                        kind,
-                        rows[-1]["time/unix"] - rows[first]["time/unix"],
-                        steps,
-                        {room: after[room] - before.get(room, 0.0) for room in after},
-                        sum(row["perf/tokens"] for row in rows[first + 1 :]),
-                        ask(kind == "chatting") - chatted,
-                        speed.mean_ms(rows[first]["time/unix"], rows[-1]["time/unix"]),
-                    )
-                )
-
-        total = WARM + len(phases) * (steps + BETWEEN) + 3
-        service_flags = ["--service.port", str(port)] if port else []
-        run_rl(
-            CONFIG,
-            "--max-steps",
-            str(total),
-            *STATIONARY,
-            *service_flags,
-            directory=Path(directory),
-            first_step=WARM,
-            then=measure,
-        )
+        flags = [*STATIONARY, "--max-steps", str(WARM + len(phases) * (steps + BETWEEN) + 3)]
+        if port:
+            flags += ["--service.port", str(port)]
+        run_rl(CONFIG, *flags, directory=Path(directory), first_step=WARM, then=measure)
     return phases_run
+
+
+def _phase(
+    kind: str,
+    driver: psutil.Process,
+    metrics: Path,
+    first: int,
+    steps: int,
+    ask: Callable[[], float],
+    speed: Calculating,
+) -> Phase:
+    """Waits for the step `first`, and measures the `steps` after it. `ask` lets clients ask, or not, from now on, and
+    returns the tokens of their answers so far."""
+    ask()
+    rows_at(metrics, first)
+    before = _cpu(driver)
+    chatted = ask()
+    rows = rows_at(metrics, first + steps)
+    after = _cpu(driver)
+    since = rows[first]["time/unix"]
+    until = rows[-1]["time/unix"]
+    return Phase(
+        kind,
+        until - since,
+        steps,
+        {room: after[room] - before.get(room, 0.0) for room in after},
+        sum(row["perf/tokens"] for row in rows[first + 1 :]),
+        ask() - chatted,
+        speed.mean_ms(since, until),
+    )
 
 
 def _cpu(driver: psutil.Process) -> dict[str, float]:
@@ -294,7 +290,7 @@ def compared(phases: Sequence[Phase], baseline: Sequence[Phase], by: str = "rate
     return round(means[0] / means[1], 3)
 
 
-def alongside_an_idle_service(kinds: Mapping[str, Sequence[Phase]]) -> dict[str, Any]:
+def alongside_an_idle_service(kinds: Mapping[str, Sequence[Phase]]) -> dict[str, object]:
     """Returns what an idle service cost, of the runs in which none asked."""
     if "idle" not in kinds:
         return {}
@@ -306,7 +302,7 @@ def alongside_an_idle_service(kinds: Mapping[str, Sequence[Phase]]) -> dict[str,
     }
 
 
-def alongside_chats(kinds: Mapping[str, Sequence[Phase]]) -> dict[str, Any]:
+def alongside_chats(kinds: Mapping[str, Sequence[Phase]]) -> dict[str, object]:
     """Returns what chats had, and what they left, of the runs in which clients asked."""
     if "chatting" not in kinds:
         return {}

@@ -1,11 +1,11 @@
-"""Measures the cost of a commit for the trainer: 100 million parameters with AdamW, sharded over two processes.
+"""Measures the cost of a checkpoint for the trainer: 100 million parameters with AdamW, sharded over two processes.
 
     python scripts/bench/checkpoint.py [--repeats 25] [--steps 2] [--directory DIR]
 
 Lost training time: steps (forward_backward, optim_step, publish_weights, as in a run) during which an asynchronous
-commit is written, less the mean of as many before and after them, over the time of the same commit when it is waited
-for. The figure is the median of all rounds; their mean with its standard error is among the details. Commits that are
-waited for come now and then in between; the first step after one is slower, and is not timed.
+checkpoint is written, less the mean of as many before and after them, over the time of the same checkpoint when it is
+waited for. The figure is the median of all rounds; their mean with its standard error is among the details. Checkpoints
+that are waited for come now and then in between; the first step after one is slower, and is not timed.
 
 The last line of the output is the result, a JSON object. Leave the machine alone while it runs.
 """
@@ -45,13 +45,13 @@ TARGET_LOST = 0.15
 
 @dataclass
 class Measured:
-    """Seconds of each repeat; `plain_s`: steps without a commit, before and after that repeat; `committed_s`: until the
-    asynchronous commit was on the disk; `blocking_cpu_s`: of the shards' processes, while they do nothing but write
-    one. `nbytes` of one commit."""
+    """Seconds of each repeat; `plain_s`: steps without a checkpoint, before and after that repeat; `saved_s`: until the
+    asynchronous checkpoint was on the disk; `blocking_cpu_s`: of the shards' processes, while they do nothing but write
+    one. `nbytes` of one checkpoint."""
 
     plain_s: list[tuple[float, float]] = field(default_factory=list)
     during_s: list[float] = field(default_factory=list)
-    committed_s: list[float] = field(default_factory=list)
+    saved_s: list[float] = field(default_factory=list)
     blocking_s: list[float] = field(default_factory=list)
     blocking_cpu_s: list[float] = field(default_factory=list)
     nbytes: int = 0
@@ -117,7 +117,7 @@ def trainer(model: Path, temp_dir: Path) -> Iterator[TrainerHandle]:
 
 
 class Run:
-    """The trainer's part of a run's loop, and its commits."""
+    """The trainer's part of a run's loop, and its checkpoints."""
 
     def __init__(self, group: TrainerHandle, directory: Path) -> None:
         from trireme.core.types import Datum, ModelInput, TokenBatch
@@ -151,8 +151,9 @@ class Run:
             self._published = self._group.publish_weights(self._version)
         return time.monotonic() - started
 
-    def commit(self) -> tuple[Path, Callable[[], int]]:
-        """Begins a commit of the trainer's state and the weights; where, and what waits for it and counts its bytes."""
+    def checkpoint(self) -> tuple[Path, Callable[[], int]]:
+        """Begins a checkpoint of the trainer's state and the weights; where, and what waits for it and counts its
+        bytes."""
         path = self._directory / f"step_{self._version:06d}"
         pending = [
             self._group.save_state(path / "trainer"),
@@ -166,29 +167,29 @@ def shards_cpu_s() -> float:
     return sum(cpu_by_room(psutil.Process())["trainer shard"])
 
 
-def measure_steps_during_a_commit(run: Run, steps: int, measured: Measured) -> None:
+def measure_steps_during_a_checkpoint(run: Run, steps: int, measured: Measured) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     started = time.monotonic()
-    path, finish = run.commit()
+    path, finish = run.checkpoint()
     with ThreadPoolExecutor(1) as waiting:
-        committed = waiting.submit(lambda: (finish(), time.monotonic())[1])
+        saved = waiting.submit(lambda: (finish(), time.monotonic())[1])
         run.steps(steps)
         measured.during_s.append(time.monotonic() - started)
-        measured.committed_s.append(committed.result() - started)
+        measured.saved_s.append(saved.result() - started)
     shutil.rmtree(path)
-    if measured.committed_s[-1] > measured.during_s[-1]:
+    if measured.saved_s[-1] > measured.during_s[-1]:
         raise RuntimeError(
-            f"the commit was on the disk after {measured.committed_s[-1]:.1f} s, but the {steps} steps that are timed "
+            f"the checkpoint was on the disk after {measured.saved_s[-1]:.1f} s, but the {steps} steps that are timed "
             f"took only {measured.during_s[-1]:.1f} s, so more may be lost than was seen; time more of them: --steps"
         )
 
 
-def measure_a_commit(run: Run, measured: Measured) -> None:
+def measure_a_checkpoint(run: Run, measured: Measured) -> None:
     """One that is waited for."""
     started = time.monotonic()
     cpu_before = shards_cpu_s()
-    path, finish = run.commit()
+    path, finish = run.checkpoint()
     measured.nbytes = finish()
     measured.blocking_s.append(time.monotonic() - started)
     measured.blocking_cpu_s.append(shards_cpu_s() - cpu_before)
@@ -196,23 +197,23 @@ def measure_a_commit(run: Run, measured: Measured) -> None:
 
 
 def measure(run: Run, repeats: int, steps: int) -> Measured:
-    """After a commit and some steps that warm up (buffers, page cache)."""
+    """After a checkpoint and some steps that warm up (buffers, page cache)."""
     run.steps(2)
-    measure_a_commit(run, Measured())
+    measure_a_checkpoint(run, Measured())
     measured = Measured()
     before = 0.0
     for i in range(repeats):
         if i % WAITED_FOR_EVERY == 0:
-            measure_a_commit(run, measured)
-            print(f"a commit waited for {measured.blocking_s[-1]:.2f} s ({measured.blocking_cpu_s[-1]:.2f} CPU s)")
+            measure_a_checkpoint(run, measured)
+            print(f"a checkpoint waited for {measured.blocking_s[-1]:.2f} s ({measured.blocking_cpu_s[-1]:.2f} CPU s)")
             run.steps(1)
             before = run.steps(steps)
-        measure_steps_during_a_commit(run, steps, measured)
+        measure_steps_during_a_checkpoint(run, steps, measured)
         after = run.steps(steps)
         measured.plain_s.append((before, after))
         print(
-            f"repeat {i}: {steps} steps {before:.2f} s, {after:.2f} s, during a commit "
-            f"{measured.during_s[-1]:.2f} s (on the disk after {measured.committed_s[-1]:.2f} s)",
+            f"repeat {i}: {steps} steps {before:.2f} s, {after:.2f} s, during a checkpoint "
+            f"{measured.during_s[-1]:.2f} s (on the disk after {measured.saved_s[-1]:.2f} s)",
             flush=True,
         )
         before = after
@@ -240,11 +241,11 @@ def result(measured: Measured, parameters: int, steps: int, load_before: float) 
     return Result(
         name="checkpoint_lost_time",
         value=lost,
-        unit=f"s of training lost over the {steps} steps after an asynchronous commit",
+        unit=f"s of training lost over the {steps} steps after an asynchronous checkpoint",
         ratio=round(lost / blocking, 3),
         target=TARGET_LOST,
         holds=lost / blocking <= TARGET_LOST,
-        against="the same commit, waited for",
+        against="the same checkpoint, waited for",
         detail=detail,
     )
 
@@ -252,8 +253,10 @@ def result(measured: Measured, parameters: int, steps: int, load_before: float) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=25, help="measured rounds (default: 25)")
-    parser.add_argument("--steps", type=int, default=2, help="steps with and without a commit (default: 2)")
-    parser.add_argument("--directory", type=Path, help="where commits are written (default: the temporary directory)")
+    parser.add_argument("--steps", type=int, default=2, help="steps with and without a checkpoint (default: 2)")
+    parser.add_argument(
+        "--directory", type=Path, help="where checkpoints are written (default: the temporary directory)"
+    )
     args = parser.parse_args()
     if args.repeats < 2 or args.steps < 1:
         parser.error(f"--repeats {args.repeats} --steps {args.steps}: expected at least 2 and 1")

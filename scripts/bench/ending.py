@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from orchestrator.env import Env, EnvContext, EnvGroup, EnvGroupBuilder, RLDataset, StepResult, StopCondition
@@ -72,16 +73,6 @@ class EndingEnv(Env):
         return StepResult(float(sum(action) % 2), episode_done=True)
 
 
-@dataclass(frozen=True)
-class MakeEnv:
-    """Makes the environments of a problem; picklable."""
-
-    prompt: Sequence[int]
-
-    def __call__(self) -> Env:
-        return EndingEnv(self.prompt)
-
-
 class EndingDataset(RLDataset):
     """Problems without a solution."""
 
@@ -89,7 +80,7 @@ class EndingDataset(RLDataset):
         self._context = context
 
     def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        return [EnvGroup(MakeEnv(prompt_of(self._context.seed, index)), self._context.group_size)]
+        return [EnvGroup(partial(EndingEnv, prompt_of(self._context.seed, index)), self._context.group_size)]
 
     def __len__(self) -> int:
         return PROBLEMS

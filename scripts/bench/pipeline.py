@@ -28,6 +28,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,14 +37,16 @@ import psutil
 import uvloop
 from _common import ROOT, Result, median, run_for_json
 
-from inference.desk import Desk, Give
+from inference.batching_server import BatchingServer, Give
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.core.weights import EXACT, Canary, Drift, PublishedWeights, UpdateReport, WeightsManifest
 from trireme.process.environ import prepare_ray_environment
 
 if TYPE_CHECKING:
+    from inference.handle import ReplicaClient
     from orchestrator.pipeline import Pipeline
+    from trireme.config import Config
 
 CONFIG = ROOT / "configs" / "quickstart.toml"
 GROUP_SIZE = 8
@@ -101,7 +104,7 @@ class ReadyAnswers:
     async def stats(self) -> ReplicaStats:
         return ReplicaStats(running=0, waiting=0, kv_used=0.0, preemptions=0)
 
-    async def progress(self, lengths: Mapping[str, int]) -> dict[str, Any]:
+    async def progress(self, lengths: Mapping[str, int]) -> dict[str, object]:
         """Nothing is unfinished for long."""
         return {}
 
@@ -114,7 +117,7 @@ class ReadyActor(ReadyAnswers):
 
     def __init__(self) -> None:
         super().__init__()
-        self._desk = Desk(self._give, lambda: None)
+        self._desk = BatchingServer(self._give, lambda: None)
 
     async def exchange(self, caller: str, message: bytes) -> bytes:
         return await self._desk.exchange(caller, message)
@@ -137,13 +140,7 @@ def published(version: int) -> PublishedWeights:
 
 
 def make_pipeline(client: Any, groups: int, steps: int) -> Pipeline:
-    from inference.replica_set.actor import ReplicaSet
-    from inference.router import Router
-    from orchestrator.env import EnvContext, load_dataset
-    from orchestrator.pipeline import Pipeline
-    from orchestrator.rollout import RolloutLimits
     from trireme.config.load import load
-    from trireme.core.tokenizer import load_tokenizer
 
     sizes = {
         "--orchestrator.batch-size": groups,
@@ -151,14 +148,22 @@ def make_pipeline(client: Any, groups: int, steps: int) -> Pipeline:
         "--max-steps": steps,
         "--orchestrator.max-concurrent": 2 * groups * GROUP_SIZE,
     }
-    config = load(["@", str(CONFIG), *(str(part) for pair in sizes.items() for part in pair)]).config
+    return pipeline_of(load(["@", str(CONFIG), *(str(part) for pair in sizes.items() for part in pair)]).config, client)
+
+
+def pipeline_of(config: Config, client: Any) -> Pipeline:
+    """Returns a pipeline with a single replica behind `client`."""
+    from inference.replica_set.actor import ReplicaSet
+    from inference.router import Router
+    from orchestrator.env import EnvContext, load_dataset
+    from orchestrator.pipeline import Pipeline
+    from orchestrator.rollout import RolloutLimits
+    from trireme.core.tokenizer import load_tokenizer
+
     context = EnvContext(load_tokenizer(config.tokenizer_name), config.seed, GROUP_SIZE, "train")
-    return Pipeline(
-        config,
-        [load_dataset(config.env[0], context)],
-        Router(ReplicaSet({0: client})),
-        RolloutLimits.of(config, context.tokenizer.decode),
-    )
+    limits = RolloutLimits.of(config, context.tokenizer.decode)
+    make_router = partial(Router, ReplicaSet({0: client}))
+    return Pipeline(config, [load_dataset(config.env[0], context)], make_router, limits)
 
 
 async def begin_version(pipeline: Pipeline, weights: PublishedWeights) -> None:
@@ -198,7 +203,7 @@ def measure_at_once(steps: int) -> Measured:
 
 
 def measure_ray(steps: int) -> Measured:
-    with ray_replica() as client:
+    with ray_replica(ReadyActor) as client:
         measure(client, GROUPS, WARM_UP_STEPS)
         return measure(client, GROUPS, steps)
 
@@ -219,22 +224,22 @@ def measure_in_flight(rollouts: int) -> Measured:
 
 
 @contextmanager
-def ray_replica() -> Iterator[Any]:
-    """The actor, in a Ray cluster of its own that leaves this process's core alone."""
+def ray_replica(kind: type, *arguments: object) -> Iterator[ReplicaClient]:
+    """The router's client of an actor of this kind, in a Ray cluster that leaves this process's core alone."""
     prepare_ray_environment(None, threads=1, deterministic=False)
     import ray
 
-    from inference.handle import MAX_CALLS, RayReplica
+    from inference.handle import MAX_CALLS, ReplicaClient
     from trireme.process import waits
 
     cores = set(range(os.cpu_count() or 1))
     pin(cores - {ORCHESTRATOR_CORE} or cores)
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=directory)
-        actor = ray.remote(ReadyActor).options(max_concurrency=MAX_CALLS, num_cpus=0).remote()
+        actor = ray.remote(kind).options(max_concurrency=MAX_CALLS, num_cpus=0).remote(*arguments)
         waits.get(actor.abort.remote([]), owner="the replica", timeout_s=START_S)
         pin({ORCHESTRATOR_CORE})
-        yield RayReplica(actor, ReadyAnswers.name, None, START_S, START_S, gathers=True)
+        yield ReplicaClient(actor, ReadyAnswers.name, None, START_S, START_S, gathers=True)
         ray.shutdown()
 
 

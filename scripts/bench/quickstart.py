@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from _common import ROOT, Result, RunMeasured, median, run_for_json, run_rl
 
@@ -56,7 +55,7 @@ def alternate(config: Config, repeats: int, flags: Sequence[str]) -> tuple[list[
     return runs, bares
 
 
-def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+def column(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
     return [row[name] for row in rows]
 
 
@@ -73,7 +72,7 @@ def rates(run: RunMeasured) -> dict[str, float]:
     }
 
 
-def full_run(flags: Sequence[str]) -> dict[str, Any]:
+def full_run(flags: Sequence[str]) -> dict[str, object]:
     """One run of all steps of the configuration: times, speed and the rise of the reward."""
     run = run_rl(CONFIG, *flags)
     rewards = column(run.rows, "reward/total")
@@ -87,7 +86,7 @@ def full_run(flags: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def start_detail(runs: Sequence[RunMeasured], bares: Sequence[BareMeasured]) -> dict[str, Any]:
+def start_detail(runs: Sequence[RunMeasured], bares: Sequence[BareMeasured]) -> dict[str, object]:
     """Details of the ratio: every repeat, and the warm-up separately."""
     return {
         "first_step_s": [round(run.first_step_s, 2) for run in runs[1:]],
@@ -110,19 +109,12 @@ def main() -> None:
     if args.repeats < 1 or args.steps < 2:
         parser.error(f"--repeats {args.repeats} --steps {args.steps}: expected at least 1 repeat of 2 steps")
 
-    if args.replicas:
-        flags = ["--inference.replicas", str(args.replicas)]
-    else:
-        flags = []
+    flags = ["--inference.replicas", str(args.replicas)] if args.replicas else []
     config = load(["@", str(CONFIG), *flags]).config
     runs, bares = alternate(config, args.repeats, [*flags, "--max-steps", str(args.steps)])
     value = median([run.first_step_s for run in runs[1:]])
     bare = median([bare.seconds for bare in bares[1:]])
-    detail = {
-        **start_detail(runs, bares),
-        "steps": args.steps,
-        "replicas": config.inference.replicas,
-    }
+    detail = start_detail(runs, bares) | {"steps": args.steps, "replicas": config.inference.replicas}
     if args.full:
         detail["full"] = full_run(flags)
     Result(

@@ -6,8 +6,8 @@ replica    a run of the counting task whose two replicas have a core each, with 
            replica either the engine is killed, whose actor starts another one, or the actor, with which its engine
            dies. The figure: from SIGKILL until the successor samples, over the bare start of that process, alone on
            that core.
-shard      the quickstart, with one shard that is killed just after a commit; from SIGKILL to the end of the next
-           completed step, over the start of both shards from the same commit, alone on the machine.
+shard      the quickstart, with one shard that is killed just after a checkpoint; from SIGKILL to the end of the next
+           completed step, over the start of both shards from the same checkpoint, alone on the machine.
 
 What happened when is read from the traces. The last line of the output is the result as one JSON object, whose figure
 is the successor's after the loss of an engine, with defaults. Leave the machine alone while it runs.
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 from _common import ROOT, Result, median, room_of, run_for_json, stop, wait_for_row
@@ -38,6 +38,12 @@ sys.path.insert(0, str(ROOT / "tests" / "e2e"))
 
 from chaos_support import log_of
 
+if TYPE_CHECKING:
+    from inference.handle import InferenceHandle
+    from trainer.handle import TrainerHandle
+    from trireme.config import Config
+
+Value = TypeVar("Value")
 TASK = Task(hidden=128, layers=2, batch_size=8, group_size=4, sequences=16, prompt=16, median=64, sigma=0.3)
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 SMALL = ["--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--checkpoint.async-save", "false"]
@@ -86,7 +92,7 @@ class Run:
     root: Path
     log: Path
 
-    def wait_for(self, event: str, look: Callable[[], Any]) -> Any:
+    def wait_for(self, event: str, look: Callable[[], Value | None]) -> Value:
         """Waits until `found` returns a value, and returns it."""
         deadline = time.monotonic() + DEADLINE_S
         while not (value := look()):
@@ -189,13 +195,13 @@ def lose_shard() -> Shard:
     flags = [*SMALL, "--checkpoint.every", str(COMMIT_AT), "--checkpoint.keep-every", str(COMMIT_AT)]
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         with running(directory, QUICKSTART, *flags) as run:
-            commit = run.root / "checkpoints" / f"step_{COMMIT_AT:06d}"
-            run.wait_for("the commit", commit.exists)
+            checkpoint = run.root / "checkpoints" / f"step_{COMMIT_AT:06d}"
+            run.wait_for("the checkpoint", checkpoint.exists)
             (shard,) = (process for part, process in run.processes() if part == "trainer_1")
             killed = time.time()
             shard.send_signal(signal.SIGKILL)
             step = run.wait_for("a step of the next attempt", lambda: spans(run, "driver_0", "step"))[0]
-        loaded_start_s = bare("shards", run.root / "config.json", commit)
+        loaded_start_s = bare("shards", run.root / "config.json", checkpoint)
     return Shard(loaded_start_s, (step["ts"] + step["dur"]) / 1e6 - killed)
 
 
@@ -207,13 +213,13 @@ def spans(run: Run, part: str, name: str) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------------------------- bare
 
 
-def bare(room: str, config: Path, commit: Path | None = None) -> float:
+def bare(room: str, config: Path, checkpoint: Path | None = None) -> float:
     """Seconds that `room` takes to start, alone on the machine, below a process that has started it once before."""
     command = [sys.executable, __file__, "--bare", room, "--config", str(config)]
-    return float(run_for_json([*command, *(["--commit", str(commit)] if commit else [])], {})[1]["seconds"])
+    return float(run_for_json([*command, *(["--checkpoint", str(checkpoint)] if checkpoint else [])], {})[1]["seconds"])
 
 
-def start_bare(room: str, config_json: Path, commit: Path | None) -> float:
+def start_bare(room: str, config_json: Path, checkpoint: Path | None) -> float:
     if room == "replica":
         os.sched_setaffinity(0, {LOST_CORE})
     from trireme.config import Config
@@ -230,13 +236,13 @@ def start_bare(room: str, config_json: Path, commit: Path | None) -> float:
         ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, _temp_dir=directory)
         try:
             start = start_replica if room == "replica" else start_shards
-            start(config, Path(directory) / "logs", commit)
-            return start(config, Path(directory) / "logs", commit)
+            start(config, Path(directory) / "logs", checkpoint)
+            return start(config, Path(directory) / "logs", checkpoint)
         finally:
             ray.shutdown()
 
 
-def start_replica(config: Any, log_dir: Path, _commit: Path | None) -> float:
+def start_replica(config: Config, log_dir: Path, _checkpoint: Path | None) -> float:
     from inference.handle import InferenceHandle
 
     started = time.monotonic()
@@ -244,17 +250,19 @@ def start_replica(config: Any, log_dir: Path, _commit: Path | None) -> float:
     return until_ready(group, started, lambda: None)
 
 
-def start_shards(config: Any, log_dir: Path, commit: Path | None) -> float:
+def start_shards(config: Config, log_dir: Path, checkpoint: Path | None) -> float:
     from trainer.handle import TrainerHandle
     from trireme.checkpoint.manifest import Manifest
 
-    assert commit is not None
+    assert checkpoint is not None
     started = time.monotonic()
     group = TrainerHandle.start(config, [{"num_cpus": 1}] * config.trainer.mesh.processes, log_dir)
-    return until_ready(group, started, lambda: group.load_state(commit / "trainer", Manifest.read(commit).identities))
+    return until_ready(
+        group, started, lambda: group.load_state(checkpoint / "trainer", Manifest.read(checkpoint).identities)
+    )
 
 
-def until_ready(group: Any, started: float, then: Callable[[], object]) -> float:
+def until_ready(group: InferenceHandle | TrainerHandle, started: float, then: Callable[[], object]) -> float:
     from trireme.process import waits
 
     refs, names = group.ready_refs()
@@ -292,7 +300,7 @@ def report(engines: Sequence[Replica], actors: Sequence[Replica], shards: Sequen
     ).print()
 
 
-def summary(replicas: Sequence[Replica]) -> dict[str, Any]:
+def summary(replicas: Sequence[Replica]) -> dict[str, object]:
     return {
         "successor": median([replica.successor for replica in replicas]),
         "replicas": [asdict(replica) for replica in replicas],
@@ -304,10 +312,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="measured rounds (default: 5)")
     parser.add_argument("--bare", choices=["replica", "shards"], help="start one room, in this process")
     parser.add_argument("--config", type=Path, help="of --bare: a resolved configuration")
-    parser.add_argument("--commit", type=Path, help="of --bare shards: what they read")
+    parser.add_argument("--checkpoint", type=Path, help="of --bare shards: what they read")
     args = parser.parse_args()
     if args.bare:
-        print(json.dumps({"seconds": start_bare(args.bare, args.config, args.commit)}), flush=True)
+        print(json.dumps({"seconds": start_bare(args.bare, args.config, args.checkpoint)}), flush=True)
         return
     let_actors_import_benchmarks()
     engines = []
@@ -328,7 +336,7 @@ def main() -> None:
     report(engines, actors, shards)
 
 
-def with_two_of_each(config: dict[str, Any]) -> dict[str, Any]:
+def with_two_of_each(config: dict[str, Any]) -> dict[str, object]:
     """Half of each room to each core; batches wait long enough in between that the replicas are what limits the run."""
     config["inference"] |= {"replicas": 2}
     config["trainer"] |= {"shards": 2}

@@ -29,7 +29,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ class Caller:
         return json.loads(read)
 
 
-def body_of(messages: Sequence[Any], **options: Any) -> bytes:
+def body_of(messages: Sequence[Mapping[str, str]], **options: object) -> bytes:
     return json.dumps({"model": "policy", "messages": messages, "max_tokens": ANSWER, **options}).encode()
 
 
@@ -88,7 +88,7 @@ def turn_ms(server: Child, caller: Caller, shape: Shape, in_sessions: bool, seed
     durations: list[float] = []
     started = server.cpu_s()
     for path, key in paths:
-        messages: list[Any] = [{"role": "user", "content": text_of(rng, shape.first - FORMAT)}]
+        messages: list[dict[str, str]] = [{"role": "user", "content": text_of(rng, shape.first - FORMAT)}]
         for turn in range(shape.turns):
             if turn and turn == shape.turns - LAST:
                 started = server.cpu_s()
@@ -209,7 +209,7 @@ async def play_crowd(port: int, bad: bool) -> list[float]:
     await asyncio.sleep(0.2)
     begun.set()
     try:
-        together: asyncio.Future[Any] = asyncio.gather(*goods)
+        together: asyncio.Future[list[float]] = asyncio.gather(*goods)
         watched: list[asyncio.Future[Any]] = [together, *bads]
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         for bad_client in bads:
@@ -222,7 +222,7 @@ async def play_crowd(port: int, bad: bool) -> list[float]:
         await asyncio.gather(*bads, return_exceptions=True)
 
 
-def measure_crowd(repeats: int) -> dict[str, Any]:
+def measure_crowd(repeats: int) -> dict[str, float]:
     """Returns seconds of a good client's request among bad ones and alone, and their ratio."""
     alone: list[float] = []
     among: list[float] = []

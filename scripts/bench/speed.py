@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import time
 from threading import Event, Thread
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +31,7 @@ class Calculating:
         self._thread.start()
         return self
 
-    def __exit__(self, *_error: Any) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._stopped.set()
         self._thread.join()
 

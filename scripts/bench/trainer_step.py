@@ -15,14 +15,19 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from _common import DEADLINE_S, Result, median
 
+if TYPE_CHECKING:
+    from trireme.core.types import TokenBatch
+
+Keys = Mapping[str, object]
 TOKENS = 4096
 SEQUENCES = 24
 LONGEST = 512
@@ -52,7 +57,7 @@ def make_model(directory: Path) -> int:
     return model.num_parameters()
 
 
-def make_batch() -> Any:
+def make_batch() -> TokenBatch:
     """Sequences of unequal length (lognormal), with all that ppo needs."""
     from trireme.core.types import TokenBatch
 
@@ -100,7 +105,7 @@ def plain_step(model_path: Path) -> Callable[[], None]:
     return step
 
 
-def shard_step(model_path: Path, rank: int, shards: int, port: int, keys: dict[str, Any]) -> Callable[[], None]:
+def shard_step(model_path: Path, rank: int, shards: int, port: int, keys: Mapping[str, Keys]) -> Callable[[], None]:
     """A step of one shard."""
     from torch.distributed import TCPStore
 
@@ -131,7 +136,9 @@ def shard_step(model_path: Path, rank: int, shards: int, port: int, keys: dict[s
     return step
 
 
-def serve(end: Any, core: int, model_path: Path, rank: int, shards: int, port: int, keys: dict[str, Any]) -> None:
+def serve(
+    end: Connection, core: int, model_path: Path, rank: int, shards: int, port: int, keys: Mapping[str, Keys]
+) -> None:
     """Makes a step whenever it is asked for; answers with the CPU seconds that it took. `shards` 0: the plain loop."""
     os.sched_setaffinity(0, {core})
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -152,7 +159,7 @@ def serve(end: Any, core: int, model_path: Path, rank: int, shards: int, port: i
 class Ranks:
     """The processes of one kind."""
 
-    def __init__(self, model_path: Path, shards: int, **keys: dict[str, Any]) -> None:
+    def __init__(self, model_path: Path, shards: int, **keys: Keys) -> None:
         from torch.distributed import TCPStore
 
         context = multiprocessing.get_context("spawn")

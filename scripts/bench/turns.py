@@ -10,7 +10,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +68,7 @@ def make_model(directory: Path) -> Path:
     return directory
 
 
-def config_of(model: Path, shape: Shape, groups: int, steps: int, max_steps_off_policy: int) -> dict[str, Any]:
+def config_of(model: Path, shape: Shape, groups: int, steps: int, max_steps_off_policy: int) -> dict[str, object]:
     """Returns the configuration of a run with `groups` groups a step. All of them may be in flight."""
     return {
         "max_steps": steps,
@@ -102,25 +101,23 @@ def answers(identity: WeightIdentity, distinct: int = 16) -> list[SampledSequenc
     ]
 
 
+@dataclass(eq=False)
 class TurnsEnv(Env):
     """Answers each action with the same new tokens. The reward is worth nothing, but differs within a group."""
 
-    def __init__(
-        self, first: npt.NDArray[np.int32], observed: npt.NDArray[np.int32], turns: int, reward: float
-    ) -> None:
-        self._first = first
-        self._observed = Continuation(observed)
-        self._remaining = turns
-        self._reward = reward
+    first: npt.NDArray[np.int32]
+    observed: Continuation
+    turns: int
+    reward: float
 
     async def initial_observation(self) -> tuple[TokenIds, StopCondition]:
-        return self._first, ()
+        return self.first, ()
 
     async def step(self, action: Sequence[int]) -> StepResult:
-        self._remaining -= 1
-        if not self._remaining:
-            return StepResult(self._reward, episode_done=True)
-        return StepResult(0.0, episode_done=False, next_observation=self._observed)
+        self.turns -= 1
+        if not self.turns:
+            return StepResult(self.reward, episode_done=True)
+        return StepResult(0.0, episode_done=False, next_observation=self.observed)
 
 
 @dataclass(frozen=True)
@@ -134,7 +131,7 @@ class TurnsBuilder(EnvGroupBuilder):
     async def make_env(self, sample: int) -> Env:
         rng = np.random.default_rng(self.seed)
         tokens = rng.integers(0, VOCAB, self.first + OBSERVED, dtype=np.int32)
-        return TurnsEnv(tokens[: self.first], tokens[self.first :], self.turns, float(sample % 2))
+        return TurnsEnv(tokens[: self.first], Continuation(tokens[self.first :]), self.turns, float(sample % 2))
 
 
 class TurnsDataset(RLDataset):

@@ -40,7 +40,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import psutil
 from _common import DEADLINE_S, POLL_S, Result, cpu_by_room, median, run_for_json, run_rl
@@ -70,7 +69,7 @@ class Job:
     target: float
     """Least share of the limit."""
 
-    def config(self, model: Path) -> dict[str, Any]:
+    def config(self, model: Path) -> dict[str, object]:
         """Returns the run's configuration: what has a default keeps it."""
         return {
             "model": {"name": str(model), "max_seq_len": PROMPT + self.longest},
@@ -146,7 +145,7 @@ class Measured:
 def measure_bare(job: Job, model: Path, threads: int) -> Bare:
     """Measures the bare work in processes of their own: one after the other."""
 
-    def bare(part: str) -> dict[str, Any]:
+    def bare(part: str) -> dict[str, float]:
         sizes = [str(job.longest), str(ROLLOUTS), str(BARE_REPEATS)]
         command = [sys.executable, str(Path(__file__).parent / "bare_job.py"), part, str(model), *sizes]
         return run_for_json(command, without_spinning(threads))[1]

@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 from gpu_check.checks import Check, Context, Failed, Figures
-from gpu_check.rooms import GPU_SHARE, open_rooms, tokens_per_second, update_in_flight
+from gpu_check.rooms import (
+    GPU_SHARE,
+    STALE,
+    open_rooms,
+    refuses_stale_decoding,
+    tokens_per_second,
+    update_in_flight,
+)
 from gpu_check.shapes import make_model
 
 SYSTEM = ("vllm", "ray", "torch", "transformers", "pydantic", "peft", "xxhash", "numba", "psutil", "rich")
 """The packages that replicas need in addition to the trainer's."""
+FAULTS = "TRIREME_FAULTS"
 RANK = 8
 EAGER = "--inference.engine-args.enforce-eager"
+SAMPLED_S = 2.0
+"""Longer than the driver's samples of a GPU's use."""
 FREED = 0.5
 """Share of its memory that a sleeping engine must give back, at least."""
 
 
 def _in_flight(context: Context) -> Figures:
-    """Starts a trainer and a replica (on one GPU: both on it), and updates all weights while it samples."""
+    """Starts a trainer and a replica (on one GPU: both on it), and updates all weights while it samples. In the end
+    decode steps get other weights than were loaded, which the replica must see, whatever CUDA graphs do."""
     shape, requests, tokens = ("0.6b", 256, 256) if context.on_gpu else ("small", 8, 64)
+    os.environ[FAULTS] = STALE
     with open_rooms(context, shape) as (rooms, start_s):
-        figures = update_in_flight(rooms, context, requests // 8)
-        return {"start, s": start_s, **figures, **tokens_per_second(rooms, context, requests, tokens)}
+        del os.environ[FAULTS]
+        updates = update_in_flight(rooms, context, requests // 8)
+        speed = tokens_per_second(rooms, context, requests, tokens)
+        refuses_stale_decoding(rooms)
+    return {"start, s": start_s, **updates, **speed}
+
+
+def _experts(context: Context) -> Figures:
+    """Does the same with experts, which kernels for GPUs may pack, and keeps KV caches over updates."""
+    with open_rooms(context, "small with experts", "--inference.on-update", "keep_kv") as (rooms, start_s):
+        return {"start, s": start_s, **update_in_flight(rooms, context, 8)}
 
 
 def _adapters(context: Context) -> Figures:
@@ -66,8 +88,28 @@ def _sleep(context: Context) -> Figures:
     return {"freed, GiB": freed / 2**30, "to sleep, s": asleep - started, "to wake, s": awake - asleep}
 
 
+def _computes(context: Context) -> Figures:
+    """Has the GPU compute for a while, and asks the driver if it does."""
+    import torch
+
+    from inference.stalls import gpus_compute
+
+    matrix = torch.randn(8192, 8192, device="cuda")
+    end = time.monotonic() + SAMPLED_S
+    while time.monotonic() < end:
+        matrix @ matrix
+        torch.cuda.synchronize()
+    (busy,) = gpus_compute(1)
+    if not busy:
+        raise Failed("the driver says that a GPU is idle on which products were computed")
+    time.sleep(SAMPLED_S)
+    return {"busy during products": busy, "busy after a pause, which others may use": gpus_compute(1)[0]}
+
+
 CHECKS: tuple[Check, ...] = (
     Check("updates in flight", _in_flight, SYSTEM),
+    Check("experts in flight", _experts, SYSTEM),
     Check("adapters in flight", _adapters, SYSTEM),
+    Check("a GPU that computes", _computes, ("vllm", "torch"), only_gpu="there is no driver to ask"),
     Check("sleep", _sleep, ("vllm", "torch", "transformers"), only_gpu="vLLM's CPU build does nothing when it sleeps"),
 )

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from gpu_check.checks import FAILURE, NOT_RUN, PASS, Figures, Outcome
 
@@ -29,7 +28,7 @@ def exit_code(outcomes: Sequence[Outcome]) -> int:
     return NOTHING_RAN
 
 
-def as_json(outcomes: Sequence[Outcome], device: str, seconds: float) -> dict[str, Any]:
+def as_json(outcomes: Sequence[Outcome], device: str, seconds: float) -> dict[str, object]:
     """Returns the whole result."""
     counts = Counter(outcome.ending for outcome in outcomes)
     return {

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,11 +15,16 @@ from gpu_check.checks import Context, Failed, Figures
 from gpu_check.shapes import SHAPES, make_model
 
 if TYPE_CHECKING:
+    from inference.sampling_client import SamplingClient
+    from trainer.handle import TrainerHandle
     from trireme.core.types import Datum, SampledSequence, SampleResponse
+    from trireme.core.weights import Drift, UpdateReport
 
 PROMPT = 24
 ANSWER = 64
 UPDATES = 3
+STALE = f"inference.decode@{UPDATES + 2}=shifted"
+"""Arms a fault for the update after those of `update_in_flight`: decode steps use other weights than were loaded."""
 LEARNING_RATE = 1e-3
 TOKENIZER = str(Path(__file__).parents[2] / "assets" / "sort-base")
 """A tokenizer, without which a run is refused; it is never used, as prompts are tokens."""
@@ -30,15 +35,16 @@ GPU_SHARE = 0.4
 class Rooms:
     """A trainer and a sampler with its replicas."""
 
-    def __init__(self, trainer: Any, sampler: Any, shape: str, exact: bool) -> None:
+    def __init__(self, trainer: TrainerHandle, sampler: SamplingClient, shape: str, bound: Drift) -> None:
+        """`bound`: how far the log-probabilities of a replica may be from those of the trainer."""
         self.trainer = trainer
         self.sampler = sampler
-        self.exact = exact
+        self.bound = bound
         self.vocabulary = SHAPES[shape]["vocab_size"]
         self.version = -1
         self._rng = np.random.default_rng(0)
 
-    def update(self) -> Any:
+    def update(self) -> UpdateReport:
         """Publishes the trainer's weights as the next version and brings the replicas to it; returns the first one's
         report. The canary of each is compared on the way."""
         self.version += 1
@@ -67,7 +73,7 @@ class Rooms:
     def differences(self, prompts: Sequence[list[int]], answers: Sequence[SampledSequence]) -> Figures:
         """Compares answers of the newest version with the trainer's log-probabilities. Raises Failed beyond what the
         canary allows."""
-        from trireme.core.weights import EXACT, LEAST, Drift
+        from trireme.core.weights import Drift
 
         data = [self._datum(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         output = self.trainer.forward(data)
@@ -79,11 +85,10 @@ class Rooms:
             ]
         )
         drift = Drift(float(moved.mean()), float(moved.max()))
-        bound = EXACT if self.exact else LEAST
-        if not (drift.mean <= bound.mean and drift.largest <= bound.largest):
+        if not (drift.mean <= self.bound.mean and drift.largest <= self.bound.largest):
             raise Failed(
                 f"logprobs of replica and trainer differ by {drift.mean:.3g} in the mean and {drift.largest:.3g} at "
-                f"most; expected at most {bound.mean:g} and {bound.largest:g}"
+                f"most; expected at most {self.bound.mean:g} and {self.bound.largest:g}"
             )
         return {"replica against trainer, mean": drift.mean, "largest": drift.largest}
 
@@ -109,9 +114,16 @@ def open_rooms(context: Context, shape: str, *flags: str) -> Iterator[tuple[Room
     """Starts a trainer and its replicas on a random model, with options of `rl`. Gives them, and the seconds that the
     start took."""
     from trireme import api
+    from trireme.core.weights import EXACT, LEAST, ROUNDED
 
+    if not context.on_gpu:
+        bound = EXACT
+    elif "num_experts" in SHAPES[shape]:
+        bound = ROUNDED
+    else:
+        bound = LEAST
     model = make_model(context.directory / f"{shape} of rooms", shape, context.device)
-    if shape == "small":
+    if shape.startswith("small"):
         length = SHAPES[shape]["max_position_embeddings"]
     else:
         length = 1024
@@ -125,7 +137,7 @@ def open_rooms(context: Context, shape: str, *flags: str) -> Iterator[tuple[Room
     config = api.loop_config(flags)
     started = time.monotonic()
     with api.open_rooms(config, context.directory / "logs") as (trainer, sampler):
-        yield Rooms(trainer, sampler, shape, exact=not context.on_gpu), time.monotonic() - started
+        yield Rooms(trainer, sampler, shape, bound), time.monotonic() - started
 
 
 def update_in_flight(rooms: Rooms, context: Context, requests: int) -> Figures:
@@ -154,6 +166,19 @@ def update_in_flight(rooms: Rooms, context: Context, requests: int) -> Figures:
         "answers of several versions": several,
         "canary, mean": max(report.drift.mean for report in reports),
     }
+
+
+def refuses_stale_decoding(rooms: Rooms) -> None:
+    """Updates once more, in rooms that were started with the fault STALE. Raises Failed unless the replica refuses."""
+    from trireme.core.errors import WeightsRefused
+
+    try:
+        rooms.update()
+    except WeightsRefused as refused:
+        if "decode steps" in str(refused):
+            return
+        raise
+    raise Failed("decode steps used other weights than were published, and the replica did not see it")
 
 
 def tokens_per_second(rooms: Rooms, context: Context, requests: int, tokens: int) -> Figures:

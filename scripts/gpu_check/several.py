@@ -7,7 +7,8 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -16,6 +17,12 @@ from gpu_check.engine import EAGER, SYSTEM
 from gpu_check.rooms import open_rooms, update_in_flight
 from gpu_check.shapes import make_config, make_model
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+    from trainer.batching import ShardOutput
+
+Result = TypeVar("Result")
 RANKS = 2
 BYTES_ON_GPU = 2**28
 BYTES_ON_CPU = 2**20
@@ -72,7 +79,7 @@ def _shards(context: Context) -> Figures:
     return {"largest difference of logprobs": float(difference), "norm, relative": max(norms)}
 
 
-def _step_on_rank(rank: int, port: int, device: str, model: str) -> Any:
+def _step_on_rank(rank: int, port: int, device: str, model: str) -> tuple[ShardOutput, float]:
     """Returns what one of two shards computes of the batch, and the norm of the whole gradient."""
     from gpu_check.trainer import parity_batch
     from trainer.shard import Shard
@@ -88,7 +95,7 @@ def _step_on_rank(rank: int, port: int, device: str, model: str) -> Any:
     return output, shard.optim_step(AdamParams(learning_rate=1e-3), 50.0).metrics["grad_norm"]
 
 
-def _on_ranks(context: Context, work: Callable[..., Any], *args: str) -> list[Any]:
+def _on_ranks(context: Context, work: Callable[..., Result], *args: str) -> list[Result]:
     """Returns the results of `work` in two processes; each sees one GPU. Raises Failed for a process that raises or is
     late, by its rank."""
     from torch.distributed import TCPStore
@@ -116,7 +123,9 @@ def _on_ranks(context: Context, work: Callable[..., Any], *args: str) -> list[An
     return results
 
 
-def _run_rank(end: Any, rank: int, port: int, device: str, work: Callable[..., Any], args: tuple[str, ...]) -> None:
+def _run_rank(
+    end: Connection, rank: int, port: int, device: str, work: Callable[..., object], args: tuple[str, ...]
+) -> None:
     if device == "gpu":
         from trireme.process.machine import VISIBLE
 
@@ -130,7 +139,7 @@ def _run_rank(end: Any, rank: int, port: int, device: str, work: Callable[..., A
         end.send(f"{type(error).__name__}: {error}")
 
 
-def _store(port: int) -> Any:
+def _store(port: int) -> TCPStore:
     from torch.distributed import TCPStore
 
     return TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))

@@ -34,6 +34,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         **QWEN3,
         **{"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
     },
+    "8b": {
+        **QWEN3,
+        **{"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+        "tie_word_embeddings": False,
+    },
     "small": {
         **QWEN3,
         **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2},
@@ -49,7 +54,7 @@ SHAPES["small with experts"] = {
 }
 
 
-def make_model(directory: Path, shape: str, device: str = "cpu", **sizes: Any) -> str:
+def make_model(directory: Path, shape: str, device: str = "cpu", **sizes: object) -> str:
     """Writes a random model of a shape, in bfloat16 if it was made on a GPU; returns the directory."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -64,7 +69,7 @@ def make_model(directory: Path, shape: str, device: str = "cpu", **sizes: Any) -
     return str(directory)
 
 
-def make_config(model: str, device: str, **options: Any) -> Config:
+def make_config(model: str, device: str, **options: object) -> Config:
     """Returns a configuration of the trainer. `options` are keys as `section__key`, or at the root."""
     from trireme.config import Config
 

@@ -1,4 +1,4 @@
-"""The whole system: the quickstart on one device, a commit and a resume, and all tests marked gpu."""
+"""The whole system: the quickstart on one device, a checkpoint and a resume, and all tests marked gpu."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def _quickstart(context: Context) -> Figures:
 
 
 def _resume(context: Context) -> Figures:
-    """Continues that run from its commit."""
+    """Continues that run from its checkpoint."""
     if not (context.directory / "runs" / "run" / "HEAD").exists():
-        raise NotRun("the quickstart left no commit")
+        raise NotRun("the quickstart left no checkpoint")
     return _check_rows(_run(context, "--max-steps", str(STEPS + EXTRA_STEPS), "--resume"), STEPS + EXTRA_STEPS)
 
 
@@ -95,6 +95,6 @@ def _counts(report: Path) -> dict[str, int]:
 
 CHECKS: tuple[Check, ...] = (
     Check("quickstart, colocated", _quickstart, SYSTEM),
-    Check("commit and resume", _resume, SYSTEM),
+    Check("checkpoint and resume", _resume, SYSTEM),
     Check("tests marked gpu", _tests, (*SYSTEM, "pytest"), only_gpu="the test suite runs what CPUs share of them"),
 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -51,6 +51,8 @@ TOKENS = 16384
 SEQUENCES = 8
 WARM_UP = 2
 REPEATS = 4
+TARGET_SUMS_MS = 40.0
+"""For 16 GB of weights on an H100."""
 GIB = 2**30
 
 
@@ -63,7 +65,7 @@ def _machine(context: Context) -> Figures:
 
     size, times = (8192, 10) if context.on_gpu else (256, 1)
     a, b = (torch.randn(size, size, device=context.torch_device, dtype=torch.bfloat16) for _ in range(2))
-    figures: dict[str, Any] = _versions()
+    figures: dict[str, object] = {**_versions()}
     if context.on_gpu:
         free, total = torch.cuda.mem_get_info()
         capability = ".".join(map(str, torch.cuda.get_device_capability()))
@@ -303,6 +305,38 @@ def _waits(context: Context) -> Figures:
 # --------------------------------------------------------------------------------------------------- memory and speed
 
 
+def _sums(context: Context) -> Figures:
+    """Sums tensors of random bits, on a GPU in the shapes of Qwen3-8B, in bfloat16. Raises Failed if the sums of the
+    largest differ from those of its copy on the CPU."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from trireme.transports.tensor_sums import TensorPart, c_strides, part_sums, tensor_sums
+
+    if context.on_gpu:
+        shape = dict(SHAPES["8b"])
+    else:
+        shape = dict(SHAPES["small"])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(shape.pop("model_type"), **shape))
+    sizes = [parameter.shape for parameter in model.parameters()]
+    tensors = [torch.randn(size, dtype=torch.bfloat16, device=context.torch_device) for size in sizes]
+    parts = [TensorPart(tensor, 0, c_strides(tensor.shape), tensor.dtype) for tensor in tensors]
+    seconds = []
+    for _ in range(WARM_UP + REPEATS):
+        started = time.perf_counter()
+        sums = part_sums(parts).cpu()
+        seconds.append(time.perf_counter() - started)
+    largest = max(range(len(tensors)), key=lambda number: tensors[number].numel())
+    expected = tensor_sums(tensors[largest].cpu())
+    if not torch.equal(sums[largest], expected):
+        raise Failed(f"the sums of a tensor are {sums[largest].tolist()}, on the CPU {expected.tolist()}")
+    figures = {"ms": 1e3 * float(np.median(seconds[WARM_UP:])), "GB": sum(tensor.nbytes for tensor in tensors) / 1e9}
+    if context.on_gpu and figures["ms"] > TARGET_SUMS_MS:
+        figures["above the target of"] = TARGET_SUMS_MS
+    return figures
+
+
 def _speed(shape: str, compiled: bool, context: Context) -> Figures:
     """Trains a random model on 16k tokens in one packed micro-batch: tokens per second, MFU, and memory against the
     plan."""
@@ -312,14 +346,14 @@ def _speed(shape: str, compiled: bool, context: Context) -> Figures:
     shape, tokens = (shape, TOKENS) if context.on_gpu else ("small", 512)
     context.need_time(60 if shape == "4b" else 30, "loading and training it")
     model = _model(shape, context)
-    options: dict[str, Any] = {"trainer__micro_batch_tokens": tokens, "trainer__compile": compiled}
+    options: dict[str, object] = {"trainer__micro_batch_tokens": tokens, "trainer__compile": compiled}
     config = make_config(model, context.device, model__dtype="bfloat16", **options)
     end_shard()
     planned = _planned(config, context)
     batch = make_batch([tokens // SEQUENCES] * SEQUENCES, SHAPES[shape]["vocab_size"], temperature=1.0)
     shard = make_shard(config)
     seconds, at_peak, peak = median_step(shard, batch, WARM_UP, REPEATS)
-    figures: dict[str, Any] = {"tokens/s": tokens / seconds, "s/step": seconds}
+    figures: dict[str, object] = {"tokens/s": tokens / seconds, "s/step": seconds}
     if at_peak:
         figures["MFU"] = at_peak / seconds
         figures |= {} if at_peak / seconds >= TARGET_MFU else {"below the target of": TARGET_MFU}
@@ -378,6 +412,7 @@ CHECKS: tuple[Check, ...] = (
         for way in WAYS
     ),
     Check("waits of the host", _waits, NEEDS, only_gpu="there is nothing to wait for"),
+    Check("sums of published tensors", _sums, NEEDS),
     Check("0.6B: speed and memory", partial(_speed, "0.6b", False), NEEDS),
     Check(
         "0.6B, compiled: speed and memory",

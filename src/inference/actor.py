@@ -24,14 +24,16 @@ import numpy.typing as npt
 import psutil
 import ray
 
-from inference.desk import Desk, Give
+from inference.batching_server import BatchingServer, Give
 from inference.engine import (
+    RESERVED,
     check_tokens,
     end_of_sequence_ids,
     give_tokenizer,
+    prompt_logprobs,
+    sampled_logprobs,
     sampled_sequence,
     start_engine,
-    tables_of,
     vllm_params,
 )
 from inference.handover import NOTHING, Progress
@@ -40,9 +42,10 @@ from inference.loaded import LoadedProof
 from inference.messages import Reply
 from inference.once import OnceForEach
 from inference.session import Arrived, Broadcasts
-from inference.stalls import StallClock, cpu_seconds
+from inference.stalls import StallClock, cpu_seconds, gpus_compute
 from inference.wrong_answers import wrong_answer
 from trireme.config import Config
+from trireme.core.actors import remote_method
 from trireme.core.base_digest import base_digest
 from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import (
@@ -57,7 +60,15 @@ from trireme.core.errors import (
 from trireme.core.sampler import Heartbeat, ReplicaStats
 from trireme.core.transport import Offer, load_transport
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
-from trireme.core.weights import Drift, PublishedWeights, UpdateReport, WeightsManifest, check_canary
+from trireme.core.weights import (
+    DECODED,
+    Drift,
+    PublishedWeights,
+    UpdateReport,
+    WeightsManifest,
+    check_canary,
+    check_decoding,
+)
 from trireme.process import trace
 from trireme.process.collector import spare_collector
 from trireme.process.environ import STACKS, STACKS_S, end_of_far_log, redirect_output
@@ -91,18 +102,22 @@ FETCH = "fetch"
 CANARY_REQUEST = "trireme-canary"
 CANARY_PRIORITY = -1
 """vLLM runs lower numbers first; normal requests use 0."""
+DECODE_PROOFS = 2
+"""Updates at which an engine without captured graphs proves its decode steps: the first, which vLLM's loaders load, and
+the next, which may be copied in place. Such an engine decodes by the code and the tensors of its prefills. At each
+update the proof slows down a small model's run on CPUs by 6 to 9 % (two pairs of the quickstart, 28 November 2026)."""
 CHECK_TICK_S = 0.01
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ReplicaInfo:
-    """The answer of a working replica to a look: its processes and its weights."""
+    """The processes and the weights of a replica that works."""
 
     engine_pid: int
     """Process id of its engine."""
     ranks: tuple[int, ...]
-    """Process ids of the engine's ranks, in order; one that is alone is the engine's process itself."""
+    """Process ids of the engine's ranks, in order. A single rank is the engine's process itself."""
     identity: WeightIdentity | None
     """The weights that it samples from; None before the first update."""
 
@@ -134,7 +149,7 @@ class ReplicaActor:
         """Digest of the model's files, where an adapter is trained."""
         self.broadcasts = Broadcasts(load_transport(config.transport), self._receive_broadcast)
         self.updating = asyncio.Lock()  # held during an update
-        self._desk = Desk(self.sample, self._failure)
+        self._desk = BatchingServer(self.sample, self._failure)
         self._aborts: set[asyncio.Future[None]] = set()
         self._era = 0  # counts how often all requests were given up
         self._keeps_kv = config.inference.on_update == "keep_kv"
@@ -160,19 +175,23 @@ class ReplicaActor:
         self.pausing = asyncio.Lock()  # held while the engine is paused, so that nothing else resumes it
         self.proved = asyncio.Event()  # while it is not set, tokens may come from wrong weights
         self.proof = LoadedProof(self.name)
-        self._stalls = StallClock(self._cpu_s)
+        self.captures_graphs = True  # until the engine says otherwise
+        self.decode_proofs = 0  # updates after which decode steps agreed with a prefill
+        self._stalls = StallClock(self._cpu_s, self._computes)
         limit_s = self.config.timeouts.update_s
         self._step_deadline = LearnedDeadline(limit_s)  # of a step of the engine without progress
         self.call_deadline = LearnedDeadline(limit_s)  # of a call in an update without progress
 
+    @remote_method
     async def has_lost_engine(self) -> bool:
         """Returns True if a process of the engine died, or was killed because it stood still."""
         # a call may fail before vLLM notices the death
         return self.engine_killed or self.engine.errored or any(map(has_ended, (self._engine_pid, *self.ranks)))
 
+    @remote_method
     async def restart(self) -> ReplicaInfo:
-        """Starts a new engine after the old one was lost. Returns its info. Quick, because vLLM is already imported,
-        which is most of a start."""
+        """Starts a new engine after the old one was lost. Returns its info. This is quick, because vLLM is
+        already imported, which is most of a start."""
         log.info("process %d starts another engine for %s", os.getpid(), self.name)
         lost = {self._engine_pid, *self.ranks}
         self._forget_ranks()
@@ -198,6 +217,7 @@ class ReplicaActor:
                     self.name,
                 )
 
+    @remote_method
     async def start(self) -> ReplicaInfo:
         """Starts the engine and samples once, because the first logprobs compile a function for which a request would
         have to wait. Returns the replica's info."""
@@ -211,14 +231,17 @@ class ReplicaActor:
         log.info("sampling for the first time")
         assert self.engine.logger_manager is not None
         (self.engine_stats,) = cast("list[EngineStats]", self.engine.logger_manager.stat_loggers)
-        self.engine_stats.places = self.engine.vllm_config.scheduler_config.max_num_seqs
+        self.engine_stats.places = self.engine.vllm_config.scheduler_config.max_num_seqs - RESERVED
+        self.captures_graphs = bool(self.engine.vllm_config.compilation_config.cudagraph_mode)
         self.end_ids = end_of_sequence_ids(self.engine)
         self.vocab_size = self.engine.model_config.get_vocab_size()
         if self.config.trainer.lora.on:
             self.base = await asyncio.to_thread(base_digest, self.config.model.name)
         await (await self._submit(WARM_UP, salt="warm-up")).get()
         self.ranks = tuple(await self._in_engine("settle"))
-        self._stalls = StallClock(self._cpu_s)  # before there was one process to look at, the engine's own
+        self._stalls = StallClock(
+            self._cpu_s, self._computes
+        )  # before there was one process to look at, the engine's own
         self._watch_ranks()
         self.engine_stats.answered = self.note_step  # from now on: the first steps of all are slow
         self.proved.set()
@@ -233,8 +256,9 @@ class ReplicaActor:
         self._raise_if_broken()
         return ReplicaInfo(self._engine_pid, self.ranks, self.identity)
 
+    @remote_method
     async def heartbeat(self) -> Heartbeat:
-        """Returns at once the process ids, the node, and how far the engine is `behind`. Raises RoomFailed or
+        """Returns the process ids, the node, and how far the engine is `behind`, without waiting. Raises RoomFailed or
         WeightsRefused, with the reason, when this replica is broken; an engine that has been silent for too long is
         killed first."""
         with self._log_in_errors():
@@ -243,6 +267,7 @@ class ReplicaActor:
         further = [pid for pid in self.ranks if pid != self._engine_pid]
         return Heartbeat((os.getpid(), self._engine_pid, *further), node, *self.behind())
 
+    @remote_method
     async def stop(self) -> None:
         """Ends the engine process, if one has started."""
         self._forget_ranks()
@@ -253,15 +278,18 @@ class ReplicaActor:
 
     # -------------------------------------------------------------------------------------------------------- requests
 
+    @remote_method
     async def exchange(self, caller: str, message: bytes) -> bytes:
         """Begins to sample the packed requests in `message`. Returns a packed reply with outcomes of any requests of
-        this `caller`, as `inference.desk.Desk.exchange` does."""
+        this `caller`, as `inference.batching_server.BatchingServer.exchange` does."""
         return await self._desk.exchange(caller, message)
 
+    @remote_method
     async def packed_progress(self, lengths: Mapping[str, int]) -> bytes:
         """Returns the result of `progress`, packed as a reply."""
         return Reply(list((await self.progress(lengths)).items())).pack()
 
+    @remote_method
     async def stats(self) -> ReplicaStats:
         """Returns the utilisation at the engine's last step, and the weights in use. Raises RoomFailed or
         WeightsRefused when this replica is broken."""
@@ -450,6 +478,7 @@ class ReplicaActor:
             priority=priority,
         )
 
+    @remote_method
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends requests that nothing waits for any more; ignores unknown and finished ones."""
         for request_id in request_ids:
@@ -457,6 +486,7 @@ class ReplicaActor:
             if running:
                 running.task.cancel()
 
+    @remote_method
     async def abort_all(self) -> None:
         """Ends all requests, also those still entering the engine. Returns when the requests that had entered have left
         it."""
@@ -489,6 +519,7 @@ class ReplicaActor:
         await self._stand_still(clear_cache=clear_cache)
         self.sampling.pause()
 
+    @remote_method
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
         """Loads `published` while requests are in flight, and returns a report. A second call for the newest weights
         returns the same report. Raises RoomFailed, with nothing changed, when the bytes cannot be fetched. Any other
@@ -504,6 +535,7 @@ class ReplicaActor:
                 await self._drained(published.identity, started)
             return await self._take(published.manifest, step, started)
 
+    @remote_method
     async def load_adapter(self, name: str, published: PublishedWeights) -> None:
         """Loads an adapter in addition to the current weights, for requests that name it; other requests do not pause.
         Raises and breaks this replica as `load_weights` does, also when the adapter's canary does not agree."""
@@ -518,12 +550,13 @@ class ReplicaActor:
             self._adapter_number += 1
             request = request_of(name, self._adapter_number)
             await step("add adapter", self._in_engine("add_adapter", (request.lora_int_id,)))
-            canary = await self._submit_canary(published.manifest, request)
-            await step("canary", self._prove(published.manifest, canary))
+            canary = await self._submit_canary(published.manifest, adapter=request)
+            await step("canary", self._prove(published.manifest, canary, request))
             self.adapters[name] = HeldAdapter(request, published.identity)
             # The engine may have moved the policy's adapter to another place: the next update finds out where it is.
             self.proof = LoadedProof(self.name)
 
+    @remote_method
     async def drop_adapter(self, name: str) -> None:
         """Forgets the adapter `name`; no request in flight may name it. Does nothing if it is unknown. Raises
         RoomFailed."""
@@ -560,6 +593,7 @@ class ReplicaActor:
                 self._give_up_all()
                 raise self.broken from error
 
+    @remote_method
     async def offer(self, offer: Offer) -> None:
         """Prepares to receive the version that the trainer offers to broadcast. Returns when this replica is ready.
         Raises RoomFailed when it is not."""
@@ -567,6 +601,7 @@ class ReplicaActor:
         fault_point("transport.offer")
         await self._guarded("an offer", self.broadcasts.offer(offer), offer.timeout_s)
 
+    @remote_method
     async def adopt(self, identity: WeightIdentity) -> None:
         """Names the weights that the engine loaded from disk `identity`; this takes the place of a first update. Raises
         RoomFailed."""
@@ -610,11 +645,11 @@ class ReplicaActor:
         """Pauses the engine, loads the received weights, resumes and proves them. Returns a report. Requests in flight
         wait for few calls to the engine's process.
 
-        The canary is computed together with the requests' first step after the pause, not while they stand still; until
-        it agrees, answers are held back.
+        The canary is computed together with the requests' first steps after the pause, not while they stand still;
+        until it agrees, answers are held back.
         """
         requested_at = time.monotonic()
-        # After a return to an older commit, prefixes of conversations that live on may be of weights that are gone.
+        # After a return to an older checkpoint, prefixes of conversations that live on may be of weights that are gone.
         returned = self.identity is not None and self.identity.attempt != manifest.identity.attempt
         clears = returned or not self._keeps_kv
         await step("pause", self.pause(clear_cache=clears))
@@ -628,10 +663,12 @@ class ReplicaActor:
         self.identity = manifest.identity
         prefilled = self._cleared() if clears else 0
         label = self.engine.update_weight_version(str(manifest.identity))
-        _, canary = await step("label", asyncio.gather(label, self._submit_canary(manifest)))
+        decodes = self.captures_graphs or self.decode_proofs < DECODE_PROOFS
+        _, canary = await step("label", asyncio.gather(label, self._submit_canary(manifest, decodes=decodes)))
         await step("resume", self.resume())
         resumed = time.monotonic()
         drift = await step("canary", self._prove(manifest, canary))
+        self.decode_proofs += decodes
         self.proved.set()
         await step("free memory", self._in_engine("free_memory"))
         seconds = time.monotonic() - started
@@ -654,29 +691,53 @@ class ReplicaActor:
         return sum(prompt + answer for prompt, answer in answers if answer)
 
     async def _submit_canary(
-        self, manifest: WeightsManifest, adapter: LoRARequest | None = None
+        self,
+        manifest: WeightsManifest,
+        sampled: Sequence[int] = (),
+        adapter: LoRARequest | None = None,
+        *,
+        decodes: bool = True,
     ) -> RequestOutputCollector:
-        """Adds the canary of `manifest` to the engine's queue; returns where its answer will come. `adapter`: None: the
-        weights of the newest update."""
+        """Adds the canary of `manifest` to the engine's queue; returns where its answer will come: logprobs of its
+        tokens, and of those that are sampled after them: if it `decodes`, DECODED in decode steps. `sampled`: tokens
+        that were sampled so, which a prefill computes as a part of the prompt. `adapter`: None: the weights of the
+        newest update."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        # The logprob of each token of the prompt, and the least that vLLM samples.
+        in_decode_steps = DECODED if decodes and not sampled else 0
         params = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+            max_tokens=1 + in_decode_steps,
+            temperature=0.0,
+            logprobs=0,
+            flat_logprobs=True,
+            prompt_logprobs=0,  # vLLM then computes the whole prompt, whatever its cache of prefixes holds
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        tokens = manifest.canary.tokens
+        tokens = np.append(manifest.canary.tokens, np.asarray(sampled, np.int32))
         salt = str(manifest.identity)
         return await self._add(CANARY_REQUEST, tokens, params, salt, CANARY_PRIORITY, adapter)
 
-    async def _prove(self, manifest: WeightsManifest, canary: RequestOutputCollector) -> Drift:
-        """Waits for the engine's `canary` and returns how far it drifts from the trainer's in `manifest`. Raises
-        WeightsRefused if that is too far."""
-        tables = tables_of((await answer_of(canary)).prompt_logprobs)
-        pairs = zip(manifest.canary.tokens[1:].tolist(), tables, strict=True)
-        logprobs = np.asarray([table[token].logprob for token, table in pairs], dtype=np.float32)
-        return check_canary(manifest, logprobs)
+    async def _prove(
+        self, manifest: WeightsManifest, canary: RequestOutputCollector, adapter: LoRARequest | None = None
+    ) -> Drift:
+        """Waits for the engine's `canary` and returns how far it drifts from the trainer's in `manifest`. If tokens
+        were sampled in decode steps after it, prefills them too. Raises WeightsRefused if the canary drifts too far,
+        or decode steps from the prefill."""
+        tokens = manifest.canary.tokens
+        answer = await answer_of(canary)
+        drift = check_canary(manifest, prompt_logprobs(tokens, answer))
+        (completion,) = answer.outputs
+        sampled = list(completion.token_ids)
+        if len(sampled) == 1:
+            return drift
+        decoded = sampled_logprobs(completion.logprobs, 1, sampled[1:])
+        prefill = await answer_of(await self._submit_canary(manifest, sampled, adapter))
+        check_decoding(manifest, decoded, prompt_logprobs(np.append(tokens, sampled), prefill)[-DECODED:])
+        return drift
 
-    async def _in_engine(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def _in_engine(self, method: str, args: tuple[object, ...] = ()) -> list[Any]:
         """Calls a method of vLLM's worker on every rank of the engine; returns their answers, in order of the ranks."""
         return await self.engine.collective_rpc(method, args=args)
 
@@ -724,6 +785,12 @@ class ReplicaActor:
 
     def _cpu_s(self) -> list[float]:
         return [cpu_seconds(pid) for pid in self.ranks or (self._engine_pid,)]
+
+    def _computes(self) -> list[bool]:
+        count = max(1, len(self.ranks))
+        if self.config.cluster.device == "gpu":
+            return gpus_compute(count)
+        return [False] * count
 
     def _watch_ranks(self) -> None:
         """Watches the processes of the ranks, so that the engine is killed when one dies. vLLM notices too, but first
@@ -780,7 +847,7 @@ class ReplicaActor:
         task = asyncio.ensure_future(awaitable)
         engine = self.engine
         started = time.monotonic()
-        stalls = StallClock(self._cpu_s)
+        stalls = StallClock(self._cpu_s, self._computes)
         stalled_s = 0.0
         while not task.done():
             await asyncio.wait({task}, timeout=HEALTH_TICK_S)

@@ -1,12 +1,11 @@
 """A scheduler that keeps tokens back for a moment, so that an engine sends few messages.
 
-    step ---> tokens of all requests ---> held ---(requests have ended; some time is over; a pause)---> one message
+    step ---> tokens of all requests ---> held ---(their request has ended; some time is over; a pause)---> one message
 
 vLLM's engine sends a message for each step, in which every request has an object with three arrays for one token. With
 short steps, writing and reading these took a third of a replica's CPU time. Callers need a request's tokens only when
-it ends, or about once a second. Ends wait for each other too, for a small share of the time that their requests have
-taken: a message costs the engine, the replica's actor and the orchestrator. All held outputs are sent before a pause:
-weights change in pauses only, and a message names the weights of all its tokens.
+it ends, or about once a second. All held outputs are sent before a pause: weights change in pauses only, and a message
+names the weights of all its tokens.
 
 vLLM imports this module in the engine's process because the replica names one of its schedulers (`scheduler_cls`).
 """
@@ -15,9 +14,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,20 +27,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 
-from inference.engine import READ
+from inference.engine import RESERVED
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request
 
-READ_S = 0.05
-UNREAD_S = 0.25
-"""The longest that a token waits for others. While a client streams an answer: as long as between two pieces that a
-person reads; else only ends are waited for, and all outputs are checked once a second."""
-END_SHARE = 0.05
-END_S = 0.1
-"""The longest that an end waits for others: this share of the time since the first token, and at most END_S."""
+HOLD_S = 0.1
+"""The longest that a token waits for others: as long as between two pieces of an answer that a person reads."""
 
 
 class HeldOutputs:
@@ -50,78 +42,35 @@ class HeldOutputs:
 
     def __init__(self) -> None:
         self._held_outputs: defaultdict[str, list[EngineCoreOutput]] = defaultdict(list)
-        self._first_at: dict[str, float] = {}  # when the first token of each running request came that may wait
-        self._ends: list[str] = []
-        self._due = inf  # when the first of these must go
 
     def __bool__(self) -> bool:
         return bool(self._held_outputs)
 
-    @property
-    def has_ends(self) -> bool:
-        return bool(self._ends)
-
-    def pass_on(
-        self, outputs: Iterable[EngineCoreOutput], may_wait: Callable[[str], bool], now: float
-    ) -> list[EngineCoreOutput]:
-        """Takes the outputs of a step at time `now`. Returns the outputs that must not wait, each joined with the held
-        outputs of its request. `may_wait` is called with a request's id at its first output, and says if this
-        request may wait."""
+    def pass_on(self, outputs: Iterable[EngineCoreOutput], may_wait: Callable[[str], bool]) -> list[EngineCoreOutput]:
+        """Takes the outputs of a step. Returns the outputs that must not wait, each joined with the held outputs of its
+        request. `may_wait` says if a request may wait."""
         going = []
         for output in outputs:
             name = output.request_id
-            first_at = self._first_at.get(name)
-            if can_wait(output) and (first_at is not None or may_wait(name)):
-                if first_at is None:
-                    self._first_at[name] = now
+            if can_wait(output) and (name in self._held_outputs or may_wait(name)):
                 self._held_outputs[name].append(output)
-            elif first_at is not None and is_plain_end(output):
-                self._held_outputs[name].append(output)
-                self._ends.append(name)
-                self._due = min(self._due, now + min(END_SHARE * (now - self._first_at.pop(name)), END_S))
             else:
-                self._first_at.pop(name, None)
                 going.append(joined([*self._held_outputs.pop(name, ()), output]))
         return going
 
-    def take_ended(self, now: float) -> list[EngineCoreOutput]:
-        """Returns and removes the outputs of all requests that have ended, if one of them has waited its longest by
-        `now`; else []."""
-        if now < self._due:
-            return []
-        ends = self._ends
-        self._ends = []
-        self._due = inf
-        return [joined(self._held_outputs.pop(name)) for name in ends]
-
-    def take(self, running: Container[str]) -> list[EngineCoreOutput]:
-        """Returns and removes all held outputs. `running`: ids of the requests that may have more; the others are
-        forgotten."""
+    def take(self) -> list[EngineCoreOutput]:
+        """Returns and removes all held outputs."""
         outputs_of = self._held_outputs
         self._held_outputs = defaultdict(list)
-        self._ends = []
-        self._due = inf
-        self._first_at = {
-            name: first_at for name, first_at in self._first_at.items() if name in running
-        }  # others were aborted
         return [joined(outputs) for outputs in outputs_of.values()]
 
 
 def can_wait(output: EngineCoreOutput) -> bool:
-    """Returns True if an output may be held back: it is not the last of its request, and has only what `joined`
-    keeps."""
-    return output.finish_reason is None and has_tokens_alone(output)
-
-
-def is_plain_end(output: EngineCoreOutput) -> bool:
-    """Returns True if an output is the last of its request, and has only what `joined` keeps."""
-    return output.finish_reason is not None and has_tokens_alone(output)
-
-
-def has_tokens_alone(output: EngineCoreOutput) -> bool:
-    """Returns True if an output has tokens and nothing that `joined` would lose."""
+    """Returns True if an output may be held back: it is not the last of its request, and has nothing that `joined`
+    would lose."""
     return (
-        output.pooling_output is None
+        output.finish_reason is None
+        and output.pooling_output is None
         and output.kv_transfer_params is None
         and output.ec_transfer_params is None
         and output.routed_experts is None
@@ -165,61 +114,45 @@ def joined_logprobs(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
 
 
 class CoalescingScheduler(Scheduler):
-    """vLLM's scheduler with held outputs: sends a message for ended requests, for outputs that may not wait, and for
-    all outputs after `longest_wait_s`."""
+    """vLLM's scheduler, which leaves a place for the canary. It also holds outputs back, so that several travel in one
+    message, and sends them as soon as a request ends or an output may not wait, and at the latest HOLD_S seconds after
+    the first of them."""
 
     _all_sent = 0.0
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Schedules a step. RESERVED places are for requests that go before all others: an update waits for its canary,
+        and an engine that is always full would let it wait until another request ends."""
+        is_urgent = bool(self.waiting) and self.waiting.peek_request().priority < 0
+        if is_urgent:
+            self.max_num_active_reqs = self.max_num_running_reqs
+        else:
+            self.max_num_active_reqs = max(1, self.max_num_running_reqs - RESERVED)
+        return super().schedule(throttle_prefills)
 
     @cached_property
     def _held_outputs(self) -> defaultdict[int, HeldOutputs]:  # by client
         return defaultdict(HeldOutputs)
 
-    @cached_property
-    def _read(self) -> set[str]:  # requests whose tokens are read while they are sampled
-        return set()
-
-    def add_request(self, request: Request) -> None:
-        params = request.sampling_params
-        if params is not None and READ in (params.extra_args or {}):
-            self._read.add(request.request_id)
-        super().add_request(request)
-
-    @property
-    def longest_wait_s(self) -> float:
-        """The longest time in seconds that a token is held back; shorter while some request's tokens are read as they
-        are sampled."""
-        self._read.intersection_update(self.requests)
-        if self._read:
-            return READ_S
-        return UNREAD_S
-
     def has_requests(self) -> bool:
         """Returns True while the engine has to make a step. This includes an empty step, to send held outputs when no
         other step follows."""
-        clients = self._held_outputs.values()
-        return (
-            super().has_requests() or (self._is_paused and any(clients)) or any(client.has_ends for client in clients)
-        )
+        return super().has_requests() or (self._is_paused and any(self._held_outputs.values()))
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         messages = super().update_from_output(scheduler_output, model_runner_output)
         now = time.monotonic()
-        sends_all = self._is_paused or now - self._all_sent >= self.longest_wait_s
+        sends_all = self._is_paused or now - self._all_sent >= HOLD_S
         for client, step in messages.items():
-            step.outputs = self._held_outputs[client].pass_on(step.outputs, self._may_wait, now)
-        due_by = now if self.has_unfinished_requests() else inf  # without any, no step follows
-        for client, held_outputs in self._held_outputs.items():
-            if sends_all:
-                outputs = held_outputs.take(self.requests)
-            else:
-                outputs = held_outputs.take_ended(due_by)
-            if outputs:
-                message = messages.setdefault(client, EngineCoreOutputs())
-                message.outputs = [*message.outputs, *outputs]
+            step.outputs = self._held_outputs[client].pass_on(step.outputs, self._may_wait)
         if sends_all:
             self._all_sent = now
+            for client, held_outputs in self._held_outputs.items():
+                if held_outputs:
+                    message = messages.setdefault(client, EngineCoreOutputs())
+                    message.outputs = [*message.outputs, *held_outputs.take()]
         # what else a step sends is how busy the engine is, which the next message will say
         return {
             client: step for client, step in messages.items() if sends_all or step.outputs or step.finished_requests

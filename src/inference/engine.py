@@ -38,11 +38,10 @@ TRITON_CACHE = "TRITON_CACHE_DIR"
 HEAD_DTYPE = "head_dtype"
 """The key of the model's configuration in which vLLM looks for the dtype of logits; its values are "float32" and
 "model"."""
+RESERVED = 1
+"""Places of an engine that only the canary takes (`inference.coalescing`)."""
 GIVEN_UP = ("abort", "error")
 """How requests end that the engine ends by itself: with "error" after an exception about the request."""
-READ = "read"
-"""The key of SamplingParams.extra_args that marks a request with tokens that are read while they are sampled, for the
-scheduler. vLLM carries these arguments to the engine's process and does not read them."""
 
 
 def import_engine(*, on_cpu: bool) -> None:
@@ -57,7 +56,7 @@ def import_engine(*, on_cpu: bool) -> None:
     import inference.engine_stats  # noqa: F401
 
     if current_platform.is_cpu() != on_cpu:
-        raise wrong_build(on_gpus=not on_cpu).error()
+        raise wrong_build(on_gpus=not on_cpu)
     if on_cpu:
         os.environ.update(CPU_ENVIRONMENT)
     else:  # else vLLM compiles the same kernels again, for 17 s, for each configuration
@@ -110,11 +109,14 @@ def engine_args(config: Config, on_cpu: bool, start: str = "") -> dict[str, Any]
     `inference.engine_args` sets one that is decided here."""
     lora = config.trainer.lora
     ranks = config.inference.tensor_parallel
+    sequences = config.inference.sequences(on_gpus=not on_cpu)
+    if sequences is not None:
+        sequences += RESERVED
     args: dict[str, Any] = {
         "model": config.model.name,
         "dtype": {"auto": "float32" if on_cpu else "bfloat16"}.get(config.model.dtype, config.model.dtype),
         "max_model_len": config.inference.max_model_len or config.model.max_seq_len,
-        "max_num_seqs": config.inference.sequences(on_gpus=not on_cpu),  # None: see `start_engine`
+        "max_num_seqs": sequences,  # None: see `start_engine`
         "scheduling_policy": "priority",  # the canary of an update before all others, these in order of arrival
         "skip_tokenizer_init": True,  # tokens in, tokens out; see `give_tokenizer`
         "generation_config": "vllm",  # the model's own sampling defaults must not change what the trainer assumes
@@ -149,7 +151,8 @@ def engine_args(config: Config, on_cpu: bool, start: str = "") -> dict[str, Any]
     clash = sorted(args.keys() & user_args.keys()) + [f"hf_overrides.{HEAD_DTYPE}"] * (HEAD_DTYPE in overrides)
     if clash:
         raise BadInput(
-            f"inference.engine_args sets {', '.join(clash)}, which other keys or Trireme decide: leave it out"
+            f"inference.engine_args sets {', '.join(clash)}, which Trireme sets itself, some by keys of `inference`. "
+            "Leave them out of engine_args"
         )
     overrides = {"hf_overrides": {**overrides, HEAD_DTYPE: config.model.head_dtype}}
     return {"enforce_eager": on_cpu} | user_args | args | overrides
@@ -202,7 +205,6 @@ def vllm_params(request: SampleRequest, end_ids: list[int]) -> SamplingParams:
         detokenize=bool(params.stop_strings),
         skip_special_tokens=False,  # a string may be that of a special token
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={READ: True} if request.read else None,
         skip_clone=True,  # made for one request: vLLM need not copy all that is in it
     )
 
@@ -224,6 +226,12 @@ def tables_of(logprobs: Iterable[LogprobsOnePosition | None] | None) -> list[Log
     """Returns vLLM's tables {token: logprob}, one for each token of a prompt but the first, which has none."""
     assert logprobs is not None
     return [table for table in logprobs if table]
+
+
+def prompt_logprobs(tokens: npt.NDArray[np.int32], output: RequestOutput) -> npt.NDArray[np.float32]:
+    """Returns the logprobs of tokens[1:], float32 [T - 1], from vLLM's answer to the prompt `tokens`, int32 [T]."""
+    pairs = zip(tokens[1:].tolist(), tables_of(output.prompt_logprobs), strict=True)
+    return np.asarray([table[token].logprob for token, table in pairs], dtype=np.float32)
 
 
 def sampled_sequence(

@@ -1,7 +1,7 @@
 """Starts a replica's engine process, and makes sure that it never outlives the replica.
 
-With several ranks the engine's process starts one process for each, which computes, and these never outlive it: the
-kernel kills each with its parent.
+An engine of several ranks starts a process for each rank. These processes never outlive the engine's: the kernel kills
+each when its parent dies.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def forget_shared_memory(maps: str) -> None:
 
 
 def tolerate_forgotten_names() -> None:
-    """Patches `SharedMemory.unlink` in this process to ignore a name that is gone: `forget_shared_memory` has removed
-    the names of vLLM's queues when vLLM ends a queue and removes them again."""
+    """Patches `SharedMemory.unlink` in this process to ignore a name that does not exist: `forget_shared_memory`
+    removes the names of vLLM's queues early, and vLLM removes them once more when it closes a queue."""
     plain = SharedMemory.unlink
 
     def unlink(self: SharedMemory) -> None:
@@ -157,7 +157,7 @@ def choose_method(*, on_cpu: bool, ranks: int) -> str:
     return "spawn"
 
 
-def prepare_start(on_cpu: bool, ranks: int = 1) -> None:
+def prepare_start(on_cpu: bool, ranks: int) -> None:
     """Sets how vLLM starts engines of `ranks` ranks in this process, and how these engines start their ranks. Call it
     before the first engine."""
     from vllm.v1.engine import utils

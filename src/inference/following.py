@@ -18,7 +18,7 @@ copy. The first update shows which of both applies.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -28,7 +28,9 @@ from types import MappingProxyType
 import numpy as np
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.attention import Attention
+from torch.utils._python_dispatch import _disable_current_modes
+from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -40,6 +42,11 @@ from inference.watching import Copy, CopyWatch, Layout, disordered, layout_of, w
 from trireme.transports.tensor_sums import TensorPart, part_sums
 
 PACK = "process_weights_after_loading"
+PLAIN = {
+    method.process_weights_after_loading
+    for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
+}
+"""What vLLM's methods without quantisation do after a load. On CUDA it is nothing, or packing experts in place."""
 AHEAD = 4
 """Limits the plain parameters that wait to be summed while vLLM loads more, because they take memory."""
 WITHIN = "within the reload"
@@ -67,21 +74,26 @@ class TensorFollower:
         self._factors: Mapping[str, float] = {}
         self._packed: dict[str, str] = {}  # parameters that are packed, and when
         self._in_place: set[str] = set()  # those that are packed in the memory where they lie
-        self._only_copies = False  # loaders only copy, and nothing is computed from what they load
+        self._copied: frozenset[str] = frozenset()  # published tensors that are copied in place
         self._sums: dict[int, Tensor] = {}  # by the number of the copy, on the device
         self._threads = ThreadPoolExecutor(max(1, torch.get_num_threads()), "sums")
         self._pending: deque[Future[dict[int, Tensor]]] = deque()
 
     @contextmanager
     def following(
-        self, tensors: Mapping[str, Tensor], *, traced: bool, factors: Mapping[str, float] = MappingProxyType({})
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        traced: bool,
+        factors: Mapping[str, float] = MappingProxyType({}),
+        copied: frozenset[str] = frozenset(),
     ) -> Iterator[Iterator[tuple[str, Tensor]]]:
         """Follows `tensors` through a load within the block. Yields an iterator from which vLLM's loaders take (name,
         tensor); begin it once vLLM has prepared its parameters. The tensors must live until `loaded` is called.
 
         `traced`: an earlier update recorded the loaders' copies, and the record was accepted; tensors of other shapes
         are recorded again all the same. `factors`: {tensor: power of two by which it was multiplied since it was
-        published}.
+        published}. `copied`: the tensors that `copy` has loaded, which loaders do not get.
         """
         table = _table_of(tensors, factors)
         self._sums.clear()
@@ -99,22 +111,25 @@ class TensorFollower:
                     # Of the object alone: the class has its own again when it is deleted.
                     setattr(method, PACK, partial(self.pack, WITHIN, method.process_weights_after_loading))
                     stack.callback(delattr, method, PACK)
-            yield self._published(tensors)
+            yield self._published({name: tensor for name, tensor in tensors.items() if name not in copied})
             if self._watch:
                 self._watch.idle = True
 
-    def can_copy(self, tensors: Mapping[str, Tensor], *, traced: bool) -> bool:
-        """Returns True if loaders would only copy `tensors` to where parameters lie, so that `copy` does the same.
-        `traced`: as for `following`."""
+    def copied(self, tensors: Mapping[str, Tensor], *, traced: bool) -> frozenset[str]:
+        """Returns the names of the `tensors` that `copy` loads as the loaders would, if the parameters lie in memory as
+        they did at the first update. Loaders load the others. `traced`: as for `following`."""
         model_tensors = self._model_tensors()
         lies = all(
             name in model_tensors and layout_of(model_tensors[name]) == layout for name, layout in self._layouts.items()
         )
-        return traced and self._only_copies and lies and _table_of(tensors, {}) == self._table
+        if traced and lies and _table_of(tensors, {}) == self._table:
+            return self._copied
+        return frozenset()
 
     def copy(self, groups: Iterable[Mapping[str, Tensor]]) -> None:
-        """Copies all published tensors into the parameters as the loaders would. Each of `groups` is {name: tensor},
-        and need not live after the next one is asked for. Call `loaded` afterwards."""
+        """Copies published tensors that `copied` names into the parameters. Each of `groups` is {name: tensor}, and
+        need not live after the next one is asked for. Call `loaded` afterwards, or `following` if loaders have to load
+        others."""
         self._sums.clear()
         self._factors = MappingProxyType({})
         model_tensors = self._model_tensors()
@@ -125,7 +140,8 @@ class TensorFollower:
         for group in groups:
             chosen = [(copy, tensor) for name, tensor in group.items() for copy in by_name[name]]
             targets = [_elements(model_tensors[copy.target].data, copy.place) for copy, _ in chosen]
-            torch._foreach_copy_(targets, [_elements(tensor, copy.source) for copy, tensor in chosen])
+            if targets:  # else this rank holds nothing of the group
+                torch._foreach_copy_(targets, [_elements(tensor, copy.source) for copy, tensor in chosen])
 
     def _published(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         if self._watch:
@@ -143,9 +159,12 @@ class TensorFollower:
                         self._await(0)
             pack(layer)
             return
-        idle = self._watch.idle
-        self._watch.idle = True
         self._layouts = self._watch.layouts()
+        with _disable_current_modes():  # the watch would see each operation of the sums, and slow it down
+            self._pack_watched(when, pack, layer)
+
+    def _pack_watched(self, when: str, pack: Callable[[nn.Module], None], layer: nn.Module) -> None:
+        """Does the work of `pack` at the first update: sums before and after show which parameters it changes."""
         before = {name: tensor for name, tensor in self._tensors_of_layer(layer).items() if name not in self._packed}
         memory = {name: tensor.data_ptr() for name, tensor in before.items()}
         plain = {name: self._sum(name, tensor) for name, tensor in before.items()}
@@ -157,7 +176,6 @@ class TensorFollower:
                 self._sums |= sums
                 if name in after and after[name].data_ptr() == memory[name]:
                     self._in_place.add(name)
-        self._watch.idle = idle
 
     def loaded(self, unfollowed: Mapping[str, str] = MappingProxyType({})) -> LoadedSums:
         """Sums the parameters that are still plain. Returns the sums of everything loaded. Call it once after
@@ -187,11 +205,26 @@ class TensorFollower:
         if watch:
             parts = tuple(copy.part for copy, _ in copies)
             packed = sum(len(self._copies[name]) for name in self._packed)
-            self._only_copies = not (watch.unfollowed or unfollowed or self._packed) and computes_nothing(self._model)
-            following = Following(
-                parts, packed, {**watch.unfollowed, **unfollowed}, disordered([copy for copy, _ in copies])
-            )
+            lost = {**watch.unfollowed, **unfollowed}
+            self._copied = frozenset() if lost else self._only_copied([copy for copy, _ in copies])
+            following = Following(parts, packed, lost, disordered([copy for copy, _ in copies]))
         return LoadedSums(sums.numpy().view(np.uint64), following)
+
+    def _only_copied(self, copies: Sequence[Copy]) -> frozenset[str]:
+        """Returns the names of the published tensors that need no loader by these `copies`. vLLM loads all of a layer
+        or nothing of it, so a layer that needs loaders takes all of its tensors to them, and these their other
+        layers."""
+        if not current_platform.is_cuda():
+            return frozenset()
+        layers = {self._prefixes[layer] for layer in self._prefixes if computes(layer)}
+        layers |= {_layer_of(name) for name in self._packed}
+        before: set[str] = set()
+        loaded: set[str] = set()
+        while layers != before:
+            before = layers
+            loaded = {copy.part.name for copy in copies if _layer_of(copy.target) in layers}
+            layers = layers | {_layer_of(copy.target) for copy in copies if copy.part.name in loaded}
+        return frozenset(self._dtypes.keys() - loaded)
 
     def _begin(self, name: str, tensor: Tensor) -> None:
         """Begins to sum the copies in the parameter `name`; on CPUs in a thread, while the load continues."""
@@ -234,24 +267,31 @@ class TensorFollower:
         return {self._prefixes[layer] + name: tensor for name, tensor in self._tensors_of(layer).items()}
 
 
-def computes_nothing(model: nn.Module) -> bool:
-    """Returns True if none of vLLM's modules computes anything from its weights after a load. On CUDA that holds for
-    linear layers and embeddings that are not quantised, and attention without weights of its own; on CPUs it never
-    holds."""
-    plain = {method.process_weights_after_loading for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)}
+def computes(layer: nn.Module) -> bool:
+    """Returns True if vLLM may compute something else from the weights of `layer` itself when it has loaded them. On
+    CUDA linear layers, embeddings and experts that are not quantised have nothing but their weights, packed or not."""
+    method = getattr(layer, "quant_method", None)
+    return isinstance(method, QuantizeMethodBase) and type(method).process_weights_after_loading not in PLAIN
+
+
+def derives(model: nn.Module) -> bool:
+    """Returns True if attention in `model` computes something from weights at the end of a load, also from those of
+    other layers, as attention with latent keys does."""
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, QuantizeMethodBase) and type(method).process_weights_after_loading not in plain:
-            return False
         if isinstance(module, Attention):
             attends = type(module)
-            computes = type(module.impl)
-            after = attends.process_weights_after_loading, computes.process_weights_after_loading
+            attention = type(module.impl)
+            after = attends.process_weights_after_loading, attention.process_weights_after_loading
             if after != (Attention.process_weights_after_loading, AttentionImplBase.process_weights_after_loading):
-                return False
-        elif callable(getattr(module, PACK, None)):
-            return False
-    return current_platform.is_cuda()
+                return True
+        elif is_deferred_attention_layer(module):
+            return True
+    return False
+
+
+def _layer_of(tensor: str) -> str:
+    """Returns the prefix of the layer that has the parameter or buffer `tensor`."""
+    return tensor[: tensor.rfind(".") + 1]
 
 
 def _table_of(

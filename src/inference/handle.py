@@ -9,24 +9,26 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import ray
 
 from inference.actor import ReplicaActor, ReplicaInfo
+from inference.batching_client import BatchingClient
 from inference.handover import Outcome, Progress
-from inference.line import Line
 from inference.messages import Reply, pack_requests
 from inference.replica_set.actor import ReplicaSet
 from inference.replica_set.handle import RemoteSet
 from inference.router import Router
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
+from trireme.core.actors import ActorOptions, ActorProxy, Ref
 from trireme.core.errors import RoomFailed
-from trireme.core.sampler import ReplicaStats
+from trireme.core.sampler import Heartbeat, ReplicaStats
 from trireme.core.transport import Offer
 from trireme.core.types import SampleRequest, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport
+from trireme.process.ray_cluster import create_actor
 from trireme.process.waits import get_all, get_async, ready, with_log
 
 MAX_CALLS = 100_000
@@ -41,11 +43,12 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class RayReplica:
-    """Calls one replica actor for a router or replica set. The replica itself enforces `update_s` and says which step
-    was late; calls here wait a little longer, for a replica that cannot answer at all."""
+class ReplicaClient:
+    """Calls one replica actor for a router or replica set. Each call raises TriremeError when the replica fails it or
+    is dead. The replica itself enforces `update_s` and says which step was late; calls here wait a little longer, for
+    a replica that cannot answer at all."""
 
-    handle: Any
+    handle: ActorProxy[ReplicaActor]
     name: str
     log: Path | None
     answer_s: float
@@ -53,12 +56,16 @@ class RayReplica:
     gathers: bool
     """Requests may wait some milliseconds for others."""
 
-    _line: Line | None = field(default=None, init=False)
+    _batching: BatchingClient | None = field(default=None, init=False)
 
     def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
-        if self._line is None or self._line.loop is not asyncio.get_running_loop():
-            self._line = Line(self._exchange, name=self.name, answer_s=self.answer_s, gathers=self.gathers)
-        return self._line.sample(requests)
+        """Yields (index into `requests`, outcome), once for each. If the replica breaks, its requests end as Progress,
+        and then the reason is raised."""
+        if self._batching is None or self._batching.loop is not asyncio.get_running_loop():
+            self._batching = BatchingClient(
+                self._exchange, name=self.name, answer_s=self.answer_s, gathers=self.gathers
+            )
+        return self._batching.sample(requests)
 
     async def _exchange(self, caller: str, requests: list[SampleRequest], timeout_s: float) -> Reply:
         answer = self.handle.exchange.remote(caller, pack_requests(requests))
@@ -68,14 +75,19 @@ class RayReplica:
         return reply
 
     async def progress(self, lengths: Mapping[str, int]) -> Mapping[str, Progress]:
+        """Returns {request id: its new tokens} for the requests in flight that have some. `lengths`: {request id: the
+        number of its tokens that the caller already has}."""
         packed = await self._get(self.handle.packed_progress.remote(lengths), "asked for its progress")
         return {name: outcome for name, outcome in Reply.unpack(packed).outcomes if isinstance(outcome, Progress)}
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
+        """Loads `published` and returns a report. Raises WeightsGone, with nothing changed, when the bytes are nowhere
+        any more."""
         doing = f"taking version {published.identity.version}"
         return await self._get(self.handle.load_weights.remote(published), doing, self.update_s + GRACE_S)
 
     async def load_adapter(self, name: str, published: PublishedWeights) -> None:
+        """Loads an adapter; on return requests may name it."""
         doing = f"taking the adapter {name}"
         await self._get(self.handle.load_adapter.remote(name, published), doing, self.update_s + GRACE_S)
 
@@ -83,6 +95,8 @@ class RayReplica:
         await self._get(self.handle.drop_adapter.remote(name), f"dropping the adapter {name}")
 
     async def offer(self, offer: Offer) -> None:
+        """Returns when the replica is ready to receive the offered version. An error here does not mean that the
+        replica is broken."""
         await self._get(self.handle.offer.remote(offer), f"offered version {offer.version}", offer.timeout_s)
 
     async def adopt(self, identity: WeightIdentity) -> None:
@@ -92,11 +106,13 @@ class RayReplica:
         return await self._get(self.handle.stats.remote(), "asked for its load")
 
     async def abort_all(self) -> None:
+        """Ends all requests on the replica, of all callers."""
         await self._get(self.handle.abort_all.remote(), "aborting")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        if self._line:
-            remaining = self._line.withdraw(request_ids)
+        """Ends these requests if they are in flight; they end as Progress."""
+        if self._batching:
+            remaining = self._batching.withdraw(request_ids)
         else:
             remaining = list(request_ids)
         if remaining:
@@ -115,7 +131,11 @@ class InferenceHandle:
     """
 
     def __init__(
-        self, config: Config, replicas: dict[int, Any], log_dir: Path | None, options: Mapping[int, dict[str, Any]]
+        self,
+        config: Config,
+        replicas: dict[int, ActorProxy[ReplicaActor]],
+        log_dir: Path | None,
+        options: Mapping[int, ActorOptions],
     ) -> None:
         self.config = config
         self.replicas = replicas
@@ -125,7 +145,7 @@ class InferenceHandle:
         self._ready = {index: handle.start.remote() for index, handle in replicas.items()}
 
     @classmethod
-    def start(cls, config: Config, options_N: list[dict[str, Any]], log_dir: Path | None) -> InferenceHandle:
+    def start(cls, config: Config, options_N: list[ActorOptions], log_dir: Path | None) -> InferenceHandle:
         """Creates one replica actor for each entry of `options_N`, Ray's actor options, and begins to start it. Does
         not wait: see `ready_refs`."""
         options = dict(enumerate(options_N))
@@ -137,14 +157,14 @@ class InferenceHandle:
     def indices(self) -> list[int]:
         return sorted(self.replicas)
 
-    def options(self, index: int) -> Mapping[str, Any]:
+    def options(self, index: int) -> ActorOptions:
         """Returns the Ray options of the actor of replica `index`."""
         return self._options[index]
 
     def name(self, index: int) -> str:
         return f"inference replica {index}"
 
-    def client(self, index: int) -> RayReplica:
+    def client(self, index: int) -> ReplicaClient:
         """Returns a client that calls replica `index`, for a router or replica set; picklable."""
         if self.log_dir:
             log_file = self.log_dir / f"inference_{index}.log"
@@ -153,25 +173,25 @@ class InferenceHandle:
         answer_s = self.config.inference.answer_s + GRACE_S
         update_s = self.config.timeouts.update_s
         gathers = not self.config.deterministic
-        return RayReplica(self.replicas[index], self.name(index), log_file, answer_s, update_s, gathers)
+        return ReplicaClient(self.replicas[index], self.name(index), log_file, answer_s, update_s, gathers)
 
-    def ready_ref(self, index: int) -> object:
+    def ready_ref(self, index: int) -> Ref[ReplicaInfo]:
         """Returns a reference that resolves (to `ReplicaInfo`) when replica `index` can take weights."""
         return self._ready[index]
 
-    def heartbeat_ref(self, index: int) -> Any:
+    def heartbeat_ref(self, index: int) -> Ref[Heartbeat]:
         """Asks replica `index` for its `Heartbeat`, and returns a Ray reference to it, which raises when the replica is
         dead or broken. The replica must have started."""
         return self.replicas[index].heartbeat.remote()
 
-    def lost_engine_ref(self, index: int) -> Any | None:
+    def lost_engine_ref(self, index: int) -> Ref[bool] | None:
         """Asks replica `index` whether it has lost its engine while its actor lives. Returns a Ray reference to a bool;
         None if the replica has not started."""
         if self._info(index):
             return self.replicas[index].has_lost_engine.remote()
         return None
 
-    def replace(self, index: int, *, same_actor: bool) -> Any:
+    def replace(self, index: int, *, same_actor: bool) -> Ref[ReplicaInfo]:
         """Starts a new replica as number `index`; returns its `ready_ref`. `same_actor`: the actor lives and starts
         another engine; else the actor is killed and a new one created."""
         replica = self.replicas[index]
@@ -181,21 +201,21 @@ class InferenceHandle:
         ray.kill(replica)  # its engine process dies with it (`inference.engine_startup`)
         return self._start(index)
 
-    def add(self, options: dict[str, Any]) -> int:
+    def add(self, options: ActorOptions) -> int:
         """Begins to start one more replica, with these Ray options for its actor. Returns its number."""
         index = self._next
-        self._next = self._next + 1
+        self._next += 1
         self._options[index] = options
         self._start(index)
         return index
 
-    def remove(self, index: int) -> dict[str, object]:
+    def remove(self, index: int) -> ActorOptions:
         """Kills replica `index` for good. Returns its Ray options, with which another replica can take its place."""
         ray.kill(self.replicas.pop(index))
         del self._ready[index]
         return self._options.pop(index)
 
-    def _start(self, index: int) -> Any:
+    def _start(self, index: int) -> Ref[ReplicaInfo]:
         self.replicas[index] = _create(self.config, index, self._options[index], self.log_dir)
         self._ready[index] = self.replicas[index].start.remote()
         return self._ready[index]
@@ -207,7 +227,7 @@ class InferenceHandle:
 
     # ----------------------------------------------------------------------------------------------------------- all
 
-    def ready_refs(self) -> tuple[list[object], list[str]]:
+    def ready_refs(self) -> tuple[list[Ref[object]], list[str]]:
         """Returns the `ready_ref` of all replicas, and the replicas' names."""
         return list(self._ready.values()), [self.name(index) for index in self._ready]
 
@@ -217,7 +237,7 @@ class InferenceHandle:
         clients = {index: self.client(index) for index in self.indices}
         return ReplicaSet(clients, fixed=self.config.deterministic, update_s=self.config.timeouts.update_s)
 
-    def router_factory(self, source: ReplicaSet | RemoteSet, attempt: int = 0) -> Callable[[], Router]:
+    def router_factory(self, source: ReplicaSet | RemoteSet, attempt: int = 0) -> partial[Router]:
         """Returns a function that makes a router over `source` in the process that calls it; picklable if `source` is.
         `attempt`: the attempt in which the floors of requests count; weights of an earlier one are below them."""
         facts = ModelFacts.of(self.config, required=False)
@@ -260,5 +280,5 @@ class InferenceHandle:
             ray.kill(handle)
 
 
-def _create(config: Config, index: int, options: dict[str, object], log_dir: Path | None) -> object:
-    return ray.remote(ReplicaActor).options(max_concurrency=MAX_CALLS, **options).remote(config, index, log_dir)
+def _create(config: Config, index: int, options: ActorOptions, log_dir: Path | None) -> ActorProxy[ReplicaActor]:
+    return create_actor(ReplicaActor, max_concurrency=MAX_CALLS, **options)(config, index, log_dir)

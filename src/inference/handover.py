@@ -31,13 +31,13 @@ class Progress:
     """A run of successive tokens of an unfinished request, with logprobs and version spans."""
 
     start: int
-    """Number of the first of them."""
+    """Number of the first of these tokens in the answer."""
     tokens: npt.NDArray[np.int32]
     """int32 [T]"""
     logprobs: npt.NDArray[np.float32]
     """float32 [T]"""
     spans: tuple[VersionSpan, ...]
-    """They cover [start, start + T) without gap or overlap."""
+    """The spans cover [start, start + T) without gap or overlap."""
 
     @classmethod
     def of_state(
@@ -78,10 +78,7 @@ class Handover:
     __slots__ = ("_base", "_on_progress", "_progress", "_request")
 
     def __init__(self, request: SampleRequest, on_progress: Callable[[Progress], None] | None = None) -> None:
-        if on_progress is None:
-            self._request = request
-        else:
-            self._request = replace(request, read=True)
+        self._request = request
         self._on_progress = on_progress
         self._progress = NOTHING
         self._base = 0
@@ -97,7 +94,7 @@ class Handover:
     @property
     def is_read(self) -> bool:
         """True if the caller reads the answer while it is sampled."""
-        return self._request.read
+        return self._on_progress is not None
 
     def next_request(self) -> SampleRequest:
         """Returns the request for the next replica: its prompt ends with the kept tokens, so only the rest is

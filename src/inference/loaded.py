@@ -54,13 +54,13 @@ class Following:
     parameters."""
 
     parts: tuple[HeldPart, ...]
-    """In the order of the sums; the same one several times, where the rank holds copies."""
+    """In the order of the sums. A part occurs several times if the rank holds copies of it."""
     packed: int
     """Number of parts that the engine packs for its kernels after they were summed."""
     unfollowed: dict[str, str]
-    """{name: why its values cannot be found again}"""
+    """{name of a tensor: why its values cannot be found in the parameters}."""
     disordered: list[str]
-    """Tensors that were loaded in another order than their numbers."""
+    """Names of tensors with numbers (layers, experts) that were loaded in another order than their numbers."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class LoadedProof:
 
     @property
     def traced(self) -> bool:
-        """True once the copies of the engine's loaders are recorded."""
+        """True once the engine's loaders have been followed, at its first update."""
         return self._engine_tensors is not None
 
     def check(self, manifest: WeightsManifest, answers_R: Sequence[bytes]) -> None:
@@ -172,9 +172,9 @@ class EngineTensors:
         )
 
     def _blame(self, tensor: int, sums: npt.NDArray[np.uint64], published: npt.NDArray[np.uint64]) -> str:
-        """Returns the numbers of the ranks that hold wrong values of tensor number `tensor`. If each part has one
-        holder that cannot be told, and all ranks with a part are returned. `published`: the right sums of the
-        tensor."""
+        """Returns the numbers of the ranks that hold wrong values of tensor number `tensor`. If each part is on one
+        rank only, the wrong part cannot be told, and all ranks with a part are returned. `published`: the right sums
+        of the tensor."""
         (mine,) = np.nonzero(self._tensor == tensor)
         ranks = np.unique(self._rank[mine])
         wrong = []

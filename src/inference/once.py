@@ -1,10 +1,10 @@
-"""Work that is done once for each identity of weights, however often it is called for."""
+"""Work that is done once for each identity of weights, however many calls request it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from trireme.core.types import WeightIdentity
 
@@ -12,15 +12,15 @@ Value = TypeVar("Value")
 
 
 class OnceForEach(Generic[Value]):
-    """Runs work once for each identity of weights; remembers the newest work and its outcome."""
+    """Runs work once for each identity of weights. Keeps the newest work and its outcome."""
 
     def __init__(self) -> None:
         self._newest: tuple[WeightIdentity, asyncio.Task[Value]] | None = None
 
-    async def run(self, identity: WeightIdentity, begin: Callable[[], Coroutine[Any, Any, Value]]) -> Value:
+    async def run(self, identity: WeightIdentity, begin: Callable[[], Coroutine[object, object, Value]]) -> Value:
         """Returns or raises the outcome of the work for `identity`. Starts the work with `begin`, unless the last call
-        had the same identity and its work has not failed: then shares that work. The work continues when a caller is
-        cancelled."""
+        had the same identity and its work has not failed: then waits for that work. The work continues when a caller
+        is cancelled."""
         if not (self._newest and self._newest[0] == identity and not _has_failed(self._newest[1])):
             self._newest = identity, asyncio.create_task(begin())
         return await asyncio.shield(self._newest[1])

@@ -27,6 +27,7 @@ from trireme.core.finite_json import to_json
 from trireme.core.transport import Offer
 from trireme.core.weights import TensorPlace
 from trireme.process.faults import fault_point
+from trireme.transports.collective import GlooCollective
 from trireme.transports.meeting import BroadcastGroup, GroupMember, open_store
 
 PAGE = 4096
@@ -211,12 +212,14 @@ class Broadcast:
     def _receive_bucket(self, group: BroadcastGroup, place: torch.Tensor) -> None:
         if self.given_up.is_set():
             raise RoomFailed("a later version was offered")
-        if group.kind == "gloo":
-            group.collective.broadcast(place, self._left_s)
+        collective = group.collective
+        if isinstance(collective, GlooCollective):
+            collective.broadcast(place, self._left_s)
             return
-        arrived = torch.empty_like(place, device="cuda")
-        group.collective.broadcast(arrived, self._left_s)
-        place.copy_(arrived)
+        with collective.on_stream():  # on this thread's own the engine computes, and its steps would come first
+            arrived = torch.empty_like(place, device="cuda")
+            collective.broadcast(arrived, self._left_s)
+            place.copy_(arrived)
 
     def _tell(self, pipe: int, **message: object) -> None:
         os.write(pipe, (to_json({"serial": self._serial, **message}) + "\n").encode())

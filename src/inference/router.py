@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from inference.handover import Handover, Outcome, Progress
-from inference.replica_set.client import ReplicaCalls, ReplicaClient
+from inference.replica_set.client import ReplicaCalls
 from inference.replica_set.table import NewestTable, ReplicaRow, Table, check_issued
 from trireme.core.errors import BadRequest, ProvenanceError, ReplicaBehind, RoomFailed, TriremeError
-from trireme.core.sampler import OnProgress, ReplicaStats
+from trireme.core.sampler import OnProgress, OnVersions, ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.core.weights import UpdateReport
 
 if TYPE_CHECKING:
+    from inference.handle import ReplicaClient
     from inference.replica_set.actor import ReplicaSet
     from inference.replica_set.handle import RemoteSet
 
@@ -164,6 +165,7 @@ class Router:
     def __init__(
         self,
         source: ReplicaSet | RemoteSet | None = None,
+        on_versions: OnVersions = lambda _versions: None,
         *,
         fixed: bool = False,
         one_version: bool = False,
@@ -173,6 +175,7 @@ class Router:
         attempt: int = 0,
     ) -> None:
         """`source`: the replica set; None: call `follow` later, maybe several times.
+        `on_versions`: see `trireme.core.sampler.MakeSampler`.
         `fixed`: deterministic mode; a lost replica's failure is raised.
         `one_version`: no sequence has tokens of two versions; after a loss a sequence is sampled again from its prompt.
         `vocab_size`: the model's (None: not known). A replica has failed if several answers in a row have tokens
@@ -198,7 +201,7 @@ class Router:
         self._name = uuid.uuid4().hex[:6]
         self._numbers = itertools.count()
         self._changed = asyncio.Event()
-        self._on_change: Callable[[dict[int, int]], object] = lambda _versions: None
+        self._on_versions = on_versions
         if source:
             self.follow(source)
 
@@ -210,9 +213,6 @@ class Router:
             failure = target.calls.failure
             if failure and self._reports:  # the set before may have died before it heard of this
                 source.report(target.index, target.row.generation, failure)
-
-    def on_change(self, call: Callable[[dict[int, int]], object]) -> None:
-        self._on_change = call
 
     def acknowledged(self) -> dict[int, int]:
         """Returns {replica: the newest version that it has acknowledged}, without replicas that are left behind."""
@@ -438,7 +438,7 @@ class Router:
         for target in before.values():
             self._leave(target, table.reason(target.index, target.row.generation))
         self._changed.set()
-        self._on_change(self.acknowledged())
+        self._on_versions(self.acknowledged())
 
     async def _take_newest(self) -> None:
         self.take(await self.source.table((0, 0), 0.0))
@@ -463,7 +463,7 @@ class Router:
         else:
             log.warning("%s; it is tried again in %g s unless it is removed", failure, AGAIN_S)
             asyncio.get_running_loop().call_later(AGAIN_S, self._try_again, target)
-        self._on_change(self.acknowledged())
+        self._on_versions(self.acknowledged())
 
     def _try_again(self, target: Target) -> None:
         if self._targets.get(target.index) is target:

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from inference.mapping import Region, regions_of
 from trireme.core.errors import RoomFailed
 from trireme.core.transport import Offer, Transport
 
+Value = TypeVar("Value")
 GRACE_S = 1.0
 """How much longer than the trainer a replica waits: its offer came a little later."""
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class _Incoming:
         return (self.offer.attempt, self.offer.version) == (source.session.attempt, source.version)
 
     @staticmethod
-    def _settle(future: asyncio.Future[Any], value: Any) -> None:
+    def _settle(future: asyncio.Future[Value], value: Value) -> None:
         if not future.done():
             future.set_result(value)
 
@@ -79,7 +80,7 @@ class Broadcasts:
     pipe)` makes the engine's rank 0 receive an offer and write messages with this serial number to the pipe at this
     path. `transport` fetches versions on demand."""
 
-    def __init__(self, transport: Transport, start: Callable[[Offer, int, str], Awaitable[Any]]) -> None:
+    def __init__(self, transport: Transport, start: Callable[[Offer, int, str], Awaitable[object]]) -> None:
         self._transport = transport
         self._start = start
         self._incoming: _Incoming | None = None
@@ -98,7 +99,7 @@ class Broadcasts:
             async with asyncio.timeout(offer.timeout_s):
                 async with self._mapping:
                     deadline = time.monotonic() + offer.timeout_s
-                    self._serial = self._serial + 1
+                    self._serial += 1
                     self._incoming = incoming = _Incoming(offer, self._serial, deadline)
                     await self._start(offer, self._serial, self._open_pipe())
                 await asyncio.shield(incoming.ready)
@@ -209,5 +210,5 @@ def copy_to_memory(buckets: Sequence[npt.NDArray[np.uint8]]) -> tuple[int, list[
         while view:  # a call writes at most 2 GiB
             written = os.pwrite(file, view, end)
             view = view[written:]
-            end = end + written
+            end += written
     return file, regions

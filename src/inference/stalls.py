@@ -1,10 +1,13 @@
 """Distinguishes an engine process that hangs from a busy one.
 
-An engine says nothing in the middle of a step. A long prefill, a compilation, a KV cache that is computed again or a
-machine with other work make a step a hundred times longer than all before; a stopped or blocked process makes it
-endless. CPU time distinguishes them: a working process uses some, however little it gets, and a hanging process uses
-none. So a deadline that is learned from the run counts the time without any (`StallClock`), and the configured one
-counts all time.
+An engine reports nothing during a step. Some steps take a hundred times longer than all earlier ones: a long prefill, a
+compilation, a KV cache that is computed again, a machine with other work. If the process is stopped or blocked, a step
+never ends. CPU time tells the two apart, because a working process uses some and a hanging process uses none. There are
+two deadlines. The one that is learned from the run counts only seconds without CPU time (`StallClock`). The configured
+one counts all seconds.
+
+An engine that waits for its GPU uses no CPU time either, so a GPU that computes counts as progress, even if the trainer
+gave it the work. An engine that hangs while its GPU computes is ended by the configured deadline.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import psutil
 
@@ -19,22 +23,23 @@ LEAST_CPU_S = 0.01
 LEAST_SHARE = 0.01
 """Using less CPU time than this, and than this share of the time, is no progress: idle threads wake up now and then."""
 QUIET_S = 1.0
-"""A shorter silence is not looked into."""
+"""Seconds. CPU time is not examined in a shorter silence."""
 LONGEST_GAP_S = 2.0
-"""The most that counts of the time between two looks: this process, or its machine, may have been stopped itself."""
+"""At most this much of the time between two looks counts, because this process or its machine may have been stopped."""
 
 
 class StallClock:
-    """Counts the seconds in which at least one of several processes made no progress, by their CPU time. The processes
-    answer together: one that stands still holds up the others, which keep using CPU time while they wait. Call
-    `look` about once a second.
+    """Counts the seconds in which at least one of several processes made no progress, by their CPU time and their GPUs.
+    The processes answer together: one that stands still holds up the others, which keep using CPU time while they
+    wait. Call `look` about once a second.
 
-    `cpu_s` returns the CPU seconds that each process has used so far. The argument `silent_s` is always the time in
-    seconds since they last answered, or were asked.
+    `cpu_s` returns the CPU seconds that each process has used so far, and `computes` for each process True if its GPU
+    has just computed. The argument `silent_s` is always the time in seconds since they last answered, or were asked.
     """
 
-    def __init__(self, cpu_s: Callable[[], Sequence[float]]) -> None:
+    def __init__(self, cpu_s: Callable[[], Sequence[float]], computes: Callable[[], Sequence[bool]]) -> None:
         self._cpu_s = cpu_s
+        self._computes = computes
         self._used_s: Sequence[float] = ()
         self._stalled_s = self._longest_s = 0.0
         self._looked = self._progressed = time.monotonic()
@@ -49,7 +54,10 @@ class StallClock:
             used_s = self._cpu_s()
             least_s = max(LEAST_CPU_S, LEAST_SHARE * self._stalled_s)
             pairs = zip(used_s, self._used_s or [0.0] * len(used_s), strict=True)
-            if all(abs(used - before) >= least_s for used, before in pairs):  # less than before: a child ended
+            works = [abs(used - before) >= least_s for used, before in pairs]  # less than before: a child ended
+            if not all(works):
+                works = [work or computes for work, computes in zip(works, self._computes(), strict=True)]
+            if all(works):
                 self._longest_s = max(self._longest_s, self._stalled_s - gap_s)  # in the last gap it did something
                 self._used_s = used_s
                 self._stalled_s = 0.0
@@ -74,3 +82,26 @@ def cpu_seconds(pid: int) -> float:
             with suppress(psutil.NoSuchProcess):
                 used_s += sum(member.cpu_times())
     return used_s
+
+
+def gpus_compute(count: int) -> list[bool]:
+    """Returns a truth value for each of the first `count` GPUs that this process sees. It is True if the GPU computed
+    in the driver's last sample, which covers up to a second, and if the driver has no sample. Call it where vLLM's
+    build for CUDA runs."""
+    from vllm.platforms import current_platform
+    from vllm.third_party import pynvml
+
+    nvml: Any = pynvml
+    nvml.nvmlInit()
+    try:
+        return [_computes(nvml, current_platform.device_id_to_physical_device_id(number)) for number in range(count)]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _computes(nvml: Any, gpu: int) -> bool:
+    try:
+        rates = nvml.nvmlDeviceGetUtilizationRates(nvml.nvmlDeviceGetHandleByIndex(gpu))
+    except nvml.NVMLError:  # parts of a GPU (MIG) have no such figure
+        return True
+    return bool(rates.gpu > 0)

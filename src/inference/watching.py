@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from inference.loaded import Elements, HeldPart
+from trireme.transports.tensor_sums import merged
 
 PADDING = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
 """Functions by which loaders fill elements that belong to no published value."""
@@ -90,8 +91,8 @@ class CopyWatch(TorchDispatchMode):
         dims = list(zip(target.shape, source.stride(), target.stride(), strict=True))
         offset = (source.data_ptr() - published.data_ptr()) // published.element_size()
         start = int(target.storage_offset()) - int(self._model_tensors[holder].storage_offset())
-        part = HeldPart(name, _slice(offset, _merged([(size, stride, stride) for size, stride, _ in dims]), 1))
-        rows = _merged(dims)
+        part = HeldPart(name, _slice(offset, merged((size, stride, stride) for size, stride, _ in dims), 1))
+        rows = merged(dims)
         copy = Copy(part, holder, _slice(offset, rows, 1), _slice(start, rows, 2))
         if copy not in self.copies[holder]:
             self.copies[holder][copy] = sum(map(len, self.copies.values()))
@@ -171,20 +172,9 @@ def _unlike(published: Tensor, source: Tensor, target: Tensor) -> str | None:
     return None
 
 
-def _merged(dims: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Returns dimensions (size, stride in the source, stride in the target) from the largest stride in the source to
-    the smallest. Drops dimensions of one element, and joins dimensions that are contiguous in both memories."""
-    merged: list[tuple[int, int, int]] = []
-    for size, stride, other_stride in sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: -dim[1]):
-        if merged and merged[-1][1] == size * stride and merged[-1][2] == size * other_stride:
-            merged[-1] = (merged[-1][0] * size, stride, other_stride)
-        else:
-            merged.append((size, stride, other_stride))
-    return merged
-
-
 def _slice(offset: int, dims: Sequence[tuple[int, int, int]], which: int) -> Elements:
-    return Elements(offset, tuple(dim[0] for dim in dims), tuple(dim[which] for dim in dims))
+    outermost_first = dims[::-1]
+    return Elements(offset, tuple(dim[0] for dim in outermost_first), tuple(dim[which] for dim in outermost_first))
 
 
 def _numbers(name: str) -> tuple[str, list[int]]:

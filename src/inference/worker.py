@@ -12,27 +12,28 @@ import logging
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import inplace, layerwise
 from vllm.platforms import current_platform
 
 from inference.adapter import add_adapter, drop_adapter, stacks, take_adapter
 from inference.carrier import Carrier
 from inference.cpu.rank import ask_for_tiles, forget_rank_memory, pack_experts
 from inference.engine_startup import forget_shared_memory
-from inference.following import AFTER, TensorFollower
+from inference.following import AFTER, TensorFollower, derives
 from inference.loaded import LoadedSums
 from inference.mapping import make_own, mappings_of, populate
 from inference.receiving import Receiving
@@ -44,26 +45,35 @@ from trireme.transports.packing import tensor_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
 
     from inference.adapter import ModelRunner
 
-# At every update it warns of each module for which a checkpoint has no tensors: rotary embeddings, a tied output head.
-# What was loaded is proved by its sums. (It is a filter because vLLM sets all levels again as it starts.)
-logging.getLogger(layerwise.__name__).addFilter(lambda record: record.levelno >= logging.ERROR)
+# At every update they warn of what the loaders did not load: rotary embeddings, a tied output head, what is copied.
+# What was loaded is proved by its sums. (They are filters because vLLM sets all levels again as it starts.)
+for _reload in (inplace, layerwise):
+    logging.getLogger(_reload.__name__).addFilter(lambda record: record.levelno >= logging.ERROR)
 
 ask_for_tiles()  # on import, before a model is warmed up
 
 
+EXECUTE = "execute_model"
 READERS = 8
 """Most threads that read received bytes: together they are as fast as a machine's memory."""
 
 
 def load_weights(
-    runner: ModelRunner, follower: TensorFollower, tensors: Mapping[str, torch.Tensor], *, traced: bool
+    runner: ModelRunner,
+    follower: TensorFollower,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    traced: bool,
+    copied: frozenset[str] = frozenset(),
 ) -> None:
-    """Loads the whole version `tensors` by vLLM's loaders, followed by `follower`. All tensors come together, because
-    fused groups (q, k, v; gate and up) must be loaded together. `traced`: as in `TensorFollower.following`."""
-    with follower.following(tensors, traced=traced) as followed:
+    """Loads the version `tensors`, but for those that were `copied`, by vLLM's loaders, followed by `follower`. All
+    tensors come together, because fused groups (q, k, v; gate and up) must be loaded together. `traced`: as in
+    `TensorFollower.following`."""
+    with follower.following(tensors, traced=traced, copied=copied) as followed:
         runner.reload_weights(weights_iterator=_as_loaded(followed, fault_point("inference.load")))
     skip = fault_point("inference.repack") == "skip"
     # Reloading leaves some weights as packed at the first load: logprobs would be wrong by nats, without an error.
@@ -82,28 +92,49 @@ def copy_weights(
     runner: ModelRunner,
     follower: TensorFollower,
     carrier: Carrier,
-    manifest: WeightsManifest,
+    entries: Iterable[TensorEntry],
     buckets: list[npt.NDArray[np.uint8]],
 ) -> None:
-    """Does the work of `load_weights` for a model where loaders only copy. Each bucket travels to the device as a
-    whole, and from there to the parameters in one launch. Copying each tensor from the host would wait, each time,
-    until the device has time for this process, while the trainer's process may have it."""
-    by_bucket: list[list[TensorEntry]] = [[] for _ in buckets]
-    for entry in manifest.entries:
+    """Does the work of `load_weights` for tensors that loaders only copy. Each bucket travels to the device as a whole,
+    and from there to the parameters in one launch. Copying each tensor from the host would wait, each time, until the
+    device has time for this process, while the trainer's process may have it."""
+    by_bucket: defaultdict[int, list[TensorEntry]] = defaultdict(list)
+    for entry in entries:
         by_bucket[entry.bucket].append(entry)
     fault = fault_point("inference.load")
     device = next(runner.get_model().parameters()).device
-    landing = torch.empty(max(map(len, buckets)), dtype=torch.uint8, device=device)
+    landing = torch.empty(max(len(buckets[number]) for number in by_bucket), dtype=torch.uint8, device=device)
 
-    def landed(entries: list[TensorEntry], bucket: npt.NDArray[np.uint8]) -> dict[str, torch.Tensor]:
-        part = landing[: len(bucket)]
-        carrier.carry(bucket, part)
-        return dict(_as_loaded([(entry.name, tensor_of(entry, {entry.bucket: part})) for entry in entries], fault))
+    def landed(number: int) -> dict[str, torch.Tensor]:
+        part = landing[: len(buckets[number])]
+        carrier.carry(buckets[number], part)
+        tensors = [(entry.name, tensor_of(entry, {number: part})) for entry in by_bucket[number]]
+        return dict(_as_loaded(tensors, fault))
 
-    follower.copy(map(landed, by_bucket, buckets))
+    follower.copy(map(landed, by_bucket))
     runner.reset_lora_state()
     runner.reset_encoder_cache()
     runner.reset_mm_cache()
+
+
+def load_version(
+    runner: ModelRunner,
+    follower: TensorFollower,
+    carrier: Callable[[], Carrier],
+    entries: Sequence[TensorEntry],
+    buckets: list[npt.NDArray[np.uint8]],
+    *,
+    traced: bool,
+) -> None:
+    """Loads the version with the tensors `entries` in `buckets`: copies what loaders would only copy, and calls loaders
+    for the rest. They come second, as they compute something from all weights at their end. `traced`: as in
+    `TensorFollower.following`."""
+    tensors = {entry.name: tensor_of(entry, buckets) for entry in entries}
+    copied = follower.copied(tensors, traced=traced)
+    if copied:
+        copy_weights(runner, follower, carrier(), [entry for entry in entries if entry.name in copied], buckets)
+    if len(copied) < len(tensors) or derives(runner.get_model()):
+        load_weights(runner, follower, tensors, traced=traced, copied=copied)
 
 
 def _left_out(layer: torch.nn.Module) -> None:
@@ -126,6 +157,27 @@ def _corrupt(model: torch.nn.Module) -> None:
     norms = [p for name, p in model.named_parameters() if name.endswith("norm.weight") and "layers" not in name]
     adapters = [tensor for layer in model.modules() for tensor in stacks(layer).values()]
     [*norms, *adapters][-1].data[(0,) * [*norms, *adapters][-1].dim()] += 1.0
+
+
+def _decode_with_old(runner: ModelRunner, *, shifted: bool) -> None:
+    """Makes steps of one token compute with today's embedding, whatever is loaded later, as a CUDA graph would that has
+    captured other memory. Tests ask for it. `shifted`: with the rows of other tokens, which also differs where a
+    version is nearly the one before it."""
+    embedding = next(module for module in runner.get_model().modules() if isinstance(module, VocabParallelEmbedding))
+    old = embedding.get_parameter("weight").detach().roll(int(shifted), 0)
+    execute = runner.execute_model
+
+    def execute_stale(scheduler_output: SchedulerOutput, *rest: Any) -> object:
+        if scheduler_output.total_num_scheduled_tokens > 1:
+            return execute(scheduler_output, *rest)
+        weight = embedding.get_parameter("weight").data
+        loaded = weight.clone()
+        weight.copy_(old)
+        output = execute(scheduler_output, *rest)
+        weight.copy_(loaded)
+        return output
+
+    setattr(runner, EXECUTE, execute_stale)
 
 
 def readers() -> int:
@@ -172,7 +224,11 @@ class WorkerExtension:
     receiving: Receiving | None = None
     _checking: Future[str]
     follower: TensorFollower | None = None
-    carrier: Carrier | None = None
+
+    @cached_property
+    def carrier(self) -> Carrier:
+        """Page-locked memory through which weights travel to this rank's GPU."""
+        return Carrier(readers(), pinned=True)
 
     def settle(self) -> int:
         """Prepares this rank after the start; returns its process id. Removes the names in /dev/shm of the shared
@@ -230,26 +286,27 @@ class WorkerExtension:
         assert self.received is not None
         manifest, buckets = self.received
         mapped = mappings_of(buckets)
-        tensors = {entry.name: tensor_of(entry, buckets) for entry in manifest.entries}
         runner = self.model_runner
+        vars(runner).pop(EXECUTE, None)
+        fault = fault_point("inference.decode")
+        if fault:
+            _decode_with_old(runner, shifted=fault == "shifted")
         with set_current_vllm_config(self.vllm_config):
             unfollowed: dict[str, str] = {}
             if manifest.adapter:
                 follower = self.follower = self.follower or TensorFollower(runner.get_model(), stacks)
+                tensors = {entry.name: tensor_of(entry, buckets) for entry in manifest.entries}
                 unfollowed = take_adapter(runner, follower, tensors, manifest.adapter, traced=traced)
+                del tensors
             else:
                 follower = self.follower = self.follower or TensorFollower(runner.get_model())
-                if follower.can_copy(tensors, traced=traced):
-                    self.carrier = self.carrier or Carrier(readers(), pinned=True)
-                    copy_weights(runner, follower, self.carrier, manifest, buckets)
-                else:
-                    load_weights(runner, follower, tensors, traced=traced)
+                load_version(runner, follower, lambda: self.carrier, manifest.entries, buckets, traced=traced)
             if fault_point("inference.loaded") == "corrupt":
                 _corrupt(runner.get_model())
             loaded = follower.loaded(unfollowed)
             torch.accelerator.synchronize()
         self.received = None
-        del tensors, buckets
+        del buckets
         for mapping in filter(
             None, (reference() for reference in mapped)
         ):  # by an engine that took a part of it, not a copy

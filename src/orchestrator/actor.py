@@ -19,11 +19,12 @@ from orchestrator.rollout import RolloutLimits
 from orchestrator.state import OrchestratorState
 from orchestrator.workers import workers
 from trireme.checkpoint.files import FileRecord
-from trireme.checkpoint.parts import CommitSource, PartReader
+from trireme.checkpoint.parts import CheckpointSource, PartReader
 from trireme.config import Config
+from trireme.core.actors import remote_method
 from trireme.core.agents import AgentSessions
 from trireme.core.batch import Assign, StoredBatch
-from trireme.core.sampler import Heartbeat, Sampler
+from trireme.core.sampler import Heartbeat, MakeSampler
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import Minibatch, StepSummary, WeightIdentity
 from trireme.process import signals, trace
@@ -38,7 +39,7 @@ class OrchestratorActor:
     def __init__(
         self,
         config: Config,
-        sampler_factory: Callable[[], Sampler],
+        make_sampler: MakeSampler,
         assign: Assign | None,
         log_dir: Path | None,
         sessions_factory: Callable[[], AgentSessions] | None = None,
@@ -52,11 +53,12 @@ class OrchestratorActor:
         number_process(0)
         trace.start(log_dir, "orchestrator_0", config.trace.max_mb)
         self._config = config
-        self._sampler_factory = sampler_factory
+        self._make_sampler = make_sampler
         self._sessions_factory = sessions_factory
         self._layout = LayoutThread(store_parts(assign) if assign else keep_whole)
         self._stopping: asyncio.Task[None] | None = None
 
+    @remote_method
     async def start(self) -> None:
         """Starts the worker processes, loads tokenizer and datasets, and builds the pipeline. Raises BadInput."""
         fault_point("orchestrator.start")
@@ -70,7 +72,7 @@ class OrchestratorActor:
         self._pipeline = Pipeline(
             config,
             trained,
-            self._sampler_factory(),
+            self._make_sampler,
             RolloutLimits.of(config, tokenizer.decode),
             held_out,
             tokenizer.decode,
@@ -79,43 +81,54 @@ class OrchestratorActor:
         signals.end_after(self.stop)
         spare_collector()
 
+    @remote_method
     async def end_version(self) -> None:
         await self._pipeline.end_version()
 
+    @remote_method
     async def begin_version(self, identity: WeightIdentity) -> None:
         """Tells the pipeline that the replica set updates to the weights `identity`: see `Pipeline.begin_version`."""
         await self._pipeline.begin_version(identity.version, self._pipeline.sampler.updated(identity))
 
+    @remote_method
     async def follow(self, source: Any) -> None:
         """Samples from now on with the replicas of `source`, a new incarnation of the replica set."""
         self._pipeline.sampler.follow(source)
 
+    @remote_method
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
         return await self._pipeline.next_minibatch(step, substep)
 
+    @remote_method
     async def evaluate(self, version: int) -> dict[str, float]:
         return await self._pipeline.evaluate(version)
 
+    @remote_method
     async def give_up_evaluation(self) -> None:
         self._pipeline.evaluator.give_up()
 
+    @remote_method
     async def progress(self) -> str:
         """Returns a text for people that says how far the step or the evaluation is."""
         return self._pipeline.progress()
 
+    @remote_method
     async def heartbeat(self) -> Heartbeat:
         """Returns the id of this process and of its node; an answer shows that the event loop runs."""
         import ray  # here, because code that only builds a pipeline needs none
 
         return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())
 
+    @remote_method
     async def release(self, step: int) -> StepSummary:
         return self._pipeline.release(step)
 
+    @remote_method
     async def take_snapshot(self) -> None:
         """Keeps the state of the last boundary for `write_snapshot`."""
         self._snapshot = self._pipeline.snapshot()
 
+    @remote_method
     async def write_snapshot(self, path: Path) -> list[FileRecord]:
         """Writes the state that `take_snapshot` kept, in a thread. Raises StorageFailed."""
 
@@ -125,7 +138,8 @@ class OrchestratorActor:
 
         return await asyncio.to_thread(write)
 
-    async def load_state(self, path: Path, source: CommitSource | None = None) -> str:
+    @remote_method
+    async def load_state(self, path: Path, source: CheckpointSource | None = None) -> str:
         """Continues from the state that `write_snapshot` wrote to `path`; a node that does not see `path` reads it from
         `source`. Returns as text how many unfinished rollouts were kept; "" if the state has none."""
 
@@ -136,6 +150,7 @@ class OrchestratorActor:
 
         return self._pipeline.load(await asyncio.to_thread(read))
 
+    @remote_method
     async def stop(self) -> None:
         """Cancels all rollouts and closes their environments. May be called twice, by SIGTERM and by the driver: a
         later call waits for the first one's end."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +21,7 @@ from orchestrator.trajectory import Trajectory, Turn
 from trireme.config.orchestrator import AdvantageKind, OrchestratorConfig
 from trireme.core.batch import Batch, LayOut, Numbers, TokenBatch
 from trireme.core.normalization import Normalization
+from trireme.core.prefixes import Forest
 from trireme.core.types import Minibatch, Provenance
 
 STD_EPS = 1e-6
@@ -91,7 +91,7 @@ def lay_out(weighted: Sequence[WeightedTrajectory]) -> TokenBatch:
     segments = [one.trajectory.num_segments for one in weighted]
     total = sum(len(one.trajectory.tokens) for one in weighted) - sum(segments)
     tokens = np.empty(total, np.int32)
-    columns: dict[str, npt.NDArray[Any]] = {name: np.empty(total, dtype) for name, dtype in COLUMNS.items()}
+    columns: dict[str, npt.NDArray[np.number]] = {name: np.empty(total, dtype) for name, dtype in COLUMNS.items()}
     lengths_D: list[int] = []
     end = 0
     for part in _parts(weighted):
@@ -118,7 +118,9 @@ def _parts(weighted: Sequence[WeightedTrajectory]) -> Iterator[Sequence[Weighted
         yield [one for _, one in part]
 
 
-def _laid_out(weighted: Sequence[WeightedTrajectory]) -> tuple[list[int], list[int], dict[str, npt.NDArray[Any]]]:
+def _laid_out(
+    weighted: Sequence[WeightedTrajectory],
+) -> tuple[list[int], list[int], dict[str, npt.NDArray[np.number]]]:
     """Joins the tokens of all trajectories. Returns the index of the first token of each segment, the index after the
     last token of each segment, and the columns of all tokens, {name: [T]}."""
     starts: list[int] = []
@@ -194,10 +196,7 @@ class Segments:
     def __init__(self, weighted: Sequence[WeightedTrajectory], normalization: Normalization) -> None:
         self._weighted = weighted
         self._normalization = normalization
-        lengths_N = [_segment_lengths(one.trajectory) for one in weighted]
-        self.lengths: Numbers = np.concatenate(lengths_N) - 1
-        """[D], as a datum's inputs are its tokens without the last."""
-        self.sequences: Numbers = np.repeat(np.arange(len(weighted)), [len(lengths) for lengths in lengths_N])
+        self.sequences: Numbers = np.repeat(np.arange(len(weighted)), [one.trajectory.num_segments for one in weighted])
         """[D], the number of the trajectory of each datum."""
 
     @property
@@ -209,6 +208,12 @@ class Segments:
         ]
         return self._normalization.divisor(np.asarray(total_N, np.float64))
 
+    def find_forest(self, counts_P: Sequence[int]) -> Forest:
+        """Returns the lengths of the datums and the prefixes that they share within a group. `counts_P`: the number of
+        trajectories of each group."""
+        inputs_N = iter([_segment_inputs(one.trajectory) for one in self._weighted])
+        return Forest.find_in_groups([[d for part in islice(inputs_N, count) for d in part] for count in counts_P])
+
     def lay_out(self, datums: Numbers) -> TokenBatch:
         """Returns a batch of the datums with the numbers `datums`, ascending. Lays out their trajectories whole first,
         because a token's weight may depend on all segments of its trajectory."""
@@ -218,20 +223,20 @@ class Segments:
         return replace(batch.take(np.searchsorted(numbers, datums)), sequences=self.sequences[datums])
 
 
-def _segment_lengths(trajectory: Trajectory) -> Numbers:
+def _segment_inputs(trajectory: Trajectory) -> list[npt.NDArray[np.int32]]:
+    """Returns the inputs of the datum of each segment: its tokens without the last."""
     starts = sorted({turn.start for turn in trajectory.turns})
-    return np.diff([*starts, len(trajectory.tokens)])
+    return [tokens[:-1] for tokens in np.split(trajectory.tokens, starts[1:])]
 
 
-Keep = Callable[[Numbers, Numbers, LayOut], Batch]
-"""Takes the lengths of the datums of a minibatch and the numbers of their sequences, both [D], and a function that lays
-out some of them. Returns the batch of all."""
+Keep = Callable[[Forest, Numbers, LayOut], Batch]
+"""Takes the forest of the datums of a minibatch, the numbers of their sequences, [D], and a function that lays out some
+of them. Returns the batch of all."""
 
 
-def keep_whole(lengths: Numbers, sequences: Numbers, lay_out: LayOut) -> Batch:
-    """Returns all datums of a minibatch laid out as one batch, held in this process. `lengths` has one entry for each
-    datum."""
-    return lay_out(np.arange(len(lengths)))
+def keep_whole(forest: Forest, sequences: Numbers, lay_out: LayOut) -> Batch:
+    """Returns all datums of a minibatch laid out as one batch, held in this process."""
+    return lay_out(np.arange(len(forest)))
 
 
 def build_minibatch(
@@ -255,10 +260,11 @@ def build_minibatch(
             counts = not options.overlong_filter or trajectory.stop_reason == "stop"
             weighted.append(WeightedTrajectory(trajectory, advantage, scored.temperature, counts))
     segments = Segments(weighted, normalization)
+    forest = segments.find_forest([len(scored.trajectories_G) for scored in scored_P])
     groups_D = [scored.group for scored in scored_P for _ in range(scored.num_segments)]
     identities = {identity for one in weighted for identity in one.trajectory.identities}
     return Minibatch(
-        batch=keep(segments.lengths, segments.sequences, segments.lay_out),
+        batch=keep(forest, segments.sequences, segments.lay_out),
         provenance=Provenance(
             step, np.asarray([group.floor for group in groups_D], np.int32), tuple(sorted(identities))
         ),

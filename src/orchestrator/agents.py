@@ -21,12 +21,12 @@ from typing import Any
 
 from orchestrator.env import AgentEnv, Trajectory, result_of
 from orchestrator.lifetimes import uninterrupted
-from orchestrator.rollout import RolloutError, RolloutKey, RolloutLimits, Sample, check_report, check_spans, checked
+from orchestrator.rollout import RolloutError, RolloutKey, RolloutLimits, check_report, check_spans, checked
 from orchestrator.trajectory import TrajectoryBuilder
 from trireme.config.schema import SamplingConfig
 from trireme.core.agents import AgentSessions, PlayedSession
 from trireme.core.errors import BadInput, TriremeError
-from trireme.core.sampler import OnProgress
+from trireme.core.sampler import OnProgress, Sample
 from trireme.core.types import SampledSequence, SampleRequest
 from trireme.process import trace
 from trireme.process.faults import fault_point
@@ -106,7 +106,7 @@ class SessionTurns:
                 f"exceeds orchestrator.max_prompt_len = {limits.max_prompt_len}: shorten the conversation"
             )
         turn = self._number
-        self._number = self._number + 1
+        self._number += 1
         stop = tuple(dict.fromkeys((*request.params.stop_token_ids, *request.params.stop_strings, *limits.stop)))
         params = self._sampling.params(key.seed(self._run_seed, turn), stop, room)
         session_request = SampleRequest(

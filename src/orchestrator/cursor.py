@@ -10,13 +10,29 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import TypedDict
 
 from orchestrator.env import EnvGroupBuilder, RLDataset
 from trireme.core.errors import BadInput
 
 GOLDEN = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio: steps of this size around a circle of 2^64 leave no large gap anywhere."""
+
+
+class CursorState(TypedDict):
+    """The place of a `ProblemCursor`, as a checkpoint holds it."""
+
+    epoch: int
+    batch: int
+    position: int
+
+
+class MixState(TypedDict):
+    """The place of a `Mix`, as a checkpoint holds it: the number of drawn problems, and for each environment its name
+    and its cursor's place."""
+
+    drawn: int
+    cursors: Sequence[tuple[str, CursorState]]
 
 
 @dataclass
@@ -34,10 +50,10 @@ class ProblemCursor:
         problem = f"{self.epoch}.{self.batch}.{self.position}"
         self.position += 1
         if self.position >= len(self._problems(self.batch)):
-            self.batch = self.batch + 1
+            self.batch += 1
             self.position = 0
         if self.batch >= len(self.dataset):
-            self.epoch = self.epoch + 1
+            self.epoch += 1
             self.batch = 0
         return problem
 
@@ -51,10 +67,10 @@ class ProblemCursor:
             )
         return self._problems(batch)[position]
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> CursorState:
         return {"epoch": self.epoch, "batch": self.batch, "position": self.position}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: CursorState) -> None:
         """Continues at the place of another cursor, from its `state`. Raises BadInput when the dataset has no such
         place."""
         self.epoch = state["epoch"]
@@ -109,7 +125,7 @@ class Mix:
         if name not in self._cursors:
             raise BadInput(
                 f"problem {problem} is of environment {name}; expected one of {', '.join(self._names)}, the "
-                "environments that the run was begun with"
+                "environments that the run began with. Name the environment as before, or start another run"
             )
         return name
 
@@ -118,17 +134,18 @@ class Mix:
         problem."""
         return self._cursors[self.env_of(problem)].builder(problem.rpartition("/")[2])
 
-    def state_dict(self) -> dict[str, object]:
-        return {"drawn": self._drawn, "cursors": [[name, c.state_dict()] for name, c in self._cursors.items()]}
+    def state_dict(self) -> MixState:
+        return {"drawn": self._drawn, "cursors": [(name, c.state_dict()) for name, c in self._cursors.items()]}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: MixState) -> None:
         """Continues where another mix stood, from its `state`. Raises BadInput if that mix had other environments,
         another order of them, or other data."""
         names = [name for name, _ in state["cursors"]]
         if len(names) != len(self._names) or (len(names) > 1 and names != self._names):
             raise BadInput(
-                f"the commit is of a run on {', '.join(names)}, this one is on {', '.join(self._names)}; expected the "
-                "environments that the run was begun with, in the same order"
+                f"the checkpoint is of a run on {', '.join(names)}, this one is on {', '.join(self._names)}; "
+                "expected the environments that the run began with, in the same order. Correct env, or start another "
+                "run"
             )
         self._drawn = state["drawn"]
         for cursor, (_, values) in zip(self._cursors.values(), state["cursors"], strict=True):

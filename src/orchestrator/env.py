@@ -1,12 +1,12 @@
-"""Environments: they ask a policy, and reward its answers.
+"""Environments, which pose problems to the policy and reward its answers.
 
     RLDataset --get_batch(i)--> [EnvGroupBuilder] --make_env(sample)--> Env --one rollout--> Trajectory, close()
                                        |            (group_size of them)                         |
                                        +------- compute_group_rewards(trajectories_G) <----------+
 
-Everything here speaks tokens: an environment gets the tokens that were sampled, and answers with tokens. Sampled text
-is never tokenised again. A new single-turn environment is an `Env` of two methods, a builder that makes them for one
-problem (`EnvGroup`), and a dataset that lists the builders.
+Environments receive the sampled tokens and answer with tokens, so sampled text is never tokenised again. A new
+environment of one turn is an `Env` with two methods, a builder that makes such Envs for one problem (`EnvGroup`), and a
+dataset that lists the builders.
 
 The names in docs/api.md are stable.
 """
@@ -63,8 +63,8 @@ MOVED = {
     "calculator": ("examples/envs/arithmetic.py", "arithmetic:Arithmetic"),
     "reverse": ("examples/envs/reverse.py", "reverse:Reverse"),
 }
-"""Environments that were built in: the file of the example that replaces them, and the id with its folder on Python's
-path."""
+"""For each environment that was once built in, the file of the example that replaces it, and the id of that example
+when its folder is on Python's path."""
 AGENT = "agent:"
 PREFIXES = {
     "verifiers:": "orchestrator.envs.verifiers:TasksetDataset",
@@ -77,19 +77,19 @@ reasoning-gym, or reward functions, and the datasets to
 which the rest of the id is given first."""
 PROGRAM = "agent:command"
 PROGRAMS = "orchestrator.envs.program:ProgramDataset"
-"""The id of agents that are programs, and the dataset that they play."""
+"""The id of agents that are programs, and their dataset."""
 URLS = ("http://", "https://")
 SERVED = "orchestrator.envs.http:HttpDataset"
-"""The prefixes of ids that are the URL of a server of environments, and the dataset that asks it."""
+"""The prefixes of ids that are addresses of servers of environments, and the dataset of such a server."""
 
 
 @dataclass(frozen=True, eq=False)
 class Continuation:
-    """A prompt that begins with all tokens of the prompt and the action before it. Its cost depends only on the new
+    """A prompt that begins with the previous prompt and the action that answered it. It costs as much as its new
     tokens, however long the whole prompt is."""
 
     tokens: TokenIds
-    """The tokens after them; may be empty."""
+    """The tokens that follow these; may be empty."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,14 @@ class StepResult:
     next_stop_condition: StopCondition = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Averaged over all steps that report them."""
-    logs: Mapping[str, Any] = field(default_factory=dict)
+    logs: Mapping[str, object] = field(default_factory=dict)
     """Kept with the rollout, for people to read."""
     in_loss: bool = True
     """False: the tokens of this action alone are masked out of the loss, for example because they cannot be parsed."""
 
 
 class Resumable:
-    """The state of an environment in a commit, with which a rollout that has begun continues after a resume.
+    """The state of an environment in a checkpoint, with which a rollout that has begun continues after a resume.
 
     A subclass overrides both methods or none. Python refuses to define a class that overrides only `state_dict`, with
     TypeError: otherwise only a resume would show the mistake.
@@ -124,23 +124,23 @@ class Resumable:
 
     def state_dict(self) -> Mapping[str, object] | None:
         """Returns everything that another environment of this rollout needs to continue the episode from here: JSON
-        values and numpy arrays, which are copied. Unless overridden, None: a commit then keeps nothing of the rollout,
-        which starts again after a resume. Called between turns, never while another method runs."""
+        values and numpy arrays, which are copied. Unless overridden, None: a checkpoint then keeps nothing of the
+        rollout, which starts again after a resume. Called between turns, never while another method runs."""
         return None
 
-    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    async def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continues an episode from `state`, the result of `state_dict` of another environment of this rollout, perhaps
         in another process; called instead of the method that gives the first observation. Tuples have become lists.
-        Unless overridden, raises TypeError: the environment had these methods when the commit was made, and has them
-        no longer."""
+        Unless overridden, raises TypeError: the environment had these methods when the checkpoint was made, and has
+        them no longer."""
         raise TypeError(
-            f"the commit has a state of {type(self).__name__} with {', '.join(state)}; expected its class to have "
-            "load_state_dict, as it had when the commit was made"
+            f"the checkpoint has a state of {type(self).__name__} with {', '.join(state)}; expected its class to have "
+            "load_state_dict, as it had when the checkpoint was made"
         )
 
 
 class Env(Resumable, ABC):
-    """One episode of one problem. Used once."""
+    """One episode of one problem. Each object plays one rollout."""
 
     @abstractmethod
     async def initial_observation(self) -> tuple[TokenIds, StopCondition]:
@@ -172,7 +172,7 @@ class Env(Resumable, ABC):
 
 class AgentEnv(ABC):
     """One episode that an agent plays: it requests answers by itself, over HTTP, as often and in whatever branches it
-    needs. Used once."""
+    needs. Each object plays one rollout."""
 
     @abstractmethod
     async def play(self, access: AgentAccess) -> tuple[float, Mapping[str, float]]:
@@ -184,8 +184,8 @@ class AgentEnv(ABC):
 
 
 class EnvGroupBuilder:
-    """One problem. Must be picklable. A subclass has `make_env`; or `make_envs`, where the environments of a group are
-    made together because they share something."""
+    """One problem, as an object that can be pickled. A subclass has `make_env`; or `make_envs`, where the environments
+    of a group are made together because they share something."""
 
     async def make_env(self, sample: int) -> Env | AgentEnv:
         """Makes a new environment for a try of rollout `sample` of the group, 0 <= sample < group_size."""
@@ -211,7 +211,7 @@ class EnvGroupBuilder:
             "an EnvGroupBuilder with make_env(sample), which makes the environment of one rollout, or with "
             "make_envs(), which makes those of a group together",
             "define one of them: docs/environments.md has an example",
-        ).error()
+        )
 
     async def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[tuple[float, dict[str, float]]]:
         """Returns a reward and metrics for each trajectory, computed from the whole group. The reward is added to the
@@ -221,7 +221,7 @@ class EnvGroupBuilder:
     @property
     def scores_in_any_process(self) -> bool:
         """True if another builder of this problem, also in another process, may compute the group's rewards from the
-        trajectories alone. A commit then keeps the finished rollouts of a group while others still run. By default
+        trajectories alone. A checkpoint then keeps the finished rollouts of a group while others still run. By default
         False where `compute_group_rewards` is overridden."""
         return type(self).compute_group_rewards is EnvGroupBuilder.compute_group_rewards
 
@@ -231,7 +231,7 @@ class EnvGroupBuilder:
         return
 
     async def cleanup(self) -> None:
-        """Called once when the group has ended, for whatever reason."""
+        """Releases what the group shares. The run calls this once when the group has ended, for whatever reason."""
         return
 
     def logging_tags(self) -> Sequence[str]:
@@ -317,14 +317,14 @@ def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> R
     for name in sorted(env.args.keys() - signature.parameters.keys()):
         removed = removed_key(("env", "args", name), f"{section}.args.{name}")
         if removed:
-            raise removed.error()
+            raise removed
     missing = [name for name in env.variables if name not in os.environ]
     if missing:
         raise Refusal(
             f"env.variables names {', '.join(missing)}",
             "environment variables that are set where the run is started",
             f"export {missing[0]}, or take it out of env.variables",
-        ).error()
+        )
     context = replace(context, variables=tuple(env.variables))
     try:
         signature.bind(context, **env.args)
@@ -346,7 +346,7 @@ def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> R
 async def result_of(method: Callable[P, Awaitable[T]], *args: P.args, **options: P.kwargs) -> T:
     """Calls `method`, a method of an environment, a MessageEnv or a builder, with the other arguments, and returns the
     awaited result. Raises TypeError if the method is no coroutine function."""
-    returned: Any = method(*args, **options)
+    returned: object = method(*args, **options)
     if not inspect.isawaitable(returned):
         name = getattr(method, "__qualname__", repr(method))
         raise TypeError(
@@ -392,7 +392,7 @@ def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
             f"{section}.id = {env_id}, which is not built in",
             f"{section}.id = {example}, the class in {file} of the repository",
             f"set it so, and --env.path {file.rpartition('/')[0]}",
-        ).error()
+        )
     built_in = ", ".join(BUILT_IN)
     expected = (
         f"expected a built-in name ({built_in}), `reward:<file>:<function>`, `verifiers:<taskset>`, "
@@ -438,7 +438,7 @@ def named_function(kind: str, source: str, name: str) -> Callable[..., Any]:
             f"{name or '(none is named)'}: {in_short(error)}",
             "reward:FILE.py:FUNCTION (or several, with commas), or agent:MODULE:FUNCTION beside a function `problems`",
             "correct the name, or what it names; let PYTHONPATH have the directory of a module",
-        ).error() from error
+        ) from error
     return function
 
 

@@ -31,7 +31,7 @@ Metrics, all under `eval/<environment>/`
   reward/total, ...   the metrics `env/all/*` and `stop/*` of training
 
 State. A state holds the version evaluated last, the metrics that are not in a row yet, and whether an evaluation was
-due or running: that evaluation is repeated, with the weights of the commit.
+due or running: that evaluation is repeated, with the weights of the checkpoint.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import comb, sqrt
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -55,11 +55,12 @@ from orchestrator.group_runner import GroupOutcome, GroupRunner
 from orchestrator.ledger import Group
 from orchestrator.lockstep import Lockstep, OwnPace
 from orchestrator.metrics import env_metrics
-from orchestrator.rollout import RolloutLimits, Sample
+from orchestrator.rollout import RolloutLimits
 from orchestrator.waste import TokenCounts
 from trireme.config import Config
 from trireme.config.schema import EnvConfig
 from trireme.core.errors import RoomFailed
+from trireme.core.sampler import Sample
 from trireme.process import trace
 from trireme.process.faults import fault_point
 
@@ -68,8 +69,17 @@ PASSED_REWARD = 1.0
 CI95 = 1.96
 """Half the width of a 95 % interval, in standard errors."""
 
-Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
+Spawn = Callable[[Coroutine[object, object, None], str], "asyncio.Task[None]"]
 log = logging.getLogger(__name__)
+
+
+class EvaluationState(TypedDict):
+    """The state of the evaluator in a checkpoint."""
+
+    done: int | None
+    owed: bool
+    rows: Sequence[tuple[int, dict[str, float]]]
+    """(step, metrics)."""
 
 
 @dataclass(frozen=True)
@@ -158,16 +168,16 @@ class Evaluator:
             self._waited_s = 0.0
         return row
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> EvaluationState:
         """Returns the state as JSON values: the version evaluated last, whether an evaluation is owed, and the metrics
         that are not in a row yet, as [step, metrics] pairs because JSON keys are text."""
         return {
             "done": self._evaluated,
             "owed": self._owed,
-            "rows": [[step, dict(row)] for step, row in self._rows.items()],
+            "rows": [(step, dict(row)) for step, row in self._rows.items()],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: EvaluationState) -> None:
         self._evaluated = state["done"]
         self._owed = state["owed"]
         self._rows = {step: dict(row) for step, row in state["rows"]}

@@ -9,7 +9,7 @@ import asyncio
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from orchestrator.admission import Permit
 from orchestrator.advantages import ScoredGroup
@@ -26,7 +26,6 @@ from orchestrator.rollout import (
     PromptTooLong,
     RolloutKey,
     RolloutLimits,
-    Sample,
     check_report,
     run_rollout,
 )
@@ -35,7 +34,7 @@ from orchestrator.waste import GroupTokens, RolloutTokens
 from trireme.config import Config
 from trireme.config.schema import EnvConfig, SamplingConfig
 from trireme.core.errors import BadRequest, ProvenanceError, TriremeError
-from trireme.core.sampler import OnProgress
+from trireme.core.sampler import OnProgress, Sample
 from trireme.core.types import SampledSequence, SampleRequest
 from trireme.process import trace
 
@@ -117,7 +116,7 @@ class GroupRunner:
         Each rollout that ends gives its place in `permit` back; `tokens` counts the sampled tokens. `over` is called
         before cleaning up, however the group ended. A cancellation does not interrupt cleaning up."""
         progress = progress or GroupProgress(keeps_finished=False)
-        started: set[asyncio.Task[Any]] = set()
+        started: set[asyncio.Task[object]] = set()
         place = f"environment {self.env.label}, problem {group.problem}"
         envs = GroupEnvs(builder, self.size, place, self.env.close_s, self.note)
         try:
@@ -232,7 +231,9 @@ class GroupRunner:
         `generation_timeout_s` from now."""
         return asyncio.get_running_loop().time() + self.config.orchestrator.generation_timeout_s
 
-    async def _attempt(self, work: Coroutine[Any, Any, T], deadline: asyncio.Timeout, place: object) -> T | Exception:
+    async def _attempt(
+        self, work: Coroutine[object, object, T], deadline: asyncio.Timeout, place: object
+    ) -> T | Exception:
         """Awaits an environment's `work` until `deadline`, and returns its result. An exception of the work is noted
         and returned; no other place catches it. But errors of the rooms (TriremeError) are raised, for the driver,
         except BadRequest, which concerns this rollout alone. The work has a task of its own, so that a cancellation

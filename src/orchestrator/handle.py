@@ -6,20 +6,23 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
 from orchestrator.actor import OrchestratorActor
 from orchestrator.lifetimes import end_deadline_s
-from trireme.checkpoint.parts import CommitSource
+from trireme.checkpoint.files import FileRecord
+from trireme.checkpoint.parts import CheckpointSource
 from trireme.config import Config
+from trireme.core.actors import ActorOptions, ActorProxy, Ref
 from trireme.core.agents import AgentSessions
 from trireme.core.batch import Assign
 from trireme.core.errors import TriremeError
-from trireme.core.sampler import Sampler
+from trireme.core.sampler import Heartbeat, MakeSampler
 from trireme.core.types import Minibatch, StepSummary, WeightIdentity
 from trireme.process import waits
+from trireme.process.ray_cluster import create_actor
 
 ANSWER_S = 30.0
 """Added to a deadline that the actor keeps itself, so that the actor's more precise message comes first."""
@@ -27,13 +30,14 @@ STOP_S = 10.0
 PROGRESS_S = 30.0
 EVALUATION_PROGRESS_S = 5.0
 """Seconds between lines about a long wait, and about an evaluation that is all that a command does."""
+Value = TypeVar("Value")
 log = logging.getLogger(__name__)
 
 
 class OrchestratorHandle:
     """The verbs of the orchestrator, each a call to its actor."""
 
-    def __init__(self, config: Config, actor: Any, log: Path | None) -> None:
+    def __init__(self, config: Config, actor: ActorProxy[OrchestratorActor], log: Path | None) -> None:
         self._config = config
         self._actor = actor
         self._log = log
@@ -43,8 +47,8 @@ class OrchestratorHandle:
     def start(
         cls,
         config: Config,
-        sampler_factory: Callable[[], Sampler],
-        options: dict[str, Any],
+        make_sampler: MakeSampler,
+        options: ActorOptions,
         log_dir: Path | None,
         assign: Assign | None = None,
         sessions_factory: Callable[[], AgentSessions] | None = None,
@@ -52,14 +56,11 @@ class OrchestratorHandle:
         """Creates the actor without waiting; wait for `ready_refs` before any other call. `assign` says which datums
         each process of the trainer computes: a minibatch then holds a reference to the part of each process. Without
         `assign` it holds its tokens. `sessions_factory` makes the sessions of agents, where environments are agents."""
-        actor = (
-            ray.remote(OrchestratorActor)
-            .options(**options)
-            .remote(config, sampler_factory, assign, log_dir, sessions_factory)
-        )
+        create = create_actor(OrchestratorActor, **options)
+        actor = create(config, make_sampler, assign, log_dir, sessions_factory)
         return cls(config, actor, log_dir and log_dir / "orchestrator_0.log")
 
-    def ready_refs(self) -> tuple[list[object], list[str]]:
+    def ready_refs(self) -> tuple[list[Ref[object]], list[str]]:
         """Returns references that resolve once the actor is ready, and the names of their owners."""
         return [self._started], ["orchestrator"]
 
@@ -83,7 +84,7 @@ class OrchestratorHandle:
         """Ends a running evaluation, without waiting; it is due again after a resume."""
         self._actor.give_up_evaluation.remote()
 
-    def _await_update(self, begun: Any, on_tick: Callable[[], None]) -> None:
+    def _await_update(self, begun: Ref[None], on_tick: Callable[[], None]) -> None:
         limit_s = self._config.update_deadline_s + ANSWER_S
         if self._config.eval.every:
             limit_s += self._config.batch_deadline_s
@@ -102,7 +103,7 @@ class OrchestratorHandle:
         while not last:
             ref = self._actor.next_minibatch.remote(step, substep)
             label = f"a minibatch of step {step + 1}"
-            minibatch: Minibatch = self._wait(ref, label, self._config.batch_deadline_s, on_tick)
+            minibatch = self._wait(ref, label, self._config.batch_deadline_s, on_tick)
             last = minibatch.last
             yield minibatch
 
@@ -111,7 +112,7 @@ class OrchestratorHandle:
         released = self._actor.release.remote(step)
         return self._wait(released, f"the release of step {step + 1}", self._config.timeouts.step_s)
 
-    def save_state(self, path: Path) -> waits.Pending:
+    def save_state(self, path: Path) -> waits.Pending[FileRecord]:
         """Takes the state of the last boundary before it returns, and writes it to directory `path` in the background.
 
         May be called until the next update begins, also in the middle of a step that will not be finished. The wait
@@ -119,19 +120,19 @@ class OrchestratorHandle:
         """
         self._wait(self._actor.take_snapshot.remote(), "a snapshot of its state", self._config.timeouts.checkpoint_s)
         return waits.Pending(
-            [self._actor.write_snapshot.remote(path)], ["orchestrator (its part of a commit)"], self._log
+            [self._actor.write_snapshot.remote(path)], ["orchestrator (its part of a checkpoint)"], self._log
         )
 
-    def load_state(self, path: Path, source: CommitSource | None = None) -> str:
+    def load_state(self, path: Path, source: CheckpointSource | None = None) -> str:
         """Continues from a state that `save_state` wrote; a node that does not see `path` reads it from `source`. Call
         it when the actor is ready, before the first `begin_version`. Returns as text how many unfinished rollouts
         were kept ("" if there were none). Raises BadInput when the dataset lacks a problem to sample."""
         loaded = self._actor.load_state.remote(path, source)
-        return str(self._wait(loaded, f"its state from {path}", self._config.timeouts.checkpoint_s))
+        return self._wait(loaded, f"its state from {path}", self._config.timeouts.checkpoint_s)
 
     # ---- for the supervisor: references, which it waits for
 
-    def heartbeats(self) -> Mapping[str, Callable[[], Any]]:
+    def heartbeats(self) -> Mapping[str, Callable[[], Ref[Heartbeat]]]:
         """Returns {name of a process: a function that asks the process for its `Heartbeat` and returns the reference to
         it}."""
         return {"orchestrator_0": self._actor.heartbeat.remote}
@@ -147,12 +148,12 @@ class OrchestratorHandle:
 
     def _wait(
         self,
-        ref: Any,
+        ref: Ref[Value],
         label: str,
         timeout_s: float,
         on_tick: Callable[[], None] = lambda: None,
         every_s: float = PROGRESS_S,
-    ) -> Any:
+    ) -> Value:
         """Waits at most `timeout_s` + ANSWER_S seconds for `ref`, the answer to a call of the actor, and returns the
         answer. Says every `every_s` seconds how far the orchestrator is. `label` names the call in messages.
         `on_tick`: see `end_version`."""

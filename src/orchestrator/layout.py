@@ -1,9 +1,9 @@
 """Lays out minibatches in a thread of its own, so that the event loop serves rollouts meanwhile.
 
-    event loop   takes finished groups                                    answers the driver with lengths and references
-    thread             | lays out and stores a piece, then the next; a part | and the next part
+    event loop --finished groups--> thread, which lays them out and stores them --lengths, references--> the driver
 
-The thread holds Python's lock no longer than a numpy call about a piece takes (`trireme.core.batch.PIECE_TOKENS`).
+The thread works on one piece of a part at a time (`trireme.core.batch.PIECE_TOKENS`), because a call of numpy holds
+Python's lock, and a call about a whole part would hold it for too long.
 """
 
 from __future__ import annotations

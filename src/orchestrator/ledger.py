@@ -88,15 +88,25 @@ resampled in between.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from trireme.core.errors import ProvenanceError
 from trireme.core.staleness import deadline
 
 StalePolicy = Literal["wait", "drop"]
+
+
+class LedgerState(TypedDict):
+    """The state of the ledger in a checkpoint."""
+
+    released: int
+    groups: Sequence[dict[str, Any]]
+    """The fields of each Group."""
+    resample: Sequence[str]
+    tally: dict[str, int]
 
 
 @dataclass
@@ -347,7 +357,7 @@ class Ledger:
     def _in_training(self) -> list[Group]:
         return [group for step, groups in self.consumed.items() if step >= self.released for group in groups]
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> LedgerState:
         """Returns the ledger's state at the last boundary as JSON values (Resume in the module's docstring). Raises
         ValueError if a replica has acknowledged a later version, or all replicas had before they left: then no run
         can continue from the boundary."""
@@ -364,7 +374,7 @@ class Ledger:
             "tally": dict(vars(self.tally)),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], retained: Collection[int] = ()) -> set[int]:
+    def load_state_dict(self, state: LedgerState, retained: Collection[int] = ()) -> set[int]:
         """Continues from `state`, the result of `state_dict`; call it before any other method. Groups that are not
         accepted are resampled (see Resume in the module's docstring).
 
@@ -399,7 +409,8 @@ class Ledger:
         return {g.index for g in running if g.index in retained and g.floor == floors[g.index]}
 
     def _accepted(self, groups: list[Group]) -> set[int]:
-        """Returns the indices of the loaded groups that have a slot and a place in time."""
+        """Returns the indices of the groups of a checkpoint that get a slot and fit into a batch before they are too
+        old."""
         if self.in_order:
             in_order = groups
         else:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 NO_CONTEXT = Context()
 """Of callbacks that read no variable of a context: else each has a copy of its own."""
-_owner: ContextVar[set[asyncio.Task[Any]] | None] = ContextVar("owner", default=None)
+_owner: ContextVar[set[asyncio.Task[object]] | None] = ContextVar("owner", default=None)
 
 
 def end_deadline_s(config: Config) -> float:
@@ -48,7 +48,7 @@ class TaskOwner:
 
     __slots__ = ("_tasks", "_token")
 
-    def __init__(self, tasks: set[asyncio.Task[Any]] | None) -> None:
+    def __init__(self, tasks: set[asyncio.Task[object]] | None) -> None:
         self._tasks = tasks
 
     def __enter__(self) -> None:
@@ -93,14 +93,14 @@ class _Close:
 
     __slots__ = ("_work",)
 
-    def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
+    def __init__(self, work: Coroutine[object, object, object]) -> None:
         self._work = work
 
     def __call__(self, _task: object) -> None:
         self._work.close()
 
 
-def start_contained(work: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
+def start_contained(work: Coroutine[object, object, T], **options: Any) -> asyncio.Task[T]:
     """Starts the `work` of an environment in a task, so that its caller can tell a cancellation of its own task from a
     CancelledError of the environment. The new task belongs to no group; tasks that it starts do. `options`: for
     `asyncio.Task`."""
@@ -111,7 +111,7 @@ def start_contained(work: Coroutine[Any, Any, T], **options: Any) -> asyncio.Tas
     return task
 
 
-async def uninterrupted(work: Coroutine[Any, Any, object]) -> None:
+async def uninterrupted(work: Coroutine[object, object, object]) -> None:
     """Awaits `work` to its end, also if the caller is cancelled meanwhile; CancelledError is raised after the end. The
     work must have a deadline of its own."""
     task = asyncio.ensure_future(work)

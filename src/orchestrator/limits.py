@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import TypedDict, TypeVar
 
 from orchestrator.ledger import Tally
 from orchestrator.lifetimes import start_contained
@@ -18,6 +18,14 @@ T = TypeVar("T")
 
 MIN_WINDOW = 32
 """The failure rate is judged over as many rollouts as a batch has, but never over fewer than this."""
+
+
+class LimitsState(TypedDict):
+    """The state of the run limits in a checkpoint."""
+
+    failures: list[bool]
+    unusable_in_a_row: int
+    first_failure: str
 
 
 class RunLimits:
@@ -54,7 +62,7 @@ class RunLimits:
         else:
             refused = ""
         if refused and refused == self._refused:
-            self._refusals = self._refusals + 1
+            self._refusals += 1
         else:
             self._refusals = 1
         self._refused = refused
@@ -83,7 +91,7 @@ class RunLimits:
         if usable:
             self._unusable_in_a_row = 0
         else:
-            self._unusable_in_a_row = self._unusable_in_a_row + 1
+            self._unusable_in_a_row += 1
         limit = self._options.max_filtered_batches * self._options.batch_size
         if self._unusable_in_a_row >= limit and not tally.filtered:
             raise LimitReached(
@@ -98,14 +106,14 @@ class RunLimits:
                 f"The first failed rollout: {self.first_failure}"
             )
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> LimitsState:
         return {
             "failures": list(self._failures),
             "unusable_in_a_row": self._unusable_in_a_row,
             "first_failure": self.first_failure,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: LimitsState) -> None:
         self._failures.extend(state["failures"])
         self._failed = sum(self._failures)
         self._unusable_in_a_row = state["unusable_in_a_row"]
@@ -117,7 +125,7 @@ class BackgroundTasks:
 
     def __init__(self, failed: Callable[[], None]) -> None:
         self._failed = failed
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._error: BaseException | None = None
 
     def spawn(self, work: Coroutine[object, object, T], name: str) -> asyncio.Task[T]:
@@ -140,7 +148,7 @@ class BackgroundTasks:
 
     def raise_error(self, but_limits: bool = False) -> None:
         """Raises the first error of a task, if there is one. `but_limits`: does not raise LimitReached, which the
-        request for the next minibatch raises; so the present step is finished and the run can be committed where it
+        request for the next minibatch raises; so the present step is finished and the run can be saved where it
         stops."""
         if self._error and not (but_limits and self.limit_reached):
             raise self._error

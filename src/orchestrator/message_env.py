@@ -46,7 +46,7 @@ class MessageStep:
     """Messages before the assistant's next turn."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Averaged over all steps that report them."""
-    logs: Mapping[str, Any] = field(default_factory=dict)
+    logs: Mapping[str, object] = field(default_factory=dict)
     """Kept with the rollout, for people to read."""
     in_loss: bool = True
     """False: this message alone is masked out of the loss, for example because it cannot be parsed."""
@@ -153,7 +153,7 @@ class RenderedEnv(Env):
 
 
 def _with_array(message: Message) -> dict[str, object]:
-    """Returns a message with its sampled tokens, if it has any, as an int32 array, which a commit can hold."""
+    """Returns a message with its sampled tokens, if it has any, as an int32 array, which a checkpoint can hold."""
     return message | ({"tokens": np.array(message["tokens"], np.int32)} if "tokens" in message else {})
 
 

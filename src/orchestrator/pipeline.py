@@ -31,8 +31,8 @@ State. The saved state is the state at the last boundary: groups taken for a ste
 finished, in their place. Later samples are kept, except in deterministic mode: fewer groups would be sampled afresh, so
 engines would work on other requests together. There the state is the one recorded when the step was released.
 
-Rollback. When the trainer or this process is lost, another pipeline begins with the commit (`load`): groups that were
-running then continue from their tokens in the commit (`running.py`).
+Rollback. When the trainer or this process is lost, another pipeline begins with the checkpoint (`load`): groups that
+were running then continue from their tokens in the checkpoint (`running.py`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from orchestrator.waste import TokenCounts
 from orchestrator.watch import watch_lag, watch_load
 from trireme.config import Config
 from trireme.core.errors import RoomFailed
-from trireme.core.sampler import Sampler
+from trireme.core.sampler import MakeSampler
 from trireme.core.types import Minibatch, StepSummary
 from trireme.core.weights import UpdateReport
 from trireme.process import trace
@@ -83,7 +83,7 @@ class Pipeline:
         self,
         config: Config,
         datasets: Sequence[RLDataset],
-        sampler: Sampler,
+        make_sampler: MakeSampler,
         limits: RolloutLimits,
         held_out: Sequence[RLDataset] = (),
         decode: Decode | None = None,
@@ -91,7 +91,6 @@ class Pipeline:
     ) -> None:
         self._config = config
         self._options = config.orchestrator
-        self.sampler = sampler
         by_env = {env.label: dataset for env, dataset in zip(config.env, datasets, strict=True)}
         self._mix = Mix(by_env, [env.weight for env in config.env], config.seed)
         self._ledger = Ledger(
@@ -107,6 +106,7 @@ class Pipeline:
         self._running = RunningGroups(lambda problem: self._runners[self._mix.env_of(problem)])
         self._slots_changed = asyncio.Event()
         self._groups_changed = asyncio.Event()
+        self.sampler = make_sampler(self._replicas_changed)
         self._background = BackgroundTasks(self._groups_changed.set)
         self._newest = -1
         if config.deterministic:
@@ -114,7 +114,7 @@ class Pipeline:
         else:
             self._pace = OwnPace()
         self._pressure = Backpressure(config)
-        self._requests = requests = Requests(sampler)
+        self._requests = requests = Requests(self.sampler)
         self._tokens = TokenCounts(lambda: asyncio.get_running_loop().time(), repeatable=config.deterministic)
         self._runners = {
             env.label: GroupRunner(
@@ -129,7 +129,6 @@ class Pipeline:
         self._meter = StepMeter(self._ledger.counts())
         self._boundary: OrchestratorState | None = None
         self._build_on = build_on
-        sampler.on_change(self._replicas_changed)
 
     # ---- the driver's verbs
 
@@ -222,7 +221,7 @@ class Pipeline:
         return StepSummary(row, [{name: getattr(g, name) for name in WITNESSED} for g in groups], records)
 
     def progress(self) -> str:
-        """Returns a text for people that says how far the step or the evaluation is."""
+        """Returns a readable description of the progress of the current step or evaluation."""
         groups = f"{len(self._finished)} groups are finished, and {len(self._running)} are being sampled"
         lacks = missing(self._ledger, self._requests.in_training)
         return self.evaluator.progress or f"{groups}: {lacks}"

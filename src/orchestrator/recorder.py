@@ -19,16 +19,17 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from orchestrator.advantages import ScoredGroup, compute_advantages
 from orchestrator.state import readable
 from orchestrator.trajectory import Trajectory, Transition
 from trireme.config import Config
 from trireme.core.finite_json import to_json
-from trireme.core.tokenizer import Decode as Decode
+from trireme.core.tokenizer import Decode
+from trireme.run.rollout_records import GroupRecord, RecordedTexts, TurnRecord
 
 DIGITS = 6
 
@@ -58,7 +59,7 @@ class Recorder:
         sample = random.Random(f"{self._seed}/{step}").sample(rest, min(self._options.sample, len(rest)))
         return [("best", best), *(("worst", scored) for scored in worst), *(("sample", scored) for scored in sample)]
 
-    def _record(self, step: int, reason: str, scored: ScoredGroup) -> dict[str, object]:
+    def _record(self, step: int, reason: str, scored: ScoredGroup) -> GroupRecord:
         return {
             "step": step,
             "why": reason,
@@ -77,19 +78,23 @@ class Recorder:
             ],
         }
 
-    def _turn(self, turn: Transition, prefix: int) -> dict[str, Any]:
-        shown = {"observation": turn.observation[prefix:].tolist(), "action": turn.action.tolist()}
-        decode = self._decode
+    def _turn(self, turn: Transition, prefix: int) -> TurnRecord:
+        observation = turn.observation[prefix:].tolist()
+        action = turn.action.tolist()
+        texts: RecordedTexts = {}
+        if self._decode:
+            texts = {"observation_text": self._decode(observation), "action_text": self._decode(action)}
         return {
             "continues": prefix > 0,
-            **shown,
-            **({f"{name}_text": decode(tokens) for name, tokens in shown.items()} if decode else {}),
+            "observation": observation,
+            "action": action,
+            **texts,
             "logprobs": _rounded(turn.logprobs),
-            "versions": [[version, len(list(tokens))] for version, tokens in groupby(turn.versions.tolist())],
+            "versions": [(version, len(list(tokens))) for version, tokens in groupby(turn.versions.tolist())],
             "reward": round(float(turn.reward), DIGITS),
             "in_loss": turn.in_loss,
             "metrics": {name: float(value) for name, value in turn.metrics.items()},
-            "logs": readable(turn.logs),
+            "logs": {str(name): readable(value) for name, value in turn.logs.items()},
         }
 
 
@@ -99,5 +104,5 @@ def _prefixes(trajectory: Trajectory) -> list[int]:
     return [end - turn.start for end, turn in zip(ends, trajectory.turns, strict=False)]
 
 
-def _rounded(values: Sequence[float] | np.ndarray[Any, Any]) -> list[float]:
+def _rounded(values: Sequence[float] | npt.NDArray[np.floating]) -> list[float]:
     return [round(float(value), DIGITS) for value in values]

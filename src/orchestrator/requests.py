@@ -36,7 +36,7 @@ class IdleClock:
         """Returns the idle seconds since the last call."""
         if not self.in_flight:
             now = self._now()
-            self._idle = self._idle + now - self._since
+            self._idle += now - self._since
             self._since = now
         idle = self._idle
         self._idle = 0.0

@@ -13,11 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +26,13 @@ from orchestrator.trajectory import Trajectory, TrajectoryBuilder, Turn
 from orchestrator.unfinished import RolloutProgress, UnfinishedRollout
 from trireme.config.schema import Config, SamplingConfig
 from trireme.core.errors import BadInput
+from trireme.core.sampler import Sample
 from trireme.core.stop_strings import cut
 from trireme.core.tokenizer import Decode
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan
 from trireme.process import trace
 from trireme.process.faults import fault_point
 
-Sample = Callable[..., Awaitable[SampledSequence]]
-"""Samples a request, and calls an OnProgress meanwhile, if it gets one too."""
 NUMBERS = (float, int, Real, np.bool_)
 """Types of rewards and metrics. The first two are Real as well, and found sooner."""
 MAPPINGS = (dict, Mapping)
@@ -203,7 +201,7 @@ async def run_rollout(
 async def _beginning(
     env: Env, key: RolloutKey, begun: UnfinishedRollout | None
 ) -> tuple[TrajectoryBuilder, TokenIds | Continuation, StopCondition]:
-    """Begins an episode, or continues the rollout `begun` of a commit. Returns a builder with the turns so far, the
+    """Begins an episode, or continues the rollout `begun` of a checkpoint. Returns a builder with the turns so far, the
     next observation, and the stop condition of its answer."""
     if begun is None:
         with trace.overlapping("initial_observation", "environment", problem=key.problem):
@@ -231,9 +229,7 @@ def checked_prompt(
             f"{key}: gave the observation {str(observation)[:100]!r}; expected "
             f"at least one token, each a whole number of 0 .. {limits.vocab_size - 1}"
         )
-    if tokens.dtype == np.int32:
-        tokens = tokens
-    else:
+    if tokens.dtype != np.int32:
         tokens = tokens.astype(np.int64)
     strange = [end for end in stop if end not in range(limits.vocab_size) and not (isinstance(end, str) and end)]
     if strange or not _in_vocabulary(tokens, limits.vocab_size):
@@ -246,7 +242,7 @@ def checked_prompt(
     return tokens.astype(np.int32, copy=False), follows
 
 
-def _in_vocabulary(tokens: npt.NDArray[np.integer[Any]], vocab_size: int) -> bool:
+def _in_vocabulary(tokens: npt.NDArray[np.integer], vocab_size: int) -> bool:
     """Returns True if all tokens are in 0 .. vocab_size - 1."""
     unsigned = tokens.view(f"u{tokens.itemsize}")  # a negative token becomes a very large one
     return bool(np.maximum.reduce(unsigned, initial=0) < vocab_size)

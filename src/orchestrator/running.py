@@ -55,11 +55,11 @@ class RunningGroups:
         if task:
             task.cancel()
 
-    # ---- commits
+    # ---- checkpoints
 
     def take(self, groups: Iterable[Group]) -> tuple[UnfinishedGroup, ...]:
-        """Returns the progress of the running `groups` for a commit, without groups in which every rollout would start
-        again."""
+        """Returns the progress of the running `groups` for a checkpoint, without groups in which every rollout would
+        start again."""
         return tuple(unfinished for group in groups if (unfinished := self._take(group)) and unfinished.trajectories_G)
 
     def _take(self, group: Group) -> UnfinishedGroup | None:
@@ -70,9 +70,9 @@ class RunningGroups:
         return progress.take(group, runner.size, runner.sampling.temperature)
 
     def load(self, ledger: Ledger, state: OrchestratorState) -> tuple[dict[int, ScoredGroup], str]:
-        """Loads the `state` of a commit into the ledger, and keeps the progress of groups that were running then: they
-        continue from it when they are started. Returns the finished groups by index, and as text how many unfinished
-        rollouts were kept ("" if there were none)."""
+        """Loads the `state` of a checkpoint into the ledger, and keeps the progress of groups that were running then:
+        they continue from it when they are started. Returns the finished groups by index, and as text how many
+        unfinished rollouts were kept ("" if there were none)."""
         fitting = {unfinished.group.index: unfinished for unfinished in state.running if self._fits(unfinished)}
         usable = ledger.load_state_dict(state.ledger, fitting.keys())
         for index in usable:
@@ -85,6 +85,6 @@ class RunningGroups:
         return finished, f"{restored} of {rollouts} unfinished rollouts were kept" if rollouts else ""
 
     def _fits(self, unfinished: UnfinishedGroup) -> bool:
-        """True if the rollouts of a group from a commit may be continued: they were sampled at the temperature that
+        """True if the rollouts of a group from a checkpoint may be continued: they were sampled at the temperature that
         this run has."""
         return unfinished.temperature == self._runner_of(unfinished.group.problem).sampling.temperature

@@ -1,4 +1,4 @@
-"""The orchestrator's part of a commit: its state at a boundary, as files.
+"""The orchestrator's part of a checkpoint: its state at a boundary, as files.
 
     state.json          cursor, ledger, limits, metrics, evaluation, counts of sampled and wasted tokens
     groups.jsonl        the number of groups, then a line of JSON for each group, finished groups first and running
@@ -29,13 +29,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save
 
 from orchestrator.advantages import ScoredGroup
-from orchestrator.ledger import Group
+from orchestrator.cursor import MixState
+from orchestrator.evaluation import EvaluationState
+from orchestrator.ledger import Group, LedgerState
+from orchestrator.limits import LimitsState
 from orchestrator.trajectory import Trajectory, Turn
 from orchestrator.unfinished import UnfinishedGroup, UnfinishedRollout, from_json
 from orchestrator.unfinished import to_json as state_to_json
+from orchestrator.waste import WasteState
 from trireme.checkpoint.files import Chunk, FileRecord, write_bytes
 from trireme.core.errors import CheckpointInvalid
-from trireme.core.finite_json import to_json
+from trireme.core.finite_json import JsonObject, to_json
 from trireme.core.types import VersionSpan, WeightIdentity
 
 STATE = "state.json"
@@ -43,7 +47,7 @@ LINES = "groups.jsonl"
 ARRAYS = "groups.safetensors"
 RUNNING = "running.safetensors"
 LAYOUT = 3
-"""The layout of these files. A change needs a new number, and a new fixture (tests/e2e/commit_fixture.py)."""
+"""The layout of these files. A change needs a new number, and a new fixture (tests/e2e/checkpoint_fixture.py)."""
 GROUPS = ("finished", "filtered", "running")
 """The fields that hold groups, in the order in which their trajectories are written."""
 AnyGroup = ScoredGroup | UnfinishedGroup
@@ -53,11 +57,11 @@ AnyGroup = ScoredGroup | UnfinishedGroup
 class OrchestratorState:
     """The state of an orchestrator at a boundary."""
 
-    cursor: Mapping[str, Any]
+    cursor: MixState
     """`state_dict` of the problem mix."""
-    ledger: Mapping[str, Any]
+    ledger: LedgerState
     """`state_dict` of the ledger."""
-    limits: Mapping[str, Any]
+    limits: LimitsState
     """`state_dict` of the run limits."""
     finished: tuple[ScoredGroup, ...]
     """Groups that wait to be taken."""
@@ -67,9 +71,9 @@ class OrchestratorState:
     """For the next row of metrics."""
     counts: Mapping[str, int]
     """The ledger's at the last row."""
-    evaluation: Mapping[str, Any]
+    evaluation: EvaluationState
     """`state_dict` of the evaluator."""
-    tokens: Mapping[str, Any]
+    tokens: WasteState
     """`state_dict` of the counts of sampled tokens."""
     running: tuple[UnfinishedGroup, ...] = ()
     """Running groups that have something to keep."""
@@ -79,7 +83,7 @@ class OrchestratorState:
         Raises StorageFailed."""
         rest = {name: value for name, value in vars(self).items() if name not in GROUPS}
         groups: list[tuple[str, AnyGroup]] = [(name, group) for name in GROUPS for group in getattr(self, name)]
-        arrays: list[npt.NDArray[Any]] = []
+        arrays: list[npt.NDArray[np.generic]] = []
         records = [
             write_bytes(directory, STATE, to_json(rest | {"layout": LAYOUT}).encode()),
             write_bytes(directory, LINES, b"%d\n" % len(groups), *(_line(name, g, arrays) for name, g in groups)),
@@ -99,7 +103,7 @@ class OrchestratorState:
         if layout != LAYOUT:
             raise CheckpointInvalid(
                 f"{directory / STATE} has layout {layout}; expected {LAYOUT}: resume with the version of Trireme that "
-                "wrote the commit, or begin a new run"
+                "wrote the checkpoint, or begin a new run"
             )
         groups: dict[str, list[AnyGroup]] = {name: [] for name in GROUPS}
         try:
@@ -159,7 +163,7 @@ def _groups(directory: Path) -> Iterator[tuple[str, AnyGroup]]:
                 yield values["field"], _group_from_json(values, next_rollout)
 
 
-def _line(field: str, group: AnyGroup, arrays: list[npt.NDArray[Any]]) -> bytes:
+def _line(field: str, group: AnyGroup, arrays: list[npt.NDArray[np.generic]]) -> bytes:
     """Returns the line of JSON for a group of the OrchestratorState's field `field`. Appends the group's arrays that
     belong in running.safetensors to `arrays`."""
     values = {"field": field, "group": vars(group.group), "temperature": group.temperature}
@@ -175,13 +179,13 @@ def _line(field: str, group: AnyGroup, arrays: list[npt.NDArray[Any]]) -> bytes:
     return to_json(values).encode() + b"\n"
 
 
-def _trajectory_to_json(trajectory: Trajectory) -> dict[str, object]:
+def _trajectory_to_json(trajectory: Trajectory) -> JsonObject:
     return {"stop_reason": trajectory.stop_reason, "turns": list(map(_turn_to_json, trajectory.turns))}
 
 
 def _unfinished_to_json(
-    rollout: Trajectory | UnfinishedRollout | None, arrays: list[npt.NDArray[Any]]
-) -> dict[str, Any] | None:
+    rollout: Trajectory | UnfinishedRollout | None, arrays: list[npt.NDArray[np.generic]]
+) -> JsonObject | None:
     if rollout is None:
         return None
     if isinstance(rollout, Trajectory):
@@ -197,7 +201,7 @@ def _unfinished_to_json(
 
 
 def _unfinished_from_json(
-    values: Mapping[str, Any], next_rollout: NextRollout, arrays: Mapping[str, npt.NDArray[Any]]
+    values: Mapping[str, Any], next_rollout: NextRollout, arrays: Mapping[str, npt.NDArray[np.generic]]
 ) -> UnfinishedGroup:
     def rollout_of(rollout: Mapping[str, Any] | None) -> Trajectory | UnfinishedRollout | None:
         if rollout is None:
@@ -212,7 +216,7 @@ def _unfinished_from_json(
     return UnfinishedGroup(Group(**values["group"]), rollouts_G, values["temperature"])
 
 
-def _turn_to_json(turn: Turn) -> dict[str, object]:
+def _turn_to_json(turn: Turn) -> JsonObject:
     return {
         "start": turn.start,
         "prompt_end": turn.prompt_end,

@@ -121,7 +121,7 @@ class Toolbox:
         except _LimitExceeded:
             return f"error: {name} took longer than {tool.limit_s:g} s", False, True
 
-    def _turn(self, tool: Tool) -> AbstractAsyncContextManager[Any]:
+    def _turn(self, tool: Tool) -> AbstractAsyncContextManager[object]:
         if tool.at_once is None:
             return nullcontext()
         turns = self._turns.setdefault(asyncio.get_running_loop(), {})
@@ -138,7 +138,7 @@ class _LimitExceeded(Exception):
     """A call took longer than its tool's limit."""
 
 
-async def _within(tool: Tool, arguments: dict[str, Any]) -> str:
+async def _within(tool: Tool, arguments: dict[str, object]) -> str:
     """Runs a tool for at most its time limit, and returns its answer as text. Raises _LimitExceeded at the limit;
     raises a TimeoutError of the tool itself unchanged."""
     work: Callable[[], Any] = partial(tool.run, **arguments)
@@ -183,7 +183,10 @@ async def in_thread(function: Callable[[], T]) -> T:
 
 
 def _run(
-    function: Callable[[], Any], loop: asyncio.AbstractEventLoop, result: asyncio.Future[Any], free: asyncio.Semaphore
+    function: Callable[[], object],
+    loop: asyncio.AbstractEventLoop,
+    result: asyncio.Future[object],
+    free: asyncio.Semaphore,
 ) -> None:
     def end(settle: Callable[[Any], None], value: Any) -> None:
         free.release()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from trireme.core.types import StopReason, VersionSpan, WeightIdentity
 RolloutEnd = Literal["stop", "length", "max_seq_len"]
 """How a rollout ended: the stop reason of its last action, or `max_seq_len` if the next prompt was too long."""
 
+Scalar = TypeVar("Scalar", bound=np.generic)
 GROWTH = 1.5
 """A buffer that is full becomes larger by this factor."""
 
@@ -47,7 +48,7 @@ class Transition:
     stop_reason: StopReason
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-    logs: Mapping[str, Any] = field(default_factory=dict)
+    logs: Mapping[str, object] = field(default_factory=dict)
     in_loss: bool = True
     """False: the action's tokens are masked out of the loss."""
 
@@ -67,7 +68,7 @@ class Turn:
     stop_reason: StopReason
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-    logs: Mapping[str, Any] = field(default_factory=dict)
+    logs: Mapping[str, object] = field(default_factory=dict)
     in_loss: bool = True
     """False: the answer's tokens are masked out of the loss."""
 
@@ -196,7 +197,7 @@ class TrajectoryBuilder:
         stop_reason: StopReason,
         reward: float,
         metrics: Mapping[str, float],
-        logs: Mapping[str, Any],
+        logs: Mapping[str, object],
         in_loss: bool,
     ) -> None:
         """Takes the answer to the last prompt (`tokens` to `stop_reason`), and the environment's result for it
@@ -236,6 +237,6 @@ class TrajectoryBuilder:
         self._logprobs = logprobs
 
 
-def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _read_only(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
     array.flags.writeable = False
     return array

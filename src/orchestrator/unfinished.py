@@ -1,11 +1,11 @@
-"""Keeps the progress of running groups, for commits: finished rollouts, and others between two turns.
+"""Keeps the progress of running groups, for checkpoints: finished rollouts, and others between two turns.
 
     run_rollout  --asks, steps-->  RolloutProgress  --take-->  UnfinishedRollout --+
-    group runner --ends--------->  GroupProgress    --take-->  UnfinishedGroup  <--+--> a commit, another process
+    group runner --ends--------->  GroupProgress    --take-->  UnfinishedGroup  <--+--> a checkpoint, another process
 
-A rollout is between turns while it waits for an answer. If a commit is taken then, its environment returns its state. A
-step may take minutes, and an environment gets no calls meanwhile: so its state is taken before each step and held until
-that has ended. A commit lacks only the answer, or the step, in progress.
+A rollout is between turns while it waits for an answer. If a checkpoint is taken then, its environment returns its
+state. A step may take minutes, and an environment gets no calls meanwhile: so its state is taken before each step and
+held until that has ended. A checkpoint lacks only the answer, or the step, in progress.
 
 A rollout starts again if it has no turn yet, or if its environment says nothing of its state (`Env.state_dict`).
 """
@@ -27,16 +27,14 @@ from orchestrator.trajectory import Trajectory, TrajectoryBuilder
 
 log = logging.getLogger(__name__)
 SPECIAL = "__trireme__"
-"""The key of values that JSON does not have: the number of an array, a number that is not finite, a dict with
-this key.
-"""
+"""The key of values that JSON does not have: the number of an array, or a number that is not finite."""
 KINDS = "biuf"
 LARGEST_ITEM = 8
 """The arrays that a state may have: bool, integers, and floats of at most LARGEST_ITEM bytes."""
 
 
 class BadState(Exception):
-    """An environment's `state_dict` returned a value that a commit cannot hold; the message names the place."""
+    """An environment's `state_dict` returned a value that a checkpoint cannot hold; the message names the place."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +49,7 @@ class UnfinishedRollout:
     """True: `prompt` is the part after all tokens so far; False: it is the whole prompt."""
     stop: StopCondition
     """The stop condition of the next answer."""
-    env_state: Mapping[str, Any]
+    env_state: Mapping[str, object]
     """`state_dict` of its environment."""
     retry: int
     """The number of failed tries before this one."""
@@ -59,7 +57,7 @@ class UnfinishedRollout:
 
 @dataclass(frozen=True, eq=False)
 class UnfinishedGroup:
-    """A running group in a commit: for each rollout its trajectory, its progress, or None."""
+    """A running group in a checkpoint: for each rollout its trajectory, its progress, or None."""
 
     group: Group
     rollouts_G: tuple[Trajectory | UnfinishedRollout | None, ...]
@@ -80,8 +78,8 @@ class UnfinishedGroup:
 
 
 class RolloutProgress:
-    """The progress of one try of a rollout; `run_rollout` keeps it up to date. `begun`: the rollout of a commit that
-    this try continues (None: it starts anew)."""
+    """The progress of one try of a rollout; `run_rollout` keeps it up to date. `begun`: the rollout of a checkpoint
+    that this try continues (None: it starts anew)."""
 
     __slots__ = ("_between", "_retry", "_snapshot", "begun")
 
@@ -111,12 +109,12 @@ class RolloutProgress:
         self._between = None
 
     def take(self) -> UnfinishedRollout | None:
-        """Returns the rollout as it was between two turns, for a commit; None if it has to start again."""
+        """Returns the rollout as it was between two turns, for a checkpoint; None if it has to start again."""
         if self._between is None:
             return self._snapshot
         try:
             return self._now()
-        except Exception as error:  # of the environment: it costs this rollout, not the commit
+        except Exception as error:  # of the environment: it costs this rollout, not the checkpoint
             log.warning("a rollout starts again after a resume: %s: %s", type(error).__name__, error)
             return None
 
@@ -146,7 +144,7 @@ class GroupProgress:
 
     @classmethod
     def of(cls, group: UnfinishedGroup, size: int) -> GroupProgress:
-        """Returns the progress from which the group of a commit continues, with its first `size` rollouts only."""
+        """Returns the progress from which the group of a checkpoint continues, with its first `size` rollouts only."""
         rollouts = dict(enumerate(group.rollouts_G[:size]))
         return cls(
             keeps_finished=True,
@@ -161,7 +159,7 @@ class GroupProgress:
 
     def begin(self, sample: int, retry: int) -> RolloutProgress:
         """Begins try number `retry` (from 0) of rollout `sample`, and returns its progress. The first try continues the
-        rollout in the commit, if there is one."""
+        rollout in the checkpoint, if there is one."""
         progress = self.running[sample] = RolloutProgress(retry, self.waiting.pop(sample, None))
         return progress
 
@@ -173,7 +171,7 @@ class GroupProgress:
             self.finished[sample] = outcome
 
     def take(self, group: Group, size: int, temperature: float) -> UnfinishedGroup:
-        """Returns the progress of `group`, with `size` rollouts sampled at `temperature`, for a commit."""
+        """Returns the progress of `group`, with `size` rollouts sampled at `temperature`, for a checkpoint."""
         return UnfinishedGroup(replace(group), tuple(map(self._rollout, range(size))), temperature)
 
     def _rollout(self, sample: int) -> Trajectory | UnfinishedRollout | None:
@@ -186,12 +184,12 @@ class GroupProgress:
         return self.waiting.get(sample)
 
 
-def plain(value: Any, place: str) -> Any:
+def plain(value: object, place: str) -> Any:
     """Returns a copy of an environment's state, of dicts, lists, texts, numbers, bools, None and arrays alone. Raises
     BadState, which names the place of anything else."""
     if isinstance(value, str | bool | int | float | None):
         return value
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+    if isinstance(value, Mapping) and all(isinstance(key, str) and key != SPECIAL for key in value):
         return {key: plain(part, f"{place}[{key!r}]") for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [plain(part, f"{place}[{number}]") for number, part in enumerate(value)]
@@ -205,11 +203,9 @@ def plain(value: Any, place: str) -> Any:
     )
 
 
-def to_json(value: Any, arrays: list[npt.NDArray[Any]]) -> Any:
+def to_json(value: object, arrays: list[npt.NDArray[np.generic]]) -> object:
     """Returns a plain value (see `plain`) as JSON values. Appends its arrays to `arrays`, and writes their numbers
     instead."""
-    if isinstance(value, dict) and SPECIAL in value:
-        return {SPECIAL: ["dict", [[key, to_json(part, arrays)] for key, part in value.items()]]}
     if isinstance(value, dict):
         return {key: to_json(part, arrays) for key, part in value.items()}
     if isinstance(value, list):
@@ -222,7 +218,7 @@ def to_json(value: Any, arrays: list[npt.NDArray[Any]]) -> Any:
     return value
 
 
-def from_json(value: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
+def from_json(value: Any, arrays: Mapping[str, npt.NDArray[np.generic]]) -> Any:
     """Returns the plain value that `to_json` turned into `value`. `arrays`: its arrays, by their number as text."""
     if isinstance(value, list):
         return [from_json(part, arrays) for part in value]
@@ -231,8 +227,6 @@ def from_json(value: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
     if SPECIAL not in value:
         return {key: from_json(part, arrays) for key, part in value.items()}
     kind, content = value[SPECIAL]
-    if kind == "dict":
-        return {key: from_json(part, arrays) for key, part in content}
     if kind == "array":
         return arrays[str(content)]
     return float(content)

@@ -120,7 +120,7 @@ async def run_code(
                 "a limit, without which one program can take all processes of this user, those of the run included",
                 "allow user namespaces there (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone), run "
                 "as root in a container, or set limit_processes = False if the programs are harmless",
-            ).error()
+            )
         return await _run(machine.isolation, program, input, limits, command)
 
 

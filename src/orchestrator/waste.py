@@ -10,9 +10,9 @@ since a resumed run may have other machines.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 from orchestrator.advantages import ScoredGroup
 
@@ -22,12 +22,20 @@ FADING = 0.999
 """The weight of a response in the pace, relative to the response after it."""
 
 
+class WasteState(TypedDict):
+    """The counts of sampled tokens in a checkpoint."""
+
+    wasted: dict[str, int]
+    sampled: int
+    rollouts: int
+
+
 class RolloutTokens:
     """Counts the tokens of one rollout."""
 
     __slots__ = ("_counts", "_requested_at", "_sampled")
 
-    def __init__(self, counts: TokenCounts, restored: int = 0) -> None:
+    def __init__(self, counts: TokenCounts, restored: int) -> None:
         """`restored`: the number of tokens that the rollout has from a checkpoint."""
         self._counts = counts
         self._sampled = restored
@@ -138,11 +146,11 @@ class TokenCounts:
         self._sampled += tokens
         self._rollouts += rollouts
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> WasteState:
         """Returns the counts for the next row, as JSON values. Tokens of running groups are not part of it."""
         return {"wasted": dict(self._wasted), "sampled": self._sampled, "rollouts": self._rollouts}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: WasteState) -> None:
         """Continues from a checkpoint, before any group begins."""
         self._wasted = Counter(state["wasted"])
         self._sampled = state["sampled"]

@@ -77,7 +77,7 @@ def load(request: bytes) -> Callable[[], object]:
     return lambda: function(*args)
 
 
-def answer(call: Callable[[], Any]) -> bytes:
+def answer(call: Callable[[], object]) -> bytes:
     """Makes a call. Returns its result, or its exception, as the JSON of an answer."""
     try:
         return encoded(call())
@@ -87,7 +87,7 @@ def answer(call: Callable[[], Any]) -> bytes:
         return json.dumps({"error": type(error).__name__, "args": args, "note": note}, allow_nan=False).encode()
 
 
-def encoded(result: Any) -> bytes:
+def encoded(result: object) -> bytes:
     """Returns a result as the JSON of an answer. Raises TypeError if the result is no JSON value, ValueError if it is
     too long."""
     try:

@@ -82,7 +82,7 @@ class Workers:
         self._idle: list[Worker] = []
         self._all: set[Worker] = set()
 
-    async def run(self, function: Callable[..., T], *args: Any, timeout_s: float) -> T:
+    async def run(self, function: Callable[..., T], *args: object, timeout_s: float) -> T:
         """Calls `function(*args)` in a worker process, and returns the result in JSON's types. Raises the function's
         exception if its class is one of Python's, else a WorkerError with the same name; WorkerTimeout after
         `timeout_s` seconds, and WorkerDied."""
@@ -191,7 +191,7 @@ def _outcome(answer: Any) -> tuple[Any, Exception | None]:
     return None, error
 
 
-def _exception(name: str, args: Sequence[Any]) -> Exception:
+def _exception(name: str, args: Sequence[object]) -> Exception:
     """Returns an exception of Python's class `name`, with the arguments `args`; a WorkerError with this name if Python
     has no such class."""
     kind = getattr(builtins, name, None)
@@ -203,7 +203,7 @@ def _exception(name: str, args: Sequence[Any]) -> Exception:
     return type(name, (WorkerError,), {})(*args)
 
 
-def passed_on(variables: Sequence[str] = ()) -> dict[str, str]:
+def passed_on(variables: Sequence[str]) -> dict[str, str]:
     """Returns the environment variables for code that grades a model's output, or is model output: PASSED_ON, and the
     named ones."""
     usual = {name for name in os.environ if any(fnmatchcase(name, pattern) for pattern in PASSED_ON)}

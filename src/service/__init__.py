@@ -1,4 +1,4 @@
 """The HTTP front door of live replicas: OpenAI's and Anthropic's dialects in front of one sampler.
 
-It imports neither vLLM nor another room, and gets a sampler behind the Protocol in `service.front`.
+It imports neither vLLM nor another room, and gets a sampler behind the Protocol in `service.gateway`.
 """

@@ -20,21 +20,22 @@ import ray
 from service.answering import TurnAnswering
 from service.app import make_app
 from service.chats import BoundedSampler
-from service.console.reading import RunReader
-from service.front import Front
+from service.console.run_reader import RunReader
+from service.gateway import Gateway
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
 from service.ports import http_server
 from service.requests import ServedModels
-from service.sessions.history import AttemptStart, RunHistory
 from service.sessions.records import FORMAT
 from service.sessions.registry import SessionRegistry
+from service.sessions.run_history import AttemptStart, RunHistory
 from service.sessions.session import SessionLimits
 from service.store import Store
 from trireme.config import Config
+from trireme.core.actors import remote_method
 from trireme.core.errors import RoomFailed, TriremeError
-from trireme.core.sampler import FollowingSampler, Heartbeat
+from trireme.core.sampler import Heartbeat, Sampler
 from trireme.core.tokenizer import load_tokenizer, one_text_at_a_time
 from trireme.core.types import WeightIdentity
 from trireme.process.collector import spare_collector
@@ -51,7 +52,7 @@ class ServiceActor:
     def __init__(
         self,
         config: Config,
-        sampler_factory: Callable[[], FollowingSampler],
+        sampler_factory: Callable[[], Sampler],
         models: ServedModels,
         keys: list[ServiceKey],
         trains: bool,
@@ -70,9 +71,10 @@ class ServiceActor:
         self._trains = trains
         self._directory = sessions
         self._history = RunHistory(starts)
-        self._tasks: list[asyncio.Task[Any]] = []
+        self._tasks: list[asyncio.Task[object]] = []
         self._started = asyncio.Event()
 
+    @remote_method
     async def start(self) -> str:
         """Opens the port, and returns the address of the service. Raises RoomFailed if the port is taken."""
         options = self._config.service
@@ -82,31 +84,29 @@ class ServiceActor:
         tokenizer = load_tokenizer(self._config.tokenizer_name)
         renderer = make_renderer(**renderer_config.model_dump(), tokenizer=tokenizer)
         self._places = Places(1, options.max_waiting, options.wait_s)
-        chats = BoundedSampler(self._sampler, self._config.inference.answer_s)
-        turns = TurnAnswering(chats, self._models, tokenizer, renderer, self._places)
+        chats = BoundedSampler(self._sampler.sample, self._config.inference.answer_s)
+        turns = TurnAnswering(chats.sample, self._models, tokenizer, renderer, self._places)
         keys = ServiceKeys(self._keys)
-        self._front = await asyncio.to_thread(self._make_front, turns, keys)
-        run = RunReader(self._directory.parent, lambda: tokenizer, lambda: self._front.registry.book)
-        app = make_app(self._front, keys, Limits.of(options), run)
+        self._gateway = await asyncio.to_thread(self._make_gateway, turns, keys)
+        run = RunReader(self._directory.parent, lambda: tokenizer, lambda: self._gateway.registry.book)
+        app = make_app(self._gateway, keys, Limits.of(options), run)
         self._server = http_server(app, options.host, options.port or 0)
         await self._server.open()
         address = self._server.address_at(options.host)
-        self._store.name_address(address)
-        beside = (self._fit_places(), self._front.keep_swept())
+        beside = (self._fit_places(), self._gateway.keep_swept())
         self._tasks = [self._server.serving, *(asyncio.create_task(coroutine) for coroutine in beside)]
         self._started.set()
         spare_collector()  # requests and sessions are many objects too
         return address
 
-    def _make_front(self, turns: TurnAnswering, keys: ServiceKeys) -> Front:
-        """Opens the store of sessions, and returns a front that continues the stored sessions. Raises StorageFailed."""
+    def _make_gateway(self, turns: TurnAnswering, keys: ServiceKeys) -> Gateway:
+        """Opens the store of sessions, and returns a gateway that continues its sessions. Raises StorageFailed."""
         options = self._config.service.sessions
         defaults = self._config.inference.sampling
         sampling = replace(defaults.params(0, tuple(defaults.stop), self._models.max_len), seed=None)
-        self._store = Store(self._directory, FORMAT)
         registry = SessionRegistry(
             turns,
-            self._store,
+            Store(self._directory, FORMAT),
             SessionLimits(options.turns, options.tokens, options.seconds, options.idle_s, options.kept_s),
             sampling,
             time.time,  # it continues over a restart
@@ -116,7 +116,7 @@ class ServiceActor:
         restored = registry.restore()
         if restored:
             log.info("%d sessions are continued from %s", restored, self._directory)
-        return Front(turns, registry, keys, self._floor, options.max_open)
+        return Gateway(turns, registry, keys, self._floor, options.max_open)
 
     async def _floor(self) -> WeightIdentity:
         """Returns the oldest weights that any replica has. Raises RoomFailed if no replica has weights, or none tells
@@ -141,26 +141,30 @@ class ServiceActor:
                 self._places.resize(max(1, int(self._config.service.share * decoded)))
             await asyncio.sleep(LOOK_S)
 
+    @remote_method
     async def follow(self, source: Any) -> None:
         """Sends all requests from now on to the replica set `source`, which the run's newest attempt has begun."""
         await self._started.wait()
         self._sampler.follow(source)
 
+    @remote_method
     async def attempt_begins(self, attempt: int, version: int) -> None:
         """Records that `attempt` begins with `version`, and ends all sessions that have weights given up by it."""
         await self._started.wait()
-        await self._front.registry.attempt_begins(attempt, version)
+        await self._gateway.registry.attempt_begins(attempt, version)
 
+    @remote_method
     async def heartbeat(self) -> Heartbeat:
         """Returns this actor's process id and node, without waiting. Raises RoomFailed if its HTTP server has ended."""
         if not self._tasks or self._tasks[0].done():
             raise RoomFailed("the server has ended")
         return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())
 
+    @remote_method
     async def stop(self) -> None:
         """Closes the port; answers in flight end with an error that says why."""
         for task in self._tasks[1:]:
             task.cancel()
         if self._tasks:
-            await self._front.close("the run has ended, and its service with it")
+            await self._gateway.close("the run has ended, and its service with it")
             await self._server.close()

@@ -1,6 +1,6 @@
 """Sessions for the agents that play a run's rollouts: a port on loopback, in the orchestrator's process.
 
-    agent --HTTP--> app --> Front --> SessionRegistry --sample--> the rollout that the session belongs to
+    agent --HTTP--> app --> Gateway --> SessionRegistry --sample--> the rollout that the session belongs to
 
 The rollout samples: places, seeds, time limits and ages work as for any other rollout. Nothing is stored, because an
 agent of a rollout does not outlive the orchestrator. The port has no route for rewards: the environment returns them.
@@ -15,7 +15,7 @@ from math import inf
 
 from service.answering import TurnAnswering
 from service.app import make_app
-from service.front import Front
+from service.gateway import Gateway
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
@@ -24,9 +24,9 @@ from service.requests import ServedModels
 from service.sessions.registry import SessionRegistry
 from service.sessions.session import SessionLimits
 from trireme.config import Config
-from trireme.core.agents import AgentAccess, PlayedSession, SampleTurn
+from trireme.core.agents import AgentAccess, PlayedSession
 from trireme.core.errors import RoomFailed, TriremeError
-from trireme.core.sampler import OnProgress
+from trireme.core.sampler import OnProgress, Sample
 from trireme.core.tokenizer import load_tokenizer
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity
 from trireme.renderers import make_renderer
@@ -39,7 +39,7 @@ class RolloutSampler:
     """A sampler that hands each request to the rollout that the request's session belongs to."""
 
     def __init__(self) -> None:
-        self.rollouts: dict[str, SampleTurn] = {}
+        self.rollouts: dict[str, Sample] = {}
 
     async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None, /) -> SampledSequence:
         """Samples one sequence by the function of the request's rollout. Raises that function's TriremeError unchanged,
@@ -69,21 +69,21 @@ class LoopbackSessions:
         defaults = self._config.inference.sampling
         tokenizer = load_tokenizer(self._config.tokenizer_name)
         renderer = make_renderer(**self._config.renderer.model_dump(), tokenizer=tokenizer)
-        turns = TurnAnswering(self._sampler, self._models, tokenizer, renderer, Places(MANY, MANY, MANY))
+        turns = TurnAnswering(self._sampler.sample, self._models, tokenizer, renderer, Places(MANY, MANY, MANY))
         limits = SessionLimits(options.sessions.turns, options.sessions.tokens, inf, inf, inf)
         sampling = replace(defaults.params(0, tuple(defaults.stop), self._models.max_len), seed=None, max_tokens=None)
         # The ledger evicts a group that has become too old, and with it its sessions.
         self._registry = SessionRegistry(turns, None, limits, sampling, time.monotonic)
         keys = ServiceKeys([ServiceKey("admin", secrets.token_urlsafe())])  # which only signs
-        self._front = Front(turns, self._registry, keys, _no_floor, MANY)
+        self._gateway = Gateway(turns, self._registry, keys, _no_floor, MANY)
         bounds = replace(Limits.of(options), per_minute=None)
-        self._server = http_server(make_app(self._front, keys, bounds, owners=False), HOST, 0)
+        self._server = http_server(make_app(self._gateway, keys, bounds, owners=False), HOST, 0)
         await self._server.open()
 
-    async def open(self, sample: SampleTurn) -> tuple[str, AgentAccess]:
+    async def open(self, sample: Sample) -> tuple[str, AgentAccess]:
         """Opens a session for one rollout; `sample` samples its answers. Returns the session's name, and the URLs and
         the key for the agent."""
-        opened = await self._front.open()
+        opened = await self._gateway.open()
         self._sampler.rollouts[opened.name] = sample
         base = f"{self._server.address_at(HOST)}/sessions/{opened.name}"
         return opened.name, AgentAccess(f"{base}/v1", base, opened.key)
@@ -98,7 +98,7 @@ class LoopbackSessions:
 
     async def stop(self) -> None:
         """Closes the port, and cancels the turns that are being sampled."""
-        await self._front.close("the run has ended")
+        await self._gateway.close("the run has ended")
         await self._server.close()
 
 

@@ -22,7 +22,7 @@ from service.reading import AnswerReader, MessageReader, TextReader
 from service.requests import Finish, RequestRefused, ServedModels, TurnRequest
 from service.sessions.prompts import PROMPT, asked_before, match_ids, prompt_ids, text_behind
 from service.sessions.tree import ROOT, Match, SampledAnswer, SessionTree, TurnGiven
-from trireme.core.sampler import SampledPart, SequenceSampler
+from trireme.core.sampler import Sample, SampledPart
 from trireme.core.tokenizer import Tokenizer
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
 from trireme.renderers import Message, Renderer
@@ -72,13 +72,13 @@ class TurnAnswering:
     answers; `places`: limits how many answers are sampled at the same time."""
 
     def __init__(
-        self, sampler: SequenceSampler, models: ServedModels, tokenizer: Tokenizer, renderer: Renderer, places: Places
+        self, sample: Sample, models: ServedModels, tokenizer: Tokenizer, renderer: Renderer, places: Places
     ) -> None:
         self.models = models
         self.tokenizer = tokenizer
         self.renderer = renderer
         self.places = places
-        self._sampler = sampler
+        self._sample = sample
         self._numbers = itertools.count()
 
     # ---- the place of a turn
@@ -105,6 +105,7 @@ class TurnAnswering:
         has token ids that the model does not have, or is refused by the chat format."""
         parent, fresh, messages = self._behind(tree, match, request)
         prompt = tree.joined(parent, fresh)
+        # Prompts need tokens that have a text; stop tokens (`check_size`) may be any that the model can sample.
         vocabulary = min(len(self.tokenizer), self.models.vocab_size)
         if not len(prompt):
             raise RequestRefused("an empty prompt; expected at least one token", param=request.param)
@@ -189,7 +190,7 @@ class TurnAnswering:
                 began=placed.first_weights,
             )
             async with self.places:
-                sampled = await self._sampler.sample(request, partial(on_part, placed, number) if on_part else None)
+                sampled = await self._sample(request, partial(on_part, placed, number) if on_part else None)
             if on_answer:
                 on_answer(placed, number, sampled)
             return sampled

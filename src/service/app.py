@@ -1,4 +1,4 @@
-"""The HTTP face: a FastAPI app in front of a `Front`."""
+"""The HTTP face: a FastAPI app in front of a `Gateway`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
 from service.console.app import add_console
-from service.console.reading import RunReader
+from service.console.run_reader import RunReader
 from service.dialects.chat import ChatRequest
 from service.dialects.completions import CompletionRequest
 from service.dialects.messages import MessagesRequest
 from service.dialects.responses import ResponseRequest
 from service.dialects.wire import SampledBody, now_s
 from service.errors import JsonReply, add_refusals, as_refused, stream_error
-from service.front import Front
+from service.gateway import Gateway
 from service.guard import SESSION, Limits, RequestGuard
 from service.keys import ServiceKeys
 from service.metrics import ServiceMetrics
@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 class Service(SessionRoutes):
     """The functions behind the routes of the service, one for each route."""
 
-    def __init__(self, front: Front, metrics: ServiceMetrics) -> None:
-        super().__init__(front)
+    def __init__(self, gateway: Gateway, metrics: ServiceMetrics) -> None:
+        super().__init__(gateway)
         self._metrics = metrics
         self._began_s = now_s()
 
@@ -49,11 +49,11 @@ class Service(SessionRoutes):
 
     async def models(self) -> JsonReply:
         """Lists the names of the served model."""
-        return JsonReply({"object": "list", "data": [self._model(name) for name in self._front.turns.models.names]})
+        return JsonReply({"object": "list", "data": [self._model(name) for name in self._gateway.turns.models.names]})
 
     async def model(self, name: str) -> JsonReply:
         """Describes the model `name`."""
-        self._front.turns.models.check(name)
+        self._gateway.turns.models.check(name)
         return JsonReply(self._model(name))
 
     def _model(self, name: str) -> dict[str, object]:
@@ -62,7 +62,7 @@ class Service(SessionRoutes):
             "object": "model",
             "created": self._began_s,
             "owned_by": "trireme",
-            "max_model_len": self._front.turns.models.max_len,
+            "max_model_len": self._gateway.turns.models.max_len,
         }
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
@@ -83,8 +83,8 @@ class Service(SessionRoutes):
 
     async def _answer(self, request: Request, body: SampledBody) -> Response:
         session = request.scope[SESSION]
-        tokenizer = self._front.turns.tokenizer
-        self._front.turns.models.check(body.model)
+        tokenizer = self._gateway.turns.tokenizer
+        self._gateway.turns.models.check(body.model)
         retry = request.headers.get(RETRIES, "0").strip() not in ("", "0")
         turns = [replace(turn, retry=True) if retry else turn for turn in body.turns()]
         answers: list[ServiceAnswer] = []
@@ -93,7 +93,7 @@ class Service(SessionRoutes):
             self._metrics.answer(answer)
             answers.append(answer)
 
-        pieces = self._front.pieces(turns, bool(body.stream), session, on_answer)
+        pieces = self._gateway.pieces(turns, bool(body.stream), session, on_answer)
         reply: Response
         if body.stream:
             first = await until_disconnected(request, anext(pieces))  # what fails before it has a status of its own
@@ -105,12 +105,12 @@ class Service(SessionRoutes):
             version = max(answer.versions[1] for answer in answers)
             reply = JsonReply(body.whole(answers, tokenizer), headers={VERSION: str(version)})
         if session:
-            return DeliveredReply(reply, lambda: self._front.delivered(session, answers))
+            return DeliveredReply(reply, lambda: self._gateway.delivered(session, answers))
         return reply
 
 
 def make_app(
-    front: Front,
+    gateway: Gateway,
     keys: ServiceKeys,
     limits: Limits,
     run: RunReader | None = None,
@@ -119,10 +119,11 @@ def make_app(
     """Makes the FastAPI app of the service. `run`: the run that the console shows to holders of an admin key; None:
     there is no console. `owners`: True if sessions can be opened, rewarded and exported over HTTP, with an admin
     key. FastAPI's pages of documentation are off, because they load code from other servers."""
-    metrics = ServiceMetrics(front.turns.places)
+    metrics = ServiceMetrics(gateway.turns.places)
     app = FastAPI(title="Trireme", docs_url=None, redoc_url=None)
     routes = (route for route in reversed(ROUTES) if owners or route.caller != "admin")
-    add_routes(app, routes, Service(front, metrics))  # turns of sessions first: a request is compared with each in turn
+    # Turns of sessions come first, because a request is compared with the routes in this order.
+    add_routes(app, routes, Service(gateway, metrics))
     if run is not None:
         add_console(app, run)
     add_refusals(app, {})

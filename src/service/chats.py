@@ -6,25 +6,25 @@ import asyncio
 from dataclasses import replace
 
 from service.requests import RequestRefused
-from trireme.core.sampler import OnProgress, SequenceSampler
+from trireme.core.sampler import OnProgress, Sample
 from trireme.core.types import SampledSequence, SampleRequest
 
 
 class BoundedSampler:
-    """A sampler that marks each request as a chat, so that engines take the run's own requests first, and that ends a
-    request after `answer_s` seconds."""
+    """Marks each request as a chat, so that engines take the run's own requests first, and ends a request after
+    `answer_s` seconds. `sample` samples the requests."""
 
-    def __init__(self, sampler: SequenceSampler, answer_s: float) -> None:
-        self._sampler = sampler
+    def __init__(self, sample: Sample, answer_s: float) -> None:
+        self._sample = sample
         self._answer_s = answer_s
 
     async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None, /) -> SampledSequence:
         """Samples one sequence. Raises RequestRefused (504) if it takes longer than `answer_s` seconds, and errors of
-        the sampler."""
+        the function that samples."""
         chat = replace(request, chat=True)
         try:
             async with asyncio.timeout(self._answer_s) as limit:
-                return await self._sampler.sample(chat, on_progress)
+                return await self._sample(chat, on_progress)
         except TimeoutError:
             if not limit.expired():
                 raise

@@ -14,14 +14,16 @@ import ray
 from service.keys import ServiceKey
 from service.requests import ServedModels
 from trireme.config import Config
+from trireme.core.actors import ActorProxy
 from trireme.core.errors import RoomFailed, TriremeError
-from trireme.core.sampler import FollowingSampler
+from trireme.core.sampler import Sampler
 from trireme.process import waits
-from trireme.process.ray_cluster import on_node
+from trireme.process.ray_cluster import create_actor, on_node
 from trireme.supervision.roster import PartHealth, Roster
 
 if TYPE_CHECKING:
-    from service.sessions.history import AttemptStart
+    from service.actor import ServiceActor
+    from service.sessions.run_history import AttemptStart
 
 LOOK_S = 2.0
 ANSWER_S = 20.0
@@ -39,7 +41,7 @@ class ServiceHandle:
     def __init__(
         self,
         config: Config,
-        make: Callable[[], Any],
+        make: Callable[[], ActorProxy[ServiceActor]],
         log_file: Path | None,
         say: Callable[[str], None],
         starts: list[AttemptStart],
@@ -66,7 +68,7 @@ class ServiceHandle:
     def start(
         cls,
         config: Config,
-        sampler_factory: Callable[[], FollowingSampler],
+        sampler_factory: Callable[[], Sampler],
         models: ServedModels,
         keys: list[ServiceKey],
         trains: bool,
@@ -83,10 +85,9 @@ class ServiceHandle:
         node = ray.get_runtime_context().get_node_id()
         start_times = list(starts)
 
-        def make() -> object:
-            options = {"num_cpus": 0, "scheduling_strategy": on_node(node)}
-            actor = ray.remote(ServiceActor).options(**options)
-            return actor.remote(config, sampler_factory, models, keys, trains, sessions, log_dir, start_times)
+        def make() -> ActorProxy[ServiceActor]:
+            create = create_actor(ServiceActor, num_cpus=0, scheduling_strategy=on_node(node))
+            return create(config, sampler_factory, models, keys, trains, sessions, log_dir, start_times)
 
         return cls(config, make, log_dir and log_dir / f"{PART}.log", say, start_times, roster)
 

@@ -78,13 +78,13 @@ class ServiceKeys:
         return match or self._of_session(value or "")
 
     def of_session(self, session: str) -> str:
-        """Returns the secret of the key of a session. Raises BadInput if there is no admin key to sign it."""
+        """Returns the secret key of a session. Raises BadInput if there is no admin key to sign it."""
         if self._signs is None:
             raise Refusal(
                 "a file of keys without an admin key, and a session to be opened",
                 "an admin key, which signs the keys of sessions",
                 "write a line `admin KEY` into the file of service.keys",
-            ).error()
+            )
         signed = hmac.new(self._signs, session.encode(errors=ANY_TEXT), hashlib.sha256).hexdigest()
         return f"{OF_SESSIONS}{session}-{signed}"
 
@@ -119,8 +119,10 @@ def generate(file: Path, prefix: str = "tr") -> list[ServiceKey]:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         raise Refusal(
-            f"the file of keys {file}, which exists", "a new file for new keys", f"--service.keys {file} uses its keys"
-        ).error() from None
+            f"the file of keys {file}, which exists",
+            "a new file for new keys",
+            f"name another file; to use its keys, give --service.keys {file}",
+        ) from None
     with os.fdopen(descriptor, "w") as opened:
         opened.write("".join(f"{key.role} {key.value}\n" for key in keys))
     return keys
@@ -159,4 +161,4 @@ def _refused(file: Path, problem: str, do: str) -> BadInput:
         f"lines `client KEY` or `admin KEY`, of at least {SHORTEST} characters, and behind that at most owner=NAME "
         "(letters, digits, `_.@-`), in a file of mode 600"
     )
-    return Refusal(f"service.keys = {file}, {problem}", expected, do).error()
+    return Refusal(f"service.keys = {file}, {problem}", expected, do)

@@ -80,7 +80,8 @@ class Places:
 
     @property
     def _retry_after_s(self) -> float:
-        """The estimated seconds until a place is free: one, and one more for each round of answers that wait."""
+        """The estimated seconds until a place is free: one, and one more for each time that all places have to become
+        free before those requests that wait now are served."""
         return 1.0 + self.waiting // max(self.places, 1)
 
     def _hand_out(self) -> None:

@@ -14,8 +14,8 @@ from trireme.core.sampler import SampledPart
 from trireme.core.stop_strings import first_of
 from trireme.core.tokenizer import Tokenizer
 from trireme.renderers import Renderer, ToolCall, ToolSpec
-from trireme.renderers.base import TextRenderer
 from trireme.renderers.qwen_tags import CALL, THINK, THINK_END
+from trireme.renderers.text_renderer import TextRenderer
 
 UNFINISHED = "\ufffd"
 """The end of a text with an incomplete last letter."""

@@ -1,6 +1,6 @@
 """The forms of requests and answers of all dialects inside the service.
 
-body --dialect--> TurnRequest, ... --front--> Delta, ..., Delta with its ServiceAnswer --dialect--> body, or events
+body --dialect--> TurnRequest, ... --gateway--> Delta, ..., Delta with its ServiceAnswer --dialect--> body, or events
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ServedModels:
     """The model that the service serves, and all names by which clients may request it."""
 
     names: tuple[str, ...]
-    """The names by which clients request it: `policy`, and the name of its commit."""
+    """The names by which clients request it: `policy`, and the name of its checkpoint."""
     max_len: int
     """Longest sequence of prompt and answer, in tokens."""
     vocab_size: int

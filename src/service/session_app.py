@@ -9,9 +9,9 @@ from pydantic import Field
 
 from service.dialects.wire import Body, spans_of
 from service.errors import JsonReply
-from service.front import Front
+from service.gateway import Gateway
 from service.requests import RequestRefused
-from service.sessions.session import ExportedTurn
+from trireme.core.agents import AgentTurn
 
 Metrics = Annotated[dict[str, float], Field(max_length=256)]
 
@@ -41,13 +41,13 @@ class EndBody(Body):
 class SessionRoutes:
     """The functions behind the routes of sessions, one for each route."""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
-        self._registry = front.registry
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._registry = gateway.registry
 
     async def open(self, request: Request, body: OpenBody | None = None) -> JsonReply:
         """Opens a session. Returns its name, its key and its URLs."""
-        opened = await self._front.open(body.problem if body else "")
+        opened = await self._gateway.open(body.problem if body else "")
         base = str(request.base_url).rstrip("/") + f"/sessions/{opened.name}"
         fields = {"session": opened.name, "key": opened.key, "floor": opened.floor}
         return JsonReply({**fields, "openai_base_url": f"{base}/v1", "anthropic_base_url": base})
@@ -94,7 +94,7 @@ class SessionRoutes:
         return JsonReply({"session": session, "forgotten": True})
 
 
-def _exported(turn: ExportedTurn) -> dict[str, object]:
+def _exported(turn: AgentTurn) -> dict[str, object]:
     return {
         "prompt": turn.prompt.tolist(),
         "follows": turn.follows,

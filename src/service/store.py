@@ -87,8 +87,8 @@ class Store:
 
     def open(self) -> bool:
         """Opens the store, or makes an empty one. Returns True if its last rows may be missing, because the machine has
-        booted since they were written. Raises StorageFailed, also if another process holds the store, or if it is
-        damaged or of another format."""
+        booted since they were written. Raises StorageFailed if the store cannot be read or written, if another process
+        holds it, or if it is damaged or of another format."""
         with storage_errors(self.path):
             make_directory(self.path.parent)
             self._lock = _locked(self.path.with_name(LOCK))
@@ -158,10 +158,6 @@ class Store:
         with _store_errors(self.path):
             return self._opened_base().execute(statement, values)
 
-    def name_address(self, address: str) -> None:
-        """Writes the address of this process, which holds the store, where other processes read it by `served_at`."""
-        os.pwrite(self._lock, f", at {address}".encode(), os.fstat(self._lock).st_size)
-
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Commits all changes of the block at once, or none if the block or the commit raises. The block must not
@@ -229,19 +225,6 @@ def _readable(path: Path, lock: BinaryIO) -> str:
     return f"{path.absolute().as_uri()}?{'immutable=1' if whole else 'mode=ro'}"
 
 
-def served_at(directory: Path) -> str:
-    """Returns the address that the process which holds the store in `directory` has named (`name_address`); "" if no
-    process holds the store."""
-    path = directory / LOCK
-    if path.exists():
-        with path.open() as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return lock.read().partition(", at ")[2]
-    return ""
-
-
 def stamp(directory: Path) -> tuple[tuple[int, int], ...]:
     """Returns the times and sizes of the store's files, for comparison: they change when the store is written."""
     files = [path.stat() for path in (directory / FILE, directory / f"{FILE}-wal") if path.exists()]
@@ -276,8 +259,8 @@ def _checksum(head: str, columns: bytes) -> int:
 def _check_format(path: Path, meta: Mapping[str, str], row_format: str) -> None:
     if meta.get("format") != row_format:
         raise StorageFailed(
-            f"{path} has the format {meta.get('format')!r}; expected {row_format!r}: start the version that "
-            f"wrote it, or {_remedy(path)}"
+            f"{path} has the format {meta.get('format')!r}; expected {row_format!r}: start the release of Trireme "
+            f"that wrote it, or {_remedy(path)}"
         )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ import ray
 from trainer.batching import SummarizedOutput
 from trireme.checkpoint.files import FileRecord
 from trireme.config import CommonConfig
+from trireme.core.actors import Ref, remote_method
 from trireme.core.batch import StoredPart
 from trireme.core.sampler import Heartbeat
 from trireme.core.transport import load_transport
@@ -30,13 +31,17 @@ from trireme.process import trace, waits
 from trireme.process.environ import redirect_output, yield_to_others
 from trireme.process.faults import number_process
 from trireme.process.interfaces import choose_interface, listen
-from trireme.process.ray_cluster import see_own_gpus
+from trireme.process.ray_cluster import in_group, see_own_gpus
 from trireme.transports.kept_versions import KeptVersions
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+Value = TypeVar("Value")
 OWN_CODE = ("trainer/shard.py", "trainer/state.py")
 """Files of the verbs. `stack` shows the threads that run in them."""
 
-SPANS: dict[str, Callable[..., AbstractContextManager[Any]]] = {
+SPANS: dict[str, Callable[..., AbstractContextManager[object]]] = {
     "forward_backward": lambda part, *_: trace.span("forward_backward", tokens=int(part.lengths.sum())),
     "optim_step": lambda *_: trace.span("optim"),
     "publish_weights": lambda version, *_: trace.span("publish", version=version),
@@ -63,6 +68,7 @@ class ShardActor:
         self._attempt = attempt
         self._replica_share = replica_share
 
+    @remote_method
     def rendezvous(self) -> tuple[str, int]:
         """Opens the store through which the ranks find each other, and returns its (host, port). Only rank 0 is called.
         The store listens at this node's address in the Ray cluster alone; in a cluster started on this machine that
@@ -72,6 +78,7 @@ class ShardActor:
         self._store = self._open_store(host, listening.getsockname()[1], listening.detach())
         return host, self._store.port
 
+    @remote_method
     def setup(self, address: tuple[str, int]) -> None:
         """Joins the process group through rank 0's store at `address`, and loads this rank's part of the model.
         Collective."""
@@ -90,7 +97,7 @@ class ShardActor:
         self._sender = transport.make_sender(self._rank, processes, self._config.cluster.port_range)
         self._shard = Shard(self._config, self._rank, store, self._sender, self._attempt, self._replica_share)
 
-    def _open_store(self, host: str, port: int, listening: int | None = None) -> Any:
+    def _open_store(self, host: str, port: int, listening: int | None = None) -> TCPStore:
         """Returns a TCPStore for `host` and `port`. With `listening`, the file descriptor of a listening socket, this
         process hosts the store, which then owns the socket; else it connects to the store."""
         from datetime import timedelta
@@ -101,6 +108,7 @@ class ShardActor:
         hosts = listening is not None
         return TCPStore(host, port, None, hosts, timeout, wait_for_workers=False, master_listen_fd=listening)
 
+    @remote_method
     def call(self, verb: str, *args: Any) -> Any:
         """Calls the method `verb` of `Shard` and returns its result. Calls run one at a time. An argument that refers
         to a part of a batch is fetched first. The log-probabilities of a SummarizedOutput stay in the object store:
@@ -112,19 +120,21 @@ class ShardActor:
             return replace(result, column=ray.put(result.column))
         return result
 
-    def _fetch(self, reference: Any, owner: str) -> Any:
+    def _fetch(self, reference: Ref[Value], owner: str) -> Value:
         label = f"{owner} (a part of a batch)"
         with trace.span("fetch_part"):
             return waits.get(reference, owner=label, timeout_s=self._config.timeouts.step_s)
 
-    @ray.method(concurrency_group="save")
+    @remote_method
+    @in_group("save")
     def finish_save(self, path: Path, _begun: None) -> list[FileRecord]:
         """Waits until the save into `path` is on the disk; returns the records of this rank's files. `_begun`, the
         result of `begin_save`, is not used: it makes Ray start this call only after `begin_save`."""
         with trace.span("finish_save", "saving"):
             return self._shard.finish_save(path)
 
-    @ray.method(concurrency_group="save")
+    @remote_method
+    @in_group("save")
     def save_weights(self, path: Path, published: PublishedWeights) -> list[FileRecord]:
         """Fetches the bytes of `published`, writes them into directory `path` and returns the records of the files. The
         caller has taken a lease on the bytes; this call releases it."""
@@ -142,18 +152,21 @@ class ShardActor:
         finally:
             transport.release(published.source)
 
-    @ray.method(concurrency_group="give")
+    @remote_method
+    @in_group("give")
     def bucket(self, version: int, number: int) -> npt.NDArray[np.uint8]:
         """Returns bucket `number` of this rank's share of `version`, as bytes; also while a verb runs. Raises
         WeightsGone."""
         return self._versions.bucket(version, number)
 
-    @ray.method(concurrency_group="give")
+    @remote_method
+    @in_group("give")
     def lease(self, version: int) -> None:
         """Keeps this rank's share of the bytes of `version` until `release`. Raises WeightsGone."""
         self._versions.lease(version)
 
-    @ray.method(concurrency_group="give")
+    @remote_method
+    @in_group("give")
     def release(self, version: int) -> None:
         self._versions.release(version)
 
@@ -164,12 +177,14 @@ class ShardActor:
         assert isinstance(self._sender, BroadcastSender), "no other transport's source names this actor"
         return self._sender.versions
 
-    @ray.method(concurrency_group="watch")
+    @remote_method
+    @in_group("watch")
     def heartbeat(self) -> Heartbeat:
         """Returns this process's id and Ray node, also while a verb runs."""
         return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())
 
-    @ray.method(concurrency_group="watch")
+    @remote_method
+    @in_group("watch")
     def stack(self) -> str:
         """Returns the stack traces of the threads that run in one of the files OWN_CODE, also while a verb hangs in a
         collective."""

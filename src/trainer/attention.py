@@ -2,8 +2,9 @@
 
 It is registered with transformers under the name `PACKED`, so every model that takes its attention from the registry
 can be packed. Two arguments of the model's forward pass give the positions of the sequences, under transformers' names:
-`cu_seq_lens_q` int32 [sequences + 1], and `max_length_q`, the longest. Without them each row is one sequence. Models
-make no mask for an attention of this name.
+`cu_seq_lens_q` int32 [sequences + 1], and `max_length_q`, the longest. Without them each row is one sequence. A row of
+distinct tokens has `path` too, and `cu_seq_lens_k` and `max_length_k` for the sequences along it
+(`trainer.shared_attention`). Models make no mask for an attention of this name.
 
 On GPUs in 16 bits, PyTorch's variable-length kernel skips pairs of different sequences. It is FlashAttention 2, or 3
 where that is installed and computes the same (`choose_kernel`). Elsewhere a mask over all pairs of tokens gives the
@@ -25,6 +26,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from trainer.shared_attention import shared_attention
 from trireme.core.errors import BadInput
 
 PACKED = "packed"
@@ -49,23 +51,41 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_head
 
 
 def _try_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> None:
-    """Computes two short random sequences, with gradients, by the kernel and by `masked_attention` in float32. Raises
-    RuntimeError if they differ by more than the rounding of 16 bits."""
-    generator = torch.Generator(device).manual_seed(0)
-    starts = torch.tensor([0, 13, 24], dtype=torch.int32, device=device)
+    """Computes two short random sequences, with gradients, packed and with a common prefix, by the kernel and by
+    `masked_attention` in float32. Raises RuntimeError if they differ by more than the rounding of 16 bits."""
+    grouped = heads != key_heads
     longest = 13
-    shapes = [(24, count, head_dim) for count in (heads, key_heads, key_heads, heads)]
-    *states, upstream = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
-    q, k, v = (state.requires_grad_() for state in states)
-    out = _run_kernel(q, k, v, starts, longest, (-1, 0), None)
-    exact = [state.detach().float().requires_grad_() for state in states]
-    expected = masked_attention(exact[0], exact[1], exact[2], starts, None, enable_gqa=heads != key_heads)
-    outputs = [out, *torch.autograd.grad(out, (q, k, v), upstream)]
-    exact_outputs = [expected, *torch.autograd.grad(expected, exact, upstream.float())]
-    for name, got, right in zip(("output", "dq", "dk", "dv"), outputs, exact_outputs, strict=True):
-        off = float((got.float() - right).detach().norm() / right.detach().norm())
-        if not off < 0.03:  # rounding to bfloat16 in several places: some 2^-8 each
-            raise RuntimeError(f"its {name} differs by {off:.2g} from that in float32")
+    starts = torch.tensor([0, 13, 24], dtype=torch.int32, device=device)
+    own_starts = torch.tensor([0, 13, 17], dtype=torch.int32, device=device)
+    path = torch.tensor([*range(13), *range(7), *range(13, 17)], device=device)
+    own_places = torch.tensor([*range(13), *range(20, 24)], device=device)  # in the path
+
+    def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _run_kernel(q, k, v, starts, longest, (-1, 0), None)
+
+    def shared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return shared_attention(q, k, v, path, own_starts, starts, longest, longest, None, None)[0]
+
+    def exactly_packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return masked_attention(q, k, v, starts, None, enable_gqa=grouped)
+
+    def exactly_shared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return exactly_packed(q[path], k[path], v[path])[own_places]
+
+    generator = torch.Generator(device).manual_seed(0)
+    for kernel, exactly, tokens in ((packed, exactly_packed, 24), (shared, exactly_shared, 17)):
+        shapes = [(tokens, count, head_dim) for count in (heads, key_heads, key_heads, heads)]
+        *states, upstream = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
+        q, k, v = (state.requires_grad_() for state in states)
+        out = kernel(q, k, v)
+        exact = [state.detach().float().requires_grad_() for state in states]
+        expected = exactly(exact[0], exact[1], exact[2])
+        outputs = [out, *torch.autograd.grad(out, (q, k, v), upstream)]
+        exact_outputs = [expected, *torch.autograd.grad(expected, exact, upstream.float())]
+        for name, got, right in zip(("output", "dq", "dk", "dv"), outputs, exact_outputs, strict=True):
+            off = float((got.float() - right).detach().norm() / right.detach().norm())
+            if not off < 0.03:  # rounding to bfloat16 in several places: some 2^-8 each
+                raise RuntimeError(f"its {name} differs by {off:.2g} from that in float32")
 
 
 def _run_kernel(
@@ -99,6 +119,9 @@ def packed_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_k: int | None = None,
+    path: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
     """Computes causal attention within each sequence of packed rows. `query` is [B, heads, L, dim], `key` and `value`
@@ -122,7 +145,12 @@ def packed_attention(
         starts = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
         longest = length
     q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # [B L, heads, dim]
-    if has_kernel(query.device, query.dtype):
+    if path is not None:
+        assert cu_seq_lens_k is not None, "a path has bounds"
+        assert max_length_k is not None, "a path has bounds"
+        bounds = starts, cu_seq_lens_k, longest, max_length_k
+        out = shared_attention(q, k, v, path, *bounds, sliding_window, scaling)[0]
+    elif has_kernel(query.device, query.dtype):
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         out = _run_kernel(q, k, v, starts, longest, window, scaling)
     else:

@@ -1,5 +1,13 @@
 """Checks of a batch: before it is trained on, and after its loss or gradient was not finite.
 
+    ProvenanceError   the batch is of another step than the next one; a token was sampled by weights that were never
+                      published, or by too old ones; a group's age is above the staleness bound
+    BadInput          a token is not in the vocabulary; a column that the loss needs is missing; a token has an
+                      advantage, but mask 0
+
+Sampled log-probabilities are checked where they arrive, in `orchestrator.rollout`. If a loss or a gradient is not
+finite, `nonfinite_datums` names the datums that made it so.
+
 A rank sees its own part of a batch. If one rank refuses its part, all refuse, before the first pass (`Mesh.agree`), so
 the shards stay usable after a refusal.
 """

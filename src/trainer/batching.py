@@ -1,10 +1,11 @@
 """The plan: which datums a shard computes together, and how its results return to the order of the batch.
 
-A micro-batch is a rectangle of rows (one datum each, padded on the right to the longest), or packed: one row of datums
-that do not see each other. It has at most `micro_batch_tokens` tokens, with padding. This bounds memory and changes
-nothing else, because losses are sums over tokens. Every rank computes the same plan from the same lengths and takes its
-own part; other rooms get the first half of the plan, which says which datums each rank computes. All ranks run the same
-number of micro-batches, so that all take part in each collective; a rank with fewer runs fillers of weight 0.
+A micro-batch is a rectangle of rows (one datum each, padded on the right to the longest); or packed, one row of datums
+that do not see each other; or with shared prefixes, one row of distinct tokens (`trainer.shared_rows`). It has at most
+`micro_batch_tokens` tokens, with padding. This bounds memory and changes nothing else, because losses are sums over
+tokens. Every rank computes the same plan from the same lengths and shared prefixes, and takes its own part; other rooms
+get the first half of the plan, which says which datums each rank computes. All ranks run the same number of
+micro-batches, so that all take part in each collective; a rank with fewer runs fillers of weight 0.
 """
 
 from __future__ import annotations
@@ -12,20 +13,29 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from math import inf
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trireme.core.batch import Batch, BatchPart, Numbers
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from trireme.config.trainer import SharePrefixes
+from trireme.core.batch import Batch, BatchPart
+from trireme.core.prefixes import Forest, Numbers
+from trireme.plan.memory import FLAT_TOKENS
 
 MICRO_BATCH_COST = 32
 """Fixed cost of a micro-batch (gathering each layer, reducing its gradient), in tokens computed."""
 GOOD_ENOUGH = 1e-4
 """Share by which the highest cost of a rank may exceed the mean."""
+OVER_MEAN = 1.1
+"""A tree that costs more than this times a rank's mean is cut. The larger of two halves costs a little more than the
+mean, and would else be cut again."""
+OVER_LONGEST = 1.25
+"""A row of distinct tokens may have this many times the tokens of the longest datum, if that is more than
+`micro_batch_tokens`: else a datum longer than a row could share its prefix with no other."""
+LEAST_SAVING = 0.05
+"""Share of the cost that shared prefixes must save, with `trainer.share_prefixes` auto."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +44,16 @@ class MicroBatch:
 
     datums: tuple[int, ...]
     """Their numbers in the batch."""
+    shared: tuple[int, ...] = ()
+    """With how many tokens of the datum before it each datum begins, 0 for the first; empty if nothing is shared."""
     filler: bool = False
     """Repeats a datum with weight 0: no loss, no metrics."""
+
+    def sizes(self, lengths: Numbers) -> tuple[Numbers, Numbers]:
+        """Returns the tokens of each of its datums, and how many of them are shared with the datum before, both int64
+        [N]. `lengths` int64 [D]: the tokens of every datum of the batch."""
+        whole = lengths[list(self.datums)]
+        return whole, np.asarray(self.shared or np.zeros(len(whole)), np.int64)
 
 
 def balance(costs: npt.NDArray[np.int64], num_ranks: int) -> list[list[int]]:
@@ -89,19 +107,83 @@ def compute_cost(lengths: npt.NDArray[np.int64], attention_length: int) -> npt.N
 
 
 @dataclass(frozen=True)
+class Tree:
+    """Datums that one rank computes together: a run of a forest's order."""
+
+    datums: Numbers
+    """[N], their numbers in the batch."""
+    shared: Numbers
+    """[N], as in `Forest`; 0 for the first one."""
+
+    def part(self, first: int, end: int) -> Tree:
+        """Returns the tree of the datums from `first` to `end`, with the prefix of its first datum whole."""
+        shared = self.shared[first:end].copy()
+        shared[0] = 0
+        return Tree(self.datums[first:end], shared)
+
+
+@dataclass(frozen=True)
 class RankAssignment:
-    """Says from the lengths alone which datums each data-parallel rank computes. It is a `trireme.core.batch.Assign`:
-    any process that has it can cut a batch into the parts that the shards expect."""
+    """Says from the lengths and the shared prefixes which datums each data-parallel rank computes. It is a
+    `trireme.core.batch.Assign`: any process that has it can cut a batch into the parts that the shards expect."""
 
     num_ranks: int
     attention_length: int
     """As in `compute_cost`."""
+    share: SharePrefixes
+    """`trainer.share_prefixes`."""
 
-    def __call__(self, lengths: Numbers) -> list[Numbers]:
-        """Returns for each rank the numbers of its datums, ascending. `lengths` int64 [D]: the tokens of each datum of
-        the batch."""
-        datums_R = balance(compute_cost(lengths, self.attention_length), self.num_ranks)
+    def __call__(self, forest: Forest) -> list[Numbers]:
+        """Returns for each rank the numbers of its datums, ascending."""
+        trees_R = self.trees(forest)
+        if trees_R is None:
+            datums_R = self.datums(forest.lengths)
+        else:
+            datums_R = [[int(d) for tree in trees for d in tree.datums] for trees in trees_R]
         return [np.sort(np.asarray(datums, np.int64)) for datums in datums_R]
+
+    def datums(self, lengths: Numbers) -> list[list[int]]:
+        """Returns for each rank the numbers of its datums if nothing is shared, most expensive first."""
+        return balance(compute_cost(lengths, self.attention_length), self.num_ranks)
+
+    def trees(self, forest: Forest) -> list[list[Tree]] | None:
+        """Returns the trees of each rank, most expensive first; None if nothing is shared. With `share` auto that is
+        also the case if sharing does not lower the highest cost of a rank by LEAST_SAVING. No clock decides."""
+        if self.share == "off" or not forest.shared.any():
+            return None
+        trees, cost_N = self._cut_trees(forest)
+        trees_R = balance(cost_N, self.num_ranks)
+        if self.share == "auto":
+            flat_D = compute_cost(forest.lengths, self.attention_length)
+            highest = max(int(flat_D[datums].sum()) for datums in self.datums(forest.lengths))
+            if max(int(cost_N[numbers].sum()) for numbers in trees_R) > (1 - LEAST_SAVING) * highest:
+                return None
+        return [[trees[n] for n in numbers] for numbers in trees_R]
+
+    def _cut_trees(self, forest: Forest) -> tuple[list[Tree], Numbers]:
+        """Returns the trees of the forest and the cost of each, int64 [N]. A tree that costs more than a rank's mean
+        (OVER_MEAN) is cut in two at the place that leaves the cheapest larger part, again and again."""
+        order = forest.order
+        prefix_D = compute_cost(forest.shared, self.attention_length)
+        cost_D = compute_cost(forest.lengths[order], self.attention_length) - prefix_D
+        total = int(cost_D.sum())
+        roots = np.flatnonzero(forest.shared == 0).tolist()
+        pending = list(zip(roots, [*roots[1:], len(forest)], strict=True))[::-1]
+        trees: list[Tree] = []
+        costs: list[int] = []
+        while pending:
+            first, end = pending.pop()
+            cost = int(cost_D[first:end].sum() + prefix_D[first])
+            if cost * self.num_ranks <= OVER_MEAN * total or end - first == 1:
+                trees.append(Tree(order, forest.shared).part(first, end))
+                costs.append(cost)
+            else:
+                left_costs = np.cumsum(cost_D[first : end - 1]) + prefix_D[first]
+                right_costs = cost + prefix_D[first + 1 : end] - left_costs
+                cut = first + 1 + int(np.maximum(left_costs, right_costs).argmin())
+                total += int(prefix_D[cut])  # which both parts compute
+                pending += [(cut, end), (first, cut)]
+        return trees, np.asarray(costs, np.int64)
 
 
 def _cut(datums: list[int], lengths_D: npt.NDArray[np.int64], micro_batch_tokens: int) -> list[MicroBatch]:
@@ -145,22 +227,93 @@ def _pack(datums: list[int], lengths_D: npt.NDArray[np.int64], micro_batch_token
     return [MicroBatch(tuple(row)) for row in rows]
 
 
+@dataclass(frozen=True)
+class RowSize:
+    """The size of a row of distinct tokens."""
+
+    distinct: int
+    """Its tokens."""
+    datums: int
+    longest: int
+    """Tokens of the longest datum. For a user's own loss columns are rectangles, with a row as long as this for each
+    datum."""
+
+    def joined(self, other: RowSize) -> RowSize:
+        """Returns the size of a row with the datums of both."""
+        longest = max(self.longest, other.longest)
+        return RowSize(self.distinct + other.distinct, self.datums + other.datums, longest)
+
+    def fits(self, most_tokens: float, most_datums: float) -> bool:
+        """Returns True if it has at most `most_tokens` distinct tokens, at most `most_datums` datums, and columns with
+        at most FLAT_TOKENS places for each of `most_tokens`."""
+        places = self.datums * self.longest
+        return self.distinct <= most_tokens and self.datums <= most_datums and places <= FLAT_TOKENS * most_tokens
+
+
+def _pack_trees(trees: Sequence[Tree], lengths_D: Numbers, most_tokens: float, most_datums: float) -> list[MicroBatch]:
+    """Packs trees into rows that fit (`RowSize.fits`). A tree that is too large is cut; each of the parts goes into the
+    first row that has room for it."""
+    rows: list[tuple[list[int], list[int]]] = []
+    sizes: list[RowSize] = []
+    for part, size in (cut for tree in trees for cut in _cut_tree(tree, lengths_D, most_tokens, most_datums)):
+        joined = (row_size.joined(size) for row_size in sizes)
+        row = next((row for row, both in enumerate(joined) if both.fits(most_tokens, most_datums)), len(rows))
+        if row == len(rows):
+            rows.append(([], []))
+            sizes.append(size)
+        else:
+            sizes[row] = sizes[row].joined(size)
+        rows[row][0].extend(part.datums.tolist())
+        rows[row][1].extend(part.shared.tolist())
+    return [MicroBatch(tuple(datums), tuple(shared)) for datums, shared in rows]
+
+
+def _cut_tree(tree: Tree, lengths_D: Numbers, most_tokens: float, most_datums: float) -> Iterator[tuple[Tree, RowSize]]:
+    """Yields the tree in parts that fit into a row, with their sizes. A part has the prefix of its first datum
+    whole."""
+    first = 0
+    size = RowSize(0, 0, 0)
+    lengths = lengths_D[tree.datums].tolist()
+    for n, (length, shared) in enumerate(zip(lengths, tree.shared.tolist(), strict=True)):
+        longer = size.joined(RowSize(length - shared, 1, length))
+        if n > first and not longer.fits(most_tokens, most_datums):
+            yield tree.part(first, n), size
+            first = n
+            longer = RowSize(length, 1, length)
+        size = longer
+    yield tree.part(first, len(lengths)), size
+
+
 def plan(
-    lengths: npt.NDArray[np.int64],
-    num_ranks: int,
+    forest: Forest,
+    assignment: RankAssignment,
     micro_batch_tokens: int,
-    attention_length: int,
+    *,
     packed: bool = False,
     micro_batch_size: int | None = None,
+    shares: bool = False,
 ) -> list[list[MicroBatch]]:
     """Returns the micro-batches of each rank, [R][M] with the same M for all ranks. Every datum is in exactly one
     micro-batch, not counting fillers.
 
-    `lengths` int64 [D], D >= 1; `attention_length` as in `compute_cost`. If `micro_batch_size` is given, a micro-batch
-    has at most that number of datums, and `micro_batch_tokens` is ignored. Deterministic.
+    `forest`: of D >= 1 datums. If `micro_batch_size` is given, a micro-batch has at most that number of datums, and
+    `micro_batch_tokens` is ignored. `shares`: the models can be computed with shared prefixes; else datums stay on the
+    ranks to which `assignment` gives them, and are computed whole. Deterministic.
     """
-    datums_R = balance(compute_cost(lengths, attention_length), num_ranks)
-    if micro_batch_size:
+    lengths = forest.lengths
+    trees_R = assignment.trees(forest)
+    if trees_R is None:
+        datums_R = assignment.datums(lengths)
+    else:
+        numbers_R = [np.concatenate([np.zeros(0, np.int64), *(tree.datums for tree in trees)]) for trees in trees_R]
+        datums_R = [numbers[np.argsort(-lengths[numbers], kind="stable")].tolist() for numbers in numbers_R]
+    smallest = int(np.argmin(lengths))
+    filler = MicroBatch((smallest,), filler=True)
+    if trees_R is not None and shares:
+        most_tokens = inf if micro_batch_size else max(micro_batch_tokens, OVER_LONGEST * int(lengths.max()))
+        micro_R = [_pack_trees(trees, lengths, most_tokens, micro_batch_size or inf) for trees in trees_R]
+        filler = MicroBatch((smallest,), (0,), filler=True)
+    elif micro_batch_size:
         firsts = range(0, len(lengths), micro_batch_size)
         cut_R = [[datums[first : first + micro_batch_size] for first in firsts] for datums in datums_R]
         micro_R = [[MicroBatch(tuple(part)) for part in parts if part] for parts in cut_R]
@@ -168,36 +321,16 @@ def plan(
         cut = _pack if packed else _cut
         micro_R = [cut(datums, lengths, micro_batch_tokens) for datums in datums_R]
     longest = max(len(micro_M) for micro_M in micro_R)
-    filler = MicroBatch((int(np.argmin(lengths)),), filler=True)
     return [micro_M + [filler] * (longest - len(micro_M)) for micro_M in micro_R]
 
 
-class Rows:
-    """The places of the tokens of some datums when each datum is a row of a rectangle, padded on the right.
-
-    `index` int64 [rows, longest]: where each token is in the batch's tokens; `present` bool [rows, longest]: False at
-    the padding.
-    """
-
-    def __init__(self, offsets: npt.NDArray[np.int64], datums: Sequence[int] | Numbers) -> None:
-        chosen = np.asarray(datums, np.int64)
-        starts = offsets[chosen]
-        lengths = offsets[chosen + 1] - offsets[chosen]
-        place = np.arange(lengths.max())
-        self.present = place < lengths[:, None]
-        self.index = (starts[:, None] + place) * self.present
-
-    def pad(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Returns `values`, a column [T] of the batch, as rows [rows, longest], 0 at the padding."""
-        return np.where(self.present, values[self.index], values.dtype.type(0))
-
-
-class Packed:
+class FlatTokens:
     """The places of the tokens of some datums when the datums follow each other in one row of T tokens.
 
     For each token, int64 [T]: `index`, its place in the batch's tokens; `positions`, its place in its datum; `datum`,
-    the number of its datum within the row. `starts` int32 [datums + 1]: where each datum begins in the row; `longest`:
-    tokens of the longest datum. `rows`: where the datums, as padded rows, find their tokens in this row.
+    the number of its datum within the row; `places`, its place in a rectangle of shape `shape`, [datums, longest],
+    where each datum is a row, padded on the right. `starts` int32 [datums + 1]: where each datum begins in the row;
+    `longest`: tokens of the longest datum.
     """
 
     def __init__(self, offsets: npt.NDArray[np.int64], datums: Sequence[int] | Numbers) -> None:
@@ -206,10 +339,17 @@ class Packed:
         starts = np.concatenate([[0], np.cumsum(lengths)])
         self.starts = starts.astype(np.int32)
         self.longest = int(lengths.max())
+        self.shape = (len(chosen), self.longest)
         self.positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
         self.index = np.repeat(offsets[chosen], lengths) + self.positions
         self.datum = np.repeat(np.arange(len(chosen)), lengths)
-        self.rows = Rows(starts, range(len(chosen)))
+        self.places = self.datum * self.longest + self.positions
+
+    def pad(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Returns `values`, a column of the batch, as padded rows [datums, longest], 0 at the padding."""
+        padded = np.zeros(self.shape, values.dtype)
+        padded.flat[self.places] = values[self.index]
+        return padded
 
 
 @dataclass(frozen=True)
@@ -225,6 +365,10 @@ class ShardOutput:
     """The datums with a loss that is not finite (`trainer.batch_checks`)."""
     peak_s: float = 0.0
     """Its share of `ForwardBackwardOutput.peak_s`."""
+    tokens: int = 0
+    """Tokens of its datums."""
+    distinct: int = 0
+    """Tokens that it computed of these."""
 
     def parts(self, lengths: Numbers) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
         """Yields (number in the batch, logprobs float32 [tokens]) of each datum that the shard computed. `lengths`
@@ -242,17 +386,6 @@ class ShardOutput:
         for (_, values), n in zip(self.parts(part.lengths), part.places(self.datums), strict=True):
             column[offsets[n] : offsets[n + 1]] = values
         return column
-
-
-def collect(
-    lengths: Numbers, computed: Sequence[tuple[MicroBatch, Tensor]], metrics: Mapping[str, float]
-) -> ShardOutput:
-    """Makes the shard's output from its computed micro-batches, each with its logprobs [rows, longest]; drops padding
-    and fillers. `lengths` int64 [D]: the tokens of every datum of the batch."""
-    datums = tuple(d for micro, _ in computed if not micro.filler for d in micro.datums)
-    rows = [row for micro, p in computed if not micro.filler for row in p.cpu().numpy()]
-    parts = [row[: lengths[d]] for d, row in zip(datums, rows, strict=True)]
-    return ShardOutput(datums, np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32), metrics)
 
 
 @dataclass(frozen=True)

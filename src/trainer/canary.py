@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from trainer.logprobs import token_logprobs
-from trireme.core.weights import EXACT, ROUNDED, Canary
+from trireme.core.weights import AFTER_CANARY, EXACT, ROUNDED, SHORTEST_CANARY, Canary
 from trireme.process import trace
 
 CANARY_TOKENS = 16
@@ -20,10 +20,10 @@ tokens, routed differently after rounding, count little."""
 
 
 def canary_tokens(vocab_size: int, max_seq_len: int, *, experts: bool) -> npt.NDArray[np.int32]:
-    """Returns the canary's fixed sequence of tokens, int32 [T]; a model with `experts` gets a longer one. T is below
-    `max_seq_len`, because a replica samples one more token."""
+    """Returns the canary's fixed sequence of tokens, int32 [T]; a model with `experts` gets a longer one. T is
+    AFTER_CANARY below `max_seq_len`, because a replica samples more tokens after it."""
     length = TOKENS_OF_EXPERTS if experts else CANARY_TOKENS
-    position = np.arange(max(2, min(length, max_seq_len - 1)), dtype=np.int64)
+    position = np.arange(max(SHORTEST_CANARY, min(length, max_seq_len - AFTER_CANARY)), dtype=np.int64)
     return ((31 * position**2 + 17 * position + 3) % vocab_size).astype(np.int32)
 
 

@@ -38,6 +38,17 @@ def trial_batches(vocabulary: int, most_tokens: int, longest: int) -> list[Token
     return [_trial_batch(vocabulary, length, max(2, count)) for count in dict.fromkeys(counts)]
 
 
+def trial_micro_batches(batch: TokenBatch, sharding: Sharding) -> list[MicroBatch]:
+    """Returns the ways in which the trial computes `batch`: each datum whole and, where prefixes are shared, as if each
+    datum began with half of the tokens that the shorter of it and the datum before it has."""
+    datums = tuple(range(len(batch)))
+    micro_batches = [MicroBatch(datums)]
+    if sharding.shares:
+        shared = np.minimum(batch.lengths[1:], batch.lengths[:-1]) // 2
+        micro_batches.append(MicroBatch(datums, (0, *shared.tolist())))
+    return micro_batches
+
+
 def _trial_batch(vocabulary: int, length: int, count: int) -> TokenBatch:
     """Returns a batch of `count` sequences of different lengths, at most `length` tokens each."""
     lengths = [max(1, length - number % SEQUENCES) for number in range(count)]
@@ -68,7 +79,11 @@ def why_uncompiled(
     a single graph. Leaves no gradient. Collective.
     """
     breaks = set(counters["graph_break"])
-    reasons = (_tried(model, sharding, passes, mesh, BatchPart.of(batch), tolerance) for batch in batches)
+    reasons = (
+        _tried(model, sharding, passes, mesh, BatchPart.of(batch), micro, tolerance)
+        for batch in batches
+        for micro in trial_micro_batches(batch, sharding)
+    )
     reason = next(filter(None, reasons), "")
     if whole and not reason and (new_breaks := set(counters["graph_break"]) - breaks):
         reason = f"they are no single graph ({_in_one_line(next(iter(new_breaks)))})"
@@ -81,12 +96,18 @@ def why_uncompiled(
 
 
 def _tried(
-    model: PreTrainedModel, sharding: Sharding, passes: Passes, mesh: Mesh, part: BatchPart, tolerance: float
+    model: PreTrainedModel,
+    sharding: Sharding,
+    passes: Passes,
+    mesh: Mesh,
+    part: BatchPart,
+    micro: MicroBatch,
+    tolerance: float,
 ) -> str:
     with torch.compiler.set_stance("force_eager"):
-        expected, norm = _pass(model, sharding, passes, mesh, part)
+        expected, norm = _pass(model, sharding, passes, mesh, part, micro)
     try:
-        compiled, compiled_norm = _pass(model, sharding, passes, mesh, part)
+        compiled, compiled_norm = _pass(model, sharding, passes, mesh, part, micro)
     except Exception as error:  # a compiler fails in its own ways
         return f"{type(error).__name__}: {_in_one_line(str(error))}"
     distance = float((compiled - expected).abs().max())
@@ -102,16 +123,15 @@ def _in_one_line(text: str) -> str:
 
 
 def _pass(
-    model: PreTrainedModel, sharding: Sharding, passes: Passes, mesh: Mesh, part: BatchPart
+    model: PreTrainedModel, sharding: Sharding, passes: Passes, mesh: Mesh, part: BatchPart, micro: MicroBatch
 ) -> tuple[Tensor, float]:
-    """Computes `part` as one micro-batch, forward and backward. Returns its log-probabilities [B, L], and the norm of
-    the gradient of their sum over all shards. The gradient is dropped."""
-    micro = MicroBatch(tuple(range(len(part.lengths))))
+    """Computes a micro-batch of `part`, forward and backward. Returns its log-probabilities [T], and the norm of the
+    gradient of their sum over all shards. The gradient is dropped."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     try:
-        with sharding.accumulating(model) as next_pass:
+        with sharding.layout_of(model, [micro]), sharding.accumulating(model) as next_pass:
             next_pass(True)
-            p = passes.logprobs(model, part, micro, passes.rows(part, micro))
+            p = passes.logprobs(model, part, micro)
             p.sum().backward()
         squares = [p.grad.to_local().double().square().sum() for p in parameters if p.grad is not None]
         return p.detach(), math.sqrt(mesh.sum_over_shards(torch.stack(squares).sum()))

@@ -34,10 +34,8 @@ def companion_files(
     tokenizer: str, model: PreTrainedModel | None = None, dtype: torch.dtype | None = None
 ) -> dict[str, bytes]:
     """Returns {name: contents} of the files that accompany saved tensors: the files of `tokenizer` (a local directory
-    or a name on the hub) and, with `model`, its configuration, with `dtype` entered, and its generation
-    configuration.
-
-    Raises StorageFailed, because the files pass through a temporary directory.
+    or a name on the hub). For a `model` the configuration, which then names `dtype`, and the generation configuration
+    are added. Raises StorageFailed if the temporary directory of these files cannot be written.
     """
     parts: list[Any] = [AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)]
     if model is not None:
@@ -78,7 +76,7 @@ def write_weights(
             name = ADAPTER_WEIGHTS
         else:
             name = f"model-{number:05d}.safetensors"
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         for e, end in zip(part, accumulate(e.nbytes for e in part), strict=True):
             header[e.name] = {"dtype": e.dtype, "shape": e.shape, "data_offsets": [end - e.nbytes, end]}
         text = to_json(header).encode()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +31,15 @@ from trainer.losses import (
     surrogate,
     with_sequence_ratios,
 )
-from trireme.checkpoint.parts import CommitSource
+from trireme.checkpoint.files import FileRecord
+from trireme.checkpoint.parts import CheckpointSource
 from trireme.config import CommonConfig
 from trireme.config.losses import find_loss
-from trireme.core.batch import Assign, Batch, Data, StoredBatch, Summary, TokenBatch
+from trireme.core.actors import ActorOptions, ActorProxy, Ref, as_argument
+from trireme.core.batch import Assign, Batch, BatchPart, Data, StoredBatch, Summary, TokenBatch
 from trireme.core.errors import RoomFailed
-from trireme.core.transport import Offer, Session, load_transport
+from trireme.core.sampler import Heartbeat
+from trireme.core.transport import Endpoint, Offer, Session, load_transport
 from trireme.core.types import (
     AdamParams,
     ForwardBackwardOutput,
@@ -47,8 +50,12 @@ from trireme.core.types import (
 )
 from trireme.core.weights import AdapterSpec, PublishedWeights
 from trireme.process import waits
+from trireme.process.ray_cluster import create_actor
 from trireme.process.waits import Pending
 from trireme.run.metrics import reduce_metrics
+
+if TYPE_CHECKING:
+    from trainer.shard import Shard
 
 GIVERS = 4
 """Threads of a shard that serve buckets."""
@@ -59,8 +66,22 @@ INQUEST_S = 3.0
 """Time limit, after a failure, for asking the other shards about it."""
 COLLECTIVE_TIMEOUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 """In the error of a rank that has waited for others in a collective."""
+Value = TypeVar("Value")
+Args = TypeVarTuple("Args")
 PROGRESS_S = 30.0
 """Seconds between lines about a call that takes long."""
+
+
+class _VerbNames:
+    """Stands for the class `Shard`, which imports torch: its attributes are their own names, as `ShardActor.call` takes
+    them."""
+
+    def __getattr__(self, name: str) -> str:
+        return name
+
+
+VERBS = cast("type[Shard]", _VerbNames())
+"""The verbs of the shards. For mypy and editors each is the method."""
 
 
 class TrainerHandle:
@@ -75,8 +96,8 @@ class TrainerHandle:
     def __init__(
         self,
         config: CommonConfig,
-        actors_R: Sequence[Any],
-        ready_R: Sequence[Any],
+        actors_R: Sequence[ActorProxy[ShardActor]],
+        ready_R: Sequence[Ref[None]],
         log_dir: Path | None,
         attempt: int = 1,
         offer: Callable[[Offer], Session] | None = None,
@@ -99,7 +120,7 @@ class TrainerHandle:
         self._names_R = [f"trainer shard {rank}" + log_hint.format(rank=rank) for rank in range(len(actors_R))]
         self._transport = load_transport(config.transport)
         self._attempt = attempt
-        self._terms_R: list[Any] = []  # of offers, by each shard
+        self._terms_R: list[tuple[tuple[int, ...], Endpoint | None]] = []  # of offers, by each shard
         self._offering = offer
         self._offered_s = min(offered_s, SENDING_SHARE * self._timeouts.collective_s)
         self._assign: Assign | None = None
@@ -109,7 +130,7 @@ class TrainerHandle:
     def start(
         cls,
         config: CommonConfig,
-        options_R: Sequence[Mapping[str, Any]],
+        options_R: Sequence[ActorOptions],
         log_dir: Path | None,
         attempt: int = 1,
         offer: Callable[[Offer], Session] | None = None,
@@ -119,26 +140,26 @@ class TrainerHandle:
         for the actors: see `ready_refs`. Other arguments as in the constructor."""
         if len(options_R) != config.trainer.mesh.processes:
             raise ValueError(f"{config.trainer.mesh} needs options for each process, got {len(options_R)}")
-        actor = ray.remote(concurrency_groups={"watch": 1, "save": 2, "give": GIVERS})(ShardActor)
-        # Half a GPU means that a replica has the other half (`trireme.plan.base.Plan.shares_gpu`).
+        groups = {"watch": 1, "save": 2, "give": GIVERS}
+        # Half a GPU means that a replica has the other half (`trireme.plan.whole.Plan.shares_gpu`).
         shares_R = [config.replica_gpu_share if 0 < o.get("num_gpus", 0) < 1 else 0.0 for o in options_R]
         actors_R = [
-            actor.options(**options).remote(config, rank, log_dir, attempt, share)
+            create_actor(ShardActor, concurrency_groups=groups, **options)(config, rank, log_dir, attempt, share)
             for rank, (options, share) in enumerate(zip(options_R, shares_R, strict=True))
         ]
         address = actors_R[0].rendezvous.remote()
-        ready_R = [shard.setup.remote(address) for shard in actors_R]
+        ready_R = [shard.setup.remote(as_argument(address)) for shard in actors_R]
         return cls(config, actors_R, ready_R, log_dir, attempt, offer, offered_s)
 
-    def ready_refs(self) -> tuple[list[object], list[str]]:
+    def ready_refs(self) -> tuple[list[Ref[object]], list[str]]:
         """Returns references that resolve when the shards are ready, and the shards' names."""
         return list(self._ready_R), [f"trainer shard {rank}" for rank in range(len(self._actors_R))]
 
     def shown(self) -> tuple[str, str]:
         """Returns two texts: the result of the model's proof at the start (`trainer.proof`) with notes on layers,
-        memory and sums; and why rows are not packed although the configuration asks for packed rows ("" otherwise)."""
-        text, why_rows = self._call("shown")[0]
-        return text, why_rows
+        memory and sums; and what the configuration asks for and the model cannot ("" otherwise)."""
+        text, notice = self._call(VERBS.shown)[0]
+        return text, notice
 
     def forward_backward(
         self,
@@ -159,14 +180,21 @@ class TrainerHandle:
             _, parameters = resolve_loss(loss_fn, loss_fn_config or {})
             batch, sums = self._summarized(batch, "policy", POLICY, partial(sum_log_ratios, config=parameters))
             batch = batch.mapped(partial(with_sequence_ratios, mean_N=mean_log_ratios(batch.sequences, sums)))
-        arguments = loss_fn, dict(loss_fn_config or {}), provenance, not is_stored
-        outputs_R = self._call_with(batch, "forward_backward", *arguments)
+        outputs_R = self._call_with(
+            batch, VERBS.forward_backward, loss_fn, dict(loss_fn_config or {}), provenance, not is_stored
+        )
         metrics = reduce_metrics([output.metrics for output in outputs_R])
         suspects = tuple(sorted(d for output in outputs_R for d in output.suspects))
         peak_s = sum(out.peak_s for out in outputs_R)
+        tokens = sum(out.tokens for out in outputs_R)
+        distinct = sum(out.distinct for out in outputs_R)
         if is_stored:
-            return ForwardBackwardOutput(np.zeros(0, np.float32), np.zeros(1, np.int64), metrics, suspects, peak_s)
-        return ForwardBackwardOutput(scatter_outputs(batch, outputs_R), batch.offsets, metrics, suspects, peak_s)
+            logprobs = np.zeros(0, np.float32)
+            offsets = np.zeros(1, np.int64)
+        else:
+            logprobs = scatter_outputs(batch, outputs_R)
+            offsets = batch.offsets
+        return ForwardBackwardOutput(logprobs, offsets, metrics, suspects, peak_s, tokens, distinct)
 
     def forward_backward_custom(self, data: Data, loss: CustomLoss) -> ForwardBackwardOutput:
         """Adds the gradient of `loss`, a function of all datums and their log-probabilities (`trainer.losses`), and
@@ -184,7 +212,7 @@ class TrainerHandle:
         """Computes the log-probabilities of the `target_tokens` of `data` under the policy or the reference, and
         returns them, float32 in the order of the batch's tokens. Computes no gradient."""
         batch = self._stored(data)
-        logprobs = scatter_outputs(batch, self._call_with(batch, "forward", which))
+        logprobs = scatter_outputs(batch, self._call_with(batch, VERBS.forward, which))
         return ForwardBackwardOutput(logprobs, batch.offsets, {})
 
     def forward_summarized(
@@ -198,7 +226,7 @@ class TrainerHandle:
     def _summarized(
         self, batch: StoredBatch, which: Which, name: str, summarize: Summary
     ) -> tuple[StoredBatch, npt.NDArray[np.float64]]:
-        outputs_R = self._call_with(batch, "forward_summarized", which, name, summarize)
+        outputs_R = self._call_with(batch, VERBS.forward_summarized, which, name, summarize)
         stored = batch.with_column(name, [output.column for output in outputs_R])
         return stored, scatter_sums(len(batch), outputs_R)
 
@@ -207,17 +235,17 @@ class TrainerHandle:
         part travels with the call."""
         if isinstance(data, StoredBatch):
             return data
-        self._assign = self._assign or self._call("rank_assignment")[0]
+        self._assign = self._assign or self._call(VERBS.rank_assignment)[0]
         batch = TokenBatch.of(data)
-        return StoredBatch.store(batch.lengths, batch.sequences, batch.take, self._assign)
+        return StoredBatch.store(batch.find_forest(), batch.sequences, batch.take, self._assign)
 
-    def _fetch(self, reference: object, owner: str) -> object:
+    def _fetch(self, reference: Ref[Value], owner: str) -> Value:
         return waits.get(reference, owner=f"{owner} (a part of a batch)", timeout_s=self._timeouts.step_s)
 
     def update_reference(self) -> None:
         """Copies the policy's weights to the reference (`trainer.kl.reference.update_every`). Raises BadInput for a
         reference that never changes."""
-        self._call("update_reference")
+        self._call(VERBS.update_reference)
 
     def optim_step(self, adam_params: AdamParams, normalizer: float = 1.0) -> OptimStepResponse:
         """Divides the accumulated gradient by `normalizer` (1: the gradient of the sum), clips its norm, and updates
@@ -226,28 +254,28 @@ class TrainerHandle:
         Raises NonFiniteGradient, and then updates nothing and drops the gradient; the `suspects` that
         `forward_backward` returned are the datums to look at.
         """
-        return self._call("optim_step", adam_params, normalizer)[0]
+        return self._call(VERBS.optim_step, adam_params, normalizer)[0]
 
     def drop_gradients(self) -> None:
         """Forgets the gradients that were added since the last update."""
-        self._call("drop_gradients")
+        self._call(VERBS.drop_gradients)
 
     def reset_optimizer(self) -> None:
         """Sets AdamW's moments and its count of steps to 0, as at the start; the weights stay."""
-        self._call("reset_optimizer")
+        self._call(VERBS.reset_optimizer)
 
     def add_adapter(self, name: str, spec: AdapterSpec, start: Path | None = None) -> None:
         """Adds another LoRA adapter, `name`, on all shards (`trainer.adapters`). It changes nothing at first or, with
         `start`, has the values in this directory, in peft's form; all shards must see the directory. Raises BadInput
         for an adapter that the model cannot have."""
-        self._call("add_adapter", name, spec, start)
+        self._call(VERBS.add_adapter, name, spec, start)
 
     def use_adapter(self, name: str) -> None:
         """Makes all verbs work with the adapter `name`, in the state in which it was left: weights, AdamW's state and
         gradients. "" names the adapter that the model began with. Does nothing if `name` is in use. Raises BadInput
         for an unknown name."""
         if name != self._adapter:
-            self._call("use_adapter", name)
+            self._call(VERBS.use_adapter, name)
             self._adapter = name
 
     def drop_adapter(self, name: str) -> None:
@@ -255,53 +283,58 @@ class TrainerHandle:
         for an unknown name."""
         if name == self._adapter:
             self.use_adapter("")
-        self._call("drop_adapter", name)
+        self._call(VERBS.drop_adapter, name)
 
     def publish_weights(self, version: int) -> PublishedWeights:
         """Makes the current weights available to replicas as `version`, and returns their manifest and source. The
         bytes live as long as the caller keeps the result."""
         session = self._session(version)
-        published_R = self._call("publish_weights", version, session)
+        published_R = self._call(VERBS.publish_weights, version, session)
         parts_R = [published.source for published in published_R]
         return replace(published_R[0], source=self._transport.join(parts_R))
 
     def _session(self, version: int) -> Session | None:
         """Offers `version` to the replicas. Returns the session of the replicas that are ready; None if the transport
         has no sessions or the handle has no `offer`."""
-        self._terms_R = self._terms_R or self._call("terms")
+        self._terms_R = self._terms_R or self._call(VERBS.terms)
         sizes = self._terms_R[0][0]
-        endpoints_R = tuple(endpoint for _, endpoint in self._terms_R)
-        if self._offering is None or endpoints_R[0] is None:
+        endpoints_R = tuple(endpoint for _, endpoint in self._terms_R if endpoint)
+        if self._offering is None or not endpoints_R:
             return None
         started = time.monotonic()
         session = self._offering(Offer(self._attempt, version, sizes, endpoints_R, self._offered_s))
         return replace(session, left_s=max(started + self._offered_s - time.monotonic(), 0.0))
 
-    def save_state(self, path: Path) -> Pending:
+    def save_state(self, path: Path) -> Pending[FileRecord]:
         """Begins to save weights, AdamW's state and random generators, as earlier calls leave them, into directory
         `path`: each shard writes its own files, at this path on its node. Does not wait; training may continue.
 
         The result waits for the save and gives the records of all files, or raises StorageFailed, which leaves the
         trainer usable.
         """
-        begun_R = [actor.call.remote("begin_save", path) for actor in self._actors_R]
-        saved_R = [actor.finish_save.remote(path, begun) for actor, begun in zip(self._actors_R, begun_R, strict=True)]
+        begun_R = self._begin(VERBS.begin_save, path)
+        saved_R = [
+            actor.finish_save.remote(path, as_argument(begun))
+            for actor, begun in zip(self._actors_R, begun_R, strict=True)
+        ]
         return Pending(saved_R, self._names_R)
 
-    def load_state(self, path: Path, identities: Sequence[WeightIdentity], source: CommitSource | None = None) -> str:
+    def load_state(
+        self, path: Path, identities: Sequence[WeightIdentity], source: CheckpointSource | None = None
+    ) -> str:
         """Loads the state saved at `path` by `save_state`, with any number of shards; nodes that do not see `path` read
         from `source`. `identities`: the versions published before the save that may still be trained on. Drops
         gradients. Returns a message for the log ("" if none). Raises CheckpointInvalid, StorageFailed."""
-        said_R = self._call("load_state", path, tuple(identities), source, timeout_s=self._timeouts.checkpoint_s)
-        return str(said_R[0])
+        refs_R = self._begin(VERBS.load_state, path, tuple(identities), source)
+        return self._wait("load_state", refs_R, self._timeouts.checkpoint_s)[0]
 
-    def save_weights(self, path: Path, published: PublishedWeights) -> Pending:
+    def save_weights(self, path: Path, published: PublishedWeights) -> Pending[FileRecord]:
         """Begins to write `published` into directory `path` in the Hugging Face layout, on the node of shard 0. Does
         not wait; the result gives the records of the files, or raises StorageFailed."""
         self._transport.lease(published.source)  # which the shard ends
         return Pending([self._actors_R[0].save_weights.remote(path, published)], self._names_R[:1])
 
-    def heartbeats(self) -> dict[str, Callable[[], Any]]:
+    def heartbeats(self) -> dict[str, Callable[[], Ref[Heartbeat]]]:
         """Returns {shard's name in logs: a function that asks the shard for its Heartbeat and returns a Ray reference
         to it}."""
         return {f"trainer_{rank}": actor.heartbeat.remote for rank, actor in enumerate(self._actors_R)}
@@ -313,16 +346,21 @@ class TrainerHandle:
 
     # ---- calls of all shards, and who is to blame when one does not answer
 
-    def _call(self, verb: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        return self._wait(verb, [actor.call.remote(verb, *args) for actor in self._actors_R], timeout_s)
+    def _call(self, verb: Callable[[Shard, *Args], Value], *args: *Args) -> list[Value]:
+        return self._wait(str(verb), self._begin(verb, *args))
 
-    def _call_with(self, batch: StoredBatch, verb: str, *args: Any) -> list[Any]:
+    def _begin(self, verb: Callable[[Shard, *Args], Value], *args: *Args) -> list[Ref[Value]]:
+        return [actor.call.remote(str(verb), *args) for actor in self._actors_R]
+
+    def _call_with(
+        self, batch: StoredBatch, verb: Callable[[Shard, BatchPart, *Args], Value], *args: *Args
+    ) -> list[Value]:
         """Calls `verb` on all shards, each with its own part of `batch` and then `args`. Returns the results in order
         of rank."""
         parts_R = zip(self._actors_R, batch.parts_R, strict=True)
-        return self._wait(verb, [actor.call.remote(verb, part, *args) for actor, part in parts_R])
+        return self._wait(str(verb), [actor.call.remote(str(verb), part, *args) for actor, part in parts_R])
 
-    def _wait(self, verb: str, refs_R: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+    def _wait(self, verb: str, refs_R: Sequence[Ref[Value]], timeout_s: float | None = None) -> list[Value]:
         report = waits.LongWait(verb.replace("_", " "), PROGRESS_S)
         try:
             return waits.get_all(
@@ -331,7 +369,7 @@ class TrainerHandle:
         except RoomFailed as error:
             raise self._inquest(verb, error, refs_R) from error.__cause__
 
-    def _inquest(self, verb: str, error: RoomFailed, refs_R: Sequence[object]) -> RoomFailed:
+    def _inquest(self, verb: str, error: RoomFailed, refs_R: Sequence[Ref[object]]) -> RoomFailed:
         """Returns the error to report when `verb` failed with `error`; asks the other shards for their part in it. A
         dead shard is named instead of the shards that lost the connection to it. After a hang, the error says where
         each shard is; after a collective that timed out, where the shards are that still do not answer. `refs_R`:
@@ -361,7 +399,7 @@ class TrainerHandle:
                 state = f"is at:\n{stack}"
             yield f"trainer shard {rank} {state}"
 
-    def _ask(self, refs: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
+    def _ask(self, refs: Mapping[int, Ref[Value]]) -> Iterator[tuple[int, Value | RoomFailed]]:
         """Waits for the references, INQUEST_S seconds in all. Yields (rank, answer) for each; the RoomFailed in place
         of an answer that failed or did not come."""
         deadline = time.monotonic() + INQUEST_S

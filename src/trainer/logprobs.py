@@ -14,13 +14,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
+from trainer.transfers import to_device
 from trireme.core.errors import BadInput
+from trireme.core.prefixes import Numbers
 from trireme.plan.memory import chunk_logits
 
 METHOD = "token_logprobs"
@@ -55,16 +58,20 @@ def _forward(
     tokens: Tensor,
     targets: Tensor,
     temperatures: Tensor | None,
+    places: Tensor | None = None,
+    bounds: Numbers | None = None,
     **sequences: object,
 ) -> Tensor:
-    hidden = model.base_model(input_ids=tokens, use_cache=False, **sequences).last_hidden_state
-    rows, weight = _head(model, hidden.flatten(0, 1))
+    hidden = model.base_model(input_ids=tokens, use_cache=False, **sequences).last_hidden_state.flatten(0, 1)
+    if places is not None:
+        hidden = hidden.index_select(0, places)
+    rows, weight = _head(model, hidden)
     # FSDP forbids to return a view
     if temperatures is None:
         temperature = None
     else:
         temperature = temperatures.flatten()
-    return SelectedLogprobs.apply(rows, weight, targets.flatten(), temperature, head_dtype)
+    return SelectedLogprobs.apply(rows, weight, targets.flatten(), temperature, head_dtype, bounds)
 
 
 def _head(model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,12 +105,34 @@ def token_logprobs(
     return logprobs.view(tokens.shape)
 
 
-class SelectedLogprobs(torch.autograd.Function):
-    """Computes log softmax(hidden [T, H] weight^T [H, V] / temperature [T]) at targets int64 [T], chunk by chunk:
-    float32 [T]. `temperature` None means 1 and skips the division, a tenth of a small model's time.
+def chosen_logprobs(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    targets: Tensor,
+    temperatures: Tensor | None,
+    places: Tensor,
+    bounds: Numbers | None = None,
+    **sequences: object,
+) -> Tensor:
+    """Returns the log-probabilities of targets at chosen places of the rows: float32 [M], in the order of `targets`.
 
-    Logits have `head_dtype`, products of the backward pass the dtype of `hidden`; sums over the vocabulary and over
-    chunks are float32. With p the result, z = logits / temperature and s = softmax(z): dp/dz = onehot(target) - s.
+    `tokens` int64 [B, L], `sequences`: as in `token_logprobs`. `places` int64 [N]: in the rows, one after the other;
+    `temperatures` float32 [N], of each place. `targets` int64 [M], with `bounds` (a numpy array) as in
+    `SelectedLogprobs`: a place may have several. For a row of distinct tokens `trainer.shared_rows.HeadRows` makes
+    them.
+    """
+    logprobs: Tensor = getattr(model, METHOD)(tokens, targets, temperatures, places, bounds, **sequences)
+    return logprobs
+
+
+class SelectedLogprobs(torch.autograd.Function):
+    """Computes log softmax(hidden [T, H] weight^T [H, V] / temperature [T]) at targets int64 [M], chunk by chunk:
+    float32 [M]. `temperature` None means 1 and skips the division, a tenth of a small model's time.
+
+    `bounds` int64 [T + 1]: the targets of row t are those from `bounds[t]` to `bounds[t + 1]`. None: each
+    row has one target. Logits have `head_dtype`, products of the backward pass the dtype of `hidden`; sums over the
+    vocabulary and over chunks are float32. With p the result, z = logits / temperature and s = softmax(z):
+    dp/dz = onehot(target) - s, so a row's gradient is sum_m g_m onehot(target_m) - (sum_m g_m) s.
     """
 
     @staticmethod
@@ -114,22 +143,25 @@ class SelectedLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: Tensor | None,
         head_dtype: torch.dtype = torch.float32,
+        bounds: Numbers | None = None,
     ) -> Tensor:
         normalizers = []
         selected = []
         ctx.logits = chunk_logits(_free_bytes(hidden.device))
         for rows in _chunks(len(hidden), len(weight), ctx.logits):
             scaled = _scaled_logits(hidden, weight, temperature, rows, head_dtype)
-            selected.append(scaled.gather(-1, targets[rows, None]).squeeze(-1))
-            normalizers.append(scaled.logsumexp(-1))
-        normalizer = torch.cat(normalizers)
+            normalizer = scaled.logsumexp(-1)
+            span, row = _targets_of(rows, bounds, hidden.device)
+            selected.append(scaled[row, targets[span]] - normalizer[row])
+            normalizers.append(normalizer)
         ctx.head_dtype = head_dtype
-        ctx.save_for_backward(hidden, weight, targets, temperature, normalizer, scaled)
-        return torch.cat(selected) - normalizer
+        ctx.bounds = bounds
+        ctx.save_for_backward(hidden, weight, targets, temperature, torch.cat(normalizers), scaled)
+        return torch.cat(selected)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         hidden, weight, targets, temperature, normalizer, last = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         if ctx.needs_input_grad[1]:
@@ -141,15 +173,27 @@ class SelectedLogprobs(torch.autograd.Function):
                 scaled = _scaled_logits(hidden, weight, temperature, rows, ctx.head_dtype)
             else:
                 scaled = last
-            grad_z = scaled.sub_(normalizer[rows, None]).exp_().mul_(-grad[rows, None])
-            grad_z.scatter_add_(-1, targets[rows, None], grad[rows, None])
+            span, row = _targets_of(rows, ctx.bounds, hidden.device)
+            total = torch.zeros_like(normalizer[rows]).scatter_add_(0, row, grad[span])
+            grad_z = scaled.sub_(normalizer[rows, None]).exp_().mul_(-total[:, None])
+            grad_z.view(-1).scatter_add_(0, row * len(weight) + targets[span], grad[span])
             if temperature is not None:
                 grad_z.div_(temperature[rows, None])
             grad_logits = grad_z.to(hidden.dtype)
             grad_hidden[rows] = grad_logits @ weight
             if grad_weight is not None:
                 grad_weight += grad_logits.T @ hidden[rows]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _targets_of(rows: slice, bounds: Numbers | None, device: torch.device) -> tuple[slice, Tensor]:
+    """Returns the targets of the rows `rows` as a slice, and for each of them the number of its row within `rows`,
+    int64. `bounds`: as in `SelectedLogprobs`."""
+    if bounds is None:
+        return rows, torch.arange(rows.stop - rows.start, device=device)
+    inside = bounds[rows.start : rows.stop + 1]
+    row = np.repeat(np.arange(len(inside) - 1), np.diff(inside))
+    return slice(int(inside[0]), int(inside[-1])), to_device(row, device)
 
 
 def _free_bytes(device: torch.device) -> int | None:

@@ -1,9 +1,11 @@
 """Losses: sums over tokens with an explicit mask, and monitors of the distance between trainer and sampler.
 
-A loss takes the trainer's log-probabilities `p` (float32, any shape; the last dimension is the tokens of one sequence),
-the batch's columns in the same shape, and its parameters. It returns the raw sum (a scalar to call backward on;
-`optim_step` normalises) and metrics named `name:reduction`. With `q` the sampler's log-probabilities, `r = exp(p - q)`,
-`A` advantages, `m` the mask, and sg() a stopped gradient:
+A loss takes the trainer's log-probabilities `p`, the batch's columns in the same shape, and its parameters. It returns
+the raw sum (a scalar to call backward on; `optim_step` normalises) and metrics named `name:reduction`. `p` is float32
+[T]: the tokens of all datums of a micro-batch, one datum after the other; the column DATUM has the number of each
+token's datum. A user's own loss gets `p` and columns as padded rows [D, L] instead (`on_rows`), or those of one datum
+as [L]. With `q` the sampler's log-probabilities, `r = exp(p - q)`, `A` advantages, `m` the mask, and sg() a stopped
+gradient:
 
     cross_entropy          sum_t -p weights
     importance_sampling    sum_t -m r A
@@ -12,19 +14,21 @@ the batch's columns in the same shape, and its parameters. It returns the raw su
     dro                    sum_t -m (p A - beta/2 (p - q)^2)                (arXiv:2405.19107)
     gspo                   sum_t -m min(s A, clamp(s, lo, hi) A), s = sg(exp(mean_t (p - q))) exp(p - sg(p)), the mean
                            over the sequence: GSPO-token                    (arXiv:2507.18071)
-    module:function        a user's own loss with this signature
+    module:function        a user's own loss with this signature, named by `trainer.loss_fn`
 
-`trireme.config.losses` registers each loss with its columns and parameters. Thresholds are absolute ratios; the columns
+To add a loss, write a function here with a line above, register it with its columns and parameters in
+`trireme.config.losses.LOSSES`, and name it in the docstrings of `trireme.config.trainer`, from which
+`scripts/make_config_docs.py` generates its documentation. Thresholds are absolute ratios; the columns
 `clip_low_threshold` and `clip_high_threshold` set them token by token. gspo is a sum over tokens too: how long and
-short sequences weigh is in the mask (`trireme.core.normalization`). A row is a sequence, unless the column
-`sequence_log_ratio` says the mean over a sequence that is in several rows.
+short sequences weigh is in the mask (`trireme.core.normalization`). A datum is a sequence, unless the column
+`sequence_log_ratio` says the mean over a sequence that is in several datums.
 
 Off-policy corrections, for every loss with a ratio. `max_ratio` c: r becomes r sg(min(1, c / r)), truncated importance
 sampling (arXiv:1802.01561): its value is at most c, and the direction of the gradient stays. Clipping is decided
 before, on r itself. `mask_ratio_low`, `mask_ratio_high`: tokens with a ratio outside this range do not count.
 
-Where `m` is 0 the other columns are ignored, even NaN. A custom loss (`surrogate`) is computed from log-probabilities
-where the batch is, not where the model is:
+Where `m` is 0 the other columns are ignored, even NaN, and so is `p`: it is 0 where it was not computed. A custom loss
+(`surrogate`) is computed from log-probabilities where the batch is, not where the model is:
 
     forward --p--> f(data, p) = C --dC/dp--> forward_backward with cross_entropy, weights = -dC/dp
 
@@ -55,7 +59,12 @@ if TYPE_CHECKING:
 
 POLICY = "policy_logprobs"
 """Name of a column with the log-probabilities that the policy gave before the pass."""
+DATUM = "datum"
+"""Name of a column with the number of each token's datum in the micro-batch, int32 [T]. Without it all tokens are of
+one datum."""
 Columns = Mapping[str, "Tensor"]
+UNREAD = ("target_tokens", "versions")
+"""Columns that only a user's own loss may read."""
 Metrics = dict[str, "float | Tensor"]
 """Tensors have one number, on the device of the pass: reading it there would wait for all earlier work."""
 LossFn = Callable[["Tensor", Columns, Mapping[str, float]], tuple["Tensor", Metrics]]
@@ -144,9 +153,20 @@ def gspo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tens
     r = _Ratios(p, columns, config)
     mean = columns.get("sequence_log_ratio")
     if mean is None:
-        count = (r.mask != 0).sum(-1, keepdim=True).clamp(min=1)
-        mean = (r.log.detach().double().sum(-1, keepdim=True) / count).to(r.log.dtype)
+        datum = columns.get(DATUM)
+        if datum is None:
+            datum = r.log.new_zeros(r.log.shape).int()
+        mean = _means(r.log.detach(), r.mask != 0, datum)
     return _clipped(r, _only(mean + r.log - r.log.detach(), r.mask), columns, config)
+
+
+def _means(values: Tensor, counts: Tensor, datum: Tensor) -> Tensor:
+    """Returns for each token the mean of `values` over the tokens of its datum that count, float32 [T]; 0 if none
+    counts. `values`, 0 where `counts` is false, and `counts` and `datum` are [T]. Sums have room for T datums, because
+    their number is known on the device only."""
+    total = values.new_zeros(values.shape).double().index_add_(0, datum, values.double())
+    count = values.new_zeros(values.shape).index_add_(0, datum, counts.to(values.dtype)).clamp_(min=1)
+    return total.div_(count).to(values.dtype).index_select(0, datum)
 
 
 def sum_log_ratios(batch: TokenBatch, config: Mapping[str, float]) -> npt.NDArray[np.float64]:
@@ -202,9 +222,28 @@ def resolve_loss(name: str, config: Mapping[str, float]) -> tuple[LossFn, dict[s
     return pkgutil.resolve_name(loss.function), {**defaults, **config}
 
 
+def on_rows(loss: LossFn, places: Tensor, shape: tuple[int, int]) -> LossFn:
+    """Returns a loss of flat tokens [T] that calls `loss`, a user's own, with padded rows of `shape`, [D, L]. `places`
+    int64 [T]: where each token is in them. The padding is 0 in all columns."""
+
+    def pad(values: Tensor) -> Tensor:
+        return values.new_zeros(shape[0] * shape[1]).index_copy(0, places, values).view(shape)
+
+    def padded_loss(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
+        return loss(pad(p), {name: pad(column) for name, column in columns.items() if name != DATUM}, config)
+
+    return padded_loss
+
+
 def any_counts(columns: Mapping[str, Any]) -> bool:
     """Returns True if any token of these columns has a mask or weight other than 0. The columns are in host memory."""
     return any(bool(columns[name].any()) for name in ("mask", "weights") if name in columns)
+
+
+def counted_tokens(columns: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
+    """Returns for each token whether its mask or weight is not 0, bool [T]."""
+    weights = [columns[name] != 0 for name in ("mask", "weights") if name in columns]
+    return np.logical_or.reduce(weights)
 
 
 def backward(
@@ -231,10 +270,12 @@ def read_metrics(parts: Sequence[Metrics]) -> list[dict[str, float]]:
     """Returns all metrics as floats, in the same mappings; waits once for the device, to copy them all together."""
     import torch
 
+    from trainer.transfers import to_host
+
     waiting = [value.detach().double() for part in parts for value in part.values() if isinstance(value, torch.Tensor)]
-    numbers = iter(torch.stack(waiting).tolist() if waiting else [])
+    numbers = iter(to_host(torch.stack(waiting)) if waiting else ())
     return [
-        {name: next(numbers) if isinstance(value, torch.Tensor) else value for name, value in part.items()}
+        {name: float(next(numbers)) if isinstance(value, torch.Tensor) else value for name, value in part.items()}
         for part in parts
     ]
 

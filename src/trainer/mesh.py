@@ -8,7 +8,7 @@ process groups.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from trireme.config import CommonConfig
 from trireme.core.errors import BadInput
 from trireme.plan.memory import gpu_room, host_room
 from trireme.process.machine import this_machine
+
+Value = TypeVar("Value")
+
 
 SHARD = "shard"
 
@@ -55,7 +58,7 @@ class Mesh:
         """Overwrites `tensor` in place with the first rank's values. Collective."""
         dist.broadcast(tensor, src=0)
 
-    def broadcast_object(self, value: Any) -> Any:
+    def broadcast_object(self, value: Value) -> Value:
         """Returns the first rank's `value`, which must be picklable, on all ranks. Collective."""
         values = [value]
         dist.broadcast_object_list(values, src=0, device=self.device)

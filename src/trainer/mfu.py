@@ -2,8 +2,8 @@
 
 Forward and backward pass are counted from the sizes: 6 operations for every parameter that a token is multiplied with
 (4 where it is frozen, under an adapter), and for attention 12 for every pair of query and key: a causal model has half
-of all pairs, and a window only the pairs within it. Recomputation (`trainer.checkpointing`), padding and the states of
-recurrent layers do not count.
+of all pairs, and a window only the pairs within it. Shared prefixes
+count once. Recomputation (`trainer.checkpointing`), padding and the states of recurrent layers do not count.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return next((tflops * 1e12 for name, tflops in PEAK_TFLOPS.items() if name in device_name), inf)
 
 
-def train_flops(facts: ModelFacts, lengths: npt.NDArray[np.int64], *, frozen: bool = False) -> float:
-    """Returns the operations of a forward and a backward pass over sequences of `lengths` tokens, int64 [D]. `frozen`:
-    the model is frozen under an adapter."""
+def train_flops(
+    facts: ModelFacts, lengths: npt.NDArray[np.int64], shared: npt.NDArray[np.int64], *, frozen: bool = False
+) -> float:
+    """Returns the operations of a forward and a backward pass over sequences of `lengths` tokens, int64 [D]. The first
+    `shared` tokens of each, int64 [D], are computed in another one. `frozen`: the model is frozen under an adapter."""
     tokens = lengths.astype(np.float64)
-    products = (4 if frozen else 6) * facts.multiplied_parameters * tokens.sum()
+    prefixes = shared.astype(np.float64)
+    products = (4 if frozen else 6) * facts.multiplied_parameters * (tokens - prefixes).sum()
     layers = Counter(facts.windows)
-    pairs = sum(number * _pairs(tokens, window).sum() for window, number in layers.items())
+    pairs = sum(number * (_pairs(tokens, window) - _pairs(prefixes, window)).sum() for window, number in layers.items())
     return float(products + 12 * facts.num_heads * facts.head_dim * pairs)
 
 

@@ -23,6 +23,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from transformers.core_model_loading import revert_weight_conversion
 
 from trainer.attention import PACKED, choose_kernel, has_kernel
+from trainer.batching import MicroBatch
 from trainer.logprobs import add_token_logprobs
 from trainer.lora import add_adapters, start_values
 from trainer.mesh import Mesh
@@ -45,7 +46,8 @@ class Sharding:
     CPUs. `memory`: the decisions that follow from the free memory, where a replica takes `replica_share` of this rank's
     GPU. `whole`: the whole model stays gathered over each batch, as `memory.whole` says, unless a resumed run has
     decided otherwise. `packed`: rows are packed; with packing auto, only if there is a kernel for it and the models
-    have shown that they can be packed (`trainer.proof`). `kernel`: the name of the kernel for packed rows, and why it
+    have shown that they can be packed (`trainer.proof`). `shares`: prefixes are shared; only if the models have
+    shown that they can be computed so. `kernel`: the name of the kernel for packed rows, and why it
     is not the newest. `compiles`: layers are compiled, unless a trial shows that they cannot be (`trainer.compiled`).
     """
 
@@ -62,8 +64,10 @@ class Sharding:
         self._gives_up_layers = options.reshard_after_forward is True
         auto = options.packing == "auto" and attention == "auto" and has_kernel(mesh.device, self.dtype)
         self.packed = auto or options.packing == "packed"
+        share = options.shares_prefixes
+        self.shares = share == "on" or (share == "auto" and attention == "auto")
         self.kernel = ""  # of packed attention, where there is one
-        if self.packed and has_kernel(mesh.device, self.dtype):
+        if (self.packed or self.shares) and has_kernel(mesh.device, self.dtype):
             self.kernel = choose_kernel(mesh.device, self.dtype, facts.num_heads, facts.num_kv_heads, facts.head_dim)
         self._attention = attention
         self.memory = shard_memory(config, facts, on_gpus=on_gpus, room=mesh.smallest_room(config, replica_share))
@@ -162,12 +166,28 @@ class Sharding:
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
 
-    def lay_out(self, models: Sequence[PreTrainedModel], *, packed: bool) -> None:
-        """Sets whether the sequences of a micro-batch are packed into one row or are padded rows, for all `models`."""
+    def lay_out(self, models: Sequence[PreTrainedModel], *, packed: bool, shares: bool) -> None:
+        """Sets whether the sequences of a micro-batch are packed into one row or are padded rows, and whether prefixes
+        are shared, for all `models`."""
         self.packed = packed
+        self.shares = shares
         for model in models:
             if packed:
                 model.set_attn_implementation(PACKED)
+
+    @contextmanager
+    def layout_of(self, model: PreTrainedModel, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
+        """Encloses the passes of a batch, with their backward passes: `model` has the attention that its micro-batches
+        need. All of them share prefixes, or none."""
+        before = model.config._attn_implementation
+        switches = before != PACKED and any(micro.shared for micro in micro_batches)
+        if switches:
+            model.set_attn_implementation(PACKED)
+        try:
+            yield
+        finally:
+            if switches:
+                model.set_attn_implementation(before)
 
     @staticmethod
     def again_if_large(forward: Callable[..., Any], kept_tokens: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:

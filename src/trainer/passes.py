@@ -1,41 +1,52 @@
-"""Computes micro-batches: the model's inputs, and its log-probabilities."""
+"""Computes micro-batches: the model's inputs, its log-probabilities, and their return to the host."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer.batching import MicroBatch, Packed, Rows
-from trainer.logprobs import token_logprobs
-from trainer.losses import any_counts
+from trainer.batching import FlatTokens, MicroBatch, ShardOutput
+from trainer.logprobs import chosen_logprobs
+from trainer.losses import DATUM, UNREAD, LossFn, any_counts, counted_tokens, on_rows
 from trainer.model import Sharding
+from trainer.shared_rows import HeadRows, SharedRow
+from trainer.transfers import to_device, to_host
 from trireme.core.batch import BatchPart
+from trireme.core.prefixes import Numbers
 
 
 class Passes:
     """Computes micro-batches of a rank's part of a batch, in padded rows or packed, according to `sharding.packed` at
-    the time of the call."""
+    the time of the call, or with shared prefixes, if the micro-batch names them. Log-probabilities and columns are flat
+    in each case: T tokens, those of the micro-batch's datums one after the other (`FlatTokens`)."""
 
     def __init__(self, sharding: Sharding, device: torch.device) -> None:
         self._sharding = sharding
         self._device = device
 
-    def rows(self, part: BatchPart, micro: MicroBatch) -> dict[str, Tensor]:
-        """Returns the columns of the micro-batch's datums, and their tokens as `tokens`, as padded rows [B, L] on the
-        device. In a filler, mask and weights are 0."""
+    def columns(self, part: BatchPart, micro: MicroBatch, *, imported: bool = False) -> dict[str, Tensor]:
+        """Returns the columns of the micro-batch's datums that losses read, and the number of each token's datum as
+        DATUM, all [T] on the device. `imported`: for a loss of the user's, all columns, and the datums' tokens as
+        `tokens`."""
         batch = part.batch
-        layout = Rows(batch.offsets, part.places(micro.datums))
-        columns = {**batch.columns, "tokens": batch.tokens}
-        rows = {name: self._to_device(layout.pad(column)) for name, column in columns.items()}
-        for name in ("mask", "weights"):
-            if micro.filler and name in rows:
-                rows[name].zero_()
-        return rows
+        flat = FlatTokens(batch.offsets, part.places(micro.datums))
+        if imported:
+            columns = {**batch.columns, "tokens": batch.tokens}
+        else:
+            columns = {name: column for name, column in batch.columns.items() if name not in UNREAD}
+        on_device = {name: self._to_device(column[flat.index]) for name, column in columns.items()}
+        return {**on_device, DATUM: self._to_device(flat.datum.astype(np.int32))}
+
+    def on_rows(self, loss: LossFn, part: BatchPart, micro: MicroBatch) -> LossFn:
+        """Returns a loss of the micro-batch's flat tokens that calls `loss`, a user's own, with padded rows."""
+        flat = FlatTokens(part.batch.offsets, part.places(micro.datums))
+        return on_rows(loss, self._to_device(flat.places), flat.shape)
 
     @staticmethod
     def counts(part: BatchPart, micro: MicroBatch) -> bool:
@@ -43,36 +54,84 @@ class Passes:
         return not micro.filler and any_counts(part.batch.take(part.places(micro.datums)).columns)
 
     def logprobs(
-        self, model: PreTrainedModel, part: BatchPart, micro: MicroBatch, rows: Mapping[str, Tensor]
+        self, model: PreTrainedModel, part: BatchPart, micro: MicroBatch, only_counted: bool = False
     ) -> Tensor:
-        """Returns the log-probabilities of the targets of the micro-batch's rows under `model`, float32 [B, L]; values
-        at the padding have no meaning. `rows`: from `rows`."""
+        """Returns the log-probabilities of the targets of the micro-batch's tokens under `model`, float32 [T].
+        `only_counted`: targets whose mask or weight is 0 are not computed and get 0; at least one target is computed,
+        because each micro-batch takes part in the backward pass."""
+        if micro.shared:
+            return self._shared_logprobs(model, part, micro, only_counted)
+        batch = part.batch
+        datums = part.places(micro.datums)
+        flat = FlatTokens(batch.offsets, datums)
+        chosen = np.arange(len(flat.index))
+        if only_counted:
+            counted = np.flatnonzero(counted_tokens(batch.columns)[flat.index])
+            chosen = counted if len(counted) else chosen[:1]
+        sequences: dict[str, Any] = {}
+        if self._sharding.packed:
+            tokens = self._to_device(batch.tokens[flat.index])[None]
+            in_model = chosen
+            sequences = {
+                "position_ids": self._to_device(flat.positions)[None],
+                "cu_seq_lens_q": self._to_device(flat.starts),
+                "max_length_q": flat.longest,
+            }
+        else:
+            tokens = self._to_device(flat.pad(batch.tokens))
+            in_model = flat.places[chosen]
+        p = chosen_logprobs(
+            model,
+            tokens.long(),
+            self._to_device(batch.columns["target_tokens"][flat.index[chosen]]).long(),
+            self._temperatures(batch.temperatures[datums][flat.datum[chosen]]),
+            self._to_device(in_model),
+            **sequences,
+        )
+        return self._flat(p, chosen, len(flat.index))
+
+    def _shared_logprobs(
+        self, model: PreTrainedModel, part: BatchPart, micro: MicroBatch, only_counted: bool
+    ) -> Tensor:
+        """Returns what `logprobs` does, for datums that share prefixes."""
         batch = part.batch
         places = part.places(micro.datums)
-        temperatures = batch.temperatures[places]
-        ones = bool((temperatures == 1).all())
-        if not self._sharding.packed:
-            tokens = rows["tokens"].long()
-            targets = rows["target_tokens"].long()
-            if ones:
-                of_rows = None
-            else:
-                of_rows = self._to_device(temperatures)[:, None].expand(tokens.shape)
-            return token_logprobs(model, tokens, targets, of_rows)
-        packed = Packed(batch.offsets, places)
-        columns = batch.tokens, batch.columns["target_tokens"]
-        tokens, targets = (self._to_device(column[packed.index])[None].long() for column in columns)
-        if ones:
-            temperature = None
+        row = SharedRow(batch.offsets, places, micro.shared)
+        if only_counted:
+            counted = counted_tokens(batch.columns)[row.flat_index]
         else:
-            temperature = self._to_device(temperatures[packed.datum])[None]
-        positions = self._to_device(packed.positions)
-        bounds = {"cu_seq_lens_q": self._to_device(packed.starts), "max_length_q": packed.longest}
-        p = token_logprobs(model, tokens, targets, temperature, position_ids=positions[None], **bounds)
-        return p[0][self._to_device(packed.rows.index)]
+            counted = None
+        head = HeadRows.of(row, batch.temperatures[places], counted)
+        p = chosen_logprobs(
+            model,
+            self._to_device(batch.tokens[row.index])[None].long(),
+            self._to_device(batch.columns["target_tokens"][row.flat_index[head.chosen]]).long(),
+            self._temperatures(head.temperatures),
+            self._to_device(head.hidden),
+            head.bounds,
+            **row.arguments(self._to_device),
+        )
+        return self._flat(p, head.chosen, len(row.path))
 
-    def _to_device(self, values: npt.NDArray[Any]) -> Tensor:
-        tensor = torch.from_numpy(values)
-        if self._device.type == "cuda":  # a copy of other memory waits until the device has done all that was begun
-            tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=True)
+    def _temperatures(self, values: npt.NDArray[np.float32]) -> Tensor | None:
+        """Returns temperatures on the device; None if all are 1."""
+        if (values == 1).all():
+            return None
+        return self._to_device(values)
+
+    def _flat(self, p: Tensor, chosen: Numbers, count: int) -> Tensor:
+        """Returns the values of the tokens `chosen` as values of all `count` tokens, float32 [count], 0 elsewhere."""
+        return p.new_zeros(count).index_copy(0, self._to_device(chosen), p)
+
+    def _to_device(self, values: npt.NDArray[np.generic]) -> Tensor:
+        return to_device(values, self._device)
+
+
+def collect(computed: Sequence[tuple[MicroBatch, Tensor]], metrics: Mapping[str, float]) -> ShardOutput:
+    """Makes the shard's output from its computed micro-batches, each with its logprobs [T]; drops fillers. Waits for
+    the device once."""
+    counted = [(micro, p) for micro, p in computed if not micro.filler]
+    datums = tuple(d for micro, _ in counted for d in micro.datums)
+    if not datums:
+        return ShardOutput((), np.zeros(0, np.float32), metrics)
+    return ShardOutput(datums, to_host(torch.cat([p for _, p in counted])), metrics)

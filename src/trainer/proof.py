@@ -1,9 +1,10 @@
 """A model proves itself before the first step: the trainer's ways to compute it agree with its own forward pass.
 
 The model's own forward pass computes the log-probabilities of two short samples, one after the other; the trainer
-computes them as padded rows, and packed into one row. The name of an architecture decides nothing. A model with
-different results in rows is refused. A model that only differs when packed is computed in rows, or refused if the
-configuration asks for packed rows.
+computes them as padded rows, and packed into one row. Three more samples with common beginnings are computed as one row
+of distinct tokens. The name of an architecture decides nothing. A model with different results in rows is refused. A
+model that only differs when packed is computed in rows, and one that only differs with shared prefixes computes each
+sequence whole; or it is refused if the configuration asks for it.
 
 The sharded model is tried, within the rounding of the dtype in which it computes, and so is a small twin of the same
 configuration (`trainer.twin`), in float32, where every constant matters and windows are as short as the samples. Kinds
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -30,12 +32,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from trainer.attention import PACKED
 from trainer.export import write_weights
-from trainer.logprobs import add_token_logprobs, token_logprobs
+from trainer.logprobs import add_token_logprobs, chosen_logprobs, token_logprobs
 from trainer.mesh import Mesh
 from trainer.model import Sharding, fsdp_units, gathered_units, load_source
 from trainer.proved import IN_PAGE, ProvedType, proved_type
+from trainer.shared_rows import HeadRows, SharedRow
 from trainer.state import random_state, set_random_state
 from trainer.twin import make_twin
+from trireme.config.trainer import SharePrefixes
 from trireme.core.errors import BadInput
 from trireme.core.refusals import Refusal
 from trireme.transports.packing import pack
@@ -43,6 +47,9 @@ from trireme.transports.packing import pack
 LENGTHS = (13, 11)
 """Tokens of the two samples: more than a twin's windows and a convolution's kernel, few compared with a training batch.
 """
+BRANCHES = ((20, 0), (21, 10), (19, 6))
+"""Tokens of three samples, and with how many tokens of the one before it each begins. Prefixes and branches are longer
+than a twin's windows, or shorter."""
 MAGNIFIED = 30.0
 """Largest logit of a twin. Its hidden states are multiplied to reach it, so that soft caps and scales show."""
 RELOADED = 1e-4
@@ -72,6 +79,13 @@ class Agreement:
     """How much earlier tokens of a row move when a later one changes."""
     error: str = ""
     """Why a packed row cannot be computed."""
+    shared: float | None = None
+    """A row of distinct tokens, against each sample alone; None if that was not tried, infinite if it cannot be
+    computed."""
+    shared_leak: float = 0.0
+    """How much a sample of such a row moves when another one changes after their common beginning."""
+    shared_error: str = ""
+    """Why a row of distinct tokens cannot be computed."""
 
     @property
     def not_rows(self) -> str:
@@ -95,6 +109,22 @@ class Agreement:
             return f"log-probabilities of a packed row differ by {self.packed:.3g} from those of the samples alone"
         return ""
 
+    @property
+    def not_shared(self) -> str:
+        """Why shared prefixes are computed wrong; "" if they are right or were not tried."""
+        if self.shared is None:
+            return ""
+        if self.shared_error:
+            return f"a row of distinct tokens cannot be computed ({self.shared_error})"
+        if not self.shared_leak <= self.tolerance:
+            return f"a sample of a row of distinct tokens moves by {self.shared_leak:.3g} when another one changes"
+        if not self.shared <= self.tolerance:
+            return (
+                f"log-probabilities of a row of distinct tokens differ by {self.shared:.3g} from those of the samples "
+                "alone"
+            )
+        return ""
+
 
 @dataclass(frozen=True)
 class Proof:
@@ -110,6 +140,10 @@ class Proof:
     cannot be made small."""
     why_rows: str = ""
     """Why rows are not packed although `trainer.packing` would have them so."""
+    shares: bool = False
+    """True: prefixes are shared."""
+    why_whole: str = ""
+    """Why prefixes are not shared although `trainer.share_prefixes` would have them so."""
     kernel: str = ""
     """The kernel that computes packed rows; empty if there is none."""
 
@@ -121,45 +155,69 @@ class Proof:
             f"{self.architecture}: the trainer's log-probabilities are those of the model's own logits within "
             f"{self.model.rows:.1g}, rows are {layout}"
             + (f" and computed by {self.kernel}" if self.packed and self.kernel else "")
+            + (", common prefixes can be computed once" if self.shares else "")
             + (f" (not tried on a small twin: {self.twin})" if isinstance(self.twin, str) else "")
         )
 
+    @property
+    def notice(self) -> str:
+        """Returns what the configuration asks for and the model cannot, with the reasons; "" if there is nothing."""
+        notices = []
+        if self.why_rows:
+            notices.append(f"rows are padded, not packed: {self.why_rows}")
+        if self.why_whole:
+            notices.append(f"common prefixes are computed for each sequence: {self.why_whole}")
+        return "; ".join(notices)
 
-def prove_models(models: Sequence[PreTrainedModel], mesh: Mesh, sharding: Sharding, packing: Packing) -> Proof:
-    """Finds whether the models of a run, the policy first, can be computed packed or only in rows, and sets `sharding`
-    and the models to that layout. Returns the policy's proof.
+
+def prove_models(
+    models: Sequence[PreTrainedModel], mesh: Mesh, sharding: Sharding, packing: Packing, share: SharePrefixes
+) -> Proof:
+    """Finds whether the models of a run, the policy first, can be computed packed or only in rows, and with shared
+    prefixes, and sets `sharding` and the models to that layout. Returns the policy's proof.
 
     Weights and random generators do not change. Collective. Raises BadInput on all ranks, as `decide` does.
     """
     before = random_state(mesh.device)
-    proofs = [_prove_model(model, mesh, sharding, packing) for model in models]
-    sharding.lay_out(models, packed=all(proof.packed for proof in proofs))
+    proofs = [_prove_model(model, mesh, sharding, packing, share) for model in models]
+    packed = all(proof.packed for proof in proofs)
+    sharding.lay_out(models, packed=packed, shares=all(proof.shares for proof in proofs))
     set_random_state(before)
     why_rows = next((proof.why_rows for proof in proofs if proof.why_rows), "")
-    return replace(proofs[0], packed=sharding.packed, why_rows=why_rows, kernel=sharding.kernel)
+    why_whole = next((proof.why_whole for proof in proofs if proof.why_whole), "")
+    return replace(
+        proofs[0],
+        packed=sharding.packed,
+        why_rows=why_rows,
+        shares=sharding.shares,
+        why_whole=why_whole,
+        kernel=sharding.kernel,
+    )
 
 
-def _prove_model(model: PreTrainedModel, mesh: Mesh, sharding: Sharding, packing: Packing) -> Proof:
-    twin = _on_first(mesh, partial(_prove_kind, model.config, packed=sharding.packed))
+def _prove_model(
+    model: PreTrainedModel, mesh: Mesh, sharding: Sharding, packing: Packing, share: SharePrefixes
+) -> Proof:
+    twin = _on_first(mesh, partial(_prove_kind, model.config, packed=sharding.packed, shares=sharding.shares))
     packed = sharding.packed and (isinstance(twin, str) or not twin.not_packed)
-    agreement = prove(model, mesh.device, sharding.dtype, packed=packed)
+    shares = sharding.shares and (isinstance(twin, str) or not twin.not_shared)
+    agreement = prove(model, mesh.device, sharding.dtype, packed=packed, shares=shares)
     name = type(model).__name__.removeprefix("FSDP")
-    return _on_first(mesh, partial(decide, name, agreement, twin, packing=packing))
+    return _on_first(mesh, partial(decide, name, agreement, twin, packing=packing, share=share))
 
 
-def _prove_kind(config: PretrainedConfig, *, packed: bool) -> Agreement | ProvedType | str:
+def _prove_kind(config: PretrainedConfig, *, packed: bool, shares: bool) -> Agreement | ProvedType | str:
     """Returns the result of docs/models.md for the kind of model that `config` describes; if the page has none, the
-    result of a small twin, or a text that says why no twin can be built. `packed`: also try packed rows."""
+    result of a small twin, or a text that says why no twin can be built. `packed` and `shares`: also try packed rows,
+    and shared prefixes."""
     proved = proved_type(config)
     if proved:
-        if packed:
-            return proved
-        return ProvedType("")
+        return ProvedType(proved.not_packed if packed else "", proved.not_shared if shares else "")
     try:
         twin = make_twin(config)
     except BadInput as error:
         return str(error)
-    return prove_twin(twin, packed=packed)
+    return prove_twin(twin, packed=packed, shares=shares)
 
 
 def _on_first(mesh: Mesh, compute: Callable[[], T]) -> T:
@@ -176,12 +234,20 @@ def _on_first(mesh: Mesh, compute: Callable[[], T]) -> T:
     return cast("T", outcome)
 
 
-def decide(architecture: str, model: Agreement, twin: Agreement | ProvedType | str, *, packing: Packing) -> Proof:
-    """Returns the proof of a model, with its layout: packed if packed rows were tried and agree, else padded rows.
-    `model`: the result of the sharded model. `twin`: the result of a small twin or of docs/models.md, or why there
-    is no twin.
+def decide(
+    architecture: str,
+    model: Agreement,
+    twin: Agreement | ProvedType | str,
+    *,
+    packing: Packing,
+    share: SharePrefixes = "auto",
+) -> Proof:
+    """Returns the proof of a model, with its layout: packed if packed rows were tried and agree, else padded rows; and
+    with shared prefixes if these were tried and agree. `model`: the result of the sharded model. `twin`: the result
+    of a small twin or of docs/models.md, or why there is no twin.
 
-    Raises BadInput if padded rows do not agree, or if `packing` asks for packed rows and these do not agree.
+    Raises BadInput if padded rows do not agree, or if `packing` asks for packed rows or `share` for shared prefixes and
+    these do not agree.
     """
     agreements: dict[str, Agreement | ProvedType] = {"": model}
     if not isinstance(twin, str):
@@ -192,29 +258,43 @@ def decide(architecture: str, model: Agreement, twin: Agreement | ProvedType | s
                 f"{architecture}: {agreement.not_rows}{place}",
                 f"a difference that rounding explains, at most {agreement.tolerance:.2g}",
                 "train another model: the trainer would not compute this one's probabilities",
-            ).error()
+            )
     reason = next((agreement.not_packed + place for place, agreement in agreements.items() if agreement.not_packed), "")
     if reason and packing == "packed":
         raise Refusal(
             f"trainer.packing = packed for {architecture}: {reason}",
             f"a difference that rounding explains, at most {model.tolerance:.2g}",
             "leave --trainer.packing out, or set it to rows",
-        ).error()
+        )
+    whole = next((agreement.not_shared + place for place, agreement in agreements.items() if agreement.not_shared), "")
+    if whole and share == "on":
+        raise Refusal(
+            f"trainer.share_prefixes = on for {architecture}: {whole}",
+            f"a difference that rounding explains, at most {model.tolerance:.2g}",
+            "leave --trainer.share-prefixes out, or set it to off",
+        )
     packed = model.packed is not None and not reason
-    return Proof(architecture, packed, model, twin, reason)
+    shares = model.shared is not None and not whole
+    return Proof(architecture, packed, model, twin, reason, shares, whole)
 
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # else compiled layers would be compiled for the samples' shapes first
 def prove(
-    model: PreTrainedModel, device: torch.device, dtype: torch.dtype, *, packed: bool, magnified: float | None = None
+    model: PreTrainedModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    packed: bool,
+    shares: bool = False,
+    magnified: float | None = None,
 ) -> Agreement:
     """Computes the samples by the model's own forward pass and by the trainer's ways; returns how far they differ.
     `model` may be sharded; its passes compute in `dtype` on `device`.
 
-    `packed`: also try a packed row. `magnified`: scale the hidden states so that the largest logit is this; None: do
-    not. Uses no gradients and no random numbers, and changes nothing. Collective for a sharded model. Raises BadInput
-    when the model's own forward pass, or rows, cannot be computed.
+    `packed`: also try a packed row. `shares`: also try a row of distinct tokens. `magnified`: scale the hidden states
+    so that the largest logit is this; None: do not. Uses no gradients and no random numbers, and changes nothing.
+    Collective for a sharded model. Raises BadInput when the model's own forward pass, or rows, cannot be computed.
     """
     config = model.config.get_text_config()
     samples = [_sample(config, number, length).to(device) for number, length in enumerate(LENGTHS)]
@@ -230,6 +310,8 @@ def prove(
             in_one_row = _try_packed(model, samples, other, reference)
         else:
             in_one_row = {}
+        if shares:
+            in_one_row |= _try_shared(model, _branches(config, device))
     return Agreement(
         tolerance=rounding(dtype, magnified or largest, config.num_hidden_layers),
         rows=max(_distance(first, reference[0]), _distance(second, reference[1])),
@@ -257,10 +339,10 @@ def _refusing(model: PreTrainedModel) -> Iterator[None]:
         yield
     except Exception as error:  # each architecture fails in its own way
         raise Refusal(
-            f"{type(model).__name__}, which cannot be computed: {type(error).__name__}: {error}",
+            f"a model of the class {type(model).__name__}, which cannot be computed: {type(error).__name__}: {error}",
             "a causal language model whose forward pass takes token ids alone",
-            "train another model",
-        ).error() from error
+            "set model.name to another model",
+        ) from error
 
 
 def _try_packed(
@@ -268,29 +350,71 @@ def _try_packed(
 ) -> dict[str, Any]:
     """Returns the fields of an Agreement about packed rows. `reference`: log-probabilities of each sample alone;
     `other`: the first sample with changed tokens, which must not move the second sample's."""
-    before = model.config._attn_implementation
     try:
-        model.set_attn_implementation(PACKED)
-        first, second = _in_one_row(model, samples)
-        moved = _in_one_row(model, [other, samples[1]])[1]
+        with _attention(model):
+            first, second = _in_one_row(model, samples)
+            moved = _in_one_row(model, [other, samples[1]])[1]
     except Exception as error:  # each architecture fails in its own way
-        for unit in fsdp_units(model):
-            unit.reshard()
         return {"packed": math.inf, "error": f"{type(error).__name__}: {error}"}
-    finally:
-        model.set_attn_implementation(before)
     return {
         "packed": max(_distance(first, reference[0]), _distance(second, reference[1])),
         "leak": _distance(second, moved),
     }
 
 
-def prove_twin(twin: PreTrainedModel, *, packed: bool) -> Agreement:
+@contextmanager
+def _attention(model: PreTrainedModel) -> Iterator[None]:
+    """Gives `model` the attention of packed rows within the block. After an error no layer is left gathered."""
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(PACKED)
+        yield
+    except Exception:
+        for unit in fsdp_units(model):
+            unit.reshard()
+        raise
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _try_shared(model: PreTrainedModel, samples: Sequence[Tensor]) -> dict[str, Any]:
+    """Returns the fields of an Agreement about shared prefixes. `samples`: with common beginnings, as BRANCHES says.
+    The end of each sample is changed in turn, and must not move the others."""
+    config = model.config.get_text_config()
+    leaks = []
+    try:
+        reference = [_chosen(own_logits(model, sample), sample) for sample in samples]
+        with _attention(model):
+            computed = _with_shared_prefixes(model, samples)
+            for number in range(len(samples)):
+                changed = list(samples)
+                changed[number] = _with_changed(samples[number], slice(max(s for _, s in BRANCHES), None), config)
+                moved = _with_shared_prefixes(model, changed)
+                pairs = zip(computed, moved, strict=True)
+                leaks += [_distance(*pair) for other, pair in enumerate(pairs) if other != number]
+    except Exception as error:  # each architecture fails in its own way
+        return {"shared": math.inf, "shared_error": f"{type(error).__name__}: {error}"}
+    distances = [_distance(*pair) for pair in zip(computed, reference, strict=True)]
+    return {"shared": max(distances), "shared_leak": max(leaks)}
+
+
+def _branches(config: PretrainedConfig, device: torch.device) -> list[Tensor]:
+    """Returns three samples with common beginnings, as BRANCHES says."""
+    samples: list[Tensor] = []
+    for number, (length, shared) in enumerate(BRANCHES):
+        sample = _sample(config, number, length)
+        if shared:
+            sample[:shared] = samples[-1][:shared]
+        samples.append(sample.to(device))
+    return samples
+
+
+def prove_twin(twin: PreTrainedModel, *, packed: bool, shares: bool) -> Agreement:
     """Proves a small twin (`trainer.twin`), with logits up to MAGNIFIED: first what Hugging Face opens of its published
     form (`prove_reload`), then the trainer's ways (`prove`). Raises BadInput as these do."""
     prove_reload(twin)
     cpu = torch.device("cpu")
-    return prove(add_token_logprobs(twin), cpu, torch.float32, packed=packed, magnified=MAGNIFIED)
+    return prove(add_token_logprobs(twin), cpu, torch.float32, packed=packed, shares=shares, magnified=MAGNIFIED)
 
 
 @torch.no_grad()
@@ -314,7 +438,7 @@ def prove_reload(model: PreTrainedModel) -> None:
             f"log-probabilities that differ by {distance:.3g}",
             f"the same ones, within {RELOADED:g}",
             "train another model, or update transformers",
-        ).error()
+        )
 
 
 def own_logits(model: PreTrainedModel, sample: Tensor) -> Tensor:
@@ -377,6 +501,31 @@ def _in_one_row(model: PreTrainedModel, samples: Sequence[Tensor]) -> list[Tenso
         model, tokens, targets, ones, position_ids=positions, cu_seq_lens_q=starts, max_length_q=max(lengths)
     )
     return list(row[0].split(lengths))
+
+
+def _with_shared_prefixes(model: PreTrainedModel, samples: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the log-probabilities of each sample's tokens after the first, computed together in one row of distinct
+    tokens. The samples have common beginnings, as BRANCHES says."""
+    tokens, targets = (torch.cat([s[part] for s in samples]) for part in (INPUTS, TARGETS))
+    lengths = [len(sample) - 1 for sample in samples]
+    offsets = np.asarray([0, *accumulate(lengths)], np.int64)
+    row = SharedRow(offsets, np.arange(len(samples)), [shared for _, shared in BRANCHES])
+    head = HeadRows.of(row, np.ones(len(samples), np.float32), None)
+
+    def to_device(values: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values).to(tokens.device)
+
+    chosen = to_device(head.chosen)
+    p = chosen_logprobs(
+        model,
+        tokens[to_device(row.index)][None],
+        targets[chosen],
+        to_device(head.temperatures),
+        to_device(head.hidden),
+        head.bounds,
+        **row.arguments(to_device),
+    )
+    return list(torch.zeros_like(p).index_put((chosen,), p).split(lengths))
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

@@ -1,9 +1,9 @@
 """Kinds of models that docs/models.md shows to be computed right: a run of one of these needs no twin at its start.
 
 `scripts/make_models_docs.py` writes `proved_models.json` with the page: for each model type the layout in which its
-small model trained, and the options with which that was shown. A model counts as one of them when it has the same
-switches (flags, scales, soft caps, names of functions, kinds of layers), and when transformers and vLLM have the
-versions of the page.
+small model trained, why it cannot share prefixes if that is so, and the options with which that was shown. A model
+counts as one of them when it has the same switches (flags, scales, soft caps, names of functions, kinds of layers), and
+when transformers and vLLM have the versions of the page.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class ProvedType:
 
     not_packed: str
     """Why it is computed in rows; empty if packed rows are right."""
+    not_shared: str
+    """Why prefixes are not shared; empty if they can be."""
     not_rows = ""
     tolerance = 0.0
 
@@ -60,7 +62,7 @@ def proved_type(config: PretrainedConfig) -> ProvedType | None:
     keys = shown.keys() | {key for values in proved for key in values}
     if any(all(values.get(key) != shown.get(key) for values in proved) for key in keys):
         return None
-    return ProvedType(entry.get("why", ""))
+    return ProvedType(entry.get("why", ""), entry.get("whole", ""))
 
 
 def versions() -> dict[str, str]:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, set_seed
 
 from trainer.adapters import Adapters, AdapterVerbs, first_adapter
 from trainer.batch_checks import PublishedVersions, find_refusal, nonfinite_datums
-from trainer.batching import MicroBatch, RankAssignment, ShardOutput, SummarizedOutput, collect, plan
+from trainer.batching import MicroBatch, RankAssignment, ShardOutput, SummarizedOutput, plan
 from trainer.canary import canary_tokens, compute_canary
 from trainer.compiled import trial_batches, why_uncompiled
 from trainer.export import companion_files, own_part, write_weights
@@ -33,18 +33,21 @@ from trainer.losses import Metrics, backward, monitors, read_metrics, resolve_lo
 from trainer.mesh import Mesh
 from trainer.mfu import peak_flops, train_flops
 from trainer.model import Sharding, freed_after, gathered_units, published_units, shard_sums
-from trainer.passes import Passes
+from trainer.passes import Passes, collect
 from trainer.proof import prove_models
 from trainer.state import Checkpointer, make_adam_state
+from trainer.transfers import to_host
 from trireme.checkpoint.files import FileRecord
-from trireme.checkpoint.parts import CommitSource
+from trireme.checkpoint.parts import CheckpointSource
 from trireme.config import CommonConfig
+from trireme.config.losses import LOSSES
 from trireme.config.model_facts import ModelFacts
-from trireme.core.batch import BatchPart, Numbers, Summary, TokenBatch
+from trireme.core.batch import BatchPart, Summary, TokenBatch
 from trireme.core.class_tensors import persistent_buffers
 from trireme.core.errors import BadInput, NonFiniteGradient, TriremeError
+from trireme.core.prefixes import Forest, Numbers
 from trireme.core.refusals import Refusal
-from trireme.core.transport import Sender, Session
+from trireme.core.transport import Endpoint, Sender, Session
 from trireme.core.types import AdamParams, OptimStepResponse, Provenance, WeightIdentity, Which
 from trireme.core.weights import Adapter, Layout, PublishedWeights, TensorEntry, WeightsManifest, weights_digest
 from trireme.process.device import find_device
@@ -54,7 +57,8 @@ from trireme.transports.packing import lay_out
 
 log = logging.getLogger(__name__)
 SUMS_WHOLE = "gradients summed whole"
-"""The name, next to the names of buffers, under which a commit says if the whole model was kept (`ShardMemory.whole`).
+"""The name, next to the names of buffers, under which a checkpoint says if the whole model was kept
+(`ShardMemory.whole`).
 """
 
 
@@ -98,7 +102,9 @@ class Shard(AdapterVerbs):
         self._reference = self._load_reference()
         models = [self._model, *([self._reference] if self._reference else [])]
         log.info("proving that the model is computed right")
-        self.proof = prove_models(models, self._mesh, self._sharding, config.trainer.packing)
+        self.proof = prove_models(
+            models, self._mesh, self._sharding, config.trainer.packing, config.trainer.shares_prefixes
+        )
         if self._sharding.compiles:
             self._layers_text = self._try_compiled()
         else:
@@ -139,7 +145,7 @@ class Shard(AdapterVerbs):
                 f"trainer.compile = true for {self.proof.architecture}: {reason}",
                 "layers that compile, and compute what they compute uncompiled",
                 "leave --trainer.compile out, or set it to false",
-            ).error()
+            )
         if reason:
             return f"layers are not compiled: {reason}"
         return "layers are compiled"
@@ -166,9 +172,9 @@ class Shard(AdapterVerbs):
 
     def shown(self) -> tuple[str, str]:
         """Returns two texts: the result of the model's proof at the start, with notes on layers, memory and sums; and
-        why rows are not packed although the configuration asks for packed rows ("" otherwise)."""
+        what the configuration asks for and the model cannot, packed rows or shared prefixes ("" otherwise)."""
         texts = self.proof.text, self._layers_text, self._sharding.memory.text, self._sums.text
-        return "; ".join(filter(None, texts)), self.proof.why_rows
+        return "; ".join(filter(None, texts)), self.proof.notice
 
     def forward_backward(
         self,
@@ -188,35 +194,46 @@ class Shard(AdapterVerbs):
         if provenance is not None:
             self._published.check(provenance)
         function, loss_config = resolve_loss(loss_fn, loss_fn_config)
+        imported = loss_fn not in LOSSES
         part = self._checked(data, loss_fn)
         logprobs: list[tuple[MicroBatch, Tensor]] = []
         metrics: list[Metrics] = []
         finite: list[Tensor] = []
-        micro_batches = self._micro_batches(part.lengths)
-        with self._sharding.accumulating(self._model) as next_pass, adapter_mode(self._model, dropout=True):
+        micro_batches = self._micro_batches(part.forest)
+        with (
+            self._sharding.layout_of(self._model, micro_batches),
+            self._sharding.accumulating(self._model) as next_pass,
+            adapter_mode(self._model, dropout=True),
+        ):
             for number, micro in enumerate(micro_batches, start=1):
                 next_pass(number == len(micro_batches))
-                rows = self._passes.rows(part, micro)
-                p = self._passes.logprobs(self._model, part, micro, rows)
+                columns = self._passes.columns(part, micro, imported=imported)
+                p = self._passes.logprobs(self._model, part, micro, only_counted=not wants_logprobs)
                 p.retain_grad()
                 counts = self._passes.counts(part, micro)
-                loss, loss_metrics, is_finite = backward(function, p, rows, loss_config, counts=counts)
+                micro_loss = self._passes.on_rows(function, part, micro) if imported else function
+                loss, loss_metrics, is_finite = backward(micro_loss, p, columns, loss_config, counts=counts)
                 finite.append(is_finite)
                 logprobs.append((micro, p.detach()))
                 if not micro.filler:
-                    watched: Metrics = monitors(p, rows) if "logprobs" in rows else {}
+                    watched: Metrics = monitors(p, columns) if "logprobs" in columns else {}
                     metrics.append({"loss:sum": loss, **watched, **loss_metrics})
-        output = collect(part.lengths, logprobs, reduce_metrics(read_metrics(metrics)))
-        suspects = () if torch.stack(finite).all() else nonfinite_datums(part, output, function, loss_config)
-        output = replace(output, suspects=suspects, peak_s=self._peak_s(part.lengths[list(output.datums)]))
+        output = collect(logprobs, reduce_metrics(read_metrics(metrics)))
+        suspects = () if to_host(torch.stack(finite)).all() else nonfinite_datums(part, output, function, loss_config)
+        sizes = [micro.sizes(part.lengths) for micro in micro_batches if not micro.filler]
+        tokens = sum(int(whole.sum()) for whole, _ in sizes)
+        distinct = tokens - sum(int(shared.sum()) for _, shared in sizes)
+        peak_s = self._peak_s(sizes)
+        output = replace(output, suspects=suspects, peak_s=peak_s, tokens=tokens, distinct=distinct)
         if wants_logprobs:
             return output
         return replace(output, logprobs=output.logprobs[:0])
 
-    def _peak_s(self, lengths: Numbers) -> float:
-        """Returns the seconds that the model's arithmetic for datums of these lengths takes at a GPU's peak, divided by
-        the number of ranks: this rank's share of `ForwardBackwardOutput.peak_s`."""
-        flops = train_flops(self._facts, lengths, frozen=self._config.trainer.lora.on)
+    def _peak_s(self, sizes: Sequence[tuple[Numbers, Numbers]]) -> float:
+        """Returns the seconds that the model's arithmetic for micro-batches of these `MicroBatch.sizes` takes at a
+        GPU's peak, divided by the number of ranks: this rank's share of `ForwardBackwardOutput.peak_s`."""
+        frozen = self._config.trainer.lora.on
+        flops = sum(train_flops(self._facts, whole, shared, frozen=frozen) for whole, shared in sizes)
         return flops / self._peak_flops / self._mesh.size
 
     @torch.no_grad()
@@ -224,10 +241,10 @@ class Shard(AdapterVerbs):
         """Computes the log-probabilities of the batch's `target_tokens` under the policy or the reference, without a
         gradient; returns this rank's. Raises BadInput without a reference, and for tokens outside the vocabulary."""
         part = self._checked(data)
-        with self._policy_or_reference(which) as model:
-            micro_batches = self._micro_batches(part.lengths)
-            computed = [(m, self._passes.logprobs(model, part, m, self._passes.rows(part, m))) for m in micro_batches]
-        return collect(part.lengths, computed, {})
+        micro_batches = self._micro_batches(part.forest)
+        with self._policy_or_reference(which) as model, self._sharding.layout_of(model, micro_batches):
+            computed = [(micro, self._passes.logprobs(model, part, micro)) for micro in micro_batches]
+        return collect(computed, {})
 
     def forward_summarized(self, part: BatchPart, which: Which, name: str, summarize: Summary) -> SummarizedOutput:
         """Computes log-probabilities as `forward` does, then calls `summarize` with the part's batch, to which they are
@@ -334,7 +351,7 @@ class Shard(AdapterVerbs):
             shapes = published_units
         return lay_out(shapes(self._model, self._sharding.dtype))
 
-    def terms(self) -> tuple[tuple[int, ...], object]:
+    def terms(self) -> tuple[tuple[int, ...], Endpoint | None]:
         """Returns what an offer to replicas needs from this rank: the sizes of the buckets in bytes, and the address at
         which replicas reach this rank's sender (None for a transport without sessions)."""
         return self.layout.sizes, self._sender.endpoint
@@ -373,7 +390,9 @@ class Shard(AdapterVerbs):
         """
         return self._checkpointer.finish(path)
 
-    def load_state(self, path: Path, identities: Sequence[WeightIdentity], source: CommitSource | None = None) -> str:
+    def load_state(
+        self, path: Path, identities: Sequence[WeightIdentity], source: CheckpointSource | None = None
+    ) -> str:
         """Loads the state saved in `path` by any number of shards; a node that does not see `path` reads from `source`.
         `identities`: the identities of the versions published until then. Drops gradients.
 
@@ -421,12 +440,17 @@ class Shard(AdapterVerbs):
 
     def rank_assignment(self) -> RankAssignment:
         """Returns the function that says which datums each rank computes."""
-        return RankAssignment(self._mesh.dp_size, self._facts.attention_length)
+        share = self._config.trainer.shares_prefixes
+        return RankAssignment(self._mesh.dp_size, self._facts.attention_length, share)
 
-    def _micro_batches(self, lengths: Numbers) -> list[MicroBatch]:
-        """Returns this rank's micro-batches of a batch with datums of `lengths` tokens, int64 [D] over all ranks."""
-        budget = self._config.micro_batch_limit(self._max_seq_len)
-        by_attention = self._facts.attention_length
-        size = self._config.trainer.micro_batch_size
-        ranks = plan(lengths, self._mesh.dp_size, budget, by_attention, self._sharding.packed, size)
+    def _micro_batches(self, forest: Forest) -> list[MicroBatch]:
+        """Returns this rank's micro-batches of a batch. `forest`: of its datums over all ranks."""
+        ranks = plan(
+            forest,
+            self.rank_assignment(),
+            self._config.micro_batch_limit(self._max_seq_len),
+            packed=self._sharding.packed,
+            micro_batch_size=self._config.trainer.micro_batch_size,
+            shares=self._sharding.shares,
+        )
         return ranks[self._mesh.dp_rank]

@@ -1,4 +1,5 @@
-"""The trainer's part of a commit: weights, AdamW's state and random generators, by torch.distributed.checkpoint (DCP).
+"""The trainer's part of a checkpoint: weights, AdamW's state and random generators, by torch.distributed.checkpoint
+(DCP).
 
 Saved are, under these names, for any number of ranks to read:
   parameters.<names>     [3, n, *shape], in the dtype of the master weights: n parameters of one kind, all of the same
@@ -40,7 +41,7 @@ from trainer.mesh import Mesh
 from trainer.snapshot import MOMENTS, REFERENCE, Slab, Staging, StateSnapshot, own_part
 from trainer.state_reader import StateReader
 from trireme.checkpoint.files import Copy, FileRecord, HashingWriter, fsync_directory, make_directory, storage_errors
-from trireme.checkpoint.parts import CommitSource, PartReader
+from trireme.checkpoint.parts import CheckpointSource, PartReader
 from trireme.config import CommonConfig
 from trireme.core.errors import CheckpointInvalid, StorageFailed
 from trireme.process.environ import yield_to_others
@@ -196,10 +197,10 @@ class Checkpointer:
         for state in self._optimizer.state.values():
             torch._foreach_zero_(list(state.values()))
 
-    def load(self, path: Path, source: CommitSource | None = None) -> None:
+    def load(self, path: Path, source: CheckpointSource | None = None) -> None:
         """Loads the state that any number of ranks saved in `path`; a rank that does not see `path` reads from
-        `source`. What the commit lacks does not change: the random generators of ranks that did not exist then, or a
-        reference that was not saved. Raises CheckpointInvalid for the state of another model, or if it cannot be
+        `source`. What the checkpoint lacks does not change: the random generators of ranks that did not exist then, or
+        a reference that was not saved. Raises CheckpointInvalid for the state of another model, or if it cannot be
         read, and StorageFailed."""
         self.wait_until_saved()  # frees the buffers
         with PartReader.opened(path, source) as part:
@@ -294,7 +295,7 @@ def _cause(error: dcp.CheckpointException) -> Exception:
 
 def _refuse_other_tensors(path: Path, saved: set[str], expected: set[str]) -> None:
     """Raises CheckpointInvalid unless `saved` and `expected` are the same names, apart from random generators and
-    reference. `path` names the commit in the error."""
+    reference. `path` names the checkpoint in the error."""
     missing, unknown = (
         sorted(name for name in names if not name.startswith(("random.", REFERENCE)))
         for names in (expected - saved, saved - expected)

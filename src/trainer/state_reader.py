@@ -1,8 +1,8 @@
 """Reads a saved state without running code that the state brings with it.
 
 DCP keeps its metadata as a pickle, which can call any function, and gives entries that are no tensors to `torch.load`
-without `weights_only`. The state of a commit has tensors only. So here a pickle may name the classes of such metadata
-and nothing else, and DCP gets metadata of tensors in files of the directory itself.
+without `weights_only`. The state of a checkpoint has tensors only. So here a pickle may name the classes of such
+metadata and nothing else, and DCP gets metadata of tensors in files of the directory itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class StateReader(dcp.FileSystemReader):
-    """Reads tensors that `dcp.save` wrote as a part of a commit; refuses everything else. If the part is in object
+    """Reads tensors that `dcp.save` wrote as a part of a checkpoint; refuses everything else. If the part is in object
     storage, fetches the files that a load needs. Raises StorageFailed."""
 
     def __init__(self, part: PartReader) -> None:

@@ -169,8 +169,9 @@ def _token_ids(section: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str
 
 
 def _shrink_layers(section: dict[str, Any], depth: str, count: int) -> dict[str, Any]:
-    """Returns the section with just enough layers for one of each kind; its lists that have an entry for each layer
-    keep the entries of these layers. `depth`: the key with the number of layers, `count`."""
+    """Returns a section of a model's configuration, reduced to the fewest layers that include one of each kind. Lists
+    with an entry for each layer keep the entries of these layers. `depth`: the key that holds the number of layers.
+    `count`: its present value."""
     if count <= 2:
         return section
     kinds = [_kind(section, layer, count) for layer in range(count)]

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -42,14 +42,15 @@ from trireme.core.types import (
     TensorData,
 )
 from trireme.launch.common import StartProgress, prepare_cluster
-from trireme.plan.base import PartKind, Plan
 from trireme.plan.rl import LOOP_ROOMS
 from trireme.plan.trainer import TrainerPart
+from trireme.plan.whole import PartKind, Plan
 from trireme.process.environ import Resources
 from trireme.train.kl_reference import keep_reference, resolve_reference
 
 if TYPE_CHECKING:
-    from inference.client import SamplingClient
+    from inference.handle import InferenceHandle
+    from inference.sampling_client import SamplingClient
     from trainer.handle import TrainerHandle
 
 __all__ = [
@@ -97,12 +98,12 @@ def loop_config(argv: Sequence[str]) -> Config:
 def new_directory(path: Path) -> Path:
     """Makes the directory `path` for the files that a loop writes, and returns it. Raises BadInput if it holds files
     already, such as files of another run: the loop would overwrite them."""
-    if path.exists() and (there := sorted(entry.name for entry in path.iterdir())):
+    if path.exists() and (names := sorted(entry.name for entry in path.iterdir())):
         raise Refusal(
-            f"the directory {path}, which is in use (it holds {', '.join(there[:3])}{', ..' if there[3:] else ''})",
+            f"the directory {path}, which is in use (it holds {', '.join(names[:3])}{', ..' if names[3:] else ''})",
             "a new or an empty directory",
             "choose another --run.name or --run.output-dir, or delete that one",
-        ).error()
+        )
     path.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -120,7 +121,7 @@ def open_rooms(
     """
     check_installed()
     with _opened(config, rooms, logs.absolute()) as (trainer, inference):
-        from inference.client import SamplingClient
+        from inference.sampling_client import SamplingClient
 
         assert inference is not None
         replicas = inference.replica_set()
@@ -139,7 +140,9 @@ def open_trainer(config: Config, logs: Path) -> Iterator[TrainerHandle]:
 
 
 @contextmanager
-def _opened(config: Config, rooms: Sequence[PartKind], logs: Path) -> Iterator[tuple[TrainerHandle, Any]]:
+def _opened(
+    config: Config, rooms: Sequence[PartKind], logs: Path
+) -> Iterator[tuple[TrainerHandle, InferenceHandle | None]]:
     """Starts the shards, and the replicas if `rooms` has them, in parallel. Yields handles of the trainer and of the
     replicas (None if there are none), and stops both at the end of the block."""
     plan = Plan(config, ModelFacts.of(config, required=True), Resources.of_this_machine(), rooms)
@@ -163,8 +166,9 @@ def _opened(config: Config, rooms: Sequence[PartKind], logs: Path) -> Iterator[t
             ending.callback(inference.stop)
         trainer = TrainerHandle.start(config, places["trainer"], logs)
         ending.callback(trainer.stop)
-        started = [trainer, inference] if inference else [trainer]
-        await_ready(started, plan, logs, progress)
-        text, why_rows = trainer.shown()
-        console.print(f"{text}, not packed: {why_rows}" if why_rows else text)
+        starting = [trainer.ready_refs()]
+        if inference:
+            starting.append(inference.ready_refs())
+        await_ready(starting, plan, logs, progress)
+        console.print("; ".join(filter(None, trainer.shown())))
         yield trainer, inference

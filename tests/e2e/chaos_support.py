@@ -49,19 +49,20 @@ CHAOS = [
     *("--timeouts.start-s", "180", "--timeouts.step-s", "240", "--orchestrator.generation-timeout-s", "25"),
     *("--timeouts.update-s", "60", "--timeouts.checkpoint-s", "60", "--timeouts.heartbeat-s", str(HEARTBEAT_S)),
 ]
-"""A small run that has everything: two shards, two replicas, a commit every second step, an evaluation every fourth."""
+"""A small run that has everything: two shards, two replicas, a checkpoint every second step, an evaluation every
+fourth."""
 MOMENTS = {
     "start-up": "trainer.start[0]@1=freeze",
     "sampling": "inference.sample[0]@8=freeze",
     "forward/backward": "trainer.forward_backward[0]@4=freeze",
     "publish": "trainer.publish[0]@5=freeze",
     "in-flight update": "inference.loaded[0]@4=freeze",
-    "commit": "commit.trainer@2=freeze",
+    "checkpoint": "commit.trainer@2=freeze",
     "evaluation": "orchestrator.evaluation@2=freeze",
     "recovery": "trainer.optim_step[1]@5=kill,trainer.load[0]@1=freeze",
 }
-"""Where the run freezes: all but the first when there is a commit, the last while trainer and orchestrator are built
-again, because another shard was killed."""
+"""Where the run freezes: all but the first when there is a checkpoint, the last while trainer and orchestrator are
+built again, because another shard was killed."""
 PARTS: dict[str, tuple[tuple[str, int], ...]] = {
     "shard": (("trainer_1", 0),),
     "every shard": (("trainer_0", 0), ("trainer_1", 0)),
@@ -247,7 +248,7 @@ def end_of(running: Running, place: Path) -> Ended:
 
 def assert_whole(outcome: Ended, steps: int = STEPS) -> None:
     """The run is at its end, and all that it says holds: every step once, every problem in one terminal state, the
-    bound, a last commit that verifies, nothing left behind."""
+    bound, a last checkpoint that verifies, nothing left behind."""
     assert outcome.code == EXIT_OK, outcome.out
     assert [row["step"] for row in outcome.rows] == list(range(steps))
     assert_bound_and_conservation(outcome, BOUND)

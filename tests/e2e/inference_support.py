@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from inference.actor import ReplicaActor
-from inference.handle import MAX_CALLS, InferenceHandle, RayReplica
+from inference.handle import MAX_CALLS, InferenceHandle, ReplicaClient
 from inference.router import Router
 from trireme.config import Config
 from trireme.core.digest import sums_of
@@ -35,6 +35,8 @@ VOCAB = 64
 MAX_MODEL_LEN = 1024
 START_S = 900.0
 """Limit for several replicas that start side by side: 13 CPU seconds each, on a machine that may be busy."""
+FAMILIES = ("llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe")
+"""Model types that are tested."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -196,7 +198,7 @@ def start_pair(directory: Path) -> tuple[InferenceHandle, dict[str, Room]]:
     group = InferenceHandle(configs["drain"], replicas, directory / "logs" / "pair", dict.fromkeys(replicas, options))
     references, owners = group.ready_refs()
     pids = [health.engine_pid for health in get_all(references, owners=owners, timeout_s=START_S)]
-    clients = {i: RayReplica(handle, f"replica {i}", None, 120, 60, gathers=True) for i, handle in replicas.items()}
+    clients = {i: ReplicaClient(handle, f"replica {i}", None, 120, 60, gathers=True) for i, handle in replicas.items()}
     members = {"keep_kv": [0], "drain": [1], "both": [0, 1]}
     routers = {name: router_of({i: clients[i] for i in chosen}) for name, chosen in members.items()}
     return group, {name: Room("qwen3", False, group, router, pids[0]) for name, router in routers.items()}

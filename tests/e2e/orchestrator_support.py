@@ -2,16 +2,13 @@
 
 import asyncio
 import hashlib
-import os
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, StepResult, StopCondition
 from orchestrator.handle import OrchestratorHandle
-from orchestrator.workers import run_in_worker
-from trireme.core.sampler import ReplicaStats
+from trireme.core.sampler import OnVersions, ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.core.weights import Drift, UpdateReport
 
@@ -29,8 +26,9 @@ def update(handle: OrchestratorHandle, version: int, on_tick: Callable[[], None]
 class NamedSampler:
     """Answers at once with one token that follows from the request's name."""
 
-    def __init__(self, first: int = 0) -> None:
+    def __init__(self, on_versions: OnVersions, first: int = 0) -> None:
         """`first`: the version that it begins with."""
+        self.changed = on_versions
         self.version = first - 1
 
     async def sample(self, request: SampleRequest) -> SampledSequence:
@@ -43,9 +41,6 @@ class NamedSampler:
         self.version = identity.version
         self.changed({0: self.version})
         return [UpdateReport(0, identity, Drift(0.0, 0.0), 10 * self.version, 0.0)]
-
-    def on_change(self, call: Callable[[dict[int, int]], object]) -> None:
-        self.changed = call
 
     async def stats(self) -> dict[int, ReplicaStats]:
         return {0: ReplicaStats(running=0, waiting=0, kv_used=0.0, preemptions=0)}
@@ -72,38 +67,6 @@ class GuessBuilder(EnvGroupBuilder):
 
     async def make_env(self, sample: int) -> Env:
         return GuessEnv(self.number, self.broken, self.hangs)
-
-
-class ComputingEnv(GuessEnv):
-    """Its rewards are computed in a worker process; those of problem 1 never end there."""
-
-    async def step(self, action: Sequence[int]) -> StepResult:
-        reward = await run_in_worker(compute, self.number, int(action[0]), timeout_s=2.0)
-        return StepResult(reward, episode_done=True, metrics={"orchestrator": os.getpid()})
-
-
-class ComputingBuilder(GuessBuilder):
-    async def make_env(self, sample: int) -> Env:
-        return ComputingEnv(self.number, broken=False, hangs=False)
-
-
-def compute(number: int, token: int) -> float:
-    while number == 1:
-        time.sleep(1)
-    return float(token % 2)
-
-
-class Computations(RLDataset):
-    """Eight problems in one batch."""
-
-    def __init__(self, context: EnvContext) -> None:
-        self.context = context
-
-    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        return [ComputingBuilder(i, self.context.group_size, broken=False, hangs=False) for i in range(8)]
-
-    def __len__(self) -> int:
-        return 1
 
 
 class Guesses(RLDataset):

@@ -16,9 +16,10 @@ DETERMINISTIC = [
     *("--max-steps", "6", "--checkpoint.every", "2", "--checkpoint.keep-last", "1"),
     *("--eval.every", "2", "--eval.problems", "8"),
     *("--trainer.kl.coef", "0.05", "--trainer.kl.reference.base-model", "./assets/sort-base"),
-    *("--trainer.kl.reference.update-every", "3"),  # a commit's reference is then neither the first nor its own policy
+    # A checkpoint's reference is then neither the first nor its own policy.
+    *("--trainer.kl.reference.update-every", "3"),
 ]
-"""A small run that has everything a commit must know: two shards, games of several turns in two environments, a
+"""A small run that has everything a checkpoint must know: two shards, games of several turns in two environments, a
 reference model that is refreshed, evaluations."""
 NOT_COMPARED = ("time/", "perf/")
 """Columns of metrics.jsonl that say how fast, not what. `attempt` differs by its meaning."""
@@ -71,10 +72,10 @@ def comparable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def contents(commit: Path) -> dict[str, str]:
-    """Checksum of each file of a commit, but for the orchestrator's, whose state names attempts, and DCP's table of
+def contents(checkpoint: Path) -> dict[str, str]:
+    """Checksum of each file of a checkpoint, but for the orchestrator's, whose state names attempts, and DCP's table of
     contents, to which it gives a random id."""
-    files = json.loads((commit / "manifest.json").read_text())["files"]
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
     return {
         file["path"]: file["checksum"]
         for file in files
@@ -83,7 +84,7 @@ def contents(commit: Path) -> dict[str, str]:
 
 
 def assert_same_run(root: Path, reference: Path) -> None:
-    """The same rows, the same problems in the same steps, the same commits: bit for bit."""
+    """The same rows, the same problems in the same steps, the same checkpoints: bit for bit."""
     assert comparable(rows_of(root / "metrics.jsonl")) == comparable(rows_of(reference / "metrics.jsonl"))
     assert comparable(rows_of(root / "trained.jsonl")) == comparable(rows_of(reference / "trained.jsonl"))
     steps = sorted(path.name for path in (reference / "checkpoints").iterdir())

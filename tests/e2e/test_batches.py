@@ -3,10 +3,8 @@ tokens, and each shard fetches its own part."""
 
 import json
 import os
-import pickle
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,16 @@ import numpy as np
 import pytest
 import ray
 from orchestrator_support import NamedSampler, update
-from trainer_support import VOCAB, make_batch, make_config, make_model
+from trainer_support import make_config, make_model
 
 from orchestrator.handle import OrchestratorHandle
 from trainer.batching import RankAssignment
 from trainer.handle import TrainerHandle
 from trireme.config.model_facts import ModelFacts
 from trireme.core.batch import StoredBatch, TokenBatch
-from trireme.core.errors import BadInput, RoomFailed
+from trireme.core.errors import RoomFailed
 from trireme.core.types import AdamParams, Minibatch
 from trireme.process import waits
-from trireme.train.kl_penalty import REFERENCE, sum_distances, with_penalty
 
 SHARDS = 2
 STAY = AdamParams(learning_rate=0.0)
@@ -49,7 +46,7 @@ def rooms(tmp_path_factory: pytest.TempPathFactory, ray_cluster: str) -> Iterato
     )
     facts = ModelFacts.of(config, required=True)
     assert facts is not None
-    assign = RankAssignment(SHARDS, facts.attention_length)
+    assign = RankAssignment(SHARDS, facts.attention_length, "auto")
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     importable = {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
     trainer = TrainerHandle.start(config, [{"num_cpus": 1}] * SHARDS, None)
@@ -96,7 +93,7 @@ def test_each_shard_fetches_its_own_part_and_computes_what_it_does_with_the_whol
 
     output = trainer.forward_backward(batch.mapped(note), "ppo", {})
     assert not len(output.logprobs), "they stay with the shards"
-    own_R = RankAssignment(SHARDS, trainer._call("rank_assignment")[0].attention_length)(batch.lengths)
+    own_R = trainer._call("rank_assignment")[0](batch.forest)
     shortest = int(np.argmin(batch.lengths))
     expected = sorted(sorted({*indices.tolist(), shortest}) for indices in own_R)
     assert sorted(json.loads(file.read_text()) for file in tmp_path.iterdir()) == expected
@@ -107,34 +104,6 @@ def test_each_shard_fetches_its_own_part_and_computes_what_it_does_with_the_whol
     assert again.metrics == output.metrics
     assert trainer.optim_step(STAY, 1.0).metrics["grad_norm"] == norm > 0, "bit for bit"
     assert whole.columns["mask"].sum() == output.metrics["loss_tokens:sum"]
-
-
-def test_penalties_are_of_the_parts(rooms: tuple[TrainerHandle, OrchestratorHandle], minibatch: Minibatch) -> None:
-    trainer, batch = rooms[0], stored_of(minibatch)
-    whole = batch.whole(fetch)
-    computed = replace(whole, columns={**whole.columns, REFERENCE: trainer.forward(whole).logprobs})
-    with_column, sums = trainer.forward_summarized(batch, "policy", REFERENCE, sum_distances)
-    assert sums.tolist() == sum_distances(computed).tolist()
-    penalized = with_column.mapped(penalty).whole(fetch)
-    expected = penalty(computed)
-    assert set(penalized.columns) == set(expected.columns) == set(whole.columns)
-    assert penalized.columns["advantages"].tolist() == expected.columns["advantages"].tolist()
-
-
-def penalty(batch: TokenBatch) -> TokenBatch:
-    return with_penalty(batch, mean=0.25, coef=0.1, discount=0.5)
-
-
-def test_what_one_shard_refuses_all_refuse(rooms: tuple[TrainerHandle, OrchestratorHandle]) -> None:
-    trainer, batch = rooms[0], make_batch((7, 5, 3, 3))
-    for d in (0, 1, 2, 3):
-        wrong = pickle.loads(pickle.dumps(batch))
-        wrong.tokens.flags.writeable = True
-        wrong.tokens[wrong.offsets[d] + 1] = VOCAB
-        for verb in (lambda: trainer.forward(wrong), lambda: trainer.forward_backward(wrong, "ppo", {})):  # noqa: B023
-            with pytest.raises(BadInput, match=rf"datum {d} has token {VOCAB} in its model_input, at place 1"):
-                verb()
-    assert np.isfinite(trainer.forward(batch).logprobs).all()
 
 
 def test_a_lost_part_is_a_lost_room(rooms: tuple[TrainerHandle, OrchestratorHandle], minibatch: Minibatch) -> None:

@@ -1,7 +1,7 @@
 """Runs whose weights travel by broadcasts: real Ray, gloo between two shards and two vLLM engines.
 
 That each run learns, publishes the same weights as with the object store, and loses no more than a lost replica. What a
-sender and receivers do when one of them is lost: unit/transports/test_broadcast.py; what shards keep for commits:
+sender and receivers do when one of them is lost: unit/transports/test_broadcast.py; what shards keep for checkpoints:
 unit/transports/test_kept_versions.py. That it is the same run after another transport: test_resume.py.
 """
 

@@ -133,5 +133,5 @@ def test_a_run_spans_two_nodes_and_replicas_come_and_go_on_a_third(tmp_path: Pat
     assert report.sampled, "the new one sampled"
     assert_bound_and_conservation(outcome, bound=1)
     assert not (outcome.root / "incidents.jsonl").exists()
-    assert [commit.name for commit in CheckpointStore(outcome.root).commits()][-1] == f"step_{len(outcome.rows):06d}"
+    assert CheckpointStore(outcome.root).checkpoints()[-1].name == f"step_{len(outcome.rows):06d}"
     assert json.loads((outcome.root / "STATUS").read_text())["ended"]["exit_code"] == EXIT_SIGTERM

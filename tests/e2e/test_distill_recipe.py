@@ -1,4 +1,8 @@
-"""Prompt distillation on the small model: it answers with the prompt, and then without."""
+"""Prompt distillation on the small model: it answers with the prompt, and then without.
+
+A long test: the recipe is vLLM's public class and the command `sft`, whose versions are pinned, and which
+test_sft.py runs.
+"""
 
 import json
 import random
@@ -7,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from run_support import ROOT, SFT, run_rl
 
 from trireme.core.errors import EXIT_OK
@@ -30,6 +35,7 @@ def accuracy(directory: Path, tokenizer: Any) -> float:
     return sum(a == b for a, b in zip(decoded, expected, strict=True)) / len(UNSEEN)
 
 
+@pytest.mark.long
 def test_the_model_learns_to_answer_without_the_prompt(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -39,9 +39,9 @@ PORT = "8000"
 PORT_FLAGS = {"inference": "--service.port", "trireme serve": "--service.port", "trireme watch": "--port"}
 PORT_FLAGS |= {"python": "--port"}
 VLLM = "vllm.entrypoints.openai.api_server"
-ELSEWHERE = ("pip", "uv", "pytest", "bash", "ray", "curl", "mkdocs", "trireme scale")
-"""What is installed, tests, the site (.ci/run builds it), what a cluster takes (test_job.py), and what this file tries
-on a running service."""
+ELSEWHERE = ("pip", "uv", "pytest", "bash", "ray", "curl", "mkdocs", "trireme fetch", "trireme scale")
+"""What is installed, downloaded (test_fetch.py) or tests, the site (.ci/run builds it), what a cluster takes
+(test_job.py), and what this file tries on a running service."""
 SCRIPTS = ("scripts/", "examples/recipes/", "examples/rl_loop.py", "examples/sl_loop.py")
 """What test_gpu_check.py, test_examples.py, test_distill_recipe.py and others run."""
 
@@ -101,7 +101,7 @@ def run(directory: Path, *words: str) -> str:
 
 def of_a_short_run(words: list[str]) -> list[str]:
     """Returns a command with steps that a short run has."""
-    text = re.sub(r"--(resume\.)?step \d+", r"--\1step 2", shlex.join(words))
+    text = re.sub(r"--(resume\.)?step [\d,]+", r"--\1step 2", shlex.join(words))
     text = re.sub(r"step_\d{6}", "step_000002", text)
     return shlex.split(text)
 

@@ -1,4 +1,4 @@
-"""An engine process differs from what vLLM would do by itself, and vLLM would still do that."""
+"""An engine process differs from what vLLM would do by itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ mallinfo = ctypes.CDLL(None).mallinfo2
 mallinfo.restype = MallInfo
 matrix = ops.create_onednn_mm(torch.randn(64, 64), 32)
 batches, plain = torch.randn(600, 64), ops.onednn_mm
-{prepare}
+prepare_start(on_cpu=True, ranks=1)
 for n in (1, 15, 17, 33, 130, 255, 509):
     assert torch.equal(ops.onednn_mm(matrix, batches[:n], None), plain(matrix, batches[:n], None))
 used = []
@@ -49,51 +48,20 @@ class Probed:
     bindings: int
     """How often its memory was bound to the machine's first node."""
 
-    @classmethod
-    def after(cls, prepare: str) -> Probed:
-        process = subprocess.run(
-            [sys.executable, "-c", PROBE.format(prepare=prepare)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert "grew by" in process.stdout, process.stderr
-        return cls(int(process.stdout.rsplit("grew by", 1)[1]), process.stderr.count("NUMA binding"))
-
 
 @pytest.fixture(scope="module")
 def engine() -> Probed:
-    return Probed.after("prepare_start(on_cpu=True)")
-
-
-@pytest.fixture(scope="module")
-def plain() -> Probed:
-    return Probed.after("")
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.run([sys.executable, "-c", PROBE], env=environ, capture_output=True, text=True, timeout=120)
+    assert "grew by" in process.stdout, process.stderr
+    return Probed(int(process.stdout.rsplit("grew by", 1)[1]), process.stderr.count("NUMA binding"))
 
 
 def test_an_engine_makes_no_kernel_for_every_size_of_batch(engine: Probed) -> None:
     assert engine.growth < FLAT
 
 
-@pytest.mark.long  # of vLLM itself: it changes with its version alone
-def test_it_would_by_default(plain: Probed) -> None:
-    """When it does not, `multiply_by_few_kernels` is not needed any more."""
-    assert plain.growth > 10 * FLAT
-
-
 def test_memory_is_not_moved_where_there_is_one_place_for_it(engine: Probed) -> None:
     status = Path("/proc/self/status").read_text()
     (nodes,) = [line.split()[1] for line in status.splitlines() if line.startswith("Mems_allowed_list:")]
     assert engine.bindings == (0 if nodes.isdigit() else 1)
-
-
-@pytest.mark.long
-def test_it_would_be_moved_by_default(plain: Probed) -> None:
-    """When it is not, `_stay_on_the_only_node` is not needed any more."""
-    assert plain.bindings == 1
-    vllm = find_spec("vllm")
-    assert vllm
-    assert vllm.origin
-    worker = Path(vllm.origin).parent / "v1" / "worker" / "cpu_worker.py"
-    assert "torch.ops._C.init_cpu_memory_env(" in worker.read_text()

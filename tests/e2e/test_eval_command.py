@@ -13,21 +13,6 @@ ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "trireme.cli.trireme", "eval"]
 
 
-@pytest.mark.long
-def test_the_shipped_model_is_evaluated(tmp_path: Path) -> None:
-    output = tmp_path / "numbers.json"
-    flags = ["--eval.samples", "2", "--eval.problems", "16", "--output", str(output)]
-    command = [*COMMAND, "assets/sort-base", "@", "configs/quickstart.toml", *flags]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert "avg@2" in process.stdout
-    numbers = json.loads(output.read_text())
-    assert numbers["identity"] == "1:0:as-loaded"
-    assert numbers["eval/sort/n"] == 32
-    assert 0.2 < numbers["eval/sort/avg@2"] < 0.7, "the start of the quickstart: about .43"
-    assert numbers["eval/sort/pass@1"] <= numbers["eval/sort/pass@2"]
-
-
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6 * 7"}}\n</tool_call>'
 SEVEN = " That is #### 7"
 FOLLOWS = {":": [CALL, SEVEN], CALL: ["<eos>"], SEVEN: ["<eos>", "\n\nUs"], "\n\nUs": ["er"], "er": [":"]}

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from run_support import DEADLINE_S, ROOT, marked_processes, shm_left_since, wait_until_disconnected
 
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-
 
 def run(name: str, directory: Path, *flags: str) -> tuple[str, list[dict[str, Any]]]:
     """Returns the output of an example and the rows that it writes. Checks that no process of it is left."""
@@ -54,21 +52,7 @@ def test_rl_loop(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "rl_loop" / "logs").iterdir()} >= {"trainer_0.log", "inference_0.log"}
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_a_directory_in_use_is_refused_before_anything_starts(path: Path, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
-    command = [sys.executable, str(path), "--run.output-dir", str(tmp_path), "--run.name", "run"]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert process.returncode == 1
-    assert process.stderr.splitlines()[-3:] == [
-        f"given: the directory {tmp_path}/run, which is in use (it holds metrics.jsonl)",
-        "  expected: a new or an empty directory",
-        "  to do: choose another --run.name or --run.output-dir, or delete that one",
-    ]
-    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
-
-
+@pytest.mark.long  # its rooms are those of rl_loop.py without replicas; its loss runs in test_sft.py
 def test_sl_loop(tmp_path: Path) -> None:
     printed, rows = run("sl_loop", tmp_path, "--max-steps", "12", "--trainer.shards", "2")
     before, after = (float(line.split()[-1]) for line in printed.splitlines() if "test nll" in line)

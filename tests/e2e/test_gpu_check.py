@@ -11,7 +11,7 @@ import pytest
 from run_support import ROOT, shm_left_since
 
 PARTS = {
-    "engine": {"sleep": "not run"},
+    "engine": {"sleep": "not run", "a GPU that computes": "not run"},
     "system": {"tests marked gpu": "not run"},
     "several": {},
 }

@@ -33,13 +33,11 @@ from inference_support import (
 from replica_support import joined, losses
 from run_support import shm_left_since
 
-from inference.client import SamplingClient
-from trireme.config.inference import CPU_SEQUENCES
+from inference.sampling_client import SamplingClient
 from trireme.core.errors import BadRequest, RoomFailed, WeightsRefused
-from trireme.core.sampler import ReplicaStats
 from trireme.core.stop_strings import cut
 from trireme.core.tokenizer import load_tokenizer
-from trireme.core.types import ModelInput, SampleRequest, SamplingParams
+from trireme.core.types import ModelInput, SamplingParams
 from trireme.process.waits import get
 
 ROOT = Path(__file__).parents[2]
@@ -228,27 +226,6 @@ async def test_a_drained_sequence_never_has_two_versions(pair: dict[str, Room]) 
         assert room.difference(prompt, answer) < TOLERANCE
 
 
-async def test_a_replica_says_what_it_has_to_do(pair: dict[str, Room]) -> None:
-    room = pair["drain"]
-
-    async def load_of() -> ReplicaStats:
-        (load,) = (await room.router.stats()).values()
-        return load
-
-    await room.update()
-    assert (await load_of()).waiting == 0
-    running = begin(room, [request(f"load {i}", prompt_of(5), 300) for i in range(70)])
-    await some_tokens_later(room, "probe load")
-    load = await load_of()
-    assert 0 < load.running <= 70 < CPU_SEQUENCES == load.places
-    assert load.kv_used > 0
-    await asyncio.gather(*running)
-    while (await load_of()).running:
-        pass
-    load = await load_of()
-    assert replace(load, weights=None) == ReplicaStats(0, 0, 0.0, 0, CPU_SEQUENCES)
-
-
 async def test_a_replica_answers_whoever_asks_however_many_requests_it_has(pair: dict[str, Room]) -> None:
     """Each in a call of its own: one more than 1,000 such calls, and it would seem dead."""
     room = pair["drain"]
@@ -283,17 +260,6 @@ def test_seeded_requests_survive_an_update_with_more_prefill_than_fits_a_step(ro
         assert room.difference(prompt, answer) < TOLERANCE
 
 
-async def test_equal_seeds_give_equal_tokens(rooms: dict[str, Room]) -> None:
-    room = rooms["untied"]
-    again = request("again", prompt_of(9), 40, seed=11)
-    alone = await room.router.sample(again)
-    crowd = begin(room, [request(f"crowd {i}", prompt_of(30, i), 40, seed=i) for i in range(5)])
-    beside = await room.router.sample(again)
-    await asyncio.gather(*crowd)
-    (alone, beside) = [alone.tokens.tolist(), beside.tokens.tolist()]
-    assert alone == beside
-
-
 async def test_two_deterministic_engines_with_different_pasts_agree_to_the_last_bit(rooms: dict[str, Room]) -> None:
     """More requests than a replica decodes at once, of all lengths. In default mode a fifth of them would differ: the
     first one runs ahead of the others by as many steps as the machine happens to allow."""
@@ -308,16 +274,6 @@ async def test_two_deterministic_engines_with_different_pasts_agree_to_the_last_
         for other in rest:
             assert other.tokens.tobytes() == answer.tokens.tobytes()
             assert other.logprobs.tobytes() == answer.logprobs.tobytes()
-
-
-def test_stop_tokens_end_an_answer_and_belong_to_it(rooms: dict[str, Room]) -> None:
-    room = rooms["untied"]
-    stop = tuple(range(0, VOCAB, 4))
-    stopping = SampleRequest("stop", tuple(prompt_of(5)), SamplingParams(max_tokens=500, stop=stop, seed=1), "stop")
-    answer = asyncio.run(room.router.sample(stopping))
-    assert answer.stop_reason == "stop"
-    assert [token in stop for token in answer.tokens.tolist()] == [False] * (len(answer.tokens) - 1) + [True]
-    assert room.difference(prompt_of(5), answer) < TOLERANCE
 
 
 def test_a_client_answers_with_samples_and_with_logprobs_of_the_prompt(rooms: dict[str, Room]) -> None:
@@ -366,20 +322,6 @@ async def test_requests_that_vllm_refuses_fail_alone(rooms: dict[str, Room]) -> 
     assert [len(answer.tokens) for answer in (fine, also_fine)] == [8, 8]
     assert len((await room.router.sample(request("later", prompt_of(3), 8))).tokens) == 8
     assert [target.calls.failure for target in room.router._targets.values()] == [None]
-
-
-def test_cancelling_the_caller_aborts_the_request_in_the_engine(rooms: dict[str, Room]) -> None:
-    room = rooms["untied"]
-
-    async def run() -> int:
-        (task,) = begin(room, [request("cancelled", prompt_of(5), 1000)])
-        await some_tokens_later(room, "probe cancel")
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await some_tokens_later(room, "probe after")
-        return (await room.update()).reprefill_tokens
-
-    assert asyncio.run(run()) == 0
 
 
 def test_what_was_asked_is_forgotten_when_it_is_answered_not_when_the_cycle_collector_comes(

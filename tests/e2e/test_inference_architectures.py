@@ -4,9 +4,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from inference_support import prompt_of, request, start_rooms
+from inference_support import FAMILIES, prompt_of, request, start_rooms
 
-FAMILIES = ("llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe")
 TOLERANCE = 1e-4
 
 

@@ -97,7 +97,7 @@ class Rounded:
         get(self.group.replicas[0].__ray_call__.remote(change), owner="replica", timeout_s=60)
 
 
-@pytest.mark.long  # in float32: test_loaded.py; updates in bfloat16: test_transports.py
+@pytest.mark.long  # in float32: test_loaded.py
 def test_each_fault_is_found_at_version_0_and_later_and_by_the_canary_alone(ray_cluster: str, tmp_path: Path) -> None:
     """The right bytes arrived. A norm or the output matrix is not loaded, or two of eight experts of one layer change
     places. In between the same engine takes new weights without fault."""

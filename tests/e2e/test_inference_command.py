@@ -1,4 +1,8 @@
-"""The command `inference`, as a person would use it: the shipped model behind OpenAI's own client."""
+"""The command `inference`, as a person would use it: the shipped model behind OpenAI's own client.
+
+A long test: its engine runs in test_inference.py, its service in test_service_run.py, and OpenAI's client reads all
+kinds of answers in the unit tests of the service.
+"""
 
 import re
 import signal
@@ -47,6 +51,7 @@ def command() -> Iterator[tuple[str, str]]:
     assert running.shm_left() == set()
 
 
+@pytest.mark.long
 def test_the_shipped_model_answers(command: tuple[str, str]) -> None:
     url, key = command
     with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120) as client:

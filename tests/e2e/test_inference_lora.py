@@ -123,10 +123,6 @@ def start_rooms(kinds: dict[str, Any], directory: Path, ranks: int = 1) -> dict[
     return started
 
 
-SENT_S = 0.5
-"""After so many seconds an engine has sent the tokens that it has now: twice `inference.coalescing.UNREAD_S`."""
-
-
 def test_at_first_the_adapted_model_is_the_base(rooms: dict[str, AdapterRoom]) -> None:
     for room in rooms.values():
 
@@ -218,22 +214,6 @@ def check_three_adapters(room: AdapterRoom) -> None:
         reference_logprobs(room.models[newest], tokens) - reference_logprobs(room.models[newest - 1], tokens)
     )
     assert apart.max() > 1000 * TOLERANCE, "the adapters hardly differ"
-
-
-def test_cached_prefixes_never_outlive_their_adapter(rooms: dict[str, AdapterRoom]) -> None:
-    prompt = prompt_of(300, seed=5)
-    for room in rooms.values():
-
-        async def run(room: AdapterRoom = room) -> list[Any]:
-            answers = []
-            for i in range(4):
-                if i % 2 == 0:
-                    await room.update()
-                answers.append(await room.router.sample(request(f"prefix {i}", prompt, 8, seed=i)))
-            return answers
-
-        for answer in asyncio.run(run()):
-            assert room.difference(prompt, answer) < TOLERANCE
 
 
 async def test_with_kept_kv_a_new_adapter_reads_what_the_old_one_wrote(rooms: dict[str, AdapterRoom]) -> None:

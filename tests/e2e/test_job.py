@@ -1,5 +1,5 @@
 """A cluster whose Ray was started with a bare environment: what a run takes there reaches its actors, secrets are in no
-file, and a driver outside of the cluster submits a run, which is stopped with a commit and resumed.
+file, and a driver outside of the cluster submits a run, which is stopped with a checkpoint and resumed.
 """
 
 import json
@@ -142,7 +142,7 @@ def files_with(text: str, directory: Path) -> list[Path]:
 
 
 @pytest.mark.long
-def test_a_submitted_run_is_stopped_with_a_commit_and_resumed(cluster: BareCluster, tmp_path: Path) -> None:
+def test_a_submitted_run_is_stopped_with_a_checkpoint_and_resumed(cluster: BareCluster, tmp_path: Path) -> None:
     """The working directory has a project file and a configuration, as a laptop has; the run directory is elsewhere."""
     project, outputs = tmp_path / "project", tmp_path / "outputs"
     project.mkdir()
@@ -163,12 +163,12 @@ def test_a_submitted_run_is_stopped_with_a_commit_and_resumed(cluster: BareClust
     until_rows(run, 2, cluster)
     cluster.job("stop", "first")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-    (commit,) = CheckpointStore(run).commits()
-    assert commit.name == f"step_{len(rows):06d}", "ray job stop waits for the commit"
+    (checkpoint,) = CheckpointStore(run).checkpoints()
+    assert checkpoint.name == f"step_{len(rows):06d}", "ray job stop waits for the checkpoint"
     assert json.loads((run / "STATUS").read_text())["ended"]["exit_code"] == 75
 
     printed = cluster.job(*submit, "--submission-id", "second", "--", *command, str(len(rows) + 1)).stdout
-    assert f"resumed from {commit}" in printed
+    assert f"resumed from {checkpoint}" in printed
     again = [json.loads(line)["step"] for line in (run / "metrics.jsonl").open()]
     assert again == list(range(len(rows) + 1))
 

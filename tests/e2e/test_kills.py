@@ -40,7 +40,7 @@ from trireme.core.errors import EXIT_LIMIT, EXIT_OK
 from trireme.supervision.status import Status
 
 LEAK_LIMIT = 2**30
-"""Private bytes: an orchestrator has 0.3 GiB of its own, and 32 answers of 8 MiB are graded between two commits."""
+"""Private bytes: an orchestrator has 0.3 GiB of its own, and 32 answers of 8 MiB are graded between two checkpoints."""
 
 
 def run_with(tmp_path: Path, faults: list[str], *flags: str, environ: Mapping[str, str] | None = None) -> Ended:
@@ -170,7 +170,7 @@ def test_a_shard_that_hangs_shows_signs_of_life_and_is_found_by_the_deadline_of_
 
 
 @pytest.mark.long
-def test_a_part_that_dies_again_and_again_stops_the_run_with_a_commit(tmp_path: Path) -> None:
+def test_a_part_that_dies_again_and_again_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     """Without `TRIREME_FAULT_ONCE` every successor dies at the same point."""
     outcome = run_rl(
         tmp_path, *CHAOS, "--cluster.max-restarts", "1", environ={"TRIREME_FAULTS": "trainer.publish[1]@4=kill"}
@@ -184,8 +184,8 @@ def test_a_part_that_dies_again_and_again_stops_the_run_with_a_commit(tmp_path: 
 
 
 @pytest.mark.long
-def test_a_replica_that_dies_again_and_again_stops_the_run_with_a_commit(tmp_path: Path) -> None:
-    """The trainer and what was sampled are whole: what was done since the last commit is kept."""
+def test_a_replica_that_dies_again_and_again_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    """The trainer and what was sampled are whole: what was done since the last checkpoint is kept."""
     flags = [*CHAOS, "--checkpoint.every", "0", "--max-steps", "9999", "--cluster.max-restarts", "2"]
     flags += ["--cluster.min-replicas", "2"]  # as many as there are: none can be left out
     faults = {"TRIREME_FAULTS": "inference.loaded[0]@4=kill"}  # each successor's fourth
@@ -194,5 +194,5 @@ def test_a_replica_that_dies_again_and_again_stops_the_run_with_a_commit(tmp_pat
     assert "inference replica 0 failed 3 times" in outcome.out
     outcome.assert_nothing_left()
     steps = len(outcome.rows)
-    assert [commit.name for commit in CheckpointStore(outcome.root).commits()] == [f"step_{steps:06d}"]
+    assert [checkpoint.name for checkpoint in CheckpointStore(outcome.root).checkpoints()] == [f"step_{steps:06d}"]
     assert_whole(run_rl(tmp_path, *CHAOS, "--max-steps", str(steps + 2), "--resume"), steps + 2)

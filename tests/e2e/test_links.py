@@ -54,7 +54,7 @@ def test_a_wire_that_is_cut_for_seconds_costs_these_seconds_alone(part: str, tmp
 
 @pytest.mark.parametrize("how", ["cut", "killed"])
 def test_a_node_whose_wire_is_cut_for_good_or_that_is_killed_is_lost(how: str, tmp_path: Path) -> None:
-    """The shard's successor waits for a node, which joins later, and the run goes back to its newest commit."""
+    """The shard's successor waits for a node, which joins later, and the run goes back to its newest checkpoint."""
     steps = ("--max-steps", str(LONG))  # a dozen may be over before the loss is noticed
     with cluster(tmp_path, SPARE) as net, running(net, tmp_path, *FLAGS, *steps) as run:
         run.at_step(5)

@@ -21,7 +21,8 @@ STEP = 1e-6
 CHECKS = {
     "arrived": r"arrived with hash",
     "loaded": r"the engine has loaded|were loaded to places in another order",
-    "canary": r"canary of version",
+    "canary": r"canary of version \d+: the replica's logprobs",
+    "decoded": r"canary of version \d+: logprobs of 4 tokens in decode steps",
 }
 TOLERANCE = 1e-4
 Tries = Sequence[tuple[bool, bool]]
@@ -38,22 +39,29 @@ class Fault:
     engine: str
     point: str
     action: str
-    cells: tuple[str, str, str]
+    cells: tuple[str, str, str, str]
     """What the checks say, in their order; one that is not reached says nothing."""
 
 
-UNNOTICED = ("agrees", "refuses", "agrees")
-"""By what there was before."""
+UNNOTICED = ("agrees", "refuses", "agrees", "agrees")
+"""By all but one."""
 FAULTS = (
-    Fault("a byte changes on the way", "experts", "received", "corrupt", ("refuses", "", "")),
+    Fault("a byte changes on the way", "experts", "received", "corrupt", ("refuses", "", "", "")),
     Fault("a norm is not loaded, after a small step", "shipped", "load", "skip_norm", UNNOTICED),
-    Fault("the output matrix is not loaded", "experts", "load", "skip_head", ("agrees", "refuses", "refuses")),
+    Fault("the output matrix is not loaded", "experts", "load", "skip_head", ("agrees", "refuses", "refuses", "")),
     Fault(
         "two experts change places that no token of the canary chooses", "experts", "load", "swap_experts", UNNOTICED
     ),
-    Fault("a weight changes after it was loaded", "shipped", "loaded", "corrupt", ("agrees", "refuses", "refuses")),
+    Fault("a weight changes after it was loaded", "shipped", "loaded", "corrupt", ("agrees", "refuses", "refuses", "")),
     # When vLLM packs them itself, the experts' part of `inference.worker.load_weights` can go.
-    Fault("experts are not packed again, on CPUs", "experts", "repack", "skip", ("agrees", "agrees", "refuses")),
+    Fault("experts are not packed again, on CPUs", "experts", "repack", "skip", ("agrees", "agrees", "refuses", "")),
+    Fault(
+        "steps of one token use the previous embedding, as a stale CUDA graph would",
+        "experts",
+        "decode",
+        "stale",
+        ("agrees", "agrees", "agrees", "refuses"),
+    ),
 )
 
 
@@ -104,6 +112,7 @@ def prepare(room: Room, at_first: bool, compared: bool) -> None:
 
     def forget(replica: Any) -> None:
         replica.broken = None
+        replica.decode_proofs = 0
         vars(replica.proof).pop("check", None)
         if at_first:
             replica.proof = LoadedProof(replica.name)

@@ -1,4 +1,5 @@
-"""`rl` with LoRA as a user runs it: adapters travel, the base is the KL reference, and a commit goes on bit for bit."""
+"""`rl` with LoRA as a user runs it: adapters travel, the base is the KL reference, and a checkpoint goes on bit for
+bit."""
 
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def test_the_policy_starts_at_the_reference_and_leaves_it(whole: Ended) -> None:
 
 
 @pytest.mark.long
-def test_a_commit_goes_on_bit_for_bit(whole: Ended, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_bit_for_bit(whole: Ended, tmp_path: Path) -> None:
     again = run_rl(tmp_path, *FLAGS, "--resume.dir", str(whole.root), "--resume.step", "2")
     assert again.code == EXIT_OK, again.out
     assert comparable(again.rows) == comparable(whole.rows)
@@ -55,7 +56,7 @@ def test_a_commit_goes_on_bit_for_bit(whole: Ended, tmp_path: Path) -> None:
 
 
 @pytest.mark.long  # what peft opens: test_tinker_adapters.py; the form of the files: unit/trainer
-def test_a_commit_holds_adapters_that_vllm_and_peft_open(whole: Ended) -> None:
+def test_a_checkpoint_holds_adapters_that_vllm_and_peft_open(whole: Ended) -> None:
     """vLLM's own loader, which `vllm serve --lora-modules` uses too, reads the directory."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

@@ -96,11 +96,11 @@ def test_the_same_command_elsewhere_continues_the_run(undisturbed: Callable[[], 
 
 
 def assert_continued(run: NodesRun, before: Rows) -> None:
-    """It began at a commit, with the rows up to it, and every problem was trained on once."""
+    """It began at a checkpoint, with the rows up to it, and every problem was trained on once."""
     rows = run.rows()
     resumed = next(row["step"] for row in rows if row["attempt"] > 1)
     assert resumed % EVERY == 0, rows
-    assert KILLED_AT - 2 * EVERY < resumed <= len(before), "no more is lost than a commit that was under way"
+    assert KILLED_AT - 2 * EVERY < resumed <= len(before), "no more is lost than a checkpoint that was under way"
     assert rows[:resumed] == before[:resumed]
     assert "was brought from s3://" in run.out
     assert_steps_once(rows, STEPS, BOUND)

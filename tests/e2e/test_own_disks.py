@@ -1,5 +1,5 @@
 """A run in object storage on two nodes without a file system that they share: writers on the node without the driver
-commit, the driver is killed between their parts and the seal, and the run continues from the other node."""
+checkpoint, the driver is killed between their parts and the seal, and the run continues from the other node."""
 
 import json
 import sys
@@ -37,7 +37,8 @@ print(json.dumps([list(StoredRun.from_json(head[0]).of_branch()), bucket.keys("c
 
 
 def stored_on(node: NamespaceNode, store: str, environ: dict[str, str]) -> tuple[list[int], list[str]]:
-    """Returns the steps that the store has commits of, and the keys of all objects of commits, finished or not."""
+    """Returns the steps that the store has checkpoints of, and the keys of all objects of checkpoints, finished or
+    not."""
     process = node.run(sys.executable, "-c", STORED, f"{store}/run", environ=environ)
     assert process.returncode == 0, process.stderr
     steps, keys = json.loads(process.stdout)
@@ -51,7 +52,7 @@ def drafts(node: NamespaceNode, directory: Path) -> list[str]:
 
 
 def assert_far(run: NodesRun) -> None:
-    assert "their parts of commits travel through s3://" in run.out
+    assert "parts of checkpoints travel through s3://" in run.out
     assert "AWS_SECRET_ACCESS_KEY" not in (run.root / "config.json").read_text()
 
 
@@ -71,7 +72,7 @@ def test_two_nodes_share_a_run_and_no_file_system(tmp_path: Path) -> None:
         assert [row["step"] for row in before] == list(range(STEPS)), first.out[-3000:]
         steps, keys = stored_on(outside, store, environ)
         assert steps
-        assert STEPS not in steps, "a commit that was not sealed is none"
+        assert STEPS not in steps, "a checkpoint that was not sealed is none"
         assert [key for key in keys if f"step_{STEPS:06d}" in key], "although its parts have arrived"
 
         with running(net, tmp_path, *FLAGS, store=store, environ=environ, own_disk=two) as second:

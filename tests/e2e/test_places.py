@@ -11,8 +11,6 @@ from cluster_support import DECLARED_GPUS as GPUS
 from inference import handle as group_module
 from inference.handle import InferenceHandle
 from trireme.config import Config
-from trireme.process import ray_cluster as cluster
-from trireme.process.machine import this_machine
 from trireme.process.ray_cluster import PlacePool, reserve
 from trireme.supervision.heartbeats import HeartbeatMonitor
 from trireme.supervision.replica_manager import ReplicaLimits, ReplicaManager
@@ -74,13 +72,3 @@ def test_a_replica_that_leaves_gives_its_place_back(monkeypatch: pytest.MonkeyPa
         manager.scale(3)
         assert all_are_placed(group)
     assert free_gpus(GPUS) == GPUS
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_each_node_says_what_it_has() -> None:
-    """Memory from the machine, cores and GPUs as Ray gives them."""
-    machine, (node,) = this_machine(), cluster._nodes(DEADLINE_S)
-    assert node.name == f"node {ray.util.get_node_ip_address()}"
-    assert (node.cpus, node.num_gpus, node.gpus) == (8, GPUS, ())
-    assert (node.memory_bytes, node.shm_bytes) == (machine.memory_bytes, machine.shm_bytes)
-    assert node.store_bytes == ray.cluster_resources()["object_store_memory"]

@@ -28,5 +28,5 @@ def assert_learned(outcome: Ended) -> list[float]:
 def test_the_reward_rises_although_the_run_is_killed(tmp_path: Path) -> None:
     run_and_kill(tmp_path, [], at="orchestrator.release@70")
     rewards = assert_learned(run_rl(tmp_path, "--resume"))
-    before, after = rewards[55:60], rewards[60:65]  # the newest commit is of step 60: no drop, no jump
+    before, after = rewards[55:60], rewards[60:65]  # the newest checkpoint is of step 60: no drop, no jump
     assert abs(mean(after) - mean(before)) < 0.1

@@ -1,8 +1,8 @@
 """Whatever is killed comes back exactly: real Ray, FSDP2 over gloo and vLLM, whole trees of processes killed.
 
 A chain is one run that is killed at one point after another, resumed each time, and in the end compared with a run that
-nothing happened to: every row, every problem, every file of every commit. Deterministic mode, so the comparison is bit
-for bit; `weights/digest` in each row says that the weights of every step are the same.
+nothing happened to: every row, every problem, every file of every checkpoint. Deterministic mode, so the comparison is
+bit for bit; `weights/digest` in each row says that the weights of every step are the same.
 
 The long chains, through every point and through ten random times, are marked `long` and left out of a plain `pytest`:
 `pytest -m long tests/e2e/test_resume.py` runs them.
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 from chaos_support import armed, assert_every_problem_once
+from formats import run_formats, stored_formats
 from resume_support import DETERMINISTIC, assert_same_run, comparable, rows_of, run_and_kill
 from run_support import (
     ROOT,
@@ -66,10 +67,10 @@ RANDOM_KILLS = 10
 
 LONGER = [*DETERMINISTIC, "--max-steps", "24", "--checkpoint.every", "3"]
 SMALL = [*TINY, "--checkpoint.every", "2"]
-"""Asynchronous: the quickstart's max_steps_off_policy = 1, and commits in the background."""
+"""Asynchronous: the quickstart's max_steps_off_policy = 1, and checkpoints in the background."""
 LOSSES = ["orchestrator.minibatch@2=kill", "trainer.forward_backward[1]@3=kill", "inference.loaded[0]@7=kill"]
-"""Of an attempt that begins with the commit after step 2: in step 4; in step 5 of the attempt that begins there again;
-and in the update after step 5 of the one that begins after step 4: the engine has seen six before."""
+"""Of an attempt that begins with the checkpoint after step 2: in step 4; in step 5 of the attempt that begins there
+again; and in the update after step 5 of the one that begins after step 4: the engine has seen six before."""
 SECOND_TURN = "inference.sample@22"
 """In deterministic mode all rollouts take a turn together, four turns a step and an evaluation: after two evaluations
 and three steps this is the second turn of the fourth step's games."""
@@ -100,10 +101,18 @@ def kill_and_compare(tmp_path: Path, reference: Ended, flags: list[str], point: 
     assert comparable(rows) == comparable(reference.rows[: len(rows)]), point
 
 
+def test_a_run_leaves_the_files_and_keys_that_are_stored(deterministic: Ended) -> None:
+    """It may leave more: some columns depend on the moment."""
+    files = run_formats(deterministic.root)
+    for name, keys in stored_formats()["run"].items():
+        assert name in files
+        assert set(keys) <= set(files[name]), name
+
+
 def test_killed_in_the_middle_of_games_and_then_part_by_part(tmp_path: Path, reference: Ended) -> None:
-    """In the middle of a step's games of several turns, which are played again from their beginning, out of the commit
-    after step 1: it knows where each environment stood in its problems. Resumed with another transport the run loses an
-    orchestrator, a shard and an engine, one after the other. (Each write of a commit:
+    """In the middle of a step's games of several turns, which are played again from their beginning, out of the
+    checkpoint after step 1: it knows where each environment stood in its problems. Resumed with another transport the
+    run loses an orchestrator, a shard and an engine, one after the other. (Each write of a checkpoint:
     tests/unit/checkpoint/test_crashes.py.)"""
     assert all(row["env/guess/turns_per_episode"] > 1 for row in reference.rows)
     assert all(row["env/sort/turns_per_episode"] == 1 for row in reference.rows if "env/sort/turns_per_episode" in row)
@@ -111,7 +120,7 @@ def test_killed_in_the_middle_of_games_and_then_part_by_part(tmp_path: Path, ref
     assert {problem.partition("/")[0] for problem in problems} == {"guess", "sort"}
     waiting = [*DETERMINISTIC, "--checkpoint.async-save", "false"]
     kill_and_compare(tmp_path, reference, waiting, SECOND_TURN)
-    assert [commit.name for commit in CheckpointStore(tmp_path / "run").commits()] == ["step_000002"]
+    assert [checkpoint.name for checkpoint in CheckpointStore(tmp_path / "run").checkpoints()] == ["step_000002"]
     flags = [*waiting, "--inference.transport", "broadcast", "--resume"]
     outcome = run_rl(tmp_path, *flags, environ=armed(tmp_path, LOSSES))
     assert sorted(os.listdir(tmp_path / "once")) == sorted(LOSSES), outcome.out
@@ -123,9 +132,9 @@ def test_killed_in_the_middle_of_games_and_then_part_by_part(tmp_path: Path, ref
 
 
 def test_games_continue_where_they_stood_when_the_run_is_killed_between_two_guesses(tmp_path: Path) -> None:
-    """The games after the first batch wait in their second turn until the commit after step 1 is there; so it has them
-    with one guess each, and they have more when the run is killed in step 2. The next attempt loses its shard in step
-    4, while its orchestrator lives and has rollouts in flight: that closes their environments before another one
+    """The games after the first batch wait in their second turn until the checkpoint after step 1 is there; so it has
+    them with one guess each, and they have more when the run is killed in step 2. The next attempt loses its shard in
+    step 4, while its orchestrator lives and has rollouts in flight: that closes their environments before another one
     begins."""
     root, record, files = tmp_path / "run", tmp_path / "continued", tmp_path / "files"
     files.mkdir()
@@ -156,7 +165,7 @@ def test_games_continue_where_they_stood_when_the_run_is_killed_between_two_gues
     assert os.listdir(files) == []
     back = rows_of(root / "incidents.jsonl")[-1]["what"]
     share = re.search(r"(\d+) of (\d+) unfinished rollouts were kept", back)
-    if share:  # fast replicas may have finished all rollouts by the commit; tests/sim has each case for certain
+    if share:  # fast replicas may have finished all rollouts by the checkpoint; tests/sim has each case for certain
         assert int(share[1]) <= int(share[2])
         assert share[0] in outcome.out
     outcome.assert_nothing_left()
@@ -213,7 +222,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     tmp_path = tmp_path_factory.mktemp("r")
     flags = [*SMALL, "--max-steps", str(LAST), "--checkpoint.every", "3"]
     flags += ["--wandb.project", "test", "--wandb.mode", "offline"]
-    waiting = ["--checkpoint.async-save", "false"]  # so that it is certain which commits are there
+    waiting = ["--checkpoint.async-save", "false"]  # so that it is certain which checkpoints are there
     fault = {"TRIREME_FAULTS": "inference.loaded@6=corrupt"}
     failed = run_rl(tmp_path, *flags, *waiting, "--cluster.max-restarts", "0", environ=fault)
     stopped = run_rl(tmp_path, *flags, *waiting, "--resume", on_line=ctrl_c_after_step_6)
@@ -234,7 +243,7 @@ class TestAsynchronous:
         assert "the engine has loaded other values than were published" in chain.failed.out.replace("\n", " ")
         chain.failed.assert_nothing_left()
 
-    def test_a_signal_commits_and_says_how_to_go_on(self, chain: Chain) -> None:
+    def test_a_signal_saves_and_says_how_to_go_on(self, chain: Chain) -> None:
         """Ctrl-C; SIGTERM differs by its code alone (test_cluster.py)."""
         assert chain.stopped.code == EXIT_INTERRUPTED, chain.stopped.out
         chain.stopped.assert_nothing_left()
@@ -245,7 +254,7 @@ class TestAsynchronous:
         attempts = [row["attempt"] for row in outcome.rows]
         first, second, third = (attempts.count(attempt) for attempt in (1, 2, 3))
         assert attempts == [1] * first + [2] * second + [3] * third
-        assert first == 3, "the second begins at the newest commit of the first"
+        assert first == 3, "the second begins at the newest checkpoint of the first"
         assert second in (3, 4), "the signal after its third step ends it at the next boundary"
         outcome.assert_nothing_left()
 
@@ -279,15 +288,15 @@ class TestAsynchronous:
         assert histories[-1][1] == {"*": "step"}
         begins = [[row["attempt"] for row in outcome.rows].index(attempt) for attempt in (1, 2, 3)]
         for first, (steps, _) in zip(begins, histories, strict=True):
-            assert steps == list(range(first + 1, first + 1 + len(steps))), "it begins where its commit is"
+            assert steps == list(range(first + 1, first + 1 + len(steps))), "it begins where its checkpoint is"
         assert histories[-1][0][-1] == LAST, "of one that was killed the last ones may not be written"
 
-    def test_each_commit_opens_with_transformers(self, outcome: Ended) -> None:
+    def test_each_checkpoint_opens_with_transformers(self, outcome: Ended) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        for commit in CheckpointStore(outcome.root).commits():
-            model = AutoModelForCausalLM.from_pretrained(commit / "inference")
-            assert len(AutoTokenizer.from_pretrained(commit / "inference")) == model.config.vocab_size
+        for checkpoint in CheckpointStore(outcome.root).checkpoints():
+            model = AutoModelForCausalLM.from_pretrained(checkpoint / "inference")
+            assert len(AutoTokenizer.from_pretrained(checkpoint / "inference")) == model.config.vocab_size
 
     def test_at_max_steps_there_is_nothing_to_do(self, outcome: Ended) -> None:
         again = run_rl(outcome.root.parent, *SMALL, "--resume", "--max-steps", str(LAST))
@@ -296,7 +305,7 @@ class TestAsynchronous:
 
 
 class TestGoingBack:
-    """Copies of that run, whose newest commits are of steps 9 and 12."""
+    """Copies of that run, whose newest checkpoints are of steps 9 and 12."""
 
     FLAGS = (*SMALL, "--checkpoint.every", "3", "--trainer.shards", "1")
 
@@ -305,8 +314,8 @@ class TestGoingBack:
         return shutil.copytree(chain.outcome.root, tmp_path / "run")
 
     @pytest.mark.parametrize("damage", ["flipped", "truncated", "deleted"])
-    def test_each_file_of_a_commit_is_looked_at(self, root: Path, damage: str) -> None:
-        """Whatever it is, the commit before is taken, and an explicit step refused, with its name."""
+    def test_each_file_of_a_checkpoint_is_looked_at(self, root: Path, damage: str) -> None:
+        """Whatever it is, the checkpoint before is taken, and an explicit step refused, with its name."""
         store, newest = CheckpointStore(root), root / "checkpoints" / "step_000012"
         files = [path for path in newest.rglob("*") if path.is_file()]
         kinds = {

@@ -29,11 +29,10 @@ from run_support import (
 )
 
 from trireme.checkpoint.rows import ROLLOUTS, recorded_steps
-from trireme.core.errors import EXIT_FAILED, EXIT_OK
+from trireme.core.errors import EXIT_OK
 from trireme.run.rollout_records import TABLE_COLUMNS, read_records
 from trireme.tools.timeline import Span, timeline
 
-LONG = [*TINY, "--trainer.shards", "1", "--max-steps", "200"]
 STEPS = 40
 SOON_S = 20.0
 """After SIGKILL to a driver its rooms have ended."""
@@ -126,7 +125,7 @@ def test_the_rooms_of_a_killed_driver_end_soon(killed: Killed) -> None:
 
 
 def test_a_run_writes_no_secret_that_it_is_given(killed: Killed) -> None:
-    """Into logs, trace, records and commits."""
+    """Into logs, trace, records and checkpoints."""
     written = {file: file.read_bytes() for file in killed.root.rglob("*") if file.is_file()}
     assert any(file.suffix == ".log" for file in written)
     secrets = [secret.encode() for secret in killed.secrets]
@@ -233,25 +232,6 @@ class TestQuickstart:
 
     def test_leaves_nothing(self, outcome: Ended) -> None:
         outcome.assert_nothing_left()
-
-
-@pytest.mark.long  # one that is loaded wrong: test_resume.py
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("trainer.forward_backward@2=raise", r"trainer shard"),
-        ("orchestrator.minibatch@2=raise", r"orchestrator"),
-        ("inference.received@2=corrupt", r"corrupted on the way"),
-    ],
-)
-def test_a_fault_in_a_room_stops_a_run_without_restarts_with_its_reason(
-    tmp_path: Path, fault: str, message: str
-) -> None:
-    outcome = run_rl(tmp_path, *LONG, "--cluster.max-restarts", "0", environ={"TRIREME_FAULTS": fault})
-    assert outcome.code == EXIT_FAILED, outcome.out
-    assert message in outcome.out.replace("\n", " ")
-    assert len(outcome.rows) < 200
-    outcome.assert_nothing_left()
 
 
 def test_a_killed_driver_takes_everything_along(killed: Killed) -> None:

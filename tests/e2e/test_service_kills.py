@@ -20,7 +20,7 @@ from trireme.launch.service import KEYS
 
 VICTIMS = {"replica": "inference_0", "service": "service_0", "shard": "trainer_0", "orchestrator": "orchestrator_0"}
 REBUILT = ("shard", "orchestrator")
-"""After these the run goes back to its newest commit, under a new attempt."""
+"""After these the run goes back to its newest checkpoint, under a new attempt."""
 PATH = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
 IDLE, BUSY, DEADLINE_S, PAUSE_S = 4, 4, 240.0, 0.25
 FLAGS = [
@@ -94,8 +94,8 @@ def admin_key(root: Path) -> str:
     return next(line[1] for line in lines if line[:1] == ["admin"])
 
 
-def committed(root: Path) -> int:
-    """The newest commit."""
+def saved(root: Path) -> int:
+    """The newest checkpoint."""
     return max((row["step"] for row in rows_of(root / "checkpoints.jsonl")), default=-1)
 
 
@@ -116,7 +116,7 @@ def test_a_session_continues_or_is_closed_whoever_is_lost(tmp_path: Path) -> Non
     port, root = free_port(), tmp_path / "run"
     survived: dict[str, tuple[int, int]] = {}
     with started(tmp_path, [*FLAGS, "--service.port", str(port)], PATH) as running, ThreadPoolExecutor(BUSY) as threads:
-        wait_for("a commit", lambda: committed(root) > 0, running, DEADLINE_S)
+        wait_for("a checkpoint", lambda: saved(root) > 0, running, DEADLINE_S)
         wait_for("the service", listens(port), running, DEADLINE_S)
         for victim, part in VICTIMS.items():
             agents = [Agent(f"http://127.0.0.1:{port}", admin_key(root)) for _ in range(IDLE + BUSY)]
@@ -124,7 +124,7 @@ def test_a_session_continues_or_is_closed_whoever_is_lost(tmp_path: Path) -> Non
             for agent in (*idle, *idle):
                 agent.turn()
             newest = max(agent.newest for agent in idle)
-            wait_for(f"a commit from {newest} on", lambda: committed(root) >= newest, running, DEADLINE_S)  # noqa: B023
+            wait_for(f"a checkpoint from {newest} on", lambda: saved(root) >= newest, running, DEADLINE_S)  # noqa: B023
             for agent in (*busy, *busy):
                 agent.turn()
             turns, before = [threads.submit(agent.turn) for agent in busy], attempt(root)

@@ -19,14 +19,14 @@ FLAGS = [*CHAOS, "--trainer.shards", "1", "--inference.replicas", "1", "--max-st
 
 @pytest.mark.long
 @pytest.mark.parametrize("service", SERVICES)
-def test_it_is_started_again_and_the_run_continues_from_its_commit(service: str, tmp_path: Path) -> None:
+def test_it_is_started_again_and_the_run_continues_from_its_checkpoint(service: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     def has_begun() -> bool:
-        return len(rows_of(run / "trained.jsonl")) > KILLED_AT and bool(CheckpointStore(run).commits())
+        return len(rows_of(run / "trained.jsonl")) > KILLED_AT and bool(CheckpointStore(run).checkpoints())
 
     with started(tmp_path, FLAGS, {}) as running:
-        wait_for(f"step {KILLED_AT} and a commit", has_begun, running, DEADLINE_S)
+        wait_for(f"step {KILLED_AT} and a checkpoint", has_begun, running, DEADLINE_S)
         (victim,) = (process for process in psutil.Process(running.process.pid).children() if process.name() == service)
         os.kill(victim.pid, signal.SIGKILL)
         outcome = end_of(running, tmp_path)
@@ -36,5 +36,5 @@ def test_it_is_started_again_and_the_run_continues_from_its_commit(service: str,
     assert len(incidents) == 2, outcome.out
     assert f"{service} (exit code -9)" in incidents[0]
     assert incidents[1].startswith("Ray was started again; attempt 2 begins at step ")
-    assert {row["attempt"] for row in outcome.rows} == {1, 2}, "it went back to a commit, not to the start"
+    assert {row["attempt"] for row in outcome.rows} == {1, 2}, "it went back to a checkpoint, not to the start"
     assert_whole(outcome, STEPS)

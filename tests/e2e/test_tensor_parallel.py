@@ -9,13 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import chaos_support
 import psutil
 import pytest
-from chaos_support import CHAOS, Cell, assert_whole, run_cell
 from inference_support import START_S, Room, make_config, prompt_of, random_model, request
 from replica_support import joined, losses, next_loss, router_of
-from resume_support import rows_of
 from run_support import shm_left_since
 
 from inference.handle import InferenceHandle
@@ -134,18 +131,3 @@ def test_ranks_end_with_a_killed_engine_and_with_a_killed_actor(ray_cluster: str
         asyncio.run(its_successor_serves())
         os.kill(actor, signal.SIGKILL)
         assert_gone([actor, *successor])
-
-
-@pytest.mark.long
-def test_a_run_replaces_a_replica_that_lost_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank dies in the middle of an update."""
-    monkeypatch.setitem(chaos_support.PARTS, "rank", (("inference_0", 3),))
-    monkeypatch.setattr(chaos_support, "REPLACED", ("rank",))
-    flags = [*CHAOS, "--inference.tensor-parallel", str(RANKS)]
-    outcome = run_cell(tmp_path, Cell("rank", "in-flight update"), flags)
-    assert_whole(outcome)
-    assert {row["attempt"] for row in outcome.rows} == {1}, "the trainer has seen nothing of it"
-    lost, served = rows_of(outcome.root / "incidents.jsonl")
-    assert lost["part"] == served["part"] == "inference_0"
-    assert "of its engine, process" in lost["what"]
-    assert "its successor serves" in served["what"]

@@ -107,6 +107,10 @@ def test_a_client_trains_samples_saves_and_resumes(client: Any, tmp_path: Path) 
         np.testing.assert_allclose(second, first, atol=1e-6)
     assert not np.allclose(expected[0][0], expected[0][1], atol=1e-5), "the update changed something"
 
+    # A request that vLLM would refuse fails alone: the samplers of before answer below.
+    with pytest.raises(tinker.BadRequestError, match="temperature"):
+        sampler.sample(types.ModelInput.from_ints(prompt), 1, types.SamplingParams(temperature=3.0)).result(LIMIT_S)
+
     # Named weights of now, the old snapshot and the base answer side by side, each by its own weights.
     path = model.save_weights_for_sampler("now").result(LIMIT_S).path
     fresh = client.create_sampling_client(model_path=path).result(LIMIT_S)
@@ -116,34 +120,6 @@ def test_a_client_trains_samples_saves_and_resumes(client: Any, tmp_path: Path) 
     np.testing.assert_allclose(then.result(LIMIT_S)[-length:], answers[0].logprobs, atol=1e-4)
     np.testing.assert_allclose(start.result(LIMIT_S)[-length:], answers[0].logprobs, atol=1e-4)
     np.testing.assert_allclose(now.result(LIMIT_S)[1:], expected[1][1][: sequence.length - 1], atol=1e-4)
-
-
-def test_a_new_model_has_neither_gradients_nor_moments_of_another(client: Any) -> None:
-    """A state has the base's weights and moments that are not 0. One update from it, without the optimiser's state, is
-    what one update of a new model is; with that state it is another."""
-    tokens = list(range(5, 15))
-    target: Any = {"target_tokens": types.TensorData(data=tokens[1:], dtype="int64")}
-    data = [types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=target)]
-    other: Any = {"target_tokens": types.TensorData(data=tokens[:-1], dtype="int64")}
-    moving = [types.Datum(model_input=types.ModelInput.from_ints(tokens[1:]), loss_fn_inputs=other)]
-
-    def updated(model: Any) -> np.ndarray:
-        model.forward_backward(data, "cross_entropy").result(LIMIT_S)
-        model.optim_step(ADAM).result(LIMIT_S)
-        logprobs = logprobs_of(model.forward(data, "cross_entropy").result(LIMIT_S))
-        model.forward_backward(moving, "cross_entropy").result(LIMIT_S)  # the next model is not to have this gradient
-        return logprobs
-
-    model = client.create_lora_training_client(base_model=MODEL, rank=8).result(LIMIT_S)
-    model.forward_backward(moving, "cross_entropy").result(LIMIT_S)
-    model.optim_step(types.AdamParams(learning_rate=0.0)).result(LIMIT_S)
-    state = model.save_state("moments").result(LIMIT_S).path
-    model.forward_backward(moving, "cross_entropy").result(LIMIT_S)
-    new = updated(client.create_lora_training_client(base_model=MODEL, rank=8).result(LIMIT_S))
-    without = updated(client.create_training_client_from_state(state).result(LIMIT_S))
-    within = updated(client.create_training_client_from_state_with_optimizer(state).result(LIMIT_S))
-    np.testing.assert_allclose(without, new, atol=1e-6)
-    assert not np.allclose(within, new, atol=1e-4)
 
 
 def test_a_client_learns(client: Any) -> None:

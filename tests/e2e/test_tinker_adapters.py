@@ -5,7 +5,6 @@ trained alone and undisturbed.
 """
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,21 +104,6 @@ def test_what_is_downloaded_opens_with_peft_and_is_the_model(server: Server, tmp
     np.testing.assert_allclose(logprobs_of(again, data_of(again, TEXTS[0])), expected, atol=1e-5)
 
 
-def test_two_clients_at_once_learn_what_each_alone_learns(server: Server, alone: list[np.ndarray]) -> None:
-    models = [begun(server, number) for number in range(len(TEXTS))]
-    with ThreadPoolExecutor(len(TEXTS)) as threads:
-        together = list(threads.map(trained, models, range(len(TEXTS))))
-        for number, model in enumerate(models):
-            np.testing.assert_allclose(together[number], alone[number], atol=1e-5)
-            by_client, other = (
-                logprobs_of(model, data_of(model, text)).mean() for text in (TEXTS[number], TEXTS[1 - number])
-            )
-            assert by_client > other, "it has learnt what its own client trained"
-        samplers = list(threads.map(sampled_alike, models, TEXTS))
-        assert len(samplers) == len(TEXTS)
-        list(threads.map(sampled_alike, models, TEXTS, samplers))  # both are served, whatever was loaded last
-
-
 def test_a_shard_is_killed_and_the_client_sees_a_delay(server: Server, alone: list[np.ndarray]) -> None:
     model = begun(server, 0)
     data = data_of(model, TEXTS[0])
@@ -134,18 +118,6 @@ def test_a_shard_is_killed_and_the_client_sees_a_delay(server: Server, alone: li
     np.testing.assert_allclose(logprobs_of(model, data), alone[0], atol=1e-5)
     assert any(line.startswith("!") for line in server.lines), "the loss is told"
     sampled_alike(model, TEXTS[0])
-
-
-@pytest.mark.long  # rooms lost under a sample, with the real client: unit/service/tinker/test_serving_kills.py
-def test_the_replica_is_killed_and_samples_come(server: Server, alone: list[np.ndarray]) -> None:
-    model = begun(server, 1)
-    np.testing.assert_allclose(trained(model, 1), alone[1], atol=1e-5)
-    sampler = sampled_alike(model, TEXTS[1])
-    prompt = types.ModelInput.from_ints(model.get_tokenizer().encode("Sort: 4\n"))
-    server.kill("ray::ReplicaActor")
-    waiting = [sampler.sample(prompt, 2, types.SamplingParams(max_tokens=8, seed=n)) for n in range(4)]
-    assert [len(future.result(LIMIT_S).sequences) for future in waiting] == [2] * 4
-    sampled_alike(model, TEXTS[1], sampler)
 
 
 def test_the_server_is_killed_and_started_again(server: Server, alone: list[np.ndarray]) -> None:

@@ -28,7 +28,7 @@ DRIVER = ROOT / "examples" / "recipes" / "cookbook.py"
 NAMED = "Qwen/Qwen3-8B-Base"
 PACKAGES = ("tinker-cookbook[math-rl]>=0.5", f"tinker=={version('tinker')}")
 """The newest cookbook that can be installed with the client that is tested; those before 0.5 have other recipes."""
-RECIPE_S, START_S = 600.0, 300.0
+RECIPE_S = 600.0
 MODES = ("synchronous", "asynchronous", "streaming")
 """`rl.train` in its three ways."""
 

@@ -12,15 +12,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
-from trainer_support import make_batch, make_config, make_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from trainer_support import make_batch, make_config, make_model, unsharded_logprobs
+from transformers import AutoModelForCausalLM
 
-from trainer.batching import plan, scatter_outputs
+from trainer.batching import RankAssignment, plan, scatter_outputs
 from trainer.handle import TrainerHandle
+from trainer.losses import resolve_loss
 from trainer.shard import Shard
 from trainer.snapshot import kinds
 from trireme.checkpoint.files import checksum_of
-from trireme.core.errors import BadInput, ProvenanceError, RoomFailed, StorageFailed, TriremeError
+from trireme.core.errors import BadInput, ProvenanceError, RoomFailed, StorageFailed
+from trireme.core.prefixes import Forest
 from trireme.core.transport import join_parts
 from trireme.core.types import AdamParams, ForwardBackwardOutput, Provenance, WeightIdentity
 from trireme.core.weights import check_received
@@ -137,7 +139,7 @@ def stepped(groups):
 
 @pytest.mark.parametrize(("key", "shards"), [(QWEN, 2), (QWEN, 3), (LLAMA, 2)])
 def test_the_number_of_shards_changes_neither_gradient_nor_weights(alone, stepped, key, shards):
-    micro_R = plan(np.array(LENGTHS), 3, 24, 1000)
+    micro_R = plan(Forest.flat(np.array(LENGTHS)), RankAssignment(3, 1000, "auto"), 24)
     assert any(micro.filler for micro_M in micro_R for micro in micro_M), "three shards are to be unequal"
     first, second, update, before, after = alone[key]
     assert max(float((after[n] - before[n]).abs().max()) for n in after) > 1e-3, "the step did nothing"
@@ -160,33 +162,15 @@ def test_published_names_are_those_of_the_checkpoint(models, stepped, key):
     assert all(torch.equal(before[name], parameter) for name, parameter in reference.named_parameters())
 
 
-def test_saved_weights_open_with_from_pretrained(groups, stepped, tmp_path):
-    group, after = groups[QWEN, 2], stepped[QWEN, 2][4]
-    published = group.publish_weights(1)
-    records = group.save_weights(tmp_path / "inference", published).wait(60)
-    check_records(tmp_path, records)
-    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "inference")
-    parameters = dict(reopened.named_parameters())
-    assert parameters.keys() == after.keys()
-    assert all(torch.equal(parameters[name], after[name]) for name in after)
-    assert AutoTokenizer.from_pretrained(tmp_path / "inference").encode("0129")[-1] == 9
-    batch = make_batch((5, 2), temperature=1.0)
-    with torch.no_grad():
-        logits = reopened(torch.from_numpy(batch.tokens[:5].astype(np.int64))[None]).logits[0]
-    targets = torch.from_numpy(batch.columns["target_tokens"][:5].astype(np.int64))
-    expected = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-    np.testing.assert_allclose(group.forward(batch).logprobs[:5], expected.numpy(), atol=1e-5)
-
-
-def check_records(commit, records):
-    """All files below `commit` are recorded, once, with what they hold."""
+def check_records(checkpoint, records):
+    """All files below `checkpoint` are recorded, once, with what they hold."""
     assert sorted(r.path for r in records) == sorted(
-        str(f.relative_to(commit)) for f in commit.rglob("*") if f.is_file()
+        str(f.relative_to(checkpoint)) for f in checkpoint.rglob("*") if f.is_file()
     )
     for record in records:
         assert (record.size, record.checksum) == (
-            (commit / record.path).stat().st_size,
-            checksum_of(commit / record.path),
+            (checkpoint / record.path).stat().st_size,
+            checksum_of(checkpoint / record.path),
         )
 
 
@@ -311,17 +295,29 @@ def test_batches_of_unknown_or_stale_weights_are_refused_and_the_group_goes_on(g
     assert train(2, [2, 2], identities[2]).metrics["loss_tokens:sum"] == 7
 
 
-def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(groups):
+def test_a_tree_that_is_cut_over_two_shards_trains_as_whole_sequences(groups, models):
+    """Against the model of Hugging Face, one sequence alone after the other."""
     group = groups[LLAMA, 2]
-    before = group.publish_weights(2).identity
-    batch = make_batch((4, 5))
-    batch.columns["advantages"][2] = np.nan
-    group.forward_backward(batch, "importance_sampling", {})
-    with pytest.raises(TriremeError, match=r"gradient norm is nan.*advantages"):
-        group.optim_step(AdamParams(), 1.0)
-    assert group.publish_weights(3).identity.digest == before.digest
-    with pytest.raises(TriremeError, match="call forward_backward first"):
-        group.optim_step(AdamParams(), 1.0)
+    batch = make_batch([20 + end for end in (6, 3, 4, 6, 1, 5)])
+    stem = batch.tokens[:20].copy()
+    for offset in batch.offsets[:-1]:
+        batch.tokens[offset : offset + 20] = stem
+    trees_R = group._call("rank_assignment")[0].trees(batch.find_forest())
+    assert [len(trees) for trees in trees_R] == [1, 1]
+    assert all(max(tree.shared) >= 20 for trees in trees_R for tree in trees)
+    published = group.publish_weights(7)
+    unsharded = AutoModelForCausalLM.from_pretrained(models[LLAMA])
+    unsharded.load_state_dict(state(published))
+    p = unsharded_logprobs(unsharded, batch)
+    columns = {name: torch.from_numpy(column) for name, column in batch.columns.items()}
+    function, config = resolve_loss("importance_sampling", {})
+    function(p, columns, config)[0].backward()
+    norm = torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 1e9)
+    output = group.forward_backward(batch, "importance_sampling", {})
+    np.testing.assert_allclose(output.logprobs, p.detach().numpy(), atol=1e-5)
+    assert output.distinct < output.tokens == 145
+    update = group.optim_step(AdamParams(learning_rate=1e-9), 1.0)
+    assert update.metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
 
 
 def arm(group, rank, faults):

@@ -5,14 +5,14 @@
                               +--minibatches--> a trainer that sleeps, as `trireme.train.rl_loop` calls the real one
 
 A replica decodes `slots` sequences at once, all of them by a token in each of its steps, and starts the others in the
-order in which they came. A step takes `token_s`, and `each_s` more for each sequence in it. An update pauses it:
-what is in flight is prefilled again and goes on under the new weights. The token that it samples says which version
-sampled it, so that what the spans promise can be compared.
+order in which they came. A step takes `token_s`. An update pauses it: what is in flight is prefilled again and goes on
+under the new weights. The token that it samples says which version sampled it, so that what the spans promise can be
+compared.
 
 Replicas die, hang (they say nothing more, until somebody watches), leave and join. A successor joins `restart_s` after
 the loss was found.
 
-The trainer is lost, too: it is built again after `rebuild_s` from the newest commit, one of which is taken every
+The trainer is lost, too: it is built again after `rebuild_s` from the newest checkpoint, one of which is taken every
 `commit_every` steps, and so is the pipeline. The replicas stay. The n-th resume may change options of the run.
 
 With `sessions` the trainer offers each version before it sends it. Those that are ready have its bytes when they are to
@@ -29,7 +29,7 @@ import asyncio
 import hashlib
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any, Literal
@@ -42,7 +42,6 @@ from replica_support import next_loss, router_of
 
 from inference.handover import NOTHING, Progress
 from inference.handover import Outcome as SampleOutcome
-from inference.router import Router
 from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCondition
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
@@ -76,8 +75,7 @@ STANDARD_NORMAL = NormalDist()
 @dataclass(frozen=True)
 class Scenario:
     """The scenario to simulate. Maps are by replica, except `evaluation`, the section `eval` of the configuration.
-    With `ends` an answer ends at each token with this probability, in place of lognormal lengths. `draw` names one
-    independent draw of all lengths; 0 is the one of docs/asynchrony.md's table.
+    `draw` names one independent draw of all lengths; 0 is the one of docs/asynchrony.md's table.
     Problems whose number is divisible by `failing` raise, by `constant` have equal rewards (0: none do)."""
 
     policy: str = "wait"
@@ -91,11 +89,9 @@ class Scenario:
     slots: int = 16
     median: int = 20
     spread: float = 1.6
-    ends: float = 0.0
     draw: int = 0
     turns: int = 1
     token_s: float = 0.05
-    each_s: float = 0.0
     prefill_token_s: float = 0.0001
     update_s: float = 0.5
     update_deadline_s: float = NO_DEADLINE_S
@@ -253,7 +249,7 @@ class InFlight:
 
 
 class SimReplica:
-    """An `inference.router.ReplicaClient`. Every request ends with its sequence, an abort, or this replica's death."""
+    """A replica. Every request ends with its sequence, an abort, or this replica's death."""
 
     def __init__(self, index: int, scenario: Scenario, trainer: SimTrainer) -> None:
         self.index, self.name = index, f"simulated replica {index}"
@@ -410,7 +406,7 @@ class SimReplica:
     def _advance(self) -> None:
         """Makes the steps that fit in the time since the last call; call it before the set of sequences changes."""
         now, decoding = asyncio.get_running_loop().time(), len(self._decoding)
-        step_s = (self._scenario.token_s + self._scenario.each_s * decoding) * self._slower
+        step_s = self._scenario.token_s * self._slower
         self.busy_s += decoding * (now - self._at)
         self._steps += (now - self._at) / step_s if decoding else 0.0
         self._at = now
@@ -423,8 +419,8 @@ class SimReplica:
         if not decoding or self._hangs or self._dead:
             return
         steps_left = min(self._end_of(sequence) for sequence in decoding) - self._steps
-        step_s = (self._scenario.token_s + self._scenario.each_s * len(decoding)) * self._slower
-        self._timer = asyncio.get_running_loop().call_later(max(steps_left, 0) * step_s, self._look_for_ends)
+        seconds = max(steps_left, 0) * self._scenario.token_s * self._slower
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look_for_ends)
 
     @staticmethod
     def _end_of(sequence: InFlight) -> float:
@@ -465,12 +461,9 @@ def draw_length(request: SampleRequest, scenario: Scenario) -> int:
     longest = LONGEST * scenario.median
     prefix = f"{scenario.draw} " if scenario.draw else ""
     name = prefix + "rollout " + request.request_id.partition("@")[0]
-    if scenario.ends:
-        tokens = math.log(STANDARD_NORMAL.cdf(normal(name))) / math.log1p(-scenario.ends)
-    else:
-        deviation = scenario.spread * math.sqrt(0.5)
-        exponent = deviation * (normal(f"{prefix}problem {request.prompt[0]}") + normal(name))
-        tokens = scenario.median * math.exp(exponent)
+    deviation = scenario.spread * math.sqrt(0.5)
+    exponent = deviation * (normal(f"{prefix}problem {request.prompt[0]}") + normal(name))
+    tokens = scenario.median * math.exp(exponent)
     length = max(1, min(round(tokens), longest))
     assert request.params.max_tokens is not None
     return length - (longest - request.params.max_tokens)
@@ -547,7 +540,7 @@ class Outcome:
     seconds: float = 0.0
     attempt: int = 1
     notes: list[str] = field(default_factory=list)
-    """What each commit that the run went back to had of unfinished rollouts."""
+    """What each checkpoint that the run went back to had of unfinished rollouts."""
     options: list[Scenario] = field(default_factory=list)
     """The scenario as each released step was trained with it."""
 
@@ -603,40 +596,28 @@ class Outcome:
         return float(np.mean(self.trained_lengths) / np.mean(dispatched))
 
 
-Beside = Callable[["Outcome"], Coroutine[Any, Any, None]]
-
-
-def simulate(scenario: Scenario, router: type[Router] = Router, beside: Sequence[Beside] = ()) -> Outcome:
-    """A whole run. `beside`: what else happens meanwhile, until the run ends. Raises what the pipeline raises, and
-    Deadlock."""
+def simulate(scenario: Scenario) -> Outcome:
+    """A whole run. Raises what the pipeline raises, and Deadlock."""
     trainer = SimTrainer()
     replicas = [SimReplica(i, scenario, trainer) for i in range(scenario.replicas)]
     outcome = Outcome(scenario, Problems(scenario), trainer, replicas)
     ticks = {"LAG_TICK_S": NO_DEADLINE_S, "LOAD_TICK_S": scenario.load_tick_s}
     progress = mock.patch("inference.router.PROGRESS_S", scenario.progress_tick_s)
     with progress, mock.patch.multiple("orchestrator.watch", **ticks):
-        virtual_time.run(_simulate(outcome, router, beside))
+        virtual_time.run(_simulate(outcome))
     return outcome
 
 
-async def _simulate(outcome: Outcome, router: type[Router], beside: Sequence[Beside]) -> None:
+async def _simulate(outcome: Outcome) -> None:
     """Returns nothing: asyncio formats the result of a program's main coroutine, and this one is large."""
     scenario, loop = outcome.scenario, asyncio.get_running_loop()
     for replica, seconds in scenario.dies_at_s.items():
         loop.call_later(seconds, outcome.replicas[replica].die)
-    besides = [asyncio.create_task(action(outcome)) for action in beside]
-    commits: list[Commit] = []
+    checkpoints: list[Checkpoint] = []
     deaths = iter(sorted(scenario.trainer_dies_at_s))
-    try:
-        while not await attempt(outcome, router, commits, next(deaths, math.inf)):
-            await asyncio.sleep(outcome.scenario.rebuild_s)
-            outcome.begins_again(commits[-1].step)
-    finally:
-        for task in besides:
-            task.cancel()
-    for task in besides:
-        if task.done() and not task.cancelled():
-            task.result()
+    while not await attempt(outcome, checkpoints, next(deaths, math.inf)):
+        await asyncio.sleep(outcome.scenario.rebuild_s)
+        outcome.begins_again(checkpoints[-1].step)
 
 
 @dataclass(frozen=True)
@@ -679,16 +660,16 @@ class Supervision:
 
 
 @dataclass(frozen=True)
-class Commit:
+class Checkpoint:
     step: int
     state: OrchestratorState
     identities: tuple[WeightIdentity, ...]
     """Of the versions that its tokens may name."""
 
 
-async def attempt(outcome: Outcome, router: type[Router], commits: list[Commit], dies_at_s: float) -> bool:
-    """Trains from the newest commit, as `trireme.launch.run` does. Returns False if the trainer died at `dies_at_s`;
-    before the first commit it does not."""
+async def attempt(outcome: Outcome, checkpoints: list[Checkpoint], dies_at_s: float) -> bool:
+    """Trains from the newest checkpoint, as `trireme.launch.run` does. Returns False if the trainer died at
+    `dies_at_s`; before the first checkpoint it does not."""
     scenario, loop = outcome.scenario, asyncio.get_running_loop()
     config, limits = scenario.config(), RolloutLimits(VOCABULARY, VOCABULARY)
     replicas = outcome.serving()
@@ -696,17 +677,17 @@ async def attempt(outcome: Outcome, router: type[Router], commits: list[Commit],
     pipeline = Pipeline(
         config,
         [outcome.problems],
-        router_of(replicas, kind=router, patience_s=scenario.patience_s),
+        lambda on_versions: router_of(replicas, on_versions=on_versions, patience_s=scenario.patience_s),
         limits,
         held_out,
     )
-    if commits:
-        outcome.notes.append(pipeline.load(commits[-1].state))
+    if checkpoints:
+        outcome.notes.append(pipeline.load(checkpoints[-1].state))
     tasks = [asyncio.create_task(work) for work in Supervision(pipeline, outcome).work()]
-    running = asyncio.create_task(train(pipeline, outcome, commits))
+    running = asyncio.create_task(train(pipeline, outcome, checkpoints))
     try:
         await asyncio.wait([running], timeout=None if dies_at_s == math.inf else max(dies_at_s - loop.time(), 0.0))
-        if running.done() or not commits:
+        if running.done() or not checkpoints:
             await running
             return True
         running.cancel()
@@ -725,16 +706,16 @@ async def begin_version(pipeline: Pipeline, weights: PublishedWeights) -> None:
     await pipeline.begin_version(weights.identity.version, pipeline.sampler.source.update(weights))
 
 
-async def train(pipeline: Pipeline, outcome: Outcome, commits: list[Commit]) -> None:
-    """The loop of `trireme.train.rl_loop.train`, from the newest commit on."""
+async def train(pipeline: Pipeline, outcome: Outcome, checkpoints: list[Checkpoint]) -> None:
+    """The loop of `trireme.train.rl_loop.train`, from the newest checkpoint on."""
     scenario, loop = outcome.scenario, asyncio.get_running_loop()
-    start = commits[-1].step if commits else 0
+    start = checkpoints[-1].step if checkpoints else 0
     weights = await outcome.trainer.publish(start, pipeline, outcome)
-    identities = (*(commits[-1].identities if commits else ()), weights.identity)
+    identities = (*(checkpoints[-1].identities if checkpoints else ()), weights.identity)
     await begin_version(pipeline, weights)
-    if not commits:
+    if not checkpoints:
         outcome.seconds = -loop.time()
-        commits.append(Commit(0, pipeline.snapshot(), identities))
+        checkpoints.append(Checkpoint(0, pipeline.snapshot(), identities))
     versions = PublishedVersions(scenario.max_steps_off_policy, identities)
     for step in range(start, scenario.steps):
         outcome.minibatches.append([])
@@ -755,7 +736,7 @@ async def train(pipeline: Pipeline, outcome: Outcome, commits: list[Commit]) -> 
         oldest = step + 1 - scenario.max_steps_off_policy
         identities = (*(identity for identity in identities if identity.version >= oldest), weights.identity)
         if (step + 1) % scenario.commit_every == 0:
-            commits.append(Commit(step + 1, pipeline.snapshot(), identities))
+            checkpoints.append(Checkpoint(step + 1, pipeline.snapshot(), identities))
     outcome.seconds += loop.time()
 
 

@@ -70,7 +70,7 @@ def test_a_turn_begins_within_the_bound_and_later_tokens_are_not_in_the_loss(
         service = service_of(replica, directory, bound=bound)
         tasks = [asyncio.create_task(replica.train(step_s)), asyncio.create_task(service._fit_places())]
         await asyncio.sleep(opens_s)
-        opened = await service._front.open()
+        opened = await service._gateway.open()
         await asyncio.sleep(waits_s)
         refused: Any = None
         for _ in range(TURNS):
@@ -86,15 +86,15 @@ def test_a_turn_begins_within_the_bound_and_later_tokens_are_not_in_the_loss(
             assert refused.status == 410
             assert replica.record[-1][0] > newest, "it was refused by the version that sampled it"
             answered = replica.record[:-1]
-        await service._front.registry.end(opened.name, "done")
-        turns = service._front.registry.export(opened.name).turns
+        await service._gateway.registry.end(opened.name, "done")
+        turns = service._gateway.registry.export(opened.name).turns
         assert len(turns) == len(answered)
         for versions, exported in zip(answered, turns, strict=True):
             assert opened.floor <= versions[0] <= newest
             assert exported.in_bound == (max(versions) <= newest)
         for task in tasks:
             task.cancel()
-        await service._front.close("the run has ended")
+        await service._gateway.close("the run has ended")
 
     with tempfile.TemporaryDirectory() as directory:
         virtual_time.run(scenario(Path(directory)))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulation import LONGEST, Outcome, Scenario, simulate
+from simulation import Outcome, Scenario, simulate
 
 from inference.router import MOST_LOSSES
 from trireme.core.errors import RoomFailed
@@ -126,12 +126,6 @@ def test_no_rule_is_broken(trouble: Mapping[str, Any], policy: str, max_steps_of
     assert max(ages) > 0 or max_steps_off_policy == 0, "the bound is put to the test"
 
 
-def test_the_longest_is_fifty_times_the_median() -> None:
-    outcome = simulate(Scenario(policy="wait"))
-    assert max(outcome.trained_lengths) == LONGEST * outcome.scenario.median
-    assert np.median(outcome.trained_lengths) == pytest.approx(outcome.scenario.median, rel=0.2)
-
-
 @pytest.mark.parametrize("max_steps_off_policy", [0, 1, 4])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_requests_of_a_dead_replica_are_answered_elsewhere(policy: str, max_steps_off_policy: int) -> None:
@@ -198,13 +192,6 @@ def test_without_a_successor_patience_ends() -> None:
         simulate(Scenario(policy="wait", replicas=1, dies_at_s={0: 15.0}, patience_s=30.0))
 
 
-def test_the_same_scenario_twice_is_the_same_run() -> None:
-    """So that a failure in here can be looked at."""
-    once, again = (simulate(Scenario(slower={1: 6.0}, failing=5, constant=3)) for _ in range(2))
-    assert once.rows == again.rows
-    assert once.seconds == again.seconds
-
-
 def test_waiting_is_never_biased_and_wastes_nothing() -> None:
     outcome = simulate(Scenario(policy="wait", max_steps_off_policy=2))
     assert (outcome.waste, outcome.length_bias) == (0, 1)
@@ -223,11 +210,6 @@ def test_asynchrony_pays() -> None:
         for max_steps_off_policy in (0, 1, 4)
     ]
     assert seconds == sorted(seconds, reverse=True)
-
-
-def test_more_replicas_are_not_slower() -> None:
-    scenario = Scenario(policy="wait", max_steps_off_policy=0, slots=4)
-    assert simulate(replace(scenario, replicas=8)).seconds < simulate(replace(scenario, replicas=1)).seconds
 
 
 def test_waste_is_counted_by_cause_to_the_token() -> None:

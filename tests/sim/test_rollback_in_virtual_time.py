@@ -1,6 +1,6 @@
-"""The trainer dies, at any moment and again and again, and the run goes back to a commit: the bound, conservation and
-exactly once hold over every rollback, all tokens that are trained on are of weights that the trainer knows, every
-environment is closed, and what the commit has is kept."""
+"""The trainer dies, at any moment and again and again, and the run goes back to a checkpoint: the bound, conservation
+and exactly once hold over every rollback, all tokens that are trained on are of weights that the trainer knows, every
+environment is closed, and what the checkpoint has is kept."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ GAMES = Scenario(turns=4, median=8, tool_s=4.0, steps=8, spread=1.0)
 
 def check(outcome: Outcome) -> Outcome:
     """What the ledger says must agree with what was trained on. How often a problem was begun is no longer known from
-    outside: what was dispatched after the commit is forgotten, and comes again."""
+    outside: what was dispatched after the checkpoint is forgotten, and comes again."""
     scenario, last = outcome.scenario, outcome.rows[-1]
     assert len(outcome.released) == len(outcome.minibatches) == scenario.steps
     for step, options in enumerate(outcome.options):
@@ -89,8 +89,8 @@ def test_whatever_happens_no_rule_is_broken(scenario: Scenario) -> None:
     check(simulate(scenario))
 
 
-def test_a_commit_gives_finished_rollouts_and_turns_of_environments_that_say_their_state() -> None:
-    """The trainer dies in the third step after the commit."""
+def test_a_checkpoint_gives_finished_rollouts_and_turns_of_environments_that_say_their_state() -> None:
+    """The trainer dies in the third step after the checkpoint."""
     restored_by_kind = {}
     for says_state in (False, True):
         games = replace(GAMES, policy="wait", max_steps_off_policy=2, commit_every=3, says_state=says_state)

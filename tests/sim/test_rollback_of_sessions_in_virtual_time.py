@@ -23,7 +23,7 @@ from trireme.renderers import make_renderer
 
 STEP_S = 10.0
 LOST_AT_S, REBUILD_S = 125.0, 40.0
-"""Version 12 is the newest; the commit is of version 10."""
+"""Version 12 is the newest; the checkpoint is of version 10."""
 COMMIT = 10
 TOKENIZER = bpe(QWEN3)
 
@@ -73,15 +73,15 @@ def service_of(replica: Any, directory: Path, starts: Any = (), bound: int = 100
     actor: Any = ServiceActor(config, lambda: replica, models, [], True, directory, None, starts)  # type: ignore[arg-type, return-value]
     actor._sampler = replica
     actor._places = Places(8, 8, 1000.0)
-    turns = TurnAnswering(replica, models, TOKENIZER, make_renderer("auto", TOKENIZER), actor._places)
-    actor._front = actor._make_front(turns, KEYS)
+    turns = TurnAnswering(replica.sample, models, TOKENIZER, make_renderer("auto", TOKENIZER), actor._places)
+    actor._gateway = actor._make_gateway(turns, KEYS)
     actor._started.set()
     return actor  # type: ignore[no-any-return]
 
 
 async def turn(service: ServiceActor, session: str, words: str) -> None:
     message: Any = {"role": "user", "content": words}
-    async for _ in service._front.pieces([TurnRequest((message,))], session=session):
+    async for _ in service._gateway.pieces([TurnRequest((message,))], session=session):
         pass
 
 
@@ -89,7 +89,7 @@ async def one_agent(service: ServiceActor, opens_s: float, turns_s: list[float])
     """Opens a session, and takes its turns at these times. Returns the reason why it was closed; "": it was not."""
     loop = asyncio.get_running_loop()
     await asyncio.sleep(opens_s)
-    session = (await service._front.open()).name
+    session = (await service._gateway.open()).name
     for number, at in enumerate(turns_s):
         await asyncio.sleep(at - loop.time())
         try:
@@ -111,7 +111,7 @@ SOON, LATER, LATE = LOST_AT_S + REBUILD_S + 5.0, LOST_AT_S + REBUILD_S + 2.5 * S
         (121.0, 122.0, True),
         (95.0, 96.0, False),  # all that it has is of version 9
         (95.0, 121.0, True),  # its floor is version 9, and an answer of version 12
-        (103.0, 104.0, False),  # the commit's own version
+        (103.0, 104.0, False),  # the checkpoint's own version
         (LOST_AT_S + 3.0, None, True),  # the replica had still version 12
         (LOST_AT_S + 3.0, LOST_AT_S + 5.0, True),
         (LOST_AT_S + REBUILD_S + 1.0, LOST_AT_S + REBUILD_S + 2.0, False),
@@ -128,7 +128,7 @@ def test_a_session_is_closed_by_its_weights_whenever_its_next_turn_comes(
             return await one_agent(service, opens_s, [at for at in (first_s, next_s) if at is not None])
         finally:
             running.cancel()
-            await service._front.close("the run has ended")
+            await service._gateway.close("the run has ended")
 
     refusal = virtual_time.run(scenario())
     assert bool(refusal) == closed
@@ -142,9 +142,9 @@ def test_a_service_that_starts_later_closes_them_too(tmp_path: Path) -> None:
         replica = Replica()
         replica.weights = WeightIdentity(1, 12, "a12")
         service = service_of(replica, tmp_path, [(1, 0)])
-        session = (await service._front.open()).name
+        session = (await service._gateway.open()).name
         await turn(service, session, "q0")
-        await service._front.close("the run has ended")
+        await service._gateway.close("the run has ended")
         return session
 
     async def second(session: str) -> None:
@@ -154,8 +154,8 @@ def test_a_service_that_starts_later_closes_them_too(tmp_path: Path) -> None:
         with pytest.raises(RequestRefused, match="attempt 2 of the run began with version 10") as refused:
             await turn(service, session, "q1")
         assert refused.value.status == 410
-        export = service._front.registry.export(session)
+        export = service._gateway.registry.export(session)
         assert len(export.turns) == 1, "what was sampled until then is there"
-        await service._front.close("the run has ended")
+        await service._gateway.close("the run has ended")
 
     virtual_time.run(second(virtual_time.run(first())))

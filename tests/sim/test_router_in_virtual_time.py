@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replica_support import in_background, joined, next_incarnation, next_loss, router_of, weights
 
-from inference.desk import Desk, Give
+from inference.batching_client import BatchingClient
+from inference.batching_server import BatchingServer, Give
 from inference.handover import NOTHING, Outcome, Progress
-from inference.line import Line
 from inference.messages import Reply, pack_requests
 from inference.replica_set.table import Table
 from inference.router import MOST_LOSSES, Router
@@ -42,7 +42,7 @@ SHARE = 1000
 
 
 class Slow:
-    """A `ReplicaClient` that makes a token each TOKEN_S of every request. The first token of a prompt says how long
+    """A replica that makes a token each TOKEN_S of every request. The first token of a prompt says how long
     prompt and answer become together. Requests and outcomes travel by messages, as to a replica of a run."""
 
     def __init__(self, index: int) -> None:
@@ -54,12 +54,12 @@ class Slow:
         self.hangs = self.engine_dead = False
         self.slow_s = 0.0
         self.given_up: set[str] = set()
-        self._line: Line | None = None
-        self._desk = Desk(self._begin, self._failure)
+        self._line: BatchingClient | None = None
+        self._desk = BatchingServer(self._begin, self._failure)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
-        self._line = self._line or Line(self._exchange, name=self.name, answer_s=PATIENCE_S, gathers=True)
+        self._line = self._line or BatchingClient(self._exchange, name=self.name, answer_s=PATIENCE_S, gathers=True)
         return self._line.sample(requests)
 
     async def _exchange(self, caller: str, requests: list[SampleRequest], timeout_s: float) -> Reply:

@@ -23,10 +23,11 @@ NAME = "inference_0"
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the engine: its seconds, and the share of a core that it gets in them."""
+    """One step of the engine: its seconds, the share of a core that it gets in them, and whether its GPU computes."""
 
     seconds: float
     share: float = 1.0
+    on_gpu: bool = False
 
 
 USUAL = [Step(0.02)] * 500
@@ -37,6 +38,7 @@ PLANTED = {
     "recompute_kv of all that is in flight": [Step(25.0), Step(30.0), Step(20.0)],
     "a machine with other work: each step takes a hundred times as long": [Step(2.0, share=0.02)] * 60,
     "and some steps of it far longer": [Step(200.0, share=0.03)],
+    "a wait for a GPU, which a trainer has": [Step(200.0, share=0.0, on_gpu=True)],
     "a wait for a disk": [Step(4.0, share=0.0)],
 }
 
@@ -46,9 +48,13 @@ class Busy(ReplicaActor):
 
     _has_requests = True
     used_s = 0.0
+    on_gpu = False
 
     def _cpu_s(self) -> list[float]:
         return [self.used_s]
+
+    def _computes(self) -> list[bool]:
+        return [self.on_gpu]
 
     def kill_engine(self) -> None:
         """There is no process."""
@@ -87,6 +93,7 @@ class Simulated:
         lives."""
         for step in script:
             started = self.now
+            self.replica.on_gpu = step.on_gpu
             while self.now < started + step.seconds:
                 passed = min(TICK_S, started + step.seconds - self.now)
                 self.now += passed
@@ -117,7 +124,9 @@ def test_slow_ones_are_left_alone_and_a_stopped_one_costs_seconds(simulated: Sim
     assert simulated.run(*USUAL, *planted, *USUAL, *planted, *USUAL) is None
     stopped_s = simulated.run(STOPPED)
     assert stopped_s is not None
-    assert stopped_s < (45.0 if any(not step.share for step in planted) else 20.0), "whatever was slow before"
+    assert stopped_s < (45.0 if any(not (step.share or step.on_gpu) for step in planted) else 20.0), (
+        "whatever was slow before"
+    )
     assert PartHealth.SUSPECT in simulated.health
 
 
@@ -126,6 +135,7 @@ ENDS = {
     "before ten steps": ([*USUAL[:9], STOPPED], UPDATE_S),  # the configured deadline holds
     "steps of a second": ([*[Step(1.0, share=0.0)] * 20, STOPPED], 10.0),
     "busy for ever": ([*USUAL, Step(10_000.0)], UPDATE_S),
+    "a GPU that computes for ever": ([*USUAL, Step(10_000.0, share=0.0, on_gpu=True)], UPDATE_S),
 }
 
 

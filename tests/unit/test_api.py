@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from plan_support import machines
 
-from trireme.api import loop_config
+from trireme.api import loop_config, new_directory
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput
-from trireme.plan.base import Plan
 from trireme.plan.rl import LOOP_ROOMS
 from trireme.plan.trainer import TrainerPart
+from trireme.plan.whole import Plan
 
 ROOT = Path(__file__).parents[2]
 MODEL = ["--model.name", str(ROOT / "assets" / "sort-base"), "--model.max-seq-len", "160"]
@@ -36,6 +36,23 @@ def test_what_cannot_work_is_refused_in_the_words_of_rl() -> None:
         loop_config([*MODEL, "--trainer.shard", "2"])
     with pytest.raises(BadInput, match=r"trainer\.kl\.coef = 0\.1 without a reference"):
         loop_config([*MODEL, "--trainer.kl.coef", "0.1"])
+
+
+def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
+    """As in `rl_loop.py` and `sl_loop.py` of the examples, before anything starts."""
+    assert new_directory(tmp_path / "loop") == tmp_path / "loop"
+    assert new_directory(tmp_path / "loop").is_dir(), "an empty one is as good as a new one"
+    (tmp_path / "loop" / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(BadInput) as refused:
+        new_directory(tmp_path / "loop")
+    assert str(refused.value).splitlines() == [
+        f"given: the directory {tmp_path}/loop, which is in use (it holds metrics.jsonl)",
+        "  expected: a new or an empty directory",
+        "  to do: choose another --run.name or --run.output-dir, or delete that one",
+    ]
+    for name in ("rl_loop", "sl_loop"):
+        text = (ROOT / "examples" / f"{name}.py").read_text()
+        assert 0 < text.index("new_directory(") < text.index("    with open_"), name
 
 
 def test_warnings_are_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +91,7 @@ STABLE = re.findall(
     r"^::: (\S+)(?:\n    options:\n      members: \[([^\]]+)\])?", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE
 )
 """Modules and objects of docs/api.md, and the members that the page lists of them."""
-OF_ONE_GAME = {"orchestrator.envs.guess", "trireme.renderers.base"}
+OF_ONE_GAME = {"orchestrator.envs.guess", "trireme.renderers.text_renderer"}
 """What examples/agents/guessing.py takes from the built-in game that it plays."""
 EXAMPLES = [path for path in sorted((ROOT / "examples").rglob("*.py")) if path.parent.name != "recipes"]
 """Recipes are parts of the project outside the package, so they may follow it."""

@@ -35,7 +35,7 @@ FORBIDDEN_IMPORTS = {
 """What a new module may not import, by the package in which it lies."""
 WITHOUT_MODULE = {
     "inference/test_contract.py": "what all modules name of vLLM in strings",
-    "checkpoint/test_crashes.py": "sequences of training, commits, crashes and resumes, over all modules",
+    "checkpoint/test_crashes.py": "sequences of training, checkpoints, crashes and resumes, over all modules",
     "trainer/test_against_verl.py": "recorded numbers of another implementation, for losses, weighting and advantages",
 }
 """Unit tests of a folder as a whole, and why."""
@@ -87,7 +87,7 @@ def unsafe_reads(source: str) -> Iterator[str]:
 
 
 def test_nothing_is_read_that_can_run_code() -> None:
-    """Files of commits, models and data may be somebody else's."""
+    """Files of checkpoints, models and data may be somebody else's."""
     calls_by_path = {str(path.relative_to(ROOT / "src")): list(unsafe_reads(path.read_text())) for path in SOURCES}
     assert {path: calls for path, calls in calls_by_path.items() if calls and path not in OWN_PICKLES} == {}
     assert {
@@ -108,6 +108,44 @@ def test_only_waits_waits() -> None:
     assert {
         (m, n) for m, n, _ in calls(ROOT / "src/trireme/process/waits.py")
     } >= BARE_WAITS  # the check sees such calls
+
+
+PASS_MODULES = ("attention", "losses", "logprobs", "passes", "shared_attention", "shared_rows")
+"""Modules of the trainer that run in every micro-batch; `trainer.transfers` makes their copies."""
+HOST_COPIES = {"cpu", "cuda", "from_numpy", "item", "nonzero", "numpy", "pin_memory", "tensor", "tolist"}
+OWN_HOST_COPIES = {
+    "attention._try_kernel": "the trial of a kernel, at the start of a shard",
+    "losses.sum_log_ratios": "columns of the host, after a pass",
+    "losses.surrogate": "a custom loss, which is computed where the batch is",
+    "shared_attention._groups": "bounds of a CPU",
+}
+"""Functions that copy by other ways, and why."""
+
+
+def host_copies(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yields function and method of each call that may copy between host and device: HOST_COPIES, and `to` with
+    anything but a dtype."""
+    for function in ast.walk(tree):
+        if not isinstance(function, Function):
+            continue
+        for node in ast.walk(function):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            name = node.func.attr
+            arguments = [ast.unparse(argument) for argument in (*node.args, *node.keywords)]
+            casts = len(arguments) == 1 and arguments[0].endswith("dtype")
+            if name in HOST_COPIES or (name == "to" and not casts):
+                yield function.name, name
+
+
+def test_passes_copy_in_one_place() -> None:
+    """A copy elsewhere would let the host wait for the device in every micro-batch, uncounted."""
+    copies = {
+        f"{module}.{function}" for module in PASS_MODULES for function, _ in host_copies(TREES[f"trainer/{module}.py"])
+    }
+    assert copies == set(OWN_HOST_COPIES)
+    assert "torch" not in (ROOT / "src/trainer/batching.py").read_text(), "its arrays are in host memory"
+    assert set(host_copies(TREES["trainer/transfers.py"])) >= {("to_device", "to"), ("to_host", "cpu")}
 
 
 def test_no_number_becomes_json_that_is_none() -> None:
@@ -264,7 +302,6 @@ PATHS_ELSEWHERE = {
         "mark": "a name of MARKS",
     },
     "trireme/run/metrics.py": {"n + failed": "a division"},
-    "service/console/serving.py": {"configured": "where the user's configuration puts the keys"},
     "service/guard.py": {"self._per_minute": "a division"},
     "service/tinker/costs.py": {"self._seconds": "a division"},
 }

@@ -26,11 +26,11 @@ from pydantic import TypeAdapter
 
 from service.keys import read as read_keys
 from service.routes import ROUTES
-from trireme.cli import doctor, env, eval, inference, rl, serve, sweep, trireme
+from trireme.cli import doctor, env, eval, fetch, inference, rl, serve, sweep, trireme
 from trireme.config import Config
 from trireme.config.load import load, load_as
 from trireme.config.sft import SftConfig
-from trireme.plan.base import SHORT
+from trireme.plan.whole import SHORT
 from trireme.supervision.status import Status
 
 MARKED = re.compile(r"needs (?:\w+ )?GPUs?\b|needs an account\b")
@@ -144,6 +144,8 @@ def try_tool(tool: str, *arguments: str) -> None:
         load([*REQUIRED, *keys], {})
     elif tool == "env":
         assert env.parse(arguments)[1].env[0].id
+    elif tool == "fetch":
+        assert arguments[0] in fetch.PACKAGED
     elif tool == "serve":
         assert load(["@", str(serve.UNREAD), *arguments], {})
     elif tool == "doctor":

@@ -15,7 +15,10 @@ CPU_ENVIRONMENT = {
 def prepare_cpu_start() -> None:
     """Patches vLLM in this process, and in processes forked from it. Call before the first engine; further calls change
     nothing."""
+    from inference.cpu.adapters import multiply_by_adapter  # it imports vLLM, which takes seconds
+
     multiply_by_few_kernels()
+    multiply_by_adapter()
     _compile_nothing()
     _inspect_models_here()
     _stay_on_the_only_node()

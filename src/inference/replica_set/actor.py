@@ -33,10 +33,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from inference.once import OnceForEach
-from inference.replica_set.client import ReplicaCalls, ReplicaClient
+from inference.replica_set.client import ReplicaCalls
 from inference.replica_set.members import Member
 from inference.replica_set.offers import Offers
 from inference.replica_set.table import (
@@ -49,6 +49,7 @@ from inference.replica_set.table import (
     Table,
     check_issued,
 )
+from trireme.core.actors import remote_method
 from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import RoomFailed, TriremeError, WeightsGone, WeightsRefused, as_failure
 from trireme.core.sampler import Heartbeat
@@ -56,6 +57,9 @@ from trireme.core.transport import Offer, Session
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import Drift, PublishedWeights, UpdateReport
 from trireme.process.environ import redirect_output
+
+if TYPE_CHECKING:
+    from inference.handle import ReplicaClient
 
 HAND_OVER_S = 5.0
 IDLE_TICK_S = 0.2
@@ -107,7 +111,7 @@ class ReplicaSet:
         self._offers = Offers(lambda: self._by_index.values())
         self._changing = asyncio.Lock()  # the weights
         self._updates = OnceForEach[list[UpdateReport]]()
-        self._bring_newest: Callable[[Member], Awaitable[Any]] | None = None
+        self._bring_newest: Callable[[Member], Awaitable[object]] | None = None
         self._newest: WeightIdentity | None = None  # that it brings
         self._lowest = lowest
         self._last_update: EndedUpdate | None = None
@@ -125,6 +129,7 @@ class ReplicaSet:
 
     # ---- as an actor
 
+    @remote_method
     async def start(self, log_dir: Path | None) -> None:
         """Redirects this process's output to its log in `log_dir`, and begins to bring weights to the first members.
         Called only in an actor."""
@@ -132,6 +137,7 @@ class ReplicaSet:
         for member in self._by_index.values():
             self._begin_to_catch_up(member)
 
+    @remote_method
     async def heartbeat(self) -> Heartbeat:
         """Returns this process's id and node, which shows that the event loop runs."""
         import ray  # here, because a set in the process of its router needs none
@@ -140,6 +146,7 @@ class ReplicaSet:
 
     # ---- tables
 
+    @remote_method
     async def table(self, after: Number, wait_s: float) -> Table:
         """Waits up to `wait_s` seconds for a table with a higher number than `after`. Returns the newest table."""
         with suppress(TimeoutError):
@@ -162,6 +169,7 @@ class ReplicaSet:
 
     # ---- members
 
+    @remote_method
     def join(self, index: int, client: ReplicaClient, generation: Generation | None = None) -> None:
         """Adds replica `index`, a new one or the successor of a lost one, and begins to bring it the newest weights. It
         serves once it has them; a table says so. Updates do not wait for it meanwhile. If the bytes of the newest
@@ -172,12 +180,14 @@ class ReplicaSet:
         self.leave(index, f"{client.name} has a successor")
         self._begin_to_catch_up(self._add(index, client, generation))
 
+    @remote_method
     def leave(self, index: int, reason: str) -> None:
         """Removes replica `index`, because its watcher found it dead, for `reason`."""
         member = self._by_index.get(index)
         if member:
             self._dismiss(member, RoomFailed(reason))
 
+    @remote_method
     async def drain(self, index: int, timeout_s: float) -> None:
         """Gives replica `index` no new requests, and removes it when it has finished those in flight. After `timeout_s`
         seconds these are ended, and other replicas finish them from their tokens so far. Also waits until no weights
@@ -193,6 +203,7 @@ class ReplicaSet:
         await self._offers.await_sent(member)
         self._dismiss(member, RoomFailed(f"{member.name} was drained"))
 
+    @remote_method
     def report(self, index: int, generation: Generation, failure: TriremeError) -> None:
         """Removes replica `index`, because it failed a router. Does nothing if `generation` is not the present one."""
         member = self._by_index.get(index)
@@ -236,6 +247,7 @@ class ReplicaSet:
 
     # ---- weights
 
+    @remote_method
     async def offer(self, offer: Offer) -> Session:
         """Asks the replicas to receive a version while the trainer sends it. Returns the session of the replicas that
         are ready, maybe none, after at most `offer.ready_s` seconds. The others fetch the version later."""
@@ -253,8 +265,9 @@ class ReplicaSet:
         """
         return await self._updates.run(weights.identity, partial(self._update, weights))
 
+    @remote_method
     async def try_update(self, weights: PublishedWeights) -> None:
-        """Does `update`, but raises nothing: the caller reads in a table how the update ended."""
+        """Does `update`, but raises nothing: the caller reads in the set's next table how the update ended."""
         with suppress(Exception):
             await self.update(weights)
 

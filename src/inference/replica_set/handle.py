@@ -8,20 +8,24 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ray
 
 from inference.replica_set.actor import ReplicaSet
-from inference.replica_set.client import ReplicaClient
 from inference.replica_set.table import Generation, Number, Table
 from trireme.config import Config
+from trireme.core.actors import ActorProxy, Ref
 from trireme.core.errors import RoomFailed, TriremeError
+from trireme.core.sampler import Heartbeat
 from trireme.core.transport import Epochs, Offer, Session
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import PublishedWeights
 from trireme.process import waits
-from trireme.process.ray_cluster import on_node
+from trireme.process.ray_cluster import create_actor, on_node
+
+if TYPE_CHECKING:
+    from inference.handle import ReplicaClient
 
 WAIT_S = 20.0
 """A router waits for a newer table so long at a time."""
@@ -37,7 +41,7 @@ log = logging.getLogger(__name__)
 class RemoteSet:
     """The replica set for a router in another process, which reads its tables and reports failures; picklable."""
 
-    actor: Any
+    actor: ActorProxy[ReplicaSet]
     _reading: asyncio.Task[None] | None = None
 
     def listen(self, take: Callable[[Table], object]) -> None:
@@ -49,8 +53,7 @@ class RemoteSet:
         """Returns the set's newest table, as `ReplicaSet.table` does. Raises RoomFailed if there is no answer within
         `wait_s` + ANSWER_S seconds."""
         answer = self.actor.table.remote(after, wait_s)
-        table: Table = await waits.get_async(answer, owner=f"{NAME} (its table)", timeout_s=wait_s + ANSWER_S)
-        return table
+        return await waits.get_async(answer, owner=f"{NAME} (its table)", timeout_s=wait_s + ANSWER_S)
 
     async def _read(self, take: Callable[[Table], object]) -> None:
         after: Number = (0, 0)
@@ -72,8 +75,7 @@ class RemoteSet:
 
 
 class ReplicaSetHandle:
-    """The driver's handle of the replica set's actor. The supervisor calls `actor.join`, `leave`, `drain` and `table`
-    itself."""
+    """The driver's handle of the replica set's actor. Only `offer` waits for the actor."""
 
     def __init__(
         self,
@@ -98,26 +100,22 @@ class ReplicaSetHandle:
     def _start(self, clients: Mapping[int, ReplicaClient], generations: Mapping[int, Generation]) -> None:
         config = self._config
         self.incarnation = next(self._incarnations)
-        options = {"num_cpus": 0, "scheduling_strategy": on_node(ray.get_runtime_context().get_node_id())}
-        self.actor = (
-            ray.remote(ReplicaSet)
-            .options(**options)
-            .remote(
-                clients,
-                generations=generations,
-                incarnation=self.incarnation,
-                lowest=self._weights and self._weights.identity,
-                adopt=self._adopt,
-                fixed=config.deterministic,
-                patience_s=config.patience_s,
-                update_s=config.timeouts.update_s,
-            )
+        place = on_node(ray.get_runtime_context().get_node_id())
+        self.actor = create_actor(ReplicaSet, num_cpus=0, scheduling_strategy=place)(
+            clients,
+            generations=generations,
+            incarnation=self.incarnation,
+            lowest=self._weights.identity if self._weights else None,
+            adopt=self._adopt,
+            fixed=config.deterministic,
+            patience_s=config.patience_s,
+            update_s=config.timeouts.update_s,
         )
         self._started = self.actor.start.remote(self._log_dir)
         self.source = RemoteSet(self.actor)
         """For routers."""
 
-    def begin_again(self, clients: Mapping[int, ReplicaClient], generations: Mapping[int, Generation]) -> object:
+    def begin_again(self, clients: Mapping[int, ReplicaClient], generations: Mapping[int, Generation]) -> Ref[None]:
         """Starts a new incarnation after the old one was lost, with its replicas, `clients` and `generations` by
         number, and repeats the newest update. Returns a reference that resolves once its actor is ready."""
         ray.kill(self.actor)
@@ -134,11 +132,27 @@ class ReplicaSetHandle:
         self._weights = weights  # first: another thread may begin an incarnation now
         self.actor.try_update.remote(weights)
 
-    def ready_refs(self) -> tuple[list[object], list[str]]:
+    def join(self, index: int, client: ReplicaClient, generation: Generation | None = None) -> None:
+        """Adds replica `index`, which has started."""
+        self.actor.join.remote(index, client, generation)
+
+    def leave(self, index: int, reason: str) -> None:
+        """Removes replica `index`, which was lost for this reason."""
+        self.actor.leave.remote(index, reason)
+
+    def drain(self, index: int, timeout_s: float) -> None:
+        """Makes replica `index` leave after its present requests, or after `timeout_s` seconds."""
+        self.actor.drain.remote(index, timeout_s)
+
+    def table(self, after: Number, wait_s: float) -> Ref[Table]:
+        """Asks for the newest table. See `ReplicaSet.table`."""
+        return self.actor.table.remote(after, wait_s)
+
+    def ready_refs(self) -> tuple[list[Ref[object]], list[str]]:
         """Returns ([reference that resolves once the actor is ready], [the actor's name])."""
         return [self._started], [NAME]
 
-    def heartbeats(self) -> Mapping[str, Callable[[], Any]]:
+    def heartbeats(self) -> Mapping[str, Callable[[], Ref[Heartbeat]]]:
         """Returns {name of the process: a function that asks it for its `Heartbeat` and returns a Ray reference}."""
         return {"replica_set_0": self.actor.heartbeat.remote}
 
@@ -150,7 +164,7 @@ class ReplicaSetHandle:
         subject = f"{NAME} (which replicas are ready for new weights)"
         limit_s = offer.ready_s + ANSWER_S
         try:
-            answer: Session = waits.get(self.actor.offer.remote(offer), owner=subject, timeout_s=limit_s, log=self._log)
+            answer = waits.get(self.actor.offer.remote(offer), owner=subject, timeout_s=limit_s, log=self._log)
         except RoomFailed as failure:
             if failure.__cause__ and not waits.died(failure):
                 raise

@@ -60,7 +60,7 @@ class Member:
         self.row = replace(self.row, **columns)
         self.publish()
 
-    def issue(self, identity: WeightIdentity, **columns: object) -> None:
+    def issue(self, identity: WeightIdentity, **columns: Any) -> None:
         """Notes in the row that the replica is about to get the weights `identity`; also changes other `columns`.
         Publishes a table."""
         self.change(issued=(*self.row.issued[1 - ISSUED :], identity), **columns)

@@ -6,11 +6,14 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from inference.replica_set.client import ReplicaClient
 from trireme.core.errors import ProvenanceError, RoomFailed, TriremeError, WeightsGone, WeightsRefused
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import UpdateReport
+
+if TYPE_CHECKING:
+    from inference.handle import ReplicaClient
 
 NAMED = 4
 Number = tuple[int, int]
@@ -73,6 +76,14 @@ class Table:
     """The last one."""
     patience_s: float | None = None
     """How long to wait for a replica to join when none is left; None: for ever."""
+
+    def serves(self, index: int, generation: Generation) -> bool | None:
+        """Returns True if the replica with this number and generation takes requests, False if it does not. Returns
+        None if this table does not have it."""
+        row = self.rows.get(index)
+        if row is None or row.generation != generation:
+            return None
+        return row.serves
 
     def reason(self, index: int, generation: Generation) -> TriremeError | None:
         """Returns why the replica with this number and generation is gone. Returns None if it is not gone, or if a

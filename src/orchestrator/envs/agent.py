@@ -28,7 +28,7 @@ from trireme.core.refusals import Refusal
 class AgentRun(AgentAccess):
     """Everything that an agent gets for one rollout."""
 
-    problem: Any = None
+    problem: object = None
     """One of the values of `problems`."""
     sample: int = 0
     """The number of the rollout within this problem."""
@@ -43,7 +43,7 @@ class FunctionEnv(AgentEnv):
     """One call of an agent's function."""
 
     function: Play
-    problem: Any
+    problem: object
     sample: int
 
     async def play(self, access: AgentAccess) -> Any:
@@ -55,17 +55,17 @@ class AgentProblem(EnvGroupBuilder):
     """One problem that an agent plays: `function` is the agent, `problem` is its value."""
 
     function: Play
-    problem: Any
+    problem: object
 
     async def make_env(self, sample: int) -> FunctionEnv:
         return FunctionEnv(self.function, self.problem, sample)
 
 
-class AgentDataset(ListedDataset[Any]):
+class AgentDataset(ListedDataset[object]):
     """The problems of an agent, in an order that follows from the seed."""
 
     def __init__(
-        self, name: str, context: EnvContext, problems: str = "problems", batch_size: int = 16, **args: Any
+        self, name: str, context: EnvContext, problems: str = "problems", batch_size: int = 16, **args: object
     ) -> None:
         """`name`: MODULE:FUNCTION of the agent. `problems`: the function of that module that returns the problems; it
         gets the split, the seed and `args`. Raises BadInput if a function is missing or the agent is no coroutine
@@ -77,6 +77,6 @@ class AgentDataset(ListedDataset[Any]):
                 f"the agent {name}, which is {function!r}",
                 "a coroutine that takes one AgentRun: `async def play(run)`",
                 "write `async def`, or name another function",
-            ).error()
+            )
         values = list(named_function("agent", module, problems)(context.split, context.seed, **args))
         super().__init__(partial(AgentProblem, function), values, f"agent:{context.seed}", batch_size)

@@ -1,77 +1,40 @@
 """Models that answer questions in an environment: one behind a URL, or the one that the run started from.
 
-Neither learns. They answer greedily, so that the same question has the same answer, if the server is deterministic.
+Neither of them learns. Both answer greedily, so the same question gets the same answer, if the server is
+deterministic.
 """
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import Any
 
+from orchestrator.envs.http import EnvServer
 from orchestrator.workers import run_in_worker
-from trireme.core.extras import require
 from trireme.renderers import Message
 
-if TYPE_CHECKING:
-    import httpx
-
-PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Pauses before each further try of an answerer that is down."""
 REPLY_S = 60.0
+"""Seconds for an answer of a server, with all tries."""
 START_S = 600.0
-"""Limit for an answer of the start model; the first one loads it."""
+"""Seconds for an answer of the start model. The first answer loads the model."""
 MAX_TOKENS = 16
-BUSY = 429
-
-
-class AnswererDown(Exception):
-    """The answerer could not be reached after all tries, or it refuses the question."""
 
 
 @dataclass(frozen=True)
 class UrlAnswerer:
-    """A server that speaks OpenAI's chat completions."""
+    """Asks a server for OpenAI's chat completions. `server.url` is its address, such as http://host:8000/v1."""
 
-    url: str
-    """Its base, such as http://host:8000/v1."""
+    server: EnvServer
     model: str
-    key: str = "none"
-    pauses_s: tuple[float, ...] = PAUSES_S
-
-    def __post_init__(self) -> None:
-        require("httpx", extra="answerers", what_for=f"an answerer at {self.url}")
 
     async def answer(self, messages: list[Message]) -> str:
         """Returns the server's next message after `messages`, at most a few words. Asks again while the server is busy
-        or cannot be reached. Raises AnswererDown after the last try, or if the server refuses."""
+        or cannot be reached. Raises the errors of `EnvServer.ask`."""
         body = {"model": self.model, "messages": messages, "temperature": 0.0, "max_tokens": MAX_TOKENS, "seed": 0}
-        import httpx
-
-        for pause_s in (*self.pauses_s, None):
-            try:
-                reply = await self._client.post("/chat/completions", json=body)
-                if not reply.is_error:
-                    return str(reply.json()["choices"][0]["message"]["content"] or "")
-                failure = f"status {reply.status_code}"
-                if reply.status_code != BUSY and reply.status_code < 500:
-                    raise AnswererDown(f"the answerer at {self.url} refuses with {failure}: {reply.text[:300]}")
-            except httpx.TransportError as error:
-                failure = str(error)
-            if pause_s is not None:
-                await asyncio.sleep(pause_s)
-        raise AnswererDown(f"the answerer at {self.url}: {failure} ({len(self.pauses_s) + 1} tries); is it up?")
-
-    @cached_property
-    def _client(self) -> httpx.AsyncClient:
-        import httpx
-
-        headers = {"Authorization": f"Bearer {self.key}"}
-        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=REPLY_S)
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name != "_client"}  # it belongs to this process
+        async with self.server.connect() as client:
+            reply = await self.server.ask(client, "POST", "chat/completions", body, REPLY_S)
+        return str(reply["choices"][0]["message"]["content"] or "")
 
 
 @dataclass(frozen=True)

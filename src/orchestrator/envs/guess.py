@@ -26,7 +26,7 @@ COST_OF_A_TURN = 0.1
 
 
 def hint(secret: str, guess: str) -> str:
-    """Returns the hint after a wrong guess: where the secret is, or that the guess was no digit."""
+    """Returns the hint after a wrong guess: whether the secret is greater or less, or that the guess was no digit."""
     if len(guess) != 1 or guess not in DIGITS:
         return UNREADABLE
     if secret > guess:

@@ -4,16 +4,16 @@
             --POST /sessions/ID/step {turn, action, timeout_s}--> server    {observation: {messages}, reward, done, ...}
             --DELETE /sessions/ID-----------------------------> server
 
-If a server's answers also have a `state`, any JSON, it gets the newest one back with its turn in a reset of another
-session, which continues there: so a rollout outlives the run's process.
+A rollout outlives the run's process if the server's answers also have a `state`, any JSON value: after a resume, a
+reset of another session sends the newest state and its turn, and the server continues from there.
 
 `env.id` is the server's URL. Prompts and answers are chat messages: the renderer stays here, so the server needs no
-tokenizer. The names come from OpenEnv. Its own servers are not supported: over HTTP they make a new environment for
-each request, and their sessions live in a WebSocket, which a lost connection ends.
+tokenizer. The names come from OpenEnv, but OpenEnv's own servers are not supported: over HTTP they make a new
+environment for each request, and their sessions live in a WebSocket, which a lost connection ends.
 
 Here the client names the session and numbers the turns. A server answers a request that it has answered before, or is
-still working on, with the same answer. So each request can be sent again when its answer was lost, and is, until its
-time limit.
+still working on, with the same answer. So the client sends a request again when its answer was lost, until the
+request's time limit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from trireme.core.finite_json import to_json
 from trireme.renderers import Message, ToolSpec
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Pauses before each further try of a request; the last one again and again."""
+"""Seconds to wait before each further try of a request. The last one repeats."""
 CONNECT_S = 10.0
 CLOSE_S = 20.0
 BUSY = frozenset({429, 502, 503, 504})
@@ -56,7 +56,7 @@ class EnvServerDown(Exception):
 
 
 class EnvServerRefused(Exception):
-    """A server refuses a request, for example of a session that it no longer has, or its environment failed."""
+    """A server refused a request, for example for a session that it no longer has, or its environment failed."""
 
 
 class BadEnvAnswer(Exception):
@@ -65,14 +65,14 @@ class BadEnvAnswer(Exception):
 
 @dataclass(frozen=True)
 class EnvServer:
-    """A server, with the limits of one session's requests."""
+    """A server of environments: its address, and the time limits of one session's requests in seconds."""
 
     url: str
-    """Its base."""
+    """The server's address, to which paths are added."""
     reset_s: float
-    """Limit for the start of a session, with all tries."""
+    """For the start of a session, with all tries."""
     step_s: float
-    """Limit for a turn, with all tries; the server gets it too."""
+    """For a turn, with all tries. The server gets this limit too."""
     token: str | None = field(default=None, repr=False)
     """Sent as bearer token."""
 
@@ -86,10 +86,10 @@ class EnvServer:
         return aiohttp.ClientSession(headers=headers, timeout=timeout, json_serialize=to_json)
 
     async def ask(
-        self, client: aiohttp.ClientSession, method: str, path: str, body: Mapping[str, Any] | None, limit_s: float
+        self, client: aiohttp.ClientSession, method: str, path: str, body: Mapping[str, object] | None, limit_s: float
     ) -> Mapping[str, Any]:
-        """Sends a request, again until it is answered, and returns the answer's JSON object. Raises EnvServerDown if
-        there is no answer within `limit_s` seconds, EnvServerRefused, and BadEnvAnswer."""
+        """Sends a request, repeats it until the server answers, and returns the JSON object of the answer. Raises
+        EnvServerDown if there is no answer within `limit_s` seconds, EnvServerRefused, and BadEnvAnswer."""
         url = f"{self.url}/{path}"
         failure = "no answer to the first try"
         tries = 0
@@ -111,7 +111,7 @@ class EnvServer:
                 raise
             raise EnvServerDown(
                 f"{method} {url} was not answered within {limit_s:g} s ({tries} tries; the last failure: {failure}). "
-                "Is the server up, and env.args.step_s or reset_s long enough?"
+                "Is the server up, and the limit long enough (env.args.step_s and reset_s of an environment)?"
             ) from None
 
 
@@ -125,7 +125,7 @@ async def _text_of(reply: aiohttp.ClientResponse) -> str:
     return body.decode(errors="replace")
 
 
-def _read(request: str, status: int, text: str) -> Mapping[str, object]:
+def _read(request: str, status: int, text: str) -> Mapping[str, Any]:
     if status >= 400:
         raise EnvServerRefused(f"{request} was refused with status {status}: {text[:SHOWN]}")
     try:
@@ -140,14 +140,14 @@ def _read(request: str, status: int, text: str) -> Mapping[str, object]:
 class HttpEnv(MessageEnv):
     """One episode, played in one session of a server of environments."""
 
-    def __init__(self, server: EnvServer, task: Mapping[str, Any]) -> None:
+    def __init__(self, server: EnvServer, task: Mapping[str, object]) -> None:
         self._server = server
         self._task = task
         self._path = f"sessions/{uuid.uuid4().hex}"
         self._client: aiohttp.ClientSession | None = None
         self._turn = 0
         self._state: Mapping[str, Any] | None = None
-        """The server's `state` of this turn, in an object, as null is a state too."""
+        """{"state": the server's state after this turn}, because null is a state too; None: the server has none."""
 
     async def initial_messages(self) -> Sequence[Message]:
         answer = await self._reset({})
@@ -160,7 +160,7 @@ class HttpEnv(MessageEnv):
     async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
         return await self._play(message, "cut_off" if cut_off else "malformed")
 
-    def state_dict(self) -> Mapping[str, object] | None:
+    def state_dict(self) -> Mapping[str, Any] | None:
         if self._state is None:
             return None
         return {"turn": self._turn, "tools": list(self.tools), **self._state}
@@ -179,7 +179,7 @@ class HttpEnv(MessageEnv):
         finally:
             await self._client.close()
 
-    async def _reset(self, begun: Mapping[str, object]) -> Mapping[str, object]:
+    async def _reset(self, begun: Mapping[str, Any]) -> Mapping[str, Any]:
         body = {**self._task, "episode_id": self._path.rpartition("/")[2], **begun}
         return await self._post("reset", body, self._server.reset_s)
 
@@ -210,7 +210,7 @@ class HttpEnv(MessageEnv):
             self._state = None
         return answer
 
-    def _messages(self, answer: Mapping[str, Any]) -> list[Message]:
+    def _messages(self, answer: Mapping[str, object]) -> list[Message]:
         messages = self._observation(answer).get("messages")
         if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
             raise self._bad("session", answer, "`observation.messages`: messages, each with `role` and `content`")
@@ -223,12 +223,12 @@ class HttpEnv(MessageEnv):
             raise self._bad("reset", answer, "`observation.tools`, each with `name`, `description` and `parameters`")
         return tools
 
-    def _observation(self, answer: Mapping[str, object]) -> Mapping[str, object]:
+    def _observation(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(observation := answer.get("observation"), dict):
             raise self._bad("session", answer, "`observation`, an object")
         return observation
 
-    def _bad(self, verb: str, answer: Mapping[str, Any], expected: str) -> BadEnvAnswer:
+    def _bad(self, verb: str, answer: Mapping[str, object], expected: str) -> BadEnvAnswer:
         return BadEnvAnswer(f"{self._server.url}, {verb}: answered {to_json(answer)[:SHOWN]}; expected {expected}")
 
 
@@ -244,7 +244,7 @@ def _is_message(value: object) -> bool:
 
 @dataclass(kw_only=True)
 class HttpDataset(GeneratedDataset):
-    """`num_batches` batches of `batch_size` tasks of a server; task n of a split is the same each time.
+    """The tasks of a server, as `num_batches` batches of `batch_size`. Task n of a split is the same each time.
 
     `more_urls` may add servers to `url`; all sessions of a task use the same server. `options` are sent with each
     reset. `token_variable` names the environment variable that holds the bearer token. Raises ValueError for limits
@@ -255,7 +255,7 @@ class HttpDataset(GeneratedDataset):
 
     url: str
     more_urls: Sequence[str] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     reset_s: float = 300.0
     step_s: float = 300.0
     token_variable: str | None = None

@@ -3,9 +3,9 @@
     a problem, as JSON --stdin--> the program --HTTP, OPENAI_BASE_URL--> the session of this rollout
     reward <--last line of its output--'
 
-The last line is a number, or an object: `{"reward": 1.0, "metrics": {"tests": 3}}`. The program is started for each
-rollout. Its starter (`start_program`) kills all processes that the program has started once it has ended, or when it
-takes too long or its rollout is given up.
+The last line is a number, or an object: `{"reward": 1.0, "metrics": {"tests": 3}}`. Each rollout
+starts the program anew. When the program has ended, takes too long, or its rollout is given up, its starter
+(`start_program`) kills it and all processes that it started.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
-from orchestrator.env import AgentEnv, EnvContext, EnvGroupBuilder
+from orchestrator.env import EnvContext
+from orchestrator.envs.agent import AgentProblem, AgentRun
 from orchestrator.envs.rows import ListedDataset, read_rows
 from orchestrator.lifetimes import uninterrupted
 from orchestrator.untrusted import end_starter
 from orchestrator.workers import passed_on
-from trireme.core.agents import AgentAccess
 from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 
@@ -53,7 +53,7 @@ class BadProgramOutput(Exception):
 
 @dataclass(frozen=True)
 class AgentProgram:
-    """Describes the program that each rollout starts."""
+    """An agent that starts a program for each rollout."""
 
     command: tuple[str, ...]
     limit_s: float
@@ -63,46 +63,37 @@ class AgentProgram:
     variables: tuple[str, ...]
     """Names of environment variables that it gets in addition to the variables of `orchestrator.workers`."""
 
-
-@dataclass(frozen=True)
-class ProgramEnv(AgentEnv):
-    """Starts the program once, for one rollout."""
-
-    program: AgentProgram
-    problem: Any
-    sample: int
-
-    async def play(self, access: AgentAccess) -> tuple[float, Mapping[str, float]]:
+    async def __call__(self, run: AgentRun) -> tuple[float, Mapping[str, float]]:
         """Runs the program to its end. Returns reward and metrics from the last line of the program's output. Raises
         ProgramTimeout, ProgramFailed (for an exit code that is not 0) and BadProgramOutput."""
         with tempfile.TemporaryDirectory(prefix="agent-") as directory:
-            output, errors, code = await self._run(self._environment(access, directory))
+            output, errors, code = await self._run(run.problem, self._environment(run, directory))
         if code:
             raise ProgramFailed(f"{self._name} ended with exit code {code}; its last words: {errors or output}")
         return _reward(output, self._name)
 
     @property
     def _name(self) -> str:
-        return f"the program {' '.join(self.program.command)[:SHOWN]} of env.args.command"
+        return f"the program {' '.join(self.command)[:SHOWN]} of env.args.command"
 
-    def _environment(self, access: AgentAccess, directory: str) -> dict[str, str]:
-        return passed_on(self.program.variables) | {
-            "OPENAI_BASE_URL": access.base_url,
-            "OPENAI_API_KEY": access.api_key,
-            "ANTHROPIC_BASE_URL": access.anthropic_base_url,
-            "ANTHROPIC_API_KEY": access.api_key,
-            "TRIREME_MODEL": access.model,
-            "TRIREME_SAMPLE": str(self.sample),
+    def _environment(self, run: AgentRun, directory: str) -> dict[str, str]:
+        return passed_on(self.variables) | {
+            "OPENAI_BASE_URL": run.base_url,
+            "OPENAI_API_KEY": run.api_key,
+            "ANTHROPIC_BASE_URL": run.anthropic_base_url,
+            "ANTHROPIC_API_KEY": run.api_key,
+            "TRIREME_MODEL": run.model,
+            "TRIREME_SAMPLE": str(run.sample),
             "TMPDIR": directory,
         }
 
-    async def _run(self, environment: Mapping[str, str]) -> tuple[str, str, int]:
-        """Runs the program with the environment variables `environment`. Returns the end of its standard output, the
-        end of its standard error, and its exit code."""
-        start = [sys.executable, "-I", "-S", str(STARTER), str(self.program.memory_bytes), str(os.getpid())]
+    async def _run(self, problem: object, environment: Mapping[str, str]) -> tuple[str, str, int]:
+        """Runs the program on `problem` with the environment variables `environment`. Returns the end of its standard
+        output, the end of its standard error, and its exit code."""
+        start = [sys.executable, "-I", "-S", str(STARTER), str(self.memory_bytes), str(os.getpid())]
         process = await asyncio.create_subprocess_exec(
             *start,
-            *self.program.command,
+            *self.command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -113,9 +104,9 @@ class ProgramEnv(AgentEnv):
         assert process.stdout is not None
         assert process.stderr is not None
         try:
-            async with asyncio.timeout(self.program.limit_s) as limit:
+            async with asyncio.timeout(self.limit_s) as limit:
                 _, output, errors, code = await asyncio.gather(
-                    _give(process.stdin, to_json(self.problem)),
+                    _give(process.stdin, to_json(problem)),
                     _end_of(process.stdout),
                     _end_of(process.stderr),
                     process.wait(),
@@ -124,9 +115,7 @@ class ProgramEnv(AgentEnv):
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise ProgramTimeout(
-                f"{self._name} took longer than env.args.limit_s = {self.program.limit_s:g} s"
-            ) from None
+            raise ProgramTimeout(f"{self._name} took longer than env.args.limit_s = {self.limit_s:g} s") from None
         finally:
             await uninterrupted(end_starter(process, self._name))
 
@@ -169,18 +158,7 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-@dataclass(frozen=True)
-class ProgramProblem(EnvGroupBuilder):
-    """One problem."""
-
-    program: AgentProgram
-    problem: Any
-
-    async def make_env(self, sample: int) -> ProgramEnv:
-        return ProgramEnv(self.program, self.problem, sample)
-
-
-class ProgramDataset(ListedDataset[Any]):
+class ProgramDataset(ListedDataset[object]):
     """The problems of a program, in an order that follows from the seed."""
 
     def __init__(
@@ -206,11 +184,11 @@ class ProgramDataset(ListedDataset[Any]):
                 f"env.args.command = {list(command)}, whose program {command[0]} is not there",
                 "a program that can be started: a name that is on PATH, or a path",
                 "install it on the node where the orchestrator runs, or correct the name",
-            ).error()
+            )
         program = AgentProgram(tuple(command), limit_s, int(memory_gb * 2**30), context.variables)
         if context.split == "train":
             path = problems
         else:
             path = eval_problems or problems
         values = [value for _, value in read_rows(path)]
-        super().__init__(partial(ProgramProblem, program), values, f"agent:{context.seed}", batch_size)
+        super().__init__(partial(AgentProblem, program), values, f"agent:{context.seed}", batch_size)

@@ -71,7 +71,7 @@ def extract(text: str, extraction: Extraction) -> str:
 
 
 def exact(
-    text: str, task: str, difficulty: Mapping[str, Any], entry: Entry, extraction: Extraction, finished: bool
+    text: str, task: str, difficulty: Mapping[str, object], entry: Entry, extraction: Extraction, finished: bool
 ) -> float:
     """Returns 1 if the extracted part of the answer is right and holds nothing else, else 0, also for an answer that is
     not `finished`.
@@ -90,7 +90,7 @@ def exact(
 
 
 def score(
-    text: str, task: str, difficulty: Mapping[str, Any], entry: Entry, extraction: Extraction, finished: bool
+    text: str, task: str, difficulty: Mapping[str, object], entry: Entry, extraction: Extraction, finished: bool
 ) -> float:
     """Returns the generator's score for the extracted part of an answer; 0 if the answer is not `finished`."""
     if finished:
@@ -98,7 +98,7 @@ def score(
     return 0.0
 
 
-def _marks(task: str, difficulty: Mapping[str, Any], entry: Entry, answer: str) -> float:
+def _marks(task: str, difficulty: Mapping[str, object], entry: Entry, answer: str) -> float:
     scorer = _scorer(task, to_json(difficulty))
     try:
         return float(scorer.score_answer(answer, entry))
@@ -116,7 +116,7 @@ def _scorer(task: str, difficulty: str) -> Any:
 # ---- problems
 
 
-def generator(task: str, difficulty: Mapping[str, Any], size: int = 1) -> Any:
+def generator(task: str, difficulty: Mapping[str, object], size: int = 1) -> Any:
     """Returns a generator of reasoning-gym, with items 0 .. `size` - 1. Raises ValueError for an unknown task or key,
     and the generator's errors for other values."""
     if task not in DATASETS:
@@ -146,7 +146,7 @@ class ReasoningGymDataset(GeneratedDataset):
         *,
         answer: Extraction = "raw",
         reward: Reward = "exact",
-        difficulty: Mapping[str, Any] | None = None,
+        difficulty: Mapping[str, object] | None = None,
         size: int = 10_000,
         batch_size: int = 16,
         num_batches: int = 1000,

@@ -63,7 +63,7 @@ class RewardRow:
 
     place: str
     """Its file, and its number there."""
-    columns: Mapping[str, Any]
+    columns: Mapping[str, object]
     prompt: str | list[Message]
     known_answer: str | None
 
@@ -128,7 +128,7 @@ class RewardProblem(EnvGroupBuilder):
         prompt = self.row.prompt
         context = self.context
         text = str(context.tokenizer.decode(tokens, skip_special_tokens=True))
-        answer: dict[str, Any] = {"prompts": prompt, "completions": text, "completion_ids": tokens}
+        answer: dict[str, object] = {"prompts": prompt, "completions": text, "completion_ids": tokens}
         if isinstance(prompt, str):
             return {**answer, "text": text, "finished": context.tokenizer.eos_token_id in tokens, "parse_error": 0.0}
         message, whole = context.renderer.parse_response(tokens)
@@ -208,7 +208,7 @@ class RewardDataset(ListedDataset[RewardRow]):
         super().__init__(make, rows, f"reward:{context.seed}", batch_size)
 
 
-def row_of(place: str, row: Any, prompt: str, answer: str, chat: bool) -> tuple[str, RewardRow]:
+def row_of(place: str, row: object, prompt: str, answer: str, chat: bool) -> tuple[str, RewardRow]:
     """Reads one row of the data. `prompt` and `answer` name its columns; `chat`: a prompt that is a text is a user's
     message. Returns the prompt as JSON, and the RewardRow. Raises ValueError that names `place`."""
     if not isinstance(row, Mapping) or not row.get(prompt):
@@ -236,7 +236,7 @@ def _refuse_columns(source: str, name: str, row: RewardRow) -> None:
             f"the reward function {name} of {source}, for {row.place} with {', '.join(row.columns)}: {error}",
             "a function of an answer, or of `completions`, whose other parameters are `prompts` or columns of each row",
             "add the column, give the parameter a default, or rename the first one where `**` takes its column",
-        ).error() from None
+        ) from None
 
 
 # ---- in a worker process

@@ -16,7 +16,8 @@ from functools import partial
 from typing import Any
 
 from orchestrator.env import EnvGroupBuilder
-from orchestrator.envs.answerers import Answerer, StartAnswerer, UrlAnswerer
+from orchestrator.envs.answerers import REPLY_S, Answerer, StartAnswerer, UrlAnswerer
+from orchestrator.envs.http import EnvServer
 from orchestrator.envs.text import GeneratedDataset, is_held_out
 from orchestrator.message_env import MessageEnv, MessageEnvGroup, MessageStep
 from trireme.renderers import Message
@@ -118,7 +119,8 @@ class TwentyQuestionsDataset(GeneratedDataset):
             self._answerer = StartAnswerer(self.context.model)
         elif self.answerer.startswith(("http://", "https://")) and self.answerer_model:
             key = os.environ.get(self.answerer_key_variable or "", "none")
-            self._answerer = UrlAnswerer(self.answerer.rstrip("/"), self.answerer_model, key)
+            server = EnvServer(self.answerer.rstrip("/"), REPLY_S, REPLY_S, key)
+            self._answerer = UrlAnswerer(server, self.answerer_model)
         else:
             raise ValueError(
                 f"answerer = {self.answerer!r}, answerer_model = {self.answerer_model!r}; expected 'start', or the URL "

@@ -122,7 +122,7 @@ def _message(source: Any) -> Message:
     return message
 
 
-def _arguments(call: Any) -> dict[str, Any]:
+def _arguments(call: Any) -> dict[str, object]:
     arguments = json.loads(call.arguments)
     if not isinstance(arguments, dict):
         raise ValueError(f"has a call of the tool {call.name} in its prompt without a JSON object as arguments")
@@ -216,11 +216,11 @@ class TasksetDataset(ListedDataset[Any]):
         taskset_id: str,
         context: EnvContext,
         *,
-        select: Mapping[str, Any] | None = None,
+        select: Mapping[str, object] | None = None,
         hold_out: bool = True,
         scoring: Scoring = "worker",
         scoring_limit_s: float = 60.0,
-        **args: Any,
+        **args: object,
     ) -> None:
         if scoring not in get_args(Scoring) or scoring_limit_s <= 0:
             raise ValueError(
@@ -241,7 +241,7 @@ class TasksetDataset(ListedDataset[Any]):
         super().__init__(lambda task: group(partial(make, task)), tasks, f"verifiers:{context.seed}", BATCH_SIZE)
 
 
-def load_tasks(taskset_id: str, args: Mapping[str, Any], select: Mapping[str, Any]) -> list[Any]:
+def load_tasks(taskset_id: str, args: Mapping[str, object], select: Mapping[str, object]) -> list[Any]:
     """Loads the selected tasks. Raises BadInput if one of them cannot be played."""
     try:
         config = _checked(vf.taskset_config_type(taskset_id), {**args, "id": taskset_id})
@@ -274,7 +274,7 @@ def _refuse(taskset_id: str, reasons: Iterator[str]) -> None:
         )
 
 
-def _checked(config_type: Any, values: Mapping[str, Any]) -> Any:
+def _checked(config_type: Any, values: Mapping[str, object]) -> Any:
     try:
         return config_type.model_validate(dict(values))
     except ValidationError as error:
@@ -283,7 +283,7 @@ def _checked(config_type: Any, values: Mapping[str, Any]) -> Any:
         )
         raise BadInput(
             f"{config_type.__name__} of verifiers cannot be made from {dict(values)!r}: {wrong}. "
-            f"Expected some of: {', '.join(config_type.model_fields)}"
+            f"Expected keys out of {', '.join(config_type.model_fields)}: correct env.args"
         ) from None
 
 

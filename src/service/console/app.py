@@ -11,8 +11,8 @@ from fastapi import FastAPI, Query
 from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, Response
 
-from service.console.reading import RunReader
 from service.console.report import page_file
+from service.console.run_reader import RunReader
 from service.errors import JsonReply
 from service.routes import CONSOLE, CONSOLE_ROUTES, add_routes
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 from service.console.tokens import missing
 from trireme.supervision.status import Status
@@ -37,7 +36,7 @@ class RunLogs:
             current.discard(name)
         return entries
 
-    def part(self, attempt: int, name: str, end: int | None) -> dict[str, Any]:
+    def part(self, attempt: int, name: str, end: int | None) -> dict[str, object]:
         """Returns the lines of a log that end before byte `end` (None: its last lines), at most PART_BYTES bytes of
         them, as `text`. `start` is the byte at which the text begins. Raises RequestRefused for an unknown log."""
         file = self._files().get((attempt, name))

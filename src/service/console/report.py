@@ -16,7 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from service.console.reading import RunReader
+from service.console.run_reader import RunReader
 from trireme.core.finite_json import to_json
 from trireme.core.paths import path_in
 from trireme.tools.timeline import NEWEST_STEPS
@@ -44,7 +44,7 @@ class EmbeddedAnswers:
         self._texts: list[str] = []
         self._bytes = 0
 
-    def add(self, request: str, answer: Any, most_bytes: int | None = None) -> bool:
+    def add(self, request: str, answer: object, most_bytes: int | None = None) -> bool:
         """Adds an answer. Returns False, and adds nothing, if all answers together would be longer than `most_bytes`
         (None: no limit)."""
         text = f"{_json(request)}:{_json(answer)}"

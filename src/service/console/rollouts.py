@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from service.console.tokens import TokenPiece, missing, tokens_page
 from trireme.checkpoint.rows import ROLLOUTS, recorded_steps
 from trireme.core.tokenizer import Decode
-from trireme.run.rollout_records import records_in
+from trireme.run.rollout_records import GroupRecord, RolloutRecord, TurnRecord, records_in
 
 NEWEST_STEPS = 500
 LISTED_BYTES = 64 << 20
@@ -21,7 +21,7 @@ class RecordedRollouts:
 
     def __init__(self, root: Path) -> None:
         self._directory = root / ROLLOUTS
-        self._last: tuple[tuple[int, int, int], Mapping[str, Any]] | None = None
+        self._last: tuple[tuple[int, int, int], GroupRecord] | None = None
 
     def steps(self, limit: int | None = NEWEST_STEPS) -> dict[str, Any]:
         """Returns the newest steps that have rollouts, the newest first, and the number of older ones."""
@@ -74,7 +74,7 @@ class RecordedRollouts:
             raise missing(f"rollouts of step {step}", f"a step that has recorded some ({expected})")
         return files[step]
 
-    def _group(self, step: int, number: int) -> Mapping[str, Any]:
+    def _group(self, step: int, number: int) -> GroupRecord:
         """Returns group `number` of a step. The last group is cached, because its tokens are requested page by page.
         Raises RequestRefused if there is no such group."""
         file = self._file(step)
@@ -87,15 +87,15 @@ class RecordedRollouts:
         return self._last[1]
 
 
-def _about(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: group[name] for name in ("step", "why", "problem", "tags", "floor", "rewards", "advantages")}
+def _about(group: GroupRecord) -> dict[str, object]:
+    return {name: value for name, value in group.items() if name != "rollouts"}
 
 
-def _length(rollout: Mapping[str, Any]) -> int:
+def _length(rollout: RolloutRecord) -> int:
     return sum(len(turn["action"]) for turn in rollout["turns"])
 
 
-def _versions(rollout: Mapping[str, Any]) -> list[tuple[int, int]]:
+def _versions(rollout: RolloutRecord) -> list[tuple[int, int]]:
     """Returns (version, number of tokens that it sampled in this rollout), the oldest version first."""
     counts: dict[int, int] = {}
     for turn in rollout["turns"]:
@@ -104,7 +104,7 @@ def _versions(rollout: Mapping[str, Any]) -> list[tuple[int, int]]:
     return sorted(counts.items())
 
 
-def _pieces(turn: Mapping[str, Any]) -> Iterator[TokenPiece]:
+def _pieces(turn: TurnRecord) -> Iterator[TokenPiece]:
     yield TokenPiece("observed", turn["observation"], text=turn.get("observation_text"))
     values = "".join(f"; {name} {value}" for name, value in {**turn["metrics"], **turn["logs"]}.items())
     if turn.get("in_loss", True):

@@ -11,6 +11,7 @@ from service.sessions.records import FORMAT, SessionEnded, decode
 from service.sessions.session import LOST, AgentSession, SessionBook
 from service.sessions.tree import ROOT, TreeNode
 from service.store import read_copy, stamp
+from trireme.core.finite_json import JsonObject
 from trireme.core.tokenizer import Decode
 
 MOST_SESSIONS = 200
@@ -19,7 +20,8 @@ PREVIEW_CHARS = 400
 
 
 class StoredSessions:
-    """Reads sessions from the store in `directory`, while no service has the store open."""
+    """Reads sessions from the store in `directory`. While a service has the store open, it can be read only on a local
+    file system."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -50,7 +52,7 @@ class RunSessions:
     def __init__(self, book: Callable[[], SessionBook]) -> None:
         self._book = book
 
-    def listing(self) -> dict[str, object]:
+    def listing(self) -> JsonObject:
         """Lists the sessions with the latest activity, the latest first, and counts the others."""
         newest = sorted(self._book().sessions.values(), key=lambda session: session.last, reverse=True)
         return {
@@ -58,13 +60,13 @@ class RunSessions:
             "others": max(0, len(newest) - MOST_SESSIONS),
         }
 
-    def tree(self, name: str) -> dict[str, object]:
+    def tree(self, name: str) -> JsonObject:
         """Describes a session and its nodes, without their tokens. Raises RequestRefused."""
         session = self._session(name)
         nodes = [_node(session, number) for number in range(min(len(session.tree.nodes), MOST_NODES))]
         return session.summary() | {"nodes": nodes, "nodes_left_out": len(session.tree.nodes) - len(nodes)}
 
-    def tokens(self, name: str, node: int, start: int, decode: Decode | None) -> dict[str, Any]:
+    def tokens(self, name: str, node: int, start: int, decode: Decode | None) -> JsonObject:
         """Returns a page, from token `start` on, of the tokens of a session from its first one up to the end of `node`.
         Raises RequestRefused if there is no such node."""
         session = self._session(name)
@@ -85,14 +87,14 @@ class RunSessions:
         return session
 
 
-def _node(session: AgentSession, number: int) -> dict[str, object]:
+def _node(session: AgentSession, number: int) -> JsonObject:
     tree, node = session.tree, session.tree.nodes[number]
     reward = session.rewards.get(number)
-    fields: dict[str, object] = {
+    fields: JsonObject = {
         "node": number,
         "parent": node.parent,
         "tokens": node.end - node.start,
-        "strand": node.strand,
+        "branch": node.branch,
         **_preview(node.message or node.point.message or {}),
     }
     if node.message is None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from service.requests import RequestRefused
+from trireme.core.finite_json import JsonObject
 from trireme.core.tokenizer import Decode
 
 PAGE_TOKENS = 2000
@@ -40,7 +40,7 @@ class TokenPiece:
 
 def tokens_page(
     pieces: Sequence[TokenPiece], start: int, decode: Decode | None, limit: int = PAGE_TOKENS
-) -> dict[str, object]:
+) -> JsonObject:
     """Returns a page of the tokens of `pieces` as JSON values: at most `limit` tokens from token `start` on. `next` is
     the number of the token at which the next page begins (None: this is the last page), `total` the number of all
     tokens."""
@@ -56,11 +56,11 @@ def tokens_page(
     return {"start": start, "total": place, "next": end if end < place else None, "pieces": shown}
 
 
-def _part(piece: TokenPiece, first: int, last: int, decode: Decode | None) -> dict[str, Any]:
+def _part(piece: TokenPiece, first: int, last: int, decode: Decode | None) -> JsonObject:
     """Returns the tokens `first` to `last` (not included) of a piece as JSON values, with their text if `decode` is
     there."""
     tokens = [int(token) for token in piece.tokens[first:last]]
-    fields: dict[str, Any] = {"kind": piece.kind, "from": first, "tokens": tokens}
+    fields: JsonObject = {"kind": piece.kind, "from": first, "tokens": tokens}
     if last == len(piece.tokens):
         fields["note"] = piece.note
     if piece.kind == "sampled":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -40,6 +40,7 @@ from service.dialects.wire import (
 )
 from service.reading import UNFINISHED
 from service.requests import Delta, RequestRefused, ServiceAnswer, TurnRequest
+from trireme.core.finite_json import JsonObject
 from trireme.core.tokenizer import Tokenizer
 from trireme.core.types import SamplingParams
 from trireme.renderers import Message
@@ -158,16 +159,16 @@ class OpenAIBody(SampledBody):
         strings = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return self.sampling_params(max_tokens, (*(self.stop_token_ids or ()), *strings))
 
-    def head(self, name: str, kind: str) -> dict[str, Any]:
+    def head(self, name: str, kind: str) -> JsonObject:
         """Returns the fields with which an answer, or each event of a stream, begins. `name`: the prefix of its id;
         `kind`: the value of `object`."""
         return {"id": new_id(name), "object": kind, "created": now_s(), "model": self.model}
 
     async def chunks(
         self,
-        head: dict[str, object],
+        head: JsonObject,
         pieces: AsyncIterator[Delta],
-        choices: Callable[[Delta], Iterator[dict[str, object]]],
+        choices: Callable[[Delta], Iterator[JsonObject]],
     ) -> AsyncIterator[str]:
         """Yields the server-sent events of a stream: one for each choice that `choices` returns for a piece, then the
         usage if the client asked for it, then the end mark. `head`: fields that each event has."""
@@ -181,7 +182,7 @@ class OpenAIBody(SampledBody):
             yield event({**head, "choices": [], "usage": self.usage(answers)})
         yield END
 
-    def usage(self, answers: Sequence[ServiceAnswer]) -> dict[str, object]:
+    def usage(self, answers: Sequence[ServiceAnswer]) -> JsonObject:
         """Returns the field `usage` for whole answers: numbers of tokens, and the newest and oldest version that
         sampled them."""
         used = Used(answers, self.n or 1)
@@ -189,7 +190,7 @@ class OpenAIBody(SampledBody):
         counts = {"prompt_tokens": used.prompt, "completion_tokens": used.completion, "total_tokens": total}
         return {**counts, **used.versions}
 
-    def ids_of(self, answer: ServiceAnswer) -> dict[str, object]:
+    def ids_of(self, answer: ServiceAnswer) -> JsonObject:
         """Returns the prompt's token ids and the answer's version spans, for the last piece of an answer; nothing
         unless the client asked for token ids."""
         if not self.return_token_ids:
@@ -203,7 +204,7 @@ class ChatRequest(OpenAIBody):
     messages: Annotated[Many[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Tokens | None = None
     tools: Many[ChatTool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | JsonObject | None = None
     parallel_tool_calls: Literal[True] | None = None
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
@@ -231,16 +232,16 @@ class ChatRequest(OpenAIBody):
 
     # ---- answers
 
-    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Tokenizer) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Tokenizer) -> JsonObject:
         choices = [self._choice(answer, tokenizer) for answer in answers]
         body = {**self.head("chatcmpl-", "chat.completion"), "choices": choices, "usage": self.usage(answers)}
         if self.return_token_ids:
             body["prompt_token_ids"] = answers[0].prompt.tolist()
         return body
 
-    def _choice(self, answer: ServiceAnswer, tokenizer: Tokenizer) -> dict[str, Any]:
+    def _choice(self, answer: ServiceAnswer, tokenizer: Tokenizer) -> JsonObject:
         calls = _calls(answer)
-        message: dict[str, Any] = {"role": "assistant", "content": answer.content or (None if calls else "")}
+        message: JsonObject = {"role": "assistant", "content": answer.content or (None if calls else "")}
         if answer.thinking:
             message["reasoning_content"] = answer.thinking
         if calls:
@@ -251,9 +252,9 @@ class ChatRequest(OpenAIBody):
         head = {"index": answer.choice, "finish_reason": answer.finish, "logprobs": None}
         return {**head, "message": message, **tokens}
 
-    def _tokens(self, piece: Delta | ServiceAnswer, tokenizer: Tokenizer) -> dict[str, Any]:
+    def _tokens(self, piece: Delta | ServiceAnswer, tokenizer: Tokenizer) -> JsonObject:
         """Returns the fields on a piece's tokens that the client asked for."""
-        fields: dict[str, Any] = {}
+        fields: JsonObject = {}
         if self.logprobs:
             fields["logprobs"] = _logprobs(tokenizer, piece)
         if self.return_token_ids:
@@ -263,15 +264,15 @@ class ChatRequest(OpenAIBody):
     async def events(self, pieces: AsyncIterator[Delta], tokenizer: Tokenizer) -> AsyncIterator[str]:
         begun: set[int] = set()
 
-        def choice(piece: Delta, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        def choice(piece: Delta, delta: JsonObject, **fields: object) -> JsonObject:
             return {"index": piece.choice, "delta": delta, "finish_reason": None, **fields}
 
-        def choices(piece: Delta) -> Iterator[dict[str, Any]]:
+        def choices(piece: Delta) -> Iterator[JsonObject]:
             if piece.choice not in begun:
                 begun.add(piece.choice)
                 yield choice(piece, {"role": "assistant", "content": ""})
             texts = {"reasoning_content": piece.thinking, "content": piece.content}
-            delta = {name: text for name, text in texts.items() if text}
+            delta: JsonObject = {name: text for name, text in texts.items() if text}
             tokens = self._tokens(piece, tokenizer)
             if delta or tokens:
                 yield choice(piece, delta, **tokens)
@@ -285,7 +286,7 @@ class ChatRequest(OpenAIBody):
             yield text
 
 
-def _calls(answer: ServiceAnswer) -> list[dict[str, object]]:
+def _calls(answer: ServiceAnswer) -> list[JsonObject]:
     return [
         {
             "id": new_id("call_"),
@@ -296,7 +297,7 @@ def _calls(answer: ServiceAnswer) -> list[dict[str, object]]:
     ]
 
 
-def _logprobs(tokenizer: Tokenizer, piece: Delta | ServiceAnswer) -> dict[str, object]:
+def _logprobs(tokenizer: Tokenizer, piece: Delta | ServiceAnswer) -> JsonObject:
     rows = []
     for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):
         text = str(tokenizer.decode([token]))

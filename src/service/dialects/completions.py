@@ -13,6 +13,7 @@ from pydantic import Field
 from service.dialects.chat import OpenAIBody
 from service.dialects.wire import Many, TokenId
 from service.requests import Delta, ServiceAnswer, TurnRequest
+from trireme.core.finite_json import JsonObject
 from trireme.core.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16
@@ -47,13 +48,13 @@ class CompletionRequest(OpenAIBody):
 
     # ---- answers
 
-    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Tokenizer) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Tokenizer) -> JsonObject:
         choices = [self._choice(answer, answer, 0, tokenizer) for answer in answers]
         return {**self.head("cmpl-", "text_completion"), "choices": choices, "usage": self.usage(answers)}
 
     def _choice(
         self, piece: Delta | ServiceAnswer, answer: ServiceAnswer | None, offset: int, tokenizer: Tokenizer
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         choice: dict[str, Any] = {"index": piece.choice, "text": piece.content, "logprobs": None}
         choice["finish_reason"] = answer.finish if answer else None
         if self.logprobs is not None:
@@ -67,10 +68,10 @@ class CompletionRequest(OpenAIBody):
     async def events(self, pieces: AsyncIterator[Delta], tokenizer: Tokenizer) -> AsyncIterator[str]:
         offsets: Counter[int] = Counter()
 
-        def choices(piece: Delta) -> Iterator[dict[str, Any]]:
+        def choices(piece: Delta) -> Iterator[JsonObject]:
             choice = self._choice(piece, piece.answer, offsets[piece.choice], tokenizer)
             logprobs = choice["logprobs"]
-            if logprobs:
+            if isinstance(logprobs, dict):
                 offsets[piece.choice] += sum(map(len, logprobs["tokens"]))
             if piece.answer or piece.content or logprobs or self.return_token_ids:
                 yield choice
@@ -79,7 +80,7 @@ class CompletionRequest(OpenAIBody):
             yield text
 
 
-def _logprobs(tokenizer: Tokenizer, piece: Delta | ServiceAnswer, offset: int) -> dict[str, Any]:
+def _logprobs(tokenizer: Tokenizer, piece: Delta | ServiceAnswer, offset: int) -> JsonObject:
     texts = [str(tokenizer.decode([token])) for token in piece.tokens]
     *offsets, _end = accumulate(map(len, texts), initial=offset)
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -12,7 +12,6 @@ from service.dialects.wire import (
     Many,
     Nothing,
     SampledBody,
-    Schema,
     Stops,
     Tokens,
     TopK,
@@ -24,6 +23,7 @@ from service.dialects.wire import (
     tool_answer,
 )
 from service.requests import Delta, RequestRefused, ServiceAnswer, TurnRequest
+from trireme.core.finite_json import JsonObject
 from trireme.core.tokenizer import Tokenizer
 from trireme.renderers import Message, ToolCall, ToolSpec
 
@@ -36,7 +36,7 @@ class TextBlock(Body):
     type: Literal["text"]
     text: str
     citations: Nothing = None
-    cache_control: Any = None  # replicas cache every prefix
+    cache_control: object = None  # replicas cache every prefix
 
 
 class ThinkingBlock(Body):
@@ -53,8 +53,8 @@ class ToolUseBlock(Body):
     type: Literal["tool_use"]
     id: str
     name: Annotated[str, Field(min_length=1)]
-    input: Schema
-    cache_control: Any = None
+    input: JsonObject
+    cache_control: object = None
     caller: None = None
     toolset_name: None = None
 
@@ -66,7 +66,7 @@ class ToolResultBlock(Body):
     tool_use_id: str
     content: str | Many[TextBlock] | None = None
     is_error: bool | None = None  # the text of the answer tells it
-    cache_control: Any = None
+    cache_control: object = None
 
 
 Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
@@ -84,10 +84,10 @@ class AnthropicTool(Body):
 
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
-    input_schema: Schema
+    input_schema: JsonObject
     type: Literal["custom"] | None = None
     strict: Literal[False] | None = None
-    cache_control: Any = None
+    cache_control: object = None
 
     def spec(self) -> ToolSpec:
         """Returns the tool as renderers take it."""
@@ -117,7 +117,7 @@ class MessagesRequest(SampledBody):
     top_k: TopK | None = None
     tools: Many[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
     thinking: AnthropicThinking | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     container: None = None
@@ -152,9 +152,9 @@ class MessagesRequest(SampledBody):
 
     # ---- answers
 
-    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Tokenizer) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Tokenizer) -> JsonObject:
         (answer,) = answers
-        blocks: list[dict[str, Any]] = []
+        blocks: list[JsonObject] = []
         if answer.thinking:
             blocks.append({"type": "thinking", "thinking": answer.thinking, "signature": ""})
         if answer.content or not answer.tool_calls:
@@ -162,7 +162,7 @@ class MessagesRequest(SampledBody):
         blocks += [{**_tool_use(call), "input": call["arguments"]} for call in answer.tool_calls]
         return {**self._head(), "content": blocks, "usage": _usage(answer), **_end(answer)}
 
-    def _head(self) -> dict[str, object]:
+    def _head(self) -> JsonObject:
         head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": self.model, "content": []}
         return {**head, "stop_reason": None, "stop_sequence": None}
 
@@ -227,11 +227,11 @@ def _usage(answer: ServiceAnswer) -> Mapping[str, int]:
     return {"input_tokens": used.prompt, "output_tokens": used.completion, **used.versions}
 
 
-def _tool_use(call: ToolCall) -> dict[str, object]:
+def _tool_use(call: ToolCall) -> JsonObject:
     return {"type": "tool_use", "id": new_id("toolu_"), "name": call["name"]}
 
 
-def _end(answer: ServiceAnswer) -> dict[str, object]:
+def _end(answer: ServiceAnswer) -> JsonObject:
     if answer.stopped_by:
         reason = "stop_sequence"
     else:
@@ -274,7 +274,7 @@ class _Blocks:
     def _begin(self, kind: str, block: Mapping[str, object]) -> list[str]:
         closed = self._close()
         self._open = kind
-        self._count = self._count + 1
+        self._count += 1
         return [*closed, _event("content_block_start", index=self._count - 1, content_block=block)]
 
     def _delta(self, delta: Mapping[str, object]) -> str:

@@ -28,6 +28,7 @@ from service.dialects.wire import (
     tool_answer,
 )
 from service.requests import Delta, ServiceAnswer, TurnRequest
+from trireme.core.finite_json import JsonObject
 from trireme.core.tokenizer import Tokenizer
 from trireme.renderers import Message, ToolCall
 
@@ -103,7 +104,7 @@ class ResponseRequest(SampledBody):
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
     tools: Many[ResponseTool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | JsonObject | None = None
     parallel_tool_calls: Literal[True] | None = None
     text: TextOptions | None = None
     metadata: Annotated[dict[str, str] | None, Few] = None
@@ -146,14 +147,14 @@ class ResponseRequest(SampledBody):
 
     # ---- answers
 
-    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Tokenizer) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Tokenizer) -> JsonObject:
         (answer,) = answers
         items = _Items()
         items.add(answer)
         items.finish(answer)
         return _final(self._head(), answer, items.finished)
 
-    def _head(self) -> dict[str, object]:
+    def _head(self) -> JsonObject:
         return {
             "id": new_id("resp_"),
             "object": "response",
@@ -211,7 +212,7 @@ def _add(message: Message, item: InputMessage | InputCall | InputReasoning, call
             message["thinking"] = message.get("thinking", "") + text
 
 
-def _final(head: Mapping[str, object], answer: ServiceAnswer, output: list[dict[str, object]]) -> dict[str, object]:
+def _final(head: Mapping[str, object], answer: ServiceAnswer, output: list[JsonObject]) -> JsonObject:
     used = Used([answer])
     cut = answer.finish == "length"
     return {
@@ -230,7 +231,7 @@ def _final(head: Mapping[str, object], answer: ServiceAnswer, output: list[dict[
     }
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
+def _call(call: ToolCall) -> JsonObject:
     head = {"type": "function_call", "id": new_id("fc_"), "call_id": new_id("call_"), "status": "completed"}
     return {**head, "name": call["name"], "arguments": arguments_text(call)}
 
@@ -239,12 +240,12 @@ class _Items:
     """Writes the output items of a stream as events; only one item is open at a time, with one content part."""
 
     def __init__(self) -> None:
-        self.finished: list[dict[str, Any]] = []
+        self.finished: list[JsonObject] = []
         self._number = 0
-        self._open: dict[str, Any] = {}
+        self._open: JsonObject = {}
         self._part: dict[str, Any] = {}
 
-    def event(self, kind: str, **fields: Any) -> str:
+    def event(self, kind: str, **fields: object) -> str:
         """Returns a server-sent event with its sequence number."""
         self._number += 1
         return event({"type": kind, "sequence_number": self._number - 1, **fields}, kind)
@@ -304,12 +305,12 @@ class _Items:
         self._open = {}
         return [text, part, self._item_done(item)]
 
-    def _item_done(self, item: dict[str, object]) -> str:
+    def _item_done(self, item: JsonObject) -> str:
         self.finished.append(item)
         return self.event("response.output_item.done", output_index=len(self.finished) - 1, item=item)
 
     def _text_event(self, kind: str, **fields: object) -> str:
-        logprobs: dict[str, object] = {"logprobs": []} if self._part["type"] == "output_text" else {}
+        logprobs: JsonObject = {"logprobs": []} if self._part["type"] == "output_text" else {}
         return self._part_event(f"{self._part['type']}.{kind}", **fields, **logprobs)
 
     def _part_event(self, kind: str, **fields: object) -> str:

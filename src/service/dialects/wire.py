@@ -6,7 +6,7 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from service.requests import Delta, RequestRefused, ServiceAnswer, TurnRequest
-from trireme.core.finite_json import to_json
+from trireme.core.finite_json import JsonObject, to_json
 from trireme.core.sampling_bounds import BOUNDS, LONGEST_STOP, MOST_ANSWERS, MOST_STOP_IDS, MOST_STOPS
 from trireme.core.tokenizer import Tokenizer
 from trireme.core.types import SamplingParams, VersionSpan
@@ -38,7 +38,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63 - MOST_ANSWERS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Tokens = Annotated[PositiveInt, Field(lt=2**31)]
-Schema = dict[str, Any]
+
 Many = Annotated[list[T], Field(fail_fast=True)]
 """A list that is checked up to its first wrong item: a million errors would take seconds, and a gigabyte."""
 Stops = Annotated[Many[Stop], Field(max_length=MOST_STOPS)]
@@ -101,7 +101,7 @@ class SampledBody(Body):
         """Returns the prompts to answer. Raises RequestRefused."""
 
     @abstractmethod
-    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Tokenizer) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Tokenizer) -> JsonObject:
         """Returns the body of a reply with all answers, when no stream was asked for."""
 
     @abstractmethod
@@ -109,7 +109,7 @@ class SampledBody(Body):
         """Yields the answers as server-sent events."""
 
 
-Nothing = Annotated[list[Any] | None, Field(max_length=0)]
+Nothing = Annotated[list[object] | None, Field(max_length=0)]
 """A list that must be empty: its items are not supported."""
 NoPenalty = Annotated[float | None, Field(ge=0, le=0)]
 
@@ -142,12 +142,12 @@ class FunctionTool(Body):
 
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
-    parameters: Schema | None = None
+    parameters: JsonObject | None = None
     strict: Literal[False] | None = None
 
     def spec(self) -> ToolSpec:
         """Returns the tool as renderers take it."""
-        nothing: Schema = {"type": "object", "properties": {}}
+        nothing: JsonObject = {"type": "object", "properties": {}}
         return ToolSpec(name=self.name, description=self.description or "", parameters=self.parameters or nothing)
 
 
@@ -162,7 +162,7 @@ class FunctionCall(Body):
         return ToolCall(name=self.name, arguments=arguments_of(self.arguments))
 
 
-def arguments_of(text: str) -> dict[str, object]:
+def arguments_of(text: str) -> JsonObject:
     """Returns the arguments in `text`. Raises RequestRefused if it is no JSON object."""
     arguments = read_json(text or "{}")
     if not isinstance(arguments, dict):
@@ -188,7 +188,7 @@ def check_tool_choice(choice: object, tools: Iterable[ToolSpec]) -> tuple[ToolSp
     )
 
 
-def tool_answer(content: str | list[Any] | None, call: str, calls: Mapping[str, str]) -> Message:
+def tool_answer(content: str | Sequence[HasText] | None, call: str, calls: Mapping[str, str]) -> Message:
     """Returns the message with a tool's answer to the call with the id `call`. `calls`: the tools' names by the ids of
     earlier calls. Raises RequestRefused for an id that is not in `calls`."""
     if call not in calls:
@@ -202,8 +202,8 @@ class TextPart(Body):
     type: Literal["text", "input_text", "output_text"]
     text: str
     annotations: Nothing = None
-    logprobs: list[Any] | None = None
-    cache_control: Any = None  # of Anthropic's prompt cache; replicas cache every prefix
+    logprobs: list[object] | None = None
+    cache_control: object = None  # of Anthropic's prompt cache; replicas cache every prefix
 
 
 Content = str | Many[TextPart]
@@ -215,7 +215,13 @@ class PlainFormat(Body):
     type: Literal["text"]
 
 
-def text_of(content: str | list[Any] | None) -> str:
+class HasText(Protocol):
+    """A part of a message's content."""
+
+    text: str
+
+
+def text_of(content: str | Sequence[HasText] | None) -> str:
     """Returns the text of a message's content: the string, its text parts joined, or "" for None."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -240,7 +246,7 @@ def arguments_text(call: ToolCall) -> str:
     return to_json(call["arguments"], ensure_ascii=False)
 
 
-def spans_of(spans: Sequence[VersionSpan]) -> list[dict[str, object]]:
+def spans_of(spans: Sequence[VersionSpan]) -> list[JsonObject]:
     """Returns the version spans of an answer's tokens as JSON values: for each the weights, and its first token and
     end."""
     return [{**vars(span.identity), "start": span.start, "end": span.end, "mixed": span.mixed} for span in spans]
@@ -261,7 +267,7 @@ class Used:
             self.versions["answers"] = nodes
 
 
-def event(data: Any, name: str | None = None) -> str:
+def event(data: object, name: str | None = None) -> str:
     """Returns one server-sent event with `data` as JSON. `name`: the type of the event, if it has one."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {to_json(data)}\n\n"

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trireme.core.finite_json import to_json
 from trireme.renderers import Message, ToolSpec
 
-EDGE = 32
-"""Characters at the beginning of a message that choose the points to compare it with."""
-
-BucketKey = tuple[str, int, str]
+MessageKey = tuple[str, str, str | None, str]
+"""What two messages are compared by; tool calls as JSON."""
 
 
 class ChainPoint:
     """A chain of messages, named by its last message: the messages from the first one up to this point's own."""
 
-    __slots__ = ("_calls", "_content", "_name", "_role", "after", "answers", "before", "message", "newest", "prompts")
+    __slots__ = ("after", "answers", "before", "message", "prompts")
 
     def __init__(self, message: Message | None, before: ChainPoint | None) -> None:
         self.message = message
@@ -33,38 +32,17 @@ class ChainPoint:
         """Nodes of prompts that end with this chain."""
         self.answers: list[int] = []
         """Nodes of answers that are the last message of this chain."""
-        self.after: dict[BucketKey, list[ChainPoint]] = {}
+        self.after: dict[MessageKey, ChainPoint] = {}
         """The points of the chains with one message more."""
-        self.newest: ChainPoint | None = None
-        """The newest of these."""
-        if message is not None:
-            self._role = message["role"]
-            self._content = message["content"]
-            self._name = message.get("name")
-            self._calls = message.get("tool_calls") or None
-
-    def ends_with(self, message: Message) -> bool:
-        """Returns True if `message`, as a client sent it, equals the last message of this chain in role, content, name
-        and tool calls. Thinking is not compared."""
-        return (
-            self._content == message["content"]
-            and self._role == message["role"]
-            and self._name == message.get("name")
-            and self._calls == (message.get("tool_calls") or None)
-        )
 
     def next(self, message: Message) -> ChainPoint | None:
         """Returns the point of the chain that continues this one with `message`; None if there is no such chain yet."""
-        if self.newest is None or self.newest.ends_with(message):
-            return self.newest
-        points = self.after.get(_bucket(message), ())
-        return next((point for point in points if point.ends_with(message)), None)
+        return self.after.get(_key(message))
 
     def add(self, message: Message) -> ChainPoint:
         """Adds and returns a new point, for the chain that continues this one with `message`."""
-        self.newest = ChainPoint(message, self)
-        self.after.setdefault(_bucket(message), []).append(self.newest)
-        return self.newest
+        point = self.after[_key(message)] = ChainPoint(message, self)
+        return point
 
 
 class MessageChains:
@@ -103,6 +81,6 @@ class MessageChains:
         return point
 
 
-def _bucket(message: Message) -> BucketKey:
-    content = message["content"]
-    return message["role"], len(content), content[:EDGE]
+def _key(message: Message) -> MessageKey:
+    calls = message.get("tool_calls")
+    return message["role"], message["content"], message.get("name"), to_json(calls, sort_keys=True) if calls else ""

@@ -145,8 +145,8 @@ def _beginning(tokens: Ids, answer_text: str, text: str, tokenizer: Tokenizer) -
 
 
 def _beginnings(tree: SessionTree) -> list[int]:
-    """Returns the nodes of prompts that begin a strand with no tokens before it."""
-    return [strand.nodes[0] for strand in tree.strands if strand.origin == ROOT]
+    """Returns the nodes of prompts that begin a branch with no tokens before it."""
+    return [branch.nodes[0] for branch in tree.branches if branch.origin == ROOT]
 
 
 def _answers(tree: SessionTree, prompt: int) -> list[int]:

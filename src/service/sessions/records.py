@@ -88,7 +88,7 @@ def encode(record: SessionRecord) -> Row:
     """Returns a record as a row, with the session's name as its owner."""
     if not isinstance(record, TurnAnswered):
         return Row(record.session, {"kind": type(record).__name__, **vars(record)})
-    columns: list[npt.NDArray[Any]] = [record.turn.prompt]
+    columns: list[npt.NDArray[np.generic]] = [record.turn.prompt]
     for answer in record.turn.answers:
         columns += [answer.tokens, answer.logprobs]
     return Row(record.session, _turn_head(record), b"".join(column.tobytes() for column in columns))

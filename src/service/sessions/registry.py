@@ -1,4 +1,4 @@
-"""The operations on sessions, for the front door, for environments and for an administrator.
+"""The operations on sessions, for the gateway, for environments and for an administrator.
 
     open -> turn: place, sample, check, store, apply -> delivered -> reward -> end -> export -> forget
               |                    |
@@ -7,8 +7,10 @@
            SessionClosed        masked, unless a retry or a later message shows that the client has it
 
 Everything between two awaits is one step: a record is stored before it is applied to the tree, and applied before a
-caller sees its effect. A turn is sampled in a task of its own, which is not cancelled when its caller goes away: a
-client that loses its connection sends the request again, and gets the same answer.
+caller sees its effect. In memory a session's tree is `book.sessions[name].tree`. On disk it is the rows of
+`sessions/store.sqlite` in the run directory (`service.store`), which `restore` applies again. A turn is sampled in a
+task of its own, which is not cancelled when its caller goes away: a client that loses its connection sends the request
+again, and gets the same answer.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from dataclasses import replace
 from service.answering import AnsweredTurn, OnPart, PlacedTurn, TurnAnswering
 from service.requests import USUAL, TurnRequest
 from service.sessions.ages import too_old
-from service.sessions.history import RunHistory
+from service.sessions.checks import SessionClosed, check_request, check_sample
 from service.sessions.records import (
     AnswersDelivered,
     RewardGiven,
@@ -32,9 +34,9 @@ from service.sessions.records import (
     decode,
     encode,
 )
+from service.sessions.run_history import RunHistory
 from service.sessions.session import LOST, AgentSession, RunningTurn, SessionBook, SessionExport, SessionLimits
 from service.sessions.tree import ROOT, SampledAnswer
-from service.sessions.turns import SessionClosed, check_request, check_sample
 from service.store import Store
 from trireme.core.errors import BadInput, ProvenanceError
 from trireme.core.sampler import SampledPart

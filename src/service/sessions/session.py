@@ -1,10 +1,10 @@
 """One session: an agent's tree, its rewards and its end, all restored from records; and the export of a session.
 
-    strand 0   prompt | answer | prompt | answer           segment 0: all of it
-    strand 1            ^ answer | prompt | answer         segment 1: the first prompt again, observed, and then its own
+    branch 0   prompt | answer | prompt | answer           segment 0: all of it
+    branch 1            ^ answer | prompt | answer         segment 1: the first prompt again, observed, and then its own
 
-Each strand becomes a segment of a trajectory (`orchestrator.trajectory`), which begins with all tokens that come before
-the strand. These are only observed there, so that each sampled token is trained exactly once: in the strand that holds
+Each branch becomes a segment of a trajectory (`orchestrator.trajectory`), which begins with all tokens that come before
+the branch. These are only observed there, so that each sampled token is trained exactly once: in the branch that holds
 it. An answer that was not delivered is masked: the agent has not acted on it, so no reward says anything about it.
 """
 
@@ -14,9 +14,6 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from service.requests import TurnRequest
 from service.sessions.records import (
@@ -28,8 +25,8 @@ from service.sessions.records import (
     TurnAnswered,
 )
 from service.sessions.tree import ROOT, Match, SessionTree
+from trireme.core.agents import AgentTurn
 from trireme.core.staleness import deadline
-from trireme.core.types import StopReason, VersionSpan
 
 LOST = "store: the machine was started again, so that turns may be missing"
 """Ends the sessions that were open where records may be missing."""
@@ -52,36 +49,13 @@ class SessionLimits:
 
 
 @dataclass(frozen=True, eq=False)
-class ExportedTurn:
-    """One answer with its prompt, in the form that `TrajectoryBuilder.ask` and `answer` take."""
-
-    prompt: npt.NDArray[np.int32]
-    """The whole prompt; if it `follows`, the part after the answer before."""
-    follows: bool
-    """The prompt begins with the prompt and the answer of the turn before."""
-    answer: int
-    """The name of the answer in its session."""
-    tokens: npt.NDArray[np.int32]
-    """[T]."""
-    logprobs: npt.NDArray[np.float32]
-    """[T]."""
-    spans: tuple[VersionSpan, ...]
-    stop_reason: StopReason
-    reward: float
-    delivered: bool
-    """False: the answer must not count in the loss."""
-    in_bound: bool
-    """False: part of the answer was sampled beyond the bound on staleness, and it must not count either."""
-
-
-@dataclass(frozen=True, eq=False)
 class SessionExport:
     """The training data of an ended session: its turns, reward and metrics."""
 
     problem: str
     temperature: float
     """All answers were sampled at it."""
-    turns: tuple[ExportedTurn, ...]
+    turns: tuple[AgentTurn, ...]
     """Segment by segment; none where no request was answered."""
     reward: float
     """The sum of all rewards, which the turns have too."""
@@ -176,17 +150,17 @@ class AgentSession:
         return min((weights.version for weights in self.tree.weights), default=None)
 
     def export(self, max_steps_off_policy: int | None = None) -> SessionExport:
-        """Returns the session's answers, strand by strand (one segment each), and its rewards.
+        """Returns the session's answers, branch by branch (one segment each), and its rewards.
 
         `max_steps_off_policy`: answers with a token of a version beyond the session's deadline are marked as out of
         bound, and do not count in the loss (the weights moved on while they were sampled); None: there is no bound.
         """
-        answers = [node for strand in self.tree.strands for node in strand.nodes if self.is_answer(node)]
+        answers = [node for branch in self.tree.branches for node in branch.nodes if self.is_answer(node)]
         reward = sum(record.value for record in self.rewards.values())
         turns = tuple(self._exported(node, node == max(answers), max_steps_off_policy) for node in answers)
         return SessionExport(self.opened.problem, self.opened.temperature, turns, reward, self._metrics())
 
-    def _exported(self, answer: int, last: bool, max_steps_off_policy: int | None) -> ExportedTurn:
+    def _exported(self, answer: int, last: bool, max_steps_off_policy: int | None) -> AgentTurn:
         tree = self.tree
         node = tree.nodes[answer]
         newest = max((span.identity.version for span in node.spans), default=self.opened.floor)
@@ -195,9 +169,9 @@ class AgentSession:
         if oldest is not None and max_steps_off_policy is not None:
             bound = deadline(oldest, max_steps_off_policy)
         prompt = tree.nodes[node.follows]
-        before = prompt.parent  # an answer of this strand, unless the strand begins with it or with this prompt
-        follows = before != ROOT and prompt.strand == node.strand == tree.nodes[before].strand
-        return ExportedTurn(
+        before = prompt.parent  # an answer of this branch, unless the branch begins with it or with this prompt
+        follows = before != ROOT and prompt.branch == node.branch == tree.nodes[before].branch
+        return AgentTurn(
             tree.tokens(node.follows) if follows else tree.path_tokens(node.follows),
             follows,
             answer,

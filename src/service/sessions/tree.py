@@ -24,8 +24,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from service.sessions.branches import Branch
 from service.sessions.chains import ChainPoint, MessageChains
-from service.sessions.strands import Strand
 from trireme.core.types import StopReason, VersionSpan, WeightIdentity
 from trireme.renderers import Message, Renderer, ToolSpec
 
@@ -73,9 +73,9 @@ class TreeNode:
 
     parent: int
     """The node with the tokens before, or ROOT."""
-    strand: int
+    branch: int
     start: int
-    """Where its tokens begin in its strand."""
+    """Where its tokens begin in its branch."""
     end: int
     point: ChainPoint
     """Its messages, from the first one on."""
@@ -131,7 +131,7 @@ class SessionTree:
 
     def __init__(self) -> None:
         self.nodes: list[TreeNode] = []
-        self.strands: list[Strand] = []
+        self.branches: list[Branch] = []
         self.counts = TreeCounts()
         self.weights: set[WeightIdentity] = set()
         """The weights that sampled any of its tokens."""
@@ -189,12 +189,12 @@ class SessionTree:
     def tokens(self, node: int) -> npt.NDArray[np.int32]:
         """Returns the tokens of this node only, as a view."""
         entry = self.nodes[node]
-        return self.strands[entry.strand].tokens[entry.start : entry.end]
+        return self.branches[entry.branch].tokens[entry.start : entry.end]
 
     def logprobs(self, node: int) -> npt.NDArray[np.float32]:
         """Returns the log-probabilities of the tokens of this node only, as a view."""
         entry = self.nodes[node]
-        return self.strands[entry.strand].logprobs[entry.start : entry.end]
+        return self.branches[entry.branch].logprobs[entry.start : entry.end]
 
     def path_tokens(self, node: int) -> npt.NDArray[np.int32]:
         """Returns all tokens from the beginning to the end of a node; none for ROOT."""
@@ -204,9 +204,9 @@ class SessionTree:
         """Returns a new array: all tokens from the beginning to the end of a node, and then the tokens `behind`."""
         pieces = [behind]
         while node != ROOT:
-            strand = self.strands[self.nodes[node].strand]
-            pieces.append(strand.tokens[: self.nodes[node].end])
-            node = strand.origin
+            branch = self.branches[self.nodes[node].branch]
+            pieces.append(branch.tokens[: self.nodes[node].end])
+            node = branch.origin
         return np.concatenate(pieces[::-1])
 
     def first_weights(self, node: int) -> WeightIdentity | None:
@@ -223,7 +223,7 @@ class SessionTree:
     @property
     def num_tokens(self) -> int:
         """The number of tokens in the tree."""
-        return sum(strand.length for strand in self.strands)
+        return sum(branch.length for branch in self.branches)
 
     def _messages_to(self, node: int) -> list[Message]:
         """Returns the messages up to the answer `node`, included. Sampled messages have their thinking and tokens."""
@@ -293,19 +293,19 @@ class SessionTree:
         logprobs: npt.NDArray[np.float32] | None,
         point: ChainPoint,
     ) -> int:
-        """Adds a node with these tokens and returns it. The tokens go onto the strand of `parent` if `parent` is the
-        end of its strand, else onto a new strand."""
+        """Adds a node with these tokens and returns it. The tokens go onto the branch of `parent` if `parent` is the
+        end of its branch, else onto a new branch."""
         new_node = len(self.nodes)
-        number = len(self.strands)
+        number = len(self.branches)
         if parent != ROOT:
             before = self.nodes[parent]
-            if self.strands[before.strand].length == before.end and self.strands[before.strand].nodes[-1] == parent:
-                number = before.strand
+            if self.branches[before.branch].length == before.end and self.branches[before.branch].nodes[-1] == parent:
+                number = before.branch
             self.counts.forks += bool(before.children)
             before.children.append(new_node)
-        if number == len(self.strands):
-            self.strands.append(Strand(parent))
-        strand = self.strands[number]
-        strand.append(new_node, tokens, logprobs)
-        self.nodes.append(TreeNode(parent, number, strand.length - len(tokens), strand.length, point, ROOT, None))
+        if number == len(self.branches):
+            self.branches.append(Branch(parent))
+        branch = self.branches[number]
+        branch.append(new_node, tokens, logprobs)
+        self.nodes.append(TreeNode(parent, number, branch.length - len(tokens), branch.length, point, ROOT, None))
         return new_node

@@ -36,7 +36,7 @@ def spec_of(wish: LoraBody | None, lora: LoraConfig) -> AdapterSpec:
     return AdapterSpec(wish.rank, lora.alpha, targets, lora.seed if wish.seed is None else wish.seed)
 
 
-def record_of(spec: AdapterSpec, lora: LoraConfig) -> dict[str, Any]:
+def record_of(spec: AdapterSpec, lora: LoraConfig) -> dict[str, object]:
     """Returns the record that is saved with an adapter's files: the adapter itself, and the rank and layers of `lora`,
     which give the sizes of its saved states."""
     return {**asdict(spec), "of_rank": lora.rank, "of_targets": list(lora.target_modules)}

@@ -45,7 +45,7 @@ from service.tinker.owners import Caller
 from service.tinker.promises import Failure, GoneError, Promise, SampleWork, UnknownId
 from service.tinker.serving import TinkerServer
 from service.tinker.session_lists import SessionListRoutes
-from service.tinker.shelf import BASE
+from service.tinker.weight_cache import BASE
 from trireme.core.datum import ModelInput
 from trireme.core.errors import TriremeError
 
@@ -269,7 +269,7 @@ def _promised(promise: Promise, **fields: object) -> JsonReply:
     return JsonReply({"request_id": promise.request_id, **fields})
 
 
-def _completion(promise: Promise) -> dict[str, Any]:
+def _completion(promise: Promise) -> dict[str, object]:
     if isinstance(promise.outcome, Failure):
         return {"state": "failed", "request_id": promise.request_id}
     if promise.outcome:

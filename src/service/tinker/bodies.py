@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
 from service.dialects.wire import Body, Few, Many, Stop, StopIds, Stops, Temperature, TokenId, TopK, TopP
 from service.requests import RequestRefused
 from service.tinker.codec import ForwardBackwardCall
+from trireme.core.finite_json import JsonObject
 from trireme.core.sampling_bounds import MOST_PROMPT_LOGPROBS, MOST_SAMPLES
 from trireme.core.types import AdamParams, SamplingParams
 
@@ -39,7 +40,7 @@ class SessionBody(Told):
     """A request to begin a session."""
 
     sdk_version: str = ""
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: JsonObject | None = None
     display_name: str | None = None
     project_id: str | None = None
 
@@ -93,7 +94,7 @@ class NewModelBody(Told):
     model_seq_id: Seq
     base_model: str | None = None
     """None: the model of the state with which it begins."""
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: JsonObject | None = None
     optimizer_config: OptimizerBody | None = None
 
 
@@ -256,7 +257,7 @@ class SampleBody(Body):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_PROMPT_LOGPROBS)] = 0
     topk_sample_logprobs: Seq = 0
-    target_prompt_logprobs: dict[str, Any] | None = None
+    target_prompt_logprobs: JsonObject | None = None
     prompt_alt_tokens_k: Seq = 0
     prompt_logprobs_last_n: Seq | None = None
     record_stability_info: bool | None = None

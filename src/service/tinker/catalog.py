@@ -45,7 +45,7 @@ class SavedRun:
 
     model_id: str
     base_model: str
-    user_metadata: Mapping[str, Any]
+    user_metadata: Mapping[str, object]
     began_s: float
     lora: Mapping[str, Any] | None = None
     """Its adapter's record by `service.tinker.adapters.record_of`; None: the whole model is trained."""
@@ -101,7 +101,7 @@ class Catalog:
     def begin(
         self,
         model_id: str,
-        user_metadata: Mapping[str, Any] | None,
+        user_metadata: Mapping[str, object] | None,
         lora: Mapping[str, Any] | None = None,
         owner: str = "",
     ) -> None:
@@ -193,7 +193,7 @@ class Catalog:
         """Records whether all callers may read an entry. Raises RequestRefused and StorageFailed."""
         self._note(path, caller, public=public)
 
-    def _note(self, path: str, caller: Caller, **changed: Any) -> None:
+    def _note(self, path: str, caller: Caller, **changed: object) -> None:
         saved = self._look_up(path, caller)
         directory = self._place(path)
         with storage_errors(directory):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.tinker.history import ModelHistory
+from service.tinker.model_history import ModelHistory
 from service.tinker.owners import SERVER, Caller
 from service.tinker.promises import Failure, Promise
 

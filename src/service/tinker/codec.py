@@ -14,7 +14,7 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from service.requests import RequestRefused
-from service.tinker.messages import message_class
+from service.tinker.protobuf import message_class
 from trireme.config.losses import LOSSES, find_loss, loss_refusals
 from trireme.core.datum import Datum, ModelInput
 from trireme.core.types import ForwardBackwardOutput, PromptLogprobs, SampleResponse, TopkPromptLogprobs
@@ -110,7 +110,7 @@ class ForwardBackwardCall:
             raise RequestRefused(f"datum {number}: {error}") from None
 
 
-def columns_of(loss_fn: str, inputs: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+def columns_of(loss_fn: str, inputs: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, npt.NDArray[np.generic]]:
     """Returns the columns of `inputs` that the loss reads. Others are left out, because custom losses send columns of
     their own with `forward`.
 
@@ -140,7 +140,7 @@ def _tokens(chunk: Any) -> npt.NDArray[np.int32]:
     return np.frombuffer(chunk.encoded_text.tokens, "<i4")
 
 
-def _array(name: str, tensor: Any) -> npt.NDArray[Any]:
+def _array(name: str, tensor: Any) -> npt.NDArray[np.generic]:
     if tensor.HasField("sparse_csr") or len(tensor.shape) > 1:
         raise ValueError(
             f"{name} of shape {list(tensor.shape)}; expected one number for each token: several targets at a place "
@@ -151,7 +151,7 @@ def _array(name: str, tensor: Any) -> npt.NDArray[Any]:
             f"{name} has the dtype number {tensor.dtype}; expected {FLOAT32} (float32), {INT64} (int64), {INT32} "
             f"(int32) or {BFLOAT16} (bfloat16)"
         )
-    values: npt.NDArray[Any] = np.frombuffer(tensor.dense, DTYPES[tensor.dtype])
+    values: npt.NDArray[np.generic] = np.frombuffer(tensor.dense, DTYPES[tensor.dtype])
     if tensor.dtype == BFLOAT16:  # the upper half of a float32
         values = (values.astype("<u4") << 16).view("<f4")
     if tensor.shape and list(tensor.shape) != [len(values)]:

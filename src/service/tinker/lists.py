@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from collections import defaultdict
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import Depends, FastAPI, Header, Request
 
@@ -19,6 +19,7 @@ from service.tinker.owners import Caller
 from service.tinker.promises import UnknownId
 from service.tinker.serving import TinkerServer
 from trireme.config.trainer import ATTENTION, MLP, UNEMBED
+from trireme.core.finite_json import JsonObject
 
 RUNS = "/api/v1/training_runs"
 SAVED = RUNS + "/{model_id}/checkpoints/{kind}/{name}"
@@ -147,7 +148,7 @@ class SavedRoutes:
         session = self._sessions.get(run.model_id.partition(":")[0])
         return run.project_id or (session and session.metadata.get("project_id")) or ""
 
-    def _run(self, run: SavedRun) -> dict[str, Any]:
+    def _run(self, run: SavedRun) -> JsonObject:
         newest = {saved.kind: saved for saved in self._catalog.saved(run.model_id)}
         last_s = max([run.began_s, *(saved.saved_s for saved in newest.values())])
         shown = {kind: _checkpoint(newest[kind]) if kind in newest else None for kind in KINDS}
@@ -163,14 +164,14 @@ class SavedRoutes:
         }
 
 
-def lora_of(run: SavedRun) -> dict[str, object]:
+def lora_of(run: SavedRun) -> JsonObject:
     """Returns the fields on a training run's adapter, as clients read them."""
     if run.lora:
         return {"is_lora": True, "lora_rank": run.lora["rank"]}
     return {"is_lora": False}
 
 
-def _checkpoint(saved: SavedWeights) -> dict[str, Any]:
+def _checkpoint(saved: SavedWeights) -> JsonObject:
     return {
         "checkpoint_id": f"{saved.kind}/{saved.name}",
         "checkpoint_type": TYPES[saved.kind],

@@ -60,13 +60,13 @@ class PromiseBook(Contents):
 
     # ---- sessions
 
-    def begin_session(self, session_id: str, now: float, caller: Caller = SERVER, **metadata: Any) -> None:
+    def begin_session(self, session_id: str, now: float, caller: Caller = SERVER, **metadata: object) -> None:
         """Begins a session of `caller`. `metadata`: the client's description of the session."""
         session = ClientSession(session_id, now, caller, metadata)
         self.write([row_of(session)])
         self.sessions[session_id] = session
 
-    def tell(self, session: ClientSession, **fields: Any) -> None:
+    def tell(self, session: ClientSession, **fields: object) -> None:
         """Adds `fields` to the client's description of a session."""
         self._change(session, metadata={**session.metadata, **fields})
 

@@ -5,7 +5,7 @@ Each row holds the newest state of one item. Its key says which:
     <session>, <session>:train:<n>, <session>:sample:<n>    a session, a model, a sampler
     <model or sampler>/<n>                                  a promise, until it is retired; its columns are the result
     <model or sampler>/<n>/work                             the request, until it is done
-    <model>/<n>/step                                        a step that the trainer did since the model's newest commit
+    <model>/<n>/step                                        a step of the trainer since the model's newest checkpoint
 
 A change replaces rows in place. One transaction commits all rows of the change before the state in memory changes. A
 loaded state has the promises, outcomes and numbers of requests of the stored one, and its sessions count as active at
@@ -24,7 +24,7 @@ from service.store import Row, Store
 from service.tinker import bodies
 from service.tinker.clients import ClientModel, ClientSampler, ClientSession
 from service.tinker.codec import ForwardBackwardCall
-from service.tinker.history import ModelHistory, Step
+from service.tinker.model_history import ModelHistory, Step
 from service.tinker.owners import Caller
 from service.tinker.promises import Failure, Outcome, Promise, SampleWork, Success
 from trireme.core.datum import ModelInput
@@ -108,7 +108,7 @@ class Contents:
     def read(self, rows: Iterable[Row], now: float) -> None:
         """Adds the items in `rows` to these contents. Sessions count as heard from, or as ended, at the time `now`.
         Raises StorageFailed."""
-        works: dict[str, Any] = {}
+        works: dict[str, object] = {}
         errors: dict[str, str] = {}
         for row in rows:
             head = row.head
@@ -165,7 +165,7 @@ def _work_of(kind: str, head: dict[str, Any], rest: bytes) -> Any:
     return getattr(bodies, kind).model_validate(head)
 
 
-def _outcome_head(outcome: Outcome | None) -> tuple[dict[str, Any], bytes]:
+def _outcome_head(outcome: Outcome | None) -> tuple[dict[str, object], bytes]:
     match outcome:
         case None:
             return {}, b""

@@ -5,8 +5,8 @@ methods of rooms are called in threads.
 
 Rooms come and go. `run` works with one trainer and one sampler until one of them is lost, and raises the error of that
 loss; meanwhile the server answers that results are not there yet. The next call of `run` restores each model
-(`service.tinker.history`) and continues with requests without an outcome. The store has the requests that a killed
-server had accepted.
+(`service.tinker.model_history`) and continues with requests without an outcome. The store has the requests that a
+killed server had accepted.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from service.requests import RequestRefused
 from service.store import Store
 from service.tinker.bodies import SaveForSamplerBody, Work
 from service.tinker.catalog import Catalog
+from service.tinker.checkpoints import OwnCheckpoints
 from service.tinker.clients import ClientModel, ClientSampler
 from service.tinker.codec import encode_sample
-from service.tinker.commits import OwnCommits
 from service.tinker.costs import MeasuredCosts
-from service.tinker.offer import TinkerOffer
 from service.tinker.owners import SERVER, Caller
 from service.tinker.promises import Failure, Outcome, Promise, SampleWork, Success
 from service.tinker.rows import write
-from service.tinker.shelf import BASE, WeightShelf, following, target_of
+from service.tinker.sample_scheduler import DropWeights, LoadWeights, SampleScheduler, StartSample
+from service.tinker.served_model import ServedTinkerModel
 from service.tinker.state import MACHINE, ProtocolState
-from service.tinker.turns import DropWeights, LoadWeights, SampleTurns, StartSample
 from service.tinker.verbs import SamplerVerbs
+from service.tinker.weight_cache import BASE, WeightCache, following, target_of
 from service.tinker.work import NotRestored, TrainingWorker, failure_of
 from trireme.core.errors import RoomFailed, StorageFailed
 from trireme.core.weights import PublishedWeights
@@ -60,26 +60,26 @@ class TinkerServer:
 
     def __init__(
         self,
-        offer: TinkerOffer,
+        offer: ServedTinkerModel,
         catalog: Catalog,
         store: Store,
-        commits: OwnCommits,
+        checkpoints: OwnCheckpoints,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`store`: keeps the protocol's state. `commits`: the directories in which the server saves models for itself.
-        `now`: a clock in seconds that does not go back."""
+        """`store`: keeps the protocol's state. `checkpoints`: the directories in which the server saves models for
+        itself. `now`: a clock in seconds that does not go back."""
         self.offer = offer
         self.catalog = catalog
         self.now = now
         self.state = ProtocolState(
-            make_turns=partial(SampleTurns, offer.slots, BASE),
+            make_turns=partial(SampleScheduler, offer.slots, BASE),
             adapters=offer.lora is not None,
             places=offer.places,
             changed=self._changed,
         )
         self._store = store
-        self._commits = commits
-        self._shelf = WeightShelf()
+        self._checkpoints = checkpoints
+        self._weight_cache = WeightCache()
         self._waiting: dict[str, asyncio.Event] = {}  # by the ids of promises, and of samplers
         self._to_train = asyncio.Event()
         self._to_sample = asyncio.Event()
@@ -127,7 +127,7 @@ class TinkerServer:
 
     def check_held(self, target: str) -> None:
         """Raises RequestRefused if the weights named `target` are no longer in memory for samplers."""
-        if self.ready and target not in self._shelf:
+        if self.ready and target not in self._weight_cache:
             raise RequestRefused(
                 f"the weights {target} are no longer in memory, where samplers need them: the server keeps the newest "
                 f"{self.offer.cached_sets} (service.tinker.snapshots), and none after a restart. Train from a saved "
@@ -200,10 +200,10 @@ class TinkerServer:
         """Restores all models in the trainer, and all weights for samplers, as far as the state has them. Raises
         TriremeError."""
         base = await asyncio.to_thread(self._worker.begin)
-        self._shelf = WeightShelf({BASE: base})
+        self._weight_cache = WeightCache({BASE: base})
         if self.offer.slots:
             await asyncio.to_thread(self._sampler.update_weights, base)
-        await self._remove_old_commits()
+        await self._remove_old_checkpoints()
         for model in [
             candidate for candidate in self.state.models.values() if candidate.next_seq and not candidate.failure
         ]:
@@ -215,22 +215,23 @@ class TinkerServer:
                 )
                 self.state.end_model(model, reason, "server")
         self.state.line_up()
-        self.state.sample_again(self._shelf.keys(), LOST_WEIGHTS)
+        self.state.sample_again(self._weight_cache.keys(), LOST_WEIGHTS)
         self.ready = True
 
     async def _restore_model(self, model: ClientModel) -> None:
         history = model.history
         caller = self.state.sessions[model.session_id].caller
         if history.place:
-            directory = self._commits.directory(history.place)
-            await asyncio.to_thread(self._worker.load_commit, model.model_id, directory)
+            directory = self._checkpoints.directory(history.place)
+            await asyncio.to_thread(self._worker.load_checkpoint, model.model_id, directory)
         for step in history.all_steps():
             fault_point("tinker.restore")
             published = await asyncio.to_thread(self._worker.again, model.model_id, step.work, step.error, caller)
             if published and isinstance(step.work, SaveForSamplerBody):
                 self._shelve(target_of(model.model_id, step.work), published)
         target = following(model.model_id)
-        if target not in self._shelf and any(sampler.target == target for sampler in self.state.samplers.values()):
+        has_follower = any(sampler.target == target for sampler in self.state.samplers.values())
+        if has_follower and target not in self._weight_cache:
             self._shelve(target, await asyncio.to_thread(self._worker.publish, model.model_id))
 
     # ---- the work
@@ -265,33 +266,33 @@ class TinkerServer:
             if failure:
                 raise failure
             if not model.failure and model.history.is_due(self.now(), self.offer.options.commit_s):
-                await self._commit(model)
+                await self._checkpoint(model)
 
-    async def _commit(self, model: ClientModel) -> None:
+    async def _checkpoint(self, model: ClientModel) -> None:
         """Saves a model for the server itself. If the disk is full, only logs it: more steps have to be repeated after
         a loss."""
-        place = await asyncio.to_thread(self._commits.begin, model.model_id, model.next_seq)
+        place = await asyncio.to_thread(self._checkpoints.begin, model.model_id, model.next_seq)
         fault_point("tinker.commit")
         try:
-            await asyncio.to_thread(self._worker.commit, model.model_id, self._commits.directory(place))
+            await asyncio.to_thread(self._worker.checkpoint, model.model_id, self._checkpoints.directory(place))
         except StorageFailed:
             log.exception("the server could not save a model for itself")
             model.history = replace(model.history, began_s=self.now())
             return
         fault_point("tinker.commit.written")
-        self.state.committed(model, place)
+        self.state.saved(model, place)
         fault_point("tinker.commit.told")
-        await self._remove_old_commits()
+        await self._remove_old_checkpoints()
 
-    async def _remove_old_commits(self) -> None:
-        """Removes the server's own commits from which no model would be restored."""
+    async def _remove_old_checkpoints(self) -> None:
+        """Removes the server's own checkpoints from which no model would be restored."""
         retained = {model.history.place for model in self.state.models.values() if not model.failure}
-        await asyncio.to_thread(self._commits.remove, retained)
+        await asyncio.to_thread(self._checkpoints.remove, retained)
 
     def _with_weights(
         self, model: ClientModel, work: SaveForSamplerBody, outcome: Outcome, published: PublishedWeights
     ) -> Outcome:
-        """Adds published weights to the shelf for samplers. If the request asks for one sampler, begins it, and returns
+        """Adds published weights to the cache for samplers. If the request asks for one sampler, begins it, and returns
         an outcome with its id; else returns `outcome`."""
         target = target_of(model.model_id, work)
         if work.sampling_session_seq_id is not None:
@@ -305,16 +306,16 @@ class TinkerServer:
     def _shelve(self, target: str, weights: PublishedWeights) -> None:
         self.state.turns.renew(target)
         followed = {following(model_id) for model_id, model in self.state.models.items() if not model.failure}
-        self._shelf.put(target, weights, self.state.turns.needed | followed, self.offer.cached_sets)
+        self._weight_cache.put(target, weights, self.state.turns.needed | followed, self.offer.cached_sets)
 
     async def _sample(self) -> None:
         while True:
             self._to_sample.clear()
             match self.state.turns.next():
                 case LoadWeights(name, ""):
-                    await asyncio.to_thread(self._sampler.update_weights, self._shelf[name])
+                    await asyncio.to_thread(self._sampler.update_weights, self._weight_cache[name])
                 case LoadWeights(name, slot):
-                    await asyncio.to_thread(self._sampler.load_adapter, slot, self._shelf[name])
+                    await asyncio.to_thread(self._sampler.load_adapter, slot, self._weight_cache[name])
                 case DropWeights(slot):
                     await asyncio.to_thread(self._sampler.drop_adapter, slot)
                 case StartSample(promise, slot):
@@ -339,7 +340,7 @@ class TinkerServer:
         fault_point("tinker.sampled")
         self.state.sampled(promise, outcome)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)
         self._sampling.add(task)
         task.add_done_callback(self._sampling.discard)
@@ -348,7 +349,7 @@ class TinkerServer:
         while True:
             self.state.expire(self.now())
             try:
-                await self._remove_old_commits()
+                await self._remove_old_checkpoints()
                 await asyncio.to_thread(self.catalog.expire)
             except Exception:  # of a disk, say; it is tried again, and nothing else depends on it
                 log.exception("what has expired could not be deleted")

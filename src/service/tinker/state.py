@@ -25,13 +25,13 @@ from service.store import Row
 from service.tinker.bodies import LoadModelBody
 from service.tinker.clients import ClientModel, ClientSampler, ClientSession
 from service.tinker.costs import tokens_of
-from service.tinker.history import ModelHistory, Step
+from service.tinker.model_history import ModelHistory, Step
 from service.tinker.owners import SERVER, Caller
 from service.tinker.promise_book import CLONE, KEPT_S, MACHINE, UNASKED_S, PromiseBook
 from service.tinker.promises import Category, Failure, Outcome, Promise
 from service.tinker.rows import Change, row_of, step_key, step_row, work_key
+from service.tinker.sample_scheduler import SampleScheduler
 from service.tinker.shares import TokenShares
-from service.tinker.turns import SampleTurns
 
 SESSION_S = 120.0
 """Seconds of silence after which a session has ended. A client beats every 10 s."""
@@ -49,7 +49,7 @@ GAP_S = 300.0
 class ProtocolState(PromiseBook):
     """The whole state of the protocol. Times are seconds of a clock that does not go back."""
 
-    make_turns: Callable[[], SampleTurns] = SampleTurns
+    make_turns: Callable[[], SampleScheduler] = SampleScheduler
     """Decides in which order samples run."""
     adapters: bool = False
     """The models are adapters: many have places, and none ends for another of its session."""
@@ -60,7 +60,7 @@ class ProtocolState(PromiseBook):
     shares: TokenShares = field(default_factory=TokenShares)
     running: Promise | None = None
     """The request that the trainer works on."""
-    turns: SampleTurns = field(init=False)
+    turns: SampleScheduler = field(init=False)
     """The waiting and running samples."""
     _line: deque[ClientModel] = field(default_factory=deque)
 
@@ -190,8 +190,8 @@ class ProtocolState(PromiseBook):
         return [key(request_id) for request_id in requests for key in (work_key, step_key)]
 
     def queued(self, promise: Promise) -> str:
-        """Returns a text on the models that have the places for which the model of a promise waits; "" if it does not
-        wait for a place."""
+        """Returns a text that names the models in the trainer's places, if the model of `promise` waits for a place;
+        else ""."""
         model = self.models.get(promise.owner_id)
         if model is None or model in self.holders:
             return ""
@@ -318,9 +318,9 @@ class ProtocolState(PromiseBook):
             self.shares.charge(promise.owner_id, tokens)
         self._has_outcome(promise, outcome)
 
-    def committed(self, model: ClientModel, place: str) -> None:
-        """Records that the commit in the directory `place` has all steps of a model."""
-        after = model.history.committed(place)
+    def saved(self, model: ClientModel, place: str) -> None:
+        """Records that the checkpoint in the directory `place` has all steps of a model."""
+        after = model.history.saved(place)
         self._change(model, *self._removed_steps(model, model.history.numbers - after.numbers), history=after)
 
     # ---- sampling

@@ -1,4 +1,5 @@
-"""The methods of the sampler that `trireme.launch` gives to this server."""
+"""The methods of the sampling client that `trireme.launch` gives to this server. They may be called from any thread,
+unlike those of `trireme.core.sampler.Sampler`, and they bring weights too."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from trireme.core.weights import PublishedWeights, UpdateReport
 
 
 class SamplerVerbs(Protocol):
-    """The sampler in front of all replicas (`inference.client.SamplingClient`)."""
+    """A client of all replicas for programs without an event loop (`inference.sampling_client.SamplingClient`)."""
 
     def sample(
         self,

@@ -35,8 +35,7 @@ from trireme.core.errors import RoomFailed, StorageFailed, TriremeError
 from trireme.core.types import ForwardBackwardOutput
 from trireme.core.weights import AdapterSpec, PublishedWeights
 from trireme.process.faults import fault_point
-from trireme.run.commits import PendingFiles
-from trireme.train.steps import Trainer
+from trireme.run.rooms import PendingFiles, Trainer
 
 Payload = dict[str, object]
 Result = tuple[Outcome, PublishedWeights | None]
@@ -69,7 +68,7 @@ class TrainingWorker:
         base_state: Path,
         save_s: float,
         max_len: int,
-        lora: LoraConfig | None = None,
+        lora: LoraConfig | None,
     ) -> None:
         """`bases`: the names of the base model (clients see the first). `base_state`: a new directory for the base's
         state. `save_s`: the seconds that a save may take. `max_len`: the most tokens of a datum. `lora`: the
@@ -109,7 +108,7 @@ class TrainingWorker:
         is run again."""
         self._closed = True
 
-    def commit(self, model_id: str, directory: Path) -> None:
+    def checkpoint(self, model_id: str, directory: Path) -> None:
         """Saves the trainer's state of a model in the new directory `directory`. Without adapters, the model must be
         the one that the trainer holds. Raises TriremeError."""
         self._use(model_id)
@@ -119,8 +118,8 @@ class TrainingWorker:
         if self.lora:
             self._trainer.use_adapter(model_id)
 
-    def load_commit(self, model_id: str, directory: Path) -> None:
-        """Restores a model from a directory that `commit` has written. Raises NotRestored and TriremeError."""
+    def load_checkpoint(self, model_id: str, directory: Path) -> None:
+        """Restores a model from a directory that `checkpoint` has written. Raises NotRestored and TriremeError."""
         try:
             spec = recorded_spec(model_id, self._catalog.run(model_id).lora, self.lora)
         except RequestRefused as error:
@@ -129,8 +128,8 @@ class TrainingWorker:
         self._load(model_id, directory)
 
     def again(self, model_id: str, work: Work, error: str, caller: Caller) -> PublishedWeights | None:
-        """Repeats an earlier step of a model, after its commit and earlier steps were restored. `error`: why the step
-        failed the first time, so that it fails again; "": it did not. Returns weights that the step published for
+        """Repeats an earlier step of a model, after its checkpoint and earlier steps were restored. `error`: why the
+        step failed the first time, so that it fails again; "": it did not. Returns weights that the step published for
         samplers, else None. Raises RoomFailed and NotRestored."""
         if error:  # it must not succeed now: the client was told that it failed
             self._gradients[model_id].failed = error

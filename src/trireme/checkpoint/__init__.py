@@ -1,4 +1,5 @@
-"""Commits: how they are written and verified, where they lie, and how a run resumes from one.
+"""Checkpoints: how they are written and verified, where they lie, and how a run resumes from one.
 
-`files` writes and hashes; `manifest` is the commit; `store` keeps the commits of a run directory; `resume` chooses one.
+`files` writes and hashes; `manifest` is the checkpoint; `store` keeps the checkpoints of a run directory; `resume`
+chooses one.
 """

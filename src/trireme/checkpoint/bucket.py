@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -76,7 +76,7 @@ class Bucket:
                 f"run.output_dir = {url}: {_first_line(error)}",
                 "a directory, or a URL such as s3://bucket/prefix",
                 "correct --run.output-dir; keys, region and endpoint are taken from the environment (AWS_...)",
-            ).error() from None
+            ) from None
 
     @contextmanager
     def _storage_errors(self, key: str) -> Iterator[None]:
@@ -147,33 +147,26 @@ class Bucket:
         with storage_errors(file):
             make_directory(file.parent)
             with HashingWriter(file, large=size > PIECE_BYTES) as writer, ThreadPoolExecutor(WINDOW) as pool:
-                for contents in self._pieces(pool, key, size):
-                    fault_point("bucket.write")
-                    writer.write(contents)
+                for start in range(0, size, WINDOW * PIECE_BYTES):
+                    offsets = range(start, min(start + WINDOW * PIECE_BYTES, size), PIECE_BYTES)
+                    for contents in pool.map(partial(self._piece, key, size), offsets, timeout=PIECE_S):
+                        fault_point("bucket.write")
+                        writer.write(contents)
             fsync_directory(file.parent)
         written = writer.record(record.path)
         if written != record:
             raise StorageFailed(
                 f"{self.url}/{key} arrived with checksum {written.checksum}, it was written with {record.checksum}: it "
-                "was altered in the store, or on the way"
+                "was altered in the store, or on the way. Try again; if the checksum is the same, the object is "
+                "damaged: resume from an earlier step (--resume.step)"
             )
 
-    def _pieces(self, pool: ThreadPoolExecutor, key: str, size: int) -> Iterator[memoryview]:
-        """Yields the contents of an object of `size` bytes as pieces in order. `pool` downloads at most WINDOW pieces
-        at the same time."""
-        pending: deque[Future[memoryview]] = deque()
-        for offset in range(0, size, PIECE_BYTES):
-            if len(pending) == WINDOW:
-                yield pending.popleft().result(PIECE_S)
-            pending.append(pool.submit(self._piece, key, offset, min(PIECE_BYTES, size - offset)))
-        while pending:
-            yield pending.popleft().result(PIECE_S)
-
-    def _piece(self, key: str, offset: int, size: int) -> memoryview:
+    def _piece(self, key: str, size: int, offset: int) -> memoryview:
+        """Returns the piece at `offset` of an object of `size` bytes."""
         import obstore
 
         with self._storage_errors(key):
-            return memoryview(obstore.get_range(self._store, key, start=offset, length=size))
+            return memoryview(obstore.get_range(self._store, key, start=offset, end=min(offset + PIECE_BYTES, size)))
 
     def keys(self, prefix: str) -> list[str]:
         """Returns the keys of all objects below `prefix`, which consists of whole names of a path (`a/b` does not find
@@ -216,7 +209,7 @@ class Bucket:
                 f"run.output_dir = {self.url}, which did not take a conditional put: {error}",
                 CONDITIONS,
                 "correct the URL, or keys, region and endpoint in the environment (AWS_...); or take a directory",
-            ).error() from None
+            ) from None
 
     def _expect_refusal(self, key: str, tag: str | None, condition: str) -> None:
         try:
@@ -229,7 +222,7 @@ class Bucket:
             f"run.output_dir = {self.url}, a store that took a put with `{condition}` although that does not hold",
             CONDITIONS,
             "take another store, or a newer version of it, or a directory as --run.output-dir",
-        ).error()
+        )
 
 
 def _first_line(error: Exception) -> str:

@@ -45,9 +45,9 @@ WORTH_A_THREAD = 1 << 16
 
 @dataclass(frozen=True, order=True)
 class FileRecord:
-    """Path, size and checksum of one file of a commit."""
+    """Path, size and checksum of one file of a checkpoint."""
 
-    path: str  # relative to the commit, with slashes
+    path: str  # relative to the checkpoint, with slashes
     size: int  # bytes
     checksum: str  # xxh3-128, 32 hex digits
 
@@ -242,7 +242,7 @@ class HashingWriter:
                 at += written
 
     def record(self, path: str) -> FileRecord:
-        """Returns the record of the bytes written so far, under the name `path` (relative to the commit)."""
+        """Returns the record of the bytes written so far, under the name `path` (relative to the checkpoint)."""
         return FileRecord(path, self._size, self._hash.hexdigest())
 
     def __enter__(self) -> HashingWriter:

@@ -1,4 +1,5 @@
-"""The manifest of a commit. It is written last, and it *is* the commit: each file it names must be there, unaltered.
+"""The manifest of a checkpoint. It is written last, and it *is* the checkpoint: each file it names must be there,
+unaltered.
 
 The manifest's own text is protected too: it holds a checksum over all its values, and only the exact text that this
 module writes for them is accepted.
@@ -12,7 +13,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -21,16 +21,16 @@ from trireme.core.errors import CheckpointInvalid
 from trireme.core.paths import path_in
 from trireme.core.types import WeightIdentity
 
-FORMAT = 4
-"""The format of a commit. A change of the manifest, or of the digests' formula, needs a new number, and a new fixture
-(tests/e2e/commit_fixture.py)."""
+FORMAT = 5
+"""The format of a checkpoint. A change of the manifest, or of the digests' formula, needs a new number, and a new
+fixture (tests/e2e/checkpoint_fixture.py)."""
 MANIFEST = "manifest.json"
 THREADS = 8
 """Number of files to check in parallel."""
 
 
 def step_name(step: int) -> str:
-    """Returns the name of the directory of the commit of `step`.
+    """Returns the name of the directory of the checkpoint of `step`.
 
     >>> step_name(20)
     'step_000020'
@@ -39,7 +39,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Returns the step that a commit's directory is named after; None for any other name."""
+    """Returns the step that a checkpoint's directory is named after; None for any other name."""
     match = re.fullmatch(r"step_(\d{6,})", name)
     if match:
         return int(match[1])
@@ -47,8 +47,8 @@ def step_of(name: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class CommitRef:
-    """Names one commit among all commits that a run ever made."""
+class CheckpointRef:
+    """Names one checkpoint among all checkpoints that a run ever made."""
 
     lineage: str  # the lineage that wrote it
     step: int
@@ -56,16 +56,17 @@ class CommitRef:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Describes one commit: the run's state that it holds, how it came about, and its files."""
+    """Describes one checkpoint: the run's state that it holds, how it came about, and its files."""
 
     step: int  # training steps completed: the version of its weights
     lineage: str  # the lineage that wrote it, 8 hex digits
-    parent: CommitRef | None  # the commit before it
+    parent: CheckpointRef | None  # the checkpoint before it
     attempt: int  # the attempt that wrote it
     identities: tuple[WeightIdentity, ...]  # of the last max_steps_off_policy + 1 versions, oldest first, its own last
     shards: int  # number of trainer processes
     replicas: int  # number of inference replicas
-    fixed: Mapping[str, Any]  # JSON values that a resume may not change
+    fixed: Mapping[str, object]  # JSON values that a resume may not change
+    decided: Mapping[str, object]  # what keys with the value auto meant, by key: a resume keeps it
     config_hash: str  # hash of the resolved configuration
     packages: Mapping[str, str]  # versions of the packages that matter
     created: str  # time for people; nothing depends on it
@@ -73,7 +74,7 @@ class Manifest:
 
     @property
     def identity(self) -> WeightIdentity:
-        """The identity of the weights in this commit."""
+        """The identity of the weights in this checkpoint."""
         return self.identities[-1]
 
     @property
@@ -96,13 +97,13 @@ class Manifest:
             if written != FORMAT:
                 raise CheckpointInvalid(
                     f"{MANIFEST} has format {written}; expected {FORMAT}: resume with the version of Trireme that "
-                    "wrote the commit, or begin a new run"
+                    "wrote the checkpoint, or begin a new run"
                 )
             del values["checksum"]
             manifest = cls(
                 **{
                     **values,
-                    "parent": CommitRef(**values["parent"]) if values["parent"] else None,
+                    "parent": CheckpointRef(**values["parent"]) if values["parent"] else None,
                     "identities": tuple(WeightIdentity.parse(label) for label in values["identities"]),
                     "files": tuple(FileRecord(**record) for record in values["files"]),
                 }
@@ -115,19 +116,19 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Reads the manifest of the commit in `directory`. Raises CheckpointInvalid."""
+        """Reads the manifest of the checkpoint in `directory`. Raises CheckpointInvalid."""
         try:
             text = (directory / MANIFEST).read_bytes().decode()
         except FileNotFoundError:
-            raise CheckpointInvalid(f"{MANIFEST} is missing: the commit was never completed") from None
+            raise CheckpointInvalid(f"{MANIFEST} is missing: the checkpoint was never completed") from None
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointInvalid(f"{MANIFEST} cannot be read ({error})") from None
         return cls.from_json(text)
 
     @classmethod
     def verified(cls, directory: Path, contents: bool = True) -> Manifest:
-        """Reads the manifest of the commit in `directory` and checks the sizes of its files and, with `contents`, their
-        checksums. Raises CheckpointInvalid, which names the file and its fault."""
+        """Reads the manifest of the checkpoint in `directory` and checks the sizes of its files and, with `contents`,
+        their checksums. Raises CheckpointInvalid, which names the file and its fault."""
         manifest = cls.read(directory)
         if step_of(directory.name) not in (None, manifest.step):
             raise CheckpointInvalid(f"{MANIFEST} is of step {manifest.step}, in a directory named {directory.name}")

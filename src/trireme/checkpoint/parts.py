@@ -1,9 +1,9 @@
-"""Moves parts of commits between the run directory and nodes that do not see it, through object storage.
+"""Moves parts of checkpoints between the run directory and nodes that do not see it, through object storage.
 
-A writer on such a node writes to the usual path, on the disk of its node. When all parts of a commit are written,
-`put_parts` runs on each such node: it uploads the node's parts to the key that the commit will have in the store, and
-deletes them from the disk. The driver then downloads the files that its draft lacks. A reader on such a node downloads
-the files that it needs into a temporary directory.
+A writer on such a node writes to the usual path, on the disk of its node. When all parts of a checkpoint are written,
+`put_parts` runs on each such node: it uploads the node's parts to the key that the checkpoint will have in the store,
+and deletes them from the disk. The driver then downloads the files that its draft lacks. A reader on such a node
+downloads the files that it needs into a temporary directory.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def put_parts(url: str, key: str, draft: Path, files: Sequence[FileRecord]) -> s
 
 
 @dataclass(frozen=True)
-class CommitSource:
-    """The files of a commit in object storage, for processes that do not see the run directory."""
+class CheckpointSource:
+    """The files of a checkpoint in object storage, for processes that do not see the run directory."""
 
     url: str
     """Where the run is stored."""
@@ -64,15 +64,15 @@ class CommitSource:
 
 @dataclass(frozen=True)
 class PartReader:
-    """Reads one part of a commit (the directory of one room), from the run directory or from object storage."""
+    """Reads one part of a checkpoint (the directory of one room), from the run directory or from object storage."""
 
     directory: Path
     """Its files; if there is a source, its fetched files."""
-    source: CommitSource | None = None
+    source: CheckpointSource | None = None
 
     @classmethod
     @contextmanager
-    def opened(cls, path: Path, source: CommitSource | None) -> Iterator[PartReader]:
+    def opened(cls, path: Path, source: CheckpointSource | None) -> Iterator[PartReader]:
         """Yields a reader of the part at `path`. It reads the run directory if `source` is None or this process sees
         the run directory; else it downloads from `source` into a temporary directory on the same disk, which is
         deleted after the block. Raises StorageFailed."""
@@ -91,7 +91,7 @@ class PartReader:
     def fetch(self, names: Iterable[str]) -> None:
         """Downloads and verifies the files `names` (relative to the part) that are not on this disk yet. Does nothing
         in a process that sees the run directory. Raises StorageFailed, and CheckpointInvalid for a file that the
-        commit does not have."""
+        checkpoint does not have."""
         if self.source is None:
             return
         bucket = Bucket(self.source.url)
@@ -99,7 +99,7 @@ class PartReader:
         for name in names:
             path = f"{self.directory.name}/{name}"
             if path not in records:
-                raise CheckpointInvalid(f"{path} is no file of the commit {self.source.url}/{self.source.key}")
+                raise CheckpointInvalid(f"{path} is no file of the checkpoint {self.source.url}/{self.source.key}")
             if not path_in(self.directory, name).exists():
                 bucket.fetch(f"{self.source.key}/{path}", self.directory.parent, records[path])
 

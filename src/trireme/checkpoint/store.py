@@ -1,10 +1,11 @@
-"""The commits of one run directory: drafts, publication, retention, lineages, and the way back to an earlier commit.
+"""The checkpoints of one run directory: drafts, publication, retention, lineages, and the way back to an earlier
+checkpoint.
 
     HEAD                                       the current run, lineage and attempt
-    checkpoints/step_000020/                   a commit of HEAD's branch
+    checkpoints/step_000020/                   a checkpoint of HEAD's branch
     checkpoints/step_000040.partial-2/         a draft that attempt 2 writes, or wrote when it died
-    checkpoints/step_000020.removed/           a commit that is being deleted
-    checkpoints.jsonl                          one row per commit of HEAD's branch, those deleted by retention included
+    checkpoints/step_000020.removed/           a checkpoint that is being deleted
+    checkpoints.jsonl                          one row per checkpoint of HEAD's branch, also if retention deleted it
     branches/<lineage>/                        HEAD, checkpoints and rows that were superseded when <lineage> was left
 
 A crash at any point loses nothing: each change is a rename or the replacement of a whole file, in an order that the
@@ -18,7 +19,6 @@ their rename fails, and gives the files of rows a new inode, so rows that others
 
 from __future__ import annotations
 
-import json
 import secrets
 import shutil
 from collections.abc import Callable
@@ -26,8 +26,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from trireme.checkpoint.files import fsync_directory, make_directory, replace_file, storage_errors, write_bytes
-from trireme.checkpoint.manifest import MANIFEST, CommitRef, Manifest, step_name, step_of
+from trireme.checkpoint.manifest import MANIFEST, CheckpointRef, Manifest, step_name, step_of
 from trireme.checkpoint.rows import ROLLOUTS, ROW_FILES, StepRow, move_rows, read_rows, recorded_steps, write_rows
 from trireme.core.errors import CheckpointInvalid, LockLost
 from trireme.core.finite_json import to_json
@@ -40,7 +42,7 @@ CHECKPOINTS = "checkpoints"
 LOCK = "driver.lock"
 """File that the driver of a run holds locked; its text names the process."""
 KEEP = "KEEP"
-"""A file of this name in a commit protects it from deletion: something else refers to the commit."""
+"""A file of this name in a checkpoint protects it from deletion: something else refers to the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,10 @@ class Head:
     run_id: str  # 8 hex digits, the same in all attempts
     lineage: str  # 8 hex digits
     attempt: int  # counts every start, from 1
-    base: CommitRef | None  # the commit that the lineage started from; None: from the beginning
+    base: CheckpointRef | None  # the checkpoint that the lineage started from; None: from the beginning
 
     @classmethod
-    def new(cls, attempt: int = 1, base: CommitRef | None = None) -> Head:
+    def new(cls, attempt: int = 1, base: CheckpointRef | None = None) -> Head:
         """Returns the HEAD of a new run, with a random run id and lineage."""
         return cls(secrets.token_hex(4), secrets.token_hex(4), attempt, base)
 
@@ -63,9 +65,8 @@ class Head:
         if not file.exists():
             return None
         try:
-            values = json.loads(file.read_bytes())
-            return cls(**{**values, "base": CommitRef(**values["base"]) if values["base"] else None})
-        except (ValueError, TypeError, KeyError) as error:
+            return TypeAdapter(cls).validate_json(file.read_bytes())
+        except ValueError as error:
             raise CheckpointInvalid(f"{file} is damaged ({type(error).__name__}: {error})") from None
 
     def write(self, file: Path) -> None:
@@ -74,22 +75,23 @@ class Head:
 
 
 @dataclass(frozen=True)
-class VerifiedCommit:
-    """A commit with every byte checked."""
+class VerifiedCheckpoint:
+    """A checkpoint with every byte checked."""
 
     path: Path
     manifest: Manifest
     notes: tuple[str, ...] = ()  # for people: how it was chosen
 
 
-def _step(commit: Path) -> int:
-    step = step_of(commit.name)
+def _step(checkpoint: Path) -> int:
+    step = step_of(checkpoint.name)
     assert step is not None
     return step
 
 
 def _rename_away(directory: Path) -> Path:
-    """Renames a directory that will be deleted, so that it is neither a commit nor a draft. Returns its new path."""
+    """Renames a directory that will be deleted, so that it is neither a checkpoint nor a draft. Returns its new
+    path."""
     away = directory.with_name(f"{directory.name}.removed")
     if away.exists():
         shutil.rmtree(away)
@@ -100,8 +102,8 @@ def _rename_away(directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The commits under the run directory `root`: makes, finds, deletes and sets aside commits. A process that changes
-    anything must hold the run's lock.
+    """The checkpoints under the run directory `root`: makes, finds, deletes and sets aside checkpoints. A process that
+    changes anything must hold the run's lock.
 
     `owner`: (run id, attempt) of the driver that makes changes; once another driver has started, each change raises
     LockLost instead. None: nothing is checked. `fence`: called before each change; raises LockLost if another place
@@ -112,21 +114,21 @@ class CheckpointStore:
     owner: tuple[str, int] | None = None
     fence: Callable[[], None] | None = field(default=None, compare=False)
     _read: dict[Path, Manifest] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Manifests of the commits that this store has read whole and found unaltered."""
+    """Manifests of the checkpoints that this store has read whole and found unaltered."""
 
     @property
-    def checkpoints(self) -> Path:
+    def directory(self) -> Path:
         return self.root / CHECKPOINTS
 
     @property
     def rows(self) -> Path:
-        """The file with a row per commit: name, step, lineage, path (relative to the file's directory), identity of the
-        weights."""
+        """The file with a row per checkpoint: name, step, lineage, path (relative to the file's directory), identity of
+        the weights."""
         return self.root / "checkpoints.jsonl"
 
-    def commit(self, step: int) -> Path:
-        """Returns the path of the commit of `step`, which need not exist."""
-        return self.checkpoints / step_name(step)
+    def checkpoint(self, step: int) -> Path:
+        """Returns the path of the checkpoint of `step`, which need not exist."""
+        return self.directory / step_name(step)
 
     def branch(self, lineage: str) -> Path:
         """Returns the directory for files that were superseded when the run left `lineage`; it need not exist."""
@@ -142,42 +144,42 @@ class CheckpointStore:
 
     def lineages(self) -> list[Head]:
         """Returns the last HEAD of each lineage that the run has left, then the current HEAD. `base` of each names the
-        commit that the lineage started from. Raises CheckpointInvalid if a HEAD is damaged."""
+        checkpoint that the lineage started from. Raises CheckpointInvalid if a HEAD is damaged."""
         earlier = [Head.read(file) for file in sorted(self.root.glob(f"branches/*/{HEAD}"))]
         return [head for head in (*earlier, self.head()) if head]
 
-    def commits(self) -> list[Path]:
-        """Returns the directories of the commits of HEAD's branch in order of step; does not verify them."""
+    def checkpoints(self) -> list[Path]:
+        """Returns the directories of the checkpoints of HEAD's branch in order of step; does not verify them."""
         return sorted((entry for entry in self._entries() if step_of(entry.name) is not None), key=_step)
 
     def partial(self) -> list[Path]:
-        """Returns the directories of drafts, and what interrupted deletions of commits and drafts have left."""
+        """Returns the directories of drafts, and what interrupted deletions of checkpoints and drafts have left."""
         return [e for e in self._entries() if ".partial-" in e.name or e.suffix == ".removed"]
 
     def _entries(self) -> list[Path]:
-        if self.checkpoints.is_dir():
-            return sorted(e for e in self.checkpoints.iterdir() if e.is_dir())
+        if self.directory.is_dir():
+            return sorted(e for e in self.directory.iterdir() if e.is_dir())
         return []
 
     def _whole(self) -> dict[Path, Manifest]:
-        """Returns {commit: its manifest} for the commits with all files in the right sizes, in order of step. Does not
-        read the files."""
+        """Returns {checkpoint: its manifest} for the checkpoints with all files in the right sizes, in order of step.
+        Does not read the files."""
         whole = {}
-        for commit in self.commits():
+        for checkpoint in self.checkpoints():
             with suppress(CheckpointInvalid):
-                whole[commit] = Manifest.verified(commit, contents=False)
+                whole[checkpoint] = Manifest.verified(checkpoint, contents=False)
         return whole
 
-    def newest(self) -> tuple[VerifiedCommit | None, dict[Path, str]]:
-        """Returns the newest commit that verifies, contents included (None if none does), and {newer commit: why it
-        does not verify}."""
+    def newest(self) -> tuple[VerifiedCheckpoint | None, dict[Path, str]]:
+        """Returns the newest checkpoint that verifies, contents included (None if none does), and {newer checkpoint:
+        why it does not verify}."""
         passed_over: dict[Path, str] = {}
-        for commit in reversed(self.commits()):
+        for checkpoint in reversed(self.checkpoints()):
             try:
-                manifest = self._read[commit] = Manifest.verified(commit)
-                return VerifiedCommit(commit, manifest), passed_over
+                manifest = self._read[checkpoint] = Manifest.verified(checkpoint)
+                return VerifiedCheckpoint(checkpoint, manifest), passed_over
             except CheckpointInvalid as error:
-                passed_over[commit] = str(error)
+                passed_over[checkpoint] = str(error)
         return None, passed_over
 
     def check_owner(self) -> None:
@@ -204,38 +206,38 @@ class CheckpointStore:
         raise LockLost(str(refusal))
 
     def draft(self, step: int, attempt: int) -> Path:
-        """Makes a new directory, in which `attempt` writes the commit of `step`, and returns its path. Raises
+        """Makes a new directory, in which `attempt` writes the checkpoint of `step`, and returns its path. Raises
         StorageFailed, LockLost."""
         self.check_owner()
-        draft = self.checkpoints / f"{step_name(step)}.partial-{attempt:d}"
+        draft = self.directory / f"{step_name(step)}.partial-{attempt:d}"
         with storage_errors(draft):
-            make_directory(self.checkpoints)
+            make_directory(self.directory)
             draft.mkdir()
         fault_point("commit.draft")
         return draft
 
     def publish(self, draft: Path, manifest: Manifest, contents: bool = False) -> Path:
-        """Turns `draft`, which must hold all of `manifest.files`, into a commit: writes the manifest and renames the
-        directory. Returns the commit's path.
+        """Turns `draft`, which must hold all of `manifest.files`, into a checkpoint: writes the manifest and renames
+        the directory. Returns the checkpoint's path.
 
         Raises StorageFailed, LockLost, and CheckpointInvalid if a file is missing or has the wrong size or (with
         `contents`) the wrong checksum.
         """
         write_bytes(draft, MANIFEST, manifest.to_json().encode())
         Manifest.verified(draft, contents)
-        commit = self.commit(manifest.step)
-        with storage_errors(commit):
+        checkpoint = self.checkpoint(manifest.step)
+        with storage_errors(checkpoint):
             fault_point("commit.manifest")
             for directory in (draft, *filter(Path.is_dir, draft.rglob("*"))):
                 fsync_directory(directory)
             self.check_owner()
             fault_point("commit.checked")
-            draft.rename(commit)
-            fsync_directory(self.checkpoints)
+            draft.rename(checkpoint)
+            fsync_directory(self.directory)
             fault_point("commit.renamed")
-        with suppress(OSError):  # no space: the next commit, or the next checkout, adds the missing row
-            self.record_commits()
-        return commit
+        with suppress(OSError):  # no space: the next checkpoint, or the next checkout, adds the missing row
+            self.record_checkpoints()
+        return checkpoint
 
     def discard(self, draft: Path) -> None:
         """Deletes a draft if it still exists. Raises StorageFailed."""
@@ -243,55 +245,58 @@ class CheckpointStore:
             if draft.exists():
                 shutil.rmtree(_rename_away(draft))
 
-    def record_commits(self) -> None:
-        """Adds a row to checkpoints.jsonl for each commit that has none. Raises OSError, and CheckpointInvalid for an
-        unreadable manifest."""
+    def record_checkpoints(self) -> None:
+        """Adds a row to checkpoints.jsonl for each checkpoint that has none. Raises OSError, and CheckpointInvalid for
+        an unreadable manifest."""
         rows, torn = read_rows(self.rows)
         named = {row.values["name"] for row in rows}
-        missing = [self._commit_row(commit) for commit in self.commits() if commit.name not in named]
+        missing = [
+            self._checkpoint_row(checkpoint) for checkpoint in self.checkpoints() if checkpoint.name not in named
+        ]
         if missing or torn:
             write_rows(self.rows, [*rows, *missing])
 
-    def _commit_row(self, commit: Path) -> StepRow:
-        manifest = Manifest.read(commit)
+    def _checkpoint_row(self, checkpoint: Path) -> StepRow:
+        manifest = Manifest.read(checkpoint)
         values = {
-            "name": commit.name,
+            "name": checkpoint.name,
             "step": manifest.step,
             "lineage": manifest.lineage,
-            "path": str(commit.relative_to(self.root)),
+            "path": str(checkpoint.relative_to(self.root)),
             "identity": str(manifest.identity),
         }
         return StepRow((to_json(values) + "\n").encode(), values)
 
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
-        """Deletes commits. Keeps the `keep_last` newest, commits of a step divisible by `keep_every`, commits with a
-        file KEEP, and the newest that verifies. Damaged commits are neither counted nor deleted: `checkout` moves
-        them. Verifies the contents of the newest commits until one is good, unless this store has already read one
-        of the `keep_last`. Returns the deleted names. Raises StorageFailed, LockLost."""
+        """Deletes checkpoints. Keeps the `keep_last` newest, checkpoints of a step divisible by `keep_every`,
+        checkpoints with a file KEEP, and the newest that verifies. Damaged checkpoints are neither counted nor deleted:
+        `checkout` moves them. Verifies the contents of the newest checkpoints until one is good, unless this store has
+        already read one of the `keep_last`. Returns the deleted names. Raises StorageFailed, LockLost."""
         whole = self._whole()
-        old = [commit for commit in list(whole)[:-keep_last] if not (commit / KEEP).exists()]
+        old = [checkpoint for checkpoint in list(whole)[:-keep_last] if not (checkpoint / KEEP).exists()]
         if keep_every:
-            old = [commit for commit in old if _step(commit) % keep_every]
+            old = [checkpoint for checkpoint in old if _step(checkpoint) % keep_every]
         if old and not any(self._read.get(recent) == whole[recent] for recent in list(whole)[-keep_last:]):
             newest, _ = self.newest()
-            old = [commit for commit in old if newest is not None and commit != newest.path]
-        for commit in old:
+            old = [checkpoint for checkpoint in old if newest is not None and checkpoint != newest.path]
+        for checkpoint in old:
             self.check_owner()
-            with storage_errors(commit):
-                away = _rename_away(commit)
+            with storage_errors(checkpoint):
+                away = _rename_away(checkpoint)
                 (away / MANIFEST).unlink()
                 fault_point("commit.prune")
                 shutil.rmtree(away)
-        return [commit.name for commit in old]
+        return [checkpoint.name for checkpoint in old]
 
     def checkout(self, step: int) -> list[str]:
-        """Goes back to the commit of `step`, and makes it the end of HEAD's branch. Call it before this attempt opens
-        its row files.
+        """Goes back to the checkpoint of `step`, and makes it the end of HEAD's branch. Call it before this attempt
+        opens its row files.
 
-        Deletes drafts. Moves later commits and damaged ones under `branches/<lineage>/`, the newest first; then moves
-        rows of step >= `step` there (in checkpoints.jsonl: the rows of the moved commits). If anything was moved, HEAD
-        starts a new lineage. HEAD is written last, so another call, also with another step, can complete an interrupted
-        one. Returns a report for people. Raises StorageFailed, LockLost, and CheckpointInvalid without a HEAD.
+        Deletes drafts. Moves later checkpoints and damaged ones under `branches/<lineage>/`, the newest first; then
+        moves rows of step >= `step` there (in checkpoints.jsonl: the rows of the moved checkpoints). If anything was
+        moved, HEAD starts a new lineage. HEAD is written last, so another call, also with another step, can complete an
+        interrupted one. Returns a report for people. Raises StorageFailed, LockLost, and CheckpointInvalid without a
+        HEAD.
         """
         self.check_owner()
         head = self.head()
@@ -306,12 +311,12 @@ class CheckpointStore:
             fault_point("checkout.parked")
             changes += self._cut_rows(step, branch)
             fault_point("checkout.rows")
-            self.record_commits()
+            self.record_checkpoints()
             if branch.exists():
                 head.write(branch / HEAD)
-                commit = self.commit(step)
-                if commit.exists():
-                    base = CommitRef(Manifest.read(commit).lineage, step)
+                checkpoint = self.checkpoint(step)
+                if checkpoint.exists():
+                    base = CheckpointRef(Manifest.read(checkpoint).lineage, step)
                 else:
                     base = None
                 self.check_owner()
@@ -321,15 +326,15 @@ class CheckpointStore:
     def _park(self, step: int, branch: Path) -> list[str]:
         changes = []
         whole = self._whole()
-        for commit in reversed(self.commits()):
-            if _step(commit) <= step and commit in whole:
+        for checkpoint in reversed(self.checkpoints()):
+            if _step(checkpoint) <= step and checkpoint in whole:
                 continue
-            parked = path_in(branch / CHECKPOINTS, commit.name)
+            parked = path_in(branch / CHECKPOINTS, checkpoint.name)
             make_directory(parked.parent)
-            commit.rename(parked)
+            checkpoint.rename(parked)
             fsync_directory(parked.parent)
-            fsync_directory(self.checkpoints)
-            changes.append(f"{commit.name} is now {parked}")
+            fsync_directory(self.directory)
+            changes.append(f"{checkpoint.name} is now {parked}")
         return changes
 
     def _cut_rows(self, step: int, branch: Path) -> list[str]:

@@ -1,14 +1,14 @@
 """A run in object storage: its HEAD there, and the keys of the objects that HEAD names. This module sends no requests.
 
-    HEAD                                           the run, its driver, its commits and files; put on condition
-    commits/000002/step_000020-<lineage>-1/...     the files of a commit of the second driver, of its first attempt
-    rows/000002/metrics.jsonl/000000-<checksum>    a part of a file that belongs to no commit
+    HEAD                                           the run, its driver, its checkpoints and files; put only if unchanged
+    commits/000002/step_000020-<lineage>-1/...     the files of a checkpoint of the second driver, of its first attempt
+    rows/000002/metrics.jsonl/000000-<checksum>    a part of a file that belongs to no checkpoint
 
-HEAD decides: an object counts once HEAD names it, and HEAD is put after everything that it names. An object that HEAD
-names is never put again, because its name has the number of the driver, and it is deleted only when HEAD no longer
-names it. Objects that no HEAD came to name, such as the parts of a commit that was not completed, are deleted later. So
-a crash between any two puts leaves the run as the last HEAD says, and a superseded driver changes nothing that the new
-one names. When commits and rows move to a branch, HEAD gives them another path, and the objects stay where they are.
+HEAD decides: an object counts once HEAD names it, and HEAD is put after everything that it names. The name of an object
+contains the number of its driver, so no driver overwrites an object of another. An object is deleted only when HEAD no
+longer names it, and one that no HEAD ever named, such as a part of an incomplete checkpoint, later. So a crash between
+any two puts leaves the run as the last HEAD says, and a superseded driver changes nothing that the new one names. When
+checkpoints and rows move to a branch, HEAD gives them another path, and the objects stay where they are.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from typing import NamedTuple
 
 import xxhash
+from pydantic import TypeAdapter
 
-from trireme.checkpoint.manifest import CommitRef, Manifest, step_name, step_of
+from trireme.checkpoint.manifest import Manifest, step_name, step_of
 from trireme.checkpoint.store import CHECKPOINTS, Head
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.finite_json import to_json
@@ -33,8 +35,8 @@ ROWS = "rows"
 
 
 @dataclass(frozen=True)
-class StoredCommit:
-    """Where a commit is in object storage."""
+class StoredCheckpoint:
+    """Where a checkpoint is in object storage."""
 
     key: str
     """Its files are KEY/<path>, its manifest too."""
@@ -44,8 +46,7 @@ class StoredCommit:
     """True: it is marked as referred to by something else (`checkpoint.store.KEEP`)."""
 
 
-@dataclass(frozen=True)
-class FilePart:
+class FilePart(NamedTuple):
     """A part of a file in object storage: PART_BYTES, or less at the end of the file."""
 
     driver: int
@@ -56,7 +57,7 @@ class FilePart:
 
 @dataclass(frozen=True)
 class StoredRun:
-    """The contents of HEAD in object storage: the run's driver, commits and files."""
+    """The contents of HEAD in object storage: the run's driver, checkpoints and files."""
 
     driver: int
     """Counts the drivers, from 1."""
@@ -68,17 +69,13 @@ class StoredRun:
     """HEAD of the run directory."""
     written: int = 0
     """Counts the puts of this driver, so that no two HEADs are equal."""
-    commits: Mapping[str, StoredCommit] = field(default_factory=dict)
-    """The commits, by their paths in the run directory."""
+    commits: Mapping[str, StoredCheckpoint] = field(default_factory=dict)
+    """The checkpoints, by their paths in the run directory."""
     files: Mapping[str, tuple[FilePart, ...]] = field(default_factory=dict)
     """The parts of the other files, by their paths in the run directory."""
 
     def to_json(self) -> bytes:
-        values = {"format": FORMAT, **asdict(self)}
-        values["files"] = {
-            path: [[part.driver, part.size, part.checksum] for part in parts] for path, parts in self.files.items()
-        }
-        return to_json(values).encode()
+        return to_json({"format": FORMAT, **asdict(self)}).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> StoredRun:
@@ -91,26 +88,15 @@ class StoredRun:
                     f"HEAD has format {written}; expected {FORMAT}: use the version of Trireme that wrote it, or "
                     "another run.output_dir"
                 )
-            head = values["head"]
-            base = CommitRef(**head["base"]) if head["base"] else None
-            stored = cls(
-                **{
-                    **values,
-                    "head": Head(**{**head, "base": base}),
-                    "commits": {path: StoredCommit(**fields) for path, fields in values["commits"].items()},
-                    "files": {
-                        path: tuple(FilePart(*part) for part in parts) for path, parts in values["files"].items()
-                    },
-                }
-            )
-            for path in (stored.head.lineage, *stored.commits, *stored.commit_keys(), *stored.files):
+            stored = TypeAdapter(cls).validate_python(values)
+            for path in (stored.head.lineage, *stored.commits, *stored.checkpoint_keys(), *stored.files):
                 names_of(path)
         except (ValueError, TypeError, KeyError, AttributeError, CheckpointInvalid) as error:
             raise CheckpointInvalid(f"HEAD is damaged ({type(error).__name__}: {error})") from None
         return stored
 
     def of_branch(self) -> dict[int, str]:
-        """Returns {step: path in the run directory} of the commits of HEAD's branch, in order of step."""
+        """Returns {step: path in the run directory} of the checkpoints of HEAD's branch, in order of step."""
         below = f"{CHECKPOINTS}/"
         steps = {path: step_of(path.removeprefix(below)) for path in self.commits if path.startswith(below)}
         return dict(sorted((step, path) for path, step in steps.items() if step is not None))
@@ -119,8 +105,8 @@ class StoredRun:
         """Returns the keys of all parts of all files that HEAD names."""
         return {part_key(path, number, part) for path, parts in self.files.items() for number, part in enumerate(parts)}
 
-    def commit_keys(self) -> set[str]:
-        return {commit.key for commit in self.commits.values()}
+    def checkpoint_keys(self) -> set[str]:
+        return {checkpoint.key for checkpoint in self.commits.values()}
 
 
 def part_key(path: str, number: int, part: FilePart) -> str:
@@ -128,8 +114,8 @@ def part_key(path: str, number: int, part: FilePart) -> str:
     return f"{ROWS}/{part.driver:06d}/{path}/{number:06d}-{part.checksum}"
 
 
-def commit_key(driver: int, manifest: Manifest) -> str:
-    """Returns the key below which the driver with this number puts the files of the commit of `manifest`."""
+def checkpoint_key(driver: int, manifest: Manifest) -> str:
+    """Returns the key below which the driver with this number puts the files of the checkpoint of `manifest`."""
     return f"{COMMITS}/{driver:06d}/{step_name(manifest.step)}-{manifest.lineage}-{manifest.attempt}"
 
 
@@ -158,30 +144,31 @@ def part_of(block: bytes, driver: int, previous: FilePart | None) -> FilePart:
 
 
 def elsewhere(
-    stored: StoredRun, head: Head, local: Mapping[str, StoredCommit], keep_last: int, keep_every: int | None
-) -> dict[str, StoredCommit]:
-    """Returns {path: commit} of the commits that stay in object storage although the run directory does not have them.
+    stored: StoredRun, head: Head, local: Mapping[str, StoredCheckpoint], keep_last: int, keep_every: int | None
+) -> dict[str, StoredCheckpoint]:
+    """Returns {path: checkpoint} of the checkpoints that stay in object storage although the run directory does not
+    have them.
 
-    `stored`: the run as the store has it. `head`: HEAD of the run directory, and `local` its commits by path. Commits
-    of HEAD's branch are kept by `keep_last` and `keep_every`, as in `CheckpointStore.prune`. If the run has gone back
-    to an earlier step, later commits get a path in the branch that was left.
+    `stored`: the run as the store has it. `head`: HEAD of the run directory, and `local` its checkpoints by path.
+    Checkpoints of HEAD's branch are kept by `keep_last` and `keep_every`, as in `CheckpointStore.prune`. If the run has
+    gone back to an earlier step, later checkpoints get a path in the branch that was left.
     """
-    alone: dict[str, StoredCommit] = {}
+    alone: dict[str, StoredCheckpoint] = {}
     on_branch: dict[int, str] = {}
-    checksums = {commit.manifest for commit in local.values()}
+    checksums = {checkpoint.manifest for checkpoint in local.values()}
     steps = {path: n for n, path in stored.of_branch().items()}
     has_left = head.lineage != stored.head.lineage
     base = head.base.step if head.base else -1
-    for path, commit in stored.commits.items():
+    for path, checkpoint in stored.commits.items():
         step = steps.get(path)
-        if commit.manifest in checksums:
+        if checkpoint.manifest in checksums:
             continue
         if step is None:
-            alone[path] = commit
+            alone[path] = checkpoint
         elif has_left and step > base:
-            alone[f"branches/{stored.head.lineage}/{path}"] = commit
+            alone[f"branches/{stored.head.lineage}/{path}"] = checkpoint
         elif path not in local:
-            alone[path] = commit
+            alone[path] = checkpoint
             on_branch[step] = path
     all_steps = sorted({*on_branch, *replace(stored, commits=local).of_branch()})
     for step, path in on_branch.items():

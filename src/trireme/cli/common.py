@@ -17,7 +17,7 @@ from trireme.config.load import Loaded
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import EXIT_OK, TriremeError
 from trireme.core.refusals import Refusal
-from trireme.plan.base import PartKind, Plan
+from trireme.plan.whole import PartKind, Plan
 from trireme.process import signals
 from trireme.process.environ import Resources, keep_compiled_code
 from trireme.process.faults import fault_point
@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.format_usage().removeprefix("usage:").split())
-        raise Refusal(message, usage, f"{self.prog} --help").error()
+        raise Refusal(message, usage, f"{self.prog} --help")
 
 
 def show(plan: Plan, config: CommonConfig, console: Console) -> None:

@@ -28,9 +28,9 @@ from trireme.doctor.examination import Declared, Examination, Expected, absolute
 from trireme.doctor.facts import Questions, collect
 from trireme.doctor.findings import findings
 from trireme.doctor.report import as_json, render
-from trireme.plan.base import PartKind, Plan
 from trireme.plan.rl import RL_ROOMS
 from trireme.plan.trainer import TrainerPart
+from trireme.plan.whole import PartKind, Plan
 from trireme.process.environ import cluster_address, prepare_ray_environment
 from trireme.process.machine import this_machine
 

@@ -1,12 +1,14 @@
 """`trireme eval CHECKPOINT`: measures how good a model is, by the evaluations that a run makes, without training
 anything.
 
-    trireme eval outputs/sort --step 100 --eval.samples 4       a commit of a run, with the configuration of that run
+    trireme eval outputs/sort --step 100 --eval.samples 4       a checkpoint of a run, with that run's configuration
+    trireme eval outputs/sort --step all --keep-best sort/avg@4 all checkpoints, one after the other
     trireme eval some/model @ env.toml --inference.replicas 2   any Hugging Face model, with the keys of `rl`
 
 Replicas load the weights from the directory themselves, so no trainer starts and no weights travel. The files of a
-commit are verified against its manifest first. If the commit holds LoRA adapters, replicas load the output of `trireme
-export --merge`, which lies in the run's exports/ during the evaluation.
+checkpoint are verified against its manifest first. If the checkpoint holds LoRA adapters, replicas load the output of
+`trireme export --merge`, which lies in the run's exports/ during the evaluation. The result of each checkpoint is
+written to the run's evaluations/ when it is known.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from trireme.checkpoint.manifest import MANIFEST, Manifest, step_of
-from trireme.checkpoint.store import HEAD, VerifiedCommit
+from trireme.checkpoint.store import HEAD, KEEP, CheckpointStore, VerifiedCheckpoint
 from trireme.cli.common import Parser, planned
 from trireme.config import Config
 from trireme.config.load import Loaded, load
@@ -37,10 +39,11 @@ from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal
 from trireme.core.types import WeightIdentity
 from trireme.launch.common import prepare_cluster
-from trireme.plan.base import Plan
 from trireme.plan.rl import EVALUATION_ROOMS
+from trireme.plan.whole import Plan
 from trireme.process import signals
-from trireme.tools.export import chosen_commit, export
+from trireme.tools.evaluations import Evaluations, best, comparison, full_name, keep, value_text
+from trireme.tools.export import chosen_checkpoint, export
 from trireme.tools.merge import BASE
 
 AS_LOADED = "as-loaded"
@@ -57,40 +60,47 @@ class Subject:
     identity: WeightIdentity
     """The identity of its weights."""
     run: Path | None
-    """The run of a commit, which provides the configuration."""
+    """The run of a checkpoint, which provides the configuration."""
     base: str | None = None
     """The model that the adapters in `model` belong to."""
 
     @classmethod
     def of(cls, name: str, step: int | None) -> Subject:
-        """Returns the model that `name` stands for: a run directory (its commit of `step`; None: the newest that
-        verifies), the directory of a commit, or a Hugging Face model. Raises BadInput."""
+        """Returns the model that `name` stands for: a run directory (its checkpoint of `step`; None: the newest that
+        verifies), the directory of a checkpoint, or a Hugging Face model. Raises BadInput."""
         path = Path(name).expanduser().absolute()
         if (path / HEAD).exists():
-            return cls._of_commit(chosen_commit(path, step))
+            return cls._of_checkpoint(chosen_checkpoint(path, step))
         if step is not None:
-            raise Refusal(f"--step {step} for {name}", "the directory of a run before it", "leave --step out").error()
-        for commit in (path, path.parent):
-            if (commit / MANIFEST).exists():
-                return cls._of_commit(_verified(commit))
+            raise Refusal(f"--step {step} for {name}", "the directory of a run before it", "leave --step out")
+        for checkpoint in (path, path.parent):
+            if (checkpoint / MANIFEST).exists():
+                return cls._of_checkpoint(_verified(checkpoint))
         return cls(str(path) if path.is_dir() else name, WeightIdentity(1, 0, AS_LOADED), None)
 
     @classmethod
-    def _of_commit(cls, commit: VerifiedCommit) -> Subject:
-        model = commit.path / "inference"
+    def _of_checkpoint(cls, checkpoint: VerifiedCheckpoint) -> Subject:
+        model = checkpoint.path / "inference"
         if (model / BASE).exists():
             base = json.loads((model / BASE).read_text())["name"]
         else:
             base = None
-        parents = commit.path.parents
+        parents = checkpoint.path.parents
         run = next((place for place in parents if (place / "config.json").exists()), parents[1])
-        return cls(str(model), commit.manifest.identity, run, base)
+        return cls(str(model), checkpoint.manifest.identity, run, base)
 
     def __str__(self) -> str:
         if self.run is None:
             return f"the model {self.model}"
-        commit = Path(self.model).parent
-        return f"{commit.name} of {self.run} (weights {self.identity.version}:{self.identity.digest[:8]})"
+        checkpoint = Path(self.model).parent
+        return f"{checkpoint.name} of {self.run} (weights {self.identity.version}:{self.identity.digest[:8]})"
+
+    @property
+    def label(self) -> str:
+        """A short name of the model for tables."""
+        if self.run is None:
+            return self.model
+        return f"step {self.identity.version}"
 
     def whole(self, console: Console, ending: ExitStack) -> str:
         """Returns the directory, or the name on the hub, of the whole model. Adapters are first merged into their base,
@@ -101,41 +111,55 @@ class Subject:
                 advice = "save it again with save_pretrained, or evaluate another model"
                 refuse_other_tensors(self.model, str(self), advice)
             return self.model
-        commit = Path(self.model).parent
+        checkpoint = Path(self.model).parent
         if self.base is None:
             return self.model
-        out = self.run / "exports" / f"{commit.name}-evaluated-{secrets.token_hex(4)}"
-        console.print(f"merging the adapters of {commit.name} into {self.base}")
+        out = self.run / "exports" / f"{checkpoint.name}-evaluated-{secrets.token_hex(4)}"
+        console.print(f"merging the adapters of {checkpoint.name} into {self.base}")
         ending.callback(shutil.rmtree, out, ignore_errors=True)
-        export(commit.parents[1], step_of(commit.name), None, out, lambda _: None, merge=True)
+        export(checkpoint.parents[1], step_of(checkpoint.name), None, out, lambda _: None, merge=True)
         return str(out)
 
 
-def _verified(commit: Path) -> VerifiedCommit:
+def _verified(checkpoint: Path) -> VerifiedCheckpoint:
     try:
-        return VerifiedCommit(commit, Manifest.verified(commit))
+        return VerifiedCheckpoint(checkpoint, Manifest.verified(checkpoint))
     except CheckpointInvalid as error:
-        raise Refusal(f"the commit {commit}: {error}", "one that verifies", "choose another").error() from None
+        raise Refusal(f"the checkpoint {checkpoint}: {error}", "one that verifies", "choose another") from None
 
 
 def main(argv: Sequence[str], console: Console) -> None:
     """Runs the command with the arguments `argv`. Raises TriremeError."""
     options, arguments = _parser().parse_known_args(argv)
-    subject = Subject.of(options.checkpoint, options.step)
-    loaded = configured(subject, UNREAD, [*arguments, "--eval.every", "1"])
-    config = loaded.config
+    subjects = subjects_of(options.checkpoint, options.step)
+    if subjects[0].run is None and (options.resume or options.keep_best):
+        raise Refusal(
+            f"{'--resume' if options.resume else '--keep-best'} for {subjects[0]}",
+            "a run or one of its checkpoints, where results are stored",
+            "leave the option out",
+        )
+    loaded = configured(subjects[0], UNREAD, [*arguments, "--eval.every", "1"])
     plan = planned(loaded, EVALUATION_ROOMS, console)
     if plan is None:
         return
-    with ExitStack() as ending:
-        model = config.model.model_copy(update={"name": subject.whole(console, ending)})
-        config = config.model_copy(update={"model": model}).with_absolute_paths()
-        console.print(f"evaluating {subject}, on {' and '.join(env.label for env in config.eval_envs)}")
-        row = _measure(config, plan, subject.identity, console)
-    console.print(table(row))
+    results = Results.of(subjects[0].run, loaded.config, options.keep_best, console)
+    if options.resume:
+        results.resume(subjects)
+    pending = [subject for subject in subjects if subject not in results.rows]
+    if pending:
+        _evaluate(loaded.config, plan, pending, console, results.add)
+    rows = {subject.label: results.rows[subject] for subject in subjects}
+    if len(rows) > 1:
+        console.print(comparison(rows, results.metric))
+    if results.metric:
+        label = best(rows, results.metric)
+        (subject,) = (subject for subject in subjects if subject.label == label)
+        keep(Path(subject.model).parent, results.metric)
+        console.print(f"{label} is the best by {results.metric}: its run will not delete it (file {KEEP})")
     if options.output:
-        options.output.write_text(to_json({"model": subject.model, "identity": str(subject.identity), **row}) + "\n")
-        console.print(f"{options.output}: the same numbers as JSON")
+        lines = [to_json({"model": s.model, "identity": str(s.identity), **results.rows[s]}) for s in subjects]
+        options.output.write_text("".join(f"{line}\n" for line in lines))
+        console.print(f"{options.output}: the same numbers as JSON, a line for each checkpoint")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -143,10 +167,69 @@ def _parser() -> argparse.ArgumentParser:
         prog="trireme eval",
         description="Evaluates a model. All keys of `rl` may follow: @ files and --flags, above all eval.*",
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run, a commit, or a Hugging Face model; first")
-    parser.add_argument("--step", type=int, help="which commit of a run (default: the newest that verifies)")
-    parser.add_argument("--output", type=Path, help="a JSON file for the numbers")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run, a checkpoint, or a Hugging Face model; first")
+    steps = "which checkpoints of a run: 40, or 20,40,60, or all (default: the newest that verifies)"
+    parser.add_argument("--step", metavar="STEPS", help=steps)
+    resume = "take results of an earlier call with the same options from RUN/evaluations, and evaluate the rest"
+    parser.add_argument("--resume", action="store_true", help=resume)
+    keeping = "mark the checkpoint with the highest METRIC, such as sort/avg@4, so that its run never deletes it"
+    parser.add_argument("--keep-best", metavar="METRIC", help=keeping)
+    parser.add_argument("--output", type=Path, help="a file for the numbers, a line of JSON for each checkpoint")
     return parser
+
+
+def subjects_of(name: str, steps: str | None) -> list[Subject]:
+    """Returns the models that `name` and the option --step stand for, in the order of `steps`. Raises BadInput."""
+    if steps is None:
+        return [Subject.of(name, None)]
+    if steps == "all":
+        store = CheckpointStore(Path(name).expanduser().absolute())
+        numbers = [str(step_of(entry.name)) for entry in store.checkpoints()]
+    else:
+        numbers = list(dict.fromkeys(steps.split(",")))
+    if not numbers or not all(number.isdecimal() for number in numbers):
+        raise Refusal(
+            f"--step {steps} for {name}",
+            "a step, steps such as 20,40,60, or `all` for a run with checkpoints",
+            "`trireme inspect` lists the checkpoints of a run",
+        )
+    return [Subject.of(name, int(number)) for number in numbers]
+
+
+@dataclass
+class Results:
+    """The metrics of each subject of a command."""
+
+    stored: Evaluations | None
+    """The files in the run directory; None for a Hugging Face model."""
+    metric: str | None
+    """The metric of --keep-best; its full name once there is a row."""
+    console: Console
+    rows: dict[Subject, Mapping[str, float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, run: Path | None, config: Config, metric: str | None, console: Console) -> Results:
+        return cls(Evaluations.of(run, config) if run else None, metric, console)
+
+    def resume(self, subjects: Sequence[Subject]) -> None:
+        """Takes the stored results of `subjects`. Raises BadInput if `metric` is none of theirs."""
+        for subject in subjects:
+            row = self.stored.read(subject.identity) if self.stored else None
+            if row is not None:
+                self.console.print(f"{subject.label} was evaluated before")
+                self._enter(subject, row)
+
+    def add(self, subject: Subject, row: Mapping[str, float]) -> None:
+        """Prints and stores the metrics of `subject`. Raises BadInput if `metric` is none of them, StorageFailed."""
+        self.console.print(table(row))
+        if self.stored:
+            self.console.print(f"written to {self.stored.write(subject.identity, row)}")
+        self._enter(subject, row)
+
+    def _enter(self, subject: Subject, row: Mapping[str, float]) -> None:
+        self.rows[subject] = row
+        if self.metric:
+            self.metric = full_name(self.metric, row)
 
 
 def configured(subject: Subject | None, unread: Path, arguments: Sequence[str]) -> Loaded[Config]:
@@ -169,20 +252,39 @@ def configured(subject: Subject | None, unread: Path, arguments: Sequence[str]) 
     return replace(loaded, config=loaded.config.model_copy(update={"trainer": trainer}))
 
 
-def _measure(config: Config, plan: Plan, identity: WeightIdentity, console: Console) -> Mapping[str, float]:
-    """Starts the rooms, evaluates the model, and returns the metrics (a row of `orchestrator.evaluation`). After a
-    failure the directory of logs that the error names is kept."""
-    prepare_cluster(config, plan)
-    from trireme.launch import rl as launch
+def _evaluate(
+    config: Config,
+    plan: Plan,
+    subjects: Sequence[Subject],
+    console: Console,
+    on_row: Callable[[Subject, Mapping[str, float]], None],
+) -> None:
+    """Evaluates `subjects` one after the other, and calls `on_row` with the metrics of each (a row of
+    `orchestrator.evaluation`)."""
+    prepare_cluster(config.with_absolute_paths(), plan)
     from trireme.launch.starting import joined
+
+    with joined(replace(plan, config=config.with_absolute_paths())) as plan:
+        signals.arm()
+        for subject in subjects:
+            on_row(subject, _measure(config, plan, subject, console))
+
+
+def _measure(config: Config, plan: Plan, subject: Subject, console: Console) -> Mapping[str, float]:
+    """Starts the rooms, evaluates the model, and returns its metrics. After a failure the directory of logs that the
+    error names is kept."""
+    from trireme.launch import rl as launch
 
     started = time.monotonic()
     logs = Path(tempfile.mkdtemp(prefix="trireme-eval-"))
-    with joined(replace(plan, config=config)) as plan, ExitStack() as ending:
-        signals.arm()
-        orchestrator = launch.evaluation_rooms(config, plan, identity, logs, console, ending)
+    with ExitStack() as ending:
+        model = config.model.model_copy(update={"name": subject.whole(console, ending)})
+        config = config.model_copy(update={"model": model}).with_absolute_paths()
+        console.print(f"evaluating {subject}, on {' and '.join(env.label for env in config.eval_envs)}")
+        plan = replace(plan, config=config)
+        orchestrator = launch.evaluation_rooms(config, plan, subject.identity, logs, console, ending)
         console.print(f"rooms ready after {time.monotonic() - started:.1f} s")
-        row = orchestrator.evaluate(identity.version)
+        row = orchestrator.evaluate(subject.identity.version)
     shutil.rmtree(logs)
     return row
 
@@ -190,13 +292,9 @@ def _measure(config: Config, plan: Plan, identity: WeightIdentity, console: Cons
 def table(row: Mapping[str, float]) -> Table:
     """Returns a table of the evaluation's metrics for each environment: means with their 95 % intervals, and counts."""
     shown = Table("environment", "what", "value", box=None)
-    for name, value in row.items():
+    for name in row:
         if not name.startswith("eval/") or name.endswith(("/ci95", "/version")):
             continue
         _, env, metric = name.split("/", 2)
-        if f"{name}/ci95" in row:
-            interval = f" +- {row[f'{name}/ci95']:.4f}"
-        else:
-            interval = ""
-        shown.add_row(env, metric, f"{value:.4f}{interval}" if interval else f"{value:g}")
+        shown.add_row(env, metric, value_text(row, name))
     return shown

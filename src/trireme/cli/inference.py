@@ -1,10 +1,10 @@
 """The command `inference`: serves a model to OpenAI's and Anthropic's clients, without training anything.
 
-    inference outputs/sort --step 100                         a commit of a run
+    inference outputs/sort --step 100                         a checkpoint of a run
     inference some/model @ serve.toml --inference.replicas 2  any Hugging Face model, an export too
     inference @ configs/quickstart.toml                       the model that the file names
 
-Replicas load the weights from the directory themselves. A commit of LoRA adapters is merged with its base first.
+Replicas load the weights from the directory themselves. A checkpoint of LoRA adapters is merged with its base first.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from trireme.cli.eval import Subject, configured
 from trireme.config import Config
 from trireme.core.types import WeightIdentity
 from trireme.launch.common import prepare_cluster
-from trireme.plan.base import Plan
 from trireme.plan.rl import SERVED_ROOMS
+from trireme.plan.whole import Plan
 from trireme.process import signals
 
 UNREAD = Path(__file__).with_name("inference.toml")
@@ -62,21 +62,21 @@ def _inference(argv: list[str], console: Console) -> None:
 
 def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parses a command line. Returns the options (`model`: the first word, unless it is a flag or begins with `@`;
-    `step`: of the commit), and the remaining words, which are keys. Raises BadInput."""
+    `step`: of the checkpoint), and the remaining words, which are keys. Raises BadInput."""
     parser = Parser(
         prog="inference",
         description="Serves a model over HTTP. All keys of `rl` may follow: @ files and --flags, above all service.*",
         add_help=False,
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a run, a commit, or a Hugging Face model; first")
-    parser.add_argument("--step", type=int, help="which commit of a run (default: the newest that verifies)")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a run, a checkpoint, or a Hugging Face model; first")
+    parser.add_argument("--step", type=int, help="which checkpoint of a run (default: the newest that verifies)")
     has_model = bool(argv) and not argv[0].startswith(("@", "-"))
     options, arguments = parser.parse_known_args(argv if has_model else ["", *argv])
     return options, arguments
 
 
 def _names(subject: Subject | None) -> tuple[str, ...]:
-    """Returns the names by which clients may request the model: "policy", and for a commit also its step
+    """Returns the names by which clients may request the model: "policy", and for a checkpoint also its step
     ("step-000100")."""
     if subject and subject.run:
         return ("policy", f"step-{subject.identity.version:06d}")

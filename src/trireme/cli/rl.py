@@ -13,15 +13,15 @@ from rich.console import Console
 
 from trireme.cli.common import from_here, next_steps, run_command, show
 from trireme.config import Config
-from trireme.config.checks import check
+from trireme.config.checks import check, check_trackers
 from trireme.config.installed import check_installed
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import RoomFailed
 from trireme.launch.common import prepare_cluster
 from trireme.launch.environments import checked_environments
-from trireme.plan.base import Plan
 from trireme.plan.rl import RL_ROOMS
+from trireme.plan.whole import Plan
 from trireme.process.environ import Resources, cluster_address
 from trireme.run.rollout_records import newest_prompt
 from trireme.train.kl_reference import resolve_reference
@@ -45,8 +45,9 @@ def _rl(argv: list[str], console: Console) -> None:
     config = loaded.config
     facts = ModelFacts.of(config, required=not loaded.dry_run)
     warnings = check(config, facts)
+    check_trackers(config)
     plan = Plan(config, facts, Resources.of_this_machine(), RL_ROOMS, notes=warnings, verbose=loaded.verbose)
-    if facts is None:  # a dry run without a hub, where no tokenizer can be reached either
+    if facts is None or config.model.facts:  # a dry run without a hub, where no tokenizer can be reached either
         show(plan, config, console)
         return
     with checked_environments(config) as environments_are_made:

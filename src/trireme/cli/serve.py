@@ -61,10 +61,10 @@ def _refuse_what_is_not_served(config: Config) -> None:
             f"run.output_dir = {config.run.output_dir} with `trireme serve`",
             "a directory: what clients save lies on this machine",
             "give another --run.output-dir",
-        ).error()
+        )
     if "lm_head" in config.trainer.lora.target_modules and config.trainer.lora.on:
         raise Refusal(
             "trainer.lora with an adapter for lm_head and `trireme serve`",
             "adapters for other layers: of the output matrix replicas have one adapter, for all requests alike",
             "leave --trainer.lora.train-unembed out",
-        ).error()
+        )

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from trireme.cli.common import from_here, next_steps, run_command, show
-from trireme.config.checks import check
+from trireme.config.checks import check, check_trackers
 from trireme.config.load import load_as
 from trireme.config.model_facts import ModelFacts
 from trireme.config.sft import SftConfig
@@ -32,10 +32,11 @@ def _sft(argv: list[str], console: Console) -> None:
     config = loaded.config
     facts = ModelFacts.of(config, required=not loaded.dry_run)
     check(config, facts)
+    check_trackers(config)
     config = config.with_absolute_paths()
     resources = Resources.of_this_machine()
-    if facts is None:
-        show(sft_plan(config, None, resources), config, console)
+    if facts is None or config.model.facts:  # as in `rl`
+        show(sft_plan(config, facts, resources), config, console)
         return
     data = SftData.load(config, facts, console.print)
     if loaded.dry_run:

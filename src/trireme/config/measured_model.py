@@ -19,7 +19,7 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "
 LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "seq_length", "context_length")
 
 
-def measure(described: Mapping[str, Any]) -> dict[str, Any]:
+def measure(described: Mapping[str, object]) -> dict[str, object]:
     """Returns the fields of ModelFacts, except for its names, for the model that `described` (its config.json)
     describes.
 
@@ -76,7 +76,7 @@ def _longest(text: PretrainedConfig) -> int:
     return value
 
 
-def _configuration(described: Mapping[str, Any]) -> PretrainedConfig:
+def _configuration(described: Mapping[str, object]) -> PretrainedConfig:
     from transformers import CONFIG_MAPPING, __version__
 
     model_type = described.get("model_type")

@@ -112,15 +112,17 @@ class ModelFacts:
 
     @classmethod
     def of(cls, config: CommonConfig, *, required: bool) -> ModelFacts | None:
-        """Returns the facts of `config.model`, a local directory or a model on the hub. If the hub cannot be reached,
-        returns None unless the facts are `required`.
+        """Returns the facts of `config.model`: a local directory, a model on the hub, or what `model.facts` says of it.
+        If the hub cannot be reached, returns None unless the facts are `required`.
 
-        Raises BadInput if there is no such directory or model, if its config.json lacks a size, or if required facts
-        cannot be read.
+        Raises BadInput if there is no such directory, model or file, if its config.json lacks a size, if required facts
+        cannot be read, or if facts of the model itself are required and `model.facts` is set.
         """
         name = config.model.name
-        if looks_like_path(name):
-            text: str | None = _read_local(name)
+        if config.model.facts is not None:
+            text: str | None = _read_facts(config.model.facts, required)
+        elif looks_like_path(name):
+            text = _read_local(name)
         else:
             text = _read_hub(name, required)
         if text is None:
@@ -150,7 +152,7 @@ class ModelFacts:
                 f"model.name = {name}, whose config.json cannot be used: {reason}",
                 "the config.json of a causal language model of text (docs/models.md), with its sizes",
                 "give another model, or repair the file",
-            ).error() from None
+            ) from None
 
 
 def _is_plain(described: Mapping[str, object]) -> bool:
@@ -206,6 +208,25 @@ def _plain_sizes(described: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _read_facts(file: str, required: bool) -> str:
+    """Returns the text of `file`, the value of `model.facts`. Raises BadInput if it cannot be read, or if the facts are
+    `required`, so that no run has weights of other sizes than its plan."""
+    if required:
+        raise Refusal(
+            f"model.facts = {file}, without --dry-run",
+            "a model with weights, whose own config.json counts: model.facts is for the dry runs of `rl` and `sft`",
+            "add --dry-run, or leave --model.facts out",
+        )
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refusal(
+            f"model.facts = {file}, which cannot be read: {error}",
+            "a file with the config.json of model.name",
+            f"correct the path, which is seen from {Path.cwd()}",
+        ) from None
+
+
 def _read_local(name: str) -> str:
     file = Path(name).expanduser() / "config.json"
     if file.is_file():
@@ -222,7 +243,7 @@ def _read_local(name: str) -> str:
         f"model.name = {name}, which is {problem}",
         "a Hugging Face model directory (config.json, *.safetensors, tokenizer.json), or a name on the hub",
         "correct --model.name, or start in the directory that the path is relative to",
-    ).error()
+    )
 
 
 def _read_hub(name: str, required: bool) -> str | None:
@@ -244,7 +265,7 @@ def _read_hub(name: str, required: bool) -> str | None:
                 "a local directory, a cached model, or a reachable hub",
                 f"give a directory, or run `hf download {name}` where there is a network and copy the cache (HF_HOME) "
                 "here",
-            ).error()
+            )
         if isinstance(cached, str):
             file = cached
         else:
@@ -255,7 +276,7 @@ def _read_hub(name: str, required: bool) -> str | None:
             f"model.name = {name}: {str(error).splitlines()[0]}",
             f"a model on {endpoint}, or a directory (none of that name, seen from {directory})",
             "correct the name; for a gated model accept its licence and log in with `hf auth login`",
-        ).error() from None
+        ) from None
 
 
 def hub_reachable(endpoint: str) -> bool:

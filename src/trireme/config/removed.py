@@ -45,4 +45,4 @@ def refuse_removed_command(argv: Sequence[str]) -> None:
     for name in [command, *options]:
         if name in REMOVED:
             kind = "an option" if name in options else "a command"
-            raise Refusal(f"`{name}`", f"{kind} that exists; this one was removed", REMOVED[name]).error()
+            raise Refusal(f"`{name}`", f"{kind} that exists; this one was removed", REMOVED[name])

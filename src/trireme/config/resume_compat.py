@@ -1,19 +1,19 @@
 """The parts of a run's configuration that must be unchanged at a resume: the model, its tokenizer, its LoRA adapters,
 the definition of the loss, the order of the data.
 
-Everything else may change between a commit and its resume: shards, replicas, micro-batches, transport, batch size,
+Everything else may change between a checkpoint and its resume: shards, replicas, micro-batches, transport, batch size,
 max_steps_off_policy, learning rate, limits. `--resume.force` resumes in spite of a difference.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import CommonConfig, Config
+from trireme.core.finite_json import JsonObject
 from trireme.core.model_files import file_digests, model_file
 from trireme.core.redaction import redact_values
 from trireme.core.tokenizer import looks_like_path
@@ -24,16 +24,16 @@ IRRELEVANT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
 
 
-def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, object]:
+def fixed_parts(config: Config, facts: ModelFacts) -> JsonObject:
     """Returns the fixed parts of a run of `rl`, as a nested dict of JSON values. A resume is refused if they differ
-    from the parts of its commit."""
+    from the parts of its checkpoint."""
     alone = len(config.env) == 1  # else names and weights are in the order of the problems too
     envs = [
         {"id": env.id, "args": redact_values(env.args)} | ({} if alone else {"name": env.label, "weight": env.weight})
         for env in config.env
     ]
     kl, reference = config.trainer.kl, config.trainer.kl.reference
-    penalty: dict[str, object] = {}
+    penalty: JsonObject = {}
     if kl.coef:
         penalty = {"trainer.kl.coef": kl.coef, "trainer.kl.discount": kl.discount}
         name = reference.load_checkpoint_path or reference.base_model
@@ -54,11 +54,11 @@ def fixed_parts(config: Config, facts: ModelFacts) -> dict[str, object]:
     }
 
 
-def common_parts(config: CommonConfig, facts: ModelFacts) -> dict[str, Any]:
-    """Returns the fixed parts of a run of any kind: model, tokenizer, and LoRA options if adapters are trained. The
+def common_parts(config: CommonConfig, facts: ModelFacts) -> JsonObject:
+    """Returns what a resume may not change in a run of any kind: model, tokenizer, and LoRA options with adapters. The
     weights of the adapters' base are not among them: they are compared when adapters are loaded."""
     files = {file: model_file(config.tokenizer_name, file) for file in TOKENIZER_FILES}
-    parts = {
+    parts: JsonObject = {
         "model": {name: value for name, value in facts.described.items() if name not in IRRELEVANT},
         "tokenizer": {file: xxhash.xxh3_128_hexdigest(path.read_bytes()) for file, path in files.items() if path},
     }

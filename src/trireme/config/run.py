@@ -1,4 +1,5 @@
-"""The sections that say where and how a run happens: its directory, commits, model, cluster, deadlines and records."""
+"""The sections that say where and how a run happens: its directory, checkpoints, model, cluster, deadlines and
+records."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class RunConfig(Section):
     `local_dir/name`."""
     local_dir: str = "outputs"
     """Where runs lie on the driver's disk if output_dir is a URL, else nothing reads it; other nodes put their parts of
-    commits there for a while."""
+    checkpoints there for a while."""
 
     @property
     def url(self) -> str | None:
@@ -59,18 +60,18 @@ class RunConfig(Section):
 
 class ResumeConfig(Section):
     latest: bool | Literal["auto"] = Field(False, json_schema_extra={"flag": "resume"})
-    """Resume from the newest commit that verifies; spelled `--resume`. `--resume auto`: if the run has begun, else
+    """Resume from the newest checkpoint that verifies; spelled `--resume`. `--resume auto`: if the run has begun, else
     start it, so that a scheduler can repeat one command; needs run.name."""
     step: Annotated[int, Field(ge=-1)] | None = None
-    """Resume from the commit of this step; -1 = the newest. Later commits and rows move to `branches/`."""
+    """Resume from the checkpoint of this step; -1 = the newest. Later checkpoints and rows move to `branches/`."""
     dir: str | None = None
-    """Fork: start a new run from a commit of the run in this directory, which does not change."""
+    """Fork: start a new run from a checkpoint of the run in this directory, which does not change."""
     force: bool = False
     """Resume although model, tokenizer, loss or data order differ."""
 
     @property
     def requested(self) -> bool:
-        """True if the run is to begin from a commit."""
+        """True if the run is to begin from a checkpoint."""
         return bool(self.latest) or self.step is not None or self.dir is not None
 
     def settled(self, *, begun: bool) -> ResumeConfig:
@@ -85,17 +86,18 @@ class ResumeConfig(Section):
 
 class CheckpointConfig(Section):
     every: NonNegativeInt = 20
-    """Steps between commits; 0 = only at the end and on a signal."""
+    """Steps between checkpoints; 0 = only at the end and on a signal."""
     keep_last: PositiveInt = 3
-    """Number of newest commits that are kept."""
+    """Number of newest checkpoints that are kept."""
     keep_every: PositiveInt | None = None
-    """Commits of steps divisible by this are kept for good."""
+    """Checkpoints of steps divisible by this are kept for good."""
     async_save: bool = True
-    """Continue training while a commit is written."""
+    """Continue training while a checkpoint is written."""
     grace_s: PositiveFloat = 60.0
-    """SIGTERM, Ctrl-C: seconds within which the run commits and ends."""
+    """SIGTERM, Ctrl-C: seconds within which the run writes a checkpoint and ends."""
     max_missed: NonNegativeInt = 3
-    """Commits in a row that may fail (a full disk from which nothing can be deleted) before the run stops. 0 = none."""
+    """Checkpoints in a row that may fail (a full disk from which nothing can be deleted) before the run stops. 0 =
+    none."""
 
 
 class ModelConfig(Section):
@@ -103,9 +105,12 @@ class ModelConfig(Section):
     """A Hugging Face model: a local directory or a name on the hub."""
     tokenizer: str | None = None
     """Directory or hub name of the tokenizer; none = `model.name`."""
+    facts: str | None = None
+    """File with the config.json of `model.name`. A dry run plans by it where the model cannot be reached, and builds no
+    environment; a start refuses it."""
     start: str | None = None
     """The model from which the run starts, as environments know it, such as an answerer that does not learn; none =
-    `model.name`. `trireme eval` of a commit sets it to the run's."""
+    `model.name`. `trireme eval` of a checkpoint sets it to the run's."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of inference; auto = bfloat16 on GPUs, float32 on CPUs."""
     head_dtype: Literal["float32", "model"] = "float32"
@@ -178,7 +183,7 @@ class CommonTimeouts(Section):
     collective_s: PositiveFloat = 600.0
     """Deadline for a collective of the trainer's shards, once all have started: how long one waits for the others."""
     checkpoint_s: PositiveFloat = 1800.0
-    """Deadline for a commit to be written, or read."""
+    """Deadline for a checkpoint to be written, or read."""
     heartbeat_s: PositiveFloat = 60.0
     """A process that does not answer for this long counts as dead, and is killed."""
 
@@ -215,3 +220,17 @@ class WandbConfig(Section):
     """W&B team or user."""
     tags: list[str] = Field([])
     """W&B tags."""
+
+
+class MlflowConfig(Section):
+    experiment: str | None = None
+    """MLflow experiment (extra `mlflow`); none = off."""
+    tracking_uri: str | None = None
+    """Address of the MLflow server, without a password; none = the variable MLFLOW_TRACKING_URI."""
+
+
+class TrackioConfig(Section):
+    project: str | None = None
+    """Trackio project (extra `trackio`); none = off."""
+    space_id: str | None = None
+    """A Space of the hub that shows the project, as ORG/NAME; none = Trackio's directory on this machine."""

@@ -29,12 +29,14 @@ from trireme.config.run import (
     CheckpointConfig,
     ClusterConfig,
     CommonTimeouts,
+    MlflowConfig,
     ModelConfig,
     ResumeConfig,
     RolloutsConfig,
     RunConfig,
     TimeoutsConfig,
     TraceConfig,
+    TrackioConfig,
     WandbConfig,
 )
 from trireme.config.section import NonNegativeInt, Section
@@ -55,7 +57,7 @@ ROLLOUTS_OF_A_SHARD = 16
 
 
 class CommonConfig(Section, ABC):
-    """The keys of any kind of run: everything that the trainer, commits and the run directory read."""
+    """The keys of any kind of run: everything that the trainer, checkpoints and the run directory read."""
 
     command: ClassVar[str]
     """The program that reads it."""
@@ -79,6 +81,8 @@ class CommonConfig(Section, ABC):
     tensorboard: bool = False
     """Write files for TensorBoard to `tensorboard/` in the run directory (extra `tensorboard`)."""
     wandb: WandbConfig = WandbConfig()
+    mlflow: MlflowConfig = MlflowConfig()
+    trackio: TrackioConfig = TrackioConfig()
 
     @property
     @abstractmethod

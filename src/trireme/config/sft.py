@@ -10,7 +10,7 @@ from pydantic import PositiveInt
 
 from trireme.config.schema import CommonConfig, RendererConfig
 from trireme.config.section import NonNegativeInt, Section
-from trireme.renderers.types import TrainOn
+from trireme.renderers.conversation import TrainOn
 
 
 class DataConfig(Section):

@@ -43,8 +43,21 @@ def _micro_batches(config: CommonConfig) -> Iterator[Refusal]:
     if config.trainer.packing == "packed" and config.model.attn != "auto":
         yield Refusal(
             f"trainer.packing = packed with model.attn = {config.model.attn}",
-            "no other attention: packed rows have one of their own, which knows where sequences end",
+            "no choice of attention: packed rows are computed by an attention that knows where sequences end",
             "leave --model.attn out, or set --trainer.packing rows",
+        )
+    if config.trainer.share_prefixes == "on" and config.model.attn != "auto":
+        yield Refusal(
+            f"trainer.share_prefixes = on with model.attn = {config.model.attn}",
+            "no choice of attention: shared prefixes are computed by an attention that knows where sequences branch",
+            "leave --model.attn out, or set --trainer.share-prefixes off",
+        )
+    dropout = config.trainer.lora.dropout
+    if config.trainer.share_prefixes == "on" and dropout:
+        yield Refusal(
+            f"trainer.share_prefixes = on with trainer.lora.dropout = {dropout:g}",
+            "no dropout: it draws anew for each sequence, so that no two compute the same prefix",
+            "set --trainer.lora.dropout 0, or leave --trainer.share-prefixes out",
         )
 
 
@@ -118,7 +131,7 @@ def _lora(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Refusal]:
         yield Refusal(
             f"trainer.kl.reference.update_every = {reference.update_every} with trainer.lora.rank and another model as "
             "the reference",
-            "the base as the reference, whose adapters then become the policy's: another model has none",
+            "the policy's own base as the reference: an update then copies the policy's adapters onto it",
             "leave trainer.kl.reference.base_model and load_checkpoint_path out, or update_every",
         )
 

@@ -29,6 +29,9 @@ _OF_KEYS = {
     "trainer.num_minibatches": "gradient_accumulation_steps",
     "trainer.num_substeps": "num_iterations ppo_epochs",
     "trainer.shards": "gpus num_gpus world_size fsdp",
+    "mlflow.experiment": "mlflow_experiment experiment_name",
+    "mlflow.tracking_uri": "mlflow_tracking_uri",
+    "trackio.space_id": "trackio_space_id",
     "wandb.project": "wandb_project project_name report_to",
 }
 WORDS = {word: key for key, words in _OF_KEYS.items() for word in words.split()}

@@ -1,21 +1,18 @@
 """Sessions of agents as the orchestrator sees them. The orchestrator opens a session for each rollout that an agent
 plays, samples the agent's requests, and gets all answers when it closes the session. Only `trireme.launch` sees the
-classes behind these protocols."""
+class behind `AgentSessions`."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from trireme.core.sampler import SampledPart
-from trireme.core.types import SampledSequence, StopReason
-
-SampleTurn = Callable[..., Awaitable[SampledSequence]]
-"""Samples a request, and calls an OnProgress meanwhile, if it gets one too."""
+from trireme.core.sampler import Sample
+from trireme.core.types import StopReason, VersionSpan
 
 
 @dataclass(frozen=True)
@@ -32,29 +29,31 @@ class AgentAccess:
     """The name of the model to ask for."""
 
 
-class AgentTurn(SampledPart, Protocol):
-    """One sampled answer of a session with its prompt. If a prompt does not continue the turn before, it begins a new
-    branch of the session; the turns of a branch follow each other."""
+@dataclass(frozen=True, eq=False)
+class AgentTurn:
+    """One sampled answer of a session, T tokens, with its prompt. If a prompt does not continue the turn before, it
+    begins a new branch of the session; the turns of a branch follow each other."""
 
-    @property
-    def prompt(self) -> npt.NDArray[np.int32]:
-        """The token ids of the prompt: all of them, or, if the turn `follows`, only those after the answer of the turn
-        before."""
-
-    @property
-    def follows(self) -> bool:
-        """True if the prompt begins with the prompt and the answer of the turn before."""
-
-    @property
-    def answer(self) -> int:
-        """The number of the answer in its session: later answers have larger ones."""
-
-    @property
-    def stop_reason(self) -> StopReason: ...
-
-    @property
-    def delivered(self) -> bool:
-        """False if the agent never got the answer, which then must not count in the loss."""
+    prompt: npt.NDArray[np.int32]
+    """The token ids of the prompt: all of them, or, if the turn `follows`, only those after the answer of the turn
+    before."""
+    follows: bool
+    """True if the prompt begins with the prompt and the answer of the turn before."""
+    answer: int
+    """The number of the answer in its session: later answers have larger ones."""
+    tokens: npt.NDArray[np.int32]
+    """[T], of the answer."""
+    logprobs: npt.NDArray[np.float32]
+    """[T]."""
+    spans: tuple[VersionSpan, ...]
+    """The weights that sampled each part of the answer."""
+    stop_reason: StopReason
+    reward: float
+    """The reward that the agent gave to the service. The reward of a rollout is the one that its agent returns."""
+    delivered: bool
+    """False if the agent never got the answer, which then must not count in the loss."""
+    in_bound: bool
+    """False if part of the answer was sampled beyond the bound on staleness; then it must not count either."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +71,7 @@ class AgentSessions(Protocol):
     async def start(self) -> None:
         """Begins to listen for agents; called once, before all other methods."""
 
-    async def open(self, sample: SampleTurn) -> tuple[str, AgentAccess]:
+    async def open(self, sample: Sample) -> tuple[str, AgentAccess]:
         """Opens a session; `sample` samples its answers. Returns the session's name, and what the session's agent needs
         for access."""
 

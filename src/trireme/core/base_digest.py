@@ -1,7 +1,8 @@
 """Computes the digest that names the weights a LoRA adapter was trained on, from a model's safetensors files.
 
 Adapters mean nothing without their base, and only adapters travel. So trainer and replicas each compute the digest of
-the base from the files that they load; it is part of the digest of everything that is published, and of every commit.
+the base from the files that they load; it is part of the digest of everything that is published, and of every
+checkpoint.
 """
 
 from __future__ import annotations
@@ -79,10 +80,10 @@ def read_header(file: Path) -> tuple[int, dict[str, Any]]:
             f"{file}, whose header does not describe it: {error}",
             "a safetensors file with a header of at most 100 MB, whose tensors fill the rest of the file without gaps",
             "fetch or write the file again; do not use it if a stranger made it",
-        ).error() from None
+        ) from None
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
-        header: dict[str, Any] = json.loads(opened.read(size))
+        header: dict[str, object] = json.loads(opened.read(size))
     header.pop("__metadata__", None)
     return 8 + size, header
 
@@ -102,11 +103,11 @@ def weight_files(name: str) -> list[Path]:
             f"model.name = {name}, which has neither {SINGLE} nor {INDEX}",
             "a model whose weights are in the safetensors format: adapters name their base by its digest",
             "save it again with save_pretrained, or train all its weights (leave --trainer.lora.rank out)",
-        ).error()
+        )
     if missing:
         raise Refusal(
             f"model.name = {name}, which lacks {', '.join(missing)}",
             f"all files that its {INDEX} names",
             "fetch the model again",
-        ).error()
+        )
     return [path for path in paths.values() if path is not None]

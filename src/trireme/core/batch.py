@@ -4,27 +4,43 @@
     StoredBatch   lengths and references; each process of the trainer fetches its own part
     BatchPart     what one process of the trainer computes with
 
-Which datum belongs to which part follows from the lengths alone, by a function that the trainer gives (`Assign`). So
-another process can lay out the parts, and no process needs to hold or send the whole batch.
+Which datum belongs to which part follows from the lengths and the shared prefixes alone (`trireme.core.prefixes`), by a
+function that the trainer gives (`Assign`). So another process can lay out the parts, and no process needs to hold or
+send the whole batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from trireme.core.actors import Ref
 from trireme.core.datum import Datum, ModelInput
+from trireme.core.prefixes import Forest, Numbers
 
-Numbers = npt.NDArray[np.int64]
-Assign = Callable[[Numbers], Sequence[Numbers]]
-"""Takes the lengths of all datums, [D]. Returns, for each process of the trainer, the numbers of its own, ascending."""
+Value = TypeVar("Value")
+Column = npt.NDArray[np.number]
+Assign = Callable[[Forest], Sequence[Numbers]]
+"""Takes the forest of all datums. Returns, for each process of the trainer, the numbers of its own, ascending."""
 PIECE_TOKENS = 1 << 20
 """Tokens that are laid out and stored together. Few, so that no call of numpy holds Python's lock for long; enough, so
 that the calls cost less than the numbers."""
+
+
+class Fetch(Protocol):
+    """Takes a reference and the name of the process that keeps its value, and returns the value."""
+
+    def __call__(self, reference: Ref[Value], owner: str, /) -> Value: ...
+
+
+class Put(Protocol):
+    """Stores a value, and returns a reference to it; or returns the value itself."""
+
+    def __call__(self, value: Value, /) -> Ref[Value] | Value: ...
 
 
 @dataclass(frozen=True)
@@ -33,7 +49,7 @@ class TokenBatch:
 
     tokens: npt.NDArray[np.int32]  # [T], all inputs concatenated; datum d is at `offsets[d]:offsets[d + 1]`
     offsets: Numbers  # [D + 1]
-    columns: Mapping[str, npt.NDArray[Any]]  # [T] each, in the order of the tokens
+    columns: Mapping[str, Column]  # [T] each, in the order of the tokens
     temperatures: npt.NDArray[np.float32]  # [D]
     sequences: Numbers = field(default=None)  # type: ignore[arg-type]
     """[D], equal for datums with tokens of the same rollout; by default each datum is a sequence of its own."""
@@ -112,6 +128,10 @@ class TokenBatch:
         """Number of tokens of each datum, int64 [D]."""
         return np.diff(self.offsets)
 
+    def find_forest(self) -> Forest:
+        """Returns the lengths of all datums and the prefixes that they share."""
+        return Forest.find(np.split(self.tokens, self.offsets[1:-1]))
+
     def datum(self, d: int) -> Datum:
         part = slice(int(self.offsets[d]), int(self.offsets[d + 1]))
         return Datum(
@@ -134,8 +154,8 @@ class BatchPart:
     """The datums of a batch that one process of the trainer needs: its own datums, and the shortest of the batch, which
     a process with nothing left to compute repeats with weight 0."""
 
-    lengths: Numbers
-    """[D], of all datums of the batch, from which all processes make the same plan."""
+    forest: Forest
+    """Of all datums of the batch: all processes make the same plan from it."""
     datums: Numbers
     """[N], ascending: the numbers in the batch of the datums that are here."""
     batch: TokenBatch
@@ -146,7 +166,12 @@ class BatchPart:
         """Returns `data` itself if it is a part already, else the part that has all datums."""
         if isinstance(data, BatchPart):
             return data
-        return cls(data.lengths, np.arange(len(data)), data)
+        return cls(data.find_forest(), np.arange(len(data)), data)
+
+    @property
+    def lengths(self) -> Numbers:
+        """Tokens of each datum of the batch, int64 [D]."""
+        return self.forest.lengths
 
     def places(self, datums: Sequence[int]) -> Numbers:
         """Returns the index in `batch` of each datum, given by its number in the whole batch. Raises ValueError if one
@@ -166,16 +191,16 @@ class BatchPart:
 class PartPieces:
     """A `BatchPart` in the object store, cut into pieces."""
 
-    lengths: Numbers
+    forest: Forest
     datums: Numbers
-    pieces: tuple[Any, ...]
+    pieces: tuple[Ref[TokenBatch] | TokenBatch, ...]
     """The datums in pieces of about PIECE_TOKENS: references to TokenBatches, or the batches. Each is stored by itself,
     because storing holds Python's lock while it copies."""
 
-    def opened(self, fetch: Callable[[Any], Any]) -> BatchPart:
-        """Fetches all pieces and returns the part. `fetch` takes a reference to a piece and returns the piece."""
-        pieces = [piece if isinstance(piece, TokenBatch) else fetch(piece) for piece in self.pieces]
-        return BatchPart(self.lengths, self.datums, TokenBatch.join(pieces))
+    def opened(self, fetch: Fetch, owner: str) -> BatchPart:
+        """Fetches all pieces and returns the part. `fetch`, `owner`: see `StoredPart`."""
+        pieces = [piece if isinstance(piece, TokenBatch) else fetch(piece, owner) for piece in self.pieces]
+        return BatchPart(self.forest, self.datums, TokenBatch.join(pieces))
 
 
 @dataclass(frozen=True)
@@ -183,23 +208,23 @@ class StoredPart:
     """Says where a process of the trainer finds its part of a `StoredBatch`, and what it adds or changes after
     fetching."""
 
-    part: Any
+    part: Ref[PartPieces] | PartPieces
     """A reference to its PartPieces, or these themselves."""
     owner: str
     """Names the process that keeps it."""
-    columns: tuple[tuple[str, Any], ...] = ()
+    columns: tuple[tuple[str, Ref[Column]], ...] = ()
     """Names of further columns of this part, and references to their values."""
     maps: tuple[BatchMap, ...] = ()
     """Functions to apply to the fetched part, in this order."""
 
-    def opened(self, fetch: Callable[[Any, str], Any]) -> BatchPart:
-        """Fetches the part, adds its further columns, applies its maps in order, and returns it. `fetch` takes a
-        reference and the name of its owner, and returns the value."""
+    def opened(self, fetch: Fetch) -> BatchPart:
+        """Fetches the part, adds its further columns, applies its maps in order, and returns it. `fetch`
+        fetches each value."""
         if isinstance(self.part, PartPieces):
             stored = self.part
         else:
             stored = fetch(self.part, self.owner)
-        part: BatchPart = stored.opened(lambda piece: fetch(piece, self.owner))
+        part = stored.opened(fetch, self.owner)
         columns = {name: fetch(column, self.owner) for name, column in self.columns}
         if columns:
             batch = replace(part.batch, columns={**part.batch.columns, **columns})
@@ -215,36 +240,41 @@ class StoredBatch:
     """A batch of D datums. Their tokens and columns are in the object store, as one part for each process of the
     trainer."""
 
-    lengths: Numbers  # [D]
+    forest: Forest
     sequences: Numbers  # [D], as in `TokenBatch`
     parts_R: tuple[StoredPart, ...]
 
     @classmethod
     def store(
         cls,
-        lengths: Numbers,
+        forest: Forest,
         sequences: Numbers,
         lay_out: LayOut,
         assign: Assign,
-        put: Callable[[Any], Any] = lambda value: value,
+        put: Put = lambda value: value,
         owner: str = "driver",
     ) -> StoredBatch:
         """Lays out and stores a batch, part after part. `lay_out` makes the pieces; `put` stores a piece or a part and
         returns a reference. `assign` says which datums belong to which part. `owner`: the process that keeps the
         stored parts.
 
-        `lengths` and `sequences` cover all datums. At any time only one piece is in the memory of this process.
+        `forest` and `sequences` cover all datums. At any time only one piece is in the memory of this process.
         """
-        shortest = int(np.argmin(lengths))
+        shortest = int(np.argmin(forest.lengths))
         parts_R = []
-        for assigned in assign(lengths):
+        for assigned in assign(forest):
             datums = np.union1d(assigned, [shortest])
-            pieces = tuple(put(lay_out(piece)) for piece in cut_pieces(datums, lengths))
-            parts_R.append(StoredPart(put(PartPieces(lengths, datums, pieces)), owner))
-        return cls(lengths, sequences, tuple(parts_R))
+            pieces = tuple(put(lay_out(piece)) for piece in cut_pieces(datums, forest.lengths))
+            parts_R.append(StoredPart(put(PartPieces(forest, datums, pieces)), owner))
+        return cls(forest, sequences, tuple(parts_R))
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.forest)
+
+    @property
+    def lengths(self) -> Numbers:
+        """Tokens of each datum, int64 [D]."""
+        return self.forest.lengths
 
     @property
     def offsets(self) -> Numbers:
@@ -255,7 +285,7 @@ class StoredBatch:
         """Returns the same batch with `function` added: each process applies it to its part after fetching."""
         return replace(self, parts_R=tuple(replace(part, maps=(*part.maps, function)) for part in self.parts_R))
 
-    def with_column(self, name: str, column_R: Sequence[Any]) -> StoredBatch:
+    def with_column(self, name: str, column_R: Sequence[Ref[Column]]) -> StoredBatch:
         """Returns the same batch with a further column `name`. `column_R`: for each part, a reference to the column's
         values."""
         parts_R = zip(self.parts_R, column_R, strict=True)
@@ -263,7 +293,7 @@ class StoredBatch:
             self, parts_R=tuple(replace(part, columns=(*part.columns, (name, ref))) for part, ref in parts_R)
         )
 
-    def whole(self, fetch: Callable[[Any, str], Any]) -> TokenBatch:
+    def whole(self, fetch: Fetch) -> TokenBatch:
         """Fetches all parts, and returns all datums in their order as one batch. `fetch`: see `StoredPart.opened`."""
         parts = [part.opened(fetch) for part in self.parts_R]
         numbers, first = np.unique(np.concatenate([part.datums for part in parts]), return_index=True)

@@ -90,7 +90,7 @@ def refuse_kinds(label: str, model: PreTrainedModel, kinds: Mapping[str, Collect
             f"it {'; it '.join(wrong)}",
             "the tensors of its class, by name and shape; what is missing would be computed with initial values",
             advice,
-        ).error()
+        )
 
 
 def refuse_other_tensors(name: str, label: str, advice: str) -> None:

@@ -49,14 +49,6 @@ class TensorData:
         array = _cast(array, dtype or ("float32" if array.dtype.kind == "f" else "int64"))
         self.data: npt.NDArray[Any] = array if shape is None else array.reshape(shape)
 
-    @classmethod
-    def from_numpy(cls, array: npt.NDArray[Any]) -> TensorData:
-        return cls(array)
-
-    @classmethod
-    def from_torch(cls, tensor: Tensor) -> TensorData:
-        return cls(tensor)
-
     @property
     def dtype(self) -> str:
         return self.data.dtype.name
@@ -64,10 +56,6 @@ class TensorData:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.data.shape
-
-    def to_numpy(self) -> npt.NDArray[Any]:
-        """Returns the numbers as the array that is stored, not a copy."""
-        return self.data
 
     def to_torch(self) -> Tensor:
         """Copies the numbers to a tensor on the CPU."""
@@ -78,7 +66,7 @@ class TensorData:
     def tolist(self) -> list[Any]:
         return list(self.data.tolist())
 
-    def __array__(self, dtype: npt.DTypeLike = None, copy: bool | None = None) -> npt.NDArray[Any]:
+    def __array__(self, dtype: npt.DTypeLike = None, copy: bool | None = None) -> npt.NDArray[np.generic]:
         return np.array(self.data, dtype=dtype, copy=copy)
 
     def __len__(self) -> int:
@@ -88,7 +76,7 @@ class TensorData:
         return f"TensorData({self.data!r})"
 
 
-def _as_array(values: ColumnLike) -> npt.NDArray[Any]:
+def _as_array(values: ColumnLike) -> npt.NDArray[np.generic]:
     if isinstance(values, TensorData):
         return values.data
     if hasattr(values, "detach"):  # a tensor, wherever it is; numpy has no bfloat16
@@ -97,9 +85,9 @@ def _as_array(values: ColumnLike) -> npt.NDArray[Any]:
     return np.asarray(values)
 
 
-def _cast(array: npt.NDArray[Any], dtype: TensorDtype) -> npt.NDArray[Any]:
-    """Returns `array` as `dtype`. Rounds fractions to the precision of `dtype`, but raises ValueError for a number that
-    would become another one."""
+def _cast(array: npt.NDArray[np.generic], dtype: TensorDtype) -> npt.NDArray[np.generic]:
+    """Returns `array` as `dtype`. A float dtype rounds to its precision. Raises ValueError for a number that an integer
+    dtype cannot hold exactly, and for one beyond the range of a float dtype."""
     if array.dtype == dtype:
         return array
     whole = np.dtype(dtype).kind == "i"
@@ -107,7 +95,7 @@ def _cast(array: npt.NDArray[Any], dtype: TensorDtype) -> npt.NDArray[Any]:
     wrong = np.ones(array.shape, np.bool_)
     if of_numbers:
         with np.errstate(over="ignore", invalid="ignore"):
-            cast: npt.NDArray[Any] = array.astype(dtype)
+            cast: npt.NDArray[np.generic] = array.astype(dtype)
             if whole:
                 wrong = cast != array
             else:
@@ -131,10 +119,6 @@ class EncodedTextChunk:
 
     tokens: Sequence[int] | npt.NDArray[np.int32]  # token ids
     type: Literal["encoded_text"] = "encoded_text"
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -160,32 +144,19 @@ class ModelInput:
     def from_ints(cls, tokens: Sequence[int]) -> ModelInput:
         return cls(tokens)
 
-    @classmethod
-    def empty(cls) -> ModelInput:
-        return cls()
-
     def to_ints(self) -> list[int]:
         return list(self.tokens.tolist())
 
-    def append(self, chunk: EncodedTextChunk) -> ModelInput:
-        """Returns a new input with the chunk at its end."""
-        return ModelInput(self.tokens, chunks=[chunk])
-
     def append_int(self, token: int) -> ModelInput:
         """Returns a new input with the token at its end."""
-        return self.append(EncodedTextChunk([token]))
-
-    @property
-    def chunks(self) -> list[EncodedTextChunk]:
-        """All tokens as one chunk."""
-        return [EncodedTextChunk(self.tokens)]
+        return ModelInput([*self.tokens, token])
 
     @property
     def length(self) -> int:
         return len(self.tokens)
 
 
-def _tokens_of(chunk: EncodedTextChunk) -> npt.NDArray[Any]:
+def _tokens_of(chunk: EncodedTextChunk) -> npt.NDArray[np.generic]:
     kind = getattr(chunk, "type", type(chunk).__name__)
     if kind != "encoded_text":
         raise ValueError(

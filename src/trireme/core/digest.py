@@ -80,7 +80,7 @@ def sums_of(data: npt.NDArray[np.uint8], first_word: int = 0) -> Sums:
     return sums
 
 
-def sums_of_rows(words: npt.NDArray[np.uint16], first_word: int = 0, step: int = 0) -> Sums:
+def sums_of_rows(words: npt.NDArray[np.uint16], first_word: int, step: int = 0) -> Sums:
     """Returns the sums of rows of a tensor: contiguous `words`, uint16 [rows, words]. Row r begins at word number
     `first_word + r step` of the whole tensor."""
     if not words.size:

@@ -46,8 +46,8 @@ class ServicesLost(RoomFailed):
 
 
 class WeightsGone(RoomFailed):
-    """The trainer no longer keeps the bytes of a version that a replica or a commit needs. The receiver still has its
-    earlier weights, and nothing is broken."""
+    """The trainer no longer keeps the bytes of a version that a replica or a checkpoint needs. The receiver still has
+    its earlier weights, and nothing is broken."""
 
 
 class ReplicaBehind(TriremeError):
@@ -67,7 +67,8 @@ class NonFiniteGradient(TriremeError):
 
 
 class CheckpointInvalid(TriremeError):
-    """A commit does not verify: torn, truncated, altered, incomplete, or of another format; says which file and why."""
+    """A checkpoint does not verify: torn, truncated, altered, incomplete, or of another format; says which file and
+    why."""
 
 
 class StorageFailed(TriremeError):

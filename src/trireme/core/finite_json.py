@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
+JsonObject = dict[str, object]
+"""A JSON object that is only written, or whose values are checked where they are read."""
 PLAIN = json.JSONEncoder(allow_nan=False).encode
 """Writes JSON without options; `json.dumps` would make an encoder for each value."""
 
 
-def to_json(value: Any, **options: Any) -> str:
+def to_json(value: object, **options: Any) -> str:
     """Returns `value` as JSON, with the `options` of `json.dumps`. JSON has no NaN and no infinities, which other
     readers than Python's refuse: they become null.
 
@@ -39,7 +41,7 @@ def is_json(value: object) -> bool:
     return True
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, float):
         if isfinite(value):
             return value

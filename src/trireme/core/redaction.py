@@ -1,4 +1,4 @@
-"""Replaces secrets in the output of a run: code.diff, config.json, manifests, data for Weights & Biases.
+"""Replaces secrets in the output of a run: code.diff, config.json, manifests, data for trackers.
 
 A secret is the value of an environment variable with a name like a secret's, such as API_KEY; a text in the format of a
 known service's keys; or a long random text that is assigned to such a name. Other long texts (digests, paths) stay.

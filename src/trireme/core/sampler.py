@@ -1,10 +1,10 @@
-"""The inference room as other rooms see it: its methods as a Protocol, and the types of their results. Only
-`trireme.launch` and `trireme.api` see the classes behind it."""
+"""The inference room as other rooms see it: its verbs as a Protocol, and the types of their results. Only
+`trireme.launch` and `trireme.api` see the class behind it, `inference.router.Router`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,10 +61,15 @@ class SampledPart(Protocol):
 
 
 OnProgress = Callable[[SampledPart], None]
+Sample = Callable[..., Awaitable[SampledSequence]]
+"""Samples a SampleRequest, as `Sampler.sample` does, and calls an OnProgress meanwhile, if it gets one too."""
+OnVersions = Callable[[dict[int, int]], object]
+"""Takes {replica: acknowledged version} of all live replicas."""
 
 
-class SequenceSampler(Protocol):
-    """Anything that samples sequences: the replicas, or an object in front of them."""
+class Sampler(Protocol):
+    """All replicas behind one router, as the orchestrator and the service see them. A sampler outlives replica sets: it
+    samples with the replicas of one set, later with the replicas of the next."""
 
     async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None, /) -> SampledSequence:
         """Samples one sequence for `request` on some replica. Continues through updates of weights; the result's spans
@@ -74,11 +79,6 @@ class SequenceSampler(Protocol):
         Raises RoomFailed if no replica can finish the sequence, BadRequest if no replica accepts the request.
         """
 
-
-class FollowingSampler(SequenceSampler, Protocol):
-    """A sampler that outlives replica sets: it samples with the replicas of one set, later with the replicas of the
-    next."""
-
     def follow(self, source: Any) -> None:
         """Makes all requests from now on go to the replicas of another replica set. `source`: the object through which
         a router reads that replica set."""
@@ -87,15 +87,11 @@ class FollowingSampler(SequenceSampler, Protocol):
         """Returns {replica: utilisation}. A replica that does not answer is not used any more. Raises RoomFailed if
         none is left."""
 
-
-class Sampler(FollowingSampler, Protocol):
-    """The inference room as the orchestrator sees it: all replicas behind one router."""
-
     async def updated(self, identity: WeightIdentity) -> Sequence[UpdateReport]:
         """Waits until the update of the replicas to `identity` has ended. Returns each replica's report, or raises the
         update's error."""
 
-    def on_change(self, call: Callable[[dict[int, int]], object]) -> None:
-        """Makes this sampler call `call` with {replica: acknowledged version} of the live replicas whenever a replica
-        joins, leaves, fails or acknowledges a version. Also calls it at the end of an update, before `updated`
-        returns."""
+
+MakeSampler = Callable[[OnVersions], Sampler]
+"""Makes a sampler that calls its argument whenever a replica joins, leaves, fails or acknowledges a version, and at the
+end of an update, before `Sampler.updated` returns."""

@@ -47,9 +47,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     except ValueError as error:
         problem = f"tokenizer = {name}, which transformers cannot open: {str(error).strip().splitlines()[0]}"
         expected = "a tokenizer of a class of transformers; code of its own never runs"
-        raise Refusal(problem, expected, TOKENIZER_ADVICE).error() from None
+        raise Refusal(problem, expected, TOKENIZER_ADVICE) from None
     if len(tokenizer) <= len(tokenizer.get_added_vocab()):
-        raise Refusal(f"tokenizer = {name}, which has no vocabulary", "a whole tokenizer", TOKENIZER_ADVICE).error()
+        raise Refusal(f"tokenizer = {name}, which has no vocabulary", "a whole tokenizer", TOKENIZER_ADVICE)
     return tokenizer
 
 

@@ -4,13 +4,14 @@
 
 The layout (`trireme.core.weights.Layout`) says where each tensor lies in which bucket. It is the same for every version
 of a run, and every rank knows it before anything is gathered. Bucket b belongs to rank b mod R: the buckets of a rank
-are its share. The source belongs to the transport: small, picklable, opaque to all others. Replicas open it, commits
-too (they write files from the bytes). Whatever the transport, a receiver checks the digest of the bytes, and each
-replica's canary proves their use. A new transport is a module in `trireme.transports` and a line in `TRANSPORTS`.
+are its share. The source belongs to the transport: small, picklable, opaque to all others. Replicas open it,
+checkpoints too (they write files from the bytes). Whatever the transport, a receiver checks the digest of the bytes,
+and each replica's canary proves their use. A new transport is a module in `trireme.transports` and a line in
+`TRANSPORTS`.
 
 *Sessions.* Some transports send to a fixed group of replicas. The trainer makes an `Offer`, the replica set asks the
 replicas and answers with the `Session` of those that are ready in time; the others are left out before anything is
-sent. A replica outside the session, and a commit, open the same source, which also serves single buckets on demand.
+sent. A replica outside the session, and a checkpoint, open the same source, which also serves single buckets on demand.
 
 *Groups.* The replicas of a node follow each other in the chain of one rank, so that one copy of the bytes reaches the
 node, however many replicas it has (`servers_of`). The nodes are shared out over one rank of each training node.
@@ -29,7 +30,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,9 @@ from trireme.core.weights import Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+Stored = TypeVar("Stored")
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ TRANSPORTS = {
 }
 """Transports by the name that `inference.transport` chooses."""
 
+Endpoint = tuple[str, int]
+"""The address of a node, and a port."""
 READY_PART = 10
 """The part of an offer's time in which replicas say that they are ready."""
 
@@ -71,7 +77,7 @@ class Offer:
     version: int
     sizes: tuple[int, ...]
     """Bytes of each bucket, in the order in which they are sent."""
-    endpoints_R: tuple[Any, ...]
+    endpoints_R: tuple[Endpoint, ...]
     """Where each rank of the trainer can be found: the address of its node, and a port."""
     timeout_s: float
     """Seconds from the offer until all is sent, or sending is abandoned."""
@@ -143,18 +149,18 @@ class Epochs:
 
     def __init__(self) -> None:
         self.number = 0
-        self._last: Any = None
+        self._last: object = None
 
     def begins(self, members: object) -> bool:
         """Records the members of a session, given as any value that is equal for equal members. Returns True, and
         counts a new epoch, if they differ from the last session's."""
         begins = members != self._last
-        self.number = self.number + begins
+        self.number += begins
         self._last = members
         return begins
 
 
-def join_parts(parts_R: Sequence[Mapping[int, object]]) -> tuple[object, ...]:
+def join_parts(parts_R: Sequence[Mapping[int, Stored]]) -> tuple[Stored, ...]:
     """Returns the buckets of all ranks in order of their numbers. `parts_R`: for each rank, {number of a bucket: the
     bucket, or a reference to it}."""
     joined = {bucket: reference for part in parts_R for bucket, reference in part.items()}
@@ -164,8 +170,9 @@ def join_parts(parts_R: Sequence[Mapping[int, object]]) -> tuple[object, ...]:
 class Sender(Protocol):
     """The sending end of a transport, in each shard of the trainer."""
 
-    endpoint: Any
-    """Where replicas that receive find it, for `Offer.endpoints_R`; None if the transport has no sessions."""
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """Where replicas that receive find it, for `Offer.endpoints_R`; None if the transport has no sessions."""
 
     def send(
         self, version: int, layout: Layout, units: Iterable[Sequence[tuple[str, Tensor]]], session: Session | None
@@ -183,19 +190,19 @@ class Transport(Protocol):
         """Makes the sending end for rank `rank` of `size`. If it listens, it does so at one of `ports`
         (`cluster.ports`)."""
 
-    def join(self, parts_R: Sequence[Any]) -> Any:
+    def join(self, parts_R: Sequence[object]) -> object:
         """Returns the source of a version. `parts_R`: what `Sender.send` returned on each rank."""
 
-    async def open(self, source: Any) -> Sequence[npt.NDArray[np.uint8]]:
-        """Waits until all bytes of `source` are in this process, which is a replica or writes a commit. Returns the
+    async def open(self, source: object) -> Sequence[npt.NDArray[np.uint8]]:
+        """Waits until all bytes of `source` are in this process, which is a replica or writes a checkpoint. Returns the
         buckets, uint8 arrays that may be read-only. Raises if the bytes cannot be had, for example because the
         sender is dead."""
 
     def lease(self, source: object) -> None:
-        """Keeps the bytes of `source` until `release`, even if newer versions are published: a commit reads them later,
-        alongside training. Raises WeightsGone if they are gone already."""
+        """Keeps the bytes of `source` until `release`, even if newer versions are published: a checkpoint reads them
+        later, alongside training. Raises WeightsGone if they are gone already."""
 
-    def release(self, source: Any) -> None:
+    def release(self, source: object) -> None:
         """Ends the lease of `source`, without waiting."""
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -128,8 +128,6 @@ class SampleRequest:
     """The lowest version that it may be sampled from; None: any. A replica refuses it below that (`ReplicaBehind`)."""
     attempt: int = 0
     """Set by the router: the attempt of `floor`, which weights of an earlier one are below."""
-    read: bool = False
-    """Set by the router: its tokens are read while they are sampled, so the engine sends them soon."""
 
     def __post_init__(self) -> None:
         prompt = self.prompt
@@ -212,6 +210,8 @@ class ForwardBackwardOutput:
     metrics: Mapping[str, float]  # {name:reduction: value}, see `trireme.run.metrics.reduce_metrics`
     suspects: tuple[int, ...] = ()  # datums whose loss, or its gradient, is not finite
     peak_s: float = 0.0  # seconds of the model's arithmetic on all GPUs at their peak rate; 0: unknown
+    tokens: int = 0  # of all datums of the batch
+    distinct: int = 0  # of them that were computed: with shared prefixes fewer
 
     @property
     def loss_fn_outputs(self) -> list[dict[str, TensorData]]:
@@ -233,7 +233,7 @@ class StepSummary:
     """The result of a training step: its metrics, its groups, and records of some groups."""
 
     metrics: dict[str, float]
-    trained: list[dict[str, Any]]
+    trained: list[dict[str, object]]
     """Problem, index and floor of each group, in the order in which they were taken."""
     records: list[str]
     """Records of some of the groups (`orchestrator.recorder`)."""

@@ -3,7 +3,9 @@
 The trainer packs the tensors of one version, in the inference dtype and under their (unfused) Hugging Face names, into
 a few flat byte buckets. Each tensor has its own hash; the digest of the version is a hash over the sorted table of
 names, dtypes, shapes and hashes. A receiver recomputes the hashes from the received bytes. That proves delivery; the
-canary, the log-probabilities of a fixed token sequence, proves that the received weights are *used*.
+canary, the log-probabilities of a fixed token sequence, proves that the received weights are *used*. A prefill computes
+these, and answers come from decode steps: a replica also samples tokens after the sequence, and compares what decode
+steps say of them with what a prefill says.
 
 With LoRA only the adapter's tensors travel. The digest then also covers the base, by its own digest, and the adapter's
 rank and alpha: without these the tensors mean nothing.
@@ -182,6 +184,14 @@ rounding changes experts, the drift of a right model grows in training: one of t
 updates. So it may also have GROWTH times the largest drift so far, up to ROUNDED, which a resumed run has at once."""
 
 
+DECODED = 4
+"""Tokens that a replica samples in decode steps after the canary's; one more before them is sampled in the prefill."""
+AFTER_CANARY = DECODED + 2
+"""Tokens that must fit after the canary's: all of these, and one that the prefill of them samples."""
+SHORTEST_CANARY = 2
+"""Tokens of a canary at least: one with a log-probability, and the one before it."""
+
+
 @dataclass(frozen=True)
 class Canary:
     """A fixed sequence with the trainer's log-probabilities under the published weights."""
@@ -303,3 +313,23 @@ def check_canary(manifest: WeightsManifest, logprobs: npt.NDArray[np.float32]) -
             + ("" if bound == EXACT else ", or it rounds far more than usual (try model.dtype = float32)")
         )
     return drift
+
+
+def check_decoding(
+    manifest: WeightsManifest, decoded: npt.NDArray[np.float32], prefilled: npt.NDArray[np.float32]
+) -> None:
+    """Compares a replica's log-probabilities of the DECODED tokens that it sampled after the canary, float32 [DECODED]:
+    `decoded` by decode steps and `prefilled` by a prefill. Raises WeightsRefused beyond the canary's bound, or for NaN.
+    The bound of the mean holds for the median here: the mean of so few tokens depends on single ones, of which rounding
+    may change the experts."""
+    bound = manifest.canary.bound
+    difference = np.abs(decoded - prefilled)
+    middle = float(np.median(difference))
+    largest = float(difference.max())
+    if not (middle <= bound.mean and largest <= bound.largest):
+        raise WeightsRefused(
+            f"canary of version {manifest.identity.version}: logprobs of {len(decoded)} tokens in decode steps differ "
+            f"from those of the same tokens in a prefill by {middle:.3g} in the median and {largest:.3g} at most, "
+            f"expected no more than {bound.mean:.3g} and {bound.largest:.3g}: decode steps of the replica do not use "
+            "the weights that its prefills use"
+        )

@@ -9,7 +9,7 @@ from pathlib import Path
 from trireme.config import CommonConfig
 from trireme.doctor.facts import NodeFacts
 from trireme.doctor.links import Link
-from trireme.plan.base import Plan
+from trireme.plan.whole import Plan
 from trireme.process.environ import Resources
 from trireme.process.machine import Node
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from trireme.core.actors import remote_method
 from trireme.doctor.facts import NodeFacts, Questions, collect
 from trireme.doctor.links import Endpoint, Link, Listener, rate, reach
 
@@ -32,6 +33,7 @@ class Examiner:
         self._token = token
         self._listener = Listener(token)
 
+    @remote_method
     def report(self, questions: Questions, host: str, ports: Sequence[int]) -> Report:
         """Collects the node's facts, and starts to listen at `host`, the node's address in the cluster: at any free
         port, and at the first and the last free one of `ports` (cluster.ports). Raises RoomFailed if it cannot
@@ -39,6 +41,7 @@ class Examiner:
         choices = [(), ports, ports[::-1]] if ports else [()]
         return Report(collect(questions), [self._listener.add(host, choice) for choice in choices])
 
+    @remote_method
     def reach(self, by_node: Mapping[str, Sequence[Endpoint]]) -> list[Link]:
         """Connects to all endpoints of other nodes, {node's name: endpoints}, in parallel. Returns the result for each
         endpoint."""
@@ -47,6 +50,7 @@ class Examiner:
             errors = threads.map(lambda pair: reach(pair[1], self._token), pairs)
         return [Link(self._name, name, at, error) for (name, at), error in zip(pairs, errors, strict=True)]
 
+    @remote_method
     def rates(self, receivers: Mapping[str, Endpoint]) -> dict[str, float]:
         """Measures the rate to one node after the other. Returns {node's name: bytes per second}, 0 for a node that is
         not reached."""

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from trireme.config import CommonConfig
 from trireme.core.refusals import Refusal
-from trireme.plan.base import Plan
+from trireme.plan.whole import Plan
 from trireme.process import signals
 from trireme.process.environ import cluster_address, prepare_ray_environment
 from trireme.supervision.roster import PartHealth, Roster
@@ -40,8 +40,8 @@ def prepare_cluster(config: CommonConfig, plan: Plan) -> None:
             if config.run.url
             else "a directory that all nodes share and that outlives the job",
             f"give an absolute --run.{key.replace('_', '-')}",
-        ).error()
-    prepare_ray_environment(address, plan.threads, config.deterministic, huge_pages=not plan.on_gpus)
+        )
+    prepare_ray_environment(address, plan.threads, config.deterministic)
 
 
 class StartProgress:

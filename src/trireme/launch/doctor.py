@@ -10,24 +10,25 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from rich.console import Console
 
 from trireme.config import CommonConfig
+from trireme.core.actors import ActorProxy, Ref
 from trireme.core.errors import TriremeError
 from trireme.core.refusals import Refusal, refuse
 from trireme.doctor.examination import Declared, Examination, Expected, absolute
-from trireme.doctor.examiner import Examiner, Report
+from trireme.doctor.examiner import Examiner
 from trireme.doctor.facts import Questions, collect
 from trireme.doctor.findings import findings
-from trireme.doctor.links import Link
 from trireme.doctor.report import network_line
-from trireme.plan.base import Plan
+from trireme.plan.whole import Plan
 from trireme.process import waits
-from trireme.process.ray_cluster import on_node
+from trireme.process.ray_cluster import create_actor, on_node
 
+Value = TypeVar("Value")
 REPORT_S = 60.0
 """Time limit for a node's report: its process starts, and imports this project, on a machine that may be busy."""
 LINKS_S = 30.0
@@ -41,20 +42,23 @@ class Calls:
     """Calls the examiners of all nodes, `nodes` {name: actor handle}, at the same time. A node that fails to answer is
     removed from `nodes`, and `silent` {name: reason} gets the reason."""
 
-    def __init__(self, nodes: Mapping[str, Any]) -> None:
+    def __init__(self, nodes: Mapping[str, ActorProxy[Examiner]]) -> None:
         self.nodes = dict(nodes)
         self.silent: dict[str, str] = {}
 
-    def all(self, call: Callable[[str, Any], Any], timeout_s: float) -> dict[str, Any]:
+    def all(self, call: Callable[[str, ActorProxy[Examiner]], Ref[Value]], timeout_s: float) -> dict[str, Value]:
         """Makes a call to every node, and returns {name: answer} of the nodes that answer within `timeout_s` seconds.
         `call(name, handle)` starts the call and returns Ray's reference."""
         deadline = time.monotonic() + timeout_s
         pending = {call(name, handle): name for name, handle in self.nodes.items()}
-        answers: dict[str, Any] = {}
+        answers: dict[str, Value] = {}
         while pending and time.monotonic() < deadline:
             for ref, answer in waits.ready(pending, deadline - time.monotonic()).items():
-                answers[pending.pop(ref)] = answer
-        self.silent |= {name: str(answer) for name, answer in answers.items() if isinstance(answer, TriremeError)}
+                name = pending.pop(ref)
+                if isinstance(answer, TriremeError):
+                    self.silent[name] = str(answer)
+                else:
+                    answers[name] = answer
         self.silent |= dict.fromkeys(pending.values(), f"it did not answer within {timeout_s:.0f} s")
         self.nodes = {name: handle for name, handle in self.nodes.items() if name not in self.silent}
         return {name: answers[name] for name in self.nodes}
@@ -107,11 +111,9 @@ def examine(config: CommonConfig | None, among: Collection[str] = (), trainer: s
     token = secrets.token_bytes(TOKEN_BYTES)
     with trial_file(output_dir) as trial, _examiners(alive, token) as calls:
         questions = Questions(trial, config.model.name if config else "")
-        reports: dict[str, Report] = calls.all(
-            lambda name, handle: handle.report.remote(questions, alive[name].address, ports), REPORT_S
-        )
+        reports = calls.all(lambda name, handle: handle.report.remote(questions, alive[name].address, ports), REPORT_S)
         endpoints = {name: report.endpoints for name, report in reports.items()}
-        links: dict[str, Sequence[Link]] = calls.all(
+        links = calls.all(
             lambda name, handle: handle.reach.remote({other: endpoints[other] for other in endpoints if other != name}),
             LINKS_S,
         )
@@ -144,7 +146,7 @@ def _examiners(nodes: Mapping[str, Declared], token: bytes) -> Iterator[Calls]:
     """Starts an examiner on each of `nodes`, and kills them after the block. They reserve no cores and no GPUs.
     `token`: the secret by which examiners know each other."""
     handles = {
-        name: ray.remote(Examiner).options(num_cpus=0, scheduling_strategy=on_node(node.id)).remote(name, token)
+        name: create_actor(Examiner, num_cpus=0, scheduling_strategy=on_node(node.id))(name, token)
         for name, node in nodes.items()
     }
     try:
@@ -171,7 +173,7 @@ def trial_file(output_dir: str) -> Iterator[str]:
                 f"run.output_dir = {directory}; nothing can be written in {place}: {error.strerror}",
                 "a directory for the files of runs, with room for them",
                 f"`df -h {place}`, or choose another --run.output-dir",
-            ).error() from None
+            ) from None
         yield trial.name
 
 

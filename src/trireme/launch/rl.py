@@ -29,7 +29,7 @@ from trireme.launch.common import StartProgress
 from trireme.launch.run import Core, TrainingRun
 from trireme.launch.service import POLICY, SESSIONS, check_port, keys_of, served_models, sessions_factory
 from trireme.launch.starting import await_ready, check_replicas, reserve_places
-from trireme.plan.base import Plan
+from trireme.plan.whole import Plan
 from trireme.process.ray_cluster import PlacePool
 from trireme.run.metrics import Journal, step_line
 from trireme.run.rundir import RunDir
@@ -41,13 +41,15 @@ from trireme.train.kl_reference import keep_reference
 from trireme.train.rl_loop import train
 from trireme.train.steps import Attempt, Rooms
 
+ON_UPDATE = "inference.on_update"
+
 
 class RlRun(TrainingRun):
     """The part of a run that is particular to `rl`: its rooms, and its training loop."""
 
     core = "trainer and orchestrator"
     lasting = frozenset({"inference"})
-    committing = ("trainer", "orchestrator")
+    saving = ("trainer", "orchestrator")
     guard = Guard
     config: Config
 
@@ -61,10 +63,21 @@ class RlRun(TrainingRun):
         self._incarnations = itertools.count(1)  # of replica sets
         self._say = Console(markup=False, highlight=False, soft_wrap=True).print
 
+    @property
+    def decided(self) -> Mapping[str, object]:
+        return {ON_UPDATE: self.plan.resolved(self.config).inference.on_update}
+
     def enter(self, run: RunDir) -> None:
-        """Protects the commit with the reference's weights from deletion, and reads or makes the keys of the service:
-        before Ray starts, which takes a while. Raises BadInput."""
+        """Protects the checkpoint with the reference's weights from deletion, keeps what the run decided before, and
+        reads or makes the keys of the service: before Ray starts, which takes a while. Raises BadInput."""
         keep_reference(self.config)
+        inference = self.config.inference
+        manifest = run.start.manifest
+        if inference.on_update == "auto" and manifest and ON_UPDATE in manifest.decided:
+            on_update = manifest.decided[ON_UPDATE]
+            self._say(f"{ON_UPDATE} = auto: {on_update}, as the checkpoint was made with")
+            inference = inference.model_copy(update={"on_update": on_update})
+            self.config = self.config.model_copy(update={"inference": inference})
         if self.config.service.port is not None:
             self._keys = keys_of(self.config, run.root, self._say)
 
@@ -108,6 +121,7 @@ class RlRun(TrainingRun):
             self._service.attempt_begins(run.start.attempt, run.start.step)
             self._service.follow(replicas.source)
             replicas.followers.append(self._service.follow)
+        self._rooms = Rooms(trainer, orchestrator, replicas.update)
         rooms = trainer, replicas, orchestrator
         return Core(trainer, {"orchestrator": orchestrator}, rooms, replicas)
 
@@ -117,13 +131,14 @@ class RlRun(TrainingRun):
             self.inference.router_factory(replicas.source, run.start.attempt),
             self.places["orchestrator"][0],
             run.logs,
-            RankAssignment(config.trainer.mesh.data_parallel, self.facts.attention_length),
+            RankAssignment(
+                config.trainer.mesh.data_parallel, self.facts.attention_length, config.trainer.shares_prefixes
+            ),
             sessions_factory(config, self.facts),
         )
 
     def train(self, core: Core, attempt: Attempt, journal: Journal) -> None:
-        rooms = Rooms(core.trainer, core.other_rooms["orchestrator"], core.replica_set.update)
-        train(self.config, rooms, attempt, journal)
+        train(self.config, self._rooms, attempt, journal)
 
     def step_line(self, row: Mapping[str, object]) -> str:
         return step_line(row, self.config.max_steps)
@@ -146,7 +161,8 @@ def evaluation_rooms(
     options = places["orchestrator"][0]
     orchestrator = OrchestratorHandle.start(config, factory, options, log_dir, sessions_factory=sessions)
     ending.callback(orchestrator.stop)
-    await_ready([inference, replicas, orchestrator], plan, log_dir, progress)
+    starting = [inference.ready_refs(), replicas.ready_refs(), orchestrator.ready_refs()]
+    await_ready(starting, plan, log_dir, progress)
     for index in inference.indices:
-        replicas.actor.join.remote(index, inference.client(index))
+        replicas.join(index, inference.client(index))
     return orchestrator

@@ -1,5 +1,5 @@
 """Runs a training command from start to end, the same for `rl` and `sft`: directory, cluster, supervision, attempts,
-commits."""
+checkpoints."""
 
 from __future__ import annotations
 
@@ -11,32 +11,35 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from trainer.handle import TrainerHandle
 from trainer.schedule import learning_rate_schedule
 from trireme.checkpoint.manifest import Manifest
-from trireme.checkpoint.parts import CommitSource
+from trireme.checkpoint.parts import CheckpointSource
 from trireme.config import CommonConfig
 from trireme.config.model_facts import ModelFacts
+from trireme.core.actors import ActorOptions
 from trireme.core.errors import BadInput, LimitReached, LockLost, RoomFailed, ServicesLost, TriremeError
 from trireme.launch.common import StartProgress
 from trireme.launch.starting import await_ready, joined, reserve_places
 from trireme.launch.writers import FarNodes, check_writers
-from trireme.plan.base import Plan
+from trireme.plan.whole import Plan
 from trireme.process import signals, trace
 from trireme.process.environ import cluster_address
 from trireme.process.ray_cluster import await_places, check_services, nodes_of
-from trireme.run.commits import Commits
-from trireme.run.metrics import Journal, Tracker, trackers
+from trireme.run.checkpoints import Checkpoints
+from trireme.run.metrics import Journal
 from trireme.run.remote import RemoteRun
+from trireme.run.rooms import StatefulRoom
 from trireme.run.rundir import RunDir, resume_command
+from trireme.run.sink import MetricsSink, metrics_sinks
+from trireme.supervision.replica_manager import ReplicaSetRoom
 from trireme.supervision.restarts import Restarts
 from trireme.supervision.roster import Roster
 from trireme.supervision.status import StatusWriter
-from trireme.supervision.supervisor import ElasticReplicas, Supervisor
+from trireme.supervision.supervisor import ElasticReplicas, Room, Supervisor
 from trireme.train.guards import RefusedSteps
 from trireme.train.steps import Attempt
 
@@ -46,15 +49,14 @@ CLUSTER = "cluster"
 
 @dataclass(frozen=True)
 class Core:
-    """The rooms that an attempt starts, and the parts of a commit that they save and load."""
+    """The rooms that an attempt starts, and the parts of a checkpoint that they save and load."""
 
     trainer: TrainerHandle
-    other_rooms: Mapping[str, Any]
-    """The others with a part in each commit, by its name: each has `save_state`, and `load_state`, which returns a
-    message for the log, if any."""
-    rooms: Sequence[Any]
+    other_rooms: Mapping[str, StatefulRoom]
+    """The others with a part in each checkpoint, by its name."""
+    rooms: Sequence[Room]
     """Their handles."""
-    replica_set: Any = None
+    replica_set: ReplicaSetRoom | None = None
     """The handle of the actor that owns the replicas; it learns of each ready replica."""
 
 
@@ -64,22 +66,27 @@ class TrainingRun(ABC):
 
     core: str
     """Names the rooms that are rebuilt together."""
-    places: Mapping[str, list[dict[str, Any]]]
+    places: Mapping[str, list[ActorOptions]]
     """Ray's options of each actor in its place, by room: once they are reserved."""
     lasting: frozenset[str] = frozenset()
     """The rooms that outlive attempts."""
-    committing: tuple[str, ...] = ("trainer",)
-    """The rooms with actors that write parts of commits."""
+    saving: tuple[str, ...] = ("trainer",)
+    """The rooms with actors that write parts of checkpoints."""
     far: FarNodes | None = None
     """The nodes of the attempt where they do not see the run directory."""
     guard: type[RefusedSteps] = RefusedSteps
     """Makes the guard of an attempt."""
 
-    def __init__(self, config: CommonConfig, facts: ModelFacts, plan: Plan, fixed: Mapping[str, Any]) -> None:
+    def __init__(self, config: CommonConfig, facts: ModelFacts, plan: Plan, fixed: Mapping[str, object]) -> None:
         self.config = config
         self.facts = facts
         self.plan = plan
         self.fixed = fixed
+
+    @property
+    def decided(self) -> Mapping[str, object]:
+        """The values that this run decided for keys with the value auto, by key. A resume keeps them."""
+        return {}
 
     def enter(self, run: RunDir) -> None:  # noqa: B027  most commands need nothing here
         """Prepares the run before Ray starts. May change `config` by what it finds in `run`."""
@@ -100,7 +107,7 @@ class TrainingRun(ABC):
         step."""
 
     @abstractmethod
-    def step_line(self, row: Mapping[str, Any]) -> str:
+    def step_line(self, row: Mapping[str, object]) -> str:
         """Returns the text for the terminal about a step, from its metrics in `row`."""
 
 
@@ -154,18 +161,16 @@ def in_cluster(training: TrainingRun, newest: Newest, roster: Roster, console: C
         if not newest.rebuilt:
             console.print(training.plan.render(whole=training.plan.verbose))
         with (
+            metrics_sinks(config, run.head.run_id, run.root, roster, console.print) as sinks,
             supervised(training, run, roster, console) as (supervisor, place),
-            trackers(config, run.head.run_id, run.root, roster) as tracked,
         ):
-            for tracker in tracked:
-                console.print(tracker.place)
             if newest.rebuilt:
                 start = run.start
                 roster.note(CLUSTER, f"Ray was started again; attempt {start.attempt} begins at step {start.step}")
 
             def work(run: RunDir) -> None:
                 with attempt(training, run, supervisor, place, console) as core:
-                    train_and_commit(training, run, core, supervisor, tracked, console)
+                    train_and_save(training, run, core, supervisor, sinks, console)
 
             attempts(training, newest, supervisor, work, console.print)
 
@@ -179,7 +184,7 @@ class Newest:
     """True: an attempt came before it in this command."""
 
     def begin_next(self, training: TrainingRun, say: Callable[[str], None]) -> None:
-        """Begins the next attempt, from the newest commit, and prints notes on it with `say`."""
+        """Begins the next attempt, from the newest checkpoint, and prints notes on it with `say`."""
         self.run = self.run.next_attempt(training.config, training.fixed)
         self.rebuilt = True
         for note in self.run.start.notes:
@@ -188,17 +193,17 @@ class Newest:
 
 @contextmanager
 def resume_hint(run: RunDir) -> Iterator[None]:
-    """Adds a note to an error in the block that ends the run early: the newest commit, and the command that resumes
+    """Adds a note to an error in the block that ends the run early: the newest checkpoint, and the command that resumes
     from it."""
     try:
         yield
     except (TriremeError, signals.Stopped) as error:
         if not isinstance(error, BadInput | LockLost):
-            commits = run.store.commits()
-            if commits:
-                newest = f"The newest commit is {commits[-1].name}"
+            checkpoints = run.store.checkpoints()
+            if checkpoints:
+                newest = f"The newest checkpoint is {checkpoints[-1].name}"
             else:
-                newest = "There is no commit yet"
+                newest = "There is no checkpoint yet"
             if isinstance(error, LimitReached):
                 newest += ". As it is, the run would stop again: change what is said above first"
             error.add_note(f"{newest}; resume the run with:\n  {resume_command(run.root, trusted=True)}")
@@ -243,7 +248,7 @@ def attempts(
 
 @contextmanager
 def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, place: str, console: Console) -> Iterator[Core]:
-    """Starts the rooms of an attempt and makes them load its commit; yields them when they can train. Waits for all
+    """Starts the rooms of an attempt and makes them load its checkpoint; yields them when they can train. Waits for all
     replicas in the first attempt of the command and in deterministic mode, else for one. Stops the rooms after the
     block, however it ends. `place`: a text on where the rooms are."""
     started = time.monotonic()
@@ -261,27 +266,27 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, place: s
     if cluster_address(training.config):
         limit_s = training.config.timeouts.checkpoint_s
         rooms = nodes_of(training.places)
-        training.far = check_writers(run, rooms, training.committing, training.plan.start_s, limit_s, tick)
+        training.far = check_writers(run, rooms, training.saving, training.plan.start_s, limit_s, tick)
         if training.far:
             console.print(training.far.text)
     with ExitStack() as ending:
         core = training.start(run, ending)
         ending.push(lambda _kind, error, _traceback: supervisor.detach(error))
         supervisor.expect(*core.rooms)
-        await_ready(core.rooms, training.plan, log_dir, tick)
+        await_ready([room.ready_refs() for room in core.rooms], training.plan, log_dir, tick)
         supervisor.attach(*core.rooms, replica_set=core.replica_set)
-        text, why_rows = core.trainer.shown()
+        text, notice = core.trainer.shown()
         console.print(text)
-        if why_rows:
-            supervisor.roster.note("trainer_0", f"rows are padded, not packed: {why_rows}")
+        if notice:
+            supervisor.roster.note("trainer_0", notice)
         supervisor.await_replicas(log_dir, progress)
         unfinished: list[str] = []
-        if start.commit and start.manifest:
+        if start.checkpoint and start.manifest:
             if training.far:
-                source = training.far.source(start.commit, start.manifest)
+                source = training.far.source(start.checkpoint, start.manifest)
             else:
                 source = None
-            unfinished = load(core, start.commit, start.manifest, source, supervisor.roster, console)
+            unfinished = load(core, start.checkpoint, start.manifest, source, supervisor.roster, console)
         run.checkout()
         console.print(f"rooms on {place} ready after {time.monotonic() - started:.1f} s")
         supervisor.goes_on(*unfinished)
@@ -304,27 +309,32 @@ def await_own_places(training: TrainingRun, supervisor: Supervisor, console: Con
 
 
 def load(
-    core: Core, commit: Path, manifest: Manifest, source: CommitSource | None, roster: Roster, console: Console
+    core: Core, checkpoint: Path, manifest: Manifest, source: CheckpointSource | None, roster: Roster, console: Console
 ) -> list[str]:
-    """Makes all rooms load their parts of `commit`; nodes that do not see its directory read the parts from `source`.
-    Returns what the rooms other than the trainer say about unfinished work that they continue."""
+    """Makes all rooms load their parts of `checkpoint`; nodes that do not see its directory read the parts from
+    `source`. Returns what the rooms other than the trainer say about unfinished work that they continue."""
     unfinished = []
-    message = core.trainer.load_state(commit / "trainer", manifest.identities, source)
+    message = core.trainer.load_state(checkpoint / "trainer", manifest.identities, source)
     if message:
         roster.note("trainer_0", message)
     for name, other in core.other_rooms.items():
-        message = other.load_state(commit / name, source)
-        if message:
-            console.print(f"{name}: {message}")
-            unfinished.append(message)
+        continued = other.load_state(checkpoint / name, source)
+        if continued:
+            console.print(f"{name}: {continued}")
+            unfinished.append(continued)
     return unfinished
 
 
-def train_and_commit(
-    training: TrainingRun, run: RunDir, core: Core, supervisor: Supervisor, tracked: Sequence[Tracker], console: Console
+def train_and_save(
+    training: TrainingRun,
+    run: RunDir,
+    core: Core,
+    supervisor: Supervisor,
+    sinks: Sequence[MetricsSink],
+    console: Console,
 ) -> None:
-    """Runs the training loop of an attempt, and takes a last commit: at the last step, after a signal, or when the run
-    reaches a limit of its own. `tracked`: the trackers that get each row."""
+    """Runs the training loop of an attempt, and takes a last checkpoint: at the last step, after a signal, or when the
+    run reaches a limit of its own. `sinks`: the trackers that get each row."""
     config = training.config
     facts = training.facts
     say = console.print
@@ -332,16 +342,18 @@ def train_and_commit(
         trace.start(run.logs, "driver_0", config.trace.max_mb)
         ending.callback(trace.stop)
         note = partial(supervisor.roster.note, "commits")
-        commits = Commits(config, run, training.fixed, core.trainer, core.other_rooms, note, training.far)
-        journal = ending.enter_context(closing(Journal(run.root, training.step_line, sys.stdout, tracked, commits)))
+        checkpoints = Checkpoints(
+            config, run, training.fixed, training.decided, core.trainer, core.other_rooms, note, training.far
+        )
+        journal = ending.enter_context(closing(Journal(run.root, training.step_line, sys.stdout, sinks, checkpoints)))
         stop = ending.enter_context(signals.Stop(config.checkpoint.grace_s))
-        ending.enter_context(commits)
+        ending.enter_context(checkpoints)
         surroundings = Attempt(
             config,
             number=run.start.attempt,
             start=run.start.step,
             learning_rate=learning_rate_schedule(config, facts.model_type, facts.hidden_size),
-            commits=commits,
+            checkpoints=checkpoints,
             guard=training.guard(config, say),
             stop=stop,
             roster=supervisor.roster,

@@ -25,7 +25,7 @@ from trireme.core.refusals import Refusal
 from trireme.core.types import WeightIdentity
 from trireme.launch.common import StartProgress
 from trireme.launch.starting import check_replicas, reserve_places
-from trireme.plan.base import Plan
+from trireme.plan.whole import Plan
 from trireme.process import signals
 from trireme.process.ray_cluster import PlacePool, Progress
 from trireme.supervision.roster import Roster
@@ -56,7 +56,7 @@ def check_port(config: Config) -> None:
                 f"service.host = {options.host} with service.port = {options.port}: {error}",
                 "an address of this machine, and a port that is free",
                 "set --service.port to another one, or to 0 for any that is free",
-            ).error() from None
+            ) from None
 
 
 def keys_of(config: Config, directory: Path, say: Callable[[str], None], prefix: str = "tr") -> list[ServiceKey]:

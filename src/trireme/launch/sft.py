@@ -10,7 +10,7 @@ from trireme.config.model_facts import ModelFacts
 from trireme.config.resume_compat import common_parts
 from trireme.config.sft import SftConfig
 from trireme.launch.run import Core, TrainingRun
-from trireme.plan.base import Plan
+from trireme.plan.whole import Plan
 from trireme.run.metrics import Journal
 from trireme.run.rundir import RunDir
 from trireme.sft.data import SftData
@@ -31,14 +31,14 @@ class SftRun(TrainingRun):
 
     def enter(self, run: RunDir) -> None:
         """Sets the place in the data at which the run starts, and with it the number of steps in `config`."""
-        self._data.load_state(run.start.commit and run.start.commit / "data")
+        self._data.load_state(run.start.checkpoint and run.start.checkpoint / "data")
         self.config = self._data.cursor.with_steps(self.config, run.start.step)
 
     def start(self, run: RunDir, ending: ExitStack) -> Core:
         config = self.plan.resolved(self.config)
         trainer = TrainerHandle.start(config, self.places["trainer"], run.logs, run.start.attempt)
         ending.callback(trainer.stop)
-        self._data.load_state(None)  # an attempt without a commit begins with the first example
+        self._data.load_state(None)  # an attempt without a checkpoint begins with the first example
         return Core(trainer, {"data": self._data}, [trainer])
 
     def train(self, core: Core, attempt: Attempt, journal: Journal) -> None:

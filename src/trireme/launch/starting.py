@@ -4,7 +4,7 @@
     with joined(plan) as plan:                     starts Ray here or joins it; checks the plan against its machines
         places = reserve_places(plan, ..., ending) a place for each actor; the nodes with places are examined
         TrainerHandle.start(places.rooms[...])     the rooms start side by side; `ending` gets their stops
-        await_ready(rooms, plan, logs, progress)   each has loaded its model, or the error names the late room
+        await_ready(starting, plan, logs, progress) each has loaded its model, or the error names the late room
         publish_weights, load_state                the first weights of replicas that do not sample from their own
 
 `prepare_cluster` (`trireme.launch.common`) comes before the import of this module, which imports Ray.
@@ -16,19 +16,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from rich.console import Console
 
+from trireme.core.actors import ActorOptions, Ref
 from trireme.launch.doctor import check_nodes
-from trireme.plan.base import Plan
+from trireme.plan.whole import Plan
 from trireme.process import waits
 from trireme.process.environ import Resources, cluster_address
 from trireme.process.ray_cluster import Progress, actor_nodes, cluster_resources, nodes_of, ray_cluster, reserve
 
 NODES_S = 30.0
 """Seconds in which nodes of a cluster have to report their resources, before actors start there."""
+
+
+Starting = tuple[Sequence[Ref[object]], Sequence[str]]
+"""References that are ready when the actors of a room have started, and the actors' names."""
 
 
 @contextmanager
@@ -57,7 +61,7 @@ class ReservedPlaces:
     """The places in the cluster that are reserved for all actors of a plan."""
 
     group: PlacementGroup
-    rooms: Mapping[str, list[dict[str, Any]]]
+    rooms: Mapping[str, list[ActorOptions]]
     """Ray's options of each actor in its place, by room."""
 
     @property
@@ -83,9 +87,9 @@ def reserve_places(plan: Plan, progress: Progress, console: Console, ending: Exi
     return places
 
 
-def await_ready(rooms: Sequence[Any], plan: Plan, log_dir: Path, on_tick: Progress) -> None:
-    """Waits until all `rooms` have started, as long as the plan allows, and calls `on_tick` meanwhile. Raises
-    RoomFailed that names the late rooms and `log_dir`."""
-    started = [room.ready_refs() for room in rooms]
-    refs, names = ([item for room in started for item in room[part]] for part in (0, 1))
+def await_ready(rooms: Sequence[Starting], plan: Plan, log_dir: Path, on_tick: Progress) -> None:
+    """Waits until all `rooms` have started (the `ready_refs` of their handles), as long as the plan allows, and calls
+    `on_tick` meanwhile. Raises RoomFailed that names the late rooms and `log_dir`."""
+    refs = [ref for room_refs, _ in rooms for ref in room_refs]
+    names = [name for _, room_names in rooms for name in room_names]
     waits.get_all(refs, owners=names, timeout_s=plan.start_s, log=log_dir, on_tick=on_tick, limit=plan.start_text)

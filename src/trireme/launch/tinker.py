@@ -15,10 +15,10 @@ from service.keys import ServiceKey, ServiceKeys
 from service.requests import ServedModels
 from service.store import Store
 from service.tinker.catalog import Catalog, recover
-from service.tinker.commits import OwnCommits
+from service.tinker.checkpoints import OwnCheckpoints
 from service.tinker.listening import TinkerListener
-from service.tinker.offer import TinkerOffer
 from service.tinker.rows import FORMAT
+from service.tinker.served_model import ServedTinkerModel
 from service.tinker.serving import TinkerServer
 from service.tinker.verbs import SamplerVerbs
 from service.tinker.work import TrainingWorker
@@ -26,8 +26,8 @@ from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput, RoomFailed
 from trireme.process import signals
+from trireme.run.rooms import Trainer
 from trireme.supervision.restarts import Restarts
-from trireme.train.steps import Trainer
 
 RUNS = "runs"
 STORE = "store"
@@ -55,7 +55,7 @@ def serve_clients(
 ) -> None:
     """Serves Tinker's clients until a signal comes. `names`: the names by which clients may request the model, the
     first one as they see it; `service.tinker.names` are added. `rooms()` starts a trainer and replicas for the time
-    of a block; if one of them is lost, all are started again and repeat the work since their last commit.
+    of a block; if one of them is lost, all are started again and repeat the work since their last checkpoint.
     `directory` keeps the clients' state. Raises Stopped, TriremeError."""
     max_len = config.seq_limit(facts)
     options = config.service
@@ -71,9 +71,9 @@ def serve_clients(
     places = options.models if lora else 1
     slots = config.inference.kept_loras - 1 if lora else 0  # one is the base's, with an adapter that changes nothing
     store = Store(directory / STORE, FORMAT)
-    commits = OwnCommits(directory / COMMITS)
-    offer = TinkerOffer(served, config.tokenizer_name, options.tinker, lora, places, slots)
-    server = TinkerServer(offer, catalog, store, commits)
+    checkpoints = OwnCheckpoints(directory / COMMITS)
+    offer = ServedTinkerModel(served, config.tokenizer_name, options.tinker, lora, places, slots)
+    server = TinkerServer(offer, catalog, store, checkpoints)
     message = server.begin()
     if message:
         say(message)
@@ -94,7 +94,7 @@ def serve_clients(
             except RoomFailed as error:
                 restarts.take("the rooms", error, died=False, step=server.trained, now=time.monotonic())
                 message = "the rooms serve again"
-                say(f"! {error}\nThe rooms are started again, and do again what was done since their last commit.")
+                say(f"! {error}\nThe rooms are started again, and do again what was done since their last checkpoint.")
             finally:
                 shutil.rmtree(base, ignore_errors=True)
     finally:

@@ -1,6 +1,6 @@
 """Finds out which nodes with processes that write to the run directory do not see it, and moves their files.
 
-Shards of the trainer and the orchestrator write their parts of a commit there, and read them at a resume. On a node
+Shards of the trainer and the orchestrator write their parts of a checkpoint there, and read them at a resume. On a node
 that does not see the directory these parts travel through object storage (`trireme.checkpoint.parts`), if the run is
 stored there; else the run is refused. Replicas need only the model: a replica on such a node writes its log to the same
 path on the node's own disk.
@@ -21,7 +21,7 @@ import ray
 from trireme.checkpoint.bucket import Bucket, StoreSilent
 from trireme.checkpoint.files import FileRecord
 from trireme.checkpoint.manifest import Manifest
-from trireme.checkpoint.parts import CommitSource, put_parts, sees
+from trireme.checkpoint.parts import CheckpointSource, put_parts, sees
 from trireme.checkpoint.store import HEAD
 from trireme.core.errors import StorageFailed, TriremeError
 from trireme.core.paths import path_in
@@ -80,7 +80,8 @@ def look(mark: Path, text: str, url: str | None, limit_s: float) -> Sight:
 @dataclass(frozen=True)
 class FarNodes:
     """The nodes with writers that do not see the directory of `run`, which is kept in object storage; brings their
-    parts of commits. `nodes`: {Ray's id: the node's name in errors}. `timeout_s`: seconds for all parts of a commit."""
+    parts of checkpoints. `nodes`: {Ray's id: the node's name in errors}. `timeout_s`: seconds for all parts of a
+    checkpoint."""
 
     run: RunDir
     mirror: Mirror
@@ -91,12 +92,12 @@ class FarNodes:
     def text(self) -> str:
         """A sentence for people that names these nodes."""
         return (
-            f"{self.run.root} is not seen by {'; '.join(self.nodes.values())}: their parts of commits travel through "
+            f"{self.run.root} is not seen by {'; '.join(self.nodes.values())}: parts of checkpoints travel through "
             f"{self.mirror.bucket.url}"
         )
 
     def gather(self, draft: Path, manifest: Manifest) -> None:
-        """Makes the far nodes upload their files of the commit in `draft`, and downloads these into `draft`. Raises
+        """Makes the far nodes upload their files of the checkpoint in `draft`, and downloads these into `draft`. Raises
         StorageFailed, RoomFailed."""
         bucket = self.mirror.bucket
         key = self.mirror.draft_key(manifest)
@@ -126,12 +127,12 @@ class FarNodes:
         owners = [f"{name}, which puts its parts of {draft.name} into {url}" for name in self.nodes.values()]
         return list(filter(None, waits.get_all(refs, owners=owners, timeout_s=self.timeout_s)))
 
-    def source(self, commit: Path, manifest: Manifest) -> CommitSource:
-        """Waits until the store has `commit`. Returns where the far nodes find its files. Raises StorageFailed,
+    def source(self, checkpoint: Path, manifest: Manifest) -> CheckpointSource:
+        """Waits until the store has `checkpoint`. Returns where the far nodes find its files. Raises StorageFailed,
         LockLost."""
-        key = self.mirror.await_key(commit, self.timeout_s)
+        key = self.mirror.await_key(checkpoint, self.timeout_s)
         mark = self.run.nonce
-        return CommitSource(self.mirror.bucket.url, key, manifest.files, mark, mark.read_text())
+        return CheckpointSource(self.mirror.bucket.url, key, manifest.files, mark, mark.read_text())
 
 
 def check_writers(
@@ -146,8 +147,8 @@ def check_writers(
     None if all see it; else the nodes that do not, which then write to the run's object storage.
 
     `rooms`: {Ray's id of a node: rooms with actors on it}. `writing`: the rooms with actors that write. `timeout_s`:
-    limit for the nodes' answers. `checkpoint_s`: limit for the returned nodes to store their parts of a commit. Raises
-    BadInput, naming the nodes that do not see the file, if the run has no object storage or they cannot read it;
+    limit for the nodes' answers. `checkpoint_s`: limit for the returned nodes to store their parts of a checkpoint.
+    Raises BadInput, naming the nodes that do not see the file, if the run has no object storage or they cannot read it;
     StoreSilent if the storage does not answer them; RoomFailed for a node that does not answer.
     """
     writers = {node: [room for room in local_rooms if room in writing] for node, local_rooms in rooms.items()}
@@ -163,10 +164,10 @@ def check_writers(
     blind = {node: sight for node, sight in zip(writers, sights, strict=True) if not sight.sees}
     names = {node: f"{sight.host} ({', '.join(writers[node])})" for node, sight in blind.items()}
     if blind and run.mirror is None:
-        raise _unseen(run.root, list(names.values())).error()
+        raise _unseen(run.root, list(names.values()))
     problems = [f"{names[node]}: {sight.problem}" for node, sight in blind.items() if sight.problem]
     if problems:
-        raise _unreached(run.root, str(url), problems).error()
+        raise _unreached(run.root, str(url), problems)
     if run.mirror and names:
         return FarNodes(run, run.mirror, names, checkpoint_s)
     return None
@@ -175,7 +176,7 @@ def check_writers(
 def _unseen(root: Path, blind: Sequence[str]) -> Refusal:
     return Refusal(
         f"run.output_dir = {root.parent}; {root} is not seen by {'; '.join(blind)}",
-        "a directory that each node with a shard of the trainer or the orchestrator sees: they write commits there",
+        "a directory that each node with a shard of the trainer or the orchestrator sees: they write checkpoints there",
         "put --run.output-dir on a file system that these nodes share; or keep the run in object storage "
         "(--run.output-dir s3://bucket/prefix), which needs no shared file system",
     )

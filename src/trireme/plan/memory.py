@@ -31,12 +31,20 @@ KEPT_OF_LARGE = 192 * 2**20
 """What glibc keeps on a host of freed tensors, a fit to measurements of models up to 70 million parameters
 (docs/internals/memory.md): it gives back what has more than LARGEST_KEPT bytes. If a layer has not more, it keeps
 KEPT_BYTES, and KEPT_OF_LAYERS for each parameter of the layers; else KEPT_OF_LARGE."""
+FLAT_TOKENS = 8
+"""With shared prefixes, the most places in a column of a micro-batch, for each of its distinct tokens, counted as if a
+column had a row for each datum (with a user's own loss it has). Keys of a layer are gathered for the tokens of all
+datums at once (64 answers to 30,000 tokens have 2 million)."""
+PLACE_BYTES = 96
+"""Bytes of each of these places: columns, log-probabilities and their gradient, and what losses and monitors compute
+with them (counted in `tests/unit/trainer/test_shard_prefixes.py`)."""
 GPU_ALLOWANCES = {"CUDA context": GIB // 2, "NCCL": GIB, "workspaces": GIB // 2}
 """Bytes that a shard takes of its GPU in addition to tensors. They are allowances: nothing was measured on a GPU."""
 GPU_SHARE = 0.85
 HOST_SHARE = 0.5
 """The share of a GPU's free memory, and of a process's part of a host, that a shard plans to fill. The rest covers
-errors of the estimate and losses of allocators, and on a host copies of commits, the replicas' caches and the system.
+errors of the estimate and losses of allocators, and on a host copies of checkpoints, the replicas' caches and the
+system.
 """
 
 
@@ -79,6 +87,9 @@ class ShardMemory:
     memory, at most MOST_LOGITS * LOGIT_BYTES = 12 GiB (`trainer.logprobs`)."""
     freed: int
     """What the allocator keeps of freed tensors; 0 on GPUs, where it is in the part that is not planned for."""
+    flat: int
+    """What a micro-batch that shares prefixes has for the tokens of all its datums: columns, and keys and values of one
+    layer, with their gradients."""
     kept_tokens: int | None
     """The most tokens of a micro-batch without activation checkpointing: the backward pass does not compute its layers
     again. None: no micro-batch uses it. It changes no bit of the results."""
@@ -102,8 +113,8 @@ class ShardMemory:
     @property
     def base(self) -> int:
         """Bytes that a shard takes in addition to its state and the memory of a pass: its process, a chunk of logits,
-        and freed tensors that the allocator keeps."""
-        return int(SHARD_BASE_GIB * GIB) + self.logits + self.freed
+        values for the tokens of all datums, and freed tensors that the allocator keeps."""
+        return int(SHARD_BASE_GIB * GIB) + self.logits + self.flat + self.freed
 
     @property
     def text(self) -> str:
@@ -140,7 +151,8 @@ class ModelMemory:
         state = state_bytes // options.mesh.parts
         logits = self.logits(tokens)
         freed = self.freed
-        free = room - int(SHARD_BASE_GIB * GIB) - logits - freed - (0 if offloaded else state)
+        flat = self.flat(tokens) if options.shares_prefixes != "off" else 0
+        free = room - int(SHARD_BASE_GIB * GIB) - logits - freed - flat - (0 if offloaded else state)
         by_layer = self.gathered(options.lora, whole=False)
         kept_tokens = self.kept_tokens(options.checkpointing, free - by_layer)
         again = kept_tokens is not None and tokens > kept_tokens
@@ -158,12 +170,19 @@ class ModelMemory:
             gathered = by_layer
         gathered = max(gathered, self.gathered_alone(options.lora) - activations)
         return ShardMemory(
-            tokens, state, gathered, activations, logits, freed, kept_tokens, again, whole, stay, offloaded
+            tokens, state, gathered, activations, logits, freed, flat, kept_tokens, again, whole, stay, offloaded
         )
 
     def logits(self, tokens: int) -> int:
         """Returns the bytes of one chunk of logits on a CPU, for a micro-batch of `tokens`."""
         return LOGIT_BYTES * min(CPU_LOGITS, tokens * self.facts.vocab_size)
+
+    def flat(self, tokens: int) -> int:
+        """Returns the most bytes of `ShardMemory.flat`, for a micro-batch of `tokens` distinct tokens. On a CPU keys
+        are gathered for datums of the same sizes at a time only."""
+        facts = self.facts
+        keys = 4 * facts.num_kv_heads * facts.head_dim * self.dtype_bytes
+        return FLAT_TOKENS * tokens * (keys + PLACE_BYTES)
 
     @property
     def freed(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+from trireme.core.actors import ActorOptions
 from trireme.core.refusals import Refusal
 from trireme.plan.memory import GIB, GPU_ALLOWANCES
 from trireme.process.machine import Gpu, Node
@@ -32,8 +33,10 @@ SERVICES_GIB = 0.4
 """Measured memory of Ray's services on a machine."""
 KEPT_VERSIONS = 2
 """Versions that live at the same time: the newest, and the one before it, until all replicas have the newest."""
-BUCKETS_BYTES = 2 * 64 * 2**20
-"""Two buckets of published weights (`trireme.transports.packing`, which imports torch), on their way from a device."""
+BUFFERS = 2
+BUCKET_BYTES = 64 * 2**20
+"""How many buckets of published weights a rank has on their way, and the size of a usual one (`BUFFERS` and
+`BUCKET_BYTES` of `trireme.transports.packing`, which imports torch)."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ def check_shm(machines: Sequence[NodeNeeds]) -> None:
                 f"{machine.node.name}, which has {gib(machine.node.shm_bytes)} in /dev/shm",
                 f"{gib(machine.shm_free)} that are free there: without, vLLM starts no replica of several ranks",
                 "`mount -o remount,size=1G /dev/shm` there (Docker: --shm-size 1g), or --inference.tensor-parallel 1",
-            ).error()
+            )
 
 
 def memory_text(node: Node) -> str:
@@ -201,7 +204,7 @@ def gib(number: int) -> str:
 
 def distribute(
     needs: Mapping[str, Need],
-    options: Sequence[Mapping[str, float]],
+    options: Sequence[ActorOptions],
     sizes: Sequence[int],
     nodes: Sequence[Node],
     *,

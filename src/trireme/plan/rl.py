@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import Config
-from trireme.plan.base import SHARED_GPU_UTILIZATION, count
 from trireme.plan.memory import GIB
 from trireme.plan.needs import ASSUMED_GPU, HOST_OF_CUDA_GIB, KEPT_VERSIONS, VERSIONS, Need, gib
 from trireme.plan.part import Part
 from trireme.plan.trainer import TrainerPart
+from trireme.plan.whole import SHARED_GPU_UTILIZATION, count
 
 REPLICA_BASE_GIB = 1.4
 """Measured resident memory of a replica with its engine process, without weights and KV cache."""
@@ -31,6 +31,8 @@ ARRIVING = "arriving weights"
 """A version that is received while another is loaded, in memory that the ranks of the replica map."""
 FORWARD_PASSES = 3
 """Arithmetic of training on a token, in forward passes: the backward pass is two."""
+KEEP_SHARE = 0.3
+"""Above this `recompute_share` `inference.on_update = "auto"` keeps KV caches on GPUs."""
 DEAR_SHARE = 2.0
 """A plan warns from this `recompute_share` on. It is an upper bound: requests in flight are half done on average, so at
 this share replicas compute as long as the trainer does."""
@@ -126,10 +128,19 @@ class InferencePart(Part):
         it decodes at the same time, at full length, and for prefixes (`prefix_cache`). A larger cache would only
         cost time, as vLLM looks at each block when it starts and at each update."""
         inference = self.config.inference
-        length = inference.max_model_len or self.config.seq_limit(facts) or facts.max_position_embeddings
-        sequences = inference.most_gpu_sequences(self._gpu_bytes)
-        blocks = int(sequences * -(-length // BLOCK_TOKENS) * (1 + inference.prefix_cache))
-        return blocks * BLOCK_TOKENS * facts.kv_values_per_token * self.dtype_bytes // self.ranks
+        return self._cache_of(facts, inference.most_gpu_sequences(self._gpu_bytes) * (1 + inference.prefix_cache))
+
+    def _sequence_cache(self, facts: ModelFacts) -> int:
+        """Returns the bytes of KV cache with which vLLM starts: for one sequence on each GPU of a replica."""
+        return self._cache_of(facts, 1)
+
+    def _cache_of(self, facts: ModelFacts, sequences: float) -> int:
+        """Returns the bytes of KV cache on each GPU of a replica for `sequences` of full length: their blocks, and one
+        block that vLLM keeps empty."""
+        length = self.config.inference.max_model_len or self.config.seq_limit(facts) or facts.max_position_embeddings
+        blocks = int(sequences * -(-length // BLOCK_TOKENS)) + 1
+        parts = max(1, min(self.ranks, facts.num_kv_heads))  # more ranks hold copies of a key head
+        return blocks * BLOCK_TOKENS * facts.kv_values_per_token * self.dtype_bytes // parts
 
     @property
     def gpu_share(self) -> float:
@@ -157,16 +168,12 @@ class InferencePart(Part):
         gpus = [node.smallest_gpu for node in self.resources.nodes if node.smallest_gpu]
         return min((gpu.memory_bytes for gpu in gpus), default=ASSUMED_GPU.memory_bytes)
 
-    def _sequence_cache(self, facts: ModelFacts) -> int:
-        """Returns the bytes of KV cache that the longest sequence takes on each GPU of a replica."""
-        return (self.config.seq_limit(facts) or 0) * facts.kv_values_per_token * self.dtype_bytes // self.ranks
-
     def decided(self) -> dict[str, object]:
         """See `Part.decided`. Sets the size of the KV cache where the engine can use less than its share of a GPU
         leaves, and on a GPU shared with the trainer, where vLLM would measure free memory while the trainer takes
-        some."""
+        some. Decides `on_update`."""
         inference = self.config.inference
-        changes: dict[str, object] = {}
+        changes: dict[str, object] = {"on_update": self.on_update}
         if self.on_gpus:
             changes["gpu_memory_utilization"] = self.gpu_share
         cache = inference.gpu_cache_gb or (self._gpu_cache(self.facts) / GIB if self.facts else None)
@@ -203,9 +210,19 @@ class InferencePart(Part):
         return self.recomputed_tokens / config.inference.replicas / (FORWARD_PASSES * trained)
 
     @property
+    def on_update(self) -> str:
+        """`inference.on_update`, with auto decided."""
+        chosen = self.config.inference.on_update
+        if chosen != "auto":
+            return chosen
+        if self.on_gpus and self.recompute_share is not None and self.recompute_share > KEEP_SHARE:
+            return "keep_kv"
+        return "recompute_kv"
+
+    @property
     def warnings(self) -> list[str]:
         share = self.recompute_share
-        if self.config.inference.on_update != "recompute_kv" or share is None or share <= DEAR_SHARE:
+        if self.on_update != "recompute_kv" or share is None or share <= DEAR_SHARE:
             return []
         return [
             f"an update computes up to {self.recomputed_tokens:,} tokens of KV cache again, on each replica up to "
@@ -219,6 +236,8 @@ class InferencePart(Part):
         replicas = self.config.inference.replicas
         of = f" of {self.ranks} ranks" if self.ranks > 1 else ""
         text = f"{count(replicas, 'vLLM replica')}: {count(replicas, 'actor')} with an engine{of}, {device_text}"
+        if self.on_gpus and self.config.inference.on_update == "auto":
+            text += f"; inference.on_update = auto: {self.on_update}"
         if self.facts:
             memory = [("memory", self._memory_text(self.facts))]
         else:
@@ -254,9 +273,9 @@ class InferencePart(Part):
         if self.facts:
             text += f" ({self.published_bytes / 2**20:,.2f} MiB)"
         text += f" travel by {config.transport}; "
-        if config.inference.on_update == "drain":
+        if self.on_update == "drain":
             return f"{text}requests in flight are finished first"
-        if config.inference.on_update == "recompute_kv":
+        if self.on_update == "recompute_kv":
             verb = "are computed again"
         else:
             verb = "stay, of older weights"
@@ -267,7 +286,7 @@ class InferencePart(Part):
             replicas = count(config.inference.replicas, "replica")
             rollouts = f"min({self.max_num_seqs} sequences x {replicas}, {rollouts})"
         tokens = f"{text}up to {self.recomputed_tokens:,} tokens of KV cache {verb} ({rollouts} x {limit} tokens)"
-        if config.inference.on_update != "recompute_kv":
+        if self.on_update != "recompute_kv":
             return tokens
         return f"{tokens}, at most {self.recompute_share:.2g} times the arithmetic of a step's training"
 

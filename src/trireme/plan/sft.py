@@ -7,9 +7,9 @@ from functools import partial
 
 from trireme.config.model_facts import ModelFacts
 from trireme.config.sft import SftConfig
-from trireme.plan.base import Plan, count
 from trireme.plan.part import Part
 from trireme.plan.trainer import TrainerPart
+from trireme.plan.whole import Plan, count
 from trireme.process.environ import Resources
 from trireme.sft.data import Examples, SftData
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trireme.plan.memory import GPU_ALLOWANCES
 
 if TYPE_CHECKING:
-    from trireme.plan.base import Plan
+    from trireme.plan.whole import Plan
 
 ADAPTER_RANK = 32
 """The suggested rank of adapters instead of training all weights."""

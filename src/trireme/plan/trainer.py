@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trireme.config.model_facts import ModelFacts
 from trireme.config.run import DTYPE_BYTES
-from trireme.plan.base import count
 from trireme.plan.memory import (
     GIB,
     GPU_ALLOWANCES,
@@ -20,7 +20,8 @@ from trireme.plan.memory import (
 )
 from trireme.plan.needs import (
     ASSUMED_GPU,
-    BUCKETS_BYTES,
+    BUCKET_BYTES,
+    BUFFERS,
     HOST_OF_CUDA_GIB,
     KEPT_VERSIONS,
     VERSIONS,
@@ -28,8 +29,10 @@ from trireme.plan.needs import (
     gib,
 )
 from trireme.plan.part import Part
+from trireme.plan.whole import count
 
-COPIES = "copies for commits"
+ON_THEIR_WAY = "buckets on their way"
+COPIES = "copies for checkpoints"
 SHARES = "shares of two versions of the weights"
 """Where no store has them, each rank keeps those buckets of both that belong to it."""
 
@@ -76,16 +79,44 @@ class TrainerPart(Part):
                 offloaded = {}
             host = {"processes": int(HOST_OF_CUDA_GIB * GIB), **offloaded}
             gpu = {**of_tensors, **GPU_ALLOWANCES}
-        host |= {COPIES: self._copies, "buckets on their way": min(BUCKETS_BYTES, self.published_bytes)}
+        host |= {COPIES: self._copies}
         share = KEPT_VERSIONS * -(-self.published_bytes // self.config.trainer.mesh.processes)
         parts = {VERSIONS: share} if self.transport.stored else {}
         host |= {} if parts else {SHARES: share}
-        first = Need({**host, "loading": self._loading(host)}, gpu, parts=parts)
-        return [first, *[Need(host, gpu, parts=parts)] * (self.config.trainer.mesh.processes - 1)]
+        if self.on_gpus and self.transport.received:  # each rank has two for any bucket, on its GPU
+            gpu |= {ON_THEIR_WAY: BUFFERS * self._largest_bucket(self.facts, embeddings=True)}
+            of_layers = of_embeddings = {}
+        else:
+            of_layers = {ON_THEIR_WAY: self._send_buffers(self.facts, embeddings=False)}
+            of_embeddings = {ON_THEIR_WAY: self._send_buffers(self.facts, embeddings=True)}
+        first = Need({**host, "loading": self._loading(host), **of_embeddings}, gpu, parts=parts)
+        rest = [Need({**host, **of_layers}, gpu, parts=parts)] * (self.config.trainer.mesh.processes - 1)
+        if rest and not self.facts.tied_embeddings:
+            rest[-1] = Need({**host, **of_embeddings}, gpu, parts=parts)
+        return [first, *rest]
+
+    def _send_buffers(self, facts: ModelFacts, *, embeddings: bool) -> int:
+        """Returns the bytes of host memory through which a rank sends its buckets on. `embeddings`: as for
+        `_largest_bucket`."""
+        largest = self._largest_bucket(facts, embeddings=embeddings)
+        if self.on_gpus and largest:  # PyTorch gives page-locked memory in powers of two
+            largest = 1 << (largest - 1).bit_length()
+        return BUFFERS * largest
+
+    def _largest_bucket(self, facts: ModelFacts, *, embeddings: bool) -> int:
+        """Returns the bytes of the largest bucket of a rank's share: a usual one, or a larger tensor, or gate and up of
+        a layer, which replicas fuse. `embeddings`: the share has the embeddings, or an output matrix of its own."""
+        columns = 0
+        if not self.config.trainer.lora.on:
+            if embeddings:
+                columns = facts.vocab_size
+            if not facts.num_chosen:  # experts are published one by one
+                columns = max(columns, 2 * facts.mlp_size)
+        return min(max(BUCKET_BYTES, columns * facts.hidden_size * self.dtype_bytes), self.published_bytes)
 
     @property
     def _copies(self) -> int:
-        """Bytes of a shard's copies of weights and moments, from which commits are written (`trainer.snapshot`)."""
+        """Bytes of a shard's copies of weights and moments, from which checkpoints are written (`trainer.snapshot`)."""
         assert self.facts is not None
         trained = self.facts.trained_parameters(self.config.trainer.lora)
         return 3 * DTYPE_BYTES[self.config.trainer.master_dtype] * trained // self.config.trainer.mesh.parts

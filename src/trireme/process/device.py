@@ -40,7 +40,7 @@ def find_device(config: CommonConfig, process: str) -> Device:
     `process`: the name of this process in the error.
     """
     device = config.cluster.device
-    assert device != "auto", "see trireme.plan.base.Plan.resolved"
+    assert device != "auto", "see trireme.plan.whole.Plan.resolved"
     if device == "gpu":
         require_gpu(process)
     return device
@@ -66,7 +66,7 @@ def require_gpu(process: str, key: str = "cluster.device") -> None:
         "PyTorch's CUDA build, an NVIDIA driver that is recent enough for its CUDA, and a GPU for each such process",
         f"run `{INSTALL_GPU}`, look at `nvidia-smi` on that node and renew a driver that is too old; or compute on "
         f"CPUs with --{key} cpu",
-    ).error()
+    )
 
 
 def _gpu_facts() -> str:

@@ -25,9 +25,6 @@ LOG_LINES = 20
 """Lines of a log that travel with an error."""
 DRIVER_MARK = "HEAD"
 """File that the driver writes into the directory of an attempt's logs (`RunDir.nonce`)."""
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Makes the C library (glibc from 2.35 on) ask for huge pages, where Linux leaves that to programs. On CPUs tensors get
-new memory all the time, and a page of 4 KiB costs almost as much as a page of 2 MiB."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +90,15 @@ def keep_compiled_code() -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "torchinductor"))
 
 
-def prepare_ray_environment(address: str | None, threads: int, deterministic: bool, *, huge_pages: bool = True) -> None:
+def prepare_ray_environment(address: str | None, threads: int, deterministic: bool) -> None:
     """Sets the variables that Ray reads when it is imported, for the cluster at `address` or one started here (None).
 
     All processes of a cluster started here inherit these variables. They set: `threads` for each process (unless
-    OMP_NUM_THREADS is set; `deterministic` overrides it); with `huge_pages`, huge pages for memory (unless
-    GLIBC_TUNABLES is set); the usual CPU priority (Ray's default for workers, nice 15, leaves no room below it for work
-    that can wait); an authentication token (else Ray writes one into the home directory and prints that at every
-    start); and 127.0.0.1 as the only address at which processes listen, the trainer's store and Ray's metrics too (the
-    variable's name is for the systems on which this is Ray's default). Other clusters ask for a token by default, but a
-    driver only sends its token if a variable tells it to.
+    OMP_NUM_THREADS is set; `deterministic` overrides it); the usual CPU priority (Ray's default for workers, nice 15,
+    leaves no room below it for work that can wait); an authentication token (else Ray writes one into the home
+    directory and prints that at every start); and 127.0.0.1 as the only address at which processes listen, the
+    trainer's store and Ray's metrics too (the variable's name is for the systems on which this is Ray's default). Other
+    clusters ask for a token by default, but a driver only sends its token if a variable tells it to.
     """
     if address is not None:
         if "RAY_AUTH_TOKEN" in os.environ or (Path.home() / ".ray" / "auth_token").is_file():
@@ -110,8 +106,6 @@ def prepare_ray_environment(address: str | None, threads: int, deterministic: bo
         return
     if deterministic or "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(threads)
-    for name, value in HUGE_PAGES.items() if huge_pages else ():
-        os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_preload_python_modules", ENTRY)  # before a user's modules
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"

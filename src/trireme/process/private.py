@@ -1,10 +1,12 @@
-"""Makes a private directory for the sockets, logs and temporary files of one driver. No other user can enter it.
+"""Makes private directories, which no other user can enter: for the sockets, logs and temporary files of one driver,
+and for the files of one download.
 
     /tmp/trireme-RANDOM     0700
-        driver              held by flock while its driver lives
+        owner               held by flock while its process lives
         r/                  Ray's, which it opens to all users; its token does not cover unix sockets
 
-A user who can rename a socket could replace it. The directory of a killed driver is removed by the next driver's start.
+A user who can rename a socket could replace it. What a killed process leaves is removed by the next one that makes such
+a directory at the same place.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 
 PREFIX = "trireme-"
-LOCK = "driver"
+LOCK = "owner"
 LONGEST_BASE = 24
 """Bytes of the directory in which it lies. The name takes 17, Ray's directory 2, and Ray's sockets below it 64; the
 system allows 107."""
@@ -26,15 +29,22 @@ system allows 107."""
 
 @contextmanager
 def private_directory() -> Iterator[Path]:
-    """Makes a private directory, as the module describes, for the time of the block, and yields its path. Also removes
-    the directories of drivers that were killed."""
+    """Makes the directory of a driver for the time of the block, as `held_directory` does, and yields its path."""
     base = Path(tempfile.gettempdir())
     if len(os.fsencode(base)) > LONGEST_BASE:
         base = Path("/tmp")
-    for directory in base.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # of another user, of a driver that lives, or of something else
+    with held_directory(base, PREFIX) as directory:
+        yield directory
+
+
+@contextmanager
+def held_directory(base: Path, prefix: str) -> Iterator[Path]:
+    """Makes a private directory in `base` for the time of the block, and yields its path; its name begins with
+    `prefix`. Also removes such directories of processes that were killed. Raises OSError."""
+    for directory in base.glob(f"{escape(prefix)}*"):
+        with suppress(OSError):  # of another user, of a process that lives, or of something else
             _sweep(directory)
-    directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+    directory = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
     with (directory / "new").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (directory / "new").rename(directory / LOCK)  # nobody sees it before it is held
@@ -45,7 +55,7 @@ def private_directory() -> Iterator[Path]:
 
 
 def _sweep(directory: Path) -> None:
-    """Removes `directory` if it belongs to a driver of this user that has ended. Raises OSError otherwise."""
+    """Removes `directory` if it belongs to a process of this user that has ended. Raises OSError otherwise."""
     if directory.is_symlink() or directory.stat().st_uid != os.geteuid():
         raise PermissionError(f"{directory} belongs to another user")
     with (directory / LOCK).open("r+") as lock:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import psutil
 import ray
@@ -21,6 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from trireme.config import CommonConfig
+from trireme.core.actors import ActorOptions, ActorProxy
 from trireme.core.errors import RoomFailed, ServicesLost
 from trireme.core.refusals import Refusal
 from trireme.process import waits
@@ -30,6 +32,9 @@ from trireme.process.machine import VISIBLE, Node, this_machine
 from trireme.process.private import private_directory
 from trireme.process.worker_environment import WorkerEnvironment
 
+Args = ParamSpec("Args")
+Actor = TypeVar("Actor")
+Method = TypeVar("Method", bound=Callable[..., object])
 Progress = Callable[[list[str], float], None]
 log = logging.getLogger(__name__)
 
@@ -52,7 +57,7 @@ def _without_obituaries() -> None:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     printed = ray._private.worker.print_to_stdstream
 
-    def print_others(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+    def print_others(data: Mapping[str, Sequence[str]], ignore_prefix: bool) -> None:
         if not any(line.startswith(OBITUARY) for line in data["lines"]):
             printed(data, ignore_prefix)
 
@@ -134,7 +139,7 @@ def _refuse_unless_reachable(address: str) -> None:
             f"cluster.address = {address}, where no Ray cluster answers ({error})",
             "the address of a running Ray cluster",
             "start one with `ray start --head`, or leave the key out to start one on this machine",
-        ).error() from None
+        ) from None
 
 
 def check_services() -> None:
@@ -146,7 +151,7 @@ def check_services() -> None:
         raise ServicesLost(f"Ray's services on this machine have ended, and all actors with them: {text}")
 
 
-def _services() -> dict[str, Any]:
+def _services() -> dict[str, subprocess.Popen[bytes]]:
     """Returns {name: process} of Ray's services that this process has started."""
     node = ray._private.worker._global_node
     started = node.all_processes if node else {}
@@ -192,8 +197,8 @@ def _start_ray(cpus: int, directory: str) -> None:
     RoomFailed.
 
     The services get process groups of their own, so that signals to the driver's group do not reach them. A SIGTERM
-    would end them before the driver could commit; the driver would hang for a minute without them, and Ray would end
-    it. (They still end with the driver: the kernel ensures that.)
+    would end them before the driver could write a checkpoint; the driver would hang for a minute without them, and Ray
+    would end it. (They still end with the driver: the kernel ensures that.)
     """
     fault_point("driver.cluster")
     popen = ray_services.ConsolePopen
@@ -238,12 +243,12 @@ def _children(of: psutil.Process | None = None) -> set[psutil.Process]:
 
 
 def reserve(
-    resources: Sequence[Mapping[str, float]],
+    resources: Sequence[ActorOptions],
     timeout_s: float,
     progress: Progress,
     ending: ExitStack,
     blocks: Sequence[int] = (),
-) -> tuple[PlacementGroup, list[dict[str, Any]]]:
+) -> tuple[PlacementGroup, list[ActorOptions]]:
     """Reserves places for all actors together, on as few nodes as possible. `resources`: Ray's options with the
     resources of each actor. Returns the group of the places, and Ray's options of each actor in its place. `ending`
     gives the places back. `progress` is called about once a second while it waits.
@@ -274,17 +279,17 @@ class PlacePool:
     actor.
     """
 
-    def __init__(self, resources: Mapping[str, float], ending: ExitStack) -> None:
+    def __init__(self, resources: ActorOptions, ending: ExitStack) -> None:
         self._resources = resources
         self._groups: list[PlacementGroup] = []
-        self._free: list[dict[str, Any]] = []
+        self._free: list[ActorOptions] = []
         ending.callback(self._end)
 
     def _end(self) -> None:
         for group in self._groups:
             _remove(group)
 
-    def take(self) -> dict[str, Any]:
+    def take(self) -> ActorOptions:
         """Returns Ray's options for one more actor, in a free place of the pool or a new one. An actor in a new place
         waits until the cluster has room for it."""
         if self._free:
@@ -294,7 +299,7 @@ class PlacePool:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         return {**self._resources, "scheduling_strategy": strategy}
 
-    def give_back(self, options: dict[str, Any]) -> None:
+    def give_back(self, options: ActorOptions) -> None:
         """Gives back the place in `options`, Ray's options of an actor that has ended."""
         group = options["scheduling_strategy"].placement_group
         if group in self._groups:
@@ -304,13 +309,13 @@ class PlacePool:
             self._free.append(options)
 
     @staticmethod
-    def are_there(options_N: Sequence[Mapping[str, object]]) -> list[bool]:
+    def are_there(options_N: Sequence[ActorOptions]) -> list[bool]:
         """Returns for each actor, given by Ray's options, whether Ray has its place on a live node. A new place may
         still be waited for, and the place of a lost node is gone. Asks Ray once for each group of places."""
         return [node is not None for node in actor_nodes(options_N)]
 
 
-def nodes_of(options: Mapping[str, Sequence[Mapping[str, object]]]) -> dict[str, list[str]]:
+def nodes_of(options: Mapping[str, Sequence[ActorOptions]]) -> dict[str, list[str]]:
     """Returns {Ray's id of a node: rooms with actors on it}. `options`: {room: Ray's options of its actors}. Leaves out
     actors without a place."""
     rooms_by_node: dict[str, list[str]] = {}
@@ -320,7 +325,7 @@ def nodes_of(options: Mapping[str, Sequence[Mapping[str, object]]]) -> dict[str,
     return rooms_by_node
 
 
-def actor_nodes(options_N: Sequence[Mapping[str, Any]]) -> list[str | None]:
+def actor_nodes(options_N: Sequence[ActorOptions]) -> list[str | None]:
     """Returns for each actor, given by Ray's options, Ray's id of its node; None if it has no place on a live node."""
     strategies = [options["scheduling_strategy"] for options in options_N]
     groups = {strategy.placement_group.id: strategy.placement_group for strategy in strategies}
@@ -333,7 +338,7 @@ def actor_nodes(options_N: Sequence[Mapping[str, Any]]) -> list[str | None]:
     return [node if node in alive else None for node in nodes]
 
 
-def await_places(options: Mapping[str, Sequence[Mapping[str, object]]], timeout_s: float, progress: Progress) -> None:
+def await_places(options: Mapping[str, Sequence[ActorOptions]], timeout_s: float, progress: Progress) -> None:
     """Waits until Ray has a place for each actor, since nodes may have been lost after `reserve`. `options`: {room:
     Ray's options of its actors}. Calls `progress` once a second while a place is missing. Raises RoomFailed after
     `timeout_s` seconds."""
@@ -349,13 +354,26 @@ def await_places(options: Mapping[str, Sequence[Mapping[str, object]]], timeout_
         waited = time.monotonic() - started
 
 
-def _without_place(options: Mapping[str, Sequence[Mapping[str, object]]]) -> list[str]:
+def _without_place(options: Mapping[str, Sequence[ActorOptions]]) -> list[str]:
     counts = {room: PlacePool.are_there(actors).count(False) for room, actors in options.items()}
     return [
         f"a place in the cluster for the {room} ({number} of {len(options[room])} actors)"
         for room, number in counts.items()
         if number
     ]
+
+
+def create_actor(kind: Callable[Args, Actor], **options: object) -> Callable[Args, ActorProxy[Actor]]:
+    """Returns a function that creates an actor of the class `kind` from the arguments of its constructor, and does not
+    wait. `options`: Ray's options of the actor, at least one."""
+    create: Callable[Args, ActorProxy[Actor]] = ray.remote(**options)(kind).remote
+    return create
+
+
+def in_group(name: str) -> Callable[[Method], Method]:
+    """Returns a decorator: Ray runs the method in the concurrency group `name` of its actor."""
+    decorate: Callable[[Method], Method] = ray.method(concurrency_group=name)
+    return decorate
 
 
 def see_own_gpus() -> None:
@@ -400,10 +418,12 @@ def _refuse_unless_a_node_has(bundle: Mapping[str, float], key: str) -> None:
             f"{key}, which asks for {dict(bundle)} on one node, where no node has more than {largest}",
             "a number of processes that one node can hold",
             f"lower --{key.replace('_', '-')}, or leave it out",
-        ).error()
+        )
 
 
-def _bundle(*actors: Mapping[str, float]) -> dict[str, float]:
+def _bundle(*actors: ActorOptions) -> dict[str, float]:
     """Returns the sum of the cores and GPUs of `actors` as one bundle, which Ray places on one node as a whole."""
-    amounts = {name: sum(actor.get(f"num_{name.lower()}s", 0) for actor in actors) for name in ("CPU", "GPU")}
+    cpus = sum(actor.get("num_cpus", 0) for actor in actors)
+    gpus = sum(actor.get("num_gpus", 0) for actor in actors)
+    amounts = {"CPU": cpus, "GPU": gpus}
     return {name: amount for name, amount in amounts.items() if amount}

@@ -1,5 +1,16 @@
-"""Handles SIGTERM and Ctrl-C, which end a run in order: it takes a commit, stops its rooms and leaves no process
-behind."""
+"""Handles SIGTERM and Ctrl-C, which end a run in order.
+
+    signal    `Stop` notes it, prints a line, and sets an alarm for `checkpoint.grace_s` seconds
+    boundary  the driver works on to the next place where the run can be saved, between two steps or before the first
+              minibatch of one; there `Stop.check` raises Stopped (`trireme.train.steps`)
+    saved     `trireme.run.checkpoints.Checkpoints.__exit__` takes a checkpoint, unless this version has one
+    ended     rooms, replicas and Ray stop (`trireme.launch.run`), and the command prints the command that resumes;
+              its exit code is 75 after SIGTERM, 130 after Ctrl-C
+
+If the alarm comes first, or a room fails meanwhile, StoppedWithoutCheckpoint ends the run in the same way, without a
+checkpoint. Before and after training a signal raises Stopped at once (`arm`). A second signal ends the process
+immediately, and its actors with it. An actor that gets SIGTERM itself closes its environments first (`end_after`).
+"""
 
 from __future__ import annotations
 
@@ -23,8 +34,8 @@ class Stopped(BaseException):
         self.exit_code = exit_code
 
 
-class StoppedWithoutCommit(Stopped):
-    """Raised when a signal ended the run and no commit was possible: a room failed, or the grace time was over."""
+class StoppedWithoutCheckpoint(Stopped):
+    """Raised when a signal ended the run and no checkpoint was possible: a room failed, or the grace time was over."""
 
     def __init__(self, exit_code: int, failure: RoomFailed | None = None) -> None:
         super().__init__(exit_code)
@@ -32,7 +43,7 @@ class StoppedWithoutCommit(Stopped):
 
     def __str__(self) -> str:
         reason = self.failure or "none was possible within checkpoint.grace_s"
-        return f"stopped by a signal, without a commit: {reason}"
+        return f"stopped by a signal, without a checkpoint: {reason}"
 
 
 EXIT_CODES = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_SIGTERM}
@@ -103,11 +114,11 @@ def arm() -> None:
 
 
 class Stop:
-    """Only notes a signal during its `with` block, so that training stops where it can be committed (`check`).
+    """Only notes a signal during its `with` block, so that training stops where it can be saved (`check`).
 
-    Raises StoppedWithoutCommit in the main thread if the block has not ended `grace_s` seconds after the signal. A
+    Raises StoppedWithoutCheckpoint in the main thread if the block has not ended `grace_s` seconds after the signal. A
     second signal (see SAME_S) ends the process immediately. A room that fails after a signal is not built again: its
-    RoomFailed becomes StoppedWithoutCommit.
+    RoomFailed becomes StoppedWithoutCheckpoint.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -119,7 +130,7 @@ class Stop:
         return self.exit_code is not None
 
     def check(self) -> None:
-        """Raises Stopped if a signal came. Call it where the run can be committed."""
+        """Raises Stopped if a signal came. Call it where the run can be saved."""
         if self.exit_code is not None:
             raise Stopped(self.exit_code)
 
@@ -134,17 +145,19 @@ class Stop:
         if self.exit_code is None:  # else a second signal still ends the process
             arm()
         elif isinstance(error, RoomFailed):  # the signal may have reached the rooms too, if it was sent to a group
-            raise StoppedWithoutCommit(self.exit_code, error) from error
+            raise StoppedWithoutCheckpoint(self.exit_code, error) from error
 
     def _note(self, signum: int, _frame: FrameType | None) -> None:
         self.exit_code = EXIT_CODES[signal.Signals(signum)]
-        _say(f"stopping: waiting up to {self._grace_s:g} s (checkpoint.grace_s) for the step in hand and its commit")
+        _say(
+            f"stopping: waiting up to {self._grace_s:g} s (checkpoint.grace_s) for the step in hand and its checkpoint"
+        )
         _end_at_the_next(signum)
         signal.setitimer(signal.ITIMER_REAL, self._grace_s)
 
     def _overdue(self, _signum: int, _frame: FrameType | None) -> None:
         assert self.exit_code is not None
-        raise StoppedWithoutCommit(self.exit_code)
+        raise StoppedWithoutCheckpoint(self.exit_code)
 
 
 def end_after(close: Callable[[], Awaitable[object]]) -> None:

@@ -7,8 +7,8 @@
     with trace.life("group", 17):            begin and end are events of their own: seen from the start, also by a kill
     busy = trace.Busy("sampling"); with busy: one span from the first block that begins until the last one ends
 
-Each process calls `start` once, next to where it opens its log; until then, and with `trace.max_mb` = 0, a span costs a
-function call. Events are put into a queue; a thread writes the queue twice a second, so a process that is killed loses
+Each process calls `start` once, next to where it opens its log; until then, and with `trace.max_mb` = 0, a span is only
+timed. Events are put into a queue; a thread writes the queue twice a second, so a process that is killed loses
 less than a second. Every event is a whole line of a JSON array that is never closed, as the format allows: the file can
 be read at any time.
 
@@ -24,15 +24,15 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, BinaryIO
 
-from trireme.core.finite_json import to_json
+from trireme.core.finite_json import JsonObject, to_json
 
 WRITE_EVERY_S = 0.5
 CLOSE_S = 5.0
@@ -46,7 +46,6 @@ ROOMS = ("driver", "orchestrator", "trainer", "inference")
 
 _log = logging.getLogger(__name__)
 _numbers = count()
-_nothing = nullcontext()
 _to_json = partial(to_json, separators=(",", ":"))  # ASCII: as many bytes as characters
 _writer: TraceWriter | None = None
 
@@ -71,28 +70,39 @@ def stop() -> None:
         writer.close()
 
 
-def span(name: str, track: str = "main", **args: object) -> AbstractContextManager[object]:
+@contextmanager
+def span(name: str, track: str = "main", **args: object) -> Iterator[None]:
     """Records the `with` block as a span on `track`, where spans follow or contain each other. `args` are shown with
     it."""
-    if _writer:
-        return _timed(partial(_writer.add_span, name, track, args))
-    return _nothing
-
-
-def overlapping(name: str, track: str, **args: Any) -> AbstractContextManager[Any]:
-    """Records the `with` block as a span on `track`, where spans may overlap. Blocks under SHORTEST_NS are not
-    recorded."""
-    if _writer:
-        return _timed(partial(_writer.add_overlapping, name, track, args))
-    return _nothing
+    started = _now()
+    try:
+        yield
+    finally:
+        if _writer:
+            _writer.add_span(name, track, args, started, _now())
 
 
 @contextmanager
-def life(name: str, number: int, **args: Any) -> Iterator[dict[str, Any]]:
+def overlapping(name: str, track: str, **args: object) -> Iterator[None]:
+    """Records the `with` block as a span on `track`, where spans may overlap. Blocks under SHORTEST_NS are not
+    recorded."""
+    started = _now()
+    try:
+        yield
+    finally:
+        end = _now()
+        if _writer and end - started >= SHORTEST_NS:
+            same = {"cat": track, "id": next(_numbers)}
+            _writer.add("b", name, track, started, args=args, **same)
+            _writer.add("e", name, track, end, **same)
+
+
+@contextmanager
+def life(name: str, number: int, **args: object) -> Iterator[JsonObject]:
     """Records the `with` block as the life of one thing, such as a group: `name` is its kind, `number` tells it from
     others. `args` are recorded at the begin. Yields a dict; the entries that the block puts into it are recorded at
     the end."""
-    ending: dict[str, Any] = {}
+    ending: JsonObject = {}
     writer = _writer
     if writer:
         writer.add("b", name, name, _now(), cat=name, id=number, args=args)
@@ -111,7 +121,7 @@ class Busy:
         self._working = 0
         self._since: int | None = None
         self._paused = False
-        self._args: dict[str, Any] = {}
+        self._args: JsonObject = {}
 
     def __enter__(self) -> None:
         self._count(+1)
@@ -128,7 +138,7 @@ class Busy:
         self._paused = True
         self._end()
 
-    def resume(self, **args: Any) -> None:
+    def resume(self, **args: object) -> None:
         """Ends a pause, and begins a new span if there is work. `args` are recorded with the spans from now on."""
         if self._paused and self._working:
             self._since = _now()
@@ -144,15 +154,6 @@ class Busy:
         self._working += change
         if _writer:
             _writer.counters[self._name] = self._working
-
-
-@contextmanager
-def _timed(record: Callable[[int, int], None]) -> Iterator[None]:
-    started = _now()
-    try:
-        yield
-    finally:
-        record(started, _now())
 
 
 def _now() -> int:
@@ -178,22 +179,14 @@ class TraceWriter:
         self._thread = Thread(target=self._run, name="trace", daemon=True)
         self._thread.start()
 
-    def add(self, phase: str, name: str, track: str, at: int, **fields: Any) -> None:
+    def add(self, phase: str, name: str, track: str, at: int, **fields: object) -> None:
         """Adds an event on `track`, from any thread. `phase`: the event's type in Chrome's format. `at`: ns of the
         monotonic clock. `fields`: further fields of the event."""
         self._queue.append({"ph": phase, "name": name, "tid": track, "ts": self._us(at), **fields})
 
-    def add_span(self, name: str, track: str, args: dict[str, object], started: int, end: int) -> None:
+    def add_span(self, name: str, track: str, args: JsonObject, started: int, end: int) -> None:
         """Adds a complete span, from any thread. `started` and `end`: ns of the monotonic clock."""
         self.add("X", name, track, started, dur=end // 1000 - started // 1000, args=args)
-
-    def add_overlapping(self, name: str, track: str, args: dict[str, object], started: int, end: int) -> None:
-        """Adds a span that may overlap other spans of its track, from any thread, if it is not shorter than
-        SHORTEST_NS. `started` and `end`: ns of the monotonic clock."""
-        if end - started >= SHORTEST_NS:
-            same = {"cat": track, "id": next(_numbers)}
-            self.add("b", name, track, started, args=args, **same)
-            self.add("e", name, track, end, **same)
 
     def close(self) -> None:
         """Writes the events that are left, and ends the thread; gives up after CLOSE_S seconds."""
@@ -215,7 +208,7 @@ class TraceWriter:
         finally:
             self._queue = deque(maxlen=0)  # which takes nothing
 
-    def _append(self, file: BinaryIO, events: Iterator[dict[str, object]]) -> bool:
+    def _append(self, file: BinaryIO, events: Iterator[JsonObject]) -> bool:
         """Writes `events`. Returns False if the file is full; its last line then says so."""
         lines = []
         size = file.tell()
@@ -232,13 +225,13 @@ class TraceWriter:
         file.flush()
         return room
 
-    def _about(self) -> Iterator[dict[str, Any]]:
+    def _about(self) -> Iterator[JsonObject]:
         """Yields the events that tell viewers this process's name, its place among the others, its pid and its host."""
         yield self._meta("process_name", name=self._path.stem)
         yield self._meta("process_sort_index", sort_index=self._rank)
         yield self._meta("process_labels", labels=f"process {os.getpid()} on {socket.gethostname()}")
 
-    def _news(self) -> Iterator[dict[str, Any]]:
+    def _news(self) -> Iterator[JsonObject]:
         """Yields the events and the changed counters since the last call."""
         for _ in range(len(self._queue)):
             event = self._queue.popleft()
@@ -254,11 +247,11 @@ class TraceWriter:
                 self._counted[name] = value
                 yield self._event("C", name, args={"number": value})
 
-    def _event(self, phase: str, name: str, **fields: object) -> dict[str, object]:
+    def _event(self, phase: str, name: str, **fields: object) -> JsonObject:
         """Returns an event of the process as a whole, on no track, with the present time."""
         return {"ph": phase, "name": name, "pid": self._pid, "ts": self._us(_now()), **fields}
 
-    def _meta(self, about: str, **args: Any) -> dict[str, Any]:
+    def _meta(self, about: str, **args: object) -> JsonObject:
         return {"ph": "M", "name": about, "pid": self._pid, "args": args}
 
     def _us(self, at: int) -> int:

@@ -11,11 +11,12 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
+from trireme.core.actors import Ref
 from trireme.core.errors import RoomFailed, TriremeError
 
 Value = TypeVar("Value")
@@ -64,14 +65,14 @@ def _overdue(owner: str, timeout_s: float, log: Path | None, limit: str = "") ->
 
 
 def get_all(
-    refs: Sequence[Any],
+    refs: Sequence[Ref[Value]],
     *,
     owners: Sequence[str],
     timeout_s: float,
     log: Path | None = None,
     on_tick: Callable[[list[str], float], None] | None = None,
     limit: str = "",
-) -> list[Any]:
+) -> list[Value]:
     """Waits for all `refs` and returns their values. `owners` names the process of each. Raises the error of the first
     that fails, without waiting for others (which may hang in a collective); RoomFailed after `timeout_s` seconds.
     Calls `on_tick` about once a second with the names still waited for and the seconds waited. `log` and `limit`,
@@ -79,7 +80,7 @@ def get_all(
     started = time.monotonic()
     pending = list(refs)
     owner = dict(zip(refs, owners, strict=True))
-    values = {}
+    values: dict[Ref[Value], Value] = {}
     while pending:
         waited = time.monotonic() - started
         if waited > timeout_s:
@@ -102,8 +103,8 @@ class LongWait:
 
     label: str
     every_s: float
-    ask: Callable[[], Any] | None = None
-    _requests: dict[Any, str] = field(default_factory=dict)
+    ask: Callable[[], Ref[str]] | None = None
+    _requests: dict[Ref[str], str] = field(default_factory=dict)
     _said_s: float = 0.0
 
     def __call__(self, names: list[str], waited_s: float) -> None:
@@ -124,7 +125,7 @@ class LongWait:
         print("  ", ": ".join([f"{self.label} ({waited_s:.0f} s)", *words]), sep="", flush=True)
 
 
-def ready(refs: Mapping[Any, str], timeout_s: float) -> dict[Any, Any]:
+def ready(refs: Mapping[Ref[Value], str], timeout_s: float) -> dict[Ref[Value], Value | TriremeError]:
     """Waits up to `timeout_s` seconds until any of `refs` {reference: name of its process} is ready. Returns {ready
     reference: its value or its TriremeError}."""
     if not refs:
@@ -132,13 +133,14 @@ def ready(refs: Mapping[Any, str], timeout_s: float) -> dict[Any, Any]:
         return {}
     if not ray.wait(list(refs), num_returns=1, timeout=timeout_s)[0]:
         return {}
-    outcomes = {}
+    outcomes: dict[Ref[Value], Value | TriremeError] = {}
     for ref in ray.wait(list(refs), num_returns=len(refs), timeout=0)[0]:
         try:
             outcomes[ref] = ray.get(ref)
         except RayError as error:
-            outcomes[ref] = failure(error, refs[ref], None)
-            outcomes[ref].__cause__ = error
+            lost = failure(error, refs[ref], None)
+            lost.__cause__ = error
+            outcomes[ref] = lost
     return outcomes
 
 
@@ -156,20 +158,20 @@ def unreached(error: BaseException) -> bool:
     return isinstance(error.__cause__, ActorUnavailableError)
 
 
-def get(ref: Any, *, owner: str, timeout_s: float, log: Path | None = None) -> Any:
+def get(ref: Ref[Value], *, owner: str, timeout_s: float, log: Path | None = None) -> Value:
     """Waits for one reference and returns its value. Raises the errors of `get_all`."""
     return get_all([ref], owners=[owner], timeout_s=timeout_s, log=log)[0]
 
 
 @dataclass(frozen=True)
-class Pending:
+class Pending(Generic[Value]):
     """Calls in progress in other processes; each call returns a list."""
 
-    refs: Sequence[Any]  # to the lists
+    refs: Sequence[Ref[list[Value]]]  # to the lists
     owners: Sequence[str]  # their owners
     log: Path | None = None  # directory of the owners' logs
 
-    def wait(self, timeout_s: float) -> list[Any]:
+    def wait(self, timeout_s: float) -> list[Value]:
         """Waits until all calls have ended, and returns the items of all lists as one list. Raises the errors of
         `get_all`."""
         parts = get_all(self.refs, owners=self.owners, timeout_s=timeout_s, log=self.log)

@@ -127,7 +127,7 @@ def _chosen(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
                 f"cluster.variables names {name}",
                 "environment variables that the driver has",
                 f"export {name}, or take it out of --cluster.variables",
-            ).error()
+            )
     usual = [name for name in environ if name.startswith(PREFIXES) and not name.startswith(KEYS)]
     usual = [name for name in usual if name != OF_ONE_NODE]
     usual += [name for name in NAMES if name in environ]

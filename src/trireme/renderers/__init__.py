@@ -3,7 +3,7 @@
 The names in docs/api.md are stable.
 """
 
+from trireme.renderers.conversation import Message, Renderer, ToolCall, ToolSpec, TrainOn
 from trireme.renderers.table import make_renderer, unknown_renderer
-from trireme.renderers.types import Message, Renderer, ToolCall, ToolSpec, TrainOn
 
 __all__ = ["Message", "Renderer", "ToolCall", "ToolSpec", "TrainOn", "make_renderer", "unknown_renderer"]

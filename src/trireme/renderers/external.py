@@ -19,11 +19,11 @@ import numpy.typing as npt
 
 from trireme.core.errors import BadInput
 from trireme.core.extras import require
-from trireme.core.finite_json import to_json
+from trireme.core.finite_json import JsonObject, to_json
 from trireme.core.tokenizer import Tokenizer
-from trireme.renderers.base import PROBE, PROBE_TOOL, trained_messages
+from trireme.renderers.conversation import Message, Renderer, ToolCall, ToolSpec, TrainOn
 from trireme.renderers.qwen_tags import read_json, tool_schema
-from trireme.renderers.types import Message, Renderer, ToolCall, ToolSpec, TrainOn
+from trireme.renderers.text_renderer import PROBE, PROBE_TOOL, trained_messages
 
 PACKAGE = "renderers"
 THINKING_SWITCHES = ("enable_thinking", "thinking")
@@ -53,7 +53,7 @@ class PackageRenderer(Renderer):
         if QUESTION not in tokenizer.decode(self._question_tokens):
             raise BadInput(f"renderer.name = {PACKAGE}:{name}, whose tokens are not those of this tokenizer")
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return partial(PackageRenderer, name=self.name), self._settings
 
     def stop_tokens(self) -> tuple[int, ...]:
@@ -165,7 +165,7 @@ class PackageRenderer(Renderer):
         return message, self.finished(tokens) and parsed.reasoning_complete is not False
 
 
-def suitable(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None = None) -> PackageRenderer:
+def suitable(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None) -> PackageRenderer:
     """Returns the package's renderer for the tokenizer's model: the format that the package names for this model, else
     the first format that agrees with the tokenizer's chat template. Raises BadInput if there is none."""
     if tokenizer.chat_template is None and Path(tokenizer.name_or_path).is_dir():
@@ -219,7 +219,7 @@ def _open(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None, name:
     package = require(PACKAGE, extra=PACKAGE, what_for=f"renderer.name = {PACKAGE}:{name}")
     try:
         config = package.config_from_name(name)
-        fields: dict[str, Any] = {} if strip else {"thinking_retention": "all"}
+        fields: JsonObject = {} if strip else {"thinking_retention": "all"}
         if enable_thinking is not None:
             switches = [switch for switch in THINKING_SWITCHES if switch in config.template_field_names()]
             if not switches:
@@ -233,13 +233,13 @@ def _open(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None, name:
         ) from error
 
 
-def _for_package(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _for_package(messages: Sequence[Message]) -> list[JsonObject]:
     """Returns the messages in the package's form. Tool calls get ids, and tool messages refer to these ids in order."""
     numbers = count()
     waiting = list[tuple[str, str]]()
     converted = []
     for message in messages:
-        shown: dict[str, Any] = {key: message[key] for key in ("role", "content", "name") if key in message}
+        shown: JsonObject = {key: message[key] for key in ("role", "content", "name") if key in message}
         if "thinking" in message:
             shown["reasoning_content"] = message["thinking"]
         calls = message.get("tool_calls")
@@ -256,7 +256,7 @@ def _for_package(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return converted
 
 
-def _schemas(tools: Sequence[ToolSpec]) -> list[dict[str, Any]] | None:
+def _schemas(tools: Sequence[ToolSpec]) -> list[JsonObject] | None:
     return [tool_schema(tool) for tool in tools] or None
 
 

@@ -6,8 +6,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from trireme.core.tokenizer import Tokenizer
+from trireme.renderers.conversation import Message
 from trireme.renderers.qwen_tags import THINK_END, TOOL_RESPONSE, TOOL_RESPONSE_END
-from trireme.renderers.types import Message
 
 
 def last_query(messages: Sequence[Message]) -> int:

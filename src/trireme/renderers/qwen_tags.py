@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from trireme.core.finite_json import to_json
-from trireme.renderers.types import Message, ToolCall, ToolSpec
+from trireme.renderers.conversation import Message, ToolCall, ToolSpec
 
 THINK = "<think>"
 THINK_END = "</think>"

@@ -14,8 +14,8 @@ from typing import Any
 from trireme.core.errors import BadInput
 from trireme.core.tokenizer import Tokenizer
 from trireme.renderers import external, kinds
-from trireme.renderers.base import PROBE, PROBE_TOOL
-from trireme.renderers.types import Renderer
+from trireme.renderers.conversation import Renderer
+from trireme.renderers.text_renderer import PROBE, PROBE_TOOL
 
 _log = logging.getLogger(__name__)
 

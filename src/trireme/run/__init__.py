@@ -1,1 +1,1 @@
-"""A run directory: its files, and the schedule of commits."""
+"""A run directory: its files, and the schedule of checkpoints."""

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from trireme.checkpoint.files import storage_errors
 from trireme.checkpoint.rows import METRICS, ROLLOUTS, TRAINED, shown_step
-from trireme.config import CommonConfig
 from trireme.core.errors import DiskFull, StorageFailed
 from trireme.core.finite_json import to_json
 from trireme.core.paths import path_in
-from trireme.core.redaction import redact_values
 from trireme.core.refusals import Refusal
 from trireme.process import trace
 from trireme.process.faults import fault_point
-from trireme.run.commits import Commits
-from trireme.run.rollout_records import TABLE_COLUMNS, table_rows, write_records
-from trireme.supervision.roster import Incident, Roster
+from trireme.run.checkpoints import Checkpoints
+from trireme.run.rollout_records import write_records
+from trireme.run.sink import MetricsSink
 
 TOO_EASY = 0.8
 """Share of problems that are always solved at the start above which there is little left to learn."""
-LONGEST_TITLE = 63
-"""Characters of the title of a W&B alert."""
 _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
 
 
@@ -84,36 +79,36 @@ class Clock:
 
 
 class Journal:
-    """Writes the results of each step of the run in `root`: the metrics to metrics.jsonl, to the trackers and, as the
-    text that `line(row)` returns, to `out`; the problems to trained.jsonl; and records of some rollouts. `commits`
+    """Writes the results of each step of the run in `root`: the metrics to metrics.jsonl, to `sinks` and, as the
+    text that `line(row)` returns, to `out`; the problems to trained.jsonl; and records of some rollouts. `checkpoints`
     makes room on a full disk. Close it at the end, as `closing` does."""
 
     def __init__(
         self,
         root: Path,
-        line: Callable[[Mapping[str, Any]], str],
+        line: Callable[[Mapping[str, object]], str],
         out: TextIO,
-        trackers: Sequence[Tracker],
-        commits: Commits,
+        sinks: Sequence[MetricsSink],
+        checkpoints: Checkpoints,
     ) -> None:
         self._root = root
         self._line = line
         self._out = out
-        self._trackers = trackers
-        self._commits = commits
+        self._sinks = sinks
+        self._checkpoints = checkpoints
         self._files = {name: path_in(root, name).open("ab", buffering=0) for name in (METRICS, TRAINED)}
 
     def write(self, row: Mapping[str, Any], trained: Mapping[str, Any], records: Sequence[str] = ()) -> None:
         """Writes one step: `row` has the metrics, `trained` the `groups` or `examples` that were trained on, `records`
         a JSON object for each recorded group. On return the operating system has each line. Raises LockLost, and
-        StorageFailed if there is no room even after old commits were deleted."""
-        self._commits.check_owner()
+        StorageFailed if there is no room even after old checkpoints were deleted."""
+        self._checkpoints.check_owner()
         self._with_room(partial(self._append, TRAINED, {"step": row["step"], "attempt": row["attempt"], **trained}))
         self._with_room(partial(write_records, self._root / ROLLOUTS, row["step"], records))
         self._with_room(partial(self._append, METRICS, row))
         print(self._line(row), file=self._out, flush=True)
-        for tracker in self._trackers:
-            tracker.write(row, records)
+        for sink in self._sinks:
+            sink.write(row, records)
 
     def _append(self, name: str, row: Mapping[str, object]) -> None:
         """Adds `row` as a line to the file `name`. If the write fails, removes the partial line, which would spoil the
@@ -136,14 +131,14 @@ class Journal:
                 write()
             return
         except DiskFull:
-            self._commits.make_room()
+            self._checkpoints.make_room()
         try:
             with storage_errors(self._root):
                 write()
         except StorageFailed as error:
             refusal = Refusal(
                 f"rows of a step in {self._root}, which have no room: {error}",
-                "some kilobytes for each step, beside the newest commit",
+                "some kilobytes for each step, beside the newest checkpoint",
                 "make room, then resume: a step without its rows is no part of a run",
             )
             raise StorageFailed(str(refusal)) from error
@@ -189,122 +184,3 @@ def step_line(row: Mapping[str, Any], max_steps: int) -> str:
             *evaluation_text(row),
         ]
     )
-
-
-class Tracker(Protocol):
-    """A service or a program that shows the metrics of runs."""
-
-    @property
-    def place(self) -> str:
-        """A text for people that says where the tracker shows the run, such as a URL."""
-
-    def write(self, row: Mapping[str, Any], records: Sequence[str]) -> None:
-        """Writes the metrics of a step in `row`, and the recorded rollouts of the step: each of `records` is a group as
-        JSON."""
-
-    def alert(self, roster: Roster, incident: Incident | None) -> None:
-        """Reports `incident`, if it is not None. The roster calls this after each change (`Roster.listen`)."""
-
-    def close(self) -> None:
-        """Writes buffered rows, and ends the connection or closes the files."""
-
-
-class TensorboardSink:
-    """Writes metrics for TensorBoard to the directory `tensorboard` of the run in `root`. `start`: the completed steps;
-    TensorBoard drops later steps that an earlier attempt has written."""
-
-    def __init__(self, root: Path, start: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._directory = root / "tensorboard"
-        self._writer = SummaryWriter(str(self._directory), purge_step=start + 1)
-
-    @property
-    def place(self) -> str:
-        return f"TensorBoard: uv run --no-sync tensorboard --logdir {self._directory}"
-
-    def write(self, row: Mapping[str, Any], records: Sequence[str]) -> None:
-        for name, value in row.items():
-            if isinstance(value, int | float):
-                self._writer.add_scalar(name, value, shown_step(row))
-        if records:
-            rows = [
-                dict(zip(TABLE_COLUMNS, record, strict=True)) for record in table_rows([json.loads(r) for r in records])
-            ]
-            texts = [f"reward {record['reward']:g}\n\n{record['prompt']}{record['conversation']}" for record in rows]
-            self._writer.add_text("rollouts", "\n\n---\n\n".join(texts), shown_step(row))
-        self._writer.flush()
-
-    def alert(self, roster: Roster, incident: Incident | None) -> None:
-        if incident:
-            self._writer.add_text("incidents", f"{incident.part}: {incident.what}", incident.step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbSink:
-    """Writes to Weights & Biases, on an explicit `step` axis. Offline mode needs no account.
-
-    `run_id` is the same in all attempts, so a resume continues the W&B run. (Offline, each attempt writes a directory
-    of its own; `wandb sync` joins them by the id.) W&B's history cannot be rewritten: steps that are done again appear
-    twice there, but once in metrics.jsonl.
-    """
-
-    def __init__(self, config: CommonConfig, run_id: str, run_name: str, directory: Path) -> None:
-        import wandb
-
-        self._wandb = wandb
-        options = config.wandb
-        self._offline = options.mode == "offline"
-        self._run = wandb.init(
-            **options.model_dump(include={"project", "entity", "tags", "mode"}),
-            name=options.name or run_name,
-            id=run_id,
-            resume="allow",
-            dir=str(directory),
-            settings=wandb.Settings(quiet=True),
-            config=redact_values(config.model_dump(mode="json")),
-        )
-        self._run.define_metric("*", step_metric="step")
-
-    @property
-    def place(self) -> str:
-        if self._offline:
-            return f"W&B, offline; to upload: uv run --no-sync wandb sync {self._run.settings.sync_dir}"
-        return f"W&B: {self._run.url}"
-
-    def write(self, row: Mapping[str, Any], records: Sequence[str]) -> None:
-        if records:
-            rows = table_rows([json.loads(line) for line in records])
-            table = self._wandb.Table(columns=TABLE_COLUMNS, data=rows)
-            self._run.log({"step": shown_step(row), "rollouts": table}, commit=False)
-        self._run.log({**row, "step": shown_step(row)})
-
-    def alert(self, roster: Roster, incident: Incident | None) -> None:
-        if incident:  # W&B drops equal titles within a minute
-            message = f"{incident.part}: {incident.what}"
-            self._run.alert(message[:LONGEST_TITLE], f"{message}\n\nat step {incident.step}", level="WARN")
-
-    def close(self) -> None:
-        """Ends the W&B run and W&B's own process. Otherwise the process is killed with the cluster, and W&B reports a
-        crash."""
-        self._run.finish()
-        self._wandb.teardown()
-
-
-@contextmanager
-def trackers(config: CommonConfig, run_id: str, root: Path, roster: Roster) -> Iterator[list[Tracker]]:
-    """Opens the configured trackers of the run in `root`, for all attempts of the command, and closes them after the
-    block. Makes `roster` report each incident to them. Yields the trackers, for the rows and rollouts of each step."""
-    opened: list[Tracker] = []
-    with ExitStack() as ending:
-        if config.wandb.project:
-            opened.append(WandbSink(config, run_id, root.name, root))
-            ending.callback(opened[-1].close)
-        if config.tensorboard:
-            opened.append(TensorboardSink(root, roster.step))
-            ending.callback(opened[-1].close)
-        for tracker in opened:
-            ending.callback(roster.listen(tracker.alert))
-        yield opened

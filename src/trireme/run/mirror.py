@@ -1,10 +1,10 @@
 """Keeps a run in object storage while it trains: `run.output_dir = "s3://bucket/prefix"` (`checkpoint.stored_run`).
 
-The run works in its directory on this machine as every run does. A thread uploads each new commit to the store, its
+The run works in its directory on this machine as every run does. A thread uploads each new checkpoint to the store, its
 manifest last, then the new parts of the other files, then HEAD, which names all of that, and which the store accepts
 only from the driver that put it last. A driver with a refused HEAD has been superseded: its next check of its right to
 write raises LockLost. A failed upload is an incident, and is tried again; after more than `checkpoint.max_missed`
-commits in a row the run stops.
+checkpoints in a row the run stops.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from trireme.checkpoint.store import HEAD, KEEP, CheckpointStore, Head
 from trireme.checkpoint.stored_run import (
     PART_BYTES,
     FilePart,
-    StoredCommit,
+    StoredCheckpoint,
     StoredRun,
-    commit_key,
+    checkpoint_key,
     elsewhere,
     part_key,
     part_of,
@@ -45,20 +45,20 @@ from trireme.process.faults import fault_point
 FILES = (RECORD, "code.diff", METRICS, TRAINED, "checkpoints.jsonl")
 TREES = (ROLLOUTS, "logs", "trace", "tensorboard", "wandb")
 LOOK_S = 1.0
-"""Seconds between looks for a new commit."""
+"""Seconds between looks for a new checkpoint."""
 EVERY_S = 60.0
-"""Seconds after which rows and logs are brought without a commit, and HEAD is looked at."""
+"""Seconds after which rows and logs are brought without a checkpoint, and HEAD is looked at."""
 RETRY_S = 30.0
 """Seconds until a failed upload is tried again."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The part of a run directory that changes only when an attempt starts: HEAD, and the commits in branches."""
+    """The part of a run directory that changes only when an attempt starts: HEAD, and the checkpoints in branches."""
 
     head: Head
     parked: frozenset[str]
-    """The paths of commits of branches that were left."""
+    """The paths of checkpoints of branches that were left."""
 
 
 class Mirror:
@@ -85,45 +85,45 @@ class Mirror:
         self._note = note
         self._stored = stored
         self._tag = tag
-        self._observed: set[str] = set()  # commits that the directory held at some time, by path
-        self._looked_at: set[str] = set()  # commits that the directory held at the last success, by name
+        self._observed: set[str] = set()  # checkpoints that the directory held at some time, by path
+        self._looked_at: set[str] = set()  # checkpoints that the directory held at the last success, by name
         self._stats: dict[str, tuple[int, int, int]] = {}  # of the files whose parts `_stored` has
         self._swept = 0  # the attempt that last deleted what was left in the store
-        self._waiting: set[str] = set()  # new commits since the last success
+        self._waiting: set[str] = set()  # new checkpoints since the last success
         self._failed: Exception | None = None
         self._lost: BaseException | None = None
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="store", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread that watches the run directory and uploads new commits and files."""
+        """Starts the thread that watches the run directory and uploads new checkpoints and files."""
         self._thread.start()
 
     def check(self) -> None:
         """Raises LockLost if another driver has taken over HEAD in the store, StorageFailed if uploads fail and more
-        than `checkpoint.max_missed` commits wait for theirs, and any other error that ended the thread."""
+        than `checkpoint.max_missed` checkpoints wait for theirs, and any other error that ended the thread."""
         if self._lost:
             raise self._lost
         if self._failed and len(self._waiting) > self._options.max_missed:
             raise StorageFailed(self._failure_text(self._failed))
 
     def draft_key(self, manifest: Manifest) -> str:
-        """Returns the key that the commit of `manifest` will have in the store."""
-        return commit_key(self._stored.driver, manifest)
+        """Returns the key that the checkpoint of `manifest` will have in the store."""
+        return checkpoint_key(self._stored.driver, manifest)
 
-    def await_key(self, commit: Path, limit_s: float) -> str:
-        """Waits until the store has `commit`, a commit of the run directory. Returns its key in the store. Raises
-        LockLost, and StorageFailed after `limit_s` seconds."""
-        checksum = xxhash.xxh3_128_hexdigest((commit / MANIFEST).read_bytes())
+    def await_key(self, checkpoint: Path, limit_s: float) -> str:
+        """Waits until the store has `checkpoint`, a checkpoint of the run directory. Returns its key in the store.
+        Raises LockLost, and StorageFailed after `limit_s` seconds."""
+        checksum = xxhash.xxh3_128_hexdigest((checkpoint / MANIFEST).read_bytes())
         deadline = time.monotonic() + limit_s
         while True:
-            stored = self._stored.commits.get(str(commit.relative_to(self._root)))
+            stored = self._stored.commits.get(str(checkpoint.relative_to(self._root)))
             if stored and stored.manifest == checksum:
                 return stored.key
             self.check()
             if time.monotonic() > deadline:
                 reason = f": {self._failed}" if self._failed else ""
-                raise StorageFailed(f"waited {limit_s:g} s until {self.bucket.url} has {commit.name}{reason}")
+                raise StorageFailed(f"waited {limit_s:g} s until {self.bucket.url} has {checkpoint.name}{reason}")
             time.sleep(LOOK_S)
 
     def close(self, limit_s: float) -> None:
@@ -139,7 +139,7 @@ class Mirror:
 
     def _failure_text(self, error: Exception) -> str:
         return (
-            f"{self.bucket.url} lacks what is new in {self._root}, {len(self._waiting)} commits among it "
+            f"{self.bucket.url} lacks what is new in {self._root}, {len(self._waiting)} checkpoints among it "
             f"(checkpoint.max_missed = {self._options.max_missed}): {error}"
         )
 
@@ -151,12 +151,12 @@ class Mirror:
             self._lost = error
 
     def _bring_what_comes(self) -> None:
-        """Uploads new commits at once, and everything else every EVERY_S, until `close`. After a failed upload the next
-        one follows RETRY_S later. Uploads once more at the end."""
+        """Uploads new checkpoints at once, and everything else every EVERY_S, until `close`. After a failed upload the
+        next one follows RETRY_S later. Uploads once more at the end."""
         full_at = time.monotonic()
         retry_at = 0.0
         while not self._lost and not self._ending.wait(LOOK_S):
-            self._waiting |= self._new_commits()
+            self._waiting |= self._new_checkpoints()
             now = time.monotonic()
             if now >= retry_at and (self._waiting or now >= full_at):
                 self._try()
@@ -166,15 +166,15 @@ class Mirror:
                 else:
                     retry_at = 0.0
         if not self._lost:
-            self._waiting |= self._new_commits()
+            self._waiting |= self._new_checkpoints()
             self._try()
 
-    def _new_commits(self) -> set[str]:
-        """Returns the names of the commits that the run directory did not have at the last successful upload."""
-        return {commit.name for commit in CheckpointStore(self._root).commits()} - self._looked_at
+    def _new_checkpoints(self) -> set[str]:
+        """Returns the names of the checkpoints that the run directory did not have at the last successful upload."""
+        return {checkpoint.name for checkpoint in CheckpointStore(self._root).checkpoints()} - self._looked_at
 
     def _try(self) -> None:
-        names = {commit.name for commit in CheckpointStore(self._root).commits()}
+        names = {checkpoint.name for checkpoint in CheckpointStore(self._root).checkpoints()}
         try:
             while not self.bring():
                 pass
@@ -200,7 +200,7 @@ class Mirror:
         driver = self._stored.driver
         if shape is None:
             return True  # the directory was emptied for a start that has not come to an end
-        commits = self._bring_commits(deadline)
+        commits = self._bring_checkpoints(deadline)
         self._observed |= commits.keys()
         fault_point("store.commits")
         stats: dict[str, tuple[int, int, int]] = {}
@@ -215,7 +215,8 @@ class Mirror:
         newer = {path for step, path in self._stored.of_branch().items() if step > newest}
         deleted = self._observed - commits.keys() - newer
         remaining = replace(
-            self._stored, commits={path: commit for path, commit in self._stored.commits.items() if path not in deleted}
+            self._stored,
+            commits={path: checkpoint for path, checkpoint in self._stored.commits.items() if path not in deleted},
         )
         keep_last = self._options.keep_last
         keep_every = self._options.keep_every
@@ -238,33 +239,34 @@ class Mirror:
             return Shape(head, parked)
         return None
 
-    def _bring_commits(self, deadline: float) -> dict[str, StoredCommit]:
-        """Uploads the commits of the run directory that the store lacks, the newest first and the commits of branches
-        last. Returns {path: commit} of the commits that are whole in the store. Raises StorageFailed after
-        `deadline` (monotonic)."""
-        by_checksum = {commit.manifest: commit for commit in self._stored.commits.values()}
+    def _bring_checkpoints(self, deadline: float) -> dict[str, StoredCheckpoint]:
+        """Uploads the checkpoints of the run directory that the store lacks, the newest first and the checkpoints of
+        branches last. Returns {path: checkpoint} of the checkpoints that are whole in the store. Raises StorageFailed
+        after `deadline` (monotonic)."""
+        by_checksum = {checkpoint.manifest: checkpoint for checkpoint in self._stored.commits.values()}
         brought = {}
-        for commit in [*reversed(CheckpointStore(self._root).commits()), *_parked(self._root)]:
+        for checkpoint in [*reversed(CheckpointStore(self._root).checkpoints()), *_parked(self._root)]:
             try:
-                text = (commit / MANIFEST).read_bytes()
+                text = (checkpoint / MANIFEST).read_bytes()
                 checksum = xxhash.xxh3_128_hexdigest(text)
-                stored = by_checksum.get(checksum) or self._bring_commit(commit, text, checksum, deadline)
+                stored = by_checksum.get(checksum) or self._bring_checkpoint(checkpoint, text, checksum, deadline)
             except (CheckpointInvalid, FileNotFoundError):
                 continue  # damaged, or deleted just now
-            path = str(commit.relative_to(self._root))
-            brought[path] = replace(stored, kept=(commit / KEEP).exists())
+            path = str(checkpoint.relative_to(self._root))
+            brought[path] = replace(stored, kept=(checkpoint / KEEP).exists())
         return brought
 
-    def _bring_commit(self, commit: Path, text: bytes, checksum: str, deadline: float) -> StoredCommit:
-        manifest = Manifest.verified(commit, contents=False)
-        key = commit_key(self._stored.driver, manifest)
+    def _bring_checkpoint(self, checkpoint: Path, text: bytes, checksum: str, deadline: float) -> StoredCheckpoint:
+        manifest = Manifest.verified(checkpoint, contents=False)
+        key = checkpoint_key(self._stored.driver, manifest)
         present = self.bucket.keys(key)  # after a failure, or as the parts of other nodes (`trireme.checkpoint.parts`)
         paths = {f"{key}/{record.path}": record.path for record in manifest.files}
         remaining = {file_key: path for file_key, path in paths.items() if file_key not in present}
         with ExitStack() as ending, trace.span("upload", "store", version=manifest.step, bytes=manifest.size):
-            # Opened first: the commit may be deleted here before all of it has arrived.
+            # Opened first: the checkpoint may be deleted here before all of it has arrived.
             files = {
-                file_key: ending.enter_context(path_in(commit, path).open("rb")) for file_key, path in remaining.items()
+                file_key: ending.enter_context(path_in(checkpoint, path).open("rb"))
+                for file_key, path in remaining.items()
             }
             for file_key, file in files.items():
                 self._in_time(deadline, file_key)
@@ -272,7 +274,7 @@ class Mirror:
                 fault_point("store.file")
             self.bucket.put(f"{key}/{MANIFEST}", text)
             fault_point("store.manifest")
-        return StoredCommit(key, checksum)
+        return StoredCheckpoint(key, checksum)
 
     def _bring_file(
         self, path: str, driver: int, deadline: float, stats: dict[str, tuple[int, int, int]]
@@ -315,7 +317,7 @@ class Mirror:
         self._stored = new
         fault_point("store.head")
         self.bucket.delete(sorted(old.parts() - new.parts()))
-        for key in sorted(old.commit_keys() - new.commit_keys()):
+        for key in sorted(old.checkpoint_keys() - new.checkpoint_keys()):
             self.bucket.delete(self.bucket.keys(key))
 
     def _settle(self) -> StoredRun:
@@ -348,7 +350,7 @@ class Mirror:
         stored = self._stored
         swept: list[str] = []
         parts = stored.parts()
-        commits = stored.commit_keys()
+        commits = stored.checkpoint_keys()
         for key in [*self.bucket.keys("commits"), *self.bucket.keys("rows")]:
             writer = writer_of(key)
             is_named = key in parts or "/".join(key.split("/")[:3]) in commits
@@ -359,13 +361,13 @@ class Mirror:
 
 
 def _parked(root: Path) -> list[Path]:
-    """Returns the directories of the commits in branches that the run has left."""
+    """Returns the directories of the checkpoints in branches that the run has left."""
     return sorted(root.glob("branches/*/checkpoints/step_*"))
 
 
 def _files(root: Path) -> Iterator[str]:
-    """Yields the paths, relative to `root`, of the files to upload other than commits: rows, logs, traces and trackers'
-    files, with the files of branches. Leaves out links."""
+    """Yields the paths, relative to `root`, of the files to upload other than checkpoints: rows, logs, traces and
+    trackers' files, with the files of branches. Leaves out links."""
     for top in (root, *root.glob("branches/*")):
         for name in (*FILES, *((HEAD,) if top != root else ())):
             if (top / name).is_file():

@@ -24,7 +24,7 @@ from trireme.checkpoint.files import (
 )
 from trireme.checkpoint.manifest import MANIFEST, Manifest
 from trireme.checkpoint.store import HEAD, KEEP, LOCK, CheckpointStore
-from trireme.checkpoint.stored_run import StoredCommit, StoredRun, part_key
+from trireme.checkpoint.stored_run import StoredCheckpoint, StoredRun, part_key
 from trireme.config import CommonConfig
 from trireme.core.errors import CheckpointInvalid, StorageFailed
 from trireme.core.finite_json import to_json
@@ -85,9 +85,11 @@ class RemoteRun:
                     f"the run {self._url}/{root.name}, which is in use (step {max(stored.of_branch(), default=0)})",
                     "a new run, or --resume",
                     "choose another --run.name, continue it by --resume, or delete what it holds with --clean",
-                ).error()
+                )
             return
-        only_there = resume.step in stored.of_branch() and not CheckpointStore(root).commit(resume.step or 0).exists()
+        only_there = (
+            resume.step in stored.of_branch() and not CheckpointStore(root).checkpoint(resume.step or 0).exists()
+        )
         if _is_up_to_date(root, stored) and not only_there:
             return
         arriving = root.with_name(root.name + ARRIVING)
@@ -95,7 +97,7 @@ class RemoteRun:
             moved = _set_aside(root, stored.driver)
             if moved:
                 if only_there:
-                    state = "lacks the commit to resume from"
+                    state = "lacks the checkpoint to resume from"
                 else:
                     state = "is older"
                 self._say(f"{root} {state}, or is another run than {self._url}/{root.name}: it is now {moved}")
@@ -106,8 +108,8 @@ class RemoteRun:
             self._say(note)
 
     def _bring(self, root: Path, arriving: Path, stored: StoredRun) -> list[str]:
-        """Downloads the run, with the one commit to resume from, to the directory `arriving`, and renames it to `root`.
-        Returns notes for people. Raises BadInput, StorageFailed, CheckpointInvalid."""
+        """Downloads the run, with the one checkpoint to resume from, to the directory `arriving`, and renames it to
+        `root`. Returns notes for people. Raises BadInput, StorageFailed, CheckpointInvalid."""
         bucket = self._bucket
         assert bucket
         for entry in arriving.iterdir():  # of a start that was killed
@@ -127,22 +129,25 @@ class RemoteRun:
                             "if a driver of this run is alive it has put another HEAD meanwhile: try again"
                         )
                     writer.write(contents[0])
-        commit, notes = self._bring_commit(arriving, stored)
-        if commit is None and notes:
+        checkpoint, notes = self._bring_checkpoint(arriving, stored)
+        if checkpoint is None and notes:
             raise Refusal(
-                f"the run {bucket.url}, none of whose commits verifies: {'; '.join(notes)}",
-                "a commit that is whole",
+                f"the run {bucket.url}, none of whose checkpoints verifies: {'; '.join(notes)}",
+                "a checkpoint that is whole",
                 "restore one from a backup, or start a new run under another --run.name",
-            ).error()
+            )
         stored.head.write(arriving / HEAD)
         _record(arriving, stored.token)
         arriving.rename(root)
         fsync_directory(root.parent)
-        return [*notes, f"{root} was brought from {bucket.url}, with {commit or 'no commit: there is none yet'}"]
+        return [
+            *notes,
+            f"{root} was brought from {bucket.url}, with {checkpoint or 'no checkpoint: there is none yet'}",
+        ]
 
-    def _bring_commit(self, root: Path, stored: StoredRun) -> tuple[str | None, list[str]]:
-        """Downloads the commit to resume from to `root`. Returns its name, or None if there is none, and a note for
-        each commit that does not verify. Raises BadInput if the store lacks the requested step."""
+    def _bring_checkpoint(self, root: Path, stored: StoredRun) -> tuple[str | None, list[str]]:
+        """Downloads the checkpoint to resume from to `root`. Returns its name, or None if there is none, and a note for
+        each checkpoint that does not verify. Raises BadInput if the store lacks the requested step."""
         steps = stored.of_branch()
         requested = self._config.resume.step
         notes: list[str] = []
@@ -150,10 +155,10 @@ class RemoteRun:
             if requested not in steps:
                 raise Refusal(
                     f"--resume.step {requested}, of which {self._url}/{root.name.removesuffix(ARRIVING)} holds "
-                    "no commit",
-                    f"a step that was committed and not superseded; there are: {', '.join(map(str, steps)) or 'none'}",
+                    "no checkpoint",
+                    f"a step with a checkpoint on this branch; there are: {', '.join(map(str, steps)) or 'none'}",
                     "choose one of these, or the newest with --resume alone",
-                ).error()
+                )
             steps = {requested: steps[requested]}
         for path in reversed(steps.values()):
             place = path_in(root, path)
@@ -165,7 +170,7 @@ class RemoteRun:
                 shutil.rmtree(place, ignore_errors=True)
         return None, notes
 
-    def _bring_files(self, commit: Path, stored: StoredCommit) -> None:
+    def _bring_files(self, checkpoint: Path, stored: StoredCheckpoint) -> None:
         bucket = self._bucket
         assert bucket
         text = bucket.read(f"{stored.key}/{MANIFEST}")
@@ -173,10 +178,10 @@ class RemoteRun:
             raise CheckpointInvalid(f"{stored.key}/{MANIFEST} is {'altered' if text else 'missing'}")
         manifest = Manifest.from_json(text[0].decode())
         for record in manifest.files:
-            bucket.fetch(f"{stored.key}/{record.path}", commit, record)
+            bucket.fetch(f"{stored.key}/{record.path}", checkpoint, record)
         if stored.kept:
-            (commit / KEEP).touch()
-        write_bytes(commit, MANIFEST, text[0])
+            (checkpoint / KEEP).touch()
+        write_bytes(checkpoint, MANIFEST, text[0])
 
     def claim(self, run: RunDir, note: Callable[[str], None]) -> Mirror:
         """Takes over HEAD in the store for `run`. Returns the mirror that uploads `run`, not started yet; `note`
@@ -235,7 +240,7 @@ def _own_tag(bucket: Bucket, mine: StoredRun) -> str:
         f"the run {bucket.url}, whose HEAD another driver has put since this one began",
         "one driver for a run",
         "stop that driver, or leave the run to it; then start this one again",
-    ).error() from None
+    ) from None
 
 
 def _record(root: Path, *tokens: str) -> None:

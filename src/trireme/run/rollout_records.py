@@ -5,9 +5,51 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from trireme.checkpoint.rows import ROLLOUTS, shown_step
+
+
+class RecordedTexts(TypedDict, total=False):
+    """The texts of a turn, where the recorder had a tokenizer."""
+
+    observation_text: str
+    action_text: str
+
+
+class TurnRecord(RecordedTexts):
+    """A turn of a recorded rollout. `orchestrator.recorder` describes the fields."""
+
+    continues: bool
+    observation: list[int]
+    action: list[int]
+    logprobs: list[float]
+    versions: list[tuple[int, int]]
+    reward: float
+    in_loss: NotRequired[bool]
+    metrics: dict[str, float]
+    logs: Mapping[str, object]
+
+
+class RolloutRecord(TypedDict):
+    """A recorded rollout."""
+
+    reward: float
+    stop_reason: str
+    turns: list[TurnRecord]
+
+
+class GroupRecord(TypedDict):
+    """A recorded group: one line of a file."""
+
+    step: int
+    why: str
+    problem: str
+    tags: list[str]
+    floor: int
+    rewards: list[float]
+    advantages: list[float]
+    rollouts: list[RolloutRecord]
 
 
 def write_records(directory: Path, step: int, records: Sequence[str]) -> None:
@@ -22,12 +64,12 @@ def write_records(directory: Path, step: int, records: Sequence[str]) -> None:
     unfinished.rename(file)
 
 
-def read_records(file: Path) -> list[Mapping[str, Any]]:
+def read_records(file: Path) -> list[GroupRecord]:
     """Returns all recorded groups in `file`."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def records_in(file: Path, most_bytes: int | None = None) -> Iterator[Mapping[str, Any]]:
+def records_in(file: Path, most_bytes: int | None = None) -> Iterator[GroupRecord]:
     """Yields the recorded groups in `file`, one at a time. `most_bytes`: only groups that begin in the first
     `most_bytes` bytes; None: all."""
     with file.open("rb") as lines:
@@ -47,7 +89,7 @@ def newest_prompt(root: Path) -> str | None:
 TABLE_COLUMNS = ["step", "why", "problem", "prompt", "conversation", "reward", "stop_reason", "versions"]
 
 
-def table_rows(groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+def table_rows(groups: Sequence[GroupRecord]) -> list[list[object]]:
     """Returns a row for each rollout of `groups`, with the columns TABLE_COLUMNS."""
     return [
         _table_row(group, rollout["turns"], reward, rollout["stop_reason"])
@@ -56,7 +98,9 @@ def table_rows(groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     ]
 
 
-def _table_row(group: Mapping[str, Any], turns: Sequence[Mapping[str, Any]], reward: float, end: str) -> list[Any]:
-    prompt, *texts = [turn.get(text, "") for turn in turns for text in ("observation_text", "action_text")]
+def _table_row(group: GroupRecord, turns: Sequence[TurnRecord], reward: float, end: str) -> list[object]:
+    prompt, *texts = [
+        text for turn in turns for text in (turn.get("observation_text", ""), turn.get("action_text", ""))
+    ]
     versions = " ".join(str(version) for turn in turns for version, _ in turn["versions"])
     return [shown_step(group), group["why"], group["problem"], prompt, "".join(texts), reward, end, versions]

@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from trireme.checkpoint.files import replace_file
-from trireme.checkpoint.manifest import CommitRef, Manifest
+from trireme.checkpoint.manifest import CheckpointRef, Manifest
 from trireme.checkpoint.resume import check_fixed, choose, choose_existing, fork
 from trireme.checkpoint.rows import METRICS
-from trireme.checkpoint.store import HEAD, LOCK, CheckpointStore, Head, VerifiedCommit
+from trireme.checkpoint.store import HEAD, LOCK, CheckpointStore, Head, VerifiedCheckpoint
 from trireme.config.keys import keys_of
 from trireme.config.load import WRITTEN_BY
 from trireme.config.run import is_url
@@ -92,11 +92,11 @@ def _written_by() -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Start:
-    """The commit, step and attempt from which an attempt starts."""
+    """The checkpoint, step and attempt from which an attempt starts."""
 
     step: int
-    commit: Path | None  # None: from the beginning
-    manifest: Manifest | None  # the commit's
+    checkpoint: Path | None  # None: from the beginning
+    manifest: Manifest | None  # the checkpoint's
     attempt: int  # more than ever before in this run directory, and taken by no other driver
     notes: tuple[str, ...]  # for people
     run_id: str  # of HEAD
@@ -112,17 +112,17 @@ class RunDir:
     mirror: Mirror | None = None  # of a run in object storage, which says who the driver is
 
     @classmethod
-    def open(cls, config: CommonConfig, fixed: Mapping[str, Any]) -> RunDir:
+    def open(cls, config: CommonConfig, fixed: Mapping[str, object]) -> RunDir:
         """Locks the directory of a new run, a resumed run or a fork, as `config.resume` says; finds and verifies the
-        commit to start from; writes HEAD (which claims the attempt), config.json and code.diff. With `--resume auto`
-        the directory decides: a run that has begun there, and so has a HEAD, is resumed.
+        checkpoint to start from; writes HEAD (which claims the attempt), config.json and code.diff. With `--resume
+        auto` the directory decides: a run that has begun there, and so has a HEAD, is resumed.
 
-        `fixed`: nested dict of JSON values that must equal the commit's, unless forced. Files of earlier attempts do
-        not change until `checkout`.
+        `fixed`: nested dict of JSON values that must equal the checkpoint's, unless forced. Files of earlier attempts
+        do not change until `checkout`.
 
         Raises BadInput for a directory that is in use by another run or driver, is no run directory or cannot be
-        written, for nothing to resume, and for a commit that does not verify or fit; StorageFailed and
-        CheckpointInvalid if the commit of a fork cannot be made.
+        written, for nothing to resume, and for a checkpoint that does not verify or fit; StorageFailed and
+        CheckpointInvalid if the checkpoint of a fork cannot be made.
         """
         root, root_notes = _root(config)
         config = config.model_copy(update={"resume": config.resume.settled(begun=(root / HEAD).exists())})
@@ -139,8 +139,8 @@ class RunDir:
         return run
 
     def next_attempt(self, config: CommonConfig, fixed: Mapping[str, object]) -> RunDir:
-        """Starts the next attempt of this run, after a failure, from the newest commit. Returns the run with the new
-        start. Raises LockLost, and the errors of `open`."""
+        """Starts the next attempt of this run, after a failure, from the newest checkpoint. Returns the run with the
+        new start. Raises LockLost, and the errors of `open`."""
         self.store.check_owner()
         head = _begun(self.store)
         assert head is not None  # `open` wrote it
@@ -150,9 +150,9 @@ class RunDir:
         return run
 
     def checkout(self) -> list[str]:
-        """Sets aside all commits and rows after the commit that this attempt starts from (`CheckpointStore.checkout`).
-        Call it when all rooms have loaded the commit, before any row file is opened. Returns a report for people.
-        Raises StorageFailed, LockLost."""
+        """Sets aside all checkpoints and rows after the checkpoint that this attempt starts from
+        (`CheckpointStore.checkout`). Call it when all rooms have loaded the checkpoint, before any row file is opened.
+        Returns a report for people. Raises StorageFailed, LockLost."""
         return self.store.checkout(self.start.step)
 
     def __enter__(self) -> RunDir:
@@ -163,7 +163,7 @@ class RunDir:
 
     @cached_property
     def store(self) -> CheckpointStore:
-        """The commits of the run; a change raises LockLost once another driver or attempt has taken over."""
+        """The checkpoints of the run; a change raises LockLost once another driver or attempt has taken over."""
         fence = self.mirror.check if self.mirror else None
         return CheckpointStore(self.root, (self.start.run_id, self.start.attempt), fence)
 
@@ -180,7 +180,7 @@ class RunDir:
 
     @property
     def head(self) -> Head:
-        """HEAD as the disk has it now: run, lineage and attempt. `checkout` to an earlier commit changes the
+        """HEAD as the disk has it now: run, lineage and attempt. `checkout` to an earlier checkpoint changes the
         lineage."""
         head = self.store.head()
         assert head is not None  # `open` wrote it
@@ -197,9 +197,9 @@ class RunDir:
         return [f"{name} leaves out {n} values that look like secrets: {MASK}" for name, n in left_out.items() if n]
 
 
-def _source(config: CommonConfig, fixed: Mapping[str, Any]) -> VerifiedCommit | None:
-    """Returns the commit that a fork (`--resume.dir`) starts from, checked against `fixed`; None if this is no fork.
-    Raises BadInput."""
+def _source(config: CommonConfig, fixed: Mapping[str, object]) -> VerifiedCheckpoint | None:
+    """Returns the checkpoint that a fork (`--resume.dir`) starts from, checked against `fixed`; None if this is no
+    fork. Raises BadInput."""
     if config.resume.dir is None:
         return None
     store = CheckpointStore(Path(config.resume.dir).expanduser().absolute())
@@ -239,13 +239,13 @@ def _latest_run(output_dir: Path, prefix: str) -> Path:
             f"--resume without --run.name, and no run {prefix}<8 hex digits> in {output_dir}",
             "a run of this environment and model to continue",
             "say which with --run.name and --run.output-dir, or start a new one without --resume",
-        ).error()
+        )
     return max(configs, key=lambda file: file.stat().st_mtime_ns).parent
 
 
-def _start(config: CommonConfig, root: Path, fixed: Mapping[str, Any], source: VerifiedCommit | None) -> Start:
-    """Finds where the attempt starts, and claims the attempt. `source`: the commit to fork, if any. `fixed`: values
-    that must equal the commit's. Raises BadInput, OSError."""
+def _start(config: CommonConfig, root: Path, fixed: Mapping[str, object], source: VerifiedCheckpoint | None) -> Start:
+    """Finds where the attempt starts, and claims the attempt. `source`: the checkpoint to fork, if any. `fixed`: values
+    that must equal the checkpoint's. Raises BadInput, OSError."""
     store = CheckpointStore(root)
     if source:
         return _fork(config, store, source)
@@ -263,17 +263,21 @@ def _start(config: CommonConfig, root: Path, fixed: Mapping[str, Any], source: V
 
 
 def _go_on(
-    config: CommonConfig, store: CheckpointStore, head: Head, fixed: Mapping[str, object], chosen: VerifiedCommit | None
+    config: CommonConfig,
+    store: CheckpointStore,
+    head: Head,
+    fixed: Mapping[str, object],
+    chosen: VerifiedCheckpoint | None,
 ) -> Start:
-    """Starts the attempt that follows the one in `head`, from the commit `chosen` or, if it is None, from step 0.
-    Raises BadInput if `fixed` differs from the commit's values."""
+    """Starts the attempt that follows the one in `head`, from the checkpoint `chosen` or, if it is None, from step 0.
+    Raises BadInput if `fixed` differs from the checkpoint's values."""
     if chosen:
         notes = check_fixed(chosen, fixed, config.resume.force)
     else:
         notes = ()
     head = _claim(config, store, replace(head, attempt=head.attempt + 1))
     if chosen is None:
-        notes = (f"{store.root} holds no commit yet: it starts again at step 0",)
+        notes = (f"{store.root} holds no checkpoint yet: it starts again at step 0",)
         return Start(0, None, None, head.attempt, notes, head.run_id)
     notes = (*chosen.notes, *notes, f"resumed from {chosen.path}, attempt {head.attempt}")
     return Start(chosen.manifest.step, chosen.path, chosen.manifest, head.attempt, notes, head.run_id)
@@ -307,11 +311,11 @@ def _created(directory: Path) -> bool:
 
 def _begun(store: CheckpointStore) -> Head | None:
     """Returns HEAD, or None if no run has begun in this directory. Raises BadInput if HEAD is damaged, or if it is
-    missing although there are commits or rows (an interrupted fork has them before it has a HEAD)."""
+    missing although there are checkpoints or rows (an interrupted fork has them before it has a HEAD)."""
     try:
         head = store.head()
         problem = f"{store.root / HEAD} is missing"
-        if head or not (store.commits() or (store.root / METRICS).exists()):
+        if head or not (store.checkpoints() or (store.root / METRICS).exists()):
             return head
     except CheckpointInvalid as error:
         problem = str(error)
@@ -319,19 +323,19 @@ def _begun(store: CheckpointStore) -> Head | None:
         f"a run to resume, of which {problem}",
         "the HEAD of a run; where a fork was interrupted there is none yet",
         f"repeat the fork with its --resume.dir, or fork this run: --resume.dir {store.root} with another --run.name",
-    ).error()
+    )
 
 
-def _fork(config: CommonConfig, store: CheckpointStore, source: VerifiedCommit) -> Start:
-    """Starts a new run in the directory of `store` from `source`, a commit of another run. Completes an interrupted
-    fork of the same commit. Raises BadInput if the directory is in use."""
+def _fork(config: CommonConfig, store: CheckpointStore, source: VerifiedCheckpoint) -> Start:
+    """Starts a new run in the directory of `store` from `source`, a checkpoint of another run. Completes an interrupted
+    fork of the same checkpoint. Raises BadInput if the directory is in use."""
     step = source.manifest.step
     attempt = source.manifest.attempt + 1
-    other_commits = [commit for commit in store.commits() if commit != store.commit(step)]
-    if other_commits or (store.root / HEAD).exists():
+    other_checkpoints = [checkpoint for checkpoint in store.checkpoints() if checkpoint != store.checkpoint(step)]
+    if other_checkpoints or (store.root / HEAD).exists():
         raise _in_use(store.root, "continue it by --resume, without --resume.dir")
     forked, note = fork(source, store, attempt)
-    head = _claim(config, store, Head.new(attempt, CommitRef(forked.manifest.lineage, step)))
+    head = _claim(config, store, Head.new(attempt, CheckpointRef(forked.manifest.lineage, step)))
     return Start(step, forked.path, forked.manifest, head.attempt, (*source.notes, note), head.run_id)
 
 
@@ -356,7 +360,7 @@ def _writable(root: Path) -> Iterator[None]:
             f"the run directory {root}: {error.strerror or error}",
             "a directory that can be made and written",
             "choose another --run.output-dir, make room, or correct its permissions",
-        ).error() from None
+        ) from None
 
 
 def _contents(root: Path) -> list[Path]:
@@ -366,7 +370,7 @@ def _contents(root: Path) -> list[Path]:
 def _in_use(root: Path, other_way: str) -> BadInput:
     problem = f"the run directory {root}, which is in use ({len(_contents(root))} entries)"
     do = f"choose another --run.name (without one a new name is made), or {other_way}"
-    return Refusal(problem, "a new or an empty directory", do).error()
+    return Refusal(problem, "a new or an empty directory", do)
 
 
 def _refuse_foreign(root: Path, config: CommonConfig) -> None:
@@ -381,7 +385,7 @@ def _refuse_foreign(root: Path, config: CommonConfig) -> None:
         f"--clean for {root}, which holds neither {' nor '.join(MARKS)}",
         "a run directory: nothing else is ever emptied",
         "choose another --run.name or --run.output-dir, or empty the directory yourself",
-    ).error()
+    )
 
 
 def locked(root: Path) -> IO[str]:
@@ -398,7 +402,7 @@ def locked(root: Path) -> IO[str]:
             f"the run directory {root}, whose driver ({holder}) is running",
             "a directory that no living driver holds",
             "wait for that run or stop it, or choose another --run.name",
-        ).error() from None
+        ) from None
     lock.truncate(0)
     # The last word makes the text of each driver unique: in a container every driver may have the same pid.
     lock.write(f"pid {os.getpid()} on {os.uname().nodename}, start {secrets.token_hex(4)}\n")
@@ -417,6 +421,6 @@ def _write_code_diff(file: Path) -> int:
         )
         text = diff.decode(errors="surrogateescape")
         redacted = redact(text)
-        file.write_bytes(b"commit " + head + redacted.encode(errors="surrogateescape"))
+        file.write_bytes(b"checkpoint " + head + redacted.encode(errors="surrogateescape"))
         return redacted.count(MASK) - text.count(MASK)
     return 0

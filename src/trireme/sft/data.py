@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -87,7 +86,7 @@ class Examples:
         both in their original order. Raises BadInput if none would remain."""
         if number >= len(self):
             problem = f"data.test_examples = {number} of {len(self)} examples"
-            raise Refusal(problem, "some that are trained on", "lower --data.test-examples").error()
+            raise Refusal(problem, "some that are trained on", "lower --data.test-examples")
         mixed = _permutation(len(self), f"held out:{seed}")
         return self.part(np.sort(mixed[number:]).tolist()), self.part(np.sort(mixed[:number]).tolist())
 
@@ -122,7 +121,7 @@ class ExampleCursor:
             taken += part.tolist()
             self.position += len(part)
             if self.position == self.size:
-                self.epoch = self.epoch + 1
+                self.epoch += 1
                 self.position = 0
         return taken
 
@@ -210,7 +209,7 @@ class SftData:
         driver reads the directory itself, so `_source` is not used."""
         self.cursor.load_state_dict(json.loads((path / STATE).read_bytes()) if path else {"epoch": 0, "position": 0})
 
-    def fixed(self) -> dict[str, Any]:
+    def fixed(self) -> dict[str, object]:
         """Returns the values that must be the same when the run is resumed: digest and number of the examples, seed,
         shuffling."""
         cursor = self.cursor

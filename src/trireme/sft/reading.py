@@ -24,7 +24,7 @@ import numpy.typing as npt
 from trireme.core.datum import ModelInput, TensorData
 from trireme.core.finite_json import to_json
 from trireme.core.refusals import Refusal, refuse
-from trireme.renderers.types import Message, Renderer, TrainOn
+from trireme.renderers.conversation import Message, Renderer, TrainOn
 
 Tokens = npt.NDArray[np.int32]
 Weights = npt.NDArray[np.float32]
@@ -78,7 +78,7 @@ def files_of(key: str, pattern: str) -> list[Path]:
             f"{key} = {pattern}, which is no file, seen from {Path.cwd()}",
             "a file of conversations or tokens (.jsonl, .npz), or a pattern that some match",
             "correct the path",
-        ).error()
+        )
     return files
 
 
@@ -110,7 +110,7 @@ def read_examples(
     refuse(refusals)
     if not examples:
         names = ", ".join(map(str, files))
-        raise Refusal(f"{names}: no example in it", "at least one", "give another file, or fill it").error()
+        raise Refusal(f"{names}: no example in it", "at least one", "give another file, or fill it")
     return examples, [
         f"{number} examples longer than {rules.max_seq_len} tokens were {action} (data.too_long = {rules.too_long})"
         for action, number in sorted(shortened.items(), reverse=True)
@@ -181,7 +181,7 @@ def check_messages(messages: object) -> None:
             raise BadExample(f"{place} with content {_short(content)}", "a text, which may be empty")
 
 
-def _from_tokens(tokens: object, weights: object) -> tuple[Tokens, Weights]:
+def _from_tokens(tokens: Any, weights: Any) -> tuple[Tokens, Weights]:
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise BadExample(f"tokens = {_short(tokens)}", "a list of token ids, whole numbers")
     if weights is None:
@@ -208,17 +208,17 @@ def _from_arrays(file: Path) -> Iterator[tuple[str, Maker]]:
             arrays = {name: archive[name] for name in ARRAYS}
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         expected = f"an npz file with {', '.join(ARRAYS)}"
-        raise Refusal(f"{file}: {error}", expected, "correct the file").error() from None
+        raise Refusal(f"{file}: {error}", expected, "correct the file") from None
     _check_arrays(file, arrays)
     for number, (start, end) in enumerate(pairwise(arrays["offsets"])):
         yield f"{file}[{number}]", partial(_part, arrays, slice(int(start), int(end)))
 
 
-def _part(arrays: Mapping[str, npt.NDArray[Any]], part: slice) -> tuple[Tokens, Weights]:
+def _part(arrays: Mapping[str, npt.NDArray[np.generic]], part: slice) -> tuple[Tokens, Weights]:
     return _as_columns(arrays["tokens"][part], arrays["weights"][part])
 
 
-def _check_arrays(file: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+def _check_arrays(file: Path, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
     tokens, weights, offsets = (arrays[name] for name in ARRAYS)
     typed = all(array.ndim == 1 and array.dtype.kind in ARRAYS[name] for name, array in arrays.items())
     if typed and len(tokens) == len(weights) and len(offsets):
@@ -229,7 +229,7 @@ def _check_arrays(file: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         f"{file}: " + ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in arrays.items()),
         "tokens (whole numbers) and weights of one length T, offsets that rise from 0 to T",
         "write it again with numpy.savez",
-    ).error()
+    )
 
 
 def _checked(

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from trireme.core.actors import Ref
 from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat
 from trireme.process import waits
@@ -26,7 +27,7 @@ LONGEST_GAP = 1 / 4
 """Part of `heartbeat_s`: the most that counts of the time between two looks. This process, or its machine, may have
 been stopped itself, and must not take all others for silent."""
 
-Handle = Callable[[Any], None]
+Value = TypeVar("Value")
 Lost = Callable[[str, TriremeError, bool], None]
 
 
@@ -34,7 +35,7 @@ Lost = Callable[[str, TriremeError, bool], None]
 class _Monitored:
     """A process, and how long it has been silent. Times are seconds of the monitor's clock (`_awake`)."""
 
-    ask: Callable[[], Any]
+    ask: Callable[[], Ref[Heartbeat]]
     since: float | None = None  # when the first request without an answer was sent; None: it has answered all
     pending: bool = False  # a request is on its way
     unreached: bool = False  # the last request could not reach it
@@ -65,7 +66,7 @@ class HeartbeatMonitor:
         self._roster = roster
         self._heartbeat_s = heartbeat_s
         self._lost = lost
-        self._awaited: dict[Any, tuple[str, Handle]] = {}
+        self._awaited: dict[Ref[object], tuple[str, Callable[[Any], None]]] = {}
         self._monitored: dict[str, _Monitored] = {}
         self._condemned: list[Silent] = []
         self._last = self._awake_s = 0.0
@@ -75,7 +76,7 @@ class HeartbeatMonitor:
         """Names of the monitored processes."""
         return list(self._monitored)
 
-    def add(self, name: str, ask: Callable[[], Any]) -> None:
+    def add(self, name: str, ask: Callable[[], Ref[Heartbeat]]) -> None:
         """Begins to monitor the process `name`. `ask` requests a Heartbeat, and returns Ray's reference to it."""
         self._monitored[name] = _Monitored(ask)
 
@@ -85,7 +86,7 @@ class HeartbeatMonitor:
         for ref in [ref for ref, (owner, _) in self._awaited.items() if owner == name]:
             del self._awaited[ref]
 
-    def wait_for(self, ref: Any, name: str, handle: Handle) -> None:
+    def wait_for(self, ref: Ref[Value], name: str, handle: Callable[[Value | TriremeError], None]) -> None:
         """Records that `ref`, an answer of the process `name`, is awaited. `arrived` then calls `handle` with its
         value, or with the TriremeError that the call failed with."""
         self._awaited[ref] = (name, handle)
@@ -95,11 +96,11 @@ class HeartbeatMonitor:
         lives."""
         return name in self._monitored and self._monitored[name].unreached
 
-    def refs(self) -> dict[Any, str]:
+    def refs(self) -> dict[Ref[object], str]:
         """Returns {awaited reference: name of the process that answers}."""
         return {ref: name for ref, (name, _) in self._awaited.items()}
 
-    def arrived(self, ref: Any, outcome: Any) -> None:
+    def arrived(self, ref: Ref[object], outcome: object) -> None:
         """Passes `outcome`, the value or the error of the awaited `ref`, to its handler; ignores it if the process was
         dropped."""
         _, handle = self._awaited.pop(ref, (None, None))
@@ -115,8 +116,6 @@ class HeartbeatMonitor:
                 process.pending = True
                 if process.since is None:
                     process.since = now
-                else:
-                    process.since = process.since
                 self.wait_for(process.ask(), name, partial(self._beat, name))
         waiting = {name: now - process.since for name, process in self._monitored.items() if process.since is not None}
         silent = {name: seconds for name, seconds in waiting.items() if seconds >= SUSPECT * self._heartbeat_s}

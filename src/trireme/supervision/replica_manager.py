@@ -20,8 +20,10 @@ from typing import Any, Protocol
 
 from trireme.config import Config
 from trireme.config.run import START_LIMIT
+from trireme.core.actors import ActorOptions, Ref
 from trireme.core.errors import BadInput, RoomFailed, TriremeError
-from trireme.plan.base import count
+from trireme.core.sampler import Heartbeat
+from trireme.plan.whole import count
 from trireme.process import waits
 from trireme.process.ray_cluster import PlacePool
 from trireme.supervision.heartbeats import HeartbeatMonitor, Lost
@@ -41,6 +43,39 @@ PLACES_S = 1.0
 """Time between two looks at the places of replicas that start, which ask Ray's head."""
 
 
+Number = tuple[int, int]
+"""Names a replica for ever, or orders tables."""
+
+
+class ReplicaTable(Protocol):
+    """A table of the replica set: which replicas serve, and which have left."""
+
+    @property
+    def number(self) -> Number: ...
+
+    def serves(self, index: int, generation: Number, /) -> bool | None: ...
+
+    def reason(self, index: int, generation: Number, /) -> TriremeError | None: ...
+
+
+class ReplicaSetRoom(Protocol):
+    """The handle of the replica set of an attempt (`inference.replica_set.handle`)."""
+
+    incarnation: int
+
+    def join(self, index: int, client: Any, generation: Number, /) -> None: ...
+
+    def leave(self, index: int, reason: str, /) -> None: ...
+
+    def drain(self, index: int, timeout_s: float, /) -> None: ...
+
+    def table(self, after: Number, wait_s: float, /) -> Ref[ReplicaTable]: ...
+
+    def begin_again(self, clients: Mapping[int, Any], generations: Mapping[int, Number], /) -> Ref[None]: ...
+
+    def heartbeats(self) -> Mapping[str, Callable[[], Ref[Heartbeat]]]: ...
+
+
 class ReplicaActors(Protocol):
     """The inference room: starts and ends the actors of replicas, which have numbers (`index`). `ready_ref` and
     `replace` return a reference that is ready when the replica has started."""
@@ -48,21 +83,21 @@ class ReplicaActors(Protocol):
     @property
     def indices(self) -> Sequence[int]: ...
 
-    def ready_ref(self, index: int) -> object: ...
+    def ready_ref(self, index: int, /) -> Ref[object]: ...
 
-    def heartbeat_ref(self, index: int) -> object: ...
+    def heartbeat_ref(self, index: int, /) -> Ref[Heartbeat]: ...
 
-    def lost_engine_ref(self, index: int) -> object | None: ...
+    def lost_engine_ref(self, index: int, /) -> Ref[bool] | None: ...
 
-    def replace(self, index: int, *, same_actor: bool) -> Any: ...
+    def replace(self, index: int, *, same_actor: bool) -> Ref[object]: ...
 
-    def add(self, options: dict[str, Any]) -> int: ...
+    def add(self, options: ActorOptions, /) -> int: ...
 
-    def remove(self, index: int) -> dict[str, object]: ...
+    def remove(self, index: int, /) -> ActorOptions: ...
 
     def client(self, index: int) -> Any: ...
 
-    def options(self, index: int) -> Mapping[str, Any]: ...
+    def options(self, index: int, /) -> ActorOptions: ...
 
     def abort_all(self) -> None: ...
 
@@ -81,7 +116,7 @@ class ReplicaLimits:
 class _Life:
     """One life of a replica: from the start of its process, or of its successor's, until it is lost."""
 
-    generation: tuple[int, int]
+    generation: Number
     """Its name in tables."""
     state: PartHealth
     since: float
@@ -121,11 +156,11 @@ class ReplicaManager:
         self._monitor = monitor
         self._limits = limits
         self._places = places
-        self._left_out: list[tuple[float, dict[str, Any]]] = []  # when to try again, and Ray's options
+        self._left_out: list[tuple[float, ActorOptions]] = []  # when to try again, and Ray's options
         self._lives: dict[int, _Life] = {}
         self._places_next = 0.0  # when to look at places again
-        self._replica_set: Any = None
-        self._table: Any = None  # its newest
+        self._replica_set: ReplicaSetRoom | None = None
+        self._table: ReplicaTable | None = None  # its newest
         self._numbers = itertools.count()
 
     def begin(self) -> None:
@@ -140,24 +175,24 @@ class ReplicaManager:
             return int(name.removeprefix(PREFIX))
         return None
 
-    def attach(self, replica_set: Any) -> None:
+    def attach(self, replica_set: ReplicaSetRoom) -> None:
         """Begins an attempt: makes all ready replicas, now and later, join `replica_set`, the handle of the attempt's
         replica set."""
         self._replica_set = replica_set
         for index in self._of(PartHealth.CATCHING_UP):
-            self._join(index)
-        self._await_table(replica_set.actor, (0, 0))
+            self._join(replica_set, index)
+        self._await_table(replica_set, (0, 0))
 
-    def begin_set_again(self) -> Any:
-        """Starts a new incarnation of the replica set, after its loss, with all replicas that had joined. Returns a
+    def begin_set_again(self, replica_set: ReplicaSetRoom) -> Ref[None]:
+        """Starts a new incarnation of `replica_set`, after its loss, with all replicas that had joined. Returns a
         reference that is ready when the set has started."""
         members = self._of(PartHealth.CATCHING_UP, PartHealth.HEALTHY, PartHealth.DRAINING)
         clients = {index: self._replicas.client(index) for index in members}
-        started = self._replica_set.begin_again(clients, {index: self._lives[index].generation for index in members})
+        started = replica_set.begin_again(clients, {index: self._lives[index].generation for index in members})
         self._table = None
         for index in self._of(PartHealth.DRAINING):
-            self._drain(index)
-        self._await_table(self._replica_set.actor, (0, 0))
+            self._drain(replica_set, index)
+        self._await_table(replica_set, (0, 0))
         return started
 
     def detach(self) -> None:
@@ -217,7 +252,7 @@ class ReplicaManager:
         """Replaces replica `index`, which was lost with `failure`, or leaves it out if the restart budget is used up.
         Raises the error that ends the run if neither is possible. `died`: its process ended."""
         if self._replica_set:
-            self._replica_set.actor.leave.remote(index, str(failure))
+            self._replica_set.leave(index, str(failure))
         life = self._lives[index]
         if life.state is PartHealth.DRAINING:
             self._take_away(index)
@@ -275,7 +310,7 @@ class ReplicaManager:
 
     # ---------------------------------------------------------------------------------------------- one replica's way
 
-    def _add(self, options: dict[str, object]) -> int:
+    def _add(self, options: ActorOptions) -> int:
         index = self._replicas.add(options)
         self._starts(index, self._replicas.ready_ref(index))
         return index
@@ -285,64 +320,68 @@ class ReplicaManager:
         engine, so it starts another one; anything else: a new actor is started."""
         self._starts(index, self._replicas.replace(index, same_actor=lost_engine is True), successor=True)
 
-    def _starts(self, index: int, ready: object, successor: bool = False) -> None:
+    def _starts(self, index: int, ready: Ref[object], successor: bool = False) -> None:
         self._lives[index] = _Life((0, next(self._numbers)), PartHealth.STARTING, time.monotonic(), successor)
         self._places_next = 0.0
         self._roster.set(_part_name(index), PartHealth.STARTING, pids=(), successor=successor)
         self._monitor.wait_for(ready, _part_name(index), partial(self._started, index))
 
-    def _started(self, index: int, outcome: Any) -> None:
+    def _started(self, index: int, outcome: object) -> None:
         if isinstance(outcome, TriremeError):
             self._fail(index, str(outcome), outcome)
             return
         self._monitor.add(_part_name(index), partial(self._replicas.heartbeat_ref, index))
         self._become(index, PartHealth.CATCHING_UP)
         if self._replica_set:
-            self._join(index)
+            self._join(self._replica_set, index)
 
-    def _join(self, index: int) -> None:
-        self._replica_set.actor.join.remote(index, self._replicas.client(index), self._lives[index].generation)
+    def _join(self, replica_set: ReplicaSetRoom, index: int) -> None:
+        replica_set.join(index, self._replicas.client(index), self._lives[index].generation)
 
-    def _await_table(self, actor: Any, after: tuple[int, int]) -> None:
-        self._monitor.wait_for(actor.table.remote(after, TABLE_S), TABLES, partial(self._take, actor))
+    def _await_table(self, replica_set: ReplicaSetRoom, after: Number) -> None:
+        take = partial(self._take, replica_set, replica_set.incarnation)
+        self._monitor.wait_for(replica_set.table(after, TABLE_S), TABLES, take)
 
-    def _take(self, actor: Any, table: Any) -> None:
-        """Reads the newest table of the replica set `actor`: which replicas serve, and which are gone. Asks for the
-        next table."""
-        if not self._replica_set or actor is not self._replica_set.actor or isinstance(table, TriremeError):
+    def _take(self, replica_set: ReplicaSetRoom, incarnation: int, table: ReplicaTable | TriremeError) -> None:
+        """Reads the newest table of `replica_set` in this `incarnation`: which replicas serve, and which are gone.
+        Asks for the next table."""
+        is_present = replica_set is self._replica_set and replica_set.incarnation == incarnation
+        if not is_present or isinstance(table, TriremeError):
             return  # the attempt has ended, or the monitor will say that the set is lost
         self._table = table
-        self._await_table(actor, table.number)
+        self._await_table(replica_set, table.number)
         for index in self._of(PartHealth.CATCHING_UP, PartHealth.HEALTHY):
-            row = table.rows.get(index)
             life = self._lives[index]
-            if row is None or row.generation != life.generation:
+            serves = table.serves(index, life.generation)
+            if serves is None:
                 continue
-            if row.serves is not self.serves(index):
-                self._become(index, PartHealth.HEALTHY if row.serves else PartHealth.CATCHING_UP)
-            if row.serves and life.successor:
+            if serves is not self.serves(index):
+                self._become(index, PartHealth.HEALTHY if serves else PartHealth.CATCHING_UP)
+            if serves and life.successor:
                 life.successor = False  # it joins the next attempt as any other
                 took = time.monotonic() - life.since
                 self._roster.note(_part_name(index), f"its successor serves, {took:.1f} s after it was started")
 
     def _reason(self, index: int) -> TriremeError | None:
         """Returns why replica `index` is gone, by the newest table; None if it is not."""
-        return self._table and self._table.reason(index, self._lives[index].generation)
+        if self._table is None:
+            return None
+        return self._table.reason(index, self._lives[index].generation)
 
     def _leave(self, index: int) -> None:
         if self._replica_set is None or self._lives[index].state is PartHealth.STARTING:
             self._take_away(index)
             return
         self._become(index, PartHealth.DRAINING)
-        self._drain(index)
+        self._drain(self._replica_set, index)
 
-    def _drain(self, index: int) -> None:
-        self._replica_set.actor.drain.remote(index, self._config.timeouts.update_s)
+    def _drain(self, replica_set: ReplicaSetRoom, index: int) -> None:
+        replica_set.drain(index, self._config.timeouts.update_s)
 
     def _take_away(self, index: int) -> None:
         self._places.give_back(self._remove(index))
 
-    def _remove(self, index: int) -> dict[str, object]:
+    def _remove(self, index: int) -> ActorOptions:
         self._monitor.drop(_part_name(index))
         options = self._replicas.remove(index)
         del self._lives[index]

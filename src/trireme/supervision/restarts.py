@@ -37,11 +37,11 @@ class Restarts:
         if not self._limit:
             raise failure
         if not died:
-            said = (NUMBERS.sub("#", str(failure))[:COMPARED], step)
-            if self._last.get(part) == said:
+            message = (NUMBERS.sub("#", str(failure))[:COMPARED], step)
+            if self._last.get(part) == message:
                 failure.add_note(f"{part} was started again after the same error, and raised it again.")
                 raise failure
-            self._last[part] = said
+            self._last[part] = message
         self._count(part, failure, now)
 
     def take_on(self, node: str, failure: TriremeError, *, now: float) -> None:

@@ -1,18 +1,19 @@
 """Watches all actors of a run from a thread of the driver, and starts successors of lost actors.
 
-heartbeats  Each process is asked for a heartbeat once a second. One that is silent for timeouts.heartbeat_s writes its
-            stacks to its log and is killed (`heartbeats.py`). The actor of a replica does the same to its engine.
-replicas    Requests of a lost replica continue on others. A successor takes its place, takes the newest weights and
-            serves, while the run continues (`replica_manager.py`).
-their set   A new incarnation takes the place of a replica set that is lost, and replicas and requests go on.
-the core    Trainer and orchestrator (for `sft` the trainer alone). If one is lost, `check` raises the reason in the
-            driver's own thread. That ends the attempt, and both are built again from the newest commit
-            (`trireme.launch.run.attempts`); replicas stay. The same happens when a replica is lost in deterministic
-            mode, where the whole step must be sampled again.
-services    Ray's own processes, where the command has started them. If one ends, so do all actors: `check` raises that,
-            and Ray is started again (`trireme.launch.run.launch`).
-budget      Limits how often a part is started again (`restarts.py`); then `check` raises the error that ends the run.
-scale       `trireme scale` asks for more or fewer replicas (`status.py`).
+heartbeats   Every process must send a heartbeat once a second. A process that is silent for timeouts.heartbeat_s writes
+             its stacks to its log and is killed (`heartbeats.py`). A replica's actor watches its engine likewise.
+replicas     The requests of a lost replica move to other replicas. Its successor loads the newest weights and serves,
+             while the run continues (`replica_manager.py`).
+replica set  A lost replica set gets a successor, too. Replicas and their requests continue.
+core         This is the trainer and the orchestrator (for `sft` the trainer alone). If one of them is lost, `check`
+             raises the reason in the driver's thread, which ends the attempt. Both are built again from the newest
+             checkpoint, and replicas stay (`trireme.launch.run.attempts`). In deterministic mode a lost replica ends
+             the attempt as well, because the whole step must be sampled again.
+services     These are Ray's processes, if the command started them. If one ends, all actors end. `check` raises the
+             error, and Ray is started again (`trireme.launch.run.launch`).
+budget       A part may be started again only a limited number of times (`restarts.py`). Beyond it `check` raises the
+             error that ends the run.
+scale        `trireme scale` requests more or fewer replicas (`status.py`).
 """
 
 from __future__ import annotations
@@ -20,22 +21,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from trireme.config import CommonConfig, Config
 from trireme.config.run import START_LIMIT
+from trireme.core.actors import Ref
 from trireme.core.errors import BadInput, RoomFailed, ServicesLost, TriremeError
+from trireme.core.sampler import Heartbeat
 from trireme.process import waits
 from trireme.process.environ import STACKS
 from trireme.process.ray_cluster import PlacePool, Progress, check_services
-from trireme.process.signals import StoppedWithoutCommit
+from trireme.process.signals import StoppedWithoutCheckpoint
 from trireme.supervision.heartbeats import EVERY_S, HeartbeatMonitor, kill, send
-from trireme.supervision.replica_manager import ReplicaActors, ReplicaLimits, ReplicaManager
+from trireme.supervision.replica_manager import ReplicaActors, ReplicaLimits, ReplicaManager, ReplicaSetRoom
 from trireme.supervision.restarts import Restarts
 from trireme.supervision.roster import PartHealth, Roster
 from trireme.supervision.status import ScaleRequests
@@ -47,10 +50,13 @@ ROUND_S = 2 * EVERY_S
 log = logging.getLogger(__name__)
 
 
-class MonitoredRoom(Protocol):
-    """A room with processes that send heartbeats."""
+class Room(Protocol):
+    """A room of an attempt, as its driver sees it."""
 
-    def heartbeats(self) -> Mapping[str, Callable[[], Any]]:
+    def ready_refs(self) -> tuple[Sequence[Ref[object]], Sequence[str]]:
+        """Returns references that are ready when the room's actors have started, and the actors' names."""
+
+    def heartbeats(self) -> Mapping[str, Callable[[], Ref[Heartbeat]]]:
         """Returns {name in the roster: function} for each process of the room. The function requests a Heartbeat and
         returns Ray's reference to it."""
 
@@ -82,7 +88,7 @@ class Supervisor:
         self._elastic = elastic
         self._restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
         self._monitor = HeartbeatMonitor(roster, config.timeouts.heartbeat_s, self._lost)
-        self._replica_set: Any = None  # the handle of that of the attempt
+        self._replica_set: ReplicaSetRoom | None = None  # the handle of that of the attempt
         self._manager: ReplicaManager | None = None
         if elastic:
             replicas = elastic.replicas
@@ -117,13 +123,13 @@ class Supervisor:
         if failure:
             raise failure
 
-    def expect(self, *rooms: MonitoredRoom) -> None:
+    def expect(self, *rooms: Room) -> None:
         """Begins an attempt in the roster: sets all processes of `rooms`, which have begun to start, to STARTING."""
         self._attempts += 1
         for name in (name for room in rooms for name in room.heartbeats()):
             self.roster.set(name, PartHealth.STARTING, pids=(), successor=self._attempts > 1)
 
-    def attach(self, *rooms: MonitoredRoom, replica_set: object = None) -> None:
+    def attach(self, *rooms: Room, replica_set: ReplicaSetRoom | None = None) -> None:
         """Begins to monitor `rooms`, which have started. Makes all ready replicas, present and later ones, join
         `replica_set`."""
         with self._lock:
@@ -168,8 +174,8 @@ class Supervisor:
             time.sleep(TICK_S)
 
     def goes_on(self, *retained: str) -> None:
-        """Records, from the second attempt on, that the attempt has loaded its commit. `retained`: texts on unfinished
-        work in the commit that the attempt continues."""
+        """Records, from the second attempt on, that the attempt has loaded its checkpoint. `retained`: texts on
+        unfinished work in the checkpoint that the attempt continues."""
         if self._attempts > 1:
             self.roster.note_return(self._core, time.monotonic() - self._ended_at, *retained)
 
@@ -178,10 +184,8 @@ class Supervisor:
         if it came to its end. If a room hangs, first makes all monitored processes write the stacks of their threads
         to their logs."""
         self._ended_at = time.monotonic()
-        if isinstance(failure, StoppedWithoutCommit):
+        if isinstance(failure, StoppedWithoutCheckpoint):
             failure = failure.failure or failure
-        else:
-            failure = failure
         if failure and waits.unreached(failure):
             self._await_verdict()
         may_go_on = isinstance(failure, RoomFailed)
@@ -267,7 +271,7 @@ class Supervisor:
         if name == REPLICA_SET and self._manager and self._replica_set and not self._config.deterministic:
             self._again(name, failure, died)
             self.roster.set(name, PartHealth.STARTING, pids=(), successor=True)
-            started = self._manager.begin_set_again()
+            started = self._manager.begin_set_again(self._replica_set)
             self._monitor.wait_for(started, name, partial(self._set_started, self._replica_set))
             return
         if index is None or not self._manager or (self._config.deterministic and self._manager.serves(index)):
@@ -275,7 +279,7 @@ class Supervisor:
         if index is not None and self._manager:
             self._manager.lost(index, failure, died)
 
-    def _set_started(self, replica_set: Any, outcome: Any) -> None:
+    def _set_started(self, replica_set: ReplicaSetRoom, outcome: object) -> None:
         if replica_set is not self._replica_set:
             return  # the attempt has ended
         if isinstance(outcome, TriremeError):

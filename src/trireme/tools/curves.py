@@ -16,6 +16,7 @@ from statistics import mean, median
 from typing import Any
 
 from trireme.checkpoint.rows import METRICS, TRAINED, shown_step
+from trireme.core.finite_json import JsonObject
 from trireme.tools.following import LineFollower
 from trireme.tools.standing import age_of
 
@@ -103,7 +104,7 @@ PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
             "time/optim": "optimizer",
             "time/publish": "publishing",
             "time/update_replicas": "handing over the update",
-            "time/checkpoint_stall": "beginning a commit",
+            "time/checkpoint_stall": "beginning a checkpoint",
             "time/wait_for_evaluation": "waiting for an evaluation",
         },
     ),
@@ -127,7 +128,7 @@ class RunCurves:
         """The first and the last step of each attempt, by its number."""
         self._sums = dict.fromkeys(SUMMED, 0.0)
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
-        self._drawn: tuple[int, float, list[dict[str, Any]]] = (-1, 0.0, [])
+        self._drawn: tuple[int, float, list[JsonObject]] = (-1, 0.0, [])
 
     @property
     def unread(self) -> int:
@@ -136,7 +137,7 @@ class RunCurves:
 
     def look(self, most_bytes: int | None = LOOK_BYTES) -> None:
         """Reads the new rows, from at most `most_bytes` of the file (None: all). Reads all rows again after the run has
-        gone back to a commit."""
+        gone back to a checkpoint."""
         restarted, lines = self._lines.poll(most_bytes)
         if restarted:
             self._restart()
@@ -163,7 +164,7 @@ class RunCurves:
         first = [name for name in FIRST_CURVES if name in self._columns]
         return first + sorted(self._columns.keys() - {*first, *NO_CURVES})
 
-    def panels(self) -> list[dict[str, object]]:
+    def panels(self) -> list[JsonObject]:
         """Returns the charts of PANELS for which the run has metrics, as JSON values. They may be up to FRESH_S seconds
         old."""
         rows, at, drawn = self._drawn
@@ -172,10 +173,10 @@ class RunCurves:
             self._drawn = self.rows, time.monotonic(), drawn
         return drawn
 
-    def _new_panels(self) -> list[dict[str, object]]:
+    def _new_panels(self) -> list[JsonObject]:
         """Returns the charts of PANELS from the metrics read so far. The first chart is marked `wide` and has smoothed
         curves too."""
-        panels: list[dict[str, object]] = []
+        panels: list[JsonObject] = []
         for title, unit, legend in PANELS:
             series = {
                 label or name.removeprefix("eval/"): self.points(name)
@@ -188,8 +189,6 @@ class RunCurves:
             if curves:
                 if smooth:
                     unit = f"thick: mean of {SMOOTHED} steps"
-                else:
-                    unit = unit
                 panels.append({"title": title, "unit": unit, "curves": curves, "wide": smooth})
         return panels
 
@@ -256,7 +255,7 @@ class GroupAges:
         return sorted(self._counts.items())
 
 
-def _curve(name: str, points: Sequence[tuple[float, float]], smooth: bool) -> dict[str, object]:
+def _curve(name: str, points: Sequence[tuple[float, float]], smooth: bool) -> JsonObject:
     """Returns a curve as JSON values, thinned. `smooth`: adds a second curve, at each step the mean of the last
     SMOOTHED steps."""
     if not smooth:

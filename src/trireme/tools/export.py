@@ -1,19 +1,19 @@
-"""Exports the model of a commit as a directory in the Hugging Face layout, in another dtype if wanted. A LoRA adapter
-is exported in peft's layout, or merged into its base."""
+"""Exports the model of a checkpoint as a directory in the Hugging Face layout, in another dtype if wanted. A LoRA
+adapter is exported in peft's layout, or merged into its base."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from trireme.checkpoint.files import storage_errors
 from trireme.checkpoint.resume import choose_existing
-from trireme.checkpoint.store import CheckpointStore, VerifiedCommit
+from trireme.checkpoint.store import CheckpointStore, VerifiedCheckpoint
 from trireme.core.base_digest import read_header
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.finite_json import to_json
@@ -27,102 +27,123 @@ DTYPES = tuple(DTYPE_NAMES.values())
 PART = "inference/"
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
+CARD = "README.md"
 
 
 @dataclass(frozen=True)
 class ExportedModel:
     """The result of `export`: where the model was written, and what it consists of."""
 
-    commit: Path
+    checkpoint: Path
     out: Path  # its directory
     files: int
     dtype: str  # of its weights
 
 
 def export(
-    root: Path, step: int | None, dtype: str | None, out: Path | None, on_file: Callable[[str], None], *, merge: bool
+    root: Path,
+    step: int | None,
+    dtype: str | None,
+    out: Path | None,
+    on_file: Callable[[str], None],
+    *,
+    merge: bool,
+    card: Callable[[VerifiedCheckpoint, str], str] | None = None,
 ) -> ExportedModel:
-    """Writes the model of the commit of `step` (None: the newest that verifies) to the directory `out` (None: one in
-    the run's exports/). `out` appears only when it is complete.
+    """Writes the model of the checkpoint of `step` (None: the newest that verifies) to the directory `out` (None: one
+    in the run's exports/). `out` appears only when it is complete.
 
     Casts floating-point tensors to `dtype` (None: no cast), one file after the other, and calls `on_file` with the name
-    of each file. `merge`: merges the commit's adapter into its base, and writes the whole model.
+    of each file. `merge`: merges the checkpoint's adapter into its base, and writes the whole model. `card`: returns
+    the text of a model card for the checkpoint and the kind of model, `adapter` or `whole model`; an `out` with the
+    same card is complete and is not written again.
 
-    Raises BadInput if the commit is missing or damaged, if it has no adapter to merge, if the base has changed, if the
-    model lacks tensors of its class, or if `out` is in use. Raises StorageFailed.
+    Raises BadInput if the checkpoint is missing or damaged, if it has no adapter to merge, if the base has changed, if
+    the model lacks tensors of its class, or if `out` is in use. Raises StorageFailed.
     """
-    chosen = chosen_commit(root, step)
-    commit = chosen.path
+    chosen = chosen_checkpoint(root, step)
+    checkpoint = chosen.path
     paths = [record.path for record in chosen.manifest.files]
     try:
-        read = {
-            path.removeprefix(PART): partial(_read, commit, path, on_file) for path in paths if path.startswith(PART)
+        read: dict[str, Callable[[], bytes]] = {
+            path.removeprefix(PART): partial(_read, checkpoint, path, on_file)
+            for path in paths
+            if path.startswith(PART)
         }
-        if merge and ADAPTER not in read:
-            raise Refusal(
-                f"--merge for {commit}, which holds a whole model",
-                "a commit of a run that trained LoRA adapters",
-                "leave --merge out",
-            ).error()
-        if merge:
-            kind = "merged"
-        elif ADAPTER in read:
-            kind = "adapter"
-        else:
-            kind = None
+        kind = _kind(read, merge, checkpoint)
         if dtype or kind:
             label = dtype
         else:
             label = json.loads(read[CONFIG]())["dtype"]
-        name = "-".join(part for part in (commit.name, label, kind) if part)
+        name = "-".join(part for part in (checkpoint.name, label, kind) if part)
         out = (out or root / "exports" / name).expanduser().absolute()
+        if card:
+            text = card(chosen, "adapter" if kind == "adapter" else "whole model").encode()
+            if (out / CARD).is_file() and (out / CARD).read_bytes() == text:
+                return _exported(checkpoint, out)
+            read[CARD] = lambda: text
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise Refusal(
                 f"--out {out}, which exists and is not an empty directory",
                 "a new or an empty directory: nothing is overwritten",
                 "choose another --out, or remove it",
-            ).error()
+            )
         if merge:
             files = merged_files(read, on_file, exact=dtype is not None)
         else:
             files = ((name, get()) for name, get in read.items())
-        return ExportedModel(commit, out, *_write_beside(out, files, dtype))
+        _write_beside(out, files, dtype)
+        return _exported(checkpoint, out)
     except CheckpointInvalid as error:
         raise Refusal(
-            f"the commit {commit}, which is damaged: {error}",
-            "a commit whose inference/ is as it was written",
+            f"the checkpoint {checkpoint}, which is damaged: {error}",
+            "a checkpoint whose inference/ is as it was written",
             "choose another --step; without one the newest that verifies is taken",
-        ).error() from None
+        ) from None
 
 
-def chosen_commit(root: Path, step: int | None) -> VerifiedCommit:
-    """Returns the commit of `step` (None: the newest that verifies) of the run in `root`. Raises BadInput if there is
-    no such commit, or if it does not verify."""
+def _kind(names: Collection[str], merge: bool, checkpoint: Path) -> str | None:
+    """Returns `merged` or `adapter` for an export of `checkpoint`, whose model has files of these names; None for a
+    model that was trained whole. Raises BadInput if there is no adapter to merge."""
+    if merge and ADAPTER not in names:
+        raise Refusal(
+            f"--merge for {checkpoint}, which holds a whole model",
+            "a checkpoint of a run that trained LoRA adapters",
+            "leave --merge out",
+        )
+    if merge:
+        return "merged"
+    if ADAPTER in names:
+        return "adapter"
+    return None
+
+
+def chosen_checkpoint(root: Path, step: int | None) -> VerifiedCheckpoint:
+    """Returns the checkpoint of `step` (None: the newest that verifies) of the run in `root`. Raises BadInput if there
+    is no such checkpoint, or if it does not verify."""
     return choose_existing(CheckpointStore(root), step, "--step", "no --step")
 
 
-def _write_beside(out: Path, files: Iterable[tuple[str, bytes]], dtype: str | None) -> tuple[int, str]:
-    """Writes all `files`, (path below `out`, contents), to a directory next to `out`, then renames this directory to
-    `out`. Casts tensors to `dtype` (None: no cast).
+def _exported(checkpoint: Path, out: Path) -> ExportedModel:
+    """Describes the complete export of `checkpoint` in the directory `out`."""
+    tables = [read_header(file)[1] for file in sorted(out.glob("*.safetensors"))]
+    first = next(about["dtype"] for table in tables for name, about in table.items() if name != "__metadata__")
+    files = sum(file.is_file() for file in out.rglob("*"))
+    return ExportedModel(checkpoint, out, files, DTYPE_NAMES.get(first, first))
 
-    Returns the number of files, and the dtype of their tensors.
-    """
+
+def _write_beside(out: Path, files: Iterable[tuple[str, bytes]], dtype: str | None) -> None:
+    """Writes all `files`, (path below `out`, contents), to a directory next to `out`, then renames this directory to
+    `out`. Casts tensors to `dtype` (None: no cast)."""
     draft = out.with_name(f"{out.name}.partial-{secrets.token_hex(4)}")
     try:
-        written = 0
         tensor_bytes = 0
-        shown = ""
         for name, contents in files:
             data = contents
-            if name.endswith(".safetensors"):
-                if dtype:
-                    data, size = cast_tensors(data, dtype)
-                    tensor_bytes += size
-                header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-                first = next(about["dtype"] for tensor, about in header.items() if tensor != "__metadata__")
-                shown = shown or DTYPE_NAMES.get(first, first)
+            if dtype and name.endswith(".safetensors"):
+                data, size = cast_tensors(data, dtype)
+                tensor_bytes += size
             _write(path_in(draft, name), data)
-            written += 1
         if dtype:
             _edit(draft / CONFIG, {"dtype": dtype})
             _edit(draft / INDEX, {"metadata": {"total_size": tensor_bytes}})
@@ -130,14 +151,13 @@ def _write_beside(out: Path, files: Iterable[tuple[str, bytes]], dtype: str | No
             draft.replace(out)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return written, shown
 
 
-def _read(commit: Path, path: str, on_file: Callable[[str], None]) -> bytes:
-    """Returns the contents of the file `path` of a commit. Raises CheckpointInvalid if the file is gone (a run deletes
-    old commits) or damaged."""
+def _read(checkpoint: Path, path: str, on_file: Callable[[str], None]) -> bytes:
+    """Returns the contents of the file `path` of a checkpoint. Raises CheckpointInvalid if the file is gone (a run
+    deletes old checkpoints) or damaged."""
     on_file(path)
-    file = path_in(commit, path)
+    file = path_in(checkpoint, path)
     try:
         if path.endswith(".safetensors"):
             read_header(file)
@@ -180,5 +200,5 @@ def cast_tensors(data: bytes, dtype: str) -> tuple[bytes, int]:
                     f"tensor {name}, with numbers up to {tensor.abs().max():.3g}, in {target}",
                     "a dtype that can hold them",
                     "choose --dtype bfloat16 or float32",
-                ).error()
+                )
     return save(tensors, metadata={"format": "pt"}), sum(tensor.nbytes for tensor in tensors.values())

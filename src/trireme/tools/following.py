@@ -27,7 +27,7 @@ class LineFollower:
 
     def poll(self, most_bytes: int | None = None) -> tuple[bool, list[bytes]]:
         """Returns (restarted, the new whole lines), from at most the next `most_bytes` of the file (None: all). True
-        for restarted: the file was replaced or cut, for example by a run that goes back to a commit, and the lines
+        for restarted: the file was replaced or cut, for example by a run that goes back to a checkpoint, and the lines
         begin with its first line."""
         if not self.file.exists():
             return False, []
@@ -63,7 +63,7 @@ def tokenizer_of(config: Mapping[str, Any]) -> str | None:
 
 def driver_state(root: Path) -> str:
     """Returns a text for people on whether the driver of the run in `root` is alive, as far as this machine can see.
-    `is_live` evaluates the text."""
+    `is_live` turns the text into True or False."""
     driver = DriverProcess.read(root)
     if driver is None:
         return "not started"

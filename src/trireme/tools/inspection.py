@@ -1,4 +1,4 @@
-"""Inspects a run directory: its commits with their contents and checksums, and which lineage continued which."""
+"""Inspects a run directory: its checkpoints with their contents and checksums, and which lineage continued which."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.filesize import decimal
 from rich.table import Table
 
-from trireme.checkpoint.manifest import CommitRef, Manifest, step_of
+from trireme.checkpoint.manifest import CheckpointRef, Manifest, step_of
 from trireme.checkpoint.store import CheckpointStore, Head
 from trireme.core.errors import EXIT_OK, CheckpointInvalid
 from trireme.run.rundir import CONFIG, resume_command
@@ -25,8 +25,8 @@ MOST_INCIDENTS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectedCommit:
-    """A commit of a run, and whether it verifies. Fields that are read from its manifest are None if that is
+class InspectedCheckpoint:
+    """A checkpoint of a run, and whether it verifies. Fields that are read from its manifest are None if that is
     unreadable."""
 
     path: str  # relative to the run
@@ -39,7 +39,7 @@ class InspectedCommit:
     shards: int | None = None
     replicas: int | None = None
     created: str | None = None
-    parent: CommitRef | None = None
+    parent: CheckpointRef | None = None
     identity: str | None = None
     bytes: int | None = None
 
@@ -49,31 +49,31 @@ class Inspection:
     """The contents of a run directory, as `trireme inspect --json` prints them."""
 
     run: str
-    quick: bool  # the contents of files were not read: a resume may still refuse a commit that verifies
+    quick: bool  # the contents of files were not read: a resume may still refuse a checkpoint that verifies
     head: Head | None
     lineages: Sequence[Head]  # the current one last; empty when a HEAD cannot be read
     damage: str | None  # why it cannot be read
-    commits: Sequence[InspectedCommit]  # of each branch in order of step, HEAD's branch last
-    leftovers: Sequence[str]  # paths in checkpoints/ that are no commits; the next resume deletes them
+    commits: Sequence[InspectedCheckpoint]  # of each branch in order of step, HEAD's branch last
+    leftovers: Sequence[str]  # paths in checkpoints/ that are no checkpoints; the next resume deletes them
     attempts: Sequence[int]
     newest: int | None  # the step that a resume takes
     incidents: Sequence[Incident]  # oldest first
     finished: int | None  # the step at which the newest command ended, if it reached its last one
-    resume: str | None  # the command that continues from the newest commit, or starts again where there is none
+    resume: str | None  # the command that continues from the newest checkpoint, or starts again where there is none
 
 
-def inspect(root: Path, on_commit: Callable[[Path], None], quick: bool = False) -> Inspection:
-    """Reads the run directory `root`. Verifies every byte of its commits, or with `quick` only the sizes of their
-    files. Calls `on_commit` with the path of each commit, relative to `root`, before reading it."""
+def inspect(root: Path, on_checkpoint: Callable[[Path], None], quick: bool) -> Inspection:
+    """Reads the run directory `root`. Verifies every byte of its checkpoints, or with `quick` only the sizes of their
+    files. Calls `on_checkpoint` with the path of each checkpoint, relative to `root`, before reading it."""
     store = CheckpointStore(root)
     branches = [CheckpointStore(path.parent) for path in sorted(root.glob("branches/*/checkpoints"))]
     commits = []
     for place in (*branches, store):
-        for path in place.commits():
-            on_commit(path.relative_to(root))
-            commit = _commit(root, path, None if place is store else place.root.name, quick)
+        for path in place.checkpoints():
+            on_checkpoint(path.relative_to(root))
+            checkpoint = _checkpoint(root, path, None if place is store else place.root.name, quick)
             if path.exists():  # the run may just have deleted it
-                commits.append(commit)
+                commits.append(checkpoint)
     lineages: list[Head] = []
     damage = None
     try:
@@ -95,14 +95,17 @@ def inspect(root: Path, on_commit: Callable[[Path], None], quick: bool = False) 
         commits=commits,
         leftovers=[str(path.relative_to(root)) for path in store.partial()],
         attempts=sorted(int(attempt) for attempt in attempts if attempt.isdecimal()),
-        newest=max((commit.step for commit in commits if commit.branch is None and commit.verifies), default=None),
+        newest=max(
+            (checkpoint.step for checkpoint in commits if checkpoint.branch is None and checkpoint.verifies),
+            default=None,
+        ),
         incidents=read_incidents(root),
         finished=finished,
         resume=resume_command(root, longer=2 * finished if finished else None) if (root / CONFIG).exists() else None,
     )
 
 
-def _commit(root: Path, path: Path, branch: str | None, quick: bool) -> InspectedCommit:
+def _checkpoint(root: Path, path: Path, branch: str | None, quick: bool) -> InspectedCheckpoint:
     step = step_of(path.name)
     assert step is not None
     manifest = None
@@ -118,7 +121,7 @@ def _commit(root: Path, path: Path, branch: str | None, quick: bool) -> Inspecte
         about = {name: getattr(manifest, name) for name in ("lineage", "attempt", "shards", "replicas", "created")}
         about |= {"parent": manifest.parent, "identity": str(manifest.identity), "bytes": manifest.size}
     place = str(path.relative_to(root))
-    return InspectedCommit(path=place, step=step, branch=branch, verifies=reason is None, reason=reason, **about)
+    return InspectedCheckpoint(path=place, step=step, branch=branch, verifies=reason is None, reason=reason, **about)
 
 
 def render(report: Inspection) -> Iterator[RenderableType]:
@@ -131,15 +134,15 @@ def render(report: Inspection) -> Iterator[RenderableType]:
         logs = ", ".join(f"attempt_{attempt}" for attempt in report.attempts) or "none"
         yield f"HEAD: run id {head.run_id}, lineage {head.lineage}, attempt {head.attempt}; logs: {logs}"
         yield from (_lineage_line(lineage, report.lineages) for lineage in report.lineages)
-    for branch in dict.fromkeys(commit.branch for commit in report.commits):
-        yield _table(branch, [commit for commit in report.commits if commit.branch == branch], report.quick)
+    for branch in dict.fromkeys(checkpoint.branch for checkpoint in report.commits):
+        yield _table(branch, [checkpoint for checkpoint in report.commits if checkpoint.branch == branch], report.quick)
     if not report.commits:
-        yield "no commits"
-    for commit in report.commits:
-        if commit.reason:
-            yield f"{commit.path} does not verify: {commit.reason}"
+        yield "no checkpoints"
+    for checkpoint in report.commits:
+        if checkpoint.reason:
+            yield f"{checkpoint.path} does not verify: {checkpoint.reason}"
     for leftover in report.leftovers:
-        yield f"{leftover} is no commit: it is being written or deleted, or the next resume deletes it"
+        yield f"{leftover} is no checkpoint: it is being written or deleted, or the next resume deletes it"
     incidents = report.incidents
     if incidents:
         if len(incidents) > 1:
@@ -153,7 +156,7 @@ def render(report: Inspection) -> Iterator[RenderableType]:
         yield f"  {when:%Y-%m-%d %H:%M:%S} UTC, {place}: {incident.part}: {incident.what}"
     if report.resume:
         if report.newest is None:
-            start = "the beginning: there is no commit that verifies"
+            start = "the beginning: there is no checkpoint that verifies"
         else:
             start = f"step {report.newest}"
         if report.finished is None:
@@ -177,20 +180,20 @@ def _lineage_line(head: Head, lineages: Sequence[Head]) -> str:
     return f"lineage {head.lineage} from step {head.base.step} {origin} ({state})"
 
 
-def _table(branch: str | None, commits: list[InspectedCommit], quick: bool) -> Table:
+def _table(branch: str | None, commits: list[InspectedCheckpoint], quick: bool) -> Table:
     if branch is None:
-        title = "commits"
+        title = "checkpoints"
     else:
-        title = f"superseded commits, in branches/{branch}"
+        title = f"superseded checkpoints, in branches/{branch}"
     table = Table(title=title, title_justify="left")
     for column in ("step", "lineage", "attempt", "written", "size", "sizes fit" if quick else "verifies"):
         table.add_column(column, no_wrap=True)
-    for commit in commits:
+    for checkpoint in commits:
         about = ["?"] * 4
-        if commit.lineage and commit.created and commit.bytes is not None:
-            written = age(commit.created, datetime.now(UTC))
-            about = [commit.lineage, str(commit.attempt), written, decimal(commit.bytes)]
-        table.add_row(str(commit.step), *about, "yes" if commit.verifies else "NO")
+        if checkpoint.lineage and checkpoint.created and checkpoint.bytes is not None:
+            written = age(checkpoint.created, datetime.now(UTC))
+            about = [checkpoint.lineage, str(checkpoint.attempt), written, decimal(checkpoint.bytes)]
+        table.add_row(str(checkpoint.step), *about, "yes" if checkpoint.verifies else "NO")
     return table
 
 

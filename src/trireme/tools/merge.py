@@ -43,7 +43,7 @@ def merged_files(
             f"an adapter of {base}, which {problem}",
             f"the weights that it was trained on, with digest {trained_on['digest']}",
             "bring them back there, or export the adapter without --merge",
-        ).error()
+        )
     about = json.loads(read[ADAPTER]())
     adapter = {name.removeprefix("base_model.model."): t for name, t in load(read[ADAPTER_WEIGHTS]()).items()}
     scale = about["lora_alpha"] / about["r"]

@@ -43,7 +43,7 @@ def plot_runs(roots: Sequence[Path], key: str, window: int, title: str | None) -
     if len(roots) > len(COLORS):
         raise Refusal(
             f"{len(roots)} runs", f"at most {len(COLORS)}, which can be told apart in one plot", "plot fewer at a time"
-        ).error()
+        )
     curves = {root.name: read_curve(root, key) for root in roots}
     values = [value for _, column in curves.values() for value in column]
 
@@ -70,10 +70,10 @@ def read_curve(root: Path, key: str) -> tuple[Sequence[float], Sequence[float]]:
         f"--key {key}, which none of the {curves.rows} rows of {root / METRICS} has",
         "a metric of the run",
         f"look at the names in {root / METRICS}",
-    ).error()
+    )
 
 
-def draw_knob(points: Sequence[tuple[Mapping[str, Any], float]], *, knob: str, metric: str) -> bytes:
+def draw_knob(points: Sequence[tuple[Mapping[str, object], float]], *, knob: str, metric: str) -> bytes:
     """Draws the metric `metric` of several runs against the key `knob`, which differs between them. Returns the SVG
     file. Each run is a dot; the lines of `lines_of` go through the means.
 
@@ -122,7 +122,7 @@ def axis_of(values: Sequence[Any]) -> tuple[dict[Any, float], str]:
     return {value: float(value) for value in sorted(values)}, "log" if is_wide else "linear"
 
 
-def knob_text(value: Any) -> str:
+def knob_text(value: object) -> str:
     """Returns the value of a knob as text: floating-point numbers in short form."""
     if isinstance(value, float):
         return f"{value:g}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,10 +34,10 @@ def scale(root: Path, replicas: int, wait: bool, say: Callable[[str], None]) -> 
     timeouts = config["timeouts"]
     status = Status.read(root)
     start_s = max(timeouts["start_s"], status.start_s if status else 0.0)
-    deadline = _Deadline(root, start_s + timeouts["update_s"], say)
+    until = partial(_until, root, time.monotonic() + start_s + timeouts["update_s"], say)
     before = len(_replicas(root))
     with request_scale(root, replicas) as answered:
-        say(deadline.until(answered, lambda: "it has not answered yet; it does when all rooms have started"))
+        say(until(answered, lambda: "it has not answered yet; it does when all rooms have started"))
     if before not in (0, replicas):  # 0: not known
         say(f"to cancel this: trireme scale {root} --replicas {before}")
 
@@ -45,7 +46,7 @@ def scale(root: Path, replicas: int, wait: bool, say: Callable[[str], None]) -> 
         return (len(serving) == sum(serving) == replicas) or None
 
     if wait:
-        deadline.until(all_serve, lambda: standing(root, replicas))
+        until(all_serve, lambda: standing(root, replicas))
         say(standing(root, replicas))
 
 
@@ -54,62 +55,53 @@ def _checked(root: Path, replicas: int) -> dict[str, Any]:
     driver: no live driver, a run without replicas, a number below 1, a deterministic run."""
     idle = f"scale for {root}, which has no driver", "a live run"
     if not (root / "config.json").exists():
-        raise Refusal(*idle, "start it first").error()
-    config: dict[str, Any] = json.loads((root / "config.json").read_bytes())
+        raise Refusal(*idle, "start it first")
+    config: dict[str, object] = json.loads((root / "config.json").read_bytes())
     if command_of(root) != "rl":
-        raise Refusal(f"scale for {root}, a run of {command_of(root)}", "a run of rl", "it has no replicas").error()
+        raise Refusal(f"scale for {root}, a run of {command_of(root)}", "a run of rl", "it has no replicas")
     if replicas < 1:
         raise Refusal(
             f"--replicas {replicas}",
             "1 or more: one at least samples what is trained on",
             "to end the run, send its driver SIGTERM; to keep it going, ask for --replicas 1",
-        ).error()
+        )
     if config["deterministic"]:
         raise Refusal(
             f"scale for {root}, which is deterministic",
             "a run that need not repeat bit for bit: what is sampled depends on the number of replicas",
             f"start another one with --inference.replicas {replicas}",
-        ).error()
+        )
     driver = DriverProcess.read(root)
     if driver is None or driver.alive is False:
-        raise Refusal(*idle, f"{resume_command(root)} --inference.replicas {replicas}").error()
+        raise Refusal(*idle, f"{resume_command(root)} --inference.replicas {replicas}")
     return config
 
 
-class _Deadline:
-    """Waits for events of the run in `root`, up to `timeout_s` seconds for all of them together."""
-
-    def __init__(self, root: Path, timeout_s: float, say: Callable[[str], None]) -> None:
-        self._root = root
-        self._timeout_s = timeout_s
-        self._say = say
-        self._end = time.monotonic() + timeout_s
-
-    def until(self, poll: Callable[[], T | None], describe: Callable[[], str]) -> T:
-        """Calls `poll` until it returns anything but None, and returns that value. `describe` returns a text on the
-        awaited event; `say` gets the text after a second, and whenever it changes. Raises RoomFailed if the driver
-        ends, or at the deadline."""
-        message = ""
-        patient_until = time.monotonic() + PATIENCE_S
-        while (value := poll()) is None:
-            if describe() != message and time.monotonic() > patient_until:
-                message = describe()
-                self._say(message)
-            driver = DriverProcess.read(self._root)
-            if driver is None or driver.alive is False:
-                status = Status.read(self._root)
-                if status and status.ended:
-                    reason = f": {status.ended.why}"
-                else:
-                    reason = ""
-                raise RoomFailed(f"the driver of {self._root} ended{reason}")
-            if time.monotonic() > self._end:
-                raise RoomFailed(
-                    f"waited {self._timeout_s:.0f} s for the driver of {self._root} (process {driver.pid} on "
-                    f"{driver.node}): {describe()}"
-                )
-            time.sleep(POLL_S)
-        return value
+def _until(
+    root: Path, end: float, say: Callable[[str], None], poll: Callable[[], T | None], describe: Callable[[], str]
+) -> T:
+    """Calls `poll` until it returns anything but None, and returns that value. `describe` returns a text on the awaited
+    event; `say` gets the text after a second, and whenever it changes. Raises RoomFailed if the driver of the run in
+    `root` ends, or at the monotonic time `end`."""
+    message = ""
+    start = time.monotonic()
+    while (value := poll()) is None:
+        now = time.monotonic()
+        if describe() != message and now > start + PATIENCE_S:
+            message = describe()
+            say(message)
+        driver = DriverProcess.read(root)
+        if driver is None or driver.alive is False:
+            status = Status.read(root)
+            reason = f": {status.ended.why}" if status and status.ended else ""
+            raise RoomFailed(f"the driver of {root} ended{reason}")
+        if now > end:
+            raise RoomFailed(
+                f"waited {now - start:.0f} s for the driver of {root} (process {driver.pid} on {driver.node}): "
+                f"{describe()}"
+            )
+        time.sleep(POLL_S)
+    return value
 
 
 def _replicas(root: Path) -> list[RunPart]:

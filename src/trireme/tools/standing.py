@@ -119,14 +119,14 @@ def described(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def lineage_facts(root: Path, attempts: Mapping[int, tuple[int, int]]) -> list[tuple[str, str]]:
-    """Returns (name, text) pairs on the attempts and the commits of the run in `root`.
+    """Returns (name, text) pairs on the attempts and the checkpoints of the run in `root`.
 
     `attempts`: {number of the attempt: (its first step, its last step)}.
     """
     parts = [f"{attempt}: steps {first} to {last}" for attempt, (first, last) in attempts.items()]
     parts += [f"superseded: branches/{path.name}" for path in sorted(root.glob("branches/*"))]
-    commits = ", ".join(str(step_of(path.name)) for path in CheckpointStore(root).commits())
+    checkpoints = ", ".join(str(step_of(path.name)) for path in CheckpointStore(root).checkpoints())
     return [
         ("attempts", "; ".join(parts) or "none has finished a step"),
-        ("commits", f"of step {commits}" if commits else "none"),  # `trireme inspect` verifies them
+        ("checkpoints", f"of step {checkpoints}" if checkpoints else "none"),  # `trireme inspect` verifies them
     ]

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from heapq import nlargest
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from trireme.checkpoint.rows import shown_step
-from trireme.core.finite_json import to_json
+from trireme.core.finite_json import JsonObject, to_json
 from trireme.process.trace import ROOMS
 
 NEWEST_STEPS = 50
@@ -63,8 +64,7 @@ class Span:
     name: str
     start: int
     end: int | None  # None: it was not over when the trace was read
-    args: Mapping[str, Any]
-    joined: int = 1  # spans that this one stands for
+    args: Mapping[str, object]
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Timeline:
     end: int
     steps: Mapping[int, Window]
     processes: Sequence[Process]
-    resolution: int  # spans shorter than these microseconds may be joined; 0: none is
+    resolution: int  # spans shorter than these microseconds are left out; 0: none is
     left_out: int  # processes that are not shown
 
 
@@ -140,7 +140,7 @@ def json_lines(file: Path, most_bytes: int | None = None) -> Iterator[dict[str, 
             yield from _objects(lines, most_bytes)
 
 
-def _objects(lines: BinaryIO, most_bytes: int) -> Iterator[dict[str, Any]]:
+def _objects(lines: BinaryIO, most_bytes: int) -> Iterator[JsonObject]:
     """Yields the JSON objects on the next lines, until `most_bytes` bytes are read and the line with the last of them
     is over."""
     for line in lines:
@@ -203,7 +203,7 @@ def timeline(root: Path, steps: int = NEWEST_STEPS, most_bytes: int = LIVE_BYTES
         end=end,
         steps=shown,
         processes=processes,
-        resolution=_bound(processes, end - start),
+        resolution=_bound(processes),
         left_out=len(files[MOST_PROCESSES:]),
     )
 
@@ -279,37 +279,21 @@ def _end(span: Span) -> int:
     return span.end
 
 
-def _bound(processes: Sequence[Process], length: int) -> int:
-    """Joins short spans, in place, until at most MOST_SPANS are left. Returns the resolution that was needed, in
-    microseconds: only shorter spans were joined. `length`: of the timeline, in microseconds."""
-    rows = [row for process in processes for track in process.tracks for row in track.rows]
-    resolution = 0
-    joined = rows
-    while sum(map(len, joined)) > MOST_SPANS:
-        resolution = 2 * resolution or max(length // 10_000, 1)
-        joined = [_joined(row, resolution) for row in rows]
-    for row, fewer in zip(rows, joined, strict=True):
-        row[:] = fewer
-    return resolution
+def _bound(processes: Sequence[Process]) -> int:
+    """Leaves out the shortest spans, in place, so that at most MOST_SPANS stay. Returns the length of the shortest span
+    that stays, in microseconds; 0 if all stay."""
+    spans = _spans(processes)
+    if len(spans) <= MOST_SPANS:
+        return 0
+    longest = nlargest(MOST_SPANS, spans, key=_length)
+    numbers = set(map(id, longest))
+    for track in (track for process in processes for track in process.tracks):
+        track.rows = [[span for span in row if id(span) in numbers] for row in track.rows]
+    return _length(longest[-1])
 
 
-def _joined(row: Sequence[Span], resolution: int) -> list[Span]:
-    """Joins neighbouring spans that are shorter than `resolution` and begin within `resolution` of each other. The
-    joined span has the name that took most of the time."""
-    cells: list[list[Span]] = []
-    for span in row:
-        if cells and _end(span) - span.start < resolution and span.start - cells[-1][0].start < resolution:
-            cells[-1].append(span)
-        else:
-            cells.append([span])
-    return [_as_one(cell) if len(cell) > 1 else cell[0] for cell in cells]
-
-
-def _as_one(cell: Sequence[Span]) -> Span:
-    taken = Counter[str]()
-    for span in cell:
-        taken[span.name] += _end(span) - span.start
-    return Span(max(taken, key=taken.__getitem__), cell[0].start, cell[-1].end, {}, len(cell))
+def _length(span: Span) -> int:
+    return _end(span) - span.start
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -318,7 +302,7 @@ def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return [max(points[i : i + size], key=itemgetter(1)) for i in range(0, len(points), size or 1)]
 
 
-def timeline_to_json(timeline: Timeline) -> dict[str, Any]:
+def timeline_to_json(timeline: Timeline) -> JsonObject:
     """Returns the timeline as JSON values. Times are in seconds since its start; spans that are not over end with the
     timeline."""
 
@@ -338,7 +322,7 @@ def timeline_to_json(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _process_to_json(process: Process, seconds: Callable[[int | None], float]) -> dict[str, Any]:
+def _process_to_json(process: Process, seconds: Callable[[int | None], float]) -> JsonObject:
     return {
         "name": process.name,
         "tracks": [
@@ -360,7 +344,6 @@ def _span_to_json(span: Span, track: str, seconds: Callable[[int | None], float]
     """Returns (start, end, name, kind, details as text) of a span; start and end as `seconds` converts them."""
     args = {**span.args, **({"step": shown_step(span.args)} if span.args.get("step") is not None else {})}
     details = [f"{name} {value}" for name, value in args.items() if value is not None]
-    details += [f"{span.joined} spans drawn as one"] if span.joined > 1 else []
     details += ["not over"] if span.end is None else []
     kind = KINDS.get(span.name) or KINDS_OF_TRACKS.get(track, "other")
     return seconds(span.start), seconds(span.end), span.name, kind, ", ".join(details)

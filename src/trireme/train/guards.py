@@ -41,10 +41,10 @@ class RefusedSteps:
             self._say(f"{name} was refused, the weights stay: {error} Problems to look at: {culprits or 'unknown'}")
             return nan
 
-    def check(self, row: Mapping[str, object]) -> None:
+    def check(self, row: Mapping[str, Any]) -> None:
         """Checks the row of a finished step. Raises LimitReached after too many steps in a row with refused updates."""
         if row["optim/refused"]:
-            self._refused = self._refused + 1
+            self._refused += 1
         else:
             self._refused = 0
         if self._refused >= self._limit:

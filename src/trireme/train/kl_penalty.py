@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from trireme.core.batch import TokenBatch
 from trireme.core.types import Minibatch
-from trireme.train.steps import Trainer
+from trireme.run.rooms import Trainer
 
 Floats = npt.NDArray[np.float64]
 REFERENCE = "reference_logprobs"
@@ -54,8 +54,8 @@ class KlPenalty:
         for minibatch in minibatches:
             batch, sums = self._trainer.forward_summarized(minibatch.batch, "reference", REFERENCE, sum_distances)
             all_.append(replace(minibatch, batch=batch))
-            total = total + float(sums[0].sum())
-            tokens = tokens + float(sums[1].sum())
+            total += float(sums[0].sum())
+            tokens += float(sums[1].sum())
         mean = total / max(tokens, 1)
         self._means.append(mean)
         penalized = partial(with_penalty, mean=mean, coef=self._coef, discount=self._discount)
@@ -64,7 +64,7 @@ class KlPenalty:
 
     def end_step(self, version: int) -> None:
         """Records that the policy is now `version`. If that is a multiple of `update_every`, makes the policy the
-        reference; a commit taken now has the new reference."""
+        reference; a checkpoint taken now has the new reference."""
         if self._update_every and version % self._update_every == 0:
             self._trainer.update_reference()
 

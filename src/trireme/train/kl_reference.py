@@ -16,8 +16,9 @@ INFERENCE = "inference"
 
 
 def resolve_reference(config: Config, facts: ModelFacts) -> Config:
-    """Returns the configuration with local paths of the KL reference made absolute, and the path of a commit replaced
-    by the directory of its weights. Raises BadInput unless the reference exists and has the vocabulary of the model."""
+    """Returns the configuration with local paths of the KL reference made absolute, and the path of a checkpoint
+    replaced by the directory of its weights. Raises BadInput unless the reference exists and has the vocabulary of the
+    model."""
     reference = config.trainer.kl.reference
     if reference.base_model is None:
         return config
@@ -34,7 +35,8 @@ def resolve_reference(config: Config, facts: ModelFacts) -> Config:
 
 
 def weights_of(path: str) -> Path:
-    """Returns the directory of the Hugging Face weights in the commit at `path`; `path` itself if it is no commit."""
+    """Returns the directory of the Hugging Face weights in the checkpoint at `path`; `path` itself if it is no
+    checkpoint."""
     directory = Path(path).expanduser()
     if (directory / MANIFEST).exists():
         return directory / INFERENCE
@@ -42,8 +44,8 @@ def weights_of(path: str) -> Path:
 
 
 def keep_reference(config: Config) -> None:
-    """Marks the commit that holds the reference's weights, so that its run does not prune it. Does nothing if the
-    weights are in no commit. Raises BadInput if the commit cannot be marked."""
+    """Marks the checkpoint that holds the reference's weights, so that its run does not prune it. Does nothing if the
+    weights are in no checkpoint. Raises BadInput if the checkpoint cannot be marked."""
     path = config.trainer.kl.reference.load_checkpoint_path
     if path is None or not (Path(path).parent / MANIFEST).exists():
         return
@@ -52,9 +54,9 @@ def keep_reference(config: Config) -> None:
     except OSError as error:
         raise Refusal(
             f"trainer.kl.reference.load_checkpoint_path in {Path(path).parent}, where no file can be made ({error})",
-            f"a commit that can be marked with a file {KEEP}, so that its run does not prune it",
+            f"a checkpoint that can be marked with a file {KEEP}, so that its run does not prune it",
             f"give a copy of its directory {INFERENCE}/",
-        ).error() from None
+        ) from None
 
 
 def _check(key: str, name: str, config: Config, facts: ModelFacts) -> None:
@@ -70,7 +72,7 @@ def _check(key: str, name: str, config: Config, facts: ModelFacts) -> None:
             f"{key} = {name} with a vocabulary of {reference.vocab_size} tokens",
             f"the {facts.vocab_size} tokens of {facts.name}: both look at the same tokens",
             "choose a reference of the same family",
-        ).error()
+        )
     computed = [{(key, repr(value)) for key, value in f.described.items()} for f in (reference, facts)]
     other = sorted({key for key, _ in computed[0] ^ computed[1]} - IRRELEVANT)
     if other and (every := config.trainer.kl.reference.update_every):
@@ -79,4 +81,4 @@ def _check(key: str, name: str, config: Config, facts: ModelFacts) -> None:
             f" from that of {facts.name} in {', '.join(other)}",
             "a reference of the model's own architecture: it will hold the model's weights",
             f"take {config.model.name}, or leave update_every out",
-        ).error()
+        )

@@ -43,7 +43,7 @@ class StepPhases:
                     minibatch.batch, self.config.loss_fn, self.config.trainer.loss_fn_config, minibatch.provenance
                 )
             record.add(output, minibatch.divisor, minibatch.problems_D)
-        self.attempt.commits.leave_boundary()
+        self.attempt.checkpoints.leave_boundary()
         with record.clock("optim"):
             record.update(self.attempt.guard, partial(trainer.optim_step, self.attempt.adam_params(record.step)))
 

@@ -20,7 +20,7 @@ def train(config: Config, rooms: Rooms, attempt: Attempt, journal: Journal) -> N
     kl = config.trainer.kl
     penalty = KlPenalty(rooms.trainer, kl.coef, kl.discount, kl.reference.update_every)
     weights = rooms.trainer.publish_weights(attempt.start)
-    attempt.commits.at_boundary(attempt.start, weights)
+    attempt.checkpoints.at_boundary(attempt.start, weights)
     update_replicas(rooms, attempt, weights)
     for step in attempt.steps():
         record = StepRecord(step)
@@ -28,7 +28,7 @@ def train(config: Config, rooms: Rooms, attempt: Attempt, journal: Journal) -> N
             weights = overlap(StepPhases(config, rooms, penalty, attempt, record))
             released = rooms.orchestrator.release(step)
             with record.clock("checkpoint_stall"):
-                attempt.commits.at_boundary(step + 1, weights)
+                attempt.checkpoints.at_boundary(step + 1, weights)
         row = {
             **attempt.position(step),
             **released.metrics,
@@ -40,7 +40,7 @@ def train(config: Config, rooms: Rooms, attempt: Attempt, journal: Journal) -> N
             "weights/bytes": weights.nbytes,
             **record.time_metrics(),
             **rates(record.clock.seconds, released.metrics),
-            **record.mfu_metrics(),
+            **record.perf_metrics(),
             **attempt.roster.metrics(),
         }
         journal.write(row, {"groups": released.trained}, released.records)

@@ -12,8 +12,9 @@ from trireme.checkpoint.rows import shown_step
 from trireme.config.sft import SftConfig
 from trireme.core.types import TokenBatch
 from trireme.run.metrics import Clock, Journal
+from trireme.run.rooms import Trainer
 from trireme.sft.data import Examples, SftData
-from trireme.train.steps import Attempt, StepRecord, Trainer
+from trireme.train.steps import Attempt, StepRecord
 
 EVALUATED_AT_ONCE = 256
 """Held-out examples in one call of the trainer, which plans the micro-batches within."""
@@ -23,13 +24,13 @@ def train(config: SftConfig, trainer: Trainer, data: SftData, attempt: Attempt, 
     """Runs the steps of an attempt; step s makes version s + 1 of the weights.
 
     Raises TriremeError when the trainer fails, LimitReached when a limit of the run is reached, and Stopped after a
-    signal. The latter two come between steps, where the run can be committed.
+    signal. The latter two come between steps, where the run can be saved.
     """
-    attempt.commits.at_boundary(attempt.start, trainer.publish_weights(attempt.start))
+    attempt.checkpoints.at_boundary(attempt.start, trainer.publish_weights(attempt.start))
     every = config.eval.every
     last = config.max_steps - 1
     for step in attempt.steps():
-        attempt.commits.leave_boundary()
+        attempt.checkpoints.leave_boundary()
         record = StepRecord(step)
         with record.clock("step", step=step):
             evaluation = {}
@@ -40,12 +41,12 @@ def train(config: SftConfig, trainer: Trainer, data: SftData, attempt: Attempt, 
             if every and step == last:
                 evaluation = evaluate(trainer, data.test, step + 1, record.clock)
             with record.clock("checkpoint_stall"):
-                attempt.commits.at_boundary(step + 1)
+                attempt.checkpoints.at_boundary(step + 1)
         row = {
             **attempt.position(step),
             "epoch": data.cursor.consumed / data.cursor.size,
             **trained,
-            **record.mfu_metrics(),
+            **record.perf_metrics(),
             **evaluation,
             **record.time_metrics(),
             "perf/tokens_per_s": trained["num_tokens"] / record.clock.seconds["step"],

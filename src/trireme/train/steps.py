@@ -7,79 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isnan, nan
-from pathlib import Path
 from statistics import mean
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 from trireme.config import CommonConfig
-from trireme.core.batch import Batch, Data, Summary
-from trireme.core.types import (
-    AdamParams,
-    ForwardBackwardOutput,
-    Minibatch,
-    OptimStepResponse,
-    Provenance,
-    StepSummary,
-    WeightIdentity,
-    Which,
-)
-from trireme.core.weights import AdapterSpec, PublishedWeights
+from trireme.core.types import AdamParams, ForwardBackwardOutput, OptimStepResponse
+from trireme.core.weights import PublishedWeights
 from trireme.process.signals import Stop
-from trireme.run.commits import Commits, StatefulTrainer
+from trireme.run.checkpoints import Checkpoints
 from trireme.run.metrics import Clock, reduce_metrics
+from trireme.run.rooms import Orchestrator, Trainer
 from trireme.supervision.roster import Roster
 from trireme.train.guards import RefusedSteps
-
-
-class Trainer(StatefulTrainer, Protocol):
-    """The verbs of the trainer (`trainer.handle`). Every verb waits, and raises TriremeError."""
-
-    def forward_backward(
-        self,
-        data: Data,
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float] | None = None,
-        provenance: Provenance | None = None,
-    ) -> ForwardBackwardOutput: ...
-
-    def forward(self, data: Data, which: Which = "policy") -> ForwardBackwardOutput: ...
-
-    def forward_summarized(
-        self, data: Batch, which: Which, name: str, summarize: Summary
-    ) -> tuple[Batch, npt.NDArray[np.float64]]: ...
-
-    def optim_step(self, adam_params: AdamParams, normalizer: float = 1.0) -> OptimStepResponse: ...
-
-    def update_reference(self) -> None: ...
-
-    def drop_gradients(self) -> None: ...
-
-    def reset_optimizer(self) -> None: ...
-
-    def load_state(self, path: Path, identities: Sequence[WeightIdentity]) -> str: ...
-
-    def add_adapter(self, name: str, spec: AdapterSpec, start: Path | None = None) -> None: ...
-
-    def use_adapter(self, name: str) -> None: ...
-
-    def drop_adapter(self, name: str) -> None: ...
-
-
-class Orchestrator(Protocol):
-    """The verbs of the orchestrator (`orchestrator.handle`)."""
-
-    def minibatches(self, step: int, substep: int, on_tick: Callable[[], None]) -> Iterator[Minibatch]: ...
-
-    def end_version(self, on_tick: Callable[[], None]) -> None: ...
-
-    def begin_version(self, identity: WeightIdentity, on_tick: Callable[[], None]) -> None: ...
-
-    def give_up_evaluation(self) -> None: ...
-
-    def release(self, step: int) -> StepSummary: ...
 
 
 @dataclass(frozen=True)
@@ -95,7 +33,7 @@ class Rooms:
 @dataclass(frozen=True)
 class Attempt:
     """The parts of a run that a training loop uses around the algorithm in one attempt: first step, learning rate,
-    commits, guard and checks."""
+    checkpoints, guard and checks."""
 
     config: CommonConfig
     number: int
@@ -103,7 +41,7 @@ class Attempt:
     """The first step, and the version of the weights that it trains."""
     learning_rate: Callable[[int], float]
     """The learning rate of a step."""
-    commits: Commits
+    checkpoints: Checkpoints
     guard: RefusedSteps
     stop: Stop
     roster: Roster
@@ -112,7 +50,7 @@ class Attempt:
 
     def steps(self) -> Iterator[int]:
         """Yields the numbers of the steps from `start` up to `max_steps`. Before each step raises Stopped after a
-        signal, or the failure of a room: the run can be committed there."""
+        signal, or the failure of a room: the run can be saved there."""
         for step in range(self.start, self.config.max_steps):
             self.roster.at_step(step)
             self.check()
@@ -140,8 +78,8 @@ class Attempt:
         }
 
     def end_step(self, row: Mapping[str, object]) -> None:
-        """Seals the commit of a step after its row is written. Raises LimitReached if training goes wrong."""
-        self.commits.seal()
+        """Seals the checkpoint of a step after its row is written. Raises LimitReached if training goes wrong."""
+        self.checkpoints.seal()
         self.guard.check(row)
 
 
@@ -155,13 +93,17 @@ class StepRecord:
         self._grad_norms: list[float] = []  # of each update, NaN if it was refused
         self._outputs: list[Mapping[str, float]] = []
         self._peak_s = 0.0
+        self._tokens = 0
+        self._distinct = 0
         self._divisors = [0.0]  # of the summed gradient of each substep
 
     def add(self, output: ForwardBackwardOutput, divisor: float, names_D: Sequence[str]) -> None:
-        """Adds the output for one minibatch. `divisor`: the minibatch's term in the divisor of the substep's gradient.
+        """Adds the output for one minibatch. `divisor`: what it adds to the divisor of the substep's gradient.
         `names_D`: the name of each datum's problem or example, for messages about a loss that is not finite."""
         self._outputs.append(output.metrics)
         self._peak_s += output.peak_s
+        self._tokens += output.tokens
+        self._distinct += output.distinct
         self._suspects += [names_D[d] for d in output.suspects]
         self._divisors[-1] += divisor
 
@@ -202,10 +144,13 @@ class StepRecord:
         """Returns `time/*` of the driver in seconds."""
         return {f"time/{name}": seconds for name, seconds in self.clock.seconds.items()}
 
-    def mfu_metrics(self) -> dict[str, float]:
-        """Returns {`perf/mfu`: the share of the GPUs' peak that training used (`trainer.mfu`)} if the peak of the
-        trainer's GPUs is known; else nothing."""
+    def perf_metrics(self) -> dict[str, float]:
+        """Returns `perf/prefix_saving`, the tokens of all datums for each one that was computed; and `perf/mfu`, the
+        share of the GPUs' peak that training used (`trainer.mfu`), if the peak of the trainer's GPUs is known."""
+        metrics = {}
         seconds = self.clock.seconds
+        if self._distinct:
+            metrics["perf/prefix_saving"] = self._tokens / self._distinct
         if self._peak_s:
-            return {"perf/mfu": self._peak_s / (seconds["forward_backward"] + seconds["optim"])}
-        return {}
+            metrics["perf/mfu"] = self._peak_s / (seconds["forward_backward"] + seconds["optim"])
+        return metrics

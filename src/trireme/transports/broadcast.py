@@ -1,7 +1,7 @@
 """Weights travel by broadcasts: each trainer rank sends all buckets to its part of the replicas, while it packs the
 buckets.
 
-Each rank keeps its share of the last two versions in its own memory, for commits, for replicas that join and for
+Each rank keeps its share of the last two versions in its own memory, for checkpoints, for replicas that join and for
 replicas that were left out. They fetch single buckets on demand (`trainer.actor.ShardActor.bucket`). The source of a
 version names its session and the actors that keep its buckets.
 """

@@ -10,8 +10,9 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,30 +22,16 @@ from trireme.core.errors import RoomFailed
 from trireme.process.interfaces import gloo_interface
 
 ROOT = 0
-POLL_S = 0.001
+LOOKS = 8
+"""NCCL is looked at again after this part of the time that a call has lasted: so a bucket is late by an eighth at most,
+and not by a whole pause."""
+SHORTEST_S = 2e-5
+LONGEST_S = 0.001
+"""Bounds of the pause between two looks, in seconds."""
 PIECE_BYTES = 2**20
 CONNECTING = 5
 """gloo waits this multiple of its timeout for a member to connect (`Pair::waitUntil` in its tcp/pair.cc), for example a
 member that died after it had sent its address."""
-
-
-class Collective(Protocol):
-    """A group of processes; rank 0 is the root."""
-
-    def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
-        """Sends the root's `buffer` (uint8) to the other members, which receive it into their own `buffer`.
-
-        Raises RoomFailed after `timeout_s` seconds, or when another member is dead. Call `abort` then.
-        """
-
-    def finish(self, timeout_s: float) -> None:
-        """Waits until this member has passed on all buffers. A buffer must not be written to before that.
-
-        For the root `broadcast` already waits. Raises RoomFailed after `timeout_s` seconds; call `abort` then.
-        """
-
-    def abort(self) -> None:
-        """Ends the group. Another thread may be in `broadcast`, which then ends at its deadline at the latest."""
 
 
 class GlooCollective:
@@ -72,6 +59,10 @@ class GlooCollective:
             raise RoomFailed(f"the members of a group of {size} did not all connect: {error}") from error
 
     def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
+        """Sends the root's `buffer` (uint8) to the other members, which receive it into their own `buffer`.
+
+        Raises RoomFailed after `timeout_s` seconds, or when another member is dead. Call `abort` then.
+        """
         group = self._group  # destroying it waits for its thread: this one may have to do that, `abort` never
         if group is None:
             raise RoomFailed("the group was given up")
@@ -102,6 +93,10 @@ class GlooCollective:
             self._cut = str(error)
 
     def finish(self, timeout_s: float) -> None:
+        """Waits until this member has passed on all buffers. A buffer must not be written to before that.
+
+        For the root `broadcast` already waits. Raises RoomFailed after `timeout_s` seconds; call `abort` then.
+        """
         deadline = time.monotonic() + timeout_s
         passing = self._passing
         self._passing = []
@@ -114,13 +109,14 @@ class GlooCollective:
             raise RoomFailed(f"the next member of the group is lost: {self._cut}")
 
     def abort(self) -> None:
+        """Ends the group. Another thread may be in `broadcast`, which then ends at its deadline at the latest."""
         self._group = None
 
 
 def _wait(work: Any, deadline: float) -> None:
     """Waits for `work`, a send or receive of gloo, until the monotonic time `deadline` in seconds. May be called only
     once for a work. Raises RuntimeError at the deadline."""
-    work.wait(timedelta(seconds=max(deadline - time.monotonic(), POLL_S)))  # 0 would mean the group's own timeout
+    work.wait(timedelta(seconds=max(deadline - time.monotonic(), LONGEST_S)))  # 0 would mean the group's own timeout
 
 
 class NcclCollective:
@@ -139,7 +135,13 @@ class NcclCollective:
         self._nccl.init_rank(self._comm, size, bytes.fromhex(store.get("nccl").decode()), rank)
         self._await(lambda: True, deadline, f"the members of a group of {size} GPUs to connect")
 
+    def on_stream(self) -> AbstractContextManager[object]:
+        """Puts the work that this thread gives to the GPU within the block on the group's stream, where it waits for no
+        other work of this process."""
+        return torch.cuda.stream(self._stream)
+
     def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
+        """Does what `GlooCollective.broadcast` does. Waits for the present stream first."""
         deadline = time.monotonic() + timeout_s
         finished = torch.cuda.Event()
         self._stream.wait_stream(torch.cuda.current_stream())  # which has filled the buffer
@@ -152,6 +154,7 @@ class NcclCollective:
         """Does nothing: NCCL passes all bytes on before `broadcast` returns."""
 
     def abort(self) -> None:
+        """Ends the group, and a `broadcast` of another thread."""
         comm = self._comm
         self._comm = ctypes.c_void_p()
         if comm:
@@ -160,6 +163,7 @@ class NcclCollective:
     def _await(self, condition: Callable[[], bool], deadline: float, label: str) -> None:
         """Waits until NCCL has no call in progress and `condition()` is true. Raises RoomFailed at the monotonic time
         `deadline`, for an error of NCCL, and after `abort`; `label` says in its message what was waited for."""
+        started = time.monotonic()
         while True:
             if not self._comm:
                 raise RoomFailed("the group was given up")
@@ -168,9 +172,10 @@ class NcclCollective:
                 raise RoomFailed(f"waited for {label}: {self._nccl.describe(error)}")
             if error == Nccl.SUCCESS and condition():
                 return
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 raise RoomFailed(f"waited for {label} until its deadline")
-            time.sleep(POLL_S)
+            time.sleep(min(max((now - started) / LOOKS, SHORTEST_S), LONGEST_S))
 
 
 class _Config(ctypes.Structure):
@@ -234,6 +239,10 @@ class Nccl:
     def _check(self, result: int) -> None:
         if result not in (self.SUCCESS, self.IN_PROGRESS):
             raise RoomFailed(self.describe(result))
+
+
+Collective = GlooCollective | NcclCollective
+"""A group of processes; rank 0 is the root."""
 
 
 def join_group(kind: str, store: Store, name: str, rank: int, size: int, timeout_s: float, host: str) -> Collective:

@@ -141,7 +141,9 @@ class GroupMember:
         """Returns the group to receive by: `last` if the root says so, else a new one. Raises RoomFailed if this member
         is left out or is late for the monotonic time `deadline`."""
         if self._number not in self._await("call", deadline)["members"]:
-            raise RoomFailed("it was not ready in time, and was left out")
+            raise RoomFailed(
+                f"member {self._number} was not ready in time for the broadcast of this version, which began without it"
+            )
         answer = to_json({"group": last.name if last else "", "gpu": own_gpu()})
         self._store.set(f"{self._key}answer/{self._number}", answer)
         go = self._await("go", deadline)
@@ -149,7 +151,10 @@ class GroupMember:
         members = tuple(go["members"])
         kind = go["kind"]
         if self._number not in members:
-            raise RoomFailed("it did not answer in time, and was left out")
+            raise RoomFailed(
+                f"member {self._number} did not answer in time to the call for the broadcast of this version, which "
+                "began without it"
+            )
         if last and last.name == name:
             return last
         rank = 1 + members.index(self._number)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trireme.core.errors import TriremeError
-from trireme.core.transport import Session, join_parts
+from trireme.core.transport import Session, Stored, join_parts
 from trireme.core.weights import Layout, TensorEntry, padded
 from trireme.transports.tensor_sums import tensor_sums, to_sums
 
@@ -71,7 +71,7 @@ def lay_out(units: Units, bucket_bytes: int = BUCKET_BYTES) -> Layout:
         for group in groups.values():
             size = sum(padded(tensor.nbytes) for _, tensor in group)
             if used and used + size > bucket_bytes:
-                bucket = bucket + 1
+                bucket += 1
                 used = 0
             for name, tensor in group:
                 dtype = _NAMES[tensor.dtype]
@@ -139,23 +139,24 @@ def host_memory(nbytes: int, *, pinned: bool) -> Bucket:
     return memory
 
 
-class Packer:
+class Packer(Generic[Stored]):
     """A `trireme.core.transport.Sender` that puts buckets where receivers fetch them; each rank packs its share. `put`
     copies a bucket to such a place and returns a reference; it runs in a thread. `send` returns the rank's part,
     {number of a bucket: its reference}."""
 
     endpoint = None
 
-    def __init__(self, put: Callable[[Bucket], Any], rank: int = 0, size: int = 1) -> None:
+    def __init__(self, put: Callable[[Bucket], Stored], rank: int = 0, size: int = 1) -> None:
         self._put = put
         self._rank = rank
         self._size = size
         self._buffers = [np.zeros(0, dtype=np.uint8)] * BUFFERS
 
-    def send(self, version: int, layout: Layout, units: Units, session: Session | None) -> dict[int, object]:
+    def send(self, version: int, layout: Layout, units: Units, session: Session | None) -> dict[int, Stored]:
         share = range(self._rank, len(layout.sizes), self._size)
+        largest = max((layout.sizes[bucket] for bucket in share), default=0)
         free = SimpleQueue[Bucket]()
-        putting = dict[int, Future[Any]]()
+        putting = dict[int, Future[Stored]]()
         for memory in self._buffers:
             free.put(memory)
         from_gpu = False
@@ -170,9 +171,9 @@ class Packer:
             memory = free.get()  # waits for the thread, if it has both
             if len(memory) >= layout.sizes[bucket]:
                 return memory
-            return host_memory(max(layout.sizes), pinned=from_gpu)
+            return host_memory(largest, pinned=from_gpu)
 
-        def put(full: Bucket) -> object:
+        def put(full: Bucket) -> Stored:
             try:
                 return self._put(full)
             finally:
@@ -191,7 +192,9 @@ class Packer:
         return part
 
 
-def pack(units: Units, put: Callable[[Bucket], Any], bucket_bytes: int = BUCKET_BYTES) -> tuple[Any, tuple[Any, ...]]:
+def pack(
+    units: Units, put: Callable[[Bucket], Stored], bucket_bytes: int = BUCKET_BYTES
+) -> tuple[tuple[TensorEntry, ...], tuple[Stored, ...]]:
     """Packs tensors that are all in this process. Returns their entries, with hashes, and the references that `put`
     returned for the buckets."""
     tensors = [list(unit) for unit in units]

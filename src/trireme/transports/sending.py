@@ -152,11 +152,9 @@ class Packing:
         sending: Sending | None,
         on_gpu: bool,
         free: queue.SimpleQueue[Buffer] | None,
-        memory: Callable[[int], Bucket],
     ) -> None:
         self._sizes = layout.sizes
         self._sending = sending
-        self._memory = memory
         self._share = set(share)
         if sending:
             self.selected = set(range(len(layout.sizes)))
@@ -171,7 +169,7 @@ class Packing:
     def buffer(self, number: int) -> Buffer:
         """Returns memory for bucket `number`. Waits until a buffer has been sent if all are in use."""
         if number in self._share and self._copies is None:
-            return self._memory(self._sizes[number])
+            return np.zeros(self._sizes[number], dtype=np.uint8)
         taken: list[Buffer] = []
         if self._sending is None or not self._sending.wait(lambda: self._take_free(taken)):
             self._without_sending()
@@ -263,9 +261,9 @@ class BroadcastSender:
             before = self._last.root if self._last else None
             self._last = sending = Sending(self.endpoint, version, session, members, self._group, before)
             self._group = None
-        self.versions.begin(version, reuse=not self._on_gpu)
+        self.versions.begin(version)
         share = range(self._rank, len(layout.sizes), self._size)
-        packing = Packing(layout, share, sending, self._on_gpu, self._free, self.versions.memory)
+        packing = Packing(layout, share, sending, self._on_gpu, self._free)
         fill(layout, units, packing.selected, packing.buffer, packing.finish)
         for number, bucket in packing.buckets.items():
             self.versions.keep(version, number, bucket)
@@ -276,12 +274,9 @@ class BroadcastSender:
             failure = f"version {version}: {named(sending.late)} did not connect though ready"
         if failure:
             log.warning("%s; who lacks bytes takes them on demand", failure)
+        self._free = packing.free
         if sending and sending.failure:
             self._free = None
-        else:
-            self._free = packing.free
-        if sending and not sending.failure:
+        elif sending:
             self._group = sending.group
-        else:
-            self._group = self._group
         return KeptPart(version, session, len(layout.sizes), self._holder, failure)

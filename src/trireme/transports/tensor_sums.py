@@ -8,7 +8,7 @@ whole, whatever its own place in memory, and a slice of a fused parameter is any
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -41,6 +41,23 @@ def rectangle(whole: Sequence[int], start: Sequence[int]) -> tuple[int, tuple[in
     """
     strides = c_strides(whole)
     return sum(at * stride for at, stride in zip(start, strides, strict=True)), strides
+
+
+def merged(dimensions: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Returns dimensions (size, distance in one memory, distance in another) that reach the same elements as
+    `dimensions`, as few as possible but at least one; the dimension with the smallest distance in the first memory
+    comes first.
+
+    >>> merged([(5, 24, 24), (3, 8, 8), (8, 1, 1)]), merged([(5, 24, 80), (3, 8, 8), (1, 8, 8), (8, 1, 1)])
+    ([(120, 1, 1)], [(24, 1, 1), (5, 24, 80)])
+    """
+    joined: list[tuple[int, int, int]] = []
+    for size, stride, other in sorted((dim for dim in dimensions if dim[0] > 1), key=lambda dim: dim[1:]):
+        if joined and (stride, other) == (joined[-1][0] * joined[-1][1], joined[-1][0] * joined[-1][2]):
+            joined[-1] = (joined[-1][0] * size, *joined[-1][1:])
+        else:
+            joined.append((size, stride, other))
+    return joined or [(1, 1, 1)]
 
 
 class TensorPart(NamedTuple):
@@ -84,31 +101,23 @@ def part_sums(parts: Sequence[TensorPart]) -> Tensor:
         from trireme.transports.device_sums import device_sums  # imports Triton
 
         return device_sums(parts)
-    return torch.tensor([sums for part in parts for sums in _host_sums(part)], dtype=torch.int64).view(-1, 2)
+    return torch.tensor([sums for part in parts for sums in host_sums(part)], dtype=torch.int64).view(-1, 2)
 
 
-def tensor_sums(
-    part: Tensor, first: int = 0, strides: Sequence[int] | None = None, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Returns the sums of the tensor `part`, int64 [2] on its device, as `part_sums` does. `first`, `strides`: place
-    and strides in the whole tensor, in elements (None: `part` is contiguous in the whole). `dtype`: in which the
-    tensor is summed (None: its own)."""
-    if strides is None:
-        steps = c_strides(part.shape)
-    else:
-        steps = tuple(strides)
-    return part_sums([TensorPart(part.detach(), first, steps, dtype or part.dtype)])[0]
+def tensor_sums(tensor: Tensor) -> Tensor:
+    """Returns the sums of a whole tensor, int64 [2] on its device, as `part_sums` does."""
+    return part_sums([TensorPart(tensor.detach(), 0, c_strides(tensor.shape), tensor.dtype)])[0]
 
 
-def _host_sums(part: TensorPart) -> Iterator[tuple[int, int]]:
-    """Yields for each tensor of a part on the CPU its two sums (`Sums.signed`)."""
+def host_sums(part: TensorPart) -> Iterator[tuple[int, int]]:
+    """Yields for each tensor of a part its two sums (`Sums.signed`), which the CPU computes."""
     limit = PIECE_WORDS * WORD_BYTES // part.dtype.itemsize
     start = part.tensor.storage_offset()
     for number in range(part.tensors):
         tensor = part.tensor.as_strided(part.tensor.shape, part.tensor.stride(), start + number * part.pace)
         total = Sums()
         for piece, first in _pieces(tensor, part.first, part.strides, limit):
-            total += _piece_sums(piece.to(part.dtype).contiguous(), first, part.strides)
+            total += _piece_sums(piece.to("cpu", part.dtype).contiguous(), first, part.strides)
         yield total.signed
 
 
@@ -142,12 +151,12 @@ def _piece_sums(piece: Tensor, first: int, strides: Sequence[int]) -> Sums:
         spread.as_strided(piece.shape, strides, first % WORD_BYTES).copy_(piece.view(torch.uint8))
         return sums_of(spread.numpy(), first // WORD_BYTES)
     words = piece.element_size() // WORD_BYTES
-    shape, steps = _merged([*piece.shape, words], [*(stride * words for stride in strides), 1])
-    if steps[-1] != 1:
-        shape = [*shape, 1]
-        steps = [*steps, 1]
-    shape = [1, *shape]
-    steps = [0, *steps]
+    sizes = [*piece.shape, words]
+    dimensions = merged(zip(sizes, c_strides(sizes), [*(stride * words for stride in strides), 1], strict=True))
+    if dimensions[0][2] != 1:
+        dimensions = [(1, 1, 1), *dimensions]
+    shape = [1, *(size for size, _, _ in reversed(dimensions))]
+    steps = [0, *(step for _, _, step in reversed(dimensions))]
     places = [first * words]
     for size, step in zip(shape[:-2], steps[:-2], strict=True):
         places = [place + number * step for place in places for number in range(size)]
@@ -162,20 +171,3 @@ def _words_of(piece: Tensor) -> npt.NDArray[np.uint16]:
     mark the memory as shared for ever, and FSDP could no longer free a gathered parameter."""
     memory: Any = (ctypes.c_uint8 * piece.nbytes).from_address(piece.data_ptr())
     return np.frombuffer(memory, dtype=np.uint16)
-
-
-def _merged(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Returns a shape and strides with the same places as `shape` and `strides`, with as few dimensions as possible, at
-    least one."""
-    sizes = [1]
-    steps = [1]
-    for size, stride in zip(shape, strides, strict=True):
-        if size == 1:
-            continue
-        if sizes[-1] == 1 or steps[-1] == size * stride:
-            sizes[-1] = sizes[-1] * size
-            steps[-1] = stride
-        else:
-            sizes.append(size)
-            steps.append(stride)
-    return sizes, steps

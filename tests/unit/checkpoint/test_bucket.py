@@ -70,7 +70,7 @@ def test_a_file_there_and_back(bucket: Bucket, tmp_path: Path, monkeypatch: pyte
     (tmp_path / "here" / "file").write_bytes(os.urandom(size))
     record = record_of(tmp_path / "here", "file")
     with (tmp_path / "here" / "file").open("rb") as file:
-        (tmp_path / "here" / "file").rename(tmp_path / "here" / "renamed")  # as a commit that is deleted meanwhile
+        (tmp_path / "here" / "file").rename(tmp_path / "here" / "renamed")  # as a checkpoint that is deleted meanwhile
         bucket.put("c/file", file)
     monkeypatch.setattr(bucket_module, "PIECE_BYTES", PIECE)
     bucket.fetch("c/file", tmp_path / "there", record)

@@ -1,7 +1,7 @@
-"""Any sequence of training, commits, damage, crashes and resumes: whatever happens, nothing is lost.
+"""Any sequence of training, checkpoints, damage, crashes and resumes: whatever happens, nothing is lost.
 
 A run is trained in a model world: its state is the list of the rows that led to it, and each row is a token that never
-comes again. After every resume the rows of the run must be exactly the state of the commit that it resumed from.
+comes again. After every resume the rows of the run must be exactly the state of the checkpoint that it resumed from.
 """
 
 import json
@@ -35,8 +35,8 @@ def config(output_dir: Path, *flags: str) -> Config:
 
 
 @dataclass
-class Commit:
-    """Describes a commit that was published and not deleted by retention."""
+class Checkpoint:
+    """Describes a checkpoint that was published and not deleted by retention."""
 
     step: int
     lineage: str
@@ -46,14 +46,14 @@ class Commit:
 
 
 class Runs(RuleBasedStateMachine):
-    """`branch`: the commits of HEAD's branch. `elsewhere`: those that were superseded."""
+    """`branch`: the checkpoints of HEAD's branch. `elsewhere`: those that were superseded."""
 
     @initialize()
     def begin(self) -> None:
         self.directory = tempfile.TemporaryDirectory()
         self.output_dir = Path(self.directory.name)
-        self.branch: list[Commit] = []
-        self.elsewhere: list[Commit] = []
+        self.branch: list[Checkpoint] = []
+        self.elsewhere: list[Checkpoint] = []
         self.tokens: list[int] = []
         self.state: list[int] = []
         self.attempts = 0
@@ -69,8 +69,8 @@ class Runs(RuleBasedStateMachine):
         self.run.checkout()
 
     def start(self, step: int | None, crash: int | None) -> None:
-        """Opens the run and checks it out; after a crash once more, from the newest commit."""
-        before = [commit for commit in self.branch if not commit.damaged]
+        """Opens the run and checks it out; after a crash once more, from the newest checkpoint."""
+        before = [checkpoint for checkpoint in self.branch if not checkpoint.damaged]
         try:
             with crash_at(crash):
                 self.open(step)
@@ -78,24 +78,24 @@ class Runs(RuleBasedStateMachine):
             if hasattr(self, "run"):
                 self.run.lock.close()
             present = set(steps(self.run.store)) if hasattr(self, "run") else set()
-            before = [commit for commit in before if commit.step in present]
+            before = [checkpoint for checkpoint in before if checkpoint.step in present]
             step = None
             self.open(None)
-        chosen = [commit for commit in before if step is None or commit.step <= step][-1:]
+        chosen = [checkpoint for checkpoint in before if step is None or checkpoint.step <= step][-1:]
         self.check_start(chosen[0] if chosen else None)
 
-    def check_start(self, chosen: Commit | None) -> None:
+    def check_start(self, chosen: Checkpoint | None) -> None:
         step, state = (chosen.step, chosen.state) if chosen else (0, [])
         note(f"attempt {self.run.start.attempt} starts at {step}")
         assert self.run.start.step == step
         assert self.run.start.attempt > self.attempts
         self.attempts = self.run.start.attempt
-        if self.run.start.commit:
-            assert json.loads((self.run.start.commit / PARTS[0]).read_text())["state"] == state
+        if self.run.start.checkpoint:
+            assert json.loads((self.run.start.checkpoint / PARTS[0]).read_text())["state"] == state
         self.state = list(state)
         present = set(steps(self.run.store))
-        self.elsewhere += [commit for commit in self.branch if commit.step not in present]
-        self.branch = [commit for commit in self.branch if commit.step in present]
+        self.elsewhere += [checkpoint for checkpoint in self.branch if checkpoint.step not in present]
+        self.branch = [checkpoint for checkpoint in self.branch if checkpoint.step in present]
         assert self.run.store.partial() == []
 
     @rule(count=st.integers(1, 3))
@@ -107,33 +107,34 @@ class Runs(RuleBasedStateMachine):
             self.tokens.append(token)
             self.state.append(token)
 
-    @precondition(lambda self: self.state and all(len(self.state) != commit.step for commit in self.branch))
+    @precondition(lambda self: self.state and all(len(self.state) != checkpoint.step for checkpoint in self.branch))
     @rule(crash=crash_points, keep_every=st.sampled_from([None, 3]))
-    def commit(self, crash: int | None, keep_every: int | None) -> None:
-        commit = Commit(len(self.state), self.run.head.lineage, list(self.state))
+    def checkpoint(self, crash: int | None, keep_every: int | None) -> None:
+        checkpoint = Checkpoint(len(self.state), self.run.head.lineage, list(self.state))
         try:
             with crash_at(crash):
-                self.save(commit)
+                self.save(checkpoint)
                 self.run.store.prune(KEEP_LAST, keep_every)
         except Crash:
             self.run.lock.close()
-            self.notice(commit, keep_every)
+            self.notice(checkpoint, keep_every)
             self.start(None, None)
         else:
-            assert self.run.store.commit(commit.step).exists()
-            self.notice(commit, keep_every)
+            assert self.run.store.checkpoint(checkpoint.step).exists()
+            self.notice(checkpoint, keep_every)
 
-    def save(self, commit: Commit) -> None:
+    def save(self, checkpoint: Checkpoint) -> None:
         store, attempt = self.run.store, self.run.start.attempt
-        draft = store.draft(commit.step, attempt)
-        store.publish(draft, fill(draft, manifest(commit.step, commit.lineage, attempt), commit.state))
+        draft = store.draft(checkpoint.step, attempt)
+        store.publish(draft, fill(draft, manifest(checkpoint.step, checkpoint.lineage, attempt), checkpoint.state))
 
-    def notice(self, commit: Commit, keep_every: int | None) -> None:
-        """Returns whether the commit was made, and what retention deleted, after checking that it was allowed to."""
+    def notice(self, checkpoint: Checkpoint, keep_every: int | None) -> None:
+        """Returns whether the checkpoint was made, and what retention deleted, after checking that it was allowed
+        to."""
         present = set(steps(self.run.store))
-        if commit.step in present:
-            Manifest.verified(self.run.store.commit(commit.step))
-            self.branch.append(commit)
+        if checkpoint.step in present:
+            Manifest.verified(self.run.store.checkpoint(checkpoint.step))
+            self.branch.append(checkpoint)
         whole = [item for item in self.branch if not item.damaged]
         for pruned in [item for item in self.branch if item.step not in present]:
             assert pruned not in whole[-1:]
@@ -142,22 +143,22 @@ class Runs(RuleBasedStateMachine):
             assert keep_every is None or pruned.step % keep_every
             self.branch.remove(pruned)
 
-    @precondition(lambda self: any(not commit.damaged for commit in self.branch[:-1]))
+    @precondition(lambda self: any(not checkpoint.damaged for checkpoint in self.branch[:-1]))
     @rule(data=st.data(), part=st.sampled_from(PARTS))
     def damage(self, data: st.DataObject, part: str) -> None:
-        """A bit flips in a commit; never in the last whole one, which is a case of its own (`BadInput`)."""
-        whole = [commit for commit in self.branch if not commit.damaged]
+        """A bit flips in a checkpoint; never in the last whole one, which is a case of its own (`BadInput`)."""
+        whole = [checkpoint for checkpoint in self.branch if not checkpoint.damaged]
         if len(whole) > 1:
-            commit = data.draw(st.sampled_from(whole))
-            flip(self.run.store.commit(commit.step) / part)
-            commit.damaged = True
+            checkpoint = data.draw(st.sampled_from(whole))
+            flip(self.run.store.checkpoint(checkpoint.step) / part)
+            checkpoint.damaged = True
 
     @precondition(lambda self: self.branch)
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
-        commit = data.draw(st.sampled_from(self.branch))
-        (self.run.store.commit(commit.step) / KEEP).touch()
-        commit.pinned = True
+        checkpoint = data.draw(st.sampled_from(self.branch))
+        (self.run.store.checkpoint(checkpoint.step) / KEEP).touch()
+        checkpoint.pinned = True
 
     @rule(crash=crash_points, torn=st.booleans())
     def kill_and_resume(self, crash: int | None, torn: bool) -> None:
@@ -168,12 +169,12 @@ class Runs(RuleBasedStateMachine):
                 file.write('{"step": 12')
         self.start(None, crash)
 
-    @precondition(lambda self: any(not commit.damaged for commit in self.branch))
+    @precondition(lambda self: any(not checkpoint.damaged for checkpoint in self.branch))
     @rule(data=st.data(), crash=crash_points)
     def go_back(self, data: st.DataObject, crash: int | None) -> None:
-        commit = data.draw(st.sampled_from([commit for commit in self.branch if not commit.damaged]))
+        checkpoint = data.draw(st.sampled_from([checkpoint for checkpoint in self.branch if not checkpoint.damaged]))
         self.run.lock.close()
-        self.start(commit.step, crash)
+        self.start(checkpoint.step, crash)
 
     @invariant()
     def rows_are_the_state(self) -> None:
@@ -189,8 +190,8 @@ class Runs(RuleBasedStateMachine):
             assert sorted(everywhere) == self.tokens
 
     @invariant()
-    def no_commit_is_lost_or_doubled(self) -> None:
-        assert steps(self.run.store) == [commit.step for commit in self.branch]
+    def no_checkpoint_is_lost_or_doubled(self) -> None:
+        assert steps(self.run.store) == [checkpoint.step for checkpoint in self.branch]
         manifests = [Manifest.read(path.parent) for path in self.run.root.rglob(MANIFEST)]
         expected = [*self.branch, *self.elsewhere]
         assert Counter((item.lineage, item.step) for item in manifests) == Counter(
@@ -198,11 +199,11 @@ class Runs(RuleBasedStateMachine):
         )
 
     @invariant()
-    def rows_of_commits_are_of_this_branch(self) -> None:
+    def rows_of_checkpoints_are_of_this_branch(self) -> None:
         rows = read_json_lines(self.run.store.rows)
         names = [row["name"] for row in rows]
         assert len(set(names)) == len(names)
-        assert {commit.name for commit in self.run.store.commits()} <= set(names)
+        assert {checkpoint.name for checkpoint in self.run.store.checkpoints()} <= set(names)
         assert all(row["step"] <= len(self.state) for row in rows)
 
     @invariant()

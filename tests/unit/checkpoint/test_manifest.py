@@ -1,4 +1,5 @@
-"""The manifest is the commit: any difference between what it names and what is there is seen, and so is one in it."""
+"""The manifest is the checkpoint: any difference between what it names and what is there is seen, and so is one in
+it."""
 
 import json
 import os
@@ -8,12 +9,12 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from checkpoint_support import PARTS, commit, flip, manifest, truncate
+from checkpoint_support import PARTS, checkpoint, flip, manifest, truncate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.checkpoint.files import FileRecord
-from trireme.checkpoint.manifest import FORMAT, MANIFEST, CommitRef, Manifest, step_name, step_of
+from trireme.checkpoint.manifest import FORMAT, MANIFEST, CheckpointRef, Manifest, step_name, step_of
 from trireme.checkpoint.store import CheckpointStore
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.types import WeightIdentity
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("instant_disk")
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    return commit(CheckpointStore(tmp_path), 20)
+    return checkpoint(CheckpointStore(tmp_path), 20)
 
 
 def invalid(directory: Path, contents: bool = True) -> str:
@@ -43,11 +44,13 @@ json_values = st.recursive(
 @settings(max_examples=50, deadline=None)
 @given(
     step=st.integers(0, 10**7),
-    parent=st.none() | st.builds(CommitRef, texts, st.integers(0)),
+    parent=st.none() | st.builds(CheckpointRef, texts, st.integers(0)),
     fixed=st.dictionaries(texts, json_values, max_size=3),
     files=st.lists(st.builds(FileRecord, texts, st.integers(0), texts), max_size=3).map(tuple),
 )
-def test_round_trip(step: int, parent: CommitRef | None, fixed: dict[str, object], files: tuple[FileRecord]) -> None:
+def test_round_trip(
+    step: int, parent: CheckpointRef | None, fixed: dict[str, object], files: tuple[FileRecord]
+) -> None:
     written = replace(manifest(step), parent=parent, fixed=fixed, files=files)
     assert Manifest.from_json(written.to_json()) == written
 
@@ -57,7 +60,7 @@ def test_what_it_says(saved: Path) -> None:
     assert (read.step, read.identity) == (20, WeightIdentity(1, 20, f"{20:032x}"))
     assert [record.path for record in read.files] == list(PARTS)
     assert read.size == sum((saved / part).stat().st_size for part in PARTS)
-    assert json.loads((saved / MANIFEST).read_text())["format"] == FORMAT == 4
+    assert json.loads((saved / MANIFEST).read_text())["format"] == FORMAT == 5
 
 
 def test_a_value_that_json_does_not_have_is_no_manifest() -> None:
@@ -99,7 +102,7 @@ def rename(saved: Path, part: str, to: str) -> None:
 
 
 class TestPlaces:
-    """A commit may come from anybody: what it names lies in it."""
+    """A checkpoint may come from anybody: what it names lies in it."""
 
     @pytest.mark.parametrize("place", ["{}", "../secret", "trainer/../../secret", "..", "trainer/.."])
     def test_a_path_that_leads_out_is_refused(self, saved: Path, place: str) -> None:
@@ -114,7 +117,7 @@ class TestPlaces:
         (saved / place).symlink_to((saved / place).rename(saved.parent / "elsewhere"))
         assert "symbolic link" in invalid(saved)
 
-    def test_a_run_behind_a_link_verifies_and_a_commit_of_another_name(self, saved: Path, tmp_path: Path) -> None:
+    def test_a_run_behind_a_link_verifies_and_a_checkpoint_of_another_name(self, saved: Path, tmp_path: Path) -> None:
         (tmp_path / "linked").symlink_to(saved.parent)
         Manifest.verified(tmp_path / "linked" / saved.name)
         assert Manifest.verified(saved.rename(saved.with_name("best"))).step == 20
@@ -123,7 +126,7 @@ class TestPlaces:
 class TestTheManifestItself:
     def test_missing_is_an_orphan(self, saved: Path) -> None:
         (saved / MANIFEST).unlink()
-        assert invalid(saved) == f"{MANIFEST} is missing: the commit was never completed"
+        assert invalid(saved) == f"{MANIFEST} is missing: the checkpoint was never completed"
 
     def test_unreadable(self, saved: Path) -> None:
         (saved / MANIFEST).unlink()
@@ -150,7 +153,7 @@ class TestTheManifestItself:
         assert invalid(saved, contents=False).startswith(MANIFEST)
 
     @pytest.mark.parametrize(
-        "text", ["null", "[]", "3", "{}", '{"format": 4}', '{"format": 4, "checksum": ""}', "", "[" * 10**6], ids=len
+        "text", ["null", "[]", "3", "{}", '{"format": 5}', '{"format": 5, "checksum": ""}', "", "[" * 10**6], ids=len
     )
     def test_other_json_is_no_manifest(self, text: str) -> None:
         with pytest.raises(CheckpointInvalid, match="torn or was altered"):
@@ -159,13 +162,13 @@ class TestTheManifestItself:
     def test_another_format_version(self, saved: Path) -> None:
         values = json.loads((saved / MANIFEST).read_text())
         (saved / MANIFEST).write_text(json.dumps({"format": 1, "other": values["step"]}))
-        assert invalid(saved).startswith(f"{MANIFEST} has format 1; expected 4: resume with the version of Trireme")
+        assert invalid(saved).startswith(f"{MANIFEST} has format 1; expected 5: resume with the version of Trireme")
 
     def test_in_the_directory_of_another_step(self, saved: Path) -> None:
         assert "step 20, in a directory named step_000040" in invalid(saved.rename(saved.with_name(step_name(40))))
 
 
-def test_names_of_commits() -> None:
+def test_names_of_checkpoints() -> None:
     for step in (0, 20, 10**6 - 1, 10**6, 10**8):
         assert step_of(step_name(step)) == step
     for name in ("step_20", "step_000020.partial-1", "step_000020.removed", "xstep_000020", "step_"):

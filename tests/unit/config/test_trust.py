@@ -105,7 +105,7 @@ def test_a_section_of_a_recorded_configuration_is_recorded_too(write: Any, tmp_p
         load([*write({}, "own.json"), "--trainer", "@", str(tmp_path / "run" / "config.json")], {})
 
 
-def test_a_commits_configuration_needs_trust(write: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoints_configuration_needs_trust(write: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from tools_support import make_run
 
     make_run(tmp_path / "run", 2)

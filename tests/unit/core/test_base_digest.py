@@ -65,7 +65,7 @@ def test_a_true_header_is_read(file: Path) -> None:
 
 
 def test_digests_of_bases_never_change(file: Path) -> None:
-    """Adapters and their commits name the base by it: these are the digests that the first version computed."""
+    """Adapters and their checkpoints name the base by it: these are the digests that the first version computed."""
     save_file({"b": np.arange(5, dtype=np.int16), "a": np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3)}, file)
     assert base_digest(str(file.parent)) == "039f178994c85e20ad7e9c6e04527b69"
     assert base_digest(str(ROOT / "assets" / "sort-base")) == "7251061bcf24dafe1675c8343d29f58a"
@@ -88,7 +88,7 @@ def test_one_that_is_not_true_is_refused_by_the_name_of_its_file(file: Path, bom
 
 
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
-def test_the_orchestrators_part_of_a_commit_is_refused_too(tmp_path: Path, bomb: Callable[[Path], None]) -> None:
+def test_the_orchestrators_part_of_a_checkpoint_is_refused_too(tmp_path: Path, bomb: Callable[[Path], None]) -> None:
     (tmp_path / STATE).write_text(json.dumps({"layout": LAYOUT}))
     bomb(tmp_path / ARRAYS)
     with pytest.raises(CheckpointInvalid, match=rf"{ARRAYS} is no safetensors file"):

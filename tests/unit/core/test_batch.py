@@ -26,9 +26,9 @@ def make_batch(lengths, sequences=None):
     return TokenBatch(tokens, offsets, columns, np.linspace(0.5, 1, len(lengths), dtype=np.float32), sequences)
 
 
-def in_turn(lengths, num_ranks):
+def in_turn(forest, num_ranks):
     """Datum d is of rank d mod R."""
-    return [np.arange(rank, len(lengths), num_ranks) for rank in range(num_ranks)]
+    return [np.arange(rank, len(forest), num_ranks) for rank in range(num_ranks)]
 
 
 class Store:
@@ -48,7 +48,7 @@ class Store:
 
 def stored(batch, num_ranks, store, owner="orchestrator"):
     assign = partial(in_turn, num_ranks=num_ranks)
-    return StoredBatch.store(batch.lengths, batch.sequences, batch.take, assign, store.put, owner)
+    return StoredBatch.store(batch.find_forest(), batch.sequences, batch.take, assign, store.put, owner)
 
 
 def same(one, other):
@@ -94,7 +94,8 @@ def test_the_driver_holds_lengths_and_references_only():
     batch, store = make_batch([50_000] * 4), Store()
     parts = stored(batch, 2, store)
     assert len(pickle.dumps(parts)) < 2000 < max(map(len, store.values))
-    arrays = [value for value in vars(parts).values() if isinstance(value, np.ndarray)]
+    values = [*vars(parts).values(), *vars(parts.forest).values()]
+    arrays = [value for value in values if isinstance(value, np.ndarray)]
     assert all(len(array) == len(batch) for array in arrays)
 
 
@@ -120,14 +121,14 @@ def double(batch):
 
 def test_data_of_the_driver_travels_with_the_call():
     batch = make_batch([3, 1, 4])
-    parts = StoredBatch.store(batch.lengths, batch.sequences, batch.take, partial(in_turn, num_ranks=2))
+    parts = StoredBatch.store(batch.find_forest(), batch.sequences, batch.take, partial(in_turn, num_ranks=2))
     assert all(isinstance(part.part, PartPieces) for part in parts.parts_R)
     assert same(parts.parts_R[1].opened(None).batch, batch.take(np.array([1])))
 
 
 def test_a_datum_of_another_part_is_refused():
     batch = make_batch([3, 1, 4])
-    part = BatchPart(batch.lengths, np.array([1, 2]), batch.take(np.array([1, 2])))
+    part = BatchPart(batch.find_forest(), np.array([1, 2]), batch.take(np.array([1, 2])))
     assert part.places([2, 1, 2]).tolist() == [1, 0, 1]
     for wrong in (0, 3):
         with pytest.raises(ValueError, match=rf"datum {wrong} belongs to another part"):

@@ -21,7 +21,7 @@ def array(data: bytes) -> np.ndarray:
 
 
 def test_the_scheme_never_changes() -> None:
-    """Identities in commits and manifests hold these sums: another formula needs another name."""
+    """Identities in checkpoints and manifests hold these sums: another formula needs another name."""
     assert SCHEME == "sum64x2"
     assert str(sums_of(np.arange(256, dtype=np.uint8))) == "395cc90a82c46a84a223449550ce1a78"
     assert str(sums_of(np.arange(255, dtype=np.uint8))) == "08d6073a5e5f6b84de026fb33958cf78"

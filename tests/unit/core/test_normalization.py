@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import get_args
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -90,21 +89,3 @@ def test_any_split_of_rollouts_has_the_published_gradient(kind: LossNormalizatio
         minibatches[-1] += [(number, part) for part in parts]
     expected = published(kind, loss, sequences)
     np.testing.assert_allclose(computed(kind, loss, minibatches), expected, rtol=2e-4, atol=1e-6)
-
-
-def test_the_weights_of_tokens_are_those_of_the_papers() -> None:
-    """A rollout of 2 tokens and one of 10: GRPO's 1 / length, Dr. GRPO's constant, all alike."""
-    one = {name: np.ones(2) for name in COLUMNS}
-    other = {name: np.ones(10) for name in COLUMNS}
-    share = {}
-    for kind in get_args(LossNormalization):
-        batch, divisor = Normalization(kind, LONGEST).apply(batch_of((0, one), (1, other)), "mask")
-        share[kind] = (batch.columns["mask"] / (divisor or 1.0))[[0, -1]].tolist()
-    assert share == {
-        "token_mean": pytest.approx([1 / 12, 1 / 12]),
-        "sequence_mean_token_mean": pytest.approx([1 / 4, 1 / 20]),
-        "sequence_mean_token_sum": pytest.approx([1 / 2, 1 / 2]),
-        "sequence_mean_token_sum_norm": pytest.approx([1 / 32, 1 / 32]),
-        "sum": [1, 1],
-        "sequence_mean": pytest.approx([1 / 2, 1 / 2]),
-    }

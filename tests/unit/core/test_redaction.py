@@ -30,7 +30,7 @@ INNOCENT = [
     "max_tokens = 1234567890123456789",
     "tokens = encoded_with_a_tokenizer_2(text)",
     "token = tokenizer.eos_token_id",
-    f"commit {HEX}",
+    f"checkpoint {HEX}",
     f"digest = {HEX}",
     "api_key = os.environ['MY_API_KEY']",
     "-- a key: value",

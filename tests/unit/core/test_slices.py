@@ -8,11 +8,12 @@ import torch
 from digest_support import plain_sums
 from hypothesis import given
 from hypothesis import strategies as st
+from tensor_parts import part_tensor_sums
 from transformers.core_model_loading import Chunk, PermuteForRope, SplitModulelist
 
 from trireme.core.digest import Sums
 from trireme.core.slices import Slice, find_slices
-from trireme.transports.tensor_sums import rectangle, tensor_sums, to_sums
+from trireme.transports.tensor_sums import rectangle, to_sums
 
 FUSED = torch.arange(4 * 6 * 5, dtype=torch.float32).reshape(4, 6, 5)
 ROTATED = ["q_proj.weight", "k_proj.weight"]
@@ -97,7 +98,7 @@ def test_the_rows_of_shards_are_rectangles_that_add_up(split):
     total = Sums()
     for begin, end in pairwise(edges):
         local, start = part.of_rows(whole[begin:end].clone(), begin, end)
-        total += to_sums(tensor_sums(local, *rectangle(view.shape, start))[None])[0]
+        total += to_sums(part_tensor_sums(local, *rectangle(view.shape, start))[None])[0]
     assert total == plain_sums(view.contiguous().numpy().tobytes())
 
 

@@ -152,6 +152,19 @@ def test_a_sender_whose_store_was_full_sends_the_next_version() -> None:
     assert len(packer.send(1, layout, layers(), None)) == len(layout.sizes)
 
 
+def test_the_memory_of_a_sender_is_for_the_largest_bucket_of_its_share() -> None:
+    """The embeddings are the first bucket here, and much larger than all others."""
+    units = [[("embed_tokens.weight", torch.zeros(100, 100))], *layers()]
+    layout = lay_out(units, bucket_bytes=400)
+    senders = [Packer(np.copy, rank, 2) for rank in range(2)]
+    for version in range(2):
+        for sender in senders:
+            sender.send(version, layout, units, None)
+    largest = [{len(buffer) for buffer in sender._buffers} for sender in senders]
+    assert largest == [{max(layout.sizes)}, {max(layout.sizes[1::2])}]
+    assert max(layout.sizes) > 10 * max(layout.sizes[1::2])
+
+
 def test_the_configuration_accepts_the_names_in_the_table_and_no_others() -> None:
     code = """
 from trireme.core.transport import TRANSPORTS

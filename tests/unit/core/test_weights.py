@@ -15,6 +15,7 @@ from trireme.core.weights import (
     PublishedWeights,
     WeightsManifest,
     check_canary,
+    check_decoding,
 )
 
 LOGPROBS = np.linspace(-9, -1, 8, dtype=np.float32)
@@ -71,3 +72,25 @@ def test_in_float32_the_bound_is_1e_4_whatever_was_found_first():
 def test_the_bound_follows_a_drift_that_grows_up_to_that_of_a_first_update(first: float, largest: float, bound: float):
     later = published(ROUNDED).bounded_by(Drift(first, 0.06), Drift(largest, 0.06))
     assert later.manifest.canary.bound == Drift(pytest.approx(bound), LEAST.largest)
+
+
+@pytest.mark.parametrize(
+    ("moved", "refused"),
+    [
+        ((0.09, 0.09, 0.09, 0.4), False),
+        ((0.09, 0.09, 0.12, 0.4), True),
+        ((0.0, 0.0, 0.0, 0.6), True),
+        ((0.0, 0.0, 0.0, np.nan), True),
+    ],
+    ids=["one token with other experts", "median", "largest", "nan"],
+)
+def test_decode_steps_may_differ_from_a_prefill_by_the_bounds_of_the_canary(moved, refused):
+    manifest = published(Drift(0.1, 0.5)).manifest
+    prefilled = LOGPROBS[:4]
+    if not refused:
+        check_decoding(manifest, prefilled - np.float32(moved), prefilled)
+        return
+    with pytest.raises(
+        WeightsRefused, match=r"version 7: logprobs of 4 tokens in decode steps .* no more than 0.1 and 0.5:"
+    ):
+        check_decoding(manifest, prefilled - np.float32(moved), prefilled)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ import psutil
 import pytest
 from config_support import small
 from vllm.logprobs import FlatLogprobs
+from waiting import turns
 
 from inference import actor as replica_module
 from inference.actor import FETCH, ReplicaActor
@@ -300,11 +301,6 @@ class SamplingReplica(ReplicaActor):
     async def _submit(self, request: SampleRequest, salt: str) -> Any:
         self.salts.append(salt)
         return await self.engine.add(request.request_id)
-
-
-async def turns(n: int = 20) -> None:
-    for _ in range(n):
-        await asyncio.sleep(0)
 
 
 def requests_of(*names: str) -> list[SampleRequest]:
@@ -598,11 +594,18 @@ async def test_nobody_lets_an_engine_go_on_that_takes_weights() -> None:
     assert sampling_replica.engine.calls.count("resume") == 2
 
 
+SAMPLED = [3, 1, 4, 1, 5]
+"""Tokens that follow the canary's."""
+
+
 class UpdatingReplica(SamplingReplica):
     """Whose engine process takes whatever it is sent, and logs it in `engine.calls`. Its canary is computed when
-    `canary_done` is set."""
+    `canary_done` is set, and five tokens after it are sampled."""
 
     canary = -1.0
+    """The logprob of each token of a prompt."""
+    decoded = (-9.0, -1.0, -1.0, -1.0, -1.0)
+    """The logprobs of the tokens that are sampled; a prefill samples the first."""
 
     def __init__(self, on_update: str, update_s: float = 60.0) -> None:
         super().__init__(deterministic=False, on_update=on_update, update_s=update_s)
@@ -616,14 +619,20 @@ class UpdatingReplica(SamplingReplica):
             return [self.refusals.pop(0), ""]
         return [NOTHING_LOADED if method == "take_weights" else None] * 2
 
-    async def _submit_canary(self, published: PublishedWeights) -> Any:
-        self.engine.calls.append("canary")
-        return SimpleNamespace(get=self._computed)
+    async def _submit_canary(
+        self, manifest: WeightsManifest, sampled: Sequence[int] = (), adapter: Any = None, *, decodes: bool = True
+    ) -> Any:
+        self.engine.calls.append(f"prefill of {sampled}" if sampled else "canary")
+        return SimpleNamespace(get=partial(self._computed, [0, *sampled], SAMPLED if decodes else SAMPLED[:1]))
 
-    async def _computed(self) -> Any:
+    async def _computed(self, tokens: list[int], answered: list[int]) -> Any:
         await self.engine.going.wait()
         await self.canary_done.wait()
-        return SimpleNamespace(prompt_logprobs=[None, {0: SimpleNamespace(logprob=self.canary)}])
+        tables = [None, *({token: SimpleNamespace(logprob=self.canary)} for token in tokens)]
+        answer = SimpleNamespace(
+            token_ids=answered, logprobs=FlatLogprobs(token_ids=answered, logprobs=list(self.decoded[: len(answered)]))
+        )
+        return SimpleNamespace(prompt_logprobs=tables, outputs=[answer])
 
 
 class EmptyBucket:
@@ -640,8 +649,11 @@ def published(version: int) -> PublishedWeights:
     return PublishedWeights(WeightsManifest(identity, (), canary), (EmptyBucket(),))
 
 
-TAKEN = ("take_weights", f"label {published(1).identity}", "canary", "resume", "free_memory")
-"""The calls of an update to version 1 within its pause."""
+TAKEN = (
+    *("take_weights", f"label {published(1).identity}", "canary", "resume"),
+    *(f"prefill of {SAMPLED}", "free_memory"),
+)
+"""The calls of an update to version 1 from its pause on."""
 
 
 async def bucket_of_a_dead_trainer() -> Any:
@@ -726,8 +738,8 @@ async def test_a_conversation_keeps_its_prefix_over_updates_where_the_cache_does
     assert [answer.spans[0].mixed for answer in answers] == [on_update == "keep_kv", False, False]
 
 
-async def test_a_return_to_an_older_commit_drops_all_prefixes() -> None:
-    """Those of conversations that live on may have been extended by weights that the commit does not have."""
+async def test_a_return_to_an_older_checkpoint_drops_all_prefixes() -> None:
+    """Those of conversations that live on may have been extended by weights that the checkpoint does not have."""
     updating = UpdatingReplica("keep_kv")
     await updating.load_weights(published(version=1))
     returned = published(version=1)
@@ -807,6 +819,28 @@ async def test_what_was_sampled_under_refused_weights_is_given_up() -> None:
     with pytest.raises(WeightsRefused, match="inference replica 0: canary of version 1"):
         await sampling
     assert updating.running == {}
+
+
+async def test_decode_steps_that_disagree_with_a_prefill_break_the_replica() -> None:
+    """The prefills agree with the trainer."""
+    updating = UpdatingReplica("recompute_kv")
+    updating.decoded = (-1.0, -1.0, -1.0, -1.0, -1.1)
+    with pytest.raises(
+        WeightsRefused, match="inference replica 0: canary of version 1: logprobs of 4 tokens in decode"
+    ):
+        await updating.load_weights(published(version=1))
+    with pytest.raises(WeightsRefused, match="decode steps"):
+        await outcomes(updating, requests_of("later"))
+
+
+@pytest.mark.parametrize(("captures", "proofs"), [(True, 4), (False, 2)])
+async def test_an_engine_without_captured_graphs_proves_its_decode_steps_twice(captures: bool, proofs: int) -> None:
+    updating = UpdatingReplica("recompute_kv")
+    updating.captures_graphs = captures
+    for version in range(1, 5):
+        await updating.load_weights(published(version))
+    calls = updating.engine.calls
+    assert (calls.count("canary"), calls.count(f"prefill of {SAMPLED}")) == (4, proofs)
 
 
 async def test_a_canary_that_never_comes_breaks_the_replica() -> None:

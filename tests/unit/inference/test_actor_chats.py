@@ -12,12 +12,13 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 import inference.actor
-from inference.actor import CHATS_LATER_S, ReplicaActor
+from inference.actor import CANARY_PRIORITY, CHATS_LATER_S, ReplicaActor
 from inference.coalescing import CoalescingScheduler
+from inference.engine import RESERVED
 from trireme.core import types
 
 PLACES, BLOCK, BLOCKS = 4, 16, 64
@@ -31,7 +32,7 @@ def scheduler_of() -> Callable[[], CoalescingScheduler]:
         dtype="float32",
         skip_tokenizer_init=True,
         max_model_len=256,
-        max_num_seqs=PLACES,
+        max_num_seqs=PLACES + RESERVED,
         scheduling_policy="priority",
         kv_cache_memory_bytes=2**26,
         enforce_eager=True,
@@ -50,10 +51,14 @@ def scheduler_of() -> Callable[[], CoalescingScheduler]:
     return make
 
 
-def add(scheduler: CoalescingScheduler, name: str, arrival: float) -> None:
-    params = SamplingParams(max_tokens=100, ignore_eos=True)
+def add(scheduler: CoalescingScheduler, name: str, arrival: float, max_tokens: int = 100, priority: int = 0) -> None:
     request = Request(
-        request_id=name, prompt_token_ids=[1] * 8, sampling_params=params, pooling_params=None, arrival_time=arrival
+        request_id=name,
+        prompt_token_ids=[1] * 8,
+        sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        pooling_params=None,
+        arrival_time=arrival,
+        priority=priority,
     )
     scheduler.add_request(request)
 
@@ -82,29 +87,19 @@ def test_the_runs_requests_get_free_places_before_chats(scheduler_of: Callable[[
     assert step(scheduler) == {f"run {number}" for number in range(PLACES)}
 
 
-def test_a_chat_goes_before_requests_that_come_much_later(scheduler_of: Callable[[], CoalescingScheduler]) -> None:
+def test_a_canary_does_not_wait_for_a_place(scheduler_of: Callable[[], CoalescingScheduler]) -> None:
+    """Neither the canary nor the prefill after it, which enters when others have waited for the canary's place."""
     scheduler = scheduler_of()
-    for number in range(PLACES):
-        add(scheduler, f"run {number}", NOW)
-    step(scheduler)
-    add(scheduler, "chat", NOW + CHATS_LATER_S)
-    add(scheduler, "late", NOW + CHATS_LATER_S + 1)
-    scheduler.finish_requests(["run 0"], RequestStatus.FINISHED_ABORTED)
-    assert step(scheduler) == {"run 1", "run 2", "run 3", "chat"}
-
-
-def test_a_chat_loses_its_cache_before_the_runs_requests(scheduler_of: Callable[[], CoalescingScheduler]) -> None:
-    scheduler = scheduler_of()
-    add(scheduler, "chat", NOW + CHATS_LATER_S)
-    step(scheduler)
-    add(scheduler, "run", NOW + 1)
-    step(scheduler)
-    pool = scheduler.kv_cache_manager.block_pool
-    pool.get_new_blocks(pool.get_num_free_blocks())
-    while scheduler.requests["chat"].status is RequestStatus.RUNNING:
-        step(scheduler)
-    assert scheduler.requests["chat"].status is RequestStatus.PREEMPTED
-    assert step(scheduler) == {"run"}
+    for number in range(2 * PLACES):
+        add(scheduler, f"run {number}", NOW + number)
+    first = {f"run {number}" for number in range(PLACES)}
+    assert step(scheduler) == first
+    for name, max_tokens in (("canary", 5), ("prefill", 1)):
+        add(scheduler, name, NOW + 100, max_tokens, CANARY_PRIORITY)
+        for _ in range(max_tokens):
+            assert step(scheduler) == first | {name}
+        for _ in range(3):
+            assert step(scheduler) == first
 
 
 @pytest.mark.parametrize(("chat", "arrival"), [(False, None), (True, NOW + CHATS_LATER_S)])

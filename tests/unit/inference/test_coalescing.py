@@ -20,15 +20,13 @@ from vllm.v1.outputs import LogprobsLists
 
 import inference.coalescing
 from inference.coalescing import (
-    END_S,
-    READ_S,
-    UNREAD_S,
+    HOLD_S,
     CoalescingAsyncScheduler,
     CoalescingScheduler,
     HeldOutputs,
     can_wait,
 )
-from inference.engine import READ, coalesce_outputs
+from inference.engine import coalesce_outputs
 
 FINAL = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
 
@@ -54,14 +52,13 @@ def contents(combined: EngineCoreOutput) -> tuple[list[int], list[int], list[flo
 class TestHeldOutputs:
     @given(
         steps=st.lists(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(1, 3)), max_size=4)),
-        takes=st.lists(st.sampled_from(["none", "ended", "all"])),
-        step_s=st.sampled_from([0.001, 0.01, 2.0]),
+        takes=st.lists(st.booleans()),
     )
     def test_all_tokens_come_in_order_each_once(
-        self, steps: list[list[tuple[int, bool, int]]], takes: list[str], step_s: float
+        self, steps: list[list[tuple[int, bool, int]]], takes: list[bool]
     ) -> None:
         """Of four places, in each of which one request follows the other; those of place 3 may not wait."""
-        withheld, number, now = HeldOutputs(), 0, 0.0
+        withheld, number = HeldOutputs(), 0
         sent: dict[str, list[int]] = {}
         tokens_by_name: dict[str, list[int]] = {}
         finished: set[str] = set()
@@ -77,7 +74,7 @@ class TestHeldOutputs:
                 tokens_by_name.setdefault(item.request_id, []).extend(tokens)
                 reported.update([item.request_id] if item.finished else [])
 
-        for step, taking in zip_longest(steps, takes[: len(steps)], fillvalue="none"):
+        for step, taking in zip_longest(steps, takes[: len(steps)], fillvalue=False):
             outputs = []
             for place, ends, columns in {place: (place, ends, columns) for place, ends, columns in step}.values():
                 number += 1
@@ -87,25 +84,16 @@ class TestHeldOutputs:
                 sent.setdefault(name, []).append(number)
                 reason = FinishReason.STOP if ends else None
                 outputs.append(output(name, [number], columns=columns, finish_reason=reason))
-            first = {name for name, tokens in sent.items() if len(tokens) == 1}
-            going = withheld.pass_on(outputs, lambda name: name[0] != "3", now)
-            for output_ in outputs:
-                at_once = output_.request_id[0] == "3" or (output_.finished and output_.request_id in first)
-                assert (output_ in going or output_.request_id in {e.request_id for e in going}) == at_once
+            going = withheld.pass_on(outputs, lambda name: name[0] != "3")
+            at_once = {each.request_id for each in outputs if each.request_id[0] == "3" or each.finished}
+            assert {each.request_id for each in going} == at_once
             note(going)
-            if taking == "ended":
-                due = withheld.take_ended(now)
-                assert all(output_.finished for output_ in due)
-                note(due)
-            elif taking == "all":
-                note(withheld.take(sent.keys() - finished))
-            now += step_s
-        note(withheld.take_ended(now + END_S))
+            if taking:
+                note(withheld.take())
         assert reported == finished
-        note(withheld.take(set()))
+        note(withheld.take())
         assert tokens_by_name == sent
         assert not withheld
-        assert not withheld.has_ends
 
     def test_what_came_with_a_first_token_is_kept(self) -> None:
         withheld, prompt = HeldOutputs(), cast(Any, object())
@@ -113,9 +101,8 @@ class TestHeldOutputs:
         first = output("a", [1], events=events, prefill_stats=PrefillStats(7), new_prompt_logprobs_tensors=prompt)
         preempted = [EngineCoreEvent.new_event(EngineCoreEventType.PREEMPTED, 2.0)]
         last = output("a", [2], finish_reason=FinishReason.STOP, stop_reason=5, events=preempted)
-        assert withheld.pass_on([first], lambda _: True, 0.0) == []
-        assert withheld.pass_on([last], lambda _: True, 0.0) == []
-        (combined,) = withheld.take_ended(0.0)
+        assert withheld.pass_on([first], lambda _: True) == []
+        (combined,) = withheld.pass_on([last], lambda _: True)
         assert contents(combined) == ([1, 2], [1, 2], [-1, -2])
         assert (combined.prefill_stats, combined.new_prompt_logprobs_tensors) == (PrefillStats(7), prompt)
         assert (combined.events, combined.finish_reason, combined.stop_reason) == (
@@ -143,9 +130,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch, clock: ManualClock) -> Coalescing
     monkeypatch.setattr(inference.coalescing, "time", clock)
     monkeypatch.setattr(Scheduler, "__init__", lambda self: None)
     monkeypatch.setattr(Scheduler, "update_from_output", step)
-    monkeypatch.setattr(Scheduler, "add_request", lambda self, added: self.requests.update({added.request_id: added}))
     monkeypatch.setattr(Scheduler, "has_requests", lambda self: False)
-    monkeypatch.setattr(Scheduler, "has_unfinished_requests", lambda self: bool(self.requests))
     monkeypatch.setattr(Scheduler, "get_request_counts", lambda self: (len(self.requests), 0))
     created = CoalescingScheduler()
     created._pause_state, created._all_sent = PauseState.UNPAUSED, clock.now
@@ -164,51 +149,24 @@ def step(scheduler: CoalescingScheduler, *outputs: EngineCoreOutput) -> dict[str
     return {item.request_id: item.new_token_ids for item in results[0].outputs} if results else None
 
 
-def add_one_that_is_read(scheduler: CoalescingScheduler) -> None:
-    params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, extra_args={READ: True})
-    scheduler.add_request(cast(Any, SimpleNamespace(request_id="read", sampling_params=params)))
-
-
 class TestCoalescing:
-    @pytest.mark.parametrize(("read", "wait_s"), [(False, UNREAD_S), (True, READ_S)])
-    def test_tokens_wait_for_others_but_not_for_long(
-        self, scheduler: CoalescingScheduler, clock: ManualClock, read: bool, wait_s: float
-    ) -> None:
-        if read:
-            add_one_that_is_read(scheduler)
+    def test_tokens_wait_for_others_but_not_for_long(self, scheduler: CoalescingScheduler, clock: ManualClock) -> None:
         assert step(scheduler, output("a", [1]), output("b", [11])) is None
-        clock.now += wait_s / 2
+        clock.now += HOLD_S / 2
         assert step(scheduler, output("a", [2]), output("b", [12])) is None
-        clock.now += wait_s
+        clock.now += HOLD_S
         assert step(scheduler, output("a", [3])) == {"a": [1, 2, 3], "b": [11, 12]}
         assert step(scheduler, output("a", [4])) is None
 
-    def test_ends_wait_for_a_share_of_their_time(self, scheduler: CoalescingScheduler, clock: ManualClock) -> None:
+    def test_an_end_goes_with_what_its_request_held(self, scheduler: CoalescingScheduler) -> None:
         step(scheduler, output("a", [1]), output("b", [11]))
-        scheduler._all_sent = clock.now = clock.now + 0.4  # so that an end waits for 0.02 s
-        assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP), output("b", [12])) is None
-        assert scheduler.has_requests(), "whatever vLLM says"
-        clock.now += 0.015
-        assert step(scheduler, output("b", [13], finish_reason=FinishReason.STOP)) is None
-        clock.now += 0.01
-        assert step(scheduler) == {"a": [1, 2], "b": [11, 12, 13]}
-        assert not scheduler.has_requests()
+        assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP), output("b", [12])) == {"a": [1, 2]}
 
-    def test_no_end_waits_for_longer_than_its_bound(self, scheduler: CoalescingScheduler, clock: ManualClock) -> None:
-        step(scheduler, output("a", [1]))
-        scheduler._all_sent = clock.now = clock.now + 1000.0
-        assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP)) is None
-        clock.now += 0.99 * END_S
-        assert step(scheduler) is None
-        clock.now += 0.02 * END_S
-        assert step(scheduler) == {"a": [1, 2]}
-
-    def test_requests_that_were_aborted_are_forgotten(self, scheduler: CoalescingScheduler, clock: ManualClock) -> None:
+    def test_what_an_aborted_request_held_is_sent(self, scheduler: CoalescingScheduler, clock: ManualClock) -> None:
         step(scheduler, output("a", [1]), output("b", [11]))
         del scheduler.requests["a"]
-        clock.now += 2 * UNREAD_S
+        clock.now += 2 * HOLD_S
         assert step(scheduler) == {"a": [1], "b": [11]}
-        assert set(scheduler._held_outputs[0]._first_at) == {"b"}
 
     @pytest.mark.parametrize("name", ["stops", "streams"])
     def test_what_is_read_token_by_token_does_not_wait(self, scheduler: CoalescingScheduler, name: str) -> None:

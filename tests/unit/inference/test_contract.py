@@ -9,9 +9,11 @@ import dataclasses
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from inference.following import PACK
 from inference.worker import WorkerExtension
 
 SOURCE = Path(__file__).parents[3] / "src" / "inference"
@@ -30,6 +32,21 @@ def parsed(module: str) -> ast.Module:
 def function(tree: ast.Module, name: str) -> ast.FunctionDef:
     (definition,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
     return definition
+
+
+def method(module: str, owner: str, name: str) -> ast.FunctionDef:
+    (definition,) = (node for node in parsed(module).body if isinstance(node, ast.ClassDef) and node.name == owner)
+    return function(ast.Module(definition.body, []), name)
+
+
+class OnCuda(ast.NodeTransformer):
+    """Leaves out what is done on other platforms."""
+
+    def visit_If(self, node: ast.If) -> Any:
+        self.generic_visit(node)
+        if ast.unparse(node.test) in ("current_platform.is_cpu()", "current_platform.is_xpu()"):
+            return node.orelse
+        return node
 
 
 def imported(tree: ast.AST) -> set[str]:
@@ -73,6 +90,38 @@ def test_the_worker_has_each_method_that_is_called_by_name() -> None:
                 counts_by_name.setdefault(ast.literal_eval(name), set()).add(len(args.elts))
     assert {name: counts for name, counts in counts_by_name.items() if counts != {takes.get(name)}} == {}
     assert {"receive_weights", "take_weights", "settle"} <= counts_by_name.keys()
+
+
+def test_after_a_load_cuda_computes_nothing_from_plain_weights() -> None:
+    """What `inference.following.PLAIN` and `derives` take for granted, as updates then only copy."""
+    layers = "vllm.model_executor.layers"
+    for module, owner in (
+        (f"{layers}.linear", "UnquantizedLinearMethod"),
+        (f"{layers}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod"),
+        ("vllm.v1.attention.backend", "AttentionImplBase"),
+    ):
+        definition = OnCuda().visit(method(module, owner, PACK))
+        assert [ast.unparse(line) for line in definition.body if not isinstance(line, ast.Pass)] == [], owner
+    attention = method(f"{layers}.attention.attention", "Attention", PACK)
+    calls = {ast.unparse(node.func) for node in ast.walk(attention) if isinstance(node, ast.Call)}
+    quantised = {"resolve_quant_method", "should_load_quant_weights", "set_default_quant_scales"}
+    assert calls == {"self.impl.process_weights_after_loading", *quantised}
+
+
+def test_after_a_load_experts_on_cuda_are_changed_in_their_own_memory_only() -> None:
+    """A change is seen by the sums; the kernel is made once, before the first update."""
+    module = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
+    owner = "UnquantizedFusedMoEMethod"
+    definitions = [method(module, owner, name) for name in (PACK, "_setup_kernel")]
+    nodes = [node for definition in definitions for node in ast.walk(definition)]
+    assigned = {ast.unparse(target) for node in nodes if isinstance(node, ast.Assign) for target in node.targets}
+    assert {name for name in assigned if "." in name} == {"w13.data", "w2.data"}, "of XPUs"
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    replacements = [ast.unparse(node) for node in calls if ast.unparse(node.func) == "replace_parameter"]
+    assert len(replacements) == 2
+    assert all("prefer_copy=is_weight_update" in text for text in replacements)
+    first = [node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "not is_weight_update"]
+    assert ["self._init_moe_kernel(layer)" in ast.unparse(node) for node in first] == [True]
 
 
 def test_the_engine_has_each_argument_that_is_set_by_name() -> None:

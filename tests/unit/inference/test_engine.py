@@ -27,7 +27,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from inference import engine
-from inference.engine import READ, check_tokens, engine_args, sampled_sequence, vllm_params
+from inference.engine import RESERVED, check_tokens, engine_args, sampled_sequence, vllm_params
 from trireme.config import Config
 from trireme.config.schema import SamplingConfig
 from trireme.core.errors import BadInput, RoomFailed
@@ -99,7 +99,7 @@ def test_both_rooms_compute_logits_in_the_same_dtype() -> None:
     base = config(engine_args={"hf_overrides": {"rope_theta": 1e6}})
     base = base.model_copy(update={"model": base.model.model_copy(update={"head_dtype": "model"})})
     assert engine_args(base, on_cpu=True)["hf_overrides"] == {"rope_theta": 1e6, "head_dtype": "model"}
-    with pytest.raises(BadInput, match=r"sets hf_overrides\.head_dtype, which other keys"):
+    with pytest.raises(BadInput, match=r"sets hf_overrides\.head_dtype, which Trireme sets itself"):
         engine_args(config(engine_args={"hf_overrides": {"head_dtype": "model"}}), on_cpu=True)
 
 
@@ -149,7 +149,7 @@ def test_on_gpus_vllm_decides_as_for_its_server(
     by_context = arg_utils.EngineArgs.get_batch_defaults(1)
     assert [defaults[arguments_of_vllm["usage_context"]] for defaults in by_context] == [tokens, sequences]
     engine.start_engine(config(max_num_seqs=8), "a test")
-    assert arguments_of_vllm["arguments"]["max_num_seqs"] == 8
+    assert arguments_of_vllm["arguments"]["max_num_seqs"] == 8 + RESERVED
 
 
 def test_ranks_are_processes_of_vllms_own_and_share_the_kv_cache_of_a_replica() -> None:
@@ -167,12 +167,6 @@ def test_a_plan_knows_what_vllm_asks_to_be_free_for_the_answers_of_a_rank() -> N
     assert ShmRingBuffer(1, chunk, chunks).total_bytes_of_buffer == QUEUE_BYTES, "with one reader"
     questions, group = chunks * envs.VLLM_MQ_MAX_CHUNK_BYTES_MB * 2**20, 6 * 2**22
     assert max(questions, group) < QUEUE_BYTES, "the other queues are smaller"
-
-
-def test_the_engine_learns_of_a_request_if_it_is_read() -> None:
-    request = SampleRequest("r", (1,), SamplingParams(), "r")
-    assert vllm_params(request, []).extra_args is None
-    assert vllm_params(replace(request, read=True), []).extra_args == {READ: True}
 
 
 def test_every_sampling_parameter_of_the_configuration_reaches_the_engine() -> None:

@@ -13,7 +13,7 @@ from inference.engine import vllm_params
 from trireme.core.sampling_bounds import BOUNDS, MOST_ANSWERS, MOST_SAMPLES
 from trireme.core.types import SampleRequest, SamplingParams
 
-PASSED_ON = {"max_tokens", "seed", "stop", "stop_token_ids", "prompt_logprobs", "extra_args"}
+PASSED_ON = {"max_tokens", "seed", "stop", "stop_token_ids", "prompt_logprobs"}
 """Fields that requests decide, and that are no numbers with two bounds."""
 OURS = {
     "include_stop_str_in_output",
@@ -29,6 +29,7 @@ DERIVED = {"_all_stop_token_ids", "output_text_buffer_length", "skip_reading_pre
 """Fields that vLLM makes of others."""
 DEFAULTS = {
     "n",
+    "extra_args",
     "presence_penalty",
     "frequency_penalty",
     "watermarking",
@@ -63,7 +64,7 @@ def test_each_field_of_vllm_is_bounded_given_or_left() -> None:
 
 def test_what_is_left_has_vllms_default() -> None:
     params = SamplingParams(9, 0.7, 0.8, 5, 0.1, 1.2, ("a", 3), 11)
-    params_of_vllm = vllm_params(SampleRequest("r", np.ones(3, np.int32), params, "", True, 3, read=True), [2])
+    params_of_vllm = vllm_params(SampleRequest("r", np.ones(3, np.int32), params, "", True, 3), [2])
     default = vllm.SamplingParams()
     assert {name for name in DEFAULTS if getattr(params_of_vllm, name) != getattr(default, name)} == set()
 

@@ -9,17 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensor_parts import part_tensor_sums
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from inference.following import AFTER, TensorFollower
+from inference.following import AFTER, TensorFollower, derives
 from inference.loaded import Elements, Following, HeldPart, LoadedProof, LoadedSums
 from inference.watching import COMPUTED, CopyWatch, disordered
 from trireme.core.digest import Sums
 from trireme.core.errors import WeightsRefused
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import EXACT, Canary, TensorEntry, WeightsManifest
-from trireme.transports.tensor_sums import tensor_sums, to_sums
+from trireme.transports.tensor_sums import part_sums, to_sums
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
@@ -34,7 +37,7 @@ def manifest_of(tensors: dict[str, Tensor], version: int = 1) -> WeightsManifest
 
 
 def sums(tensor: Tensor) -> Sums:
-    return to_sums(tensor_sums(tensor)[None])[0]
+    return to_sums(part_tensor_sums(tensor)[None])[0]
 
 
 # ------------------------------------------------------------------------------------------ the ranks' answers together
@@ -50,7 +53,7 @@ def rank(parts: dict[str, list[slice]], values: dict[str, Tensor] = WHOLE, **fol
             tensor = values[name][part]
             first = part.start * (values[name].numel() // len(values[name]))
             held_parts.append(HeldPart(name, Elements(first, (tensor.numel(),), (1,))))
-            rows.append(to_sums(tensor_sums(tensor, first)[None])[0])
+            rows.append(to_sums(part_tensor_sums(tensor, first)[None])[0])
     array = np.array([(part.first, part.second) for part in rows], np.uint64).reshape(-1, 2)
     following_sums = Following(tuple(held_parts), **{"packed": 0, "unfollowed": {}, "disordered": [], **following})
     return pickle.dumps(LoadedSums(array, following_sums))
@@ -127,7 +130,8 @@ Loader = Callable[[str, Tensor, dict[str, Tensor]], None]
 
 
 def reload(model: nn.Module, load: Loader, traced_tensors: Any) -> None:
-    """Reloads all layers with one loader, which is called twice for each tensor."""
+    """Reloads all layers with one loader, which is called twice for each tensor. Layers that get none keep theirs."""
+    permanent = {name: parameter.data for name, parameter in model.named_parameters()}
     empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in SHAPES.items()}
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in SHAPES}
     for name, owner in owners.items():
@@ -137,14 +141,16 @@ def reload(model: nn.Module, load: Loader, traced_tensors: Any) -> None:
     for name, tensor in traced_tensors:
         tensors.append((name, tensor))
         load(name, tensor, {key: parameter.data for key, parameter in parameters.items()})
-    full = {name: torch.empty_like(SHAPES[name]) for name in SHAPES}
+    full = {name: torch.full_like(SHAPES[name], float("nan")) for name in SHAPES}
     for name, tensor in tensors:
         load(name, tensor, full)
+    arrived = {name for name in SHAPES if not full[name].isnan().all()}
     for name, owner in owners.items():
-        setattr(owner, name.rpartition(".")[2], nn.Parameter(full[name], requires_grad=False))
-    for module in model.modules():
-        if hasattr(module, "quant_method"):
-            module.quant_method.process_weights_after_loading(module)
+        new = full[name] if name in arrived else permanent[name]
+        setattr(owner, name.rpartition(".")[2], nn.Parameter(new, requires_grad=False))
+    for name, owner in owners.items():
+        if hasattr(owner, "quant_method") and name in arrived:
+            owner.quant_method.process_weights_after_loading(owner)
 
 
 SHAPES = {"qkv.weight": torch.zeros(8, 6), "norm.weight": torch.zeros(6), "down.weight": torch.zeros(6, 4)}
@@ -187,7 +193,7 @@ def expected(tensors: dict[str, Tensor], following: Following) -> list[Sums]:
     flat = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
     places = [(part.name, part.slice) for part in following.parts]
     views = [(flat[name].as_strided(place.shape, place.stride, place.offset), place) for name, place in places]
-    return [to_sums(tensor_sums(view, place.offset, place.stride)[None])[0] for view, place in views]
+    return [to_sums(part_tensor_sums(view, place.offset, place.stride)[None])[0] for view, place in views]
 
 
 def sums_of(loaded: LoadedSums) -> list[Sums]:
@@ -256,11 +262,13 @@ def test_what_is_changed_after_the_reload_is_seen_and_packing_then_is_not_taken_
         assert following.packed == 4
 
 
-class Derived(nn.Module):
-    """Computes something from its weights after each load, like MLA."""
+class Derived(nn.Module, AttentionLayerBase):
+    """Computes something from the weights of another layer after each load, like MLA."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         raise AssertionError
+
+    get_attn_backend = get_kv_cache_spec = process_weights_after_loading
 
 
 def computing(name: str, tensor: Tensor, parameters: dict[str, Tensor]) -> None:
@@ -278,38 +286,102 @@ def unpacked_model() -> nn.Module:
     return model
 
 
+def take(follower: TensorFollower, model: nn.Module, tensors: dict[str, Tensor]) -> LoadedSums:
+    """An update as the worker does it: copies first, and loaders for the rest."""
+    copied = follower.copied(tensors, traced=True)
+    assert copied
+    follower.copy([{"q": tensors["q"]} if "q" in copied else {}, {n: tensors[n] for n in copied - {"q"}}])
+    if len(copied) < len(tensors):
+        with follower.following(tensors, traced=True, copied=copied) as followed:
+            reload(model, fused, followed)
+    return follower.loaded()
+
+
 @pytest.mark.usefixtures("on_cuda")
-def test_what_loaders_only_copy_is_copied_bit_for_bit_to_the_memory_where_it_lies() -> None:
-    model, by_loaders = unpacked_model(), unpacked_model()
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_loaders_only_copy_is_copied_bit_for_bit_to_the_memory_where_it_lies(packed: bool) -> None:
+    make = model_of if packed else unpacked_model
+    model = make(in_place=True) if packed else make()
+    by_loaders = make(in_place=True) if packed else make()
     follower = TensorFollower(model)
-    assert not follower.can_copy(fresh(), traced=True), "nothing is known before the first update"
+    assert not follower.copied(fresh(), traced=True), "nothing is known before the first update"
     following = update(follower, model, fresh(), traced=False).following
     assert following is not None
     memory = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     for _ in range(2):
-        later = fresh(k=torch.full((2, 6), float("nan")))
-        assert follower.can_copy(later, traced=True)
-        follower.copy([{"q": later["q"]}, {name: later[name] for name in later if name != "q"}])
-        assert sums_of(follower.loaded()) == expected(later, following)
+        later = fresh(norm=torch.full((6,), -0.0))
+        later["down"][0, 0] = float("nan")
+        assert follower.copied(later, traced=True) == ({"norm", "down"} if packed else later.keys())
+        assert sums_of(take(follower, model, later)) == expected(later, following)
         update(TensorFollower(by_loaders), by_loaders, later, traced=False)
         for name, parameter in by_loaders.named_parameters():
             assert torch.equal(parameter.view(torch.int32), model.get_parameter(name).view(torch.int32))
-    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == memory
-    assert not follower.can_copy(later, traced=False)
-    assert not follower.can_copy({name: tensor.bfloat16() for name, tensor in later.items()}, traced=True)
+    lies = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    assert {name for name in memory if lies[name] != memory[name]} == ({"qkv.weight"} if packed else set())
+    assert not follower.copied(later, traced=False)
+    assert not follower.copied({name: tensor.bfloat16() for name, tensor in later.items()}, traced=True)
     model.norm.weight = nn.Parameter(torch.zeros(12)[::2], requires_grad=False)
-    assert not follower.can_copy(later, traced=True), "it lies otherwise now"
+    assert not follower.copied(later, traced=True), "it lies otherwise now"
 
 
 @pytest.mark.usefixtures("on_cuda")
-@pytest.mark.parametrize("cause", ["packed", "computed by a loader", "computed after the load"])
-def test_what_is_more_than_a_copy_is_left_to_loaders(cause: str) -> None:
-    model = model_of() if cause == "packed" else unpacked_model()
-    if cause == "computed after the load":
-        model.add_module("attention", Derived())
+def test_what_loaders_compute_with_leaves_all_to_them() -> None:
+    model = unpacked_model()
     follower = TensorFollower(model)
-    update(follower, model, fresh(), computing if cause == "computed by a loader" else fused, traced=False)
-    assert not follower.can_copy(fresh(), traced=True)
+    update(follower, model, fresh(), computing, traced=False)
+    assert not follower.copied(fresh(), traced=True)
+
+
+def test_cpus_pack_and_leave_all_to_loaders() -> None:
+    model = unpacked_model()
+    follower = TensorFollower(model)
+    update(follower, model, fresh(), traced=False)
+    assert not follower.copied(fresh(), traced=True)
+
+
+class Computing(UnquantizedLinearMethod):
+    """Computes something else from a weight, which it does not change."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        layer.total = layer.weight.sum()
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_a_layer_that_loaders_load_is_loaded_whole_and_so_are_layers_that_share_a_tensor_with_it() -> None:
+    """`norm` is loaded to two layers: that of `q`, `k` and `v` comes from loaders too."""
+
+    def sharing(name: str, tensor: Tensor, parameters: dict[str, Tensor]) -> None:
+        if name == "norm":
+            parameters["qkv.weight"][0].copy_(tensor)
+        fused(name, tensor, parameters)
+
+    for shared in (False, True):
+        model = unpacked_model()
+        model.norm.quant_method = Computing()
+        follower = TensorFollower(model)
+        update(follower, model, fresh(), sharing if shared else fused, traced=False)
+        assert follower.copied(fresh(), traced=True) == ({"down"} if shared else {"q", "k", "v", "down"})
+
+
+def test_what_is_computed_from_other_layers_is_seen() -> None:
+    model = unpacked_model()
+    assert not derives(model)
+    model.add_module("attention", Derived())
+    assert derives(model)
+
+
+def test_no_sum_is_taken_under_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    depths = []
+
+    def noted(parts: Any) -> Tensor:
+        depths.append(len(_get_current_dispatch_mode_stack()))
+        return part_sums(parts)
+
+    monkeypatch.setattr("inference.following.part_sums", noted)
+    model = model_of()
+    update(TensorFollower(model), model, fresh(), traced=False)
+    assert depths
+    assert set(depths) == {0}
 
 
 def watched(tensor: Tensor, load: Callable[[Tensor, Tensor], None], parameter: Tensor) -> CopyWatch:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replica_support import joined, losses, router_of, weights
+from waiting import turns
 
 from inference import router as router_module
 from inference.handover import NOTHING, Outcome, Progress
@@ -105,11 +106,6 @@ class FakeReplica:
 
 def report(replica: int) -> UpdateReport:
     return UpdateReport(replica, WEIGHTS.identity, Drift(0.0, 0.0), 0, 0.0)
-
-
-async def turns(n: int = 5) -> None:
-    for _ in range(n):
-        await asyncio.sleep(0)
 
 
 def fleet(n: int, **options: Any) -> tuple[Router, list[FakeReplica]]:

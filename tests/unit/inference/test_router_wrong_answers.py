@@ -13,8 +13,9 @@ import pytest
 from orchestrator_fakes import Problems, Run, problems_of, small_config, whole_run
 from replica_support import IdleReplica, router_of
 
-from inference.router import SENSELESS
+from inference.router import SENSELESS, Router
 from trireme.core.errors import LimitReached, RoomFailed
+from trireme.core.sampler import OnVersions
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.core.weights import Drift, PublishedWeights, UpdateReport
 
@@ -64,8 +65,16 @@ def of_another_run(answer: SampledSequence) -> SampledSequence:
     return replace(answer, spans=(replace(span, identity=WeightIdentity(7, span.identity.version, "other")),))
 
 
+class ConnectedRouter(Router):
+    """A router that calls whoever connects to it, as the sampler that a run of fakes makes."""
+
+    def connect(self, on_versions: OnVersions) -> Router:
+        self._on_versions = on_versions
+        return self
+
+
 def run_with(bad: Replica, *good: Replica, **options: int) -> Run:
-    router = router_of(dict(enumerate((bad, *good))), vocab_size=VOCABULARY)
+    router = router_of(dict(enumerate((bad, *good))), kind=ConnectedRouter, vocab_size=VOCABULARY)
     settings = {"max_steps": 10, "retries": 2} | options
     return Run(small_config(**settings), Problems(), sampler=router)  # type: ignore[arg-type]
 

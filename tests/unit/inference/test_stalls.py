@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.third_party import pynvml
 
 from inference import stalls as module
-from inference.stalls import QUIET_S, StallClock, cpu_seconds
+from inference.stalls import QUIET_S, StallClock, cpu_seconds, gpus_compute
 
 MOST_S = 2 * QUIET_S
 """What works is never said to have stood still for longer."""
@@ -24,7 +25,8 @@ class Process:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.used_s = self.silent_s = 0.0
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.clock = StallClock(lambda: (self.used_s,))
+        self.computes = False
+        self.clock = StallClock(lambda: (self.used_s,), lambda: (self.computes,))
 
     def work(self, seconds: float, share: float, look_every_s: float = 1.0) -> float:
         """Time passes without an answer. Returns the longest time without progress that was seen."""
@@ -61,9 +63,54 @@ def test_what_uses_none_stands_still_also_if_threads_wake_up_now_and_then(proces
 def test_ranks_stand_still_as_soon_as_one_does_for_which_the_others_wait_busily(process: Process) -> None:
     """As in a collective, where a rank looks again and again if the others have come."""
     stopped_s = 5.0
-    process.clock = StallClock(lambda: (process.used_s, min(process.used_s, stopped_s)))
+    process.clock = StallClock(lambda: (process.used_s, min(process.used_s, stopped_s)), lambda: (False, False))
     assert process.work(stopped_s, 1.0) <= MOST_S
     assert process.work(60.0, 1.0) >= 55.0
+
+
+def test_what_waits_for_its_gpu_makes_progress_as_long_as_that_computes(process: Process) -> None:
+    process.computes = True
+    assert process.work(3600.0, 0.0) <= MOST_S
+    process.computes = False
+    assert process.work(60.0, 0.0) >= 55.0
+
+
+def test_ranks_stand_still_if_the_gpu_of_one_does(process: Process) -> None:
+    process.clock = StallClock(lambda: (0.0, 0.0), lambda: (True, False))
+    assert process.work(60.0, 0.0) >= 55.0
+
+
+class Driver:
+    """NVML on a machine with GPUs: one computes, one is idle, one does not say."""
+
+    NVMLError = OSError
+
+    def __init__(self) -> None:
+        self.users = 0
+
+    def nvmlInit(self) -> None:
+        self.users += 1
+
+    def nvmlShutdown(self) -> None:
+        self.users -= 1
+
+    def nvmlDeviceGetHandleByIndex(self, gpu: int) -> int:
+        return gpu
+
+    def nvmlDeviceGetUtilizationRates(self, gpu: int) -> SimpleNamespace:
+        if gpu == 7:
+            raise OSError("Not Supported")
+        return SimpleNamespace(gpu={5: 31, 6: 0}[gpu], memory=0)
+
+
+def test_the_driver_says_which_gpus_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    assert {name for name in vars(Driver) if name.startswith("nvml")} <= vars(pynvml).keys()
+    monkeypatch.setattr("vllm.third_party.pynvml", driver)
+    platform = SimpleNamespace(device_id_to_physical_device_id=lambda number: number + 5)
+    monkeypatch.setattr("vllm.platforms.current_platform", platform, raising=False)
+    assert gpus_compute(3) == [True, False, True]
+    assert driver.users == 0
 
 
 def test_an_answer_ends_a_stall(process: Process) -> None:

@@ -2,16 +2,19 @@
 
 import socket
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from checkpoint_support import manifest
+from config_support import small
 
 from trireme.cli import rl as command
 from trireme.core.errors import EXIT_BAD_INPUT
 from trireme.launch import rl
-from trireme.launch.rl import RlRun
+from trireme.launch.rl import ON_UPDATE, RlRun
 
 
 class Room:
@@ -26,6 +29,9 @@ class Room:
         """Stands for a verb."""
 
     def follow(self) -> None:
+        """Stands for a verb."""
+
+    def update(self) -> None:
         """Stands for a verb."""
 
     def stop(self) -> None:
@@ -54,6 +60,29 @@ def test_each_attempt_has_rooms_of_its_own_and_the_orchestrator_ends_first(monke
         *("orchestrator 3", "trainer 2", "replica set 1"),
         *("orchestrator 6", "trainer 5", "replica set 4"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "stored", "expected"),
+    [
+        ("auto", {ON_UPDATE: "keep_kv"}, "keep_kv"),
+        ("auto", {ON_UPDATE: "recompute_kv"}, "recompute_kv"),
+        ("auto", {}, "auto"),
+        ("drain", {ON_UPDATE: "keep_kv"}, "drain"),
+    ],
+)
+def test_a_resumed_run_keeps_what_auto_meant(
+    chosen: str, stored: dict[str, str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training: Any = object.__new__(RlRun)
+    training.config = small(inference={"on_update": chosen})
+    training._say = print
+    run: Any = SimpleNamespace(start=SimpleNamespace(manifest=replace(manifest(3), decided=stored)))
+    training.enter(run)
+    assert training.config.inference.on_update == expected
+    assert (f"inference.on_update = auto: {expected}" in capsys.readouterr().out) == (chosen != expected)
+    training.plan = SimpleNamespace(resolved=lambda config: config)
+    assert training.decided == {ON_UPDATE: expected}
 
 
 def test_a_port_that_is_taken_is_refused_before_there_is_a_directory(

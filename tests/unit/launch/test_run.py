@@ -151,7 +151,7 @@ def test_an_attempt_waits_for_the_places_of_what_it_starts_and_says_so_once(monk
     assert "waits for a place in the cluster for the trainer (1 of 2 actors); add a node" in incident.what
 
 
-def test_what_a_commit_has_of_unfinished_work_is_said_and_returned() -> None:
+def test_what_a_checkpoint_has_of_unfinished_work_is_said_and_returned() -> None:
     """It stands in the incident of the return."""
     lines: list[str] = []
     silent, partial = (

@@ -97,15 +97,15 @@ def test_a_node_tries_the_store_and_sweeps_its_disk(mark: Path, monkeypatch: pyt
 
     monkeypatch.setattr(writers, "Bucket", lambda _url: SimpleNamespace(read=read))
     draft = mark.parents[2] / "checkpoints" / "step_000002.partial-1"
-    commit = draft.with_name("step_000001")
-    for directory in (draft / "trainer", commit):
+    checkpoint = draft.with_name("step_000001")
+    for directory in (draft / "trainer", checkpoint):
         directory.mkdir(parents=True)
     node = os.uname().nodename
     assert look(mark, "attempt 1", URL, 0.0) == Sight(node, True)
     assert draft.exists(), "the directory of a run has its own sweep"
     assert look(mark, "attempt 2", URL, 0.0) == Sight(node, False)
     assert not draft.exists()
-    assert commit.exists()
+    assert checkpoint.exists()
     assert look(mark, "attempt 2", URL, 0.0).problem == f"{URL}/HEAD is missing"
     assert look(mark, "attempt 2", URL, 0.0).problem == "403 Forbidden"
     errors[:] = [StoreSilent("HTTP error")]

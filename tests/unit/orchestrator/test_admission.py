@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from orchestrator_fakes import small_config
+from waiting import turns
 
 from orchestrator.admission import BACK_OFF, KINDS, KV_HIGH, LEAST_PLACES, Backpressure, Gate, Kind, Permit
 from trireme.config import Config
@@ -120,11 +121,6 @@ TestGate = GateMachine.TestCase
 
 def entered(gate: Gate, kind: Kind, rollouts: int) -> asyncio.Task[Permit]:
     return asyncio.get_running_loop().create_task(gate.enter(kind, rollouts))
-
-
-async def turns() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 async def test_what_is_larger_than_the_limit_gets_in_alone() -> None:

@@ -48,7 +48,7 @@ async def test_a_program_in_another_language_is_an_agent() -> None:
 
 @pytest.fixture(scope="module")
 def node_agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example with OpenAI's client for Node, and what it needs beside it."""
+    """The example with OpenAI's client for Node, and what it needs alongside it."""
     place = tmp_path_factory.mktemp("node") / "agent"
     shutil.copytree(
         EXAMPLE / "tools-in-node", place, ignore=shutil.ignore_patterns("node_modules", "package-lock.json")
@@ -94,23 +94,6 @@ async def test_a_linear_agent_is_one_growing_sequence_sampled_as_the_run_samples
         assert {(request.params.temperature, request.route_key) for request in requests} == {(0.7, "0.1.2/0")}
         assert requests[2].prompt.tolist()[: len(requests[1].prompt)] == requests[1].prompt.tolist()
         assert open_sessions() == 0
-
-
-async def test_streams_come_as_they_are_sampled() -> None:
-    pieces: list[str] = []
-
-    async def play(client: openai.AsyncOpenAI) -> float:
-        messages: Any = [user("q")]
-        async for chunk in await client.chat.completions.create(model="policy", messages=messages, stream=True):
-            pieces.append(chunk.choices[0].delta.content or "")
-        return 1.0
-
-    text = "one two three four five six seven"
-    async with rollout(text) as run:
-        trajectory = await run.play(play)
-        assert trained(trajectory) == run.sampled
-    assert "".join(pieces) == text
-    assert len([piece for piece in pieces if piece]) > 2
 
 
 async def test_a_sub_agent_and_calls_at_once_are_branches_and_each_token_is_trained_once() -> None:

@@ -83,7 +83,7 @@ def test_a_mix_goes_on_where_another_stood(before: int, weights: list[float]) ->
 def test_other_environments_are_refused() -> None:
     state = mix([1, 1]).state_dict()
     for other in (mix([1]), mix([1, 1, 1]), Mix({"b": Problems(), "a": Problems()}, [1, 1], 0)):
-        with pytest.raises(BadInput, match="the commit is of a run on a, b, this one is on"):
+        with pytest.raises(BadInput, match="the checkpoint is of a run on a, b, this one is on"):
             other.load_state_dict(state)
     with pytest.raises(BadInput, match=r"problem c/0\.0\.0 is of environment c; expected one of a, b"):
         mix([1, 1]).builder("c/0.0.0")
@@ -97,7 +97,7 @@ class MixedRun:
 
     def __init__(self, config: Config, datasets: Sequence[Problems], start: int = 0) -> None:
         self.config, self.datasets, self.start, self.sampler = config, datasets, start, FakeSampler()
-        self.pipeline = Pipeline(config, datasets, self.sampler, RolloutLimits(1000, 100))
+        self.pipeline = Pipeline(config, datasets, self.sampler.connect, RolloutLimits(1000, 100))
         self.rows: list[dict[str, float]] = []
         self.trained: list[list[str]] = []
         self.sizes: Counter[str] = Counter()

@@ -91,7 +91,7 @@ def test_a_turn_that_cannot_be_read_may_be_left_out_of_the_loss_alone() -> None:
     trajectory = play(Excusing(2), chat_renderer, policy)
     assert [turn.in_loss for turn in trajectory.transitions] == [True, False, True]
     (datum,) = trajectory_to_data(trajectory, 0.5, 1.0)
-    columns = {name: column.to_numpy() for name, column in datum.loss_fn_inputs.items()}
+    columns = {name: column.data for name, column in datum.loss_fn_inputs.items()}
     sampled = columns["versions"] >= 0
     lengths = [len(turn.action) for turn in trajectory.transitions]
     expected = np.repeat([1.0, 0.0, 1.0], lengths)

@@ -441,7 +441,7 @@ def test_groups_of_equal_rewards_are_replaced_and_counted() -> None:
 
 
 async def test_a_limit_reached_while_training_waits_for_the_end_of_the_step() -> None:
-    """So that the run stops, and can be committed, at a boundary."""
+    """So that the run stops, and can be saved, at a boundary."""
 
     class SlowTrainer(Run):
         async def train(self) -> None:
@@ -480,7 +480,7 @@ async def test_a_lost_room_is_no_failed_rollout() -> None:
 
     run = Run(small_config())
     run.sampler = Lost()
-    run.pipeline = Pipeline(run.config, [run.dataset], run.sampler, RolloutLimits(1000, 100))
+    run.pipeline = Pipeline(run.config, [run.dataset], run.sampler.connect, RolloutLimits(1000, 100))
     async with run:
         for _ in range(2):
             with pytest.raises(RoomFailed, match="all replicas"):

@@ -104,11 +104,11 @@ def test_files_hold_everything(
         assert (record.size, record.checksum) == (file.stat().st_size, checksum_of(file))
 
 
-def test_the_commit_in_the_fixtures_has_the_formats_of_today() -> None:
-    """If it has not, tests/e2e/commit_fixture.py writes it anew."""
-    commit = Path(__file__).parents[2] / "fixtures" / "commit" / "checkpoints" / "step_000002"
-    assert Manifest.verified(commit).step == 2
-    assert OrchestratorState.read(commit / "orchestrator").finished == ()
+def test_the_checkpoint_in_the_fixtures_has_the_formats_of_today() -> None:
+    """If it has not, tests/e2e/checkpoint_fixture.py writes it anew."""
+    checkpoint = Path(__file__).parents[2] / "fixtures" / "checkpoint" / "checkpoints" / "step_000002"
+    assert Manifest.verified(checkpoint).step == 2
+    assert OrchestratorState.read(checkpoint / "orchestrator").finished == ()
 
 
 def test_a_layout_that_is_not_known_is_refused(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ async def test_the_order_of_the_data_is_that_of_a_run_that_was_never_interrupted
 
 
 def test_the_row_of_the_next_step_misses_nothing(tmp_path: Path) -> None:
-    """Groups that were filtered, and errors, between the boundary and the commit."""
+    """Groups that were filtered, and errors, between the boundary and the checkpoint."""
 
     async def reward(problem: Problem, sample: int) -> float:
         if problem.number == 3 and problem.dataset.tries[3, sample] == 1:

@@ -1,4 +1,5 @@
-"""Rollouts that are killed between two turns continue there: in a commit, in another process, or in the same one."""
+"""Rollouts that are killed between two turns continue there: in a checkpoint, in another process, or in the same
+one."""
 
 from __future__ import annotations
 
@@ -138,13 +139,13 @@ NUMBERS = arrays_of.arrays(
 )
 STATES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | NUMBERS,
-    lambda parts: st.lists(parts, max_size=3) | st.dictionaries(st.sampled_from(["a", SPECIAL, ""]), parts),
+    lambda parts: st.lists(parts, max_size=3) | st.dictionaries(st.sampled_from(["a", ""]), parts),
     max_leaves=8,
 )
 
 
 @given(STATES)
-def test_a_state_is_the_same_after_a_commit(state: Any) -> None:
+def test_a_state_is_the_same_after_a_checkpoint(state: Any) -> None:
     arrays: list[Any] = []
     read = from_json(
         json.loads(json.dumps(to_json(plain(state, "state"), arrays), allow_nan=False)),
@@ -166,9 +167,14 @@ def test_a_state_is_a_copy() -> None:
 
 @pytest.mark.parametrize(
     ("state", "place"),
-    [({"a": [0, object()]}, r"x\['a'\]\[1\]"), ({1: 2}, "x is"), ({"o": np.array([None])}, r"x\['o'\]")],
+    [
+        ({"a": [0, object()]}, r"x\['a'\]\[1\]"),
+        ({1: 2}, "x is"),
+        ({SPECIAL: 1}, "x is"),
+        ({"o": np.array([None])}, r"x\['o'\]"),
+    ],
 )
-def test_what_a_commit_cannot_hold_is_refused_by_its_place(state: Any, place: str) -> None:
+def test_what_a_checkpoint_cannot_hold_is_refused_by_its_place(state: Any, place: str) -> None:
     with pytest.raises(BadState, match=place):
         plain(state, "x")
 
@@ -244,7 +250,7 @@ async def test_while_a_step_runs_its_environment_is_not_asked() -> None:
     playing.cancel()
 
 
-async def test_a_state_that_cannot_be_had_costs_the_rollout_and_not_the_commit() -> None:
+async def test_a_state_that_cannot_be_had_costs_the_rollout_and_not_the_checkpoint() -> None:
     class Broken(Talk):
         def state_dict(self) -> Mapping[str, Any] | None:
             raise KeyError("gone")
@@ -358,7 +364,7 @@ async def test_what_was_sampled_in_another_way_starts_again(tmp_path: Path, chan
     assert again.released[0].trained[0]["floor"] == 1
 
 
-async def test_a_commit_holds_groups_that_wait_for_their_place_after_a_resume(tmp_path: Path) -> None:
+async def test_a_checkpoint_holds_groups_that_wait_for_their_place_after_a_resume(tmp_path: Path) -> None:
     run = Run(small_config(1, 2, stale_policy="wait"), Talks(), sampler=Slow())
     run.sampler.gate(1, 0, 2)  # type: ignore[attr-defined]
     async with run:

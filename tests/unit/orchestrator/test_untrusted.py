@@ -106,28 +106,26 @@ print("done", flush=True)
 """
 
 
-@pytest.mark.parametrize("ends", ["by itself", "by its limit", "given up"])
 @pytest.mark.parametrize("isolation", ["namespaces", "own_uid", "none"])
-def test_all_that_a_program_started_is_killed(machine: Machine, directories: Path, isolation: Any, ends: str) -> None:
+def test_all_that_a_program_started_is_killed(machine: Machine, directories: Path, isolation: Any) -> None:
+    """Of three programs: one ends by itself, one by its limit, and one is given up."""
     if isolation == "own_uid" and os.geteuid():
         pytest.skip("needs root")  # reason: only root may lend another user id
     command = (*SYSTEM_PYTHON, "-X", "test-of-untrusted")
-    program = HIDES.format(pause=1 if ends == "by itself" else 60)
-    limits = CodeLimits(wall_s=4.0 if ends == "by its limit" else 60.0)
 
-    async def scenario() -> CodeResult | None:
-        running = asyncio.ensure_future(untrusted._run(isolation, program, "", limits, command))
-        if ends == "given up":
-            await asyncio.sleep(3)
-            running.cancel()
-        await asyncio.wait([running])
-        return None if running.cancelled() else running.result()
+    async def start(pause: int, wall_s: float) -> CodeResult:
+        return await untrusted._run(isolation, HIDES.format(pause=pause), "", CodeLimits(wall_s=wall_s), command)
 
-    result = asyncio.run(scenario())
-    if ends == "by itself":
-        assert result == CodeResult("done\n", "", 0, None)
-    else:
-        assert result == (CodeResult("", "", None, "wall_s") if ends == "by its limit" else None)
+    async def scenario() -> list[CodeResult]:
+        given_up = asyncio.ensure_future(start(60, 60.0))
+        others = asyncio.gather(start(1, 60.0), start(60, 4.0))
+        await asyncio.sleep(3)
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        return await others
+
+    assert asyncio.run(scenario()) == [CodeResult("done\n", "", 0, None), CodeResult("", "", None, "wall_s")]
     assert programs() == []
     assert list(directories.iterdir()) == []
 

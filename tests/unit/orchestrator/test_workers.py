@@ -163,21 +163,6 @@ def test_a_call_over_its_limit_is_killed_and_replaced(function: Callable[..., An
     assert before != after
 
 
-def test_the_event_loop_goes_on_meanwhile() -> None:
-    async def scenario() -> int:
-        ticks = 0
-        await run_in_worker(pid, timeout_s=60)
-        call = asyncio.ensure_future(run_in_worker(hang, timeout_s=0.3))
-        while not call.done():
-            await asyncio.sleep(0.01)
-            ticks += 1
-        with pytest.raises(WorkerTimeout):
-            await call
-        return ticks
-
-    assert in_workers(scenario) > 3
-
-
 def test_a_call_that_nobody_waits_for_any_more_is_killed() -> None:
     async def scenario() -> int:
         before = await run_in_worker(pid, timeout_s=60)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from memory import MODELS, PASS, STATE, Case, count_shard, planned
 from trireme.config.model_facts import ModelFacts
 from trireme.config.trainer import LoraConfig, TrainerConfig
-from trireme.plan.memory import GIB, SHARD_BASE_GIB, ModelMemory, chunk_logits
+from trireme.plan.memory import GIB, PLACE_BYTES, SHARD_BASE_GIB, ModelMemory, chunk_logits
 
 TOKENS = 64
 SIZES = SMALL | {"hidden_size": 128, "intermediate_size": 384, "head_dim": 64, "max_position_embeddings": 128}
@@ -80,7 +80,7 @@ def test_a_model_stays_whole_where_it_fits() -> None:
 
 def test_the_room_goes_to_activations_first_and_then_to_the_whole_model() -> None:
     memory, tokens, state = ModelMemory(FACTS, 2, on_gpus=True), 10_000, 16 * FACTS.num_parameters
-    options = TrainerConfig(shards=2)
+    options = TrainerConfig(shards=2, share_prefixes="off")
     layered, all_of_it = (memory.gathered(options.lora, whole=whole) for whole in (False, True))
     base = int(SHARD_BASE_GIB * GIB) + memory.logits(tokens)
     least, activations, whole = base + state // 2 + layered, memory.activations(tokens, False), all_of_it - layered
@@ -97,9 +97,23 @@ def test_the_room_goes_to_activations_first_and_then_to_the_whole_model() -> Non
     assert decided(least + activations + whole - 1) == (False, False)
     assert decided(least + activations + whole) == (False, True)
     offloaded = memory.shard(
-        TrainerConfig(shards=2, offload="cpu"), tokens, state, least + activations + whole - state // 2
+        TrainerConfig(shards=2, offload="cpu", share_prefixes="off"),
+        tokens,
+        state,
+        least + activations + whole - state // 2,
     )
     assert (offloaded.again, offloaded.whole) == (False, True)
+
+
+def test_with_shared_prefixes_columns_and_the_keys_of_a_layer_are_those_of_all_datums() -> None:
+    """Keys and values and their gradients, for eight tokens of all datums for each distinct one."""
+    memory = ModelMemory(FACTS, 2, on_gpus=True)
+    on, off, dropout = (
+        memory.shard(TrainerConfig.model_validate(options), 10, 0, 2**40)
+        for options in ({}, {"share_prefixes": "off"}, {"lora": {"rank": 8, "dropout": 0.1}})
+    )
+    assert on.flat == on.total - off.total == 8 * 10 * (4 * FACTS.num_kv_heads * FACTS.head_dim * 2 + PLACE_BYTES)
+    assert dropout.flat == 0
 
 
 def test_logits_are_those_of_a_chunk_or_of_all_tokens() -> None:
@@ -150,7 +164,10 @@ def test_the_plan_of_a_shard_is_what_its_code_holds(name: str) -> None:
 def test_weights_stay_gathered_where_they_fit_or_as_told(option: bool | str, just: bool, less: bool) -> None:
     """Beside the gradients of embeddings and a layer, and not if the whole model stays."""
     deep = replace(FACTS, num_layers=10, num_parameters=10 * 100_000 + FACTS.embedding_parameters)
-    memory, options = ModelMemory(deep, 2, on_gpus=True), TrainerConfig(reshard_after_forward=option)
+    memory, options = (
+        ModelMemory(deep, 2, on_gpus=True),
+        TrainerConfig(reshard_after_forward=option, share_prefixes="off"),
+    )
     freed = memory.gathered(options.lora, whole=False)
     base = int(SHARD_BASE_GIB * GIB) + memory.logits(10)
     room = base + memory.activations(10, False) + freed + 2 * 8 * 100_000

@@ -1,19 +1,25 @@
 """What each process takes, the sums on each machine, and what is done about too little."""
 
+import json
 from dataclasses import replace
 
 import pytest
+import torch
 from model_support import FACTS
 from plan_support import cluster, inference, machines, plan, text_of, trainer
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from gpu_check.shapes import SHAPES
 from trireme.config import installed
+from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput
 from trireme.core.transport import TRANSPORTS, TransportKind
-from trireme.plan.base import Plan
 from trireme.plan.memory import GIB, gpu_room
-from trireme.plan.needs import BUCKETS_BYTES, GPU_TOLERANCE, HOST_TOLERANCE
+from trireme.plan.needs import BUCKET_BYTES, BUFFERS, GPU_TOLERANCE, HOST_TOLERANCE
+from trireme.plan.rl import BLOCK_TOKENS
 from trireme.plan.suggestions import suggestions
-from trireme.transports.packing import BUCKET_BYTES, BUFFERS
+from trireme.plan.whole import Plan
+from trireme.transports import packing
 
 BILLIONS_8 = replace(
     FACTS,
@@ -42,14 +48,19 @@ def _gpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def large(
-    *, shards: int = 8, replicas: int = 8, gpus: int = 16, gpu_gib: int = 80, host: int = HUGE, **options_of_plan
+    *,
+    shards: int = 8,
+    replicas: int = 8,
+    gpus: int = 16,
+    gpu_gib: int = 80,
+    host: int = HUGE,
+    facts: ModelFacts = BILLIONS_8,
+    **options_of_plan,
 ) -> Plan:
     """A plan of Qwen3-8B on one machine."""
     options = {"micro_batch_tokens": None, **options_of_plan.pop("trainer", {})}
     resources = machines(cpus=64, gpus=gpus, memory_bytes=host, gpu_bytes=gpu_gib * GIB)
-    return plan(
-        shards=shards, replicas=replicas, resources=resources, facts=BILLIONS_8, trainer=options, **options_of_plan
-    )
+    return plan(shards=shards, replicas=replicas, resources=resources, facts=facts, trainer=options, **options_of_plan)
 
 
 class TestNeeds:
@@ -61,7 +72,7 @@ class TestNeeds:
         memory = trainer(planned).shard_memory
         assert memory is not None
         assert machine.host["state"] == 2 * memory.state
-        assert machine.host["copies for commits"] == 12 * FACTS.num_parameters
+        assert machine.host["copies for checkpoints"] == 12 * FACTS.num_parameters
         assert machine.host["KV caches"] == 2 * GIB // 4
 
     def test_on_gpus_tensors_are_there_and_copies_in_host_memory(self) -> None:
@@ -69,7 +80,7 @@ class TestNeeds:
         assert machine.gpu["a replica's KV cache" if "a replica's KV cache" in machine.gpu else "its KV cache"] > 0
         assert sum(machine.gpu.values()) == pytest.approx(0.9 * 80 * GIB, rel=1e-6)
         assert "state" not in machine.host
-        assert machine.host["copies for commits"] == pytest.approx(12 * BILLIONS_8.num_parameters, rel=1e-6)
+        assert machine.host["copies for checkpoints"] == pytest.approx(12 * BILLIONS_8.num_parameters, rel=1e-6)
 
     def test_offloaded_state_is_in_host_memory(self) -> None:
         on_gpu, offloaded = (large(trainer={"offload": place}).machines[0] for place in ("none", "cpu"))
@@ -82,7 +93,7 @@ class TestNeeds:
     def test_adapters_are_all_that_is_copied_and_published(self) -> None:
         (machine,) = large(trainer={"lora": {"rank": 8}}).machines
         trained = 8 * sum(BILLIONS_8.linear_widths[name] for name in ("q_proj", "down_proj"))
-        assert machine.host["copies for commits"] == pytest.approx(12 * trained, rel=1e-3)
+        assert machine.host["copies for checkpoints"] == pytest.approx(12 * trained, rel=1e-3)
         assert machine.host["two versions of the weights"] == 2 * 2 * trained
 
     def test_stacked_experts_are_held_while_they_are_read(self) -> None:
@@ -138,10 +149,35 @@ class TestPublishedWeights:
         assert machine.host["shares of two versions of the weights"] == 2 * 2 * trained
 
     def test_each_rank_has_two_buckets_on_their_way(self) -> None:
-        assert BUCKETS_BYTES == BUFFERS * BUCKET_BYTES
-        for planned in (large(), self.by(large())):
-            assert planned.machines[0].host["buckets on their way"] == 8 * BUCKETS_BYTES
-        assert plan(shards=1).machines[0].host["buckets on their way"] == 4 * FACTS.num_parameters, "all of a small one"
+        """Page-locked ones have powers of two: 256 MiB for the 201 MB of gate and up, 2 GiB for the 1.2 GB of
+        embeddings and output matrix, which two ranks send."""
+        assert (BUFFERS, BUCKET_BYTES) == (packing.BUFFERS, packing.BUCKET_BYTES)
+        host = large().machines[0].host
+        assert host["buckets on their way"] == 2 * (6 * GIB // 4 + 2 * 2 * GIB)
+        tied = large(facts=replace(BILLIONS_8, tied_embeddings=True)).machines[0].host
+        assert tied["buckets on their way"] == 2 * (7 * GIB // 4 + 2 * GIB)
+        adapters = large(trainer={"lora": {"rank": 8}}).machines[0].host
+        assert adapters["buckets on their way"] == 2 * 8 * 2**24, "all of them, 14 MB"
+        small = plan(shards=1).machines[0].host
+        assert small["buckets on their way"] == 2 * 4 * FACTS.num_parameters, "all of a small one, twice"
+
+    def test_a_broadcast_sends_all_buckets_from_the_gpus_of_the_ranks(self) -> None:
+        (machine,) = self.by(large()).machines
+        assert "buckets on their way" not in machine.host
+        sent = machine.actors["trainer shard 3"].gpu["buckets on their way"]
+        assert sent == 2 * 2 * BILLIONS_8.vocab_size * BILLIONS_8.hidden_size
+
+    def test_the_largest_bucket_is_that_of_the_layout(self) -> None:
+        """Of a model without memory, in the sizes of Qwen3-8B."""
+        sizes = {**SHAPES["8b"], "num_hidden_layers": 1}
+        facts = ModelFacts.from_json("m", json.dumps(sizes))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), dtype=torch.bfloat16)
+        layout = packing.lay_out([list(model.named_parameters())])
+        of_layer = packing.lay_out([[(name, p) for name, p in model.named_parameters() if ".layers." in name]])
+        part = trainer(large(facts=facts))
+        assert max(layout.sizes) == part._largest_bucket(facts, embeddings=True)
+        assert max(of_layer.sizes) == part._largest_bucket(facts, embeddings=False)
 
 
 class TestMachines:
@@ -282,13 +318,6 @@ class TestRoom:
         assert trainer(alone)._room == gpu_room(80 * GIB, 80 * GIB)
         assert trainer(shared)._room == gpu_room(80 * GIB, 80 * GIB, 0.4)
 
-    def test_a_machine_without_gpus_plans_for_one_that_is_shared(self) -> None:
-        nothing = machines(gpus=0)
-        options = {"gpu_memory_utilization": 0.4}
-        planned = plan(shards=1, replicas=1, resources=nothing, facts=BILLIONS_8, inference=options, device="gpu")
-        assert planned.shares_gpu
-        assert trainer(planned)._room == gpu_room(80 * GIB, 80 * GIB, 0.4)
-
 
 class TestSharedGpu:
     def test_the_cache_of_the_replica_is_fixed(self) -> None:
@@ -316,7 +345,7 @@ class TestSharedGpu:
             trainer={"lora": {"rank": 8}},
         )
         assert any("a replica's weights 15.26 GiB" in text for text in tight.shortages(hopeless=True))
-        assert inference(tight)._gpu_cache(BILLIONS_8) == 40_960 * 2 * 36 * 8 * 128 * 2
+        assert inference(tight)._gpu_cache(BILLIONS_8) == (40_960 + BLOCK_TOKENS) * 2 * 36 * 8 * 128 * 2
 
 
 def test_the_time_to_start_grows_with_the_model() -> None:

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from plan_support import cluster, inference, machines, plan, text_of, trainer
@@ -13,9 +12,9 @@ from gpu_check.shapes import SHAPES
 from trireme.config import installed
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts
-from trireme.plan.base import Plan
 from trireme.plan.memory import GIB, gpu_room
 from trireme.plan.rl import BLOCK_TOKENS, ENGINE_BYTES, RL_ROOMS
+from trireme.plan.whole import Plan
 
 
 class TestNumbers:
@@ -71,6 +70,37 @@ class TestCostOfAnUpdate:
         assert not planned.warnings
 
 
+class TestAuto:
+    """`inference.on_update = "auto"`, of a replica that has up to twice the 128 sequences of a step in flight."""
+
+    @pytest.mark.parametrize(
+        ("sequences", "on_gpus", "decided"),
+        [(1000, True, "keep_kv"), (58, True, "keep_kv"), (57, True, "recompute_kv"), (1000, False, "recompute_kv")],
+    )
+    def test_what_is_dear_to_compute_again_is_kept_on_gpus(self, sequences: int, on_gpus: bool, decided: str) -> None:
+        """The bound, 0.3 of the training of 64 sequences three times, is 57.6 sequences."""
+        planned = plan(resources=machines(gpus=3 if on_gpus else 0), inference={"max_num_seqs": sequences})
+        assert inference(planned).on_update == decided
+        assert planned.resolved(planned.config).inference.on_update == decided  # type: ignore[attr-defined]
+        assert f"inference.on_update = auto: {decided}" in text_of(planned) or not on_gpus
+        assert ("tokens of KV cache stay" in text_of(planned)) == (decided == "keep_kv")
+
+    @pytest.mark.parametrize("chosen", ["recompute_kv", "keep_kv", "drain"])
+    def test_a_choice_is_kept(self, chosen: str) -> None:
+        planned = plan(resources=machines(gpus=3), inference={"on_update": chosen})
+        assert planned.resolved(planned.config).inference.on_update == chosen  # type: ignore[attr-defined]
+        assert "inference.on_update" not in text_of(planned)
+
+    def test_a_cost_that_is_unknown_decides_for_exact_samples(self) -> None:
+        assert inference(plan(facts=None, resources=machines(gpus=3))).on_update == "recompute_kv"
+
+    def test_a_deterministic_run_computes_again(self) -> None:
+        """Also where there are GPUs, as it does not use them."""
+        planned = plan(resources=machines(gpus=3), orchestrator={"max_steps_off_policy": 0})
+        planned = replace(planned, config=planned.config.model_copy(update={"deterministic": True}))
+        assert inference(planned).on_update == "recompute_kv"
+
+
 class TestInFlight:
     def test_what_the_limit_is(self) -> None:
         options = {"group_size": 8, "max_steps_off_policy": 1}
@@ -116,15 +146,11 @@ class TestText:
 ROOT = Path(__file__).parents[3]
 GPU_BYTES, HOST_BYTES = int(80e9), 128 * GIB
 """Memory of each GPU, and host memory for each GPU."""
-QWEN3_8B = {
-    **SHAPES["4b"],
-    **{"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
-}
 CONFIGS = {
     "qwen3-0.6b-1gpu": (1, 1, SHAPES["0.6b"]),
     "qwen3-4b-lora-1gpu": (1, 1, SHAPES["4b"]),
     "qwen3-0.6b-8gpu": (1, 8, SHAPES["0.6b"]),
-    "qwen3-8b-2x8gpu": (2, 8, QWEN3_8B),
+    "qwen3-8b-2x8gpu": (2, 8, SHAPES["8b"]),
 }
 """For each: nodes, GPUs of a node, and the sizes of its model."""
 
@@ -176,7 +202,7 @@ def blocks(planned: Plan, facts: ModelFacts) -> int:
 def test_the_quickstart_on_a_large_gpu_gets_few_blocks() -> None:
     """1,024 sequences of 32 tokens, and as much again; the whole share of the GPU would be seven million blocks."""
     planned, facts = quickstart()
-    assert blocks(planned, facts) == 2 * 1024 * 32 // BLOCK_TOKENS <= 8192
+    assert blocks(planned, facts) == 2 * 1024 * 32 // BLOCK_TOKENS + 1 <= 8192
     blocks_that_fit = inference(planned)._cache_left // (BLOCK_TOKENS * facts.kv_values_per_token * 2)
     assert blocks_that_fit > 6_000_000
     text = dict(row for part in planned.parts for row in part.rows("a GPU"))["memory"]
@@ -194,7 +220,26 @@ def test_the_quickstart_on_a_large_gpu_gets_few_blocks() -> None:
     ],
 )
 def test_the_keys_that_decide(flags: list[str], expected: float) -> None:
-    assert blocks(*quickstart(*flags)) == expected
+    assert blocks(*quickstart(*flags)) == expected + 1
+
+
+@pytest.mark.parametrize("share", ["0.4", "0.01"], ids=["what the engine can use", "a share without space"])
+def test_the_smallest_cache_holds_a_sequence(share: str) -> None:
+    """vLLM keeps one block empty, and does not start where the others cannot hold a sequence."""
+    flags = ["--inference.max-num-seqs", "1", "--inference.prefix-cache", "0", "--inference.max-model-len", "40"]
+    planned, facts = quickstart(*flags, "--inference.gpu-memory-utilization", share)
+    pool = BlockPool(blocks(planned, facts), enable_caching=True, hash_block_size=BLOCK_TOKENS)
+    assert pool.get_num_free_blocks() * BLOCK_TOKENS >= 40
+
+
+def test_ranks_beyond_the_key_heads_hold_copies() -> None:
+    facts = ModelFacts.from_json("m", json.dumps({**SHAPES["8b"], "dtype": "bfloat16"}))
+    four, eight, sixteen = (
+        inference(plan(facts=facts, resources=machines(gpus=17), inference={"tensor_parallel": ranks}))
+        for ranks in (4, 8, 16)
+    )
+    assert facts.num_kv_heads == 8
+    assert four._useful_cache(facts) == 2 * eight._useful_cache(facts) == 2 * sixteen._useful_cache(facts)
 
 
 def test_the_rest_is_left_to_the_trainer() -> None:
@@ -207,34 +252,3 @@ def test_the_rest_is_left_to_the_trainer() -> None:
     assert taken <= share * 140 * GIB <= taken + 0.002 * 140 * GIB
     assert planned.shares_gpu
     assert trainer(planned)._room == gpu_room(140 * GIB, 140 * GIB, share)
-
-
-class CountingBlock:
-    resets = 0
-
-    def reset_hash(self) -> None:
-        self.resets += 1
-
-
-class Blocks:
-    """A list of one block many times, without the memory of such a list."""
-
-    def __init__(self, block: CountingBlock, count: int) -> None:
-        self._block, self._count = block, count
-
-    def __iter__(self) -> Any:
-        return (self._block for _ in range(self._count))
-
-
-@pytest.mark.parametrize("whole_share", [True, False])
-def test_an_update_looks_at_each_block_of_the_pool(whole_share: bool) -> None:
-    """`BlockPool.reset_prefix_cache`, which runs within the pause of each update, is a Python loop over all blocks."""
-    planned, facts = quickstart()
-    blocks_that_fit = inference(planned)._cache_left // (BLOCK_TOKENS * facts.kv_values_per_token * 2)
-    count = blocks_that_fit if whole_share else blocks(planned, facts)
-    pool = BlockPool(num_gpu_blocks=2, enable_caching=True, hash_block_size=BLOCK_TOKENS)
-    block = CountingBlock()
-    pool.blocks = Blocks(block, count)  # type: ignore[assignment]
-    assert pool.reset_prefix_cache()
-    assert block.resets == count
-    assert (count > 6_000_000) is whole_share

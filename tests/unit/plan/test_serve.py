@@ -6,10 +6,10 @@ from trireme.cli.serve import UNREAD
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts
 from trireme.config.trainer import LoraConfig
-from trireme.plan.base import Plan
 from trireme.plan.needs import SAMPLER_WEIGHTS
 from trireme.plan.rl import LOOP_ROOMS
 from trireme.plan.serve import SERVE_ROOMS, WAITING_ADAPTERS
+from trireme.plan.whole import Plan
 from trireme.process.environ import Resources
 
 MODEL = str(Path(__file__).parents[3] / "assets" / "sort-base")

@@ -7,8 +7,8 @@ import pytest
 from plan_support import gpus, plan, text_of, trainer
 
 from trireme.config.trainer import LoraConfig
-from trireme.plan.base import Plan
 from trireme.plan.memory import ShardMemory
+from trireme.plan.whole import Plan
 
 
 class TestShards:

@@ -14,7 +14,6 @@ from trireme.process.environ import (
     LOG_LINES,
     STACKS,
     end_of_far_log,
-    prepare_ray_environment,
 )
 
 DEADLINE_S = 60
@@ -70,22 +69,6 @@ def test_a_cluster_of_its_own_is_at_an_address_that_others_cannot_reach() -> Non
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True
     )
     assert process.stdout.strip() == "127.0.0.1"
-
-
-@pytest.mark.parametrize(
-    ("before", "huge_pages", "after"),
-    [
-        (None, True, "glibc.malloc.hugetlb=1"),
-        ("glibc.malloc.check=1", True, "glibc.malloc.check=1"),
-        (None, False, None),
-    ],
-)
-def test_memory_is_in_huge_pages_unless_malloc_is_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch, before: str | None, huge_pages: bool, after: str | None
-) -> None:
-    monkeypatch.setattr(os, "environ", {"HOME": "/", **({"GLIBC_TUNABLES": before} if before else {})})
-    prepare_ray_environment(None, 1, False, huge_pages=huge_pages)
-    assert os.environ.get("GLIBC_TUNABLES") == after
 
 
 def test_the_end_of_a_log_travels_where_the_driver_does_not_see_it(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ try:
         if mode == "room fails":
             raise RoomFailed("it got the signal too")
         stop.check()
-except signals.StoppedWithoutCommit as stopped:
+except signals.StoppedWithoutCheckpoint as stopped:
     print(stopped if stopped.failure else "grace over", flush=True)
     sys.exit(stopped.exit_code)
 except signals.Stopped as stopped:
@@ -83,7 +83,7 @@ def test_a_signal_is_answered_before_what_it_waits_for(mode: str) -> None:
     rest(process)
 
 
-WITHOUT = "noted\nstopped by a signal, without a commit: it got the signal too\n"
+WITHOUT = "noted\nstopped by a signal, without a checkpoint: it got the signal too\n"
 
 
 @pytest.mark.parametrize(

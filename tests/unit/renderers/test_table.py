@@ -12,6 +12,7 @@ from renderer_support import CONVERSATIONS, OPENS_THINKING, QWEN3, SAYS, bpe, ch
 
 from trireme.core.errors import BadInput
 from trireme.renderers import Message, ToolSpec, make_renderer, unknown_renderer
+from trireme.renderers.history import last_query
 from trireme.renderers.kinds.chat_template import ChatTemplateRenderer
 from trireme.renderers.kinds.qwen3 import Qwen3Renderer
 from trireme.renderers.kinds.role_colon import RoleColonRenderer
@@ -544,6 +545,10 @@ def test_what_does_not_suit_is_refused() -> None:
     endless = type(characters()).from_pretrained(characters().name_or_path, eos_token=None)
     with pytest.raises(BadInput, match="no end-of-sequence token"):
         make_renderer("role_colon", endless)
+
+
+def test_without_a_question_the_last_message_stands_for_it() -> None:
+    assert last_query([message_of("system", "s"), message_of("assistant", "a")]) == 1
 
 
 def test_a_renderer_of_your_own_is_named_by_its_module() -> None:

@@ -13,15 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import wait_for
 
-from trireme.config.load import load
 from trireme.core.errors import StorageFailed
 from trireme.process import faults
-from trireme.run.metrics import Clock, Journal, WandbSink, evaluation_text, reduce_metrics, step_line, trackers
-from trireme.supervision.roster import Roster
-
-QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
+from trireme.run.metrics import Clock, Journal, evaluation_text, reduce_metrics, step_line
 
 
 def test_each_name_is_reduced_by_its_suffix() -> None:
@@ -183,42 +178,3 @@ def test_the_console_tells_of_an_evaluation_below_its_step(tmp_path: Path) -> No
     first, second = out.getvalue().splitlines()
     assert first.startswith("step  7/12")
     assert "version 6" in second
-
-
-def test_an_incident_is_an_alert_of_weights_and_biases(tmp_path: Path) -> None:
-    config = load(["@", str(QUICKSTART), "--wandb.project", "test", "--wandb.mode", "offline"]).config
-    sink, roster = WandbSink(config, "0123abcd", "run", tmp_path), Roster(lambda: 0.0)
-    roster.listen(sink.alert)
-    roster.at_step(4)
-    roster.note("inference_1", f"its engine died {'x' * 100}")
-    sink.close()
-    (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    text = f"inference_1: its engine died {'x' * 100}".encode()
-    # Its process ends writing later than `close` returns.
-    wait_for(lambda: text + b"\n\nat step 4" in written.read_bytes(), "the alert")
-    assert text[:63] in written.read_bytes().replace(text, b""), "and a title that is short enough"
-
-
-def test_tensorboard_has_the_numbers_rollouts_and_incidents_of_a_run(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    record = {
-        **{"step": 5, "why": "best", "problem": "p", "rewards": [1.0]},
-        "rollouts": [
-            {"turns": [{"observation_text": "Sort: 21", "action_text": "12", "versions": []}], "stop_reason": "stop"}
-        ],
-    }
-    config = load(["@", str(QUICKSTART), "--tensorboard"], {}).config
-    for start, reward in ((4, 0.1), (5, 0.7)):  # the sixth step is done again after a resume
-        roster = Roster(lambda: 0.0)
-        roster.at_step(start)
-        with trackers(config, "0123abcd", tmp_path, roster) as (tracker,):
-            for step in range(start, 6):
-                tracker.write({"step": step, "reward/total": reward, "name": "text"}, [json.dumps(record)])
-            roster.note("inference_1", "its engine died")
-    assert str(tmp_path) in tracker.place
-    read = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
-    read.Reload()
-    assert [(e.step, round(e.value, 3)) for e in read.Scalars("reward/total")] == [(5, 0.1), (6, 0.7)]
-    texts = {tag: read.Tensors(tag)[-1].tensor_proto.string_val[0] for tag in read.Tags()["tensors"]}
-    assert b"Sort: 2112" in texts["rollouts/text_summary"]
-    assert texts["incidents/text_summary"] == b"inference_1: its engine died"

@@ -17,7 +17,7 @@ from trireme.checkpoint.manifest import Manifest
 from trireme.checkpoint.parts import PartReader, put_parts
 from trireme.checkpoint.rows import ROW_FILES
 from trireme.checkpoint.store import KEEP, CheckpointStore
-from trireme.checkpoint.stored_run import PART_BYTES, StoredCommit
+from trireme.checkpoint.stored_run import PART_BYTES, StoredCheckpoint
 from trireme.core.errors import CheckpointInvalid, LockLost, StorageFailed
 from trireme.process.faults import InjectedFault
 from trireme.run import mirror
@@ -37,14 +37,14 @@ def prune(driver: Driver, keep_last: int = 3, keep_every: int | None = None) -> 
     CheckpointStore(driver.run.root).prune(keep_last, keep_every)
 
 
-def test_a_commit_is_brought_when_it_is_there(url: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_brought_when_it_is_there(url: str, tmp_path: Path) -> None:
     driver = Driver(url, tmp_path)
     notes: list[str] = []
     with driver.remote.mirrored(driver.run, notes.append) as run:
         assert run.mirror
         run.checkout()
-        driver.step(1, committed=True)
-        wait_for(lambda: stored(url).of_branch(), "the commit in the store")
+        driver.step(1, saved=True)
+        wait_for(lambda: stored(url).of_branch(), "the checkpoint in the store")
         run.store.check_owner()
         driver.step(2)
     files = stored(url).files
@@ -57,7 +57,7 @@ def test_a_commit_is_brought_when_it_is_there(url: str, tmp_path: Path) -> None:
 
 def test_nothing_new_is_put_once(url: str, server: Double, tmp_path: Path) -> None:
     driver = Driver(url, tmp_path).claim()
-    driver.step(1, committed=True)
+    driver.step(1, saved=True)
     driver.bring()
     server.requests.clear()
     driver.bring()
@@ -90,9 +90,9 @@ def test_only_the_end_of_a_file_is_put_again(url: str, server: Double, tmp_path:
 def test_what_is_pruned_here_is_pruned_there(url: str, tmp_path: Path) -> None:
     driver = Driver(url, tmp_path).claim()
     for number in range(1, 5):
-        driver.step(number, committed=True)
+        driver.step(number, saved=True)
     driver.bring()
-    (CheckpointStore(driver.run.root).commit(1) / KEEP).touch()
+    (CheckpointStore(driver.run.root).checkpoint(1) / KEEP).touch()
     prune(driver, keep_last=2)
     driver.bring()
     assert list(stored(url).of_branch()) == [1, 3, 4]
@@ -101,21 +101,21 @@ def test_what_is_pruned_here_is_pruned_there(url: str, tmp_path: Path) -> None:
     driver.die()
     # On another machine only the newest is on the disk; the others are kept by the same rule.
     second = Driver(url, tmp_path / "two", "--resume", "--checkpoint.keep-last", "1").claim()
-    assert [commit.name for commit in second.run.store.commits()] == ["step_000004"]
-    second.step(5, committed=True)
+    assert [checkpoint.name for checkpoint in second.run.store.checkpoints()] == ["step_000004"]
+    second.step(5, saved=True)
     prune(second, keep_last=1)
     second.bring()
     assert list(stored(url).of_branch()) == [1, 5], "the first is marked as kept"
 
 
-def test_a_commit_deleted_meanwhile_is_left_out(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_deleted_meanwhile_is_left_out(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(url, tmp_path).claim()
-    driver.step(1, committed=True)
-    driver.step(2, committed=True)
+    driver.step(1, saved=True)
+    driver.step(2, saved=True)
     put = Bucket.put
 
     def pruned_first(self: Bucket, key: str, contents: bytes | BinaryIO) -> None:
-        if "step_000001-" in key and CheckpointStore(driver.run.root).commit(1).exists():
+        if "step_000001-" in key and CheckpointStore(driver.run.root).checkpoint(1).exists():
             prune(driver, keep_last=1)
         put(self, key, contents)
 
@@ -126,22 +126,22 @@ def test_a_commit_deleted_meanwhile_is_left_out(url: str, tmp_path: Path, monkey
     assert list(stored(url).of_branch()) == [2]
 
 
-def test_the_store_keeps_its_newest_commit(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commits are taken, and old ones deleted, faster than the store takes them."""
+def test_the_store_keeps_its_newest_checkpoint(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are taken, and old ones deleted, faster than the store takes them."""
     driver = Driver(url, tmp_path).claim()
-    driver.step(1, committed=True)
+    driver.step(1, saved=True)
     driver.bring()
-    driver.step(2, committed=True)
+    driver.step(2, saved=True)
     prune(driver, keep_last=1)
-    bring = Mirror._bring_commit
+    bring = Mirror._bring_checkpoint
 
-    def deleted_first(self: Mirror, commit: Path, text: bytes, checksum: str, deadline: float) -> StoredCommit:
-        if commit.name == "step_000002":
-            driver.step(3, committed=True)
+    def deleted_first(self: Mirror, checkpoint: Path, text: bytes, checksum: str, deadline: float) -> StoredCheckpoint:
+        if checkpoint.name == "step_000002":
+            driver.step(3, saved=True)
             prune(driver, keep_last=1)
-        return bring(self, commit, text, checksum, deadline)
+        return bring(self, checkpoint, text, checksum, deadline)
 
-    monkeypatch.setattr(Mirror, "_bring_commit", deleted_first)
+    monkeypatch.setattr(Mirror, "_bring_checkpoint", deleted_first)
     driver.bring()
     assert list(stored(url).of_branch()) == [1]
     assert [key for key in objects(url) if "step_000001-" in key]
@@ -152,9 +152,9 @@ def test_the_store_keeps_its_newest_commit(url: str, tmp_path: Path, monkeypatch
 
 def test_rows_that_were_put_before_a_failure_are_named_after_it(url: str, server: Double, tmp_path: Path) -> None:
     driver = Driver(url, tmp_path).claim()
-    driver.step(1, committed=True)
+    driver.step(1, saved=True)
     driver.bring()
-    driver.step(2, committed=True)
+    driver.step(2, saved=True)
     server.refuses = lambda request: request.startswith("PUT") and "trained.jsonl" in request
     with pytest.raises(StorageFailed):
         driver.bring()
@@ -172,7 +172,7 @@ def test_a_thread_that_ends_early_is_told(url: str, tmp_path: Path, monkeypatch:
         raise OSError("stale file handle")
 
     def work(run: RunDir) -> None:
-        monkeypatch.setattr(Mirror, "_new_commits", broken)
+        monkeypatch.setattr(Mirror, "_new_checkpoints", broken)
         wait_for(stops(run), "the end of the run")
 
     with pytest.raises(OSError, match="stale file handle"):
@@ -181,7 +181,7 @@ def test_a_thread_that_ends_early_is_told(url: str, tmp_path: Path, monkeypatch:
 
 def test_a_new_attempt_is_not_half_there(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(url, tmp_path).claim()
-    driver.step(1, committed=True)
+    driver.step(1, saved=True)
     driver.step(2)
     put, begun = Bucket.put, []
 
@@ -208,12 +208,12 @@ def test_a_failed_upload_is_an_incident_and_tried_again(url: str, server: Double
     with driver.remote.mirrored(driver.run, notes.append) as run:
         run.checkout()
         server.refuses = lambda request: request.startswith("PUT") and "commits" in request
-        driver.step(1, committed=True)
+        driver.step(1, saved=True)
         wait_for(lambda: notes, "a note of the failure")
         run.store.check_owner()  # checkpoint.max_missed = 3 are allowed
         time.sleep(0.3)
         assert len(notes) == 1, "once, not at each try"
-        assert "1 commits among it" in notes[0]
+        assert "1 checkpoints among it" in notes[0]
         server.refuses = lambda _request: False
         wait_for(lambda: len(notes) == 2, "a note that everything is there")
     assert "has everything again" in notes[1]
@@ -242,11 +242,11 @@ def test_too_many_that_are_only_here_stop_the_run(url: str, server: Double, tmp_
 
     def work(run: RunDir) -> None:
         server.refuses = lambda request: request.startswith("PUT") and "commits" in request
-        driver.step(1, committed=True)
-        driver.step(2, committed=True)
+        driver.step(1, saved=True)
+        driver.step(2, saved=True)
         wait_for(stops(run), "the end of the run")
 
-    with pytest.raises(StorageFailed, match=r"2 commits among it .*max_missed = 1"):
+    with pytest.raises(StorageFailed, match=r"2 checkpoints among it .*max_missed = 1"):
         retained(driver, work)
 
 
@@ -255,7 +255,7 @@ def test_an_end_that_did_not_arrive_is_an_error(url: str, server: Double, tmp_pa
 
     def work(_run: RunDir) -> None:
         server.refuses = lambda request: request.startswith("PUT")
-        driver.step(1, committed=True)
+        driver.step(1, saved=True)
 
     with pytest.raises(StorageFailed, match="lacks what is new in"):
         retained(driver, work)
@@ -266,7 +266,7 @@ def test_an_error_of_the_run_is_the_one_that_is_told(url: str, server: Double, t
 
     def work(_run: RunDir) -> None:
         server.refuses = lambda request: request.startswith("PUT")
-        driver.step(1, committed=True)
+        driver.step(1, saved=True)
         raise RuntimeError("of the run")
 
     with pytest.raises(RuntimeError, match="of the run") as failed:
@@ -278,10 +278,10 @@ def test_a_superseded_driver_loses_its_right_to_write(url: str, tmp_path: Path) 
     first = Driver(url, tmp_path / "one")
 
     def work(run: RunDir) -> None:
-        first.step(1, committed=True)
-        wait_for(lambda: stored(url).of_branch(), "the commit in the store")
+        first.step(1, saved=True)
+        wait_for(lambda: stored(url).of_branch(), "the checkpoint in the store")
         Driver(url, tmp_path / "two", "--resume").claim()
-        first.step(2, committed=True)
+        first.step(2, saved=True)
         wait_for(stops(run), "the refusal")
 
     with pytest.raises(LockLost, match="was put by"):
@@ -293,7 +293,7 @@ def test_a_superseded_driver_loses_its_right_to_write(url: str, tmp_path: Path) 
 @pytest.mark.parametrize("grows", [False, True])
 def test_a_head_of_a_lost_answer_counts(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grows: bool) -> None:
     driver = Driver(url, tmp_path).claim()
-    driver.step(1, committed=True)
+    driver.step(1, saved=True)
     swap = Bucket.swap
 
     def without_answer(self: Bucket, key: str, contents: bytes, tag: str | None) -> str:
@@ -305,7 +305,7 @@ def test_a_head_of_a_lost_answer_counts(url: str, tmp_path: Path, monkeypatch: p
         with pytest.raises(StorageFailed, match="no answer"):
             driver.bring()
     if grows:
-        driver.step(2, committed=True)
+        driver.step(2, saved=True)
         with pytest.raises(StorageFailed, match="arrived late"):
             driver.bring()  # tried again, as every failure is
     driver.bring()
@@ -317,7 +317,7 @@ def test_a_head_of_a_lost_answer_counts(url: str, tmp_path: Path, monkeypatch: p
 
 def test_what_takes_too_long_is_late(url: str, tmp_path: Path) -> None:
     driver = Driver(url, tmp_path, "--timeouts.checkpoint-s", "0.000001").claim()
-    driver.step(1, committed=True)
+    driver.step(1, saved=True)
     with pytest.raises(StorageFailed, match=r"timeouts\.checkpoint_s"):
         driver.bring()
 
@@ -327,52 +327,52 @@ def far_run(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FarRun
     return FarRun(url, tmp_path, monkeypatch)
 
 
-def commit_keys(url: str) -> list[str]:
+def checkpoint_keys(url: str) -> list[str]:
     return [key for key in objects(url) if key.startswith("r/commits/")]
 
 
-def test_parts_of_other_nodes_are_in_the_commit(far_run: FarRun, url: str, server: Double) -> None:
+def test_parts_of_other_nodes_are_in_the_checkpoint(far_run: FarRun, url: str, server: Double) -> None:
     server.requests.clear()
-    commit = far_run.commit(1)
-    assert Manifest.verified(commit).step == 1
+    checkpoint = far_run.checkpoint(1)
+    assert Manifest.verified(checkpoint).step == 1
     assert far_run.leftovers() == [], "they free their disks"
     far_run.driver.bring()
     assert list(stored(url).of_branch()) == [1]
     paths = [path.split("/", 2)[2] for path in puts(server.requests)]
-    assert sorted(paths) == sorted(record.path for record in Manifest.read(commit).files), "each is put once"
+    assert sorted(paths) == sorted(record.path for record in Manifest.read(checkpoint).files), "each is put once"
 
 
 @pytest.mark.parametrize("point", ["parts.put", "parts.put@2", "parts.fetch", "parts.fetch@2", "commit.manifest"])
-def test_before_it_is_sealed_there_is_no_commit(
+def test_before_it_is_sealed_there_is_no_checkpoint(
     far_run: FarRun, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
-    far_run.commit(1)
+    far_run.checkpoint(1)
     far_run.driver.bring()
     name, _, passage = point.partition("@")
     with monkeypatch.context() as patched:
         patched.setenv("TRIREME_FAULTS", f"{name}@{passage or 1}=raise")
         patched.setattr("trireme.process.faults._passed", Counter())
         with pytest.raises(InjectedFault):
-            far_run.commit(2)
+            far_run.checkpoint(2)
     far_run.driver.bring()
     assert list(stored(url).of_branch()) == [1]
-    assert [key for key in commit_keys(url) if "step_000002" in key], "some parts are there"
+    assert [key for key in checkpoint_keys(url) if "step_000002" in key], "some parts are there"
     far_run.driver.die()
     second = Driver(url, tmp_path / "elsewhere", "--resume")
     assert second.run.start.step == 1
     second.claim().bring()
-    assert not [key for key in commit_keys(url) if "step_000002" in key], "what was left is swept"
+    assert not [key for key in checkpoint_keys(url) if "step_000002" in key], "what was left is swept"
 
 
 def test_the_next_attempt_of_a_driver_sweeps_too(far_run: FarRun, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    far_run.commit(1)
+    far_run.checkpoint(1)
     far_run.driver.bring()
     with monkeypatch.context() as patched:
         patched.setenv("TRIREME_FAULTS", "parts.fetch@1=raise")
         patched.setattr("trireme.process.faults._passed", Counter())
         with pytest.raises(InjectedFault):
-            far_run.commit(2)
-    torn = [key for key in commit_keys(url) if "step_000002" in key]
+            far_run.checkpoint(2)
+    torn = [key for key in checkpoint_keys(url) if "step_000002" in key]
     again = far_run.run.next_attempt(far_run.driver.config, FIXED)
     again.checkout()
     far_run.run = again
@@ -381,7 +381,7 @@ def test_the_next_attempt_of_a_driver_sweeps_too(far_run: FarRun, url: str, monk
     draft, manifest = far_run.write(2)
     far_run.far.gather(draft, manifest)
     far_run.driver.bring()
-    now = [key for key in commit_keys(url) if "step_000002" in key]
+    now = [key for key in checkpoint_keys(url) if "step_000002" in key]
     assert torn
     assert now
     assert not set(torn) & set(now)
@@ -406,10 +406,10 @@ def test_a_part_of_others_is_refused(far_run: FarRun, url: str, monkeypatch: pyt
         patched.setattr(Bucket, "put", harmful)
         with pytest.raises(StorageFailed, match=r"trainer/__0_0\.distcp"):
             far_run.far.gather(draft, manifest)
-    assert commit_keys(url) == []
+    assert checkpoint_keys(url) == []
     assert far_run.leftovers() == []
     far_run.run.store.discard(draft)
-    far_run.commit(1)  # another try of the same step by the same attempt
+    far_run.checkpoint(1)  # another try of the same step by the same attempt
     far_run.driver.bring()
     assert list(stored(url).of_branch()) == [1]
 
@@ -420,7 +420,7 @@ def test_a_store_that_refuses_a_part_is_named_by_the_node(far_run: FarRun, url: 
     with pytest.raises(StorageFailed, match=r"orchestrator/state\.json.*403"):
         far_run.far.gather(draft, manifest)
     assert far_run.leftovers() == [], "nodes free their disks after a failure, too"
-    assert commit_keys(url) == []
+    assert checkpoint_keys(url) == []
 
 
 def test_of_nodes_that_share_a_disk_one_puts_a_part(far_run: FarRun, server: Double) -> None:
@@ -433,70 +433,70 @@ def test_of_nodes_that_share_a_disk_one_puts_a_part(far_run: FarRun, server: Dou
 
 
 def test_a_node_fetches_what_it_reads(far_run: FarRun, server: Double) -> None:
-    commit = far_run.commit(1)
+    checkpoint = far_run.checkpoint(1)
     far_run.driver.bring()
-    source = far_run.source(commit)
+    source = far_run.source(checkpoint)
     server.requests.clear()
-    with PartReader.opened(far_run.at("far", commit / "trainer"), source) as part:
+    with PartReader.opened(far_run.at("far", checkpoint / "trainer"), source) as part:
         part.fetch(["__0_0.distcp"])
-        assert (part.directory / "__0_0.distcp").read_bytes() == (commit / "trainer" / "__0_0.distcp").read_bytes()
-        with pytest.raises(CheckpointInvalid, match=r"trainer/other is no file of the commit s3://"):
+        assert (part.directory / "__0_0.distcp").read_bytes() == (checkpoint / "trainer" / "__0_0.distcp").read_bytes()
+        with pytest.raises(CheckpointInvalid, match=r"trainer/other is no file of the checkpoint s3://"):
             part.fetch(["other"])
     assert not [request for request in server.requests if "orchestrator" in request or "inference" in request]
     assert far_run.leftovers() == []
-    with PartReader.opened(far_run.at("farther", commit / "orchestrator"), source) as part:
+    with PartReader.opened(far_run.at("farther", checkpoint / "orchestrator"), source) as part:
         part.fetch_all()
         assert [file.name for file in part.directory.iterdir()] == ["state.json"]
 
 
 def test_a_process_that_sees_the_directory_fetches_nothing(far_run: FarRun, server: Double) -> None:
-    commit = far_run.commit(1)
+    checkpoint = far_run.checkpoint(1)
     far_run.driver.bring()
-    source = far_run.far.source(commit, Manifest.read(commit))
+    source = far_run.far.source(checkpoint, Manifest.read(checkpoint))
     server.requests.clear()
-    with PartReader.opened(commit / "trainer", source) as part:
+    with PartReader.opened(checkpoint / "trainer", source) as part:
         part.fetch_all()
-        assert part.directory == commit / "trainer"
+        assert part.directory == checkpoint / "trainer"
     assert server.requests == []
     # A directory that an earlier driver left at the same path is another one.
     stale = replace(source, text="of another attempt")
-    with PartReader.opened(commit / "trainer", stale) as part:
-        assert part.directory != commit / "trainer"
+    with PartReader.opened(checkpoint / "trainer", stale) as part:
+        assert part.directory != checkpoint / "trainer"
 
 
-def test_an_altered_commit_is_never_loaded(far_run: FarRun) -> None:
-    commit = far_run.commit(1)
+def test_an_altered_checkpoint_is_never_loaded(far_run: FarRun) -> None:
+    checkpoint = far_run.checkpoint(1)
     far_run.driver.bring()
-    source = far_run.source(commit)
+    source = far_run.source(checkpoint)
     far_run.mirror.bucket.put(f"{source.key}/trainer/__0_0.distcp", b"altered")
-    with PartReader.opened(far_run.at("far", commit / "trainer"), source) as part, pytest.raises(StorageFailed):
+    with PartReader.opened(far_run.at("far", checkpoint / "trainer"), source) as part, pytest.raises(StorageFailed):
         part.fetch_all()
 
 
-def test_a_load_waits_until_the_store_has_the_commit(far_run: FarRun, url: str) -> None:
-    commit = far_run.commit(1)
+def test_a_load_waits_until_the_store_has_the_checkpoint(far_run: FarRun, url: str) -> None:
+    checkpoint = far_run.checkpoint(1)
     far_run.far = replace(far_run.far, timeout_s=0.0)
     with pytest.raises(StorageFailed, match=r"waited 0 s until s3://.* has step_000001"):
-        far_run.source(commit)
+        far_run.source(checkpoint)
     far_run.driver.bring()
-    assert far_run.source(commit).key == stored(url).commits["checkpoints/step_000001"].key
+    assert far_run.source(checkpoint).key == stored(url).commits["checkpoints/step_000001"].key
 
 
 def test_a_driver_elsewhere_resumes(far_run: FarRun, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = far_run.commit(1)
+    first = far_run.checkpoint(1)
     contents = (first / "trainer" / "__0_0.distcp").read_bytes()
     far_run.driver.bring()
     far_run.driver.die()
     second = FarRun(url, tmp_path / "again", monkeypatch, "--resume")
     start = second.run.start
     assert (start.step, start.attempt) == (1, 2)
-    assert start.commit
-    source = second.source(start.commit)
+    assert start.checkpoint
+    source = second.source(start.checkpoint)
     assert source.key.startswith("commits/000001/"), "where the first driver put it"
-    with PartReader.opened(second.at("far", start.commit / "trainer"), source) as part:
+    with PartReader.opened(second.at("far", start.checkpoint / "trainer"), source) as part:
         part.fetch_all()
         assert (part.directory / "__0_0.distcp").read_bytes() == contents
-    second.commit(2)
+    second.checkpoint(2)
     second.driver.bring()
     assert list(stored(url).of_branch()) == [1, 2]
-    assert CheckpointStore(second.root).commit(2).exists()
+    assert CheckpointStore(second.root).checkpoint(2).exists()

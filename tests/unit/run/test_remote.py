@@ -25,10 +25,10 @@ POINTS = ("store.file", "store.file@2", "store.manifest", "store.commits", "stor
 
 
 def begun(url: str, local: Path) -> Driver:
-    """A run with commits of steps 1 and 2, and the rows of step 3, all in the store."""
+    """A run with checkpoints of steps 1 and 2, and the rows of step 3, all in the store."""
     driver = Driver(url, local).claim()
-    driver.step(1, committed=True)
-    driver.step(2, committed=True)
+    driver.step(1, saved=True)
+    driver.step(2, saved=True)
     driver.step(3)
     driver.bring()
     return driver
@@ -40,13 +40,13 @@ def test_brought_to_an_empty_machine_it_goes_on(url: str, tmp_path: Path) -> Non
     second = Driver(url, tmp_path / "two", "--resume", "auto")
     start = second.run.start
     assert (start.step, start.attempt, start.run_id) == (2, 2, first.run.start.run_id)
-    assert start.commit
-    assert Manifest.verified(start.commit)
+    assert start.checkpoint
+    assert Manifest.verified(start.checkpoint)
     assert any("was brought from" in line and "step_000002" in line for line in second.lines)
     second.claim()
     assert rows(second.run.root) == [0, 1], "the row of step 3 is of a step that is done again"
     for number in (3, 4):
-        second.step(number, committed=number == 4)
+        second.step(number, saved=number == 4)
     second.bring()
     second.die()
     third = Driver(url, tmp_path / "three", "--resume")
@@ -60,7 +60,7 @@ def test_brought_to_an_empty_machine_it_goes_on(url: str, tmp_path: Path) -> Non
 
 def test_the_same_machine_needs_nothing_brought(url: str, tmp_path: Path) -> None:
     first = begun(url, tmp_path)
-    first.step(4, committed=True)  # only here
+    first.step(4, saved=True)  # only here
     first.die()
     second = Driver(url, tmp_path, "--resume")
     assert second.lines == []
@@ -73,23 +73,23 @@ def test_a_directory_that_was_superseded_is_set_aside(url: str, tmp_path: Path) 
     first = begun(url, tmp_path / "one")
     first.die()
     second = Driver(url, tmp_path / "two", "--resume").claim()
-    second.step(3, committed=True)
+    second.step(3, saved=True)
     second.bring()
     second.die()
     again = Driver(url, tmp_path / "one", "--resume")
     assert again.run.start.step == 3
     (aside,) = (tmp_path / "one").glob("r.before-2-*")
-    assert CheckpointStore(aside).commit(2).exists()
+    assert CheckpointStore(aside).checkpoint(2).exists()
     assert str(aside) in again.lines[0]
 
 
 def test_of_two_drivers_the_later_one_has_the_run(url: str, tmp_path: Path) -> None:
     first = begun(url, tmp_path / "one")
     second = Driver(url, tmp_path / "two", "--resume").claim()
-    second.step(3, committed=True)
+    second.step(3, saved=True)
     second.bring()
     winners = objects(url)
-    first.step(4, committed=True)
+    first.step(4, saved=True)
     assert first.mirror
     with pytest.raises(LockLost, match="driver 1") as lost:
         first.bring()
@@ -99,7 +99,7 @@ def test_of_two_drivers_the_later_one_has_the_run(url: str, tmp_path: Path) -> N
     first.mirror._lost = lost.value
     with pytest.raises(LockLost):
         replace(first.run, mirror=first.mirror).store.check_owner()
-    second.step(4, committed=True)
+    second.step(4, saved=True)
     second.bring()
     assert list(stored(url).of_branch()) == [2, 3, 4], "checkpoint.keep_last counts what is in the store alone, too"
     # What the loser put, and no HEAD names, goes with the start of the next driver.
@@ -110,7 +110,7 @@ def test_of_two_drivers_the_later_one_has_the_run(url: str, tmp_path: Path) -> N
     named = state.parts() | {HEAD}
     for key in objects(url):
         short = key.removeprefix("r/")
-        assert short in named or any(short.startswith(f"{commit}/") for commit in state.commit_keys()), key
+        assert short in named or any(short.startswith(f"{checkpoint}/") for checkpoint in state.checkpoint_keys()), key
 
 
 def test_of_two_that_begin_together_one_is_refused(url: str, tmp_path: Path) -> None:
@@ -122,11 +122,13 @@ def test_of_two_that_begin_together_one_is_refused(url: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_crash_leaves_the_last_commit(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+def test_a_crash_leaves_the_last_checkpoint(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
     first = begun(url, tmp_path / "one")
     before = stored(url)
     for number in (4, 5):
-        first.step(number, committed=True)
+        first.step(number, saved=True)
     name, _, passage = point.partition("@")
     monkeypatch.setenv("TRIREME_FAULTS", f"{name}@{passage or 1}=raise")
     monkeypatch.setattr("trireme.process.faults._passed", Counter())
@@ -141,7 +143,7 @@ def test_a_crash_leaves_the_last_commit(url: str, tmp_path: Path, monkeypatch: p
     assert second.run.start.step == step
     second.claim()
     assert rows(second.run.root) == list(range(step))
-    second.step(step + 1, committed=True)
+    second.step(step + 1, saved=True)
     second.bring()
     third = Driver(url, tmp_path / "three", "--resume")
     assert third.run.start.step == step + 1
@@ -151,7 +153,7 @@ def test_a_crash_leaves_the_last_commit(url: str, tmp_path: Path, monkeypatch: p
 def test_a_crash_while_it_is_brought_begins_anew(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun(url, tmp_path / "one").die()
     with monkeypatch.context() as patched:
-        patched.setattr(RemoteRun, "_bring_commit", lambda *_: (_ for _ in ()).throw(InjectedFault("here")))
+        patched.setattr(RemoteRun, "_bring_checkpoint", lambda *_: (_ for _ in ()).throw(InjectedFault("here")))
         with pytest.raises(InjectedFault):
             Driver(url, tmp_path / "two", "--resume")
     assert not (tmp_path / "two" / "r").exists()
@@ -168,29 +170,29 @@ def test_of_two_that_bring_it_to_one_directory_one_is_refused(url: str, tmp_path
     assert not arriving.exists()
 
 
-def test_a_commit_that_is_kept_stays_kept(url: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_kept_stays_kept(url: str, tmp_path: Path) -> None:
     first = begun(url, tmp_path / "one")
-    (first.run.store.commit(2) / KEEP).touch()
+    (first.run.store.checkpoint(2) / KEEP).touch()
     first.bring()
     first.die()
     second = Driver(url, tmp_path / "two", "--resume").claim()
     second.bring()
-    assert (second.run.store.commit(2) / KEEP).exists()
+    assert (second.run.store.checkpoint(2) / KEEP).exists()
     assert stored(url).commits["checkpoints/step_000002"].kept
 
 
 def test_back_to_a_step_that_is_in_the_store_alone(url: str, tmp_path: Path) -> None:
     begun(url, tmp_path / "one").die()
     second = Driver(url, tmp_path / "two", "--resume").claim()
-    second.step(3, committed=True)
+    second.step(3, saved=True)
     second.bring()
     second.die()
     third = Driver(url, tmp_path / "two", "--resume.step", "1")
     assert third.run.start.step == 1
-    assert "lacks the commit" in third.lines[0]
+    assert "lacks the checkpoint" in third.lines[0]
 
 
-def test_a_torn_commit_is_passed_over(url: str, tmp_path: Path) -> None:
+def test_a_torn_checkpoint_is_passed_over(url: str, tmp_path: Path) -> None:
     begun(url, tmp_path / "one").die()
     state = stored(url)
     key = state.commits["checkpoints/step_000002"].key
@@ -202,9 +204,9 @@ def test_a_torn_commit_is_passed_over(url: str, tmp_path: Path) -> None:
     (branch,) = [path for path in stored(url).commits if path.startswith("branches/")]
     assert branch == f"branches/{state.head.lineage}/checkpoints/step_000002"
     assert stored(url).commits[branch].key == key, "by reference"
-    for commit in ("checkpoints/step_000001",):
-        Bucket(f"{url}/r").delete([f"{state.commits[commit].key}/{MANIFEST}"])
-    with pytest.raises(BadInput, match="none of whose commits verifies"):
+    for checkpoint in ("checkpoints/step_000001",):
+        Bucket(f"{url}/r").delete([f"{state.commits[checkpoint].key}/{MANIFEST}"])
+    with pytest.raises(BadInput, match="none of whose checkpoints verifies"):
         Driver(url, tmp_path / "three", "--resume")
 
 
@@ -233,7 +235,7 @@ def test_back_to_an_earlier_step(url: str, tmp_path: Path) -> None:
     lineage = stored(url).head.lineage
     second = Driver(url, tmp_path / "two", "--resume.step", "1").claim()
     assert second.run.start.step == 1
-    second.step(2, committed=True)
+    second.step(2, saved=True)
     second.bring()
     state = stored(url)
     assert set(state.commits) == {
@@ -241,7 +243,7 @@ def test_back_to_an_earlier_step(url: str, tmp_path: Path) -> None:
         "checkpoints/step_000002",
         f"branches/{lineage}/checkpoints/step_000002",
     }
-    assert len(state.commit_keys()) == 3
+    assert len(state.checkpoint_keys()) == 3
     with pytest.raises(BadInput, match="there are: 1, 2"):
         Driver(url, tmp_path / "three", "--resume.step", "7")
 
@@ -252,7 +254,7 @@ def test_a_new_run_does_not_take_an_old_ones_place(url: str, tmp_path: Path) -> 
     with pytest.raises(BadInput, match="which is in use"):
         Driver(url, tmp_path / "two")
     second = Driver(url, tmp_path / "two", "--clean").claim()
-    second.step(1, committed=True)
+    second.step(1, saved=True)
     second.bring()
     assert stored(url).head.run_id != first.run.start.run_id
     assert not [key for key in objects(url) if "/000001/" in key], "the old run is deleted"
@@ -322,9 +324,9 @@ def test_the_claim_counts_if_only_its_answer_is_lost(url: str, tmp_path: Path, m
     with monkeypatch.context() as patched:
         patched.setattr(Bucket, "swap", twice)
         driver.claim()
-        driver.step(1, committed=True)
+        driver.step(1, saved=True)
         driver.bring()
-    driver.step(2, committed=True)
+    driver.step(2, saved=True)
     driver.bring()
     assert list(stored(url).of_branch()) == [1, 2]
 

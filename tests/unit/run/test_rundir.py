@@ -16,7 +16,7 @@ from checkpoint_support import (
     FIXED,
     PARTS,
     append_rows,
-    commit,
+    checkpoint,
     crashes,
     flip,
     read_json_lines,
@@ -25,7 +25,7 @@ from checkpoint_support import (
 )
 from config_support import refused
 
-from trireme.checkpoint.manifest import MANIFEST, CommitRef
+from trireme.checkpoint.manifest import MANIFEST, CheckpointRef
 from trireme.checkpoint.rows import ROW_FILES
 from trireme.checkpoint.store import HEAD, CheckpointStore
 from trireme.config import Config
@@ -58,7 +58,7 @@ def test_named(tmp_path: Path) -> None:
         assert run.root == tmp_path / "deep" / "er" / "r"
         assert run.logs == run.root / "logs" / "attempt_1"
         assert run.logs.is_dir()
-        assert (run.start.step, run.start.commit, run.start.attempt, run.start.notes) == (0, None, 1, ())
+        assert (run.start.step, run.start.checkpoint, run.start.attempt, run.start.notes) == (0, None, 1, ())
         assert re.fullmatch("[0-9a-f]{8} [0-9a-f]{8}", f"{run.head.run_id} {run.head.lineage}")
         assert run.checkout() == []
 
@@ -159,14 +159,14 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
 def test_emptying_that_was_interrupted_can_be_done_again(tmp_path: Path) -> None:
     """The files that make it a run directory are deleted last."""
     with open_run(config(tmp_path)) as run:
-        commit(run.store, 2)
+        checkpoint(run.store, 2)
         (run.root / "metrics.jsonl").write_text("")
     for change in range(1, 100):
         if not crashes(change, lambda: open_run(config(tmp_path, "r", "--clean")).lock.close()):
             break
         assert any((run.root / mark).exists() for mark in MARKS) or set(os.listdir(run.root)) <= set(BEFORE_MARKS)
     assert change > 5
-    assert CheckpointStore(run.root).commits() == []
+    assert CheckpointStore(run.root).checkpoints() == []
 
 
 def test_the_resume_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,11 +194,11 @@ def test_the_resume_command_has_the_variables_of_the_run(tmp_path: Path, monkeyp
 
 @pytest.fixture
 def outputs(tmp_path: Path) -> Path:
-    """A directory with a run `r` of two commits that was killed in the middle of step 5."""
+    """A directory with a run `r` of two checkpoints that was killed in the middle of step 5."""
     with open_run(config(tmp_path)) as run:
         run.checkout()
         for step in (2, 4):
-            commit(run.store, step)
+            checkpoint(run.store, step)
         for file in map(run.root.joinpath, ROW_FILES):
             append_rows(file, [{"step": step, "attempt": 1} for step in range(5)])
     return tmp_path
@@ -240,12 +240,12 @@ class TestResume:
         refusal(config(outputs, "r", "--resume.step", "3"))
         open_run(config(outputs, "r", "--resume")).lock.close()
 
-    def test_killed_before_the_first_commit(self, tmp_path: Path) -> None:
+    def test_killed_before_the_first_checkpoint(self, tmp_path: Path) -> None:
         with open_run(config(tmp_path)) as run:
             append_rows(run.root / "metrics.jsonl", [{"step": 0}])
         with open_run(config(tmp_path, "r", "--resume")) as run:
-            assert (run.start.step, run.start.commit, run.start.attempt) == (0, None, 2)
-            assert "no commit yet" in run.start.notes[0]
+            assert (run.start.step, run.start.checkpoint, run.start.attempt) == (0, None, 2)
+            assert "no checkpoint yet" in run.start.notes[0]
             run.checkout()
             assert read_json_lines(run.root / "metrics.jsonl") == []
             assert len(list(run.root.glob("branches/*/metrics.jsonl"))) == 1
@@ -253,7 +253,7 @@ class TestResume:
     @pytest.mark.parametrize("make", [False, True])
     def test_no_such_directory_is_a_new_run(self, tmp_path: Path, make: bool) -> None:
         """A job that may be preempted before it begins needs the same command line every time."""
-        assert "holds no commit" in refusal(config(tmp_path, "r", "--resume.step", "3"))
+        assert "holds no checkpoint" in refusal(config(tmp_path, "r", "--resume.step", "3"))
         if make:
             (tmp_path / "r").mkdir(exist_ok=True)
         with open_run(config(tmp_path, "r", "--resume")) as run:
@@ -266,7 +266,7 @@ class TestResume:
             with open_run(auto) as run:
                 assert (run.start.attempt, run.start.step) == (attempt, step)
                 run.checkout()
-                commit(run.store, step + 2)
+                checkpoint(run.store, step + 2)
 
     def test_killed_anywhere_in_the_start(self, tmp_path: Path) -> None:
         """At every change of the file system, first of a new run and then of its resumes: attempts only grow."""
@@ -324,15 +324,15 @@ class TestFork:
         with open_run(self.fork(outputs)) as run:
             assert run.root == outputs / "fork"
             assert run.start.step == 4
-            assert run.start.commit == run.root / "checkpoints" / "step_000004"
-            assert run.start.attempt == 2  # the commit's was 1
+            assert run.start.checkpoint == run.root / "checkpoints" / "step_000004"
+            assert run.start.attempt == 2  # the checkpoint's was 1
             assert "hard links" in run.start.notes[-1]
             head = run.store.head()
             assert head is not None
-            assert head.base == CommitRef(json.loads((outputs / "r" / HEAD).read_text())["lineage"], 4)
+            assert head.base == CheckpointRef(json.loads((outputs / "r" / HEAD).read_text())["lineage"], 4)
             run.checkout()
             assert [row["step"] for row in read_json_lines(run.root / "metrics.jsonl")] == [0, 1, 2, 3]
-            commit(run.store, 6, attempt=2)
+            checkpoint(run.store, 6, attempt=2)
             run.store.prune(1, None)
         assert snapshot(outputs / "r") == before
         with open_run(config(outputs, "fork", "--resume")) as run:
@@ -357,10 +357,10 @@ class TestFork:
             assert "passed over" in run.start.notes[0]
 
     @pytest.mark.parametrize("source", ["missing", "empty"])
-    def test_without_a_commit(self, outputs: Path, source: str) -> None:
+    def test_without_a_checkpoint(self, outputs: Path, source: str) -> None:
         (outputs / "empty").mkdir()
         text = refusal(config(outputs, "fork", "--resume.dir", str(outputs / source)))
-        assert "holds no commit" in text
+        assert "holds no checkpoint" in text
         assert not (outputs / "fork").exists()
 
     def test_into_a_run_that_began(self, outputs: Path) -> None:
@@ -377,9 +377,9 @@ class TestFork:
         with open_run(auto) as run:
             assert run.start.step == 2
             run.checkout()
-            commit(run.store, 3)
+            checkpoint(run.store, 3)
         with open_run(auto) as run:
-            assert (run.start.step, run.start.commit) == (3, run.root / "checkpoints" / "step_000003")
+            assert (run.start.step, run.start.checkpoint) == (3, run.root / "checkpoints" / "step_000003")
 
     @pytest.mark.parametrize("auto", [(), ("--resume", "auto")])
     def test_killed_anywhere(self, outputs: Path, auto: tuple[str, ...]) -> None:
@@ -404,7 +404,7 @@ class TestFork:
 class TestCodeDiff:
     @pytest.fixture
     def checkout(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        """A checkout with one commit and one change after it."""
+        """A checkout with one checkpoint and one change after it."""
         directory = tmp_path / "checkout"
         directory.mkdir()
         monkeypatch.chdir(directory)
@@ -417,7 +417,7 @@ class TestCodeDiff:
     def test_in_a_checkout(self, checkout: Path, tmp_path: Path) -> None:
         with open_run(config(tmp_path / "out")) as run:
             diff = (run.root / "code.diff").read_text()
-        assert re.match(r"commit [0-9a-f]{40}\n", diff)
+        assert re.match(r"checkpoint [0-9a-f]{40}\n", diff)
         assert "-before\n+after\n" in diff
 
     def test_a_run_writes_no_secret(self, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from checkpoint_support import FIXED, names, read_json_lines, snapshot
-from commit_support import Room, weights
 from config_support import REQUIRED
+from written_checkpoints import Room, weights
 
 from trireme.checkpoint import store as store_module
 from trireme.checkpoint.manifest import Manifest
@@ -19,7 +19,7 @@ from trireme.config import Config
 from trireme.config.load import load
 from trireme.core.errors import LockLost
 from trireme.run import metrics as metrics_module
-from trireme.run.commits import Commits
+from trireme.run.checkpoints import Checkpoints
 from trireme.run.metrics import Journal
 from trireme.run.rundir import RunDir
 
@@ -48,22 +48,22 @@ class Driver:
         orchestrator.gate.set()
         self.run.checkout()
         rooms = {"orchestrator": orchestrator}
-        self.commits = Commits(run_config, self.run, FIXED, self.trainer, rooms, self.incidents.append)
-        self.journal = Journal(self.run.root, str, io.StringIO(), [], self.commits)
+        self.checkpoints = Checkpoints(run_config, self.run, FIXED, {}, self.trainer, rooms, self.incidents.append)
+        self.journal = Journal(self.run.root, str, io.StringIO(), [], self.checkpoints)
         self.version = self.run.start.step
-        self.commits.at_boundary(self.version)
+        self.checkpoints.at_boundary(self.version)
 
     def step(self) -> None:
-        self.commits.leave_boundary()
+        self.checkpoints.leave_boundary()
         self.version += 1
-        self.commits.at_boundary(self.version, weights(self.version))
+        self.checkpoints.at_boundary(self.version, weights(self.version))
         self.journal.write({"step": self.version - 1, "attempt": self.run.start.attempt}, {"groups": []})
-        self.commits.seal()
+        self.checkpoints.seal()
 
     def steps(self, last: int) -> None:
         while self.version < last:
             self.step()
-        self.commits._settle()
+        self.checkpoints._settle()
 
     @property
     def steps_on_disk(self) -> list[str]:
@@ -72,7 +72,7 @@ class Driver:
 
 @pytest.fixture
 def old(tmp_path: Path) -> Driver:
-    """A driver that has committed step 2, and trained one step more."""
+    """A driver that has saved step 2, and trained one step more."""
     driver = Driver(tmp_path)
     driver.steps(3)
     return driver
@@ -81,9 +81,9 @@ def old(tmp_path: Path) -> Driver:
 ACTIONS: dict[str, Callable[[Driver], Any]] = {
     "a row": lambda old: old.journal.write({"step": 3, "attempt": 1}, {"groups": []}),
     "a draft": lambda old: old.run.store.draft(4, 1),
-    "a commit that was begun": lambda old: old.steps(4),
+    "a checkpoint that was begun": lambda old: old.steps(4),
     "pruning": lambda old: old.run.store.prune(1, None),
-    "room on a full disk": lambda old: old.commits.make_room(),
+    "room on a full disk": lambda old: old.checkpoints.make_room(),
     "a checkout": lambda old: old.run.checkout(),
     "another attempt": lambda old: old.run.next_attempt(old.config, FIXED),
 }
@@ -93,7 +93,7 @@ ACTIONS: dict[str, Callable[[Driver], Any]] = {
 def test_the_old_driver_writes_publishes_and_deletes_nothing(old: Driver, action: str, tmp_path: Path) -> None:
     new = Driver(tmp_path, "--resume")
     new.config = config(tmp_path, "--checkpoint.keep-last", "9")
-    new.commits._keep_last = 9
+    new.checkpoints._keep_last = 9
     new.steps(6)
     before = snapshot(new.run.root)
     with pytest.raises(LockLost) as lost:
@@ -108,7 +108,7 @@ def test_the_old_driver_writes_publishes_and_deletes_nothing(old: Driver, action
     assert [row["step"] for row in read_json_lines(new.run.root / "metrics.jsonl")] == list(range(8))
 
 
-def test_what_was_being_written_when_the_lock_was_lost_is_no_commit(old: Driver, tmp_path: Path) -> None:
+def test_what_was_being_written_when_the_lock_was_lost_is_no_checkpoint(old: Driver, tmp_path: Path) -> None:
     old.trainer.gate.clear()
     old.step()
     new = Driver(tmp_path, "--resume")
@@ -116,9 +116,9 @@ def test_what_was_being_written_when_the_lock_was_lost_is_no_commit(old: Driver,
     with pytest.raises(LockLost):
         old.step()
     assert new.steps_on_disk == ["step_000002"]
-    assert old.incidents == [], "it is no missed commit"
+    assert old.incidents == [], "it is no missed checkpoint"
     new.steps(4)
-    assert Manifest.verified(new.run.store.commit(4)).attempt == 2
+    assert Manifest.verified(new.run.store.checkpoint(4)).attempt == 2
 
 
 class TestBetweenTheLookAndTheChange:
@@ -141,7 +141,7 @@ class TestBetweenTheLookAndTheChange:
 
         return arm
 
-    def test_a_commit_is_not_published(self, old: Driver, at: Callable[[str], list[Driver]]) -> None:
+    def test_a_checkpoint_is_not_published(self, old: Driver, at: Callable[[str], list[Driver]]) -> None:
         started = at("commit.checked")
         with pytest.raises(LockLost):
             old.steps(4)
@@ -149,7 +149,7 @@ class TestBetweenTheLookAndTheChange:
         assert new.steps_on_disk == ["step_000002"]
         new.steps(4)
         assert (new.steps_on_disk, new.incidents) == (["step_000004"], [])
-        assert Manifest.verified(new.run.store.commit(4)).attempt == 2
+        assert Manifest.verified(new.run.store.checkpoint(4)).attempt == 2
 
     def test_a_row_is_lost(self, old: Driver, at: Callable[[str], list[Driver]]) -> None:
         started = at("row.metrics.jsonl")
@@ -160,10 +160,11 @@ class TestBetweenTheLookAndTheChange:
         rows = read_json_lines(new.run.root / "metrics.jsonl")
         assert [(row["step"], row["attempt"]) for row in rows] == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 2), (5, 2)]
 
-    def test_a_commit_that_was_published_before_the_checkout_is_parked(self, old: Driver, tmp_path: Path) -> None:
+    def test_a_checkpoint_that_was_published_before_the_checkout_is_parked(self, old: Driver, tmp_path: Path) -> None:
         """The other driver has chosen where it starts; this one is faster than the start of its rooms."""
         other = RunDir.open(config(tmp_path, "--resume"), FIXED)
-        old.run.__dict__["store"], old.commits._keep_last = CheckpointStore(old.run.root), 9  # does not look at HEAD
+        old.run.__dict__["store"] = CheckpointStore(old.run.root)  # does not look at HEAD
+        old.checkpoints._keep_last = 9
         old.steps(4)
         assert old.steps_on_disk == ["step_000002", "step_000004"]
         other.checkout()
@@ -188,13 +189,13 @@ def test_a_run_that_was_emptied_and_begun_again_is_another(old: Driver, tmp_path
         old.run.store.check_owner()
 
 
-def test_a_commit_of_an_earlier_attempt_that_arrives_late_is_refused_too(old: Driver) -> None:
-    """The same driver: its rooms failed, and a commit hung for longer than it was waited for."""
+def test_a_checkpoint_of_an_earlier_attempt_that_arrives_late_is_refused_too(old: Driver) -> None:
+    """The same driver: its rooms failed, and a checkpoint hung for longer than it was waited for."""
     draft = old.run.store.draft(4, 1)
     later = old.run.next_attempt(old.config, FIXED)
     later.checkout()
     draft.mkdir()
-    manifest = Manifest.read(later.store.commit(2))
+    manifest = Manifest.read(later.store.checkpoint(2))
     with pytest.raises(LockLost):
         old.run.store.publish(draft, type(manifest)(**{**vars(manifest), "step": 4, "files": ()}))
     assert names(CheckpointStore(later.root)) == ["step_000002"]

@@ -176,9 +176,9 @@ def test_a_failed_run_ends_the_job_with_its_code_and_is_not_started_again(job: d
 @pytest.mark.parametrize(
     ("number", "stopped", "again"),
     [(signal.SIGTERM, 75, ["scontrol requeue 1234"]), (signal.SIGTERM, 1, []), (signal.SIGINT, 75, [])],
-    ids=["before the time limit", "without a commit", "by the user"],
+    ids=["before the time limit", "without a checkpoint", "by the user"],
 )
-def test_a_stopped_run_commits_and_may_be_queued_again(
+def test_a_stopped_run_saves_and_may_be_queued_again(
     job: dict[str, str], number: signal.Signals, stopped: int, again: list[str]
 ) -> None:
     code, calls = run(job, number, STOPPED=str(stopped))

@@ -6,7 +6,7 @@ import pytest
 
 import style
 
-PER_10_000_TOKENS = {"tuples": 3.0, "walruses": 2.0, "conditionals": 16.0}
+PER_10_000_TOKENS = {"tuples": 3.0, "walruses": 2.0, "conditionals": 16.0, "Any": 11.0}
 EVERYDAY_PERCENT = 0.3
 STIFF_PER_1_000_WORDS = 3.0
 

@@ -19,7 +19,7 @@ from tinker_support import KEY, tinker_server
 from waiting import wait_for
 
 import orchestrator.agents
-from service.console.serving import make_console_app
+from service.console.standalone import make_console_app
 from service.keys import ServiceKey
 from service.ports import HEAD_BYTES, HEAD_LINES, PENDING_CONNECTIONS, http_server
 from service.routes import CONSOLE_ROUTES, ROUTES

@@ -368,7 +368,7 @@ class TestLostSet:
         world.answer("table", value=world.room.publish(0, lost={0: "it could not fetch"}))
         generations = dict(world.room.joined)
         (late,) = [ref for ref in world.monitor.refs() if ref.call == ("table",)]
-        world.manager.begin_set_again()
+        world.manager.begin_set_again(world.room)
         assert world.room.calls == [("begin again", 0, 1), ("drain", 1)]
         assert world.room.joined == generations, "requests on them go on"
         world.monitor.arrived(late, RoomFailed("replica set died"))

@@ -31,22 +31,6 @@ def log(roster: Roster) -> list[Incident | None]:
     return heard
 
 
-def test_a_part_goes_through_its_life(roster: Roster) -> None:
-    name = "inference_1"
-    for health in (
-        PartHealth.STARTING,
-        PartHealth.CATCHING_UP,
-        PartHealth.HEALTHY,
-        PartHealth.SUSPECT,
-        PartHealth.DEAD,
-    ):
-        roster.set(name, health, f"why {health}")
-        part = roster.part(name)
-        assert part is not None
-        assert (part.health, part.why) == (health, f"why {health}")
-    assert len(roster.parts) == 1
-
-
 def test_processes_and_node_stay_until_others_are_given(roster: Roster) -> None:
     roster.set("inference_0", PartHealth.STARTING)
     assert roster.parts[0].pids == ()

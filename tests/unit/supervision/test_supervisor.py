@@ -129,18 +129,6 @@ def test_a_signal_while_its_thread_starts_ends_the_thread(world: World, monkeypa
 DIED = RoomFailed("trainer_0 died: process 7 was killed")
 
 
-def test_all_is_well(world: World) -> None:
-    with world.serving() as supervisor:
-        supervisor.check()
-        world.until(lambda: all(part.pids for part in world.roster.parts))
-        assert {part.name: part.health for part in world.roster.parts} == {
-            "inference_0": PartHealth.HEALTHY,
-            "trainer_0": PartHealth.HEALTHY,
-            "orchestrator_0": PartHealth.HEALTHY,
-            "replica_set_0": PartHealth.HEALTHY,
-        }
-
-
 @pytest.mark.parametrize("failure", [BadInput("4 replicas need 48 GiB"), RoomFailed("4 nodes do not answer")])
 def test_more_replicas_than_fit_are_refused_meanwhile(failure: TriremeError, world: World, tmp_path: Path) -> None:
     """Whoever is asked for the machines may take long: others get the supervisor's lock meanwhile."""

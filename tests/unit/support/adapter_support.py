@@ -1,4 +1,4 @@
-"""A run whose one commit holds LoRA adapters, and the model that they belong to."""
+"""A run whose one checkpoint holds LoRA adapters, and the model that they belong to."""
 
 import shutil
 from dataclasses import replace
@@ -31,7 +31,7 @@ def make_base(path: Path) -> Path:
 
 
 def make_adapter_run(root: Path, base: Path) -> CheckpointStore:
-    """A run with one commit, of step 2, whose adapters are random."""
+    """A run with one checkpoint, of step 2, whose adapters are random."""
     store = make_run(root)
     torch.manual_seed(0)
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft_config(LORA))

@@ -1,4 +1,4 @@
-"""Small commits, ways to damage them, and crashes at any change of the file system."""
+"""Small checkpoints, ways to damage them, and crashes at any change of the file system."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from unittest import mock
 import xxhash
 
 from trireme.checkpoint.files import FileRecord, HashingWriter, write_bytes
-from trireme.checkpoint.manifest import MANIFEST, CommitRef, Manifest
+from trireme.checkpoint.manifest import MANIFEST, CheckpointRef, Manifest
 from trireme.checkpoint.store import CheckpointStore
 from trireme.core.types import WeightIdentity
 
@@ -94,7 +94,7 @@ def fill(draft: Path, manifest: Manifest, state: Any = None) -> Manifest:
     return replace(manifest, files=tuple(records))
 
 
-def manifest(step: int, lineage: str = "aaaaaaaa", attempt: int = 1, parent: CommitRef | None = None) -> Manifest:
+def manifest(step: int, lineage: str = "aaaaaaaa", attempt: int = 1, parent: CheckpointRef | None = None) -> Manifest:
     return Manifest(
         step=step,
         lineage=lineage,
@@ -104,6 +104,7 @@ def manifest(step: int, lineage: str = "aaaaaaaa", attempt: int = 1, parent: Com
         shards=2,
         replicas=1,
         fixed=FIXED,
+        decided={},
         config_hash="0123456789abcdef",
         packages={"torch": "2.13.0"},
         created="2026-01-01T00:00:00+00:00",
@@ -111,7 +112,7 @@ def manifest(step: int, lineage: str = "aaaaaaaa", attempt: int = 1, parent: Com
     )
 
 
-def commit(store: CheckpointStore, step: int, attempt: int = 1, state: Any = None) -> Path:
+def checkpoint(store: CheckpointStore, step: int, attempt: int = 1, state: Any = None) -> Path:
     head = store.head()
     draft = store.draft(step, attempt)
     filled = fill(draft, manifest(step, head.lineage if head else "aaaaaaaa", attempt), state)
@@ -119,7 +120,7 @@ def commit(store: CheckpointStore, step: int, attempt: int = 1, state: Any = Non
 
 
 def names(store: CheckpointStore) -> list[str]:
-    return [path.name for path in store.commits()]
+    return [path.name for path in store.checkpoints()]
 
 
 def steps(store: CheckpointStore) -> list[int]:
@@ -151,10 +152,10 @@ def snapshot(root: Path) -> dict[str, bytes]:
     return {str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()}
 
 
-def forge(commit: Path, path: str, data: bytes) -> None:
-    """Puts `data` in the place of a file of a commit, as a stranger may who writes a manifest that fits."""
-    (commit / path).write_bytes(data)
-    before = Manifest.read(commit)
+def forge(checkpoint: Path, path: str, data: bytes) -> None:
+    """Puts `data` in the place of a file of a checkpoint, as a stranger may who writes a manifest that fits."""
+    (checkpoint / path).write_bytes(data)
+    before = Manifest.read(checkpoint)
     record = FileRecord(path, len(data), xxhash.xxh3_128_hexdigest(data))
     files = tuple(record if file.path == path else file for file in before.files)
-    (commit / MANIFEST).write_text(replace(before, files=files).to_json())
+    (checkpoint / MANIFEST).write_text(replace(before, files=files).to_json())

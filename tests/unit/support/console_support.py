@@ -12,7 +12,7 @@ import numpy as np
 from supervision_support import roster_of
 from trace_support import CONFIG, begin, counter, end, row, span, write_trace
 
-from service.console.reading import RunReader
+from service.console.run_reader import RunReader
 from service.sessions.records import (
     FORMAT,
     AnswersDelivered,

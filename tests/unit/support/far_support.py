@@ -11,12 +11,12 @@ from checkpoint_support import fill, manifest
 from store_support import Driver
 
 from trireme.checkpoint.manifest import MANIFEST, Manifest
-from trireme.checkpoint.parts import CommitSource
+from trireme.checkpoint.parts import CheckpointSource
 from trireme.launch import writers
 from trireme.launch.writers import FarNodes
 
 PARTS = {"near": ("inference",), "far": ("trainer",), "farther": ("orchestrator",)}
-"""The parts of a commit that each node writes; near is the driver's."""
+"""The parts of a checkpoint that each node writes; near is the driver's."""
 
 
 class FarRun:
@@ -57,23 +57,23 @@ class FarRun:
                 (draft / part).rename(self.at(node, draft) / part)
         return draft, filled
 
-    def commit(self, step: int) -> Path:
+    def checkpoint(self, step: int) -> Path:
         draft, filled = self.write(step)
         self.far.gather(draft, filled)
         return self.run.store.publish(draft, filled)
 
-    def source(self, commit: Path) -> CommitSource:
-        """The commit for a node that does not see the run directory, once the store has it."""
-        source = self.far.source(commit, Manifest.read(commit))
+    def source(self, checkpoint: Path) -> CheckpointSource:
+        """The checkpoint for a node that does not see the run directory, once the store has it."""
+        source = self.far.source(checkpoint, Manifest.read(checkpoint))
         return replace(source, mark=self.disks / "nowhere")
 
     def leftovers(self) -> list[Path]:
-        """All files below the directories of commits on the disks of the other nodes."""
+        """All files below the directories of checkpoints on the disks of the other nodes."""
         return [file for node in self.far.nodes for file in (self.disks / node).rglob("*") if file.is_file()]
 
 
 def puts(requests: list[str]) -> list[str]:
-    """The files of commits, manifests apart, that were put, in order of time."""
+    """The files of checkpoints, manifests apart, that were put, in order of time."""
     paths = [
         request.split("/commits/")[1] for request in requests if request.startswith("PUT") and "/commits/" in request
     ]

@@ -14,7 +14,7 @@ from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCo
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
 from trireme.config import Config
-from trireme.core.sampler import ReplicaStats
+from trireme.core.sampler import OnVersions, ReplicaStats
 from trireme.core.types import (
     Datum,
     Minibatch,
@@ -87,8 +87,10 @@ class FakeSampler:
         self.changed({0: version})
         return [UpdateReport(0, weights.identity, Drift(version / 200, version / 100), 10 * version, 0.0)]
 
-    def on_change(self, call: Callable[[dict[int, int]], object]) -> None:
-        self.changed = call
+    def connect(self, on_versions: OnVersions) -> FakeSampler:
+        """Makes the sampler of a pipeline: itself, with the pipeline's callback."""
+        self.changed = on_versions
+        return self
 
     async def stats(self) -> dict[int, ReplicaStats]:
         return {0: ReplicaStats(0, 0, 0.0, 0)}
@@ -186,7 +188,7 @@ class Run:
             dataset or Problems(),
             start,
         )
-        self.pipeline = Pipeline(config, [self.dataset], self.sampler, limits or RolloutLimits(1000, 100))
+        self.pipeline = Pipeline(config, [self.dataset], self.sampler.connect, limits or RolloutLimits(1000, 100))
         self.rows: list[dict[str, float]] = []
         self.released: list[StepSummary] = []
         self.batches: list[list[Minibatch]] = []

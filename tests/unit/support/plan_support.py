@@ -9,10 +9,10 @@ from rich.console import Console
 
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
-from trireme.plan.base import Plan
 from trireme.plan.memory import GIB
 from trireme.plan.rl import RL_ROOMS, InferencePart, OrchestratorPart
 from trireme.plan.trainer import TrainerPart
+from trireme.plan.whole import Plan
 from trireme.process.environ import Resources
 from trireme.process.machine import Gpu, Node
 

@@ -15,7 +15,7 @@ from service.sessions.session import SessionExport
 from trireme.core.types import SampledSequence
 from trireme.renderers import Message
 
-SYSTEM, FIRST = message_of("system", "s"), message_of("user", "q0")
+FIRST = message_of("user", "q0")
 
 
 async def ask(service: SessionRegistry, request: TurnRequest, name: str = "s") -> AnsweredTurn:

@@ -15,8 +15,8 @@ from renderer_support import QWEN3, bpe
 
 from service.answering import TurnAnswering
 from service.app import make_app
-from service.console.reading import RunReader
-from service.front import Front
+from service.console.run_reader import RunReader
+from service.gateway import Gateway
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
 from service.places import Places
@@ -104,7 +104,7 @@ def beginning(whole: SampledSequence, end: int) -> SampledSequence:
 class Served:
     url: str
     sampler: ScriptedSampler
-    front: Front
+    gateway: Gateway
     client: httpx.AsyncClient
     renderer: Any
     app: Any = field(repr=False)
@@ -120,7 +120,7 @@ def front_of(
     limits_of_sessions: SessionLimits = SESSION_LIMITS,
     max_steps_off_policy: int | None = None,
     limit: int = 8,
-) -> Front:
+) -> Gateway:
     sampling, store = SamplingParams(max_tokens=500), Store(directory, FORMAT)
     registry = SessionRegistry(turns, store, limits_of_sessions, sampling, time.time, max_steps_off_policy)
     registry.restore()
@@ -128,7 +128,7 @@ def front_of(
     async def floor() -> WeightIdentity:
         return WeightIdentity(1, VERSION, "d0")
 
-    return Front(turns, registry, keys, floor, limit)
+    return Gateway(turns, registry, keys, floor, limit)
 
 
 @asynccontextmanager
@@ -147,20 +147,20 @@ async def served(
     sampler = ScriptedSampler(*texts, tokenizer=tokenizer)
     renderer = make_renderer("auto", tokenizer)
     models = ServedModels(("policy", "step-000020"), MAX_LEN, len(tokenizer))
-    turns = TurnAnswering(sampler, models, tokenizer, renderer, places or Places(64, 64, 30.0))
+    turns = TurnAnswering(sampler.sample, models, tokenizer, renderer, places or Places(64, 64, 30.0))
     with tempfile.TemporaryDirectory() as directory:
-        front = front_of(turns, keys, sessions or Path(directory), **options)
-        async with _running(make_app(front, keys, limits, run), sampler, front) as running:
+        gateway = front_of(turns, keys, sessions or Path(directory), **options)
+        async with _running(make_app(gateway, keys, limits, run), sampler, gateway) as running:
             yield running
 
 
 @asynccontextmanager
-async def _running(app: Any, sampler: ScriptedSampler, front: Front) -> AsyncIterator[Served]:
+async def _running(app: Any, sampler: ScriptedSampler, gateway: Gateway) -> AsyncIterator[Served]:
     server = http_server(app, "127.0.0.1", 0)
     await server.open()
     url = server.address_at("127.0.0.1")
     headers = {"Authorization": f"Bearer {CLIENT}"}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as client:
-        yield Served(url, sampler, front, client, front.turns.renderer, app)
+        yield Served(url, sampler, gateway, client, gateway.turns.renderer, app)
     await server.close()
-    await front.close("the test has ended")
+    await gateway.close("the test has ended")

@@ -45,8 +45,8 @@ def sampled(service: Served) -> list[int]:
     tokens: list[int] = []
     for request, text in zip(service.sampler.requests, service.sampler.texts * 99, strict=False):
         assert isinstance(text, str)
-        end = next(iter(request.params.stop_token_ids), service.front.turns.tokenizer.eos_token_id)
-        tokens += [*service.front.turns.tokenizer.encode(text, add_special_tokens=False), end]
+        end = next(iter(request.params.stop_token_ids), service.gateway.turns.tokenizer.eos_token_id)
+        tokens += [*service.gateway.turns.tokenizer.encode(text, add_special_tokens=False), end]
     return tokens
 
 

@@ -163,7 +163,8 @@ def registry(
     STORES[directory] = store = Store(directory, FORMAT, boot)
     models = ServedModels(("policy",), 4096, 1 << 31)
     places = Places(1000, 1000, 1000.0)
-    turns = TurnAnswering(sampler or ScriptedSampler(), models, LetterTokens(), renderer or Letters(), places)
+    sample = (sampler or ScriptedSampler()).sample
+    turns = TurnAnswering(sample, models, LetterTokens(), renderer or Letters(), places)
     opened = SessionRegistry(turns, store, limits, SamplingParams(), clock or Hand(), None)
     opened.restore()
     return opened

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkpoint_support import append_rows, commit
+from checkpoint_support import append_rows, checkpoint
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
@@ -127,15 +127,15 @@ class Driver:
         self.run.checkout()
         return self
 
-    def step(self, number: int, committed: bool = False) -> None:
-        """Writes the rows of a step; then its commit."""
+    def step(self, number: int, saved: bool = False) -> None:
+        """Writes the rows of a step; then its checkpoint."""
         for name in ROW_FILES:
             append_rows(self.run.root / name, [{"step": number - 1, "attempt": self.run.start.attempt}])
         records = self.run.root / "rollouts"
         records.mkdir(exist_ok=True)
         (records / f"step_{number - 1:06d}.jsonl").write_text(json.dumps({"of": number - 1}) + "\n")
-        if committed:
-            commit(CheckpointStore(self.run.root), number, self.run.start.attempt, secrets.token_hex(4))
+        if saved:
+            checkpoint(CheckpointStore(self.run.root), number, self.run.start.attempt, secrets.token_hex(4))
 
     def bring(self) -> None:
         assert self.mirror

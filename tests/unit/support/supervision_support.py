@@ -5,7 +5,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +59,6 @@ class Ref:
         return f"Ref{self.call}"
 
 
-@dataclass(frozen=True)
-class Method:
-    """A method of an actor."""
-
-    remote: Callable[..., Ref]
-
-
 class Room:
     """The inference room, places for it, and the replica set: write down what they are told, give references."""
 
@@ -81,9 +73,7 @@ class Room:
         """Those whose actors can be asked."""
         self.looks = 0
         """How often places were looked at."""
-        self.join, self.leave, self.drain = Method(self._join), Method(self._leave), Method(self._drain)
-        self.table = Method(lambda _after, _wait_s: Ref("table"))
-        self.actor, self.incarnation = self, 1
+        self.incarnation = 1
         """As the handle of a replica set."""
         self.published = Table()
         self.joined: dict[int, Generation] = {}
@@ -157,13 +147,16 @@ class Room:
         self.published = Table((self.incarnation, number[1] + 1), rows, {**self.published.departed, **departed})
         return self.published
 
-    def _join(self, index: int, client: str, generation: Generation) -> Ref:
+    def join(self, index: int, client: str, generation: Generation) -> Ref:
         self.joined[index] = generation
         return self._ref("join", index, client)
 
-    def _leave(self, index: int, reason: str) -> Ref:
+    def leave(self, index: int, reason: str) -> Ref:
         self.calls.append(("leave", index))
         return Ref("leave", index)
 
-    def _drain(self, index: int, _timeout_s: float) -> Ref:
+    def table(self, _after: tuple[int, int], _wait_s: float) -> Ref:
+        return Ref("table")
+
+    def drain(self, index: int, _timeout_s: float) -> Ref:
         return self._ref("drain", index)

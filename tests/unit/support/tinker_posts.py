@@ -9,7 +9,7 @@ import numpy as np
 import tinker
 from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served
 
-from service.tinker.messages import message_class
+from service.tinker.protobuf import message_class
 
 
 def post(url: str, path: str, body: Any) -> httpx.Response:

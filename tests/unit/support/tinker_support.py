@@ -23,10 +23,10 @@ from service.keys import ServiceKey, ServiceKeys
 from service.requests import ServedModels
 from service.store import Store
 from service.tinker.catalog import Catalog
-from service.tinker.commits import OwnCommits
+from service.tinker.checkpoints import OwnCheckpoints
 from service.tinker.listening import TinkerListener
-from service.tinker.offer import TinkerOffer
 from service.tinker.rows import FORMAT
+from service.tinker.served_model import ServedTinkerModel
 from service.tinker.serving import TinkerServer
 from service.tinker.work import TrainingWorker
 from trireme.checkpoint.files import FileRecord, write_bytes
@@ -274,10 +274,10 @@ def tinker_server(
     adapters, so many at once. `boot`: the name of the machine's start. At the end it raises what ended it."""
     trainer, sampler = trainer or UnigramTrainer(), UnigramSampler()
     catalog = Catalog(root / "runs", base, time.time)
-    store, commits = Store(root / "store", FORMAT, boot), OwnCommits(root / "commits")
+    store, checkpoints = Store(root / "store", FORMAT, boot), OwnCheckpoints(root / "commits")
     options = TinkerConfig(snapshots=snapshots, commit_s=commit_s)
-    offer = TinkerOffer(ServedModels((base,), MAX_LEN, VOCABULARY), base, options, lora, places, slots)
-    server = TinkerServer(offer, catalog, store, commits, now)
+    offer = ServedTinkerModel(ServedModels((base,), MAX_LEN, VOCABULARY), base, options, lora, places, slots)
+    server = TinkerServer(offer, catalog, store, checkpoints, now)
     server.begin()
     limits = Limits(body_bytes=2**24, body_s=5.0, per_minute=None)
     listener = TinkerListener(server, ServiceKeys(keys), limits, "127.0.0.1", 0)

@@ -1,4 +1,5 @@
-"""Runs with commits of real parts: a model in Hugging Face layout, an orchestrator's state, bytes for the trainer."""
+"""Runs with checkpoints of real parts: a model in Hugging Face layout, an orchestrator's state, bytes for the
+trainer."""
 
 from dataclasses import replace
 from functools import cache
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from orchestrator.state import OrchestratorState
 from trainer.export import companion_files, write_weights
 from trireme.checkpoint.files import FileRecord, write_bytes
-from trireme.checkpoint.manifest import CommitRef
+from trireme.checkpoint.manifest import CheckpointRef
 from trireme.checkpoint.store import CheckpointStore, Head
 from trireme.transports.packing import pack
 
@@ -47,21 +48,21 @@ def write_parts(draft: Path, scale: float) -> tuple[FileRecord, ...]:
 
 
 def make_run(root: Path, *steps: int) -> CheckpointStore:
-    """A run with a commit of each step; the weights of step s are those of the base model times s."""
+    """A run with a checkpoint of each step; the weights of step s are those of the base model times s."""
     root.mkdir()
     (root / "config.json").write_text("{}")
     (root / "logs" / "attempt_1").mkdir(parents=True)
     store = CheckpointStore(root)
     store.write_head(Head.new())
     for step in steps:
-        commit(store, step)
+        checkpoint(store, step)
     return store
 
 
-def commit(store: CheckpointStore, step: int) -> Path:
+def checkpoint(store: CheckpointStore, step: int) -> Path:
     head = store.head()
     assert head is not None
     draft = store.draft(step, head.attempt)
-    parent = CommitRef(head.lineage, step - 2) if step > 2 else None
+    parent = CheckpointRef(head.lineage, step - 2) if step > 2 else None
     about = manifest(step, head.lineage, head.attempt, parent)
     return store.publish(draft, replace(about, files=write_parts(draft, scale=float(step))))

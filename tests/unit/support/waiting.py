@@ -24,3 +24,9 @@ async def wait_for_tasks(condition: Callable[[], object], label: str, seconds: f
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds:g} s for {label}"
         await asyncio.sleep(0.001)
+
+
+async def turns(n: int = 20) -> None:
+    """Lets other tasks of this event loop go on."""
+    for _ in range(n):
+        await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""`trireme export`: models taken out of commits, in every dtype, and what is refused."""
+"""`trireme export`: models taken out of checkpoints, in every dtype, and what is refused."""
 
 import json
 from pathlib import Path
@@ -6,19 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_support import flip, forge, snapshot
+from cli_support import refused
 from safetensors.torch import load, save
 from tools_support import base_model, make_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trireme.checkpoint.store import CheckpointStore
 from trireme.cli.trireme import main
-from trireme.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, BadInput
+from trireme.core.errors import EXIT_FAILED, EXIT_OK, BadInput
 from trireme.tools.export import cast_tensors
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> CheckpointStore:
-    """Read only: a run with commits of steps 2 and 4."""
+    """Read only: a run with checkpoints of steps 2 and 4."""
     return make_run(tmp_path_factory.mktemp("runs") / "run", 2, 4)
 
 
@@ -38,43 +39,39 @@ def test_the_model_opens_in_the_dtype_that_was_asked_for(store: CheckpointStore,
     tensors = [tensor for file in files for tensor in load(file.read_bytes()).values()]
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors)
     assert AutoTokenizer.from_pretrained(out).encode("sort") == AutoTokenizer.from_pretrained(
-        store.commit(2) / "inference"
+        store.checkpoint(2) / "inference"
     ).encode("sort")
     assert sorted(path.name for path in out.parent.iterdir()) == ["out"]
 
 
-def test_without_options_the_newest_good_commit_is_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_options_the_newest_good_checkpoint_is_copied(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = make_run(tmp_path / "run", 2, 4, 6)
-    flip(store.commit(6) / "trainer" / "__0_0.distcp")
+    flip(store.checkpoint(6) / "trainer" / "__0_0.distcp")
     assert main(["export", str(store.root)]) == EXIT_OK
     out = store.root / "exports" / "step_000004-float32"
-    assert snapshot(out) == snapshot(store.commit(4) / "inference")
-    assert f"{store.commit(4)} is now {out}: {len(snapshot(out))} files, weights in float32" in capsys.readouterr().out
+    assert snapshot(out) == snapshot(store.checkpoint(4) / "inference")
+    assert (
+        f"{store.checkpoint(4)} is now {out}: {len(snapshot(out))} files, weights in float32" in capsys.readouterr().out
+    )
 
 
 def test_a_file_that_claims_more_than_it_holds_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its manifest fits: a stranger wrote both."""
     store = make_run(tmp_path / "run", 2)
-    forge(store.commit(2), "inference/model-00001.safetensors", (1 << 62).to_bytes(8, "little") + b"{}")
+    forge(store.checkpoint(2), "inference/model-00001.safetensors", (1 << 62).to_bytes(8, "little") + b"{}")
     for words in ([], ["--dtype", "bfloat16"]):
-        text = refused([str(store.root), *words], capsys)
+        text = refused(capsys, "export", store.root, *words)
         assert "inference/model-00001.safetensors, whose header does not describe it" in text
     assert not (store.root / "exports").exists() or not any((store.root / "exports").iterdir())
-
-
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(["export", *arguments]) == EXIT_BAD_INPUT
-    output = capsys.readouterr().err
-    for part in ("given: ", "expected: ", "to do: "):
-        assert part in output
-    return output
 
 
 def test_a_directory_in_use_stays(store: CheckpointStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").write_text("precious")
     before = snapshot(tmp_path)
-    assert f"--out {tmp_path}, which exists" in refused([str(store.root), "--out", str(tmp_path)], capsys)
-    assert "mine, which exists" in refused([str(store.root), "--out", str(tmp_path / "mine")], capsys)
+    assert f"--out {tmp_path}, which exists" in refused(capsys, "export", store.root, "--out", str(tmp_path))
+    assert "mine, which exists" in refused(capsys, "export", store.root, "--out", str(tmp_path / "mine"))
     assert snapshot(tmp_path) == before
     (tmp_path / "empty").mkdir()
     assert main(["export", str(store.root), "--out", str(tmp_path / "empty")]) == EXIT_OK
@@ -82,26 +79,26 @@ def test_a_directory_in_use_stays(store: CheckpointStore, tmp_path: Path, capsys
 
 
 def test_a_step_that_is_not_there_is_refused(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
-    output = refused([str(store.root), "--step", "3"], capsys)
+    output = refused(capsys, "export", store.root, "--step", "3")
     assert "--step 3" in output
     assert "there are: 2, 4" in output
 
 
-def test_a_run_without_commits_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_checkpoints_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path / "run")
-    assert "which holds no commit" in refused([str(tmp_path / "run")], capsys)
+    assert "which holds no checkpoint" in refused(capsys, "export", tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", ["config.json", "model-00002.safetensors", "tokenizer.json"])
 def test_damaged_files_are_seen_and_gone(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = make_run(tmp_path / "run", 2)
-    flip(store.commit(2) / "inference" / name)
-    output = refused([str(store.root), "--step", "2", "--out", str(tmp_path / "out")], capsys)
+    flip(store.checkpoint(2) / "inference" / name)
+    output = refused(capsys, "export", store.root, "--step", "2", "--out", str(tmp_path / "out"))
     assert f"the contents of inference/{name} were altered" in output
-    (store.commit(2) / "inference" / name).unlink()
-    assert f"inference/{name} is missing" in refused([str(store.root), "--step", "2"], capsys)
+    (store.checkpoint(2) / "inference" / name).unlink()
+    assert f"inference/{name} is missing" in refused(capsys, "export", store.root, "--step", "2")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
-    assert "none of whose commits verifies" in refused([str(store.root)], capsys)
+    assert "none of whose checkpoints verifies" in refused(capsys, "export", store.root)
 
 
 def test_what_cannot_be_written_is_said_with_the_free_space(

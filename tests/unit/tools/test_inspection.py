@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from checkpoint_support import flip, truncate
 from supervision_support import roster_of
-from tools_support import commit, make_run
+from tools_support import checkpoint, make_run
 
 from trireme.checkpoint.store import CheckpointStore
 from trireme.cli.trireme import main
@@ -35,7 +35,7 @@ def store(tmp_path: Path) -> CheckpointStore:
     return make_run(tmp_path / "run", 2, 4, 6)
 
 
-def test_what_a_commit_says(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_checkpoint_says(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
     head = store.head()
     report = inspected(store.root, capsys)
     assert [c["step"] for c in report["commits"]] == [2, 4, 6]
@@ -44,7 +44,7 @@ def test_what_a_commit_says(store: CheckpointStore, capsys: pytest.CaptureFixtur
     assert last["branch"] is None
     assert (last["lineage"], last["attempt"], last["shards"], last["replicas"]) == (head.lineage, 1, 2, 1)
     assert last["parent"] == {"lineage": head.lineage, "step": 4}
-    files = [file for file in store.commit(6).rglob("*") if file.is_file() and file.name != "manifest.json"]
+    files = [file for file in store.checkpoint(6).rglob("*") if file.is_file() and file.name != "manifest.json"]
     assert last["bytes"] == sum(file.stat().st_size for file in files)
     assert report["newest"] == 6
     text = shown(store.root, capsys)
@@ -68,9 +68,9 @@ def test_a_finished_run_is_offered_more_steps(store: CheckpointStore, capsys: py
     assert "finished at step 6; for longer\n  uv run rl @" in shown(store.root, capsys)
 
 
-def test_damaged_and_unfinished_commits_say_why(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
-    flip(store.commit(6) / "orchestrator" / "groups.safetensors")
-    torn = store.commit(4) / "manifest.json"
+def test_damaged_and_unfinished_checkpoints_say_why(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(store.checkpoint(6) / "orchestrator" / "groups.safetensors")
+    torn = store.checkpoint(4) / "manifest.json"
     torn.write_bytes(torn.read_bytes()[:200])
     (store.draft(8, 3) / "part").write_bytes(b"12345")
     report = inspected(store.root, capsys)
@@ -82,14 +82,14 @@ def test_damaged_and_unfinished_commits_say_why(store: CheckpointStore, capsys: 
     assert report["newest"] == 2
     assert report["leftovers"] == ["checkpoints/step_000008.partial-3"]
     text = shown(store.root, capsys)
-    assert "checkpoints/step_000008.partial-3 is no commit" in text
+    assert "checkpoints/step_000008.partial-3 is no checkpoint" in text
     assert "checkpoints/step_000006 does not verify: the contents of orchestrator/groups.safetensors" in text
     assert "continue from step 2\n" in text
 
 
 def test_a_quick_look_sees_missing_and_short_files(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
-    flip(store.commit(6) / "orchestrator" / "groups.safetensors")
-    truncate(store.commit(4) / "orchestrator" / "groups.safetensors")
+    flip(store.checkpoint(6) / "orchestrator" / "groups.safetensors")
+    truncate(store.checkpoint(4) / "orchestrator" / "groups.safetensors")
     report = inspected(store.root, capsys, "--quick")
     assert report["quick"]
     assert {c["step"]: c["verifies"] for c in report["commits"]} == {2: True, 4: False, 6: True}
@@ -102,7 +102,7 @@ def test_lineages_that_were_left_and_what_they_left(store: CheckpointStore, caps
     first = store.head().lineage
     store.checkout(4)
     second = store.head().lineage
-    commit(store, 8)
+    checkpoint(store, 8)
     store.checkout(2)
     third = store.head().lineage
     report = inspected(store.root, capsys)
@@ -124,14 +124,14 @@ def test_lineages_that_were_left_and_what_they_left(store: CheckpointStore, caps
         f"lineage {second} from step 4 of lineage {first} (left in attempt 1, see branches/{second})",
         f"lineage {third} from step 2 of lineage {first} (current)",
     }
-    assert f"superseded commits, in branches/{second}" in text
+    assert f"superseded checkpoints, in branches/{second}" in text
 
 
-def test_a_run_that_has_no_commit_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_has_no_checkpoint_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path / "run")
     report = inspected(tmp_path / "run", capsys)
     assert (report["commits"], report["newest"], report["attempts"]) == ([], None, [1])
-    assert "no commits" in (text := shown(tmp_path / "run", capsys))
+    assert "no checkpoints" in (text := shown(tmp_path / "run", capsys))
     assert "continue from the beginning" in text
 
 
@@ -151,7 +151,9 @@ def test_incidents_are_told_the_newest_ten(store: CheckpointStore, capsys: pytes
     assert "died [1]\n" not in text
 
 
-def test_a_damaged_head_does_not_hide_the_commits(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_head_does_not_hide_the_checkpoints(
+    store: CheckpointStore, capsys: pytest.CaptureFixture[str]
+) -> None:
     (store.root / "HEAD").write_text("{")
     report = inspected(store.root, capsys)
     assert report["head"] is None

@@ -31,7 +31,7 @@ def store(base: Path, tmp_path: Path) -> CheckpointStore:
 def test_merged_is_the_adapter_on_its_base(store: CheckpointStore, base: Path) -> None:
     assert main(["export", str(store.root), "--merge"]) == EXIT_OK
     out = store.root / "exports" / "step_000002-merged"
-    expected = logits(adapted_model(store.commit(2) / "inference", base))
+    expected = logits(adapted_model(store.checkpoint(2) / "inference", base))
     merged = AutoModelForCausalLM.from_pretrained(out)
     torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-5)
     assert (logits(AutoModelForCausalLM.from_pretrained(base)) - expected).abs().max() > 0.1
@@ -46,7 +46,7 @@ def test_merged_in_another_dtype_is_rounded_once(store: CheckpointStore, base: P
     )
     got = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert got.dtype == torch.bfloat16
-    expected = adapted_model(store.commit(2) / "inference", base).merge_and_unload()
+    expected = adapted_model(store.checkpoint(2) / "inference", base).merge_and_unload()
     for name, parameter in expected.named_parameters():
         difference = (got.get_parameter(name).float() - parameter.bfloat16().float()).abs()
         assert (difference <= parameter.abs() / 128).all(), name
@@ -56,7 +56,7 @@ def test_merged_in_another_dtype_is_rounded_once(store: CheckpointStore, base: P
 def test_without_merge_the_adapter_is_copied(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
     assert main(["export", str(store.root)]) == EXIT_OK
     out = store.root / "exports" / "step_000002-adapter"
-    assert snapshot(out) == snapshot(store.commit(2) / "inference")
+    assert snapshot(out) == snapshot(store.checkpoint(2) / "inference")
     assert main(["export", str(store.root), "--dtype", "bfloat16", "--out", str(tmp_path / "bf16")]) == EXIT_OK
     assert {t.dtype for t in load_file(tmp_path / "bf16" / "adapter_model.safetensors").values()} == {torch.bfloat16}
     torch.testing.assert_close(
@@ -85,5 +85,5 @@ def test_a_whole_model_has_nothing_to_merge(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_the_files_name_their_base(store: CheckpointStore, base: Path) -> None:
-    about = json.loads((store.commit(2) / "inference" / "base.json").read_text())
+    about = json.loads((store.checkpoint(2) / "inference" / "base.json").read_text())
     assert about == {"name": str(base), "digest": base_digest(str(base))}

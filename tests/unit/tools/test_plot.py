@@ -7,11 +7,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from cli_support import refused
 
 from trireme.cli.trireme import main
-from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
+from trireme.core.errors import EXIT_OK
 from trireme.tools import plot as drawing
-from trireme.tools.plot import axis_of, draw_knob, lines_of
+from trireme.tools.plot import axis_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -26,11 +27,6 @@ def make_run(directory: Path, rewards: list[float]) -> Path:
 
 def plotted(*argv: object) -> None:
     assert main(["plot", *map(str, argv)]) == EXIT_OK
-
-
-def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    assert main(["plot", *map(str, argv)]) == EXIT_BAD_INPUT
-    return capsys.readouterr().err
 
 
 def curves(svg: ElementTree.Element) -> list[tuple[str, list[tuple[float, float]]]]:
@@ -69,10 +65,10 @@ def test_several_runs_get_a_colour_and_a_name_each(tmp_path):
 
 def test_what_is_refused(tmp_path, capsys):
     root = make_run(tmp_path / "run", [0.5])
-    assert "given: 7 runs" in refused(capsys, *[root] * 7)
-    assert "none of the 1 rows" in refused(capsys, root, "--key", "optim/loss")
-    assert "--window 0" in refused(capsys, root, "--window", "0")
-    assert "no" in refused(capsys, root, "--output", tmp_path / "no" / "file.svg")
+    assert "given: 7 runs" in refused(capsys, "plot", *[root] * 7)
+    assert "none of the 1 rows" in refused(capsys, "plot", root, "--key", "optim/loss")
+    assert "--window 0" in refused(capsys, "plot", root, "--window", "0")
+    assert "no" in refused(capsys, "plot", root, "--output", tmp_path / "no" / "file.svg")
 
 
 def test_the_svg_loads_nothing_and_suits_dark_pages(tmp_path):
@@ -88,7 +84,7 @@ def test_the_svg_loads_nothing_and_suits_dark_pages(tmp_path):
 
 def test_without_matplotlib_the_command_that_installs_it_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "uv sync --extra plot" in refused(capsys, make_run(tmp_path / "run", [0.5]))
+    assert "uv sync --extra plot" in refused(capsys, "plot", make_run(tmp_path / "run", [0.5]))
 
 
 def test_a_knob_is_drawn_by_its_logarithm_where_it_spans_a_decade():
@@ -99,30 +95,3 @@ def test_a_knob_is_drawn_by_its_logarithm_where_it_spans_a_decade():
 
 def test_a_knob_without_numbers_has_its_values_side_by_side():
     assert axis_of(["cosine", "linear", None]) == ({"cosine": 0.0, "linear": 1.0, None: 2.0}, "linear")
-
-
-def test_a_line_goes_through_the_means_and_each_run_is_a_dot():
-    points = [({"rate": rate, "loss": loss, "seed": seed}, value) for rate, loss, seed, value in RUNS]
-    assert lines_of(points, "rate") == {"loss = a": {1: [0.0, 1.0], 2: [2.0]}, "loss = b": {1: [1.5]}}
-    svg = ElementTree.fromstring(draw_knob(points, knob="rate", metric="m"))
-    dots = {
-        use.get("style"): [
-            (float(u.get("x")), float(u.get("y"))) for u in svg.iter(f"{SVG}use") if u.get("style") == use.get("style")
-        ]
-        for use in svg.iter(f"{SVG}use")
-    }
-    of_color = {
-        color: next(dot for style, dot in dots.items() if f"fill: {color}" in style) for color, _ in curves(svg)
-    }
-    (color, line), *_ = drawn = curves(svg)
-    other, (point,) = next((curve, dot) for curve, dot in drawn if curve != color)
-    (x, low), (_, high), second = of_color[color]
-    assert line == [
-        (pytest.approx(x, abs=0.1), pytest.approx((low + high) / 2, abs=0.1)),
-        pytest.approx(second, abs=0.1),
-    ]
-    assert of_color[other] == [pytest.approx(point, abs=0.1)]
-    assert {"loss = a", "loss = b", "rate", "m", "m by rate"} <= texts(svg)
-
-
-RUNS = [(1, "a", 0, 0.0), (1, "a", 1, 1.0), (2, "a", 0, 2.0), (1, "b", 0, 1.5)]

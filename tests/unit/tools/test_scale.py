@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_support import refused
 from supervision_support import answering, driven, roster_of
 
 from trireme.cli.trireme import main
@@ -30,14 +31,6 @@ def run(tmp_path: Path) -> Path:
     return make_run(tmp_path / "run")
 
 
-def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    assert main(["scale", *map(str, argv)]) == EXIT_BAD_INPUT
-    text = capsys.readouterr().err
-    for part in ("given: ", "expected: ", "to do: "):
-        assert part in text
-    return text
-
-
 def accept(requests: ScaleRequests, request: ScaleRequest) -> None:
     requests.answer(request, f"{request.replicas} replicas from now on")
 
@@ -48,7 +41,7 @@ def accept(requests: ScaleRequests, request: ScaleRequest) -> None:
 @pytest.mark.parametrize("replicas", [0, -1])
 def test_less_than_one(run: Path, replicas: int, capsys: pytest.CaptureFixture[str]) -> None:
     with driven(run):
-        assert "1 or more" in refused(capsys, run, f"--replicas={replicas}")
+        assert "1 or more" in refused(capsys, "scale", run, f"--replicas={replicas}")
 
 
 @pytest.mark.parametrize(
@@ -57,21 +50,21 @@ def test_less_than_one(run: Path, replicas: int, capsys: pytest.CaptureFixture[s
 def test_another_run(config: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", **config)
     with driven(run):
-        assert reason in refused(capsys, run, "--replicas", 2)
+        assert reason in refused(capsys, "scale", run, "--replicas", 2)
 
 
 def test_a_run_that_nobody_drives(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "has no driver" in refused(capsys, run, "--replicas", 2)
+    assert "has no driver" in refused(capsys, "scale", run, "--replicas", 2)
     with driven(run):
         pass
-    text = refused(capsys, run, "--replicas", 2)
+    text = refused(capsys, "scale", run, "--replicas", 2)
     assert "--resume --inference.replicas 2" in text
     assert not (run / "scale").exists(), "no request is left for the next driver"
 
 
 def test_no_number_and_no_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--replicas" in refused(capsys, run)
-    assert "holds none" in refused(capsys, tmp_path, "--replicas", 2)
+    assert "--replicas" in refused(capsys, "scale", run)
+    assert "holds none" in refused(capsys, "scale", tmp_path, "--replicas", 2)
 
 
 # ---------------------------------------------------------------------------------------------- what the driver says

@@ -44,7 +44,7 @@ def resolved(base_model="./base", path=None, update_every=0) -> Config:
     return resolve_reference(config, facts)
 
 
-def test_paths_are_absolute_and_a_commit_is_its_weights_and_kept(models):
+def test_paths_are_absolute_and_a_checkpoint_is_its_weights_and_kept(models):
     config = resolved(path="step_000004")
     reference = config.trainer.kl.reference
     assert (reference.base_model, reference.load_checkpoint_path) == (

@@ -107,14 +107,14 @@ def calls(check: Callable[[], None] = lambda: None, max_steps: int = 1, **traine
     return list(all_.asked)
 
 
-def test_a_step_is_published_its_update_begun_and_then_released_and_committed() -> None:
+def test_a_step_is_published_its_update_begun_and_then_released_and_saved() -> None:
     start = ["publish 0", "at boundary 0", "end version", "update 0", "begin version 0"]
     step = ["wait for 0.0.0", "forward_backward 0.0.0", "leave boundary", "optim_step"]
     end = ["publish 1", "end version", "update 1", "begin version 1", "release 0", "at boundary 1"]
     assert calls() == [*start, *step, *end, "row 0 ['{}']", "seal"]
 
 
-def test_what_ends_the_run_is_seen_between_two_steps_where_it_can_be_committed() -> None:
+def test_what_ends_the_run_is_seen_between_two_steps_where_it_can_be_saved() -> None:
     """Also when no room is ever waited for."""
     looks = iter([None, LimitReached("a replica died too often")])
 

@@ -20,7 +20,7 @@ from trireme.train.steps import Attempt
 
 
 class StandIn:
-    """Trainer, commits and rows in one. Every token costs 2 nats."""
+    """Trainer, checkpoints and rows in one. Every token costs 2 nats."""
 
     def __init__(self, refuses: Sequence[int] = ()) -> None:
         self.calls: list[str] = []
@@ -87,8 +87,8 @@ def run(
     return data
 
 
-def test_weights_are_published_at_the_start_and_then_only_by_commits() -> None:
-    """`Commits` publishes those of a boundary that it commits (tests/unit/run/test_commits.py)."""
+def test_weights_are_published_at_the_start_and_then_only_by_checkpoints() -> None:
+    """`Checkpoints` publishes those of a boundary that it saves (tests/unit/run/test_checkpoints.py)."""
     all_ = StandIn()
     run(all_, data__batch_size=2)
     steps = [["train on 2", f"at boundary {version}", "seal"] for version in (1, 2, 3)]
@@ -134,7 +134,7 @@ def test_a_signal_is_obeyed_between_steps_with_the_boundary_there() -> None:
     assert all_.calls == ["publish 2", "at boundary 2"]
 
 
-def test_gradients_that_are_not_finite_stop_the_run_after_a_commit_and_are_named() -> None:
+def test_gradients_that_are_not_finite_stop_the_run_after_a_checkpoint_and_are_named() -> None:
     all_, lines = StandIn(refuses=[1, 2]), []
     with pytest.raises(LimitReached):
         run(all_, say=lines.append, trainer__max_refused_steps=2, data__batch_size=2)

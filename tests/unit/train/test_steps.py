@@ -20,5 +20,14 @@ def test_substeps_have_their_own_divisor(divisors: tuple[float, ...], normalizer
         if number:
             record.update(guard, applied.append)
     assert applied == normalizers
+    assert record.perf_metrics() == {}, "nothing was computed"
     row = record.optim_metrics()
     assert (row["optim/loss"], row["optim/entropy"]) == (loss, 2.0)
+
+
+def test_the_saving_by_shared_prefixes_is_over_all_minibatches_of_a_step() -> None:
+    record = StepRecord(0)
+    for tokens, distinct in ((100, 20), (20, 20)):
+        output = ForwardBackwardOutput(np.zeros(0, np.float32), np.arange(1), {}, tokens=tokens, distinct=distinct)
+        record.add(output, 1.0, ())
+    assert record.perf_metrics() == {"perf/prefix_saving": 3.0}

@@ -120,18 +120,6 @@ def test_adapters_in_turn_equal_each_alone_bit_for_bit(make: Make) -> None:
     assert same(state(shard), initial)
 
 
-def test_a_new_adapter_computes_what_the_base_does(make: Make) -> None:
-    batch, shard = make_batch(LENGTHS), make()
-    base = logprobs(shard, batch)
-    for name, spec in SPECS.items():
-        shard.add_adapter(name, spec)
-        shard.use_adapter(name)
-        np.testing.assert_array_equal(logprobs(shard, batch), base)
-        add_gradient(shard, 1)
-        shard.optim_step(RATE, 10.0)
-        assert np.abs(logprobs(shard, batch) - base).max() > 1e-4
-
-
 @pytest.mark.parametrize(("name", "lora"), [("small", {"rank": 3, "alpha": 32}), ("attention", {"train_mlp": False})])
 def test_what_fills_an_adapter_up_stays_zero(make: Make, name: str, lora: Mapping[str, Any]) -> None:
     """A model whose LoRA layers are of that rank, or on those layers, learns the same, but for the order in which

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from orchestrator.advantages import compute_advantages
-from trainer.losses import resolve_loss
+from trainer.losses import DATUM, resolve_loss
 from trireme.core.normalization import Normalization
 from trireme.core.types import Datum, ModelInput, TokenBatch
 
@@ -71,7 +71,8 @@ def computed(loss: str, mode: str, batch: dict[str, Floats]) -> tuple[float, Flo
     ]
     data = [Datum(ModelInput([0] * LENGTH), columns) for columns in columns_D]
     weighted, divisor = Normalization(mode, LENGTH).apply(TokenBatch.from_datums(data), "mask")
-    columns = {name: torch.from_numpy(c.reshape(-1, LENGTH)) for name, c in weighted.columns.items()}
+    columns = {name: torch.from_numpy(column) for name, column in weighted.columns.items()}
+    columns[DATUM] = torch.arange(len(data)).repeat_interleave(LENGTH)
     thresholds = (
         {"max_ratio": MAX_RATIO}
         if loss == "importance_sampling"
@@ -79,7 +80,7 @@ def computed(loss: str, mode: str, batch: dict[str, Floats]) -> tuple[float, Flo
     )
     function, config = resolve_loss(loss, thresholds)
     p = torch.tensor(np.where(batch["mask"] != 0, batch["p"], np.nan), dtype=torch.float32, requires_grad=True)
-    value, _ = function(p, columns, config)
+    value, _ = function(p.flatten(), columns, config)
     value.backward()
     return float(value.detach()) / divisor, p.grad.numpy().astype(np.float64) / divisor
 

@@ -135,3 +135,35 @@ def test_flash_attention_3_that_computes_something_else_is_given_up_aloud(fa3):
     assert chosen.startswith("FlashAttention 2, as 3 cannot be used here: RuntimeError: its output differs by 0.1")
     assert current_flash_attention_impl() is None
     assert kernel.removed
+
+
+def test_a_kernel_that_is_wrong_with_a_common_prefix_is_given_up(fa3, monkeypatch):
+    right = attention.shared_attention
+
+    def shared(*arguments):
+        out, normalizers = right(*arguments)
+        return 1.1 * out, normalizers
+
+    monkeypatch.setattr(attention, "shared_attention", shared)
+    fa3(Kernel())
+    assert "RuntimeError: its output differs by 0.1" in attention.choose_kernel(*SIZES)
+
+
+def test_a_row_of_distinct_tokens_is_computed_along_its_path():
+    """Two sequences of 9 and 7 tokens that share 4: the second one's own tokens are the last 3 of the row."""
+    query, key, value = (state.float() for state in states())
+    path = torch.tensor([*range(9), *range(4), 9, 10, 11])
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 9, 12]), "max_length_q": 9}
+    bounds |= {"cu_seq_lens_k": torch.tensor([0, 9, 16]), "max_length_k": 9}
+    for window in (None, 3):
+        options = {"scaling": 0.3, "sliding_window": window}
+        out, _ = packed_attention(nn.Module(), query, key, value, None, path=path, **bounds, **options)
+        flat = packed_attention(
+            nn.Module(),
+            *(state[:, :, path] for state in (query, key, value)),
+            None,
+            cu_seq_lens_q=bounds["cu_seq_lens_k"],
+            max_length_q=9,
+            **options,
+        )[0]
+        torch.testing.assert_close(out[0], flat[0, [*range(9), 13, 14, 15]], rtol=0, atol=1e-6)

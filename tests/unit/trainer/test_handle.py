@@ -55,7 +55,7 @@ def test_sending_is_given_up_before_a_gather_that_waits_for_it(within_s, sends_f
     assert sends_for_s - 5.0 < session.left_s <= sends_for_s
 
 
-ASSIGN = RankAssignment(2, 100)
+ASSIGN = RankAssignment(2, 100, "auto")
 
 
 class StandIn:
@@ -93,7 +93,7 @@ class Shards(TrainerHandle):
     def _call_with(self, batch, verb, *args):
         self.calls.append(verb)
         parts_R = [part.opened(lambda column, owner: column) for part in batch.parts_R]
-        owns_R = [indices.tolist() for indices in ASSIGN(batch.lengths)]
+        owns_R = [indices.tolist() for indices in ASSIGN(batch.forest)]
         assert sorted(itertools.chain(*owns_R)) == list(range(len(batch))), "each datum is one shard's own"
         shards_R = list(map(StandIn, parts_R, owns_R))
         outputs_R = [getattr(shard, verb)(*args) for shard in shards_R]
@@ -111,7 +111,7 @@ def test_the_ratio_of_a_sequence_in_several_datums_is_known_before_the_backward_
     batch, shards = make_batch((3, 2, 2)), Shards()
     if sequences:
         batch = replace(batch, sequences=np.array(sequences))
-    stored = StoredBatch.store(batch.lengths, batch.sequences, batch.take, ASSIGN)
+    stored = StoredBatch.store(batch.find_forest(), batch.sequences, batch.take, ASSIGN)
     output = shards.forward_backward(stored if is_stored else batch, loss)
     assert shards.calls == ["forward_summarized", "forward_backward"][-passes:]
     if is_stored:
@@ -131,7 +131,7 @@ def test_the_ratio_of_a_sequence_in_several_datums_is_known_before_the_backward_
 
 def test_a_loss_of_all_datums_fetches_a_stored_batch(monkeypatch):
     batch, shards, prompts = make_batch((3, 2, 2)), Shards(), []
-    stored = StoredBatch.store(batch.lengths, batch.sequences, batch.take, ASSIGN)
+    stored = StoredBatch.store(batch.find_forest(), batch.sequences, batch.take, ASSIGN)
     monkeypatch.setattr(shards, "forward", lambda batch: SimpleNamespace(logprobs=np.zeros(7, np.float32)))
 
     def loss(data_D, p_D):

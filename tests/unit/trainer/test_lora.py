@@ -1,4 +1,5 @@
-"""LoRA in the trainer: adapters against peft on an unsharded model, the base as reference, and what a commit holds."""
+"""LoRA in the trainer: adapters against peft on an unsharded model, the base as reference, and what a checkpoint
+holds."""
 
 import json
 from collections.abc import Callable
@@ -72,7 +73,7 @@ def logprobs(shard: Shard, batch: TokenBatch, which: Any = "policy") -> np.ndarr
 
 
 def saved(shard: Shard, path: Path) -> PublishedWeights:
-    """Publishes, and writes what was published as a commit does."""
+    """Publishes, and writes what was published as a checkpoint does."""
     published = shard.publish_weights(1)
     assert published is not None
     shard.save_weights(path, published.manifest.entries, published.source)
@@ -192,7 +193,7 @@ def test_a_frozen_base_is_kept_in_the_inference_dtype(make: Make, kind: str) -> 
     assert {e.dtype for e in published.manifest.entries} == {"BF16"}
 
 
-def test_a_commit_holds_adapters_and_goes_on_bit_for_bit(make: Make, kind: str, tmp_path: Path) -> None:
+def test_a_checkpoint_holds_adapters_and_goes_on_bit_for_bit(make: Make, kind: str, tmp_path: Path) -> None:
     shard = trained(make(kind))
     shard.begin_save(tmp_path)
     records = shard.finish_save(tmp_path)
@@ -207,7 +208,7 @@ def test_a_commit_holds_adapters_and_goes_on_bit_for_bit(make: Make, kind: str, 
     assert again.identity == weights.identity
 
 
-def test_a_commit_on_another_base_is_refused(make: Make, models: dict[str, str], tmp_path: Path) -> None:
+def test_a_checkpoint_on_another_base_is_refused(make: Make, models: dict[str, str], tmp_path: Path) -> None:
     shard = trained(make("tied"))
     shard.begin_save(tmp_path / "state")
     shard.finish_save(tmp_path / "state")
@@ -222,7 +223,7 @@ def test_a_commit_on_another_base_is_refused(make: Make, models: dict[str, str],
         resumed.load_state(tmp_path / "state", [])
 
 
-def test_a_commit_of_full_training_is_refused(make: Make, tmp_path: Path) -> None:
+def test_a_checkpoint_of_full_training_is_refused(make: Make, tmp_path: Path) -> None:
     full = make("tied", {})
     full.begin_save(tmp_path)
     full.finish_save(tmp_path)

@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from page_fences import ALL
 
-from trainer.losses import monitors, resolve_loss, surrogate
+from trainer.losses import DATUM, monitors, on_rows, resolve_loss, surrogate
 from trireme.config.losses import LOSSES
 from trireme.core.errors import BadInput
 from trireme.core.types import Datum, ModelInput, TokenBatch
@@ -26,9 +28,13 @@ def columns(q, advantages, mask=None):
 
 
 def gradient(name, p, cols, config=None):
+    """Gradient, value and metrics of a loss. Rows [D, L] are D datums, one after the other."""
     function, full = resolve_loss(name, config or {})
     p = torch.tensor(p, dtype=torch.float32, requires_grad=True)
-    loss, metrics = function(p, cols, full)
+    flat = {name: column.flatten() for name, column in cols.items()}
+    if p.dim() == 2:
+        flat[DATUM] = torch.arange(len(p), dtype=torch.int32).repeat_interleave(p.shape[1])
+    loss, metrics = function(p.flatten(), flat, full)
     loss.backward()
     return p.grad, float(loss.detach()), metrics
 
@@ -182,6 +188,44 @@ def test_thresholds_may_be_given_token_by_token(name):
     assert metrics["clip_frac:sum"] == 1
     if name != "cispo":
         assert loss == pytest.approx(-(1.5 + 2.0))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_flat_datums_have_the_gradient_of_each_alone(name, lengths, seed):
+    """Also where datums have unequal lengths, and where no token of one counts."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    p, q, advantages = (torch.randn(total, generator=generator) for _ in range(3))
+    mask = (torch.rand(total, generator=generator) < 0.5).float()
+    flat = {"logprobs": q, "advantages": advantages, "mask": mask, "weights": mask * 2}
+    config = {"beta": 0.1} if name == "dro" else {}
+    alone = [
+        gradient(name, part.tolist(), dict(zip(flat, parts, strict=True)), config)
+        for part, *parts in zip(p.split(lengths), *(column.split(lengths) for column in flat.values()), strict=True)
+    ]
+    numbered = {**flat, DATUM: torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))}
+    grad, loss, _ = gradient(name, p.tolist(), numbered, config)
+    torch.testing.assert_close(grad, torch.cat([part for part, _, _ in alone]))
+    assert loss == pytest.approx(sum(value for _, value, _ in alone), rel=1e-5, abs=1e-5)
+
+
+def test_a_loss_of_ones_own_gets_padded_rows():
+    shapes = []
+
+    def own(p, columns, config):
+        shapes.append({name: column.tolist() for name, column in columns.items()})
+        return (p * columns["weights"] * config["factor"]).sum(), {"longest:max": float(p.shape[1])}
+
+    p = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
+    columns = {"weights": torch.tensor([1.0, 2.0, 3.0, 4.0]), "versions": torch.tensor([5, 6, 7, 8], dtype=torch.int32)}
+    loss = on_rows(own, torch.tensor([0, 3, 4, 5]), (2, 3))
+    value, metrics = loss(p, {**columns, DATUM: torch.tensor([0, 1, 1, 1])}, {"factor": 2.0})
+    value.backward()
+    assert shapes == [{"weights": [[1, 0, 0], [2, 3, 4]], "versions": [[5, 0, 0], [6, 7, 8]]}]
+    assert (float(value.detach()), metrics) == (60.0, {"longest:max": 3.0})
+    assert p.grad.tolist() == [2, 4, 6, 8]
 
 
 def squared(p, columns, config):

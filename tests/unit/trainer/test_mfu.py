@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainer.mfu import peak_flops, train_flops
 from trireme.config.model_facts import ModelFacts
 
+NOTHING = np.array([0])
 SIZES = SMALL | {"tie_word_embeddings": False, "max_position_embeddings": 1024}
 
 
@@ -25,7 +26,9 @@ def test_operations_are_those_that_pytorch_counts(length: int) -> None:
     with counter:
         model(input_ids=torch.zeros((1, length), dtype=torch.long), use_cache=False).logits.sum().backward()
     pairs = 12 * facts.attention_width * length**2
-    assert counter.get_total_flops() - pairs / 2 == pytest.approx(train_flops(facts, np.array([length])), rel=0.02)
+    assert counter.get_total_flops() - pairs / 2 == pytest.approx(
+        train_flops(facts, np.array([length]), NOTHING), rel=0.02
+    )
 
 
 def test_with_a_window_only_the_pairs_within_it_count() -> None:
@@ -33,8 +36,20 @@ def test_with_a_window_only_the_pairs_within_it_count() -> None:
     every = ModelFacts.from_json("m", json.dumps({**SIZES, "model_type": "qwen3"}))
     some = replace(every, windows=(4, None, None))
     length = np.array([6])
-    assert train_flops(every, length) - train_flops(some, length) == 12 * every.num_heads * every.head_dim * 2**2 / 2
-    assert train_flops(replace(every, windows=()), length) == 6 * every.multiplied_parameters * 6
+    assert (
+        train_flops(every, length, NOTHING) - train_flops(some, length, NOTHING)
+        == 12 * every.num_heads * every.head_dim * 2**2 / 2
+    )
+    assert train_flops(replace(every, windows=()), length, NOTHING) == 6 * every.multiplied_parameters * 6
+
+
+def test_a_shared_prefix_counts_once() -> None:
+    """Its tokens and pairs are computed in the first datum; the others' own tokens see them."""
+    facts = replace(ModelFacts.from_json("m", json.dumps({**SIZES, "model_type": "qwen3"})), windows=(4, None, None))
+    whole = np.array([6])
+    both = train_flops(facts, np.array([6, 6]), np.array([0, 5]))
+    last = train_flops(facts, whole, NOTHING) - train_flops(facts, np.array([5]), NOTHING)
+    assert both == train_flops(facts, whole, NOTHING) + last
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from trainer.model import Sharding, fsdp_units
 from trainer.shard import Shard
 from trireme.config.trainer import CommonTrainer
 from trireme.core.errors import BadInput
+from trireme.core.prefixes import Forest
 from trireme.core.types import AdamParams, TokenBatch
 from trireme.core.weights import TensorEntry
 from trireme.plan import memory
@@ -136,19 +137,11 @@ WAYS = {
 }
 
 
-def is_long(family, way):
-    """Always compiled are experts, packed and computed twice. At the start of a shard compiled layers are compared with
-    others."""
-    return "compiled" in way and (family, way) != ("qwen3_moe", "compiled, packed, checkpointing")
-
-
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("way", "family"),
-    [
-        pytest.param(way, family, marks=[pytest.mark.long] if is_long(family, way) else [])
-        for way in WAYS
-        for family in FAMILIES
-    ],
+    "way",
+    # Compiled layers: test_layers_are_compiled_at_the_start_for_all_lengths_and_shared_prefixes
+    [pytest.param(way, marks=[pytest.mark.long] if "compiled" in way else []) for way in WAYS],
 )
 def test_one_process(models, unsharded, family, way):
     step = run_alone(one_step, models[family], WAYS[way])
@@ -157,15 +150,29 @@ def test_one_process(models, unsharded, family, way):
     assert_close_to_the_norm(step.gradient, gradient)
 
 
-def test_layers_are_compiled_at_the_start_for_all_lengths(models):
+def test_layers_are_compiled_at_the_start_for_all_lengths_and_shared_prefixes(models, unsharded):
     way = {**WAYS["compiled, packed, checkpointing"], "trainer__micro_batch_tokens": 99}
     one = run_alone(make_shard, models["qwen3"], way)
     graphs = counters["stats"]["unique_graphs"]
     assert graphs
     assert one.shown()[0].split("; ")[1] == "layers are compiled"
+    expected, gradient = unsharded["qwen3"]
+    output = one.forward_backward(make_batch(LENGTHS), "ppo", {}, None)
+    np.testing.assert_allclose(scatter_outputs(make_batch(LENGTHS), [output]), expected, atol=1e-5)
+    assert_close_to_the_norm({name: p.grad.full_tensor() for name, p in one._model.named_parameters()}, gradient)
     for longest in range(2, 22):
         one.forward_backward(make_batch([longest, *range(1, longest, 3)]), "ppo", {}, None)
     assert counters["stats"]["unique_graphs"] - graphs <= 1
+
+    graphs = counters["stats"]["unique_graphs"]
+    batch = make_batch([19, 25, 22, 17, 4])
+    for offset in batch.offsets[:4]:
+        batch.tokens[offset : offset + 16] = 7
+    assert any(micro.shared for micro in one._micro_batches(batch.find_forest()))
+    compiled = one.forward(batch).logprobs
+    assert counters["stats"]["unique_graphs"] - graphs <= 1
+    with torch.compiler.set_stance("force_eager"):
+        np.testing.assert_allclose(compiled, one.forward(batch).logprobs, atol=1e-5)
     dist.destroy_process_group()
 
 
@@ -223,7 +230,7 @@ def gathers(rank, world_size, store, model, reshard):
         calls.clear()
         output = one.forward_backward(make_batch(LENGTHS), "ppo", {}, None)
     gradient = {name: p.grad.full_tensor().clone() for name, p in one._model.named_parameters()}
-    units, passes = len(fsdp_units(one._model)), len(one._micro_batches(np.array(LENGTHS)))
+    units, passes = len(fsdp_units(one._model)), len(one._micro_batches(Forest.flat(np.array(LENGTHS))))
     gathered = [not parameter.is_meta and type(parameter).__name__ == "DTensor" for parameter in one._parameters]
     dist.destroy_process_group()
     return output.logprobs, gradient, len(calls), units, passes, all(gathered)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from trainer_support import make_batch, make_model, unsharded_logprobs
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trainer import logprobs, proof, shared_attention, shared_rows
 from trainer import model as trainer_model
-from trainer import proof
 from trainer.batching import scatter_outputs
 from trainer.logprobs import add_token_logprobs
 from trainer.proof import Agreement, decide, prove, prove_reload
@@ -67,7 +67,8 @@ def saved(kind, directory, **options):
 
 
 def agreement(kind, **options):
-    return prove(add_token_logprobs(twin_of(kind, **options)), CPU, torch.float32, packed=True, magnified=30.0)
+    twin = add_token_logprobs(twin_of(kind, **options))
+    return prove(twin, CPU, torch.float32, packed=True, shares=True, magnified=30.0)
 
 
 @pytest.mark.parametrize("kind", LEAKING)
@@ -76,6 +77,7 @@ def test_sequences_that_see_each_other_in_a_packed_row_are_noticed(kind):
     assert agreed.not_rows == ""
     assert "when the sample before it changes" in agreed.not_packed
     assert agreed.leak > 100 * agreed.tolerance
+    assert "row of distinct tokens" in agreed.not_shared
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gemma3_text", "deepseek_v3", "opt"])
@@ -83,6 +85,41 @@ def test_what_can_be_packed_agrees_within_rounding(kind):
     agreed = agreement(kind)
     assert (agreed.not_rows, agreed.not_packed) == ("", "")
     assert max(agreed.rows, agreed.packed, agreed.leak, agreed.future) < agreed.tolerance / 2
+    if kind == "deepseek_v3":
+        assert "Q/K/V should have the same head size" in agreed.not_shared
+    else:
+        assert agreed.not_shared == ""
+        assert max(agreed.shared, agreed.shared_leak) < agreed.tolerance / 2
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
+def test_a_wrong_place_in_a_row_of_distinct_tokens_is_noticed(kind, monkeypatch):
+    """A path that is off by one; a mask aligned at the top left; targets of one place taken as one."""
+    right = shared_rows.SharedRow.arguments
+
+    def off_by_one(row, to_device):
+        arguments = right(row, to_device)
+        return arguments | {"path": (arguments["path"] + 1).clamp(max=len(row.index) - 1)}
+
+    def top_left(query, path, own_starts, starts, window):
+        for own, along, _ in groups(query, path, own_starts, starts, window):
+            hidden = torch.ones(own.shape[1], along.shape[1]).tril() == 0
+            yield own, along, torch.zeros(hidden.shape).masked_fill(hidden, -math.inf)
+
+    def as_one(rows, bounds, device):
+        span, row = targets_of(rows, bounds, device)
+        return span, row.clamp(max=0) if bounds is not None else row
+
+    groups = shared_attention._groups
+    targets_of = logprobs._targets_of
+    for module, name, wrong in (
+        (shared_rows.SharedRow, "arguments", off_by_one),
+        (shared_attention, "_groups", top_left),
+        (logprobs, "_targets_of", as_one),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, wrong)
+            assert "row of distinct tokens" in agreement(kind).not_shared, name
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "bloom"])
@@ -131,8 +168,9 @@ def test_where_packing_is_chosen_such_a_model_is_computed_in_rows_and_it_is_said
     one = shard(source)
     assert not one.proof.packed
     assert "StableLmForCausalLM" in one.proof.text
-    message, why_rows = one.shown()
-    assert (message.startswith(one.proof.text), why_rows) == (True, one.proof.why_rows)
+    message, notice = one.shown()
+    assert (message.startswith(one.proof.text), notice) == (True, one.proof.notice)
+    assert notice.startswith(f"rows are padded, not packed: {one.proof.why_rows}; common prefixes are computed for")
     assert "a sample of a packed row moves by" in one.proof.why_rows
     unsharded = AutoModelForCausalLM.from_pretrained(source)
     computed = scatter_outputs(batch, [one.forward(batch)])
@@ -258,6 +296,22 @@ def test_the_proof_changes_nothing(shard, tmp_path, monkeypatch):
     unproved = proof.Proof("none", packed=False, model=Agreement(1.0, 0.0), twin="")
     monkeypatch.setattr("trainer.shard.prove_models", lambda *_: unproved)
     assert step() == proved
+
+
+def test_prefixes_are_shared_if_both_the_model_and_its_twin_can():
+    good = Agreement(tolerance=0.1, rows=0.01, shared=0.02)
+    leaking = Agreement(tolerance=1e-4, rows=0.0, shared=1e-5, shared_leak=3.0)
+    differing = Agreement(tolerance=1e-4, rows=0.0, shared=3.0)
+    broken = Agreement(tolerance=0.1, rows=0.0, shared=math.inf, shared_error="TypeError: no such argument")
+    assert decide("A", good, good, packing="auto").shares
+    assert "common prefixes can be computed once" in decide("A", good, good, packing="auto").text
+    assert not decide("A", Agreement(0.1, 0.0), good, packing="auto").shares, "not tried"
+    for model, twin in ((good, leaking), (differing, good), (broken, "no twin")):
+        decided = decide("A", model, twin, packing="auto")
+        assert not decided.shares
+        assert decided.notice.startswith("common prefixes are computed for each sequence: ")
+        with pytest.raises(BadInput, match="share_prefixes = on for A"):
+            decide("A", model, twin, packing="auto", share="on")
 
 
 def test_a_verdict_needs_both_the_model_and_its_twin():

@@ -43,15 +43,17 @@ def refuse(*_: Any) -> Any:
     raise BadInput("a twin was made")
 
 
-def shown(model_config: PretrainedConfig, *, packed: bool = True) -> Any:
-    return proof._prove_kind(model_config, packed=packed)
+def shown(model_config: PretrainedConfig, *, packed: bool = True, shares: bool = True) -> Any:
+    return proof._prove_kind(model_config, packed=packed, shares=shares)
 
 
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_models_that_people_train_need_no_twin(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "make_twin", refuse)
     model_type, options = DESCRIBED[name]
-    assert shown(config(model_type, **options)) == ProvedType("")
+    result = shown(config(model_type, **options))
+    assert result.not_packed == ""
+    assert ("same head size" in result.not_shared) == (model_type == "deepseek_v3")
 
 
 @pytest.mark.parametrize("name", UNPROVED)
@@ -66,7 +68,7 @@ def test_a_twin_of_any_other_is_made(name: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("package", ["transformers", "vllm"])
 def test_other_versions_show_nothing(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert proved_type(config("llama")) == ProvedType("")
+    assert proved_type(config("llama")) == ProvedType("", "")
     monkeypatch.setattr(proved, "versions", lambda: versions() | {package: "0.0.1"})
     assert proved_type(config("llama")) is None
 
@@ -76,11 +78,16 @@ def test_a_type_that_is_computed_in_rows_says_why() -> None:
     result = proved_type(model_config)
     assert result is not None
     assert "of a packed row differ by" in result.not_packed
+    assert "of a row of distinct tokens differ by" in result.not_shared
     assert shown(model_config) == result
-    assert shown(model_config, packed=False) == ProvedType("")
+    assert shown(model_config, packed=False) == ProvedType("", result.not_shared)
+    assert shown(model_config, shares=False) == ProvedType(result.not_packed, "")
     model = proof.Agreement(tolerance=0.1, rows=0.0)
     decided = proof.decide("G", model, result, packing="auto")
     assert (decided.packed, decided.why_rows) == (False, f"{result.not_packed} (docs/models.md)")
+    assert (decided.shares, decided.why_whole) == (False, f"{result.not_shared} (docs/models.md)")
+    with pytest.raises(BadInput, match=r"share_prefixes = on for G: log-prob.*\(docs/models\.md\)"):
+        proof.decide("G", model, result, packing="auto", share="on")
     with pytest.raises(BadInput, match=r"packing = packed for G: log-prob.*\(docs/models\.md\)"):
         proof.decide("G", model, result, packing="packed")
 

@@ -1,6 +1,5 @@
 """One shard alone, in a gloo group of one: what it computes against an unsharded model, and what it publishes."""
 
-import itertools
 from dataclasses import replace
 from functools import partial
 
@@ -57,7 +56,7 @@ def test_gradient_is_that_of_the_whole_sum_whatever_the_micro_batches(shard, mod
     one = shard(**{f"trainer__micro_batch_{bound}": at})
     output = one.forward_backward(batch, "importance_sampling", {}, None)
     if bound == "size":
-        assert [len(micro.datums) for micro in one._micro_batches(batch.lengths)] == [2, 2, 1]
+        assert [len(micro.datums) for micro in one._micro_batches(batch.find_forest())] == [2, 2, 1]
     p, unsharded = reference(model, batch)
     loss, _ = importance_sampling(p, {name: torch.from_numpy(c) for name, c in batch.columns.items()})
     loss.backward()
@@ -153,26 +152,6 @@ def test_an_advantage_where_the_mask_is_0_is_refused_by_its_datum(shard):
         shard().forward_backward(batch, "ppo", {}, None)
 
 
-@pytest.mark.parametrize("loss_fn", ["cispo", "gspo", "cross_entropy"])
-@pytest.mark.parametrize("micro_batch_tokens", [1, 10_000])
-def test_other_losses_too_do_not_depend_on_micro_batches(shard, model, loss_fn, micro_batch_tokens):
-    batch = make_batch(LENGTHS)
-    if loss_fn == "cross_entropy":
-        columns = {"target_tokens": batch.columns["target_tokens"], "weights": batch.columns["mask"] * 0.5}
-        batch = replace(batch, columns=columns)
-    one = shard(trainer__micro_batch_tokens=micro_batch_tokens)
-    output = one.forward_backward(batch, loss_fn, {}, None)
-    p, _ = reference(model, batch)
-    function, config = resolve_loss(loss_fn, {})
-    rows = [slice(int(a), int(b)) for a, b in itertools.pairwise(batch.offsets)]
-    expected = sum(
-        float(function(p[row], {name: torch.from_numpy(c[row]) for name, c in batch.columns.items()}, config)[0])
-        for row in rows
-    )
-    assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
-    assert output.metrics["loss_tokens:sum"] == sum(LENGTHS) - len(LENGTHS)
-
-
 @pytest.mark.parametrize("options", [{"micro_batch_size": 1}, {"micro_batch_size": 5}, {"packing": "packed"}])
 def test_gspo_of_rollouts_in_several_datums_is_that_of_the_whole_model(shard, model, options):
     whole, wide = make_batch(LENGTHS), {"clip_low_threshold": 0.2, "clip_high_threshold": 5.0}
@@ -210,7 +189,7 @@ def test_a_custom_loss_is_not_asked_where_no_token_counts(shard, monkeypatch):
     loss, batch = f"{__name__}:mean_over_the_micro_batch", make_batch(LENGTHS)
     assert not batch.columns["mask"][batch.offsets[2] : batch.offsets[3]].any(), "datum 2 has no token that counts"
     one = shard(trainer__micro_batch_size=1)
-    plan = [*one._micro_batches(batch.lengths), MicroBatch((0,), filler=True)]
+    plan = [*one._micro_batches(batch.find_forest()), MicroBatch((0,), filler=True)]
     monkeypatch.setattr(one, "_micro_batches", lambda _: plan)
     output = one.forward_backward(batch, loss, {}, None)
     logprobs, mask = scatter_outputs(batch, [output]), batch.columns["mask"]

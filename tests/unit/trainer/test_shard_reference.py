@@ -85,7 +85,7 @@ def test_looking_at_an_exchanged_reference_leaves_the_policy_as_it_is(shard):
     assert one.publish_weights(1).identity.digest == digest
 
 
-def test_a_commit_without_a_reference_leaves_the_one_that_was_loaded(shard, tmp_path):
+def test_a_checkpoint_without_a_reference_leaves_the_one_that_was_loaded(shard, tmp_path):
     """Only after --resume.force: `update_every` is among what a resume compares."""
     one = shard(update_every=0)
     with pytest.raises(BadInput, match=r"update_every > 0"):

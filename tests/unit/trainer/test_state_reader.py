@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from trainer.state_reader import StateReader
 from trireme.checkpoint import parts
 from trireme.checkpoint.files import FileRecord
-from trireme.checkpoint.parts import CommitSource, PartReader
+from trireme.checkpoint.parts import CheckpointSource, PartReader
 from trireme.core.errors import CheckpointInvalid, StorageFailed
 
-FIXTURE = Path(__file__).parents[2] / "fixtures" / "commit" / "checkpoints" / "step_000002" / "trainer"
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "checkpoint" / "checkpoints" / "step_000002" / "trainer"
 STATE = {"steps": torch.arange(3.0), "half": torch.ones(2, dtype=torch.bfloat16)}
 
 
@@ -41,7 +41,7 @@ def saved(tmp_path):
 @pytest.fixture
 def canary(tmp_path):
     yield tmp_path / "canary"
-    assert not (tmp_path / "canary").exists(), "the code of the commit ran"
+    assert not (tmp_path / "canary").exists(), "the code of the checkpoint ran"
 
 
 def change(directory, edit):
@@ -147,14 +147,14 @@ class Stored:
 
 @pytest.fixture
 def stored(tmp_path, monkeypatch):
-    """A state in two files, as two ranks write it, which only the store has; and the part of a commit with it."""
+    """A state in two files, as two ranks write it, which only the store has; and the part of a checkpoint with it."""
     writer = dcp.FileSystemWriter(tmp_path / "stored", single_file_per_rank=False, sync_files=False)
     dcp.save(STATE, storage_writer=writer, planner=dcp.DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
     bucket = Stored(tmp_path / "stored")
     monkeypatch.setattr(parts, "Bucket", lambda _url: bucket)
     files = tuple(FileRecord(f"trainer/{file.name}", 0, "") for file in bucket.directory.iterdir())
     assert len(files) == 3, "the metadata and a file of each tensor"
-    return bucket, CommitSource("s3://bucket/run", "commits/1/step", files, tmp_path / "unseen", "")
+    return bucket, CheckpointSource("s3://bucket/run", "commits/1/step", files, tmp_path / "unseen", "")
 
 
 def read_from(source, tmp_path, name):

@@ -98,6 +98,26 @@ def test_a_broadcast_ends_by_its_deadline_and_by_a_lost_peer(ready: list[bool]) 
         group.broadcast(BUFFER, 20.0)
 
 
+def test_a_short_call_is_looked_at_often_and_a_long_one_seldom(
+    ready: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So no bucket is late by more than an eighth of the time that it takes, or a thousandth of a second."""
+    clock = [0.0]
+    pauses: list[tuple[float, float]] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append((clock[0], seconds))
+        clock[0] += seconds
+
+    monkeypatch.setattr(collective, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    ready[:] = [*[False] * 100, True]
+    joined(Library(Nccl.SUCCESS)).broadcast(BUFFER, 5.0)
+    assert len(pauses) == 100
+    for waited, pause in pauses:
+        assert pause == pytest.approx(min(max(waited / 8, 2e-5), 1e-3))
+    assert pauses[-1][1] == 1e-3
+
+
 def test_another_thread_may_give_it_up(ready: list[bool]) -> None:
     group = joined(Library(Nccl.SUCCESS))
 

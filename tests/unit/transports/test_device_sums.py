@@ -14,28 +14,28 @@ from triton.compiler import ASTSource
 
 from trireme.transports.device_sums import (
     MAX_OUTER,
-    TILE,
+    NARROW,
+    PROGRAMS,
     WARPS,
+    WIDE,
     Variant,
     constants,
-    jobs_by_variant,
+    jobs_of,
     sum_kernel,
-    tables,
 )
 from trireme.transports.tensor_sums import TensorPart, c_strides, equal_parts
 
 ORACLE = Path(__file__).with_name("device_sums_oracle.py")
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-CONTIGUOUS = Variant(torch.int16, None, 1, contiguous=True, aligned=True, columns=TILE)
-CAST = Variant(torch.float32, torch.bfloat16, 1, contiguous=True, aligned=True, columns=TILE)
+CONTIGUOUS = Variant(torch.int16, None, 1, contiguous=True, columns=WIDE)
+CAST = Variant(torch.float32, torch.bfloat16, 1, contiguous=True, columns=WIDE)
 MOST_PER_WORD = {
     CONTIGUOUS: 70,
     CAST: 70,
-    Variant(torch.int32, None, 2, contiguous=True, aligned=True, columns=TILE): 70,
-    Variant(torch.int16, None, 1, contiguous=True, aligned=True, columns=32): 70,
-    Variant(torch.int16, None, 1, contiguous=True, aligned=False, columns=TILE): 75,
-    Variant(torch.int16, None, 1, contiguous=False, aligned=False, columns=TILE): 100,
-    Variant(torch.int8, None, 0, contiguous=True, aligned=True, columns=TILE): 80,
+    Variant(torch.int32, None, 2, contiguous=True, columns=WIDE): 70,
+    Variant(torch.int16, None, 1, contiguous=True, columns=NARROW): 70,
+    Variant(torch.int16, None, 1, contiguous=False, columns=WIDE): 80,
+    Variant(torch.int8, None, 0, contiguous=True, columns=WIDE): 70,
 }
 """Instructions in the loop for each word that is summed (for each byte of the last)."""
 
@@ -73,13 +73,13 @@ def loop_length(cubin: bytes, path: Path) -> int:
 def test_a_word_takes_few_instructions(variant: Variant, capability: int, tmp_path: Path) -> None:
     """Also no division of 64 bits, which would be a call; contiguous ones are loaded 16 bytes at a time."""
     assembly = compiled(variant, capability)
-    words = TILE // (32 * WARPS) * max(variant.words, 1)
+    words = variant.columns // (32 * WARPS) * max(variant.words, 1)
     cubin, ptx = assembly["cubin"], assembly["ptx"]
     assert isinstance(cubin, bytes)
     assert isinstance(ptx, str)
     assert loop_length(cubin, tmp_path / "kernel.cubin") / words <= MOST_PER_WORD[variant]
     assert not re.search(r"(div|rem)\.[su]64", ptx)
-    assert ("ld.global.v4.b32" in ptx) is variant.aligned
+    assert ("ld.global.v4.b32" in ptx) is (variant.contiguous and variant.columns == WIDE)
     if variant is CAST:
         assert "cvt.rn.bf16" in ptx, "rounded as PyTorch does, which the interpreter does not show"
 
@@ -109,23 +109,23 @@ def qwen3_8b(dtype: torch.dtype) -> list[TensorPart]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_large_model_takes_one_launch(dtype: torch.dtype) -> None:
-    jobs_found = jobs_by_variant(qwen3_8b(dtype))
-    assert len(jobs_found) == 1
-    ((variant, jobs),) = jobs_found.items()
-    table, ends = tables(variant, jobs)
-    assert len(table) == 399
-    assert int(ends[-1]) < 2**18
+    by_variant, others = jobs_of(qwen3_8b(dtype))
+    ((variant, jobs),) = by_variant.items()
+    assert (len(jobs), variant.contiguous, others) == (399, True, {})
+    assert sum(job[PROGRAMS] for job in jobs) < 2**18
 
 
 def test_experts_of_a_stack_are_one_job() -> None:
     stack = torch.zeros(128, 768, 64, dtype=torch.bfloat16)
     (part,) = equal_parts(list(stack), 0, (64, 1))
-    ((_, (job,)),) = jobs_by_variant([part]).items()
-    assert (job.tensors, job.pace, job.row, job.outer) == (128, 768 * 64, (768 * 64, 1, 1), ())
+    ((_, (job,)),) = jobs_of([part])[0].items()
+    assert job[:10] == [stack.data_ptr(), 0, 768 * 64, 1, 1, 768 * 64, 1, 2, 2 * 128, 0]
 
 
-def test_a_tensor_of_many_dimensions_becomes_several_jobs() -> None:
+def test_what_the_kernel_does_not_know_is_left_to_the_host() -> None:
     tensor = torch.zeros([3] * (MAX_OUTER + 3))[..., :2]
-    ((_, jobs),) = jobs_by_variant([TensorPart(tensor, 0, c_strides([4] * (MAX_OUTER + 3)), torch.float32)]).items()
-    assert len(jobs) == 9
-    assert {len(job.outer) for job in jobs} == {MAX_OUTER}
+    unknown = [
+        TensorPart(tensor, 0, c_strides([4] * (MAX_OUTER + 3)), torch.float32),
+        TensorPart(torch.zeros(2, dtype=torch.float64), 0, (1,), torch.bfloat16),
+    ]
+    assert jobs_of(unknown) == ({}, dict(enumerate(unknown)))

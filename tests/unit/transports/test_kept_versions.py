@@ -67,39 +67,3 @@ def test_a_version_that_is_published_again_replaces_itself() -> None:
         versions.begin(7)
         versions.keep(7, 0, np.full(1, value, np.uint8))
     assert versions.bucket(7, 0).tolist() == [2]
-
-
-def test_a_version_lies_in_the_memory_of_one_that_is_gone_and_not_being_read() -> None:
-    versions = KeptVersions()
-    places = []
-
-    def publish(version: int, nbytes: int) -> None:
-        versions.begin(version, reuse=True)
-        for number in (0, 1):
-            whole = versions.memory(nbytes)
-            whole[:] = 10 * version + number
-            places.append(whole.ctypes.data)
-            versions.keep(version, number, whole[:nbytes])
-
-    for version in range(4):
-        publish(version, 64)
-    assert set(places[4:6]) == set(places[:2]) != set(places[2:4]) == set(places[6:])
-    reads, reads_a_part = versions.bucket(2, 0), versions.bucket(2, 1)[3:5]
-    publish(4, 64)
-    assert not set(places[8:]) & set(places[:8])
-    assert (reads.tolist(), reads_a_part.tolist()) == ([20] * 64, [21] * 2), "readers see what they asked for"
-    del reads, reads_a_part
-    publish(5, 65)
-    assert [len(versions.bucket(5, number)) for number in (0, 1)] == [65, 65]
-
-
-def test_memory_of_a_leased_version_is_not_used_again() -> None:
-    versions = KeptVersions()
-    for version in range(4):
-        versions.begin(version, reuse=True)
-        bucket = versions.memory(8)
-        bucket[:] = version
-        versions.keep(version, 0, bucket)
-        if version == 0:
-            versions.lease(0)
-    assert versions.bucket(0, 0).tolist() == [0] * 8

@@ -10,11 +10,12 @@ import torch
 from digest_support import plain_sums
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensor_parts import part_tensor_sums
 
 from trireme.core.digest import Sums
 from trireme.transports import tensor_sums as module
 from trireme.transports.packing import DTYPES
-from trireme.transports.tensor_sums import equal_parts, part_sums, rectangle, tensor_sums, to_sums
+from trireme.transports.tensor_sums import equal_parts, part_sums, rectangle, to_sums
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4)
 SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-40, 65504.0, 3.4e38]
@@ -40,7 +41,7 @@ def summed(*tables: torch.Tensor) -> Sums:
 @settings(max_examples=25)
 def test_the_sums_are_those_of_the_bytes(dtype: torch.dtype, shape: list[int], seed: int) -> None:
     tensor = filled(shape, dtype, seed)
-    assert summed(tensor_sums(tensor)) == plain(tensor)
+    assert summed(part_tensor_sums(tensor)) == plain(tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -48,12 +49,12 @@ def test_every_bit_counts(dtype: torch.dtype) -> None:
     """Of a NaN, of the sign of zero, of subnormals; and nothing is rounded on the way."""
     tensor = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    sums = summed(tensor_sums(tensor))
+    sums = summed(part_tensor_sums(tensor))
     assert sums == plain(tensor)
     for place in range(len(SPECIAL)):
         other = tensor.clone()
         other.view(bits)[place] ^= 1
-        assert summed(tensor_sums(other)) != sums
+        assert summed(part_tensor_sums(other)) != sums
 
 
 @st.composite
@@ -75,31 +76,31 @@ def test_rectangles_add_up_to_the_whole(name: str, cut: tuple[list[int], list[li
         for number, box in enumerate(product(*(pairwise(ends) for ends in places))):
             part = whole[tuple(slice(a, b) for a, b in box)]
             first, strides = rectangle(shape, [a for a, _ in box])
-            total += summed(tensor_sums(part.clone() if number % 2 else part, first, strides))
+            total += summed(part_tensor_sums(part.clone() if number % 2 else part, first, strides))
     assert total == plain(whole)
 
 
 def test_memory_in_another_order_is_summed_in_the_order_of_the_whole() -> None:
     whole = filled([6, 10], torch.bfloat16)
     transposed = whole.t().contiguous()
-    assert summed(tensor_sums(transposed.t())) == plain(whole)
-    parts = [tensor_sums(transposed[a : a + 5].t(), *rectangle(whole.shape, (0, a))) for a in (0, 5)]
+    assert summed(part_tensor_sums(transposed.t())) == plain(whole)
+    parts = [part_tensor_sums(transposed[a : a + 5].t(), *rectangle(whole.shape, (0, a))) for a in (0, 5)]
     assert summed(*parts) == plain(whole)
     # `transposed` itself as a part: its columns are the rows of the whole.
-    assert summed(tensor_sums(transposed, 0, (1, 10))) == plain(whole)
+    assert summed(part_tensor_sums(transposed, 0, (1, 10))) == plain(whole)
 
 
 def test_a_cast_is_summed_piece_by_piece() -> None:
     master = torch.randn(70, 33)
     with patch.object(module, "PIECE_WORDS", 100):
-        assert summed(tensor_sums(master, dtype=torch.bfloat16)) == plain(master.to(torch.bfloat16))
+        assert summed(part_tensor_sums(master, dtype=torch.bfloat16)) == plain(master.to(torch.bfloat16))
 
 
 def test_parameters_and_tensors_without_elements_or_dimensions() -> None:
-    assert summed(tensor_sums(torch.nn.Parameter(torch.ones(3)))) == plain(torch.ones(3))
-    assert summed(tensor_sums(torch.ones(0, 5))) == Sums()
-    assert summed(tensor_sums(torch.tensor(2.5))) == plain(torch.tensor(2.5).reshape(1))
-    assert summed(tensor_sums(torch.ones(1, 2)[:, :1])) == plain(torch.ones(1)), "its stride is not 1"
+    assert summed(part_tensor_sums(torch.nn.Parameter(torch.ones(3)))) == plain(torch.ones(3))
+    assert summed(part_tensor_sums(torch.ones(0, 5))) == Sums()
+    assert summed(part_tensor_sums(torch.tensor(2.5))) == plain(torch.tensor(2.5).reshape(1))
+    assert summed(part_tensor_sums(torch.ones(1, 2)[:, :1])) == plain(torch.ones(1)), "its stride is not 1"
 
 
 def test_pieces_bound_the_memory() -> None:
@@ -127,7 +128,7 @@ def test_equal_parts_of_a_stack_have_the_sums_that_each_has_alone(
         return
     with patch.object(module, "PIECE_WORDS", 4 * piece):
         for dtype in (None, torch.bfloat16) if name == "F32" else (None,):
-            alone = torch.stack([tensor_sums(part, first, strides, dtype) for part in parts])
+            alone = torch.stack([part_tensor_sums(part, first, strides, dtype) for part in parts])
             assert torch.equal(part_sums(equal_parts(parts, first, strides, dtype)), alone)
             if len(parts) > 1:
                 assert torch.equal(part_sums(equal_parts(parts[:2], first, strides, dtype)), alone[:2])

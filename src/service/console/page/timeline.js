@@ -32,7 +32,7 @@ function timelineNote(timeline) {
   const shown = number ? `steps ${timeline.steps[0][0]} to ${timeline.steps[number - 1][0]} of ${first} to ${last}` : "no step is finished yet";
   return [
     `Attempt ${timeline.attempt}, ${shown}${REPORT && number && number < last - first + 1 ? "; `trireme report RUN --trace FILE` writes all, for ui.perfetto.dev" : ""}. Second 0 is ${timeline.start}.`,
-    timeline.resolution ? ` Neighbours shorter than ${short(timeline.resolution * 1000)} ms are drawn as one: fewer steps show more.` : "",
+    timeline.resolution ? ` Spans shorter than ${short(timeline.resolution * 1000)} ms are left out: fewer steps show more.` : "",
     ...timeline.processes.flatMap(process => process.tracks.filter(track => track.leftOut).map(
       track => ` ${process.name}: ${track.leftOut} of ${track.name} found no row.`)),
     timeline.full.length ? ` The traces of ${timeline.full.join(", ")} ended at trace.max_mb.` : "",

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from trireme.core.errors import BadInput
 from trireme.core.tokenizer import Tokenizer
-from trireme.renderers.base import MARK, TextRenderer
+from trireme.renderers.conversation import Message, ToolSpec
 from trireme.renderers.qwen_tags import CALL, THINK, THINK_END, thinking_block, tool_schema
-from trireme.renderers.types import Message, ToolSpec
+from trireme.renderers.text_renderer import MARK, TextRenderer
 
 SWITCH = "enable_thinking"
 NO_THINKING = re.compile(rf"(?:{THINK}\s*{THINK_END}\s*)?\Z")

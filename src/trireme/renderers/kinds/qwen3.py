@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from trireme.core.errors import BadInput
 from trireme.core.tokenizer import Tokenizer
-from trireme.renderers.base import TextRenderer
+from trireme.renderers.conversation import Message, ToolSpec
 from trireme.renderers.history import last_query
 from trireme.renderers.qwen_tags import (
     THINK,
@@ -17,7 +17,7 @@ from trireme.renderers.qwen_tags import (
     thinking_block,
     with_tool_calls,
 )
-from trireme.renderers.types import Message, ToolSpec
+from trireme.renderers.text_renderer import TextRenderer
 
 START = "<|im_start|>"
 END = "<|im_end|>"

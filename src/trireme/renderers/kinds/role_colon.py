@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from trireme.core.errors import BadInput
 from trireme.core.stop_strings import first_of
 from trireme.core.tokenizer import Tokenizer
-from trireme.renderers.base import TextRenderer
+from trireme.renderers.conversation import Message, ToolSpec
 from trireme.renderers.qwen_tags import describe_tools, thinking_block, with_tool_calls
-from trireme.renderers.types import Message, ToolSpec
+from trireme.renderers.text_renderer import TextRenderer
 
 OTHER_SPEAKERS = ("User", "System", "Tool")
 
@@ -30,8 +30,9 @@ class RoleColonRenderer(TextRenderer):
     def __init__(self, tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None = None) -> None:
         if enable_thinking is not None:
             raise BadInput(
-                f"renderer.enable_thinking = {str(enable_thinking).lower()} with role_colon, which has no such switch; "
-                "expected a tokenizer whose chat template has one, such as Qwen3's: leave it out"
+                f"renderer.enable_thinking = {str(enable_thinking).lower()} with role_colon, which has no switch for "
+                "thinking: leave renderer.enable_thinking out, or use a model whose chat template has the switch, such "
+                "as Qwen3's"
             )
         if tokenizer.eos_token_id is None:
             raise BadInput(

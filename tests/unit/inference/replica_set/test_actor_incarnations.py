@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from replica_support import IdleReplica, in_background, joined, losses, next_incarnation, router_of, weights
+from waiting import turns
 
 from inference.handover import Outcome
 from inference.replica_set.actor import ReplicaSet
@@ -45,11 +46,6 @@ class Replica(IdleReplica):
 
     async def offer(self, offer: Offer) -> None:
         await self.going.wait()
-
-
-async def turns(n: int = 20) -> None:
-    for _ in range(n):
-        await asyncio.sleep(0)
 
 
 def sampling(router: Router, name: str) -> asyncio.Task[SampledSequence]:

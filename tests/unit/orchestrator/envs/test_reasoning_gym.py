@@ -17,7 +17,6 @@ from reasoning_gym.factory import DATASETS, create_dataset
 
 import make_reasoning_gym_docs
 from orchestrator import workers
-from orchestrator.advantages import compute_advantages
 from orchestrator.env import EnvContext, load_dataset
 from orchestrator.envs import reasoning_gym
 from orchestrator.envs.reasoning_gym import AROUND_ANSWERS, FEW_QUESTIONS, TAGS, exact, extract, few_questions, score
@@ -81,16 +80,7 @@ def test_the_page_lists_every_generator() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", page, re.MULTILINE))
     assert list(rows) == sorted(DATASETS)
     assert {task for task, exact in rows.items() if exact == "refused"} == KNOW_NO_ANSWER | MIXES
-    assert f"with reasoning-gym {version('reasoning-gym')}." in page
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("task", sorted(DATASETS.keys() - MIXES))
-def test_the_page_says_how_a_generator_scores(task: str) -> None:
-    page = make_reasoning_gym_docs.TARGET.read_text(encoding="utf-8")
-    items = create_dataset(task, seed=0, size=make_reasoning_gym_docs.SIZE)
-    assert f"| `{task}` | {make_reasoning_gym_docs.scoring(items)} |" in page
+    assert f"| reasoning-gym {version('reasoning-gym')} |" in page
 
 
 # ---- problems
@@ -182,17 +172,6 @@ def test_another_right_answer_counts_but_none_that_is_cut_off(tokenizer: Any) ->
 def test_a_scorer_that_cannot_read_an_answer_gives_nothing(tokenizer: Any) -> None:
     (problem, *_) = dataset(tokenizer, "prime_factorization", batch_size=1).get_batch(0)
     assert reward_of(score, "1 433 2", problem.row) == 0
-
-
-def test_crumbs_become_whole_advantages() -> None:
-    """Why `exact` is the default: where nothing is right, a scorer's .01 counts as much as a right answer would."""
-    row = dataset(None, "power_function", batch_size=1).get_batch(0)[0].row
-    finished = (True, False, False, False)
-    crumbs, nothing = ([reward_of(kind, "a guess", row, end) for end in finished] for kind in (score, exact))
-    assert crumbs == [0.01, 0, 0, 0]
-    right = compute_advantages([1, 0, 0, 0], "std")
-    np.testing.assert_allclose(compute_advantages(crumbs, "std"), right, rtol=1e-3)
-    assert not compute_advantages(nothing, "std").any()
 
 
 def test_an_episode_is_scored_in_a_worker(tokenizer: Any) -> None:

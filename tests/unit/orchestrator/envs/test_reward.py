@@ -11,10 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from orchestrator_fakes import Run, small_config, whole_run
 
 from orchestrator.env import EnvContext, Trajectory, load_dataset
-from orchestrator.rollout import RolloutLimits
 from orchestrator.trajectory import TrajectoryBuilder
 from orchestrator.workers import workers
 from trireme.config.schema import EnvConfig
@@ -83,7 +81,9 @@ def play(env: EnvConfig, tokenizer: Any, *texts: str) -> tuple[str, list[Any], l
 
 def test_each_form_gets_its_columns_and_each_function_is_a_weighted_metric(tmp_path: Path, tokenizer: Any) -> None:
     env = config(tmp_path, "score,everything,brief,judged", weights={"brief": 10.0, "judged": 0.5})
-    target = first_problem(env, tokenizer).row.columns["target"]
+    problem = first_problem(env, tokenizer)
+    target = problem.row.columns["target"]
+    assert problem.scores_in_any_process
     prompt, (right, wrong), grouped = play(env, tokenizer, target, "so")
     assert prompt == f"{int(target) // 2} + {int(target) // 2} = ", "a prompt that is text is tokenised as it is"
     assert (right.reward, right.metrics) == (4.0, {"score": 1.0, "everything": 3.0, "parse_error": 0.0})
@@ -102,23 +102,6 @@ def test_prompts_may_be_messages_as_in_trl(tmp_path: Path, tokenizer: Any) -> No
         assert step.metrics["parse_error"] == 0
     _, (malformed,), _ = play(config(tmp_path, "score", chat=True), tokenizer, "<think>1")
     assert malformed.metrics["parse_error"] == 1
-
-
-def test_it_trains_in_the_pipeline(tmp_path: Path, tokenizer: Any) -> None:
-    """Chats, with functions of one answer and of a group: rewards of both count, and each is a metric."""
-    env = config(tmp_path, "everything,brief", chat=True, batch_size=2)
-
-    async def train() -> Run:
-        async with workers(2):
-            limits = RolloutLimits(99, 256, decode=tokenizer.decode)
-            dataset = load_dataset(env, EnvContext(tokenizer, 0, 2))
-            return await whole_run(Run(small_config(max_steps=2), dataset, limits))
-
-    for row in asyncio.run(train()).rows:
-        assert row["env/fake/everything"] == 3
-        assert row["env/fake/brief"] < 0
-        assert row["env/all/reward/total"] == pytest.approx(3 + row["env/fake/brief"])
-        assert row["env/fake/turns_per_episode"] == 1
 
 
 def test_what_a_file_imports_does_not_count_in_its_time(tmp_path: Path, tokenizer: Any) -> None:

@@ -14,7 +14,8 @@ import pytest
 
 from orchestrator import workers
 from orchestrator.env import EnvContext, load_dataset
-from orchestrator.envs.answerers import AnswererDown, StartAnswerer, UrlAnswerer
+from orchestrator.envs.answerers import StartAnswerer, UrlAnswerer
+from orchestrator.envs.http import EnvServer, EnvServerDown, EnvServerRefused
 from orchestrator.envs.twenty_questions import TwentyQuestionsDataset, TwentyQuestionsEnv, yes_or_no
 from orchestrator.message_env import MessageStep
 from trireme.config.schema import EnvConfig
@@ -137,6 +138,10 @@ def server(replies: Sequence[tuple[int, str]]) -> Iterator[tuple[str, list[dict[
         thread.join(10)
 
 
+def at(url: str, key: str = "none") -> UrlAnswerer:
+    return UrlAnswerer(EnvServer(url, 1.0, 1.0, key), "big")
+
+
 def ask(answerer: UrlAnswerer | StartAnswerer, times: int = 1) -> list[str]:
     async def main() -> list[str]:
         return [await answerer.answer([{"role": "user", "content": "Is it alive?"}]) for _ in range(times)]
@@ -146,7 +151,7 @@ def ask(answerer: UrlAnswerer | StartAnswerer, times: int = 1) -> list[str]:
 
 def test_a_server_is_asked_greedily() -> None:
     with server([(200, "Yes"), (200, "No")]) as (url, requests):
-        answerer = pickle.loads(pickle.dumps(UrlAnswerer(url, "big", "secret-key")))
+        answerer = pickle.loads(pickle.dumps(at(url, "secret-key")))
         assert ask(answerer, times=2) == ["Yes", "No"]
     assert requests[0]["path"] == "/v1/chat/completions"
     assert (requests[0]["model"], requests[0]["temperature"], requests[0]["key"]) == ("big", 0.0, "Bearer secret-key")
@@ -155,36 +160,29 @@ def test_a_server_is_asked_greedily() -> None:
 
 def test_a_used_answerer_can_be_pickled() -> None:
     with server([(200, "Yes")]) as (url, _):
-        answerer = UrlAnswerer(url, "big")
+        answerer = at(url)
         ask(answerer)
         assert pickle.loads(pickle.dumps(answerer)) == answerer
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_server_that_is_busy_is_asked_again_with_growing_pauses(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-
-    monkeypatch.setattr("orchestrator.envs.answerers.asyncio.sleep", sleep)
-    with server([(status, ""), (status, ""), (200, "yes")]) as (url, requests):
-        assert ask(UrlAnswerer(url, "big")) == ["yes"]
-    assert len(requests) == 3
-    assert pauses == [0.5, 1.0]
+def test_a_server_that_is_busy_is_asked_again() -> None:
+    with server([(429, ""), (200, "yes")]) as (url, requests):
+        assert ask(at(url)) == ["yes"]
+    assert len(requests) == 2
 
 
-def test_a_server_that_stays_down_is_named_after_the_last_try() -> None:
+def test_a_server_that_stays_down_is_named_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.envs.answerers.REPLY_S", 0.2)
     with server([]) as (url, _):
         pass
-    with pytest.raises(AnswererDown, match=rf"the answerer at {url}: .*\(3 tries\); is it up\?"):
-        ask(UrlAnswerer(url, "big", pauses_s=(0.0, 0.0)))
+    with pytest.raises(EnvServerDown, match=rf"POST {url}/chat/completions was not answered within 0.2 s"):
+        ask(at(url))
 
 
 def test_a_server_that_refuses_is_not_asked_again() -> None:
     with server([(404, "no such model")]) as (url, requests):
-        with pytest.raises(AnswererDown, match="refuses with status 404"):
-            ask(UrlAnswerer(url, "big"))
+        with pytest.raises(EnvServerRefused, match="refused with status 404"):
+            ask(at(url))
         assert len(requests) == 1
 
 

@@ -15,14 +15,11 @@ from service_support import ADMIN, CLIENT, served
 from starlette.testclient import TestClient
 from supervision_support import driven
 
-from service.console import sessions
 from service.console.app import HEADERS
-from service.console.reading import RunReader
-from service.console.serving import make_console_app
+from service.console.run_reader import RunReader
+from service.console.standalone import make_console_app
 from service.keys import ServiceKey, new_key
 from service.routes import CONSOLE_ROUTES, ROUTES, caller_of
-from service.sessions.records import FORMAT
-from service.store import Store
 
 ADDRESS = ("127.0.0.1", 50000)
 
@@ -343,33 +340,21 @@ async def test_the_port_of_a_service_has_the_console_for_admin_keys(tmp_path: Pa
         assert missing.status_code == 404
 
 
-async def test_the_console_of_another_process_asks_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It opens the store only where no service runs, and says which service does not answer."""
+async def test_the_console_of_another_process_reads_the_sessions_of_a_service(tmp_path: Path) -> None:
+    """While the service has its store open, and afterwards."""
     root, admin = tmp_path / "run", {"Authorization": f"Bearer {ADMIN}"}
     root.mkdir()
-    (root / "service.keys").write_text(f"admin {ADMIN}\n")
-    (root / "service.keys").chmod(0o600)
-    alone = make_console_app(reader_of(root), [])
-    transport = httpx.ASGITransport(alone)
+    transport = httpx.ASGITransport(make_console_app(reader_of(root), []))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1/console/api") as console:
-        reader = RunReader(root, None, lambda: service.front.registry.book)
+        reader = RunReader(root, None, lambda: service.gateway.registry.book)
         async with served("4", run=reader, sessions=root / "sessions") as service:
             await service.client.post("/sessions", json={"problem": "p"}, headers=admin)
-            store = service.front.registry._store
-            assert store is not None
-            store.name_address(service.url)
-            with monkeypatch.context() as unread:
-                unread.delattr(sessions, "read_copy")
-                (named,) = (await console.get("/sessions")).json()["sessions"]
-                assert (named["problem"], named["open"]) == ("p", True)
-                tree = await console.get("/session", params={"name": named["session"]})
-                assert (tree.status_code, tree.json()["nodes"]) == (200, [])
-                assert (await console.get("/session", params={"name": "none"})).status_code == 404
-        (stored,) = (await console.get("/sessions")).json()["sessions"]
-        assert stored["session"] == named["session"]
-        silent = Store(root / "sessions", FORMAT)
-        silent.open()
-        silent.name_address("http://127.0.0.1:9")
-        refused = await console.get("/sessions")
-        assert (refused.status_code, "http://127.0.0.1:9" in refused.text) == (503, True)
-        silent.close()
+            (named,) = (await console.get("/sessions")).json()["sessions"]
+            assert (named["problem"], named["open"]) == ("p", True)
+            tree = await console.get("/session", params={"name": named["session"]})
+            assert (tree.status_code, tree.json()["nodes"]) == (200, [])
+            assert (await console.get("/session", params={"name": "none"})).status_code == 404
+            await service.client.post("/sessions", json={"problem": "q"}, headers=admin)
+            assert len((await console.get("/sessions")).json()["sessions"]) == 2
+        (stored, *_) = (await console.get("/sessions", params={})).json()["sessions"]
+        assert stored["open"]

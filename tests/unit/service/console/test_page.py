@@ -12,7 +12,7 @@ from browser_support import Tab, count_of, in_chromium
 from console_support import ATTACK, STEPS, make_live_run, reader_of
 from supervision_support import driven
 
-from service.console.serving import address_of, listen, make_console_app, serve
+from service.console.standalone import address_of, listen, make_console_app, serve
 from service.keys import ServiceKey, new_key
 from service.ports import HttpServer
 

@@ -45,7 +45,10 @@ async def test_thinking_text_and_calls_both_ways(streamed: bool) -> None:
         request["messages"] = [
             *QUESTION,
             message_of_assistant,
-            {"role": "user", "content": [tool_result, {"type": "text", "text": "Go on."}]},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "It says:"}, tool_result, {"type": "text", "text": "Go on."}],
+            },
         ]
         answer = await client.messages.create(**request, system="Be brief.")
         assert [block.text for block in answer.content] == ["It is 4."]  # type: ignore[union-attr]
@@ -54,6 +57,7 @@ async def test_thinking_text_and_calls_both_ways(streamed: bool) -> None:
             {"role": "system", "content": "Be brief."},
             *QUESTION,
             {"role": "assistant", "content": "I look.", "thinking": "hm", "tool_calls": calls},
+            {"role": "user", "content": "It says:"},
             {"role": "tool", "content": "4", "name": "calculator"},
             {"role": "user", "content": "Go on."},
         ]

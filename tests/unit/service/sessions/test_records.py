@@ -106,7 +106,7 @@ def state(book: SessionBook) -> dict[str, Any]:
             "nodes": [
                 [
                     n.parent,
-                    n.strand,
+                    n.branch,
                     n.start,
                     n.end,
                     n.follows,
@@ -120,8 +120,8 @@ def state(book: SessionBook) -> dict[str, Any]:
             ],
             "said": [(n.stop_reason, n.delivered) for n in session.tree.nodes],
             "columns": [
-                (strand.origin, strand.tokens[: strand.length].tolist(), strand.logprobs[: strand.length].tobytes())
-                for strand in session.tree.strands
+                (branch.origin, branch.tokens[: branch.length].tolist(), branch.logprobs[: branch.length].tobytes())
+                for branch in session.tree.branches
             ],
         }
         for name, session in book.sessions.items()

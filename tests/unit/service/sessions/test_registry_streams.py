@@ -25,7 +25,7 @@ BODIES: dict[str, Any] = {
 
 
 def turns_of(service: Served, session: Any) -> int:
-    return service.front.registry.book.sessions[session["session"]].tree.counts.turns
+    return service.gateway.registry.book.sessions[session["session"]].tree.counts.turns
 
 
 async def text_of(stream: Any) -> str:
@@ -58,7 +58,7 @@ async def test_a_client_that_leaves_a_stream_finds_the_whole_answer_by_its_retry
             stream = await ask(agent, QUESTION, stream=True)
             await anext(stream)
             await stream.close()
-            (running,) = service.front.registry.book.sessions[session["session"]].running
+            (running,) = service.gateway.registry.book.sessions[session["session"]].running
             await wait_for_tasks(lambda: not running.callers, "its client to leave")
             retry: Any = {"extra_headers": {"x-stainless-retry-count": "1"}, "stream": True}
             joined = asyncio.create_task(ask(agent, QUESTION, **retry))
@@ -78,7 +78,7 @@ async def test_an_answer_whose_client_left_its_stream_is_stored_and_not_trained(
             stream = await ask(agent, QUESTION, stream=True)
             await anext(stream)
             await stream.close()
-        (running,) = service.front.registry.book.sessions[session["session"]].running
+        (running,) = service.gateway.registry.book.sessions[session["session"]].running
         await wait_for_tasks(lambda: not running.callers, "its client to leave")
         service.sampler.hold_within.set()
         await wait_for_tasks(lambda: turns_of(service, session) == 1, "the turn")

@@ -17,8 +17,8 @@ from session_support import Hand, Letters, LetterTokens, ScriptedSampler, messag
 
 from service.answering import AnsweredTurn
 from service.requests import TurnRequest
+from service.sessions.checks import SessionClosed
 from service.sessions.tree import SampledAnswer
-from service.sessions.turns import SessionClosed
 from trireme.renderers import Message
 
 T = TypeVar("T")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
 from renderer_support import CALCULATOR
@@ -15,8 +14,8 @@ from service_support import ADMIN, CLIENT, VERSION, Served, served
 from session_agents import QUESTION, admin, ask, bearer, exported, of, opened, refused, sampled, trained
 from waiting import wait_for_tasks
 
-from service import front as fronts
-from service.sessions.turns import SessionClosed
+from service import gateway as gateways
+from service.sessions.checks import SessionClosed
 from trireme.core.errors import ProvenanceError, RoomFailed, StorageFailed
 
 TOOL: Any = {"type": "function", "function": dict(CALCULATOR)}
@@ -107,48 +106,6 @@ async def test_the_key_alone_leads_to_the_session() -> None:
         assert trained(await exported(service, session)) == sampled(service)
 
 
-class Drops(httpx.AsyncBaseTransport):
-    """A connection that breaks when the first `times` answers have come."""
-
-    def __init__(self, times: int) -> None:
-        self.times, self.inner = times, httpx.AsyncHTTPTransport()
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        answer = await self.inner.handle_async_request(request)
-        if self.times:
-            self.times -= 1
-            await answer.aclose()
-            raise httpx.ReadError("the connection broke", request=request)
-        return answer
-
-
-async def test_the_retry_of_a_client_gets_the_stored_answer() -> None:
-    async with served("one", "two") as service:
-        session = await opened(service)
-        async with of(session, max_retries=2, http_client=httpx.AsyncClient(transport=Drops(2))) as agent:
-            answer = await ask(agent, QUESTION)
-            assert answer.choices[0].message.content == "one"
-            assert len(service.sampler.requests) == 1
-            assert (await ask(agent, QUESTION)).choices[0].message.content == "two", "the same again is no retry"
-        export = await exported(service, session)
-        assert export["metrics"]["session/retries"] == 2
-        assert trained(export) == sampled(service)
-
-
-async def test_best_of_n_and_calls_at_the_same_time_are_answers_of_their_own() -> None:
-    async with served("a", "b", "c", "d", "e") as service:
-        session = await opened(service)
-        async with of(session) as agent:
-            best = await ask(agent, QUESTION, n=3)
-            assert [choice.message.content for choice in best.choices] == ["a", "b", "c"]
-            assert best.usage.answers == [1, 2, 3]
-            await asyncio.gather(ask(agent, QUESTION), ask(agent, QUESTION))
-        export = await exported(service, session)
-        assert sorted(trained(export)) == sorted(sampled(service))
-        assert export["metrics"]["session/forks"] == 4
-        assert export["metrics"]["session/retries"] == 0
-
-
 async def test_an_answer_that_could_not_be_delivered_is_masked_and_counted() -> None:
     async with served("one", "two") as service:
         session = await opened(service)
@@ -159,7 +116,7 @@ async def test_an_answer_that_could_not_be_delivered_is_masked_and_counted() -> 
         service.sampler.hold.set()
         async with of(session) as agent:
             await ask(agent, QUESTION)
-        sessions = service.front.registry.book.sessions.values()
+        sessions = service.gateway.registry.book.sessions.values()
         await wait_for_tasks(lambda: not any(open_session.running for open_session in sessions), "the first answer")
         export = await exported(service, session)
         assert [turn["in_loss"] for turn in export["turns"]].count(True) == 1
@@ -216,22 +173,6 @@ async def test_a_turn_that_runs_when_the_session_ends_is_gone_too() -> None:
             assert (await call).status_code == 410
         assert export["turns"] == []
         assert service.sampler.cancelled == 1
-
-
-async def test_a_turn_that_would_be_too_old_is_refused() -> None:
-    async with served("one", max_steps_off_policy=2) as service:
-        session = await opened(service)
-        assert session["floor"] == VERSION
-        async with of(session) as agent:
-            service.sampler.version = VERSION + 9  # it waits for its first turn as long as it likes
-            await ask(agent, QUESTION)
-            service.sampler.version = VERSION + 12
-            error = await refused(agent)
-            assert error.status_code == 410
-            assert "stale" in error.message
-        assert len(service.sampler.requests) == 2, "it was refused by the version that answered"
-        (turn,) = (await exported(service, session))["turns"]
-        assert turn["in_loss"], "what it has counts"
 
 
 async def test_only_so_many_are_open() -> None:
@@ -309,22 +250,11 @@ async def test_what_no_session_answers(body: Any, reason: str) -> None:
         assert not service.sampler.requests
 
 
-async def test_sampling_of_its_own_is_overruled_and_counted() -> None:
-    async with served("one") as service:
-        session = await opened(service)
-        async with of(session) as agent:
-            await ask(agent, QUESTION, temperature=0.2)
-            await ask(agent, QUESTION, temperature=1.0, max_tokens=7, seed=4)
-        assert [request.params.temperature for request in service.sampler.requests] == [1.0, 1.0]
-        assert [request.params.max_tokens for request in service.sampler.requests] == [500, 7]
-        assert (await exported(service, session))["metrics"]["session/overruled"] == 1
-
-
 async def test_sessions_are_swept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where an owner forgets one in the moment in which it is ended, or a sweep fails."""
-    monkeypatch.setattr(fronts, "SWEEP_S", 0.001)
+    monkeypatch.setattr(gateways, "SWEEP_S", 0.001)
     async with served("one") as service:
-        registry, looks = service.front.registry, 0
+        registry, looks = service.gateway.registry, 0
 
         async def sweep() -> list[str]:
             nonlocal looks
@@ -334,7 +264,7 @@ async def test_sessions_are_swept_for_ever(monkeypatch: pytest.MonkeyPatch) -> N
             return ["gone"]
 
         monkeypatch.setattr(registry, "sweep", sweep)
-        sweeper = asyncio.create_task(service.front.keep_swept())
+        sweeper = asyncio.create_task(service.gateway.keep_swept())
         await wait_for_tasks(lambda: looks >= 3 or sweeper.done(), "three sweeps")
         assert not sweeper.done()
         sweeper.cancel()

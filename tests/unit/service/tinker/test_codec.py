@@ -21,7 +21,7 @@ from service.tinker.codec import (
     encode_output,
     encode_sample,
 )
-from service.tinker.messages import SCHEMA, message_class
+from service.tinker.protobuf import SCHEMA, message_class
 from trireme.core.types import ForwardBackwardOutput, SampledSequence, SampleResponse
 
 TOKENS = st.integers(0, 2**31 - 1)

@@ -3,18 +3,13 @@
 import numpy as np
 import pytest
 
-from service.tinker.bodies import AdamBody, OptimStepBody, SaveStateBody, Work
+from service.tinker.bodies import AdamBody, OptimStepBody, SaveStateBody
 from service.tinker.codec import ForwardBackwardCall
 from service.tinker.costs import LEAST, REMEMBERED, MeasuredCosts, tokens_of
-from service.tinker.messages import message_class
-from service.tinker.promises import Success
-from service.tinker.shares import QUANTUM
-from service.tinker.state import ProtocolState
+from service.tinker.protobuf import message_class
 
 UPDATE = OptimStepBody(model_id="m", seq_id=1, adam_params=AdamBody())
 STATE = SaveStateBody(model_id="m", seq_id=1, path="x")
-SPEED = 1000.0
-"""Tokens that the trainer of these tests computes in a second."""
 
 
 def passing(tokens: int, *, forward_only: bool = False) -> ForwardBackwardCall:
@@ -45,27 +40,3 @@ def test_the_speed_is_that_of_the_last_passes_with_a_gradient() -> None:
     for _ in range(10 * REMEMBERED):
         costs.record(passing(3000), 1.0)
     assert costs.record(UPDATE, 1.0) == pytest.approx(3000, rel=1e-3)
-
-
-@pytest.mark.parametrize("seconds", [0.001, 0.5, 30.0])
-def test_models_get_the_same_time_whatever_else_than_passes_they_ask_for(seconds: float) -> None:
-    """One has updates of so many seconds and a save now and then, the other one passes alone."""
-    state, costs = ProtocolState(places=2), MeasuredCosts()
-    spent = {"s:train:0": 0.0, "t:train:0": 0.0}
-    for session in "st":
-        state.begin_session(session, 0.0)
-        state.create_model(session, 0, STATE)
-    works: list[Work] = [passing(2000), UPDATE, passing(2000), UPDATE, STATE]
-    for number in range(1, 4000):
-        state.train("s:train:0", number, works[number % len(works)])
-        state.train("t:train:0", number, works[0])
-    while sum(spent.values()) < 2000:
-        training = state.next_training()
-        assert training
-        model, promise = training
-        took = tokens_of(promise.work) / SPEED or (seconds if promise.work is UPDATE else 4.0)
-        if promise.number:
-            spent[model.model_id] += took
-        state.trained(Success({}), costs.record(promise.work, took))
-    largest = max(seconds, 4.0)
-    assert abs(spent["s:train:0"] - spent["t:train:0"]) <= QUANTUM / SPEED + largest

@@ -28,13 +28,13 @@ from service.tinker.bodies import (
     Work,
 )
 from service.tinker.codec import ForwardBackwardCall
-from service.tinker.history import ModelHistory, Step
+from service.tinker.model_history import ModelHistory, Step
 from service.tinker.owners import Caller
 from service.tinker.promise_book import ENDED_S
 from service.tinker.promises import Failure, GoneError, Outcome, Promise, SampleWork, Success, UnknownId
 from service.tinker.rows import FORMAT, Change, Contents, write
+from service.tinker.sample_scheduler import StartSample
 from service.tinker.state import CLONE, KEPT_S, ProtocolState
-from service.tinker.turns import StartSample
 from trireme.core.datum import ModelInput
 from trireme.core.errors import DiskFull
 from trireme.core.types import SamplingParams
@@ -115,11 +115,11 @@ def test_what_is_done_again_is_what_made_the_weights() -> None:
     assert not history.is_due(100.0, 1.0), "gradients are held"
     history = history.noted(Step(12, UPDATE, "no"), 12.0)
     assert not history.is_due(50.0, 60.0)
-    assert not history.is_due(60.0, 60.0), "a commit would let go of the snapshot, which may be sampled from now"
+    assert not history.is_due(60.0, 60.0), "a checkpoint would let go of the snapshot, which may be sampled from now"
     history = history.noted(Step(13, UPDATE), 13.0)
     assert not history.is_due(50.0, 60.0)
     assert history.is_due(60.0, 60.0)
-    history = history.committed("place")
+    history = history.saved("place")
     assert list(history.all_steps()) == []
     assert not history.is_due(1000.0, 1.0), "nothing was done since"
     history = history.noted(Step(14, LOADING), 14.0)
@@ -195,7 +195,7 @@ def play(stored: Kept, data: st.DataObject) -> None:
             model = state.models[state.running.owner_id]
             state.trained(outcome, 0, now)
             if data.draw(st.booleans()) and model.history.is_due(now + 1e6, 1.0):
-                state.committed(model, f"place-{model.next_seq}")
+                state.saved(model, f"place-{model.next_seq}")
 
     def sample() -> None:
         while step := state.turns.next():

@@ -148,7 +148,7 @@ def test_a_sample_that_replicas_refuse_touches_no_room(tmp_path: Path) -> None:
 
 
 def test_samples_of_weights_that_are_lost_are_told_so(tmp_path: Path) -> None:
-    """A commit has the weights of its update, but none that samplers had before."""
+    """A checkpoint has the weights of its update, but none that samplers had before."""
     with tinker_server(tmp_path, commit_s=1e-6) as served:
         _, model = begun(served.url)
         samplers = []
@@ -170,7 +170,7 @@ def test_samples_of_weights_that_are_lost_are_told_so(tmp_path: Path) -> None:
         assert isinstance(result(served.url, samples[1]), bytes)
         assert post(served.url, "asample", sampling(old, 1)).status_code == 400
         np.testing.assert_array_equal(served.trainer.theta, theta)
-        assert served.trainer.calls == [], "the commit had it all"
+        assert served.trainer.calls == [], "the checkpoint had it all"
 
 
 def test_requests_behind_one_that_was_refused_are_served(served: Served) -> None:

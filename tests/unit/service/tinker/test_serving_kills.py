@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import tinker
-from tinker import types
 from tinker_posts import passing, post, sampling
 from tinker_process import ServerStarter, patiently, server_starter
-from tinker_support import BASE_MODEL, DEADLINE_S, KEY
+from tinker_support import BASE_MODEL, DEADLINE_S
 
 ROOT = Path(__file__).parents[4]
 POINTS = {
@@ -162,7 +159,7 @@ def test_killed_at_a_point(point: str, starter: ServerStarter, tmp_path: Path, e
     environ = {"TRIREME_FAULTS": fault, "TRIREME_FAULT_ONCE": str(once)}
     if point in AT_START:
         first = {"TRIREME_FAULTS": "tinker.trained@13=kill"}
-    if point == "tinker.restore":  # a server that commits has little to restore
+    if point == "tinker.restore":  # a server that has saved has little to restore
         environ["COMMIT_S"] = "60"
     assert played(starter, directory, environ, first=first) == expected
     assert fault in {path.name for path in once.iterdir()}, "it was killed there"
@@ -179,66 +176,3 @@ def test_a_room_is_lost(faults: str, starter: ServerStarter, tmp_path: Path, exp
     assert played(starter, directory, environ) == expected
     assert [path.name for path in once.iterdir()] == [faults]
     assert len(list(directory.glob("started-*"))) == 1
-
-
-OUTAGE_S, PATIENCE_S = 90.0, 240.0
-STEP = types.AdamParams(learning_rate=0.1)
-PROMPT, PARAMS = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=4)
-
-
-def datum(target: int) -> types.Datum:
-    inputs: Any = {"target_tokens": types.TensorData(data=[2, target], dtype="int64")}
-    return types.Datum(model_input=types.ModelInput.from_ints([1, 1]), loss_fn_inputs=inputs)
-
-
-@pytest.mark.long
-def test_the_real_client_outlives_a_server_that_is_away_for_a_while(starter: ServerStarter, tmp_path: Path) -> None:
-    """What it was promised before comes, and what it asks for meanwhile. Only a sampler that is opened by its path is
-    given up, after about a minute."""
-    port = free_port()
-    server = starter.start(tmp_path, port)
-
-    def client_of() -> tinker.ServiceClient:
-        return tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=KEY)
-
-    client = client_of()
-    model: Any = client.create_lora_training_client(base_model=BASE_MODEL, rank=8).result(DEADLINE_S)
-    sampler = model.save_weights_and_get_sampling_client().result(DEADLINE_S)
-    start = sampler.compute_logprobs(PROMPT).result(DEADLINE_S)
-    promised = [model.forward_backward([datum(3)], "cross_entropy"), sampler.sample(PROMPT, 1, PARAMS)]
-    wait = time.monotonic() + 1.0
-    while time.monotonic() < wait:  # both are posted, and perhaps done
-        time.sleep(0.1)
-    server.kill()
-
-    def train() -> Any:
-        passed, updated = model.forward_backward([datum(4)], "cross_entropy"), model.optim_step(STEP)
-        saved, state = model.save_weights_and_get_sampling_client(), model.save_state("s")
-        for future in (passed, updated, state):
-            future.result(PATIENCE_S)
-        return saved.result(PATIENCE_S).compute_logprobs(PROMPT).result(PATIENCE_S)
-
-    def begin() -> Any:
-        return client_of().create_sampling_client(base_model=BASE_MODEL).result(PATIENCE_S)
-
-    with ThreadPoolExecutor() as threads:
-        trained = threads.submit(train)
-        sampled = threads.submit(lambda: sampler.sample(PROMPT, 2, PARAMS).result(PATIENCE_S))
-        opened = threads.submit(lambda: client.create_sampling_client(base_model=BASE_MODEL).result(PATIENCE_S))
-        begun = threads.submit(begin)
-        with pytest.raises(tinker.APIConnectionError):
-            opened.result(OUTAGE_S)
-        time.sleep(max(0.0, wait + OUTAGE_S - time.monotonic()))
-        server = starter.start(tmp_path, port)
-        assert len(sampled.result(PATIENCE_S).sequences) == 2
-        after = trained.result(PATIENCE_S)
-        assert begun.result(PATIENCE_S).compute_logprobs(PROMPT).result(DEADLINE_S) == start
-    assert len(promised[1].result(PATIENCE_S).sequences) == 1
-    assert promised[0].result(PATIENCE_S).metrics["loss:sum"] > 0
-    again = client.create_lora_training_client(base_model=BASE_MODEL, rank=8).result(DEADLINE_S)
-    for target in (3, 4):
-        again.forward_backward([datum(target)], "cross_entropy").result(DEADLINE_S)
-    again.optim_step(STEP).result(DEADLINE_S)
-    alone = again.save_weights_and_get_sampling_client().result(DEADLINE_S)
-    assert alone.compute_logprobs(PROMPT).result(DEADLINE_S) == after, "all was applied, and once"
-    server.kill()

@@ -9,8 +9,8 @@ from service.tinker.bodies import LoadModelBody, Unusable
 from service.tinker.owners import Caller
 from service.tinker.promise_book import ENDED_S
 from service.tinker.promises import Failure, GoneError, Promise, Success, UnknownId
+from service.tinker.sample_scheduler import LoadWeights, StartSample
 from service.tinker.state import CLONE, GAP_S, HEIR_S, KEPT_S, PLACE_S, SESSION_S, UNASKED_S, ProtocolState
-from service.tinker.turns import LoadWeights, StartSample
 
 SUCCESS = Success({})
 WORK = Unusable(error="some work")
@@ -259,20 +259,6 @@ def test_requests_do_not_wait_for_ever_for_one_that_does_not_come() -> None:
     assert "its request 3 did not come" in stuck.outcome.error
     assert isinstance(state.train("s:train:0", 3, WORK).outcome, Failure)
     assert run_all(state) == ["t:train:0/0"]
-
-
-def test_promises_of_sessions_that_ended_long_ago_take_no_memory() -> None:
-    state = new_state("s", "t")
-    promises = [state.create_model(name, 0, WORK) for name in "st"]
-    finish(state, "s", 0.0)
-    run_all(state)
-    for now in (1.0 + KEPT_S, 2.0 + KEPT_S):
-        beat(state, "t", now)
-        state.expire(now)
-    with pytest.raises(GoneError, match="'s:train:0/0'"):
-        state.promise(promises[0].request_id)
-    assert list(state.promises.values()) == promises[1:]
-    assert state.promise(promises[1].request_id).outcome == SUCCESS
 
 
 def test_an_ended_session_is_forgotten_a_day_after_it_or_anything_of_it_was_used() -> None:

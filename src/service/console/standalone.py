@@ -1,0 +1,119 @@
+"""Serves the console of a run alone, for `trireme watch --web`."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from ipaddress import ip_address
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.datastructures import URL
+from starlette.middleware.base import RequestResponseEndpoint
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service import ports
+from service.console.app import HEADERS, add_console
+from service.console.run_reader import RunReader
+from service.errors import add_refusals, error_reply
+from service.guard import Limits, RequestGuard
+from service.keys import ServiceKey, ServiceKeys, new_key, read
+from service.requests import RequestRefused
+from service.routes import CONSOLE, Caller, caller_of
+from trireme.core.refusals import Refusal
+
+LIMITS = Limits(body_bytes=0, body_s=5.0, per_minute=None)
+
+
+def is_loopback(host: str) -> bool:
+    """Returns True for a name or an address with which only this machine is reached."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def make_console_app(reader: RunReader, keys: list[ServiceKey]) -> FastAPI:
+    """Makes the app of the console. Without `keys` it answers only requests that come from this machine and name it
+    (localhost or a loopback address) as their host."""
+    app = FastAPI(title="Trireme console", docs_url=None, redoc_url=None, openapi_url=None)
+    add_console(app, reader)
+    add_refusals(app, HEADERS)
+
+    @app.middleware("http")
+    async def first(request: Request, other: RequestResponseEndpoint) -> Response:
+        host = URL(f"//{request.headers.get('host', '')}").hostname or ""
+        if not keys and not is_loopback(host):  # a page elsewhere, whose name was made to lead here
+            refused = RequestRefused(
+                f"given: the host {host!r}; expected: localhost or 127.0.0.1; to do: open the address that "
+                "`trireme watch --web` printed, or give it --keys",
+                status=403,
+            )
+            return error_reply(request.url.path, refused, close=True)
+        return await other(request)
+
+    def caller(method: str, path: str) -> Caller:
+        role = caller_of(method, path)
+        if role == "admin" and not keys:
+            return "admin or loopback"
+        return role
+
+    app.add_middleware(RequestGuard, keys=ServiceKeys(keys), limits=LIMITS, metrics=None, caller_of=caller)
+    return app
+
+
+def console_keys(host: str, file: Path | None) -> list[ServiceKey]:
+    """Returns the keys that open the console at `host`. With a `file`: its keys, with at least one admin key. Without:
+    no key if `host` is loopback, else one new admin key. Raises BadInput."""
+    if file is None:
+        if is_loopback(host):
+            return []
+        return [new_key("admin")]
+    keys = read(file)
+    if not any(key.role == "admin" for key in keys):
+        raise Refusal(
+            f"--keys {file}, which has no admin key",
+            "a line `admin KEY`: logs and sessions are not for clients",
+            "add one",
+        )
+    return keys
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens. Raises BadInput if the address is not of this machine, or the port is taken."""
+    try:
+        return ports.listen(host, port)
+    except OSError as error:
+        raise Refusal(
+            f"--host {host} --port {port}: {error}",
+            "an address of this machine, and a port that is free",
+            "give another --port, or 0 for any that is free",
+        ) from None
+
+
+def address_of(listening: socket.socket, host: str, keys: list[ServiceKey]) -> str:
+    """Returns the URL to open in a browser. The first admin key, if there is one, comes after `#`, so that the browser
+    does not send it with the address."""
+    shown = f"[{host}]" if ":" in host else host
+    key = next((f"#key={service_key.value}" for service_key in keys if service_key.role == "admin"), "")
+    return f"http://{shown}:{listening.getsockname()[1]}{CONSOLE}/{key}"
+
+
+def serve_console(reader: RunReader, host: str, port: int, key_file: Path | None, say: Callable[[str], None]) -> None:
+    """Serves until a signal comes. Raises BadInput."""
+    keys = console_keys(host, key_file)
+    listening = listen(host, port)
+    say(f"{reader.root}: {address_of(listening, host, keys)}")
+    say("open it in a browser; Ctrl-C ends this, and the run does not notice")
+    asyncio.run(serve(ports.HttpServer(make_console_app(reader, keys), listening)))
+
+
+async def serve(server: ports.HttpServer) -> None:
+    """Opens the server and serves until it ends or this call is cancelled, then closes it."""
+    await server.open()
+    try:
+        await server.serving
+    finally:
+        await server.close()

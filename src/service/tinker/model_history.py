@@ -1,0 +1,95 @@
+"""Remembers the trainer's steps for a model since the model's newest checkpoint, so that they can be repeated.
+
+A server saves a model for itself from time to time, after an update, when no gradients are held. If the trainer is
+lost, the server loads that checkpoint and repeats the later steps: passes with a gradient, updates, and steps that made
+weights available to samplers. The client's results do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from service.tinker.bodies import (
+    LoadModelBody,
+    LoadWeightsBody,
+    NewModelBody,
+    OptimStepBody,
+    SaveForSamplerBody,
+    Work,
+)
+from service.tinker.codec import ForwardBackwardCall
+
+
+@dataclass(frozen=True)
+class Step:
+    """A request that the trainer has done, to be repeated if the trainer is lost."""
+
+    seq: int
+    work: Work
+    error: str = ""
+    """Why it failed; "": it did not."""
+
+
+@dataclass(frozen=True)
+class ModelHistory:
+    """The newest checkpoint of one model, and the trainer's steps for it since then."""
+
+    place: str = ""
+    """The directory of its newest checkpoint; "": none."""
+    steps: tuple[Step, ...] = ()
+    """All since then up to the newest update."""
+    batch: tuple[Step, ...] = ()
+    """The passes since that, with gradients that are held."""
+    began_s: float | None = None
+    """When the first of the steps was done, in seconds of the server's clock."""
+
+    def noted(self, step: Step, now: float) -> ModelHistory:
+        """Returns the history after a request was done at the time `now`; unchanged if the request need not be
+        repeated."""
+        steps = self.steps
+        batch = self.batch
+        match step.work:
+            case ForwardBackwardCall() if not step.work.forward_only:
+                batch += (step,)
+            case OptimStepBody():
+                if not step.error:
+                    steps += (*batch, step)
+                batch = ()  # an update that failed has dropped all gradients
+            case NewModelBody() | LoadWeightsBody() if not step.error:
+                steps += (step,)
+                batch = ()
+            case SaveForSamplerBody() if not step.error:
+                steps += (step,)
+            case _:
+                return self
+        return replace(self, steps=steps, batch=batch, began_s=now if self.began_s is None else self.began_s)
+
+    def saved(self, place: str) -> ModelHistory:
+        """Returns the history after a checkpoint of all steps in the directory `place`."""
+        return replace(self, place=place, steps=(), began_s=None)
+
+    def is_due(self, now: float, every_s: float) -> bool:
+        """Returns True if the model should be saved now: one of its steps loaded a saved state, which its client
+        may delete; or the first step is at least `every_s` seconds old, and the last one is an update. Always False
+        while gradients are held."""
+        if self.batch or not self.steps:
+            return False
+        if any(isinstance(step.work, LoadModelBody | LoadWeightsBody) for step in self.steps):
+            return True
+        return (
+            self.began_s is not None
+            and now - self.began_s >= every_s
+            # After a later snapshot, a checkpoint would let go of that.
+            and isinstance(self.steps[-1].work, OptimStepBody)
+        )
+
+    def all_steps(self) -> Iterator[Step]:
+        """Yields all steps, in the order in which to repeat them."""
+        yield from self.steps
+        yield from self.batch
+
+    @property
+    def numbers(self) -> set[int]:
+        """The numbers of all steps."""
+        return {step.seq for step in self.all_steps()}

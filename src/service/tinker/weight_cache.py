@@ -1,0 +1,39 @@
+"""The sets of weights in memory for samplers, by the names that `service.tinker.sample_scheduler` uses."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+
+from service.tinker.bodies import SaveForSamplerBody
+from service.tinker.catalog import path_of
+from trireme.core.weights import PublishedWeights
+
+BASE = "base"
+
+
+class WeightCache(OrderedDict[str, PublishedWeights]):
+    """The published weights by name, the newest last."""
+
+    def put(self, target: str, weights: PublishedWeights, in_use: Collection[str], limit: int) -> None:
+        """Adds weights under the name `target`. Keeps the base's set, the sets `in_use`, and the newest `limit` of the
+        others; removes the rest."""
+        self[target] = weights
+        self.move_to_end(target)
+        for name in [candidate for candidate in self if candidate not in in_use and candidate != BASE][:-limit]:
+            del self[name]
+
+
+def following(model_id: str) -> str:
+    """Returns the name of the weights for samplers that follow a model: each new set of the model's weights replaces
+    the last."""
+    return f"{model_id}/inflight"
+
+
+def target_of(model_id: str, work: SaveForSamplerBody) -> str:
+    """Returns the name under which a request makes the weights of a model available to samplers."""
+    if work.path is not None:
+        return path_of(model_id, "sampler_weights", work.path)
+    if work.kind == "inflight":
+        return following(model_id)
+    return f"{model_id}/snapshot/{work.sampling_session_seq_id}"

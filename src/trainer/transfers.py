@@ -1,0 +1,42 @@
+"""Copies tensors between host and device for the passes, which wait for their device nowhere else.
+
+A copy to the device is queued behind earlier work, and the host goes on. A copy to the host waits until the device has
+done all earlier work. Both are counted, so that a test can limit the waits of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+@dataclass
+class TransferCounts:
+    """The copies that this process has made so far."""
+
+    to_device: int = 0
+    waits: int = 0
+    """Copies to the host."""
+
+
+COUNTS = TransferCounts()
+
+
+def to_device(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """Returns a copy of `values` on `device`; on a CPU the tensor shares their memory. Does not wait for the device."""
+    COUNTS.to_device += 1
+    tensor = torch.from_numpy(values)
+    if device.type == "cuda":  # a copy of other memory waits until the device has done all that was begun
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def to_host(tensor: Tensor) -> npt.NDArray[Any]:
+    """Returns the values of `tensor`, without its gradient. Waits for the device."""
+    COUNTS.waits += 1
+    return tensor.detach().cpu().numpy()

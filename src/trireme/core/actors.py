@@ -1,0 +1,69 @@
+"""Types for Ray's actors: mypy checks `handle.method.remote(...)` as a call of the method, and an editor finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from typing import Any, Concatenate, Never, ParamSpec, Protocol, TypeAlias, TypedDict, TypeVar, cast, overload
+
+Args = ParamSpec("Args")
+Value = TypeVar("Value")
+Value_co = TypeVar("Value_co", covariant=True)
+Result_co = TypeVar("Result_co", covariant=True)
+Actor = TypeVar("Actor")
+
+ActorProxy: TypeAlias = type[Actor]
+"""A handle of an actor of the class `Actor`. As in Ray's own types a proxy is typed as the class: there a remote method
+has `remote`, and cannot be called."""
+
+
+class ActorOptions(TypedDict, total=False):
+    """Ray's options of an actor: resources, and the place in the cluster."""
+
+    num_cpus: float
+    num_gpus: float
+    runtime_env: Mapping[str, Mapping[str, str]]
+    scheduling_strategy: Any
+    """One of Ray's."""
+
+
+class Ref(Protocol[Value_co]):
+    """Ray's reference to a value that another process computes or holds."""
+
+    def __await__(self) -> Generator[object, None, Value_co]: ...
+
+
+def as_argument(ref: Ref[Value]) -> Value:
+    """Returns `ref` itself, typed as its value: Ray replaces a reference that is an argument of a remote call."""
+    return cast(Value, ref)
+
+
+class RemoteMethod(Protocol[Args, Value_co]):
+    """A method as a proxy has it."""
+
+    def remote(self, *args: Args.args, **kwargs: Args.kwargs) -> Ref[Value_co]:
+        """Calls the method in the actor's process, and does not wait."""
+
+
+class ActorMethod(Protocol[Args, Result_co, Value_co]):
+    """A method of an actor's class: an instance calls it, and gets `Result_co`; a proxy calls its `remote`."""
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> RemoteMethod[Args, Value_co]: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> Callable[Args, Result_co]: ...
+
+
+@overload
+def remote_method(
+    method: Callable[Concatenate[Never, Args], Coroutine[object, object, Value]],
+) -> ActorMethod[Args, Coroutine[object, object, Value], Value]: ...
+
+
+@overload
+def remote_method(method: Callable[Concatenate[Never, Args], Value]) -> ActorMethod[Args, Value, Value]: ...
+
+
+def remote_method(method: object) -> object:
+    """Marks a method that other processes call."""
+    return method

@@ -1,0 +1,425 @@
+"""The plan of any run, worked out before anything starts. A plan has a part for each room; the parts share the
+machines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.table import Table
+from rich.text import Text
+
+from trireme.config.installed import check_build, package_versions
+from trireme.config.model_facts import ModelFacts
+from trireme.config.run import READ_BYTES_PER_S
+from trireme.config.schema import CommonConfig
+from trireme.core.actors import ActorOptions
+from trireme.core.refusals import Refusal
+from trireme.plan.needs import (
+    GPU_TOLERANCE,
+    HOST_TOLERANCE,
+    NodeNeeds,
+    check_shm,
+    distribute,
+    gib,
+    memory_text,
+)
+from trireme.plan.part import Part
+from trireme.plan.suggestions import suggestions
+from trireme.process.environ import Resources, cluster_address
+from trireme.process.worker_environment import travels_text
+
+C = TypeVar("C", bound=CommonConfig)
+T = TypeVar("T")
+ORDER = (
+    *("trainer", "orchestrator", "inference", "service", "resources", "packages", "travels", "model", "adapters"),
+    *("data", "steps", "tokens", "memory", "machines", "staleness", "in flight", "each update", "evaluation"),
+    *("checkpoints", "start", "recovery", "written to", "warning"),
+)
+"""The rows of a plan, in the order in which they are printed."""
+SHORT = ("trainer", "orchestrator", "inference", "service", "model", "data", "steps", "tokens", "written to", "warning")
+"""The rows that a start prints; a dry run, and a start with --verbose, print all."""
+SUGGESTIONS = 3
+"""The most suggestions that a refusal has."""
+SHARED_GPU_UTILIZATION = 0.5
+"""The most that a replica may take of a GPU that it shares with the trainer."""
+
+PartKind = Callable[[Any, ModelFacts | None, Resources], Part]
+"""Makes a part of a plan."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The parts of a run, what they need of the machines, where their actors probably are, and the warnings and rows
+    that a start or a dry run prints."""
+
+    config: CommonConfig
+    """The configuration of the run."""
+    facts: ModelFacts | None
+    """Sizes of the model; None if they are unknown, in a dry run without a hub."""
+    resources: Resources
+    """The machines."""
+    kinds: Sequence[PartKind]
+    """Makes each part of the run."""
+    run_dir: Path | None = None
+    """The run directory; None if there is none yet, in a dry run."""
+    notes: Sequence[str] = ()
+    """Warnings of the checks of the configuration."""
+    verbose: bool = False
+    """True: a start prints all rows."""
+    placed: Mapping[str, str] = field(default_factory=dict)
+    """Ray's id of the machine of each actor, once Ray has placed them."""
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The parts of the run; the parts that hold a model come first."""
+        parts = [kind(self.config, self.facts, self.resources) for kind in self.kinds]
+        one_gpu = self.on_gpus and self.resources.gpus < 2 and _models(parts) == [1, 1]
+        shares = one_gpu and all(part.may_share_gpu for part in parts)
+        if shares:
+            taken = max(part.gpu_share for part in parts)
+        else:
+            taken = 0.0
+        return [replace(part, shares_gpu=shares, taken_share=taken) for part in parts]
+
+    @property
+    def actor_names(self) -> list[str]:
+        """The name of each actor, part after part."""
+        return [name for part in self.parts for name in part.actors]
+
+    @property
+    def on_gpus(self) -> bool:
+        """True if models compute on GPUs."""
+        return self.resources.compute_on_gpus(self.config)
+
+    def resolved(self, config: C) -> C:
+        """Returns `config` with the values that the machines and the model decide: `cluster.device` instead of auto,
+        `timeouts.start_s` with the time to read the model, and the sections that each part decides. Rooms and their
+        callers get this configuration."""
+        device = "gpu" if self.on_gpus else "cpu"
+        sections: dict[str, object] = {"cluster": config.cluster.model_copy(update={"device": device})}
+        sections["timeouts"] = config.timeouts.model_copy(update={"start_s": self.start_s})
+        for part in self.parts:
+            sections |= part.decided()
+        return config.model_copy(update=sections)
+
+    @property
+    def start_s(self) -> float:
+        """Seconds within which all rooms must have started."""
+        return self.config.start_deadline_s(self.facts)
+
+    @property
+    def start_text(self) -> str:
+        """Returns a text on how `start_s` is made up: `timeouts.start_s`, and the time to read the model."""
+        configured_s = self.config.timeouts.start_s
+        rate = f"{READ_BYTES_PER_S / 1e6:g} MB/s"
+        reading_s = self.start_s - configured_s
+        return f"timeouts.start_s = {configured_s:g} s, and {reading_s:.0f} s to read the model at {rate}"
+
+    @property
+    def _processes(self) -> int:
+        """Number of processes that compute, the orchestrator among them."""
+        return sum(len(part.actors) * part.ranks for part in self.parts)
+
+    @property
+    def _widest(self) -> int:
+        """Number of processes of the actor that has most; they are all on one node."""
+        return max(part.ranks for part in self.parts)
+
+    @property
+    def shares_gpu(self) -> bool:
+        """True if the trainer's only shard and the only replica share a GPU, because the machines have just one."""
+        return any(part.shares_gpu for part in self.parts)
+
+    @property
+    def gpus_needed(self) -> int:
+        """Number of GPUs without which the run cannot start."""
+        if self.on_gpus:
+            if self.shares_gpu:
+                return 1
+            return sum(_models(self.parts))
+        return 0
+
+    @property
+    def threads(self) -> int:
+        """Number of threads for each process that computes: its share of the cores, at least 1; 1 in a deterministic
+        run."""
+        if self.config.deterministic:  # how a sum is split over threads decides its last bits
+            return 1
+        return max(1, self.resources.cpus // self._processes)
+
+    @property
+    def cpus_per_process(self) -> float:
+        """Ray's CPU share (num_cpus) of a process that computes: 1 where there are enough cores. Otherwise so small a
+        share that all actors find a place however the cores are spread over the nodes: an actor of w processes finds
+        no place only if each of the n nodes has less than w shares left, so all actors find one if the cores are n *
+        w shares more than all processes need."""
+        resources = self.resources
+        nodes = len(self.resources.nodes)
+        widest = self._widest
+        if resources.cpus >= self._processes + (widest - 1) * (nodes - 1):
+            return 1.0
+        return math.floor(100 * resources.cpus / (self._processes + nodes * widest)) / 100
+
+    @property
+    def options(self) -> list[ActorOptions]:
+        """Ray's options (num_cpus, num_gpus, runtime_env) of each actor, in the order of `actor_names`."""
+        options = ((self._options(part), len(part.actors)) for part in self.parts)
+        return [actor_options.copy() for actor_options, number in options for _ in range(number)]
+
+    def _options(self, part: Part) -> ActorOptions:
+        if self.on_gpus and part.size_key:
+            gpus = 0.5 if self.shares_gpu else part.ranks * 1.0
+        else:
+            gpus = 0.0
+        options: ActorOptions = {"num_cpus": round(part.ranks * self.cpus_per_process, 2), "num_gpus": gpus}
+        if part.size_key and cluster_address(self.config) is not None:
+            # Processes of a cluster that is started here inherit them. Else AdamW of offloaded weights had one thread.
+            options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(self.threads)}}
+        return options
+
+    @property
+    def added_replica_options(self) -> ActorOptions:
+        """Ray's options of a replica that is added to a live run. Its num_cpus is 0 on CPUs that only this run uses,
+        since the run's actors may have taken all cores."""
+        is_alone = cluster_address(self.config) is None and not self.on_gpus
+        options = self._options(self._replicas)
+        if is_alone:
+            options["num_cpus"] = 0.0
+        return options
+
+    @property
+    def _replicas(self) -> Part:
+        """The part of the replicas. Only for a run that has replicas."""
+        return next(part for part in self.parts if part.room == "inference")
+
+    @property
+    def blocks(self) -> list[int]:
+        """Sizes of the blocks of actors that must be on one node, in the order of `actor_names` from the first actor
+        on. The remaining actors may be on any node."""
+        return [size for part in self.parts for size in part.blocks]
+
+    def by_room(self, values: Sequence[T]) -> dict[str, list[T]]:
+        """Splits `values`, one for each actor in the order of `actor_names`. Returns {room: values of its actors}."""
+        remaining = iter(values)
+        return {part.room: list(islice(remaining, len(part.actors))) for part in self.parts}
+
+    @cached_property
+    def machines(self) -> list[NodeNeeds]:
+        """The machines with the actors that are probably on each; empty if the sizes of the model are unknown."""
+        all_needs = [part.needs for part in self.parts]
+        if None in all_needs:
+            return []
+        needs = dict(
+            zip(self.actor_names, (need for part_needs in all_needs for need in part_needs or ()), strict=True)
+        )
+        sizes = [*self.blocks, *[1] * (len(needs) - sum(self.blocks))]
+        # In a cluster it is not known before which of its machines must have that much free.
+        certain = self.placed or cluster_address(self.config) is None
+        nodes = (self.resources if certain else self.resources.emptied).nodes
+        return distribute(needs, self.options, sizes, nodes, shares_gpu=self.shares_gpu, placed=self.placed)
+
+    def shortages(self, *, hopeless: bool) -> list[str]:
+        """Returns a sentence for each shortage of memory on a machine. `hopeless`: only shortages that are too large to
+        be an error of the estimates."""
+        return [text for machine in self.machines for text in machine.excess(hopeless=hopeless)]
+
+    def check_resources(self) -> None:
+        """Raises BadInput in these cases: the run needs more GPUs than there are; it has more processes than Ray can
+        place on the cores; it needs far more memory than there is, or more of /dev/shm; it has replicas and the
+        installed build of vLLM is not for its devices. Too few cores, and somewhat too little memory, only give
+        warnings. On this machine, and in a cluster once actors are placed, only memory counts that other programs
+        and runs leave free."""
+        self._check_places()
+        check_shm(self.machines)
+        short = self.shortages(hopeless=True)
+        if short:
+            flags = "; or ".join(suggestions(self)[:SUGGESTIONS])
+            if flags:
+                do = f"cheapest first: {flags}"
+            else:
+                do = "take a smaller model, or larger machines"
+            if not replace(self, resources=self.resources.emptied).shortages(hopeless=True):
+                do += "; or end what else runs there, or wait for its end (`ps aux --sort=-rss | head`, `nvidia-smi`)"
+            raise Refusal(
+                "; ".join(short),
+                "a plan that fits. These are estimates: up to "
+                f"{GPU_TOLERANCE:g} times the memory of a GPU and {HOST_TOLERANCE:g} times that of a machine only warn",
+                do,
+            )
+
+    def check_replicas(self, target: int, added: int) -> None:
+        """Raises BadInput if the machines cannot hold `target` replicas, by the estimates of memory and the number of
+        GPUs. `added` of these replicas have to start; also raises BadInput if too little memory of hosts and GPUs is
+        free for them. Missing cores are no reason: a replica then waits for a node."""
+        inference = getattr(self.config, "inference")  # noqa: B009  only runs with replicas are scaled
+        config = self.config.model_copy(update={"inference": inference.model_copy(update={"replicas": target})})
+        larger = replace(self, config=config, resources=self.resources.emptied)  # what is taken may be this run's
+        larger.check_resources()
+        short = larger.shortages(hopeless=False)
+        nodes = self.resources.nodes
+        num_gpus = self._replicas.ranks if self.on_gpus else 0
+        for need in (self._replicas.needs or ())[:1]:
+            if added > sum(need.room(node, num_gpus) for node in nodes):
+                text = f"{added} of them have to start, and need {gib(sum(need.host.values()))} of memory each, where "
+                text += "; ".join(map(memory_text, nodes))
+                if num_gpus:
+                    text += f", and {count(num_gpus, 'GPU')} each with {need.gpu_share:.1%} of its memory free, as "
+                    text += f"{sum(map(need.free_gpus, nodes))} of the {self.resources.gpus} are"
+                short.append(text)
+        if short:
+            raise Refusal(
+                f"{count(target, 'replica')}: {'; '.join(short)}",
+                f"a number that fits into the memory of {self.resources.source}, by the estimates of the plan",
+                "ask for fewer, end what else runs there, lower --inference.memory-gb in another run, or add nodes to "
+                "a cluster",
+            )
+
+    def _check_places(self) -> None:
+        holders = [part for part in self.parts if part.size_key]
+        keys = " or ".join(f"--{part.size_key}" for part in holders)
+        sizes = " and ".join(part.size_text for part in holders)
+        resources = self.resources
+        limit = 100 * resources.cpus - len(resources.nodes) * self._widest
+        if self.cpus_per_process <= 0:
+            raise Refusal(
+                f"{sizes}, in all {self._processes} processes",
+                f"at most {limit}, which is a hundred for each core of {resources.source}",
+                f"lower {keys}, or use a larger cluster",
+            )
+        gpus = max(node.num_gpus for node in resources.nodes)
+        if self.on_gpus and gpus < self._widest <= resources.gpus:
+            raise Refusal(
+                f"inference.tensor_parallel = {self._widest}, which needs {self._widest} GPUs on one node",
+                f"at most {gpus}, which no node of {resources.source} has more than",
+                "lower --inference.tensor-parallel, or use larger nodes",
+            )
+        if self.gpus_needed <= self.resources.gpus:
+            if any(part.room == "inference" for part in self.parts):
+                check_build(on_gpus=self.on_gpus)
+            return
+        ways = [f"lower {keys}", "use a larger cluster", "--cluster.device cpu"]
+        if _models(self.parts) == [1, 1] and self.resources.gpus == 1:
+            ways.insert(0, f"let both share it: --inference.gpu-memory-utilization {SHARED_GPU_UTILIZATION - 0.1:g}")
+        raise Refusal(
+            f"{sizes}, which need {self.gpus_needed} GPUs",
+            f"at most {resources.gpus} GPUs, which is what {resources.source} has",
+            "; or ".join(ways),
+        )
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences about settings that work, but are slower or probably have too little memory."""
+        resources = self.resources
+        source = self.resources.source
+        texts = [*self.notes, *(text for part in self.parts for text in part.warnings)]
+        if self.gpus_needed > resources.gpus:
+            texts.append(
+                f"needs {count(self.gpus_needed, 'GPU')}, {source} has {resources.gpus}: "
+                "start it where they are, or give --cluster.address"
+            )
+        models = sum(_models(self.parts))
+        if models > resources.cpus and not self.on_gpus:
+            texts.append(f"{models} processes compute on {resources.cpus} cores of {source}: it works, slower")
+        texts += [f"too little memory, by an estimate: {text}" for text in self.shortages(hopeless=False)]
+        texts += [text for machine in self.machines if (text := machine.store_warning)]
+        return texts
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Returns the plan as (what, text) pairs. Texts that several parts have for the same row are joined in one
+        pair."""
+        if self.shares_gpu:
+            share = "half a GPU each, shared"
+        elif self.on_gpus:
+            share = "one GPU each"
+        else:
+            share = "CPU"
+        device_text = f"{share}, {count(self.threads, 'thread')} each"
+        texts: dict[str, str] = {}
+        for label, text in [*self._common_rows(), *(row for part in self.parts for row in part.rows(device_text))]:
+            texts[label] = f"{texts[label]}; {text}" if label in texts else text
+        return [*sorted(texts.items(), key=lambda row: ORDER.index(row[0])), *(("warning", w) for w in self.warnings)]
+
+    def render(self, *, whole: bool) -> Table:
+        """Returns the plan as a table for rich: all rows if `whole`, else the rows that matter most."""
+        table = Table.grid(padding=(0, 2))
+        for label, text in (row for row in self.rows() if whole or row[0] in SHORT):
+            table.add_row(Text(label), Text(text), style="yellow" if label == "warning" else None)
+        return table
+
+    def _common_rows(self) -> list[tuple[str, str]]:
+        run = self.config.run
+        resources = self.resources
+        if self.on_gpus:
+            needs = f"needs {count(self.gpus_needed, 'GPU')}, "
+        else:
+            needs = ""
+        directory = self.run_dir or f"{run.output_dir}/{run.name or self.config.default_name('<8 hex>')}"
+        return [
+            (
+                "resources",
+                f"{needs}{resources.source} has {resources.gpus} GPUs, {count(resources.cpus, 'core')}, "
+                f"{gib(resources.memory_bytes)} of memory on {count(len(resources.nodes), 'node')}; models compute on "
+                f"{'GPU' if self.on_gpus else 'CPU'}s",
+            ),
+            ("packages", ", ".join(f"{name} {number}" for name, number in package_versions().items())),
+            *([("travels", travels_text(self.config))] if cluster_address(self.config) else []),
+            ("model", self._model_text()),
+            ("checkpoints", self._checkpoints_text()),
+            *([("machines", "; ".join(machine.row for machine in self.machines))] if self.machines else []),
+            ("start", f"all rooms are ready within {self.start_s:,.0f} s ({self.start_text})"),
+            ("recovery", self._recovery_text()),
+            (
+                "written to",
+                f"{directory}: config.json, metrics.jsonl, trained.jsonl, STATUS, checkpoints/, logs/, trace/",
+            ),
+        ]
+
+    def _model_text(self) -> str:
+        facts = self.facts
+        if facts is None:
+            return f"{self.config.model.name}: model not reachable, sizes unknown"
+        tied = "tied" if facts.tied_embeddings else "untied"
+        return (
+            f"{facts.name}: {facts.architecture}, {facts.num_parameters:,} parameters ({facts.num_layers} layers, "
+            f"hidden {facts.hidden_size}, vocabulary {facts.vocab_size}, {tied} embeddings), "
+            f"sequences of at most {self.config.seq_limit(facts)} tokens"
+        )
+
+    def _checkpoints_text(self) -> str:
+        options = self.config.checkpoint
+        if options.every:
+            when = f"every {count(options.every, 'step')} and at the end"
+        else:
+            when = "at the end"
+        if options.keep_every:
+            rest = f", every {options.keep_every}th for good"
+        else:
+            rest = ""
+        if options.async_save:
+            how = "while training continues"
+        else:
+            how = "while training waits"
+        return f"{when}, {how}; the newest {options.keep_last} are kept{rest}; Ctrl-C and SIGTERM write one too"
+
+    def _recovery_text(self) -> str:
+        options = self.config.cluster
+        if not options.max_restarts:
+            return "no part that dies is started again: the run fails then"
+        often = f"at most {count(options.max_restarts, 'time')} in {options.restart_window_s:,g} s"
+        return f"a part that dies is started again, {often}; a shard costs the steps since the newest checkpoint"
+
+
+def _models(parts: Sequence[Part]) -> list[int]:
+    """Returns the number of processes that hold a model (or a part of one) in each room that has such processes."""
+    return [len(part.actors) * part.ranks for part in parts if part.size_key]
+
+
+def count(number: int, noun: str) -> str:
+    """Returns the number with its noun, in the plural unless it is 1: "1 step", "2 steps"."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")

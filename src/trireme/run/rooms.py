@@ -1,0 +1,100 @@
+"""The rooms of a run as its driver and its checkpoints see them: their verbs as Protocols. Only `trireme.launch` and
+`trireme.api` see the handles behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trireme.checkpoint.files import FileRecord
+from trireme.checkpoint.parts import CheckpointSource
+from trireme.core.batch import Batch, Data, Summary
+from trireme.core.types import (
+    AdamParams,
+    ForwardBackwardOutput,
+    Minibatch,
+    OptimStepResponse,
+    Provenance,
+    StepSummary,
+    WeightIdentity,
+    Which,
+)
+from trireme.core.weights import AdapterSpec, PublishedWeights
+
+
+class PendingFiles(Protocol):
+    """The files of one part of a checkpoint, while they are written."""
+
+    def wait(self, timeout_s: float) -> list[FileRecord]:
+        """Waits up to `timeout_s` seconds until all files are written. Returns their records. Raises StorageFailed,
+        RoomFailed."""
+
+
+class StatefulRoom(Protocol):
+    """A room other than the trainer with a part in each checkpoint."""
+
+    def save_state(self, path: Path) -> PendingFiles:
+        """Saves the state that the room has at the call to the directory `path`. Returns when training may continue;
+        files may be written after that."""
+
+    def load_state(self, path: Path, source: CheckpointSource | None, /) -> str | None:
+        """Continues from the part at `path`; nodes that do not see it read the part from `source`. Returns a message
+        for the log, if any."""
+
+
+class Trainer(Protocol):
+    """The verbs of the trainer (`trainer.handle`). Every verb waits, and raises TriremeError."""
+
+    def forward_backward(
+        self,
+        data: Data,
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float] | None = None,
+        provenance: Provenance | None = None,
+    ) -> ForwardBackwardOutput: ...
+
+    def forward(self, data: Data, which: Which = "policy") -> ForwardBackwardOutput: ...
+
+    def forward_summarized(
+        self, data: Batch, which: Which, name: str, summarize: Summary
+    ) -> tuple[Batch, npt.NDArray[np.float64]]: ...
+
+    def optim_step(self, adam_params: AdamParams, normalizer: float = 1.0) -> OptimStepResponse: ...
+
+    def update_reference(self) -> None: ...
+
+    def drop_gradients(self) -> None: ...
+
+    def reset_optimizer(self) -> None: ...
+
+    def publish_weights(self, version: int) -> PublishedWeights: ...
+
+    def save_weights(self, path: Path, published: PublishedWeights) -> PendingFiles: ...
+
+    def save_state(self, path: Path) -> PendingFiles: ...
+
+    def load_state(self, path: Path, identities: Sequence[WeightIdentity]) -> str: ...
+
+    def add_adapter(self, name: str, spec: AdapterSpec, start: Path | None = None) -> None: ...
+
+    def use_adapter(self, name: str) -> None: ...
+
+    def drop_adapter(self, name: str) -> None: ...
+
+
+class Orchestrator(Protocol):
+    """The verbs of the orchestrator (`orchestrator.handle`)."""
+
+    def minibatches(self, step: int, substep: int, on_tick: Callable[[], None]) -> Iterator[Minibatch]: ...
+
+    def end_version(self, on_tick: Callable[[], None]) -> None: ...
+
+    def begin_version(self, identity: WeightIdentity, on_tick: Callable[[], None]) -> None: ...
+
+    def give_up_evaluation(self) -> None: ...
+
+    def release(self, step: int) -> StepSummary: ...

@@ -1,0 +1,123 @@
+"""Results of evaluations in a run directory: `evaluations/step_000040-1f3a5c7e.json`, one for each checkpoint and set
+of options. `trireme eval` writes them, takes them up again with --resume, and compares them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from rich.table import Table
+
+from trireme.checkpoint.files import replace_file, storage_errors
+from trireme.checkpoint.store import KEEP
+from trireme.config import Config
+from trireme.core.finite_json import to_json
+from trireme.core.refusals import Refusal
+from trireme.core.types import WeightIdentity
+
+DIRECTORY = "evaluations"
+MEAN = "avg@"
+NO_MATTER: dict[str, Any] = {
+    **dict.fromkeys(("checkpoint", "clean", "cluster", "max_steps", "mlflow", "resume", "run", "service"), True),
+    **dict.fromkeys(("tensorboard", "timeouts", "trace", "trackio", "trainer", "wandb"), True),
+    "inference": {"replicas"},
+    "model": {"name"},
+}
+"""Keys that change neither problems nor samples of an evaluation; the checkpoint stands for the model's name."""
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """The results in the directory of a run, of evaluations with the options of `config`."""
+
+    directory: Path
+    options: str
+    """A hash of the configuration without NO_MATTER, 32 hex digits."""
+
+    @classmethod
+    def of(cls, run: Path, config: Config) -> Evaluations:
+        """Returns the results in the run directory `run` of evaluations as `config` describes them."""
+        options = config.model_dump_json(exclude=NO_MATTER)
+        return cls(run / DIRECTORY, xxhash.xxh3_128_hexdigest(options.encode()))
+
+    def file(self, identity: WeightIdentity) -> Path:
+        """Returns the path for the result of the weights `identity`."""
+        number = xxhash.xxh3_64_hexdigest(f"{identity} {self.options}".encode())
+        return self.directory / f"step_{identity.version:06d}-{number}.json"
+
+    def read(self, identity: WeightIdentity) -> Mapping[str, float] | None:
+        """Returns the metrics of the weights `identity`; None if they have not been evaluated this way."""
+        file = self.file(identity)
+        if not file.exists():
+            return None
+        row: dict[str, float] = json.loads(file.read_text())["row"]
+        return row
+
+    def write(self, identity: WeightIdentity, row: Mapping[str, float]) -> Path:
+        """Writes the metrics of the weights `identity`, and returns the file. Raises StorageFailed."""
+        file = self.file(identity)
+        values = {"identity": str(identity), "options": self.options, "row": row}
+        with storage_errors(file):
+            file.parent.mkdir(exist_ok=True)
+            replace_file(file, (to_json(values, indent=1) + "\n").encode())
+        return file
+
+
+def full_name(metric: str, row: Mapping[str, float]) -> str:
+    """Returns the name in `row` of the metric that a user names, with or without `eval/`. Raises BadInput."""
+    for name in (metric, f"eval/{metric}"):
+        if name in row:
+            return name
+    means = [name.removeprefix("eval/") for name in row if name.startswith("eval/") and not name.endswith("/ci95")]
+    raise Refusal(
+        f"--keep-best {metric}, which the evaluation does not have",
+        f"one of {', '.join(means)}",
+        "correct the name; with --resume no finished evaluation is repeated",
+    )
+
+
+def best(rows: Mapping[str, Mapping[str, float]], metric: str) -> str:
+    """Returns the label of the row with the highest `metric`, the first one of equals. Raises BadInput if none has it,
+    because all of its rollouts failed."""
+    having = {label: row[metric] for label, row in rows.items() if metric in row}
+    if not having:
+        raise Refusal(f"--keep-best {metric}, which no checkpoint has", "rollouts that count", "look at `failed`")
+    return max(having, key=having.__getitem__)
+
+
+def keep(checkpoint: Path, metric: str) -> None:
+    """Marks a checkpoint so that its run never deletes it. Raises StorageFailed."""
+    with storage_errors(checkpoint):
+        (checkpoint / KEEP).write_text(f"the best by {metric} of `trireme eval`\n")
+
+
+def comparison(rows: Mapping[str, Mapping[str, float]], metric: str | None) -> Table:
+    """Returns a table with a line for each checkpoint and a column for each task: the mean reward with its 95 %
+    interval. `metric`: one more column, and the best one in it is marked."""
+    names = list(dict.fromkeys(name for row in rows.values() for name in row if _is_mean(name)))
+    if metric and metric not in names:
+        names.append(metric)
+    shown = Table("checkpoint", *(name.removeprefix("eval/") for name in names), box=None)
+    for label, row in rows.items():
+        cells = [value_text(row, name) for name in names]
+        if metric and label == best(rows, metric):
+            cells[names.index(metric)] += " (best)"
+        shown.add_row(label, *cells)
+    return shown
+
+
+def value_text(row: Mapping[str, float], name: str) -> str:
+    """Returns the metric `name` of `row` as text, with its interval if it has one; `-` if the row lacks it."""
+    if name not in row:
+        return "-"
+    if f"{name}/ci95" in row:
+        return f"{row[name]:.4f} +- {row[f'{name}/ci95']:.4f}"
+    return f"{row[name]:g}"
+
+
+def _is_mean(name: str) -> bool:
+    return name.startswith("eval/") and MEAN in name.rsplit("/", 1)[-1]

