@@ -27,6 +27,7 @@ def contents_of(directory: Path) -> dict[Path, bytes]:
     return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+@pytest.mark.long
 def test_it_trains_on_as_the_run_that_wrote_it(tmp_path: Path) -> None:
     source = shutil.copytree(FIXTURE, tmp_path / "source")  # a fork shares its source's files
     model = source / COMMIT / "inference"

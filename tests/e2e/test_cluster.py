@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+import pytest
 from cluster_support import NODES, Nodes, ask, cluster_of_one
 from run_support import DEADLINE_S, ROOT, TINY, Ended, assert_bound_and_conservation, run_rl
 
@@ -94,6 +95,7 @@ def from_another_terminal(directory: Path, nodes: Nodes) -> Told:
     return Told(second, refused, [*meanwhile, *up], sampled, scale(run, 1), nodes_by_part)
 
 
+@pytest.mark.long
 def test_a_run_spans_two_nodes_and_replicas_come_and_go_on_a_third(tmp_path: Path) -> None:
     reports: list[Told] = []
     with cluster_of_one(CPUS_PER_NODE) as nodes:

@@ -40,6 +40,7 @@ def actor(ray_cluster: str) -> Any:
         ray.kill(handle)
 
 
+@pytest.mark.long
 def test_an_actor_sees_the_gpus_that_it_has_and_no_others(actor: Callable[..., Any], tmp_path: Path) -> None:
     config = make_config(tmp_path, False)
     kinds = {
@@ -66,6 +67,7 @@ def test_a_replica_that_is_to_compute_on_a_gpu_computes_nowhere_else(actor: Call
         get(replica.start.remote(), owner="the replica", timeout_s=START_S)
 
 
+@pytest.mark.long
 def test_shards_that_are_to_compute_on_gpus_compute_nowhere_else(ray_cluster: str, tmp_path: Path) -> None:
     """The cluster has GPUs, as far as Ray knows."""
     (tmp_path / "data.jsonl").write_text(json.dumps({"tokens": [1, 2, 3], "weights": [0, 1, 1]}) + "\n")

@@ -37,6 +37,7 @@ class Sevens(vf.Taskset[Says]):
 """
 
 
+@pytest.mark.long
 def test_environments_of_several_kinds_on_a_real_engine(tmp_path: Path) -> None:
     """Tools over several turns, math-verify and a taskset of verifiers in worker processes, an answerer in another, and
     answers that a string ends: one evaluation of a model of which it is known what it says."""

@@ -41,9 +41,9 @@ from trireme.core.types import ModelInput, SamplingParams
 from trireme.process.waits import get
 
 ROOT = Path(__file__).parents[2]
-KINDS = {"tied": ("qwen3", True), "untied": ("llama", False), "spare": ("qwen3", True)}
+KINDS = {"tied": ("qwen3", True), "untied": ("llama", False)}
 """Experts: test_loaded.py."""
-DETERMINISTIC = {"tied", "spare"}
+DETERMINISTIC = {"tied"}
 LAST = 14  # this update of a replica meets its fault point
 FAULTS = {"tied": f"inference.repack@{LAST}=skip", "untied": f"inference.received@{LAST}=corrupt"}
 TOLERANCE = 1e-4
@@ -139,6 +139,7 @@ async def test_cached_prefixes_never_outlive_their_weights(rooms: dict[str, Room
         assert room.difference(prompt, answer) < TOLERANCE
 
 
+@pytest.mark.long
 def test_with_kept_kv_the_tokens_after_an_update_are_marked_mixed_and_are_just_that(pair: dict[str, Room]) -> None:
     """Before it they are the old policy's; after it, those of the new weights on the old ones' keys and values; new
     requests, the canary and cached prefixes know nothing of it."""
@@ -167,6 +168,7 @@ def test_with_kept_kv_the_tokens_after_an_update_are_marked_mixed_and_are_just_t
         assert np.abs(pure - answer.logprobs)[new.start :].max() > 100 * TOLERANCE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["keep_kv", "drain"])
 def test_no_mode_serves_prefixes_of_older_weights(pair: dict[str, Room], mode: str) -> None:
     room, prompt = pair[mode], prompt_of(300, seed=5)
@@ -184,6 +186,7 @@ def test_no_mode_serves_prefixes_of_older_weights(pair: dict[str, Room], mode: s
         assert room.difference(prompt, answer) < TOLERANCE
 
 
+@pytest.mark.long
 async def test_with_kept_kv_a_conversation_keeps_its_prefix_over_an_update_and_a_new_one_shares_none_of_it(
     pair: dict[str, Room],
 ) -> None:
@@ -205,6 +208,7 @@ async def test_with_kept_kv_a_conversation_keeps_its_prefix_over_an_update_and_a
     assert room.difference(prompt, another) < TOLERANCE
 
 
+@pytest.mark.long
 async def test_a_drained_sequence_never_has_two_versions(pair: dict[str, Room]) -> None:
     room = pair["drain"]
     prompts = [prompt_of(20 + i, seed=i) for i in range(6)]
@@ -226,6 +230,7 @@ async def test_a_drained_sequence_never_has_two_versions(pair: dict[str, Room]) 
         assert room.difference(prompt, answer) < TOLERANCE
 
 
+@pytest.mark.long
 async def test_a_replica_answers_whoever_asks_however_many_requests_it_has(pair: dict[str, Room]) -> None:
     """Each in a call of its own: one more than 1,000 such calls, and it would seem dead."""
     room = pair["drain"]
@@ -258,22 +263,6 @@ def test_seeded_requests_survive_an_update_with_more_prefill_than_fits_a_step(ro
 
     for prompt, answer in zip(prompts, asyncio.run(run()), strict=True):
         assert room.difference(prompt, answer) < TOLERANCE
-
-
-async def test_two_deterministic_engines_with_different_pasts_agree_to_the_last_bit(rooms: dict[str, Room]) -> None:
-    """More requests than a replica decodes at once, of all lengths. In default mode a fifth of them would differ: the
-    first one runs ahead of the others by as many steps as the machine happens to allow."""
-    first, second = rooms["tied"], rooms["spare"]
-    requests = [request(f"wave {i}", prompt_of(1 + 13 * i % 120, i), 5 + 29 * i % 75, seed=i) for i in range(48)]
-    await asyncio.gather(*begin(second, requests[7:12]), *begin(first, requests[30:]))
-    for room in (first, second):
-        while len(room.models) < 6:
-            await room.update()
-    (answers, elsewhere, again) = [await asyncio.gather(*begin(room, requests)) for room in (first, second, first)]
-    for answer, *rest in zip(answers, elsewhere, again, strict=True):
-        for other in rest:
-            assert other.tokens.tobytes() == answer.tokens.tobytes()
-            assert other.logprobs.tobytes() == answer.logprobs.tobytes()
 
 
 def test_a_client_answers_with_samples_and_with_logprobs_of_the_prompt(rooms: dict[str, Room]) -> None:
@@ -401,6 +390,7 @@ async def test_a_killed_engine_fails_running_requests_and_updates(rooms: dict[st
         health(room)
 
 
+@pytest.mark.long
 def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
     pair: dict[str, Room], monkeypatch: pytest.MonkeyPatch
 ) -> None:

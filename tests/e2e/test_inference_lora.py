@@ -216,6 +216,7 @@ def check_three_adapters(room: AdapterRoom) -> None:
     assert apart.max() > 1000 * TOLERANCE, "the adapters hardly differ"
 
 
+@pytest.mark.long
 async def test_with_kept_kv_a_new_adapter_reads_what_the_old_one_wrote(rooms: dict[str, AdapterRoom]) -> None:
     room, prompt = rooms["kept"], prompt_of(150)
     (running,) = begin(room, [request("kept", prompt, 600)])

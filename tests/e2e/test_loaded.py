@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,8 @@ CHECKS = {
     "decoded": r"canary of version \d+: logprobs of 4 tokens in decode steps",
 }
 TOLERANCE = 1e-4
-Tries = Sequence[tuple[bool, bool]]
+TRIES = ((True, True), (False, False), (True, False), (False, True))
 """Whether a fault comes with an engine's first version, and whether what is loaded is compared."""
-BOTH: Tries = ((True, True), (False, False))
-ALL: Tries = (*BOTH, (True, False), (False, True))
 
 
 @dataclass(frozen=True)
@@ -81,15 +78,15 @@ def model_of(kind: str, seed: int) -> Any:
     return model
 
 
-def tried(engine: str, tries: Tries) -> list[tuple[Fault, bool, bool]]:
+def tried(engine: str) -> list[tuple[Fault, bool, bool]]:
     """All updates of an engine with a fault; before each is one without. Bytes that changed are not loaded."""
     faults = sorted((fault for fault in FAULTS if fault.engine == engine), key=lambda fault: fault.point == "received")
-    return [(fault, *change) for fault in faults for change in tries]
+    return [(fault, *change) for fault in faults for change in TRIES]
 
 
-def planted(engine: str, tries: Tries) -> str:
+def planted(engine: str) -> str:
     """The list of the engine's fault points."""
-    numbers = enumerate(tried(engine, tries))
+    numbers = enumerate(tried(engine))
     return ",".join(f"inference.{fault.point}@{2 * n + 2}={fault.action}" for n, (fault, _, _) in numbers)
 
 
@@ -122,9 +119,9 @@ def prepare(room: Room, at_first: bool, compared: bool) -> None:
     get(room.group.replicas[0].__ray_call__.remote(forget), owner="replica", timeout_s=60)
 
 
-async def outcomes(room: Room, kind: str, tries: Tries) -> dict[tuple[Fault, bool, bool], str]:
+async def outcomes(room: Room, kind: str) -> dict[tuple[Fault, bool, bool], str]:
     checks, prompt = {}, prompt_of(20)
-    for number, item in enumerate(tried(kind, tries)):
+    for number, item in enumerate(tried(kind)):
         prepare(room, at_first=True, compared=True)
         assert await refusal(room, kind) == "", "without fault"
         answer = await room.router.sample(request(f"sampled {number}", prompt, 24))
@@ -134,24 +131,24 @@ async def outcomes(room: Room, kind: str, tries: Tries) -> dict[tuple[Fault, boo
     return checks
 
 
-@pytest.mark.parametrize("tries", [BOTH, pytest.param(ALL, marks=pytest.mark.long)], ids=["both", "all"])
+@pytest.mark.long
 def test_each_fault_is_found_by_the_checks_of_the_table(
-    ray_cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tries: Tries
+    ray_cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In between the same engine takes new weights without fault, and samples from them."""
     kinds = {fault.engine: (fault.engine, False) for fault in FAULTS}
     with monkeypatch.context() as patched:
         patched.setattr("inference_support.random_model", lambda family, tied, seed: model_of(family, seed))
-        rooms = start_rooms(kinds, set(), {kind: planted(kind, tries) for kind in kinds}, tmp_path)
+        rooms = start_rooms(kinds, set(), {kind: planted(kind) for kind in kinds}, tmp_path)
     checks_by_fault: dict[tuple[Fault, bool, bool], str] = {}
     try:
         for kind, room in rooms.items():
-            checks_by_fault |= asyncio.run(outcomes(room, kind, tries))
+            checks_by_fault |= asyncio.run(outcomes(room, kind))
     finally:
         for room in rooms.values():
             room.group.stop()
     for fault in FAULTS:
-        for at_first, compared in tries:
+        for at_first, compared in TRIES:
             says = dict(zip(CHECKS, fault.cells, strict=True)) | ({} if compared else {"loaded": "agrees"})
             expected = next((check for check, action in says.items() if action == "refuses"), "")
             assert checks_by_fault[fault, at_first, compared] == expected, (fault.kind, at_first, compared)

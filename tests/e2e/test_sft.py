@@ -120,6 +120,7 @@ def test_killed_and_stopped_it_comes_to_the_same(config: Path, reference: Ended,
     outcome.assert_nothing_left()
 
 
+@pytest.mark.long
 def test_a_run_in_object_storage_goes_on_after_its_machine_is_lost(
     config: Path, reference: Ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,7 @@ async def check_updates_in_flight(room: Room) -> None:
         assert room.difference(prompt_of(5 + 40 * i, seed=i), answer) < TOLERANCE
 
 
+@pytest.mark.long
 def test_ranks_take_updates_in_flight_die_together_and_leave_nothing(ray_cluster: str, tmp_path: Path) -> None:
     with replica("qwen3", tmp_path) as room:
         actor, *lost = processes(room)

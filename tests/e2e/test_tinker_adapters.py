@@ -104,6 +104,7 @@ def test_what_is_downloaded_opens_with_peft_and_is_the_model(server: Server, tmp
     np.testing.assert_allclose(logprobs_of(again, data_of(again, TEXTS[0])), expected, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_shard_is_killed_and_the_client_sees_a_delay(server: Server, alone: list[np.ndarray]) -> None:
     model = begun(server, 0)
     data = data_of(model, TEXTS[0])
@@ -120,6 +121,7 @@ def test_a_shard_is_killed_and_the_client_sees_a_delay(server: Server, alone: li
     sampled_alike(model, TEXTS[0])
 
 
+@pytest.mark.long
 def test_the_server_is_killed_and_started_again(server: Server, alone: list[np.ndarray]) -> None:
     model = begun(server, 0)
     data = data_of(model, TEXTS[0])

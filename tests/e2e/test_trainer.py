@@ -29,7 +29,7 @@ from trireme.core.weights import check_received
 from trireme.process import waits
 from trireme.transports.packing import Packer
 
-START_S = 120.0
+START_S = 900.0
 QWEN, LLAMA = ("qwen3", True), ("llama", False)  # family, tied embeddings
 LENGTHS = (30, 3, 3, 4, 5, 29, 7)
 

@@ -94,6 +94,10 @@ def runner(
             parallel_state.destroy_distributed_environment()
 
 
+OFTEN = ("llama", "qwen3", "qwen3_moe")
+"""The families that are tried in CI; the marker `long` has all."""
+
+
 def _subclasses(kind: type) -> list[type]:
     return [kind, *(below for one in kind.__subclasses__() for below in _subclasses(one))]
 
@@ -128,7 +132,13 @@ def flipped(_backend: Any, *, w13_weight: Tensor, w2_weight: Tensor, **_rest: An
 
 
 @pytest.mark.parametrize(
-    ("family", "packed"), [*((family, False) for family in FAMILIES), ("mixtral", True), ("qwen3_moe", True)]
+    ("family", "packed"),
+    [
+        *((family, False) for family in OFTEN),
+        ("qwen3_moe", True),
+        *(pytest.param(family, False, marks=pytest.mark.long) for family in FAMILIES if family not in OFTEN),
+        pytest.param("mixtral", True, marks=pytest.mark.long),
+    ],
 )
 def test_copies_in_place_are_what_loaders_load(
     published: tuple[Any, dict[str, Tensor]], runner: Any, packed: bool, monkeypatch: pytest.MonkeyPatch

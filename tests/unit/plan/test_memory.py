@@ -147,7 +147,7 @@ CASES = {
     "4B-offloaded": Case(MODELS["Qwen3-4B"], options={"checkpointing": True, "offload": "cpu"}),
     "0.6B-on-cpus": Case(MODELS["Qwen3-0.6B"], 2, 4096, 1024, gpu=False, options={"checkpointing": True}),
 }
-OFTEN = ("0.6B-whole", "8B", "8B-lora", "30B-A3B")
+OFTEN = ("0.6B-whole", "8B-lora")
 
 
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.long) for n in CASES])
