@@ -14,7 +14,7 @@ from run_support import Ended, assert_bound_and_conservation, run_rl
 
 from trireme.core.errors import EXIT_OK
 
-SCORES = {"gsm8k": "correct", "math": "correct", "apps": "success", "search": "success"}
+ENVIRONMENTS = ("gsm8k", "math", "apps", "search")
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +34,15 @@ def trained(tmp_path: Path, *flags: str, bound: int = 2) -> Ended:
 
 
 def test_the_environments_of_all_recipes_are_played(model: str, tmp_path: Path) -> None:
-    """Twelve problems are drawn, which include some of each environment. The bound of 0 makes the steps train on these
-    twelve: with a larger one the quick environments' later groups can take the places of a slow one's."""
+    """Eight problems are drawn for a step, which include some of each environment. With the bound of 0 a step trains on
+    these eight: with a larger one the quick environments' later groups can take the places of a slow one's."""
     recipes = ("gsm8k", "math-4b-lora", "apps", "search")
     envs = f"[{', '.join(env_of(recipe, tmp_path) for recipe in recipes)}]"
     flags = [*small_flags("gsm8k", tmp_path), "--model.name", model, "--orchestrator.batch-size", "8"]
     flags += ["--orchestrator.max-steps-off-policy", "0"]
     result = trained(tmp_path, *flags[:4], *flags[8:], "--env", envs, bound=0)
-    for name, score in SCORES.items():
-        assert any(f"env/{name}/{score}" in row for row in result.rows), name
+    for name in ENVIRONMENTS:  # a random model's answers may all be cut, and are then not scored
+        assert any(f"env/{name}/turns_per_episode" in row for row in result.rows), name
         assert f"eval/{name}/reward/total" in result.rows[-1]
 
 
