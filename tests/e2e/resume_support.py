@@ -11,16 +11,18 @@ from run_support import DEADLINE_S, QUICKSTART, RL, ROOT, Running, in_directory
 
 DETERMINISTIC = [
     *("@", str(ROOT / "configs" / "guess.toml"), "--deterministic", "--orchestrator.max-steps-off-policy", "0"),
-    *("--env", '[{id = "guess"}, {id = "sort", group_size = 2, args = {max_digits = 4}}]'),
+    # Prompts of guess are too short to be shared, and of sort from ten digits on long enough.
+    *("--env", '[{id = "guess"}, {id = "sort", group_size = 2, args = {min_digits = 10, max_digits = 12}}]'),
     *("--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--trainer.shards", "2"),
     *("--max-steps", "6", "--checkpoint.every", "2", "--checkpoint.keep-last", "1"),
     *("--eval.every", "2", "--eval.problems", "8"),
     *("--trainer.kl.coef", "0.05", "--trainer.kl.reference.base-model", "./assets/sort-base"),
     # A checkpoint's reference is then neither the first nor its own policy.
     *("--trainer.kl.reference.update-every", "3"),
+    *("--trainer.share-prefixes", "on"),
 ]
 """A small run that has everything a checkpoint must know: two shards, games of several turns in two environments, a
-reference model that is refreshed, evaluations."""
+reference model that is refreshed, evaluations, prefixes that are computed once."""
 NOT_COMPARED = ("time/", "perf/")
 """Columns of metrics.jsonl that say how fast, not what. `attempt` differs by its meaning."""
 

@@ -116,6 +116,7 @@ def test_killed_in_the_middle_of_games_and_then_part_by_part(tmp_path: Path, ref
     tests/unit/checkpoint/test_crashes.py.)"""
     assert all(row["env/guess/turns_per_episode"] > 1 for row in reference.rows)
     assert all(row["env/sort/turns_per_episode"] == 1 for row in reference.rows if "env/sort/turns_per_episode" in row)
+    assert all(row["perf/prefix_saving"] > 1 for row in reference.rows if "env/sort/turns_per_episode" in row)
     problems = [group["problem"] for row in rows_of(reference.root / "trained.jsonl") for group in row["groups"]]
     assert {problem.partition("/")[0] for problem in problems} == {"guess", "sort"}
     waiting = [*DETERMINISTIC, "--checkpoint.async-save", "false"]
@@ -131,6 +132,7 @@ def test_killed_in_the_middle_of_games_and_then_part_by_part(tmp_path: Path, ref
     outcome.assert_nothing_left()
 
 
+@pytest.mark.long
 def test_games_continue_where_they_stood_when_the_run_is_killed_between_two_guesses(tmp_path: Path) -> None:
     """The games after the first batch wait in their second turn until the checkpoint after step 1 is there; so it has
     them with one guess each, and they have more when the run is killed in step 2. The next attempt loses its shard in
