@@ -107,6 +107,8 @@ DECODE_PROOFS = 2
 the next, which may be copied in place. Such an engine decodes by the code and the tensors of its prefills. At each
 update the proof slows down a small model's run on CPUs by 6 to 9 % (two pairs of the quickstart, 28 November 2026)."""
 CHECK_TICK_S = 0.01
+KV_CACHE = "kv_cache"
+"""vLLM's tag of the memory of the KV cache."""
 log = logging.getLogger(__name__)
 
 
@@ -172,6 +174,7 @@ class ReplicaActor:
         self.ranks: tuple[int, ...] = ()  # process ids of the engine's ranks, once it has started
         self.running: dict[str, InFlight] = {}
         self.halting = self.standing = False  # told to stop between two steps; stands still
+        self.asleep = False
         self.pausing = asyncio.Lock()  # held while the engine is paused, so that nothing else resumes it
         self.proved = asyncio.Event()  # while it is not set, tokens may come from wrong weights
         self.proof = LoadedProof(self.name)
@@ -382,6 +385,8 @@ class ReplicaActor:
         """Hands `request` to the engine. Returns its entry there, or the exception if it cannot enter."""
         try:
             self._raise_if_broken()
+            if self.asleep:
+                raise ReplicaBehind(f"{self.name} sleeps, and has no weights before the next update")
             if self.identity is None:
                 raise RoomFailed(f"{self.name} was asked to sample before any weights were published to it")
             floor = request.attempt, request.floor or 0
@@ -505,7 +510,10 @@ class ReplicaActor:
         self.standing = True
 
     async def resume(self) -> None:
-        """Lets the engine continue with its requests after `pause`."""
+        """Lets the engine continue with its requests after `pause` or `sleep`."""
+        if self.asleep and self.config.cluster.device == "gpu":
+            await self.engine.wake_up([KV_CACHE])
+        self.asleep = False
         await self.engine.resume_generation()
         self.standing = False
         self.engine_stats.listen()
@@ -518,6 +526,28 @@ class ReplicaActor:
         prefixes, which are computed again under the next weights."""
         await self._stand_still(clear_cache=clear_cache)
         self.sampling.pause()
+
+    @remote_method
+    async def sleep(self) -> None:
+        """Pauses the engine and drops its KV cache; on a GPU also gives the memory of the cache back. From then on this
+        replica has no weights: it samples again when it has taken an update, also one that it had taken before.
+        Requests in flight stay, and are then computed again. Does nothing if this replica sleeps.
+
+        Raises RoomFailed, breaks this replica and ends its requests when the engine does not answer.
+        """
+        step = partial(self._step, deadline=time.monotonic() + self.config.timeouts.update_s)
+        async with self.updating, self.pausing:
+            self._raise_if_broken()
+            if self.asleep:
+                return
+            with self._breaks("falling asleep"):
+                fault_point("inference.sleep")
+                await step("pause", self.pause())
+                self.asleep = True
+                self.identity = None
+                self._updates = OnceForEach[UpdateReport]()
+                if self.config.cluster.device == "gpu":
+                    await step("release memory", self.engine.release_kv_cache_memory())
 
     @remote_method
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
@@ -579,19 +609,26 @@ class ReplicaActor:
             raise as_failure(f"{self.name}, fetching version {published.identity.version}", error) from error
         async with stack, self.updating:  # one that a dead orchestrator began may still run
             self._raise_if_broken()
-            try:
+            version = published.identity.version
+            with self._breaks(f"taking version {version}"), trace.span("update", "update", version=version):
                 fault_point("inference.update")
-                with trace.span("update", "update", version=published.identity.version):
-                    await self._receive(published.manifest, arrived, step)
-                    await stack.aclose()  # the engine has mapped them
-                    yield
-            except Exception as error:
-                if isinstance(error, WeightsRefused):
-                    self.broken = WeightsRefused(f"{self.name}: {error}")
-                else:
-                    self.broken = as_failure(f"{self.name}, taking version {published.identity.version}", error)
-                self._give_up_all()
-                raise self.broken from error
+                await self._receive(published.manifest, arrived, step)
+                await stack.aclose()  # the engine has mapped them
+                yield
+
+    @contextmanager
+    def _breaks(self, doing: str) -> Iterator[None]:
+        """Breaks this replica and ends its requests if the block raises, and raises why. `doing`: what the block
+        does."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, WeightsRefused):
+                self.broken = WeightsRefused(f"{self.name}: {error}")
+            else:
+                self.broken = as_failure(f"{self.name}, {doing}", error)
+            self._give_up_all()
+            raise self.broken from error
 
     @remote_method
     async def offer(self, offer: Offer) -> None:
@@ -652,7 +689,8 @@ class ReplicaActor:
         # After a return to an older checkpoint, prefixes of conversations that live on may be of weights that are gone.
         returned = self.identity is not None and self.identity.attempt != manifest.identity.attempt
         clears = returned or not self._keeps_kv
-        await step("pause", self.pause(clear_cache=clears))
+        if not self.asleep:  # else it is paused, without a cache
+            await step("pause", self.pause(clear_cache=clears))
         still = time.monotonic()
         self.proof.check(manifest, await step("take", self._in_engine("take_weights", (self.proof.traced,))))
         if manifest.adapter:

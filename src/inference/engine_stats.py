@@ -73,5 +73,8 @@ class EngineStats(PrometheusStatLogger):
         waiting = unfinished - running
         return ReplicaStats(running, waiting, self.kv_used, self.preemptions, self.places)
 
+    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+        pass
+
     def log_engine_initialized(self) -> None:
         pass

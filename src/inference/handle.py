@@ -86,6 +86,10 @@ class ReplicaClient:
         doing = f"taking version {published.identity.version}"
         return await self._get(self.handle.load_weights.remote(published), doing, self.update_s + GRACE_S)
 
+    async def sleep(self) -> None:
+        """Returns when the replica sleeps: it samples again when it has taken an update."""
+        await self._get(self.handle.sleep.remote(), "falling asleep", self.update_s + GRACE_S)
+
     async def load_adapter(self, name: str, published: PublishedWeights) -> None:
         """Loads an adapter; on return requests may name it."""
         doing = f"taking the adapter {name}"

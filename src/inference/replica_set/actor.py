@@ -18,6 +18,9 @@ A set that is lost has a successor, a new incarnation, while the replicas work o
 because it does not know what they hold. None serves again before the driver, which publishes all weights, has repeated
 its newest update, and none with older weights than that.
 
+Sleep. While the trainer has their devices all replicas sleep. Then no replica has weights or serves, and one that joins
+goes to sleep too. The next update wakes them: each serves when it has taken the new weights.
+
 Adapters are loaded in addition to the weights of updates. An adapter has a name that is never used again, and its
 values do not change, so nothing has to stand still while others come and go. A new version of an adapter is a new
 adapter.
@@ -113,6 +116,7 @@ class ReplicaSet:
         self._updates = OnceForEach[list[UpdateReport]]()
         self._bring_newest: Callable[[Member], Awaitable[object]] | None = None
         self._newest: WeightIdentity | None = None  # that it brings
+        self._sleeping = False  # until the next update
         self._lowest = lowest
         self._last_update: EndedUpdate | None = None
         self._adapters: dict[str, PublishedWeights] = {}  # that all members have beside the weights of updates
@@ -162,7 +166,8 @@ class ReplicaSet:
     def _publish(self) -> None:
         number = (self._incarnation, self._newest_table.table.number[1] + 1)
         rows = {index: member.row for index, member in self._by_index.items()}
-        table = Table(number, rows, dict(self._departed), self._last_update, self._patience_s)
+        asleep = self._sleeping and all(row.asleep for row in rows.values())
+        table = Table(number, rows, dict(self._departed), self._last_update, self._patience_s, asleep)
         self._newest_table.take(table)
         for take in self._listeners:
             take(table)
@@ -291,6 +296,9 @@ class ReplicaSet:
                 bounded = weights
             self._bring_newest = partial(self._load, bounded)
             self._newest = weights.identity
+            if self._sleeping:
+                self._sleeping = False
+                self._publish()  # lost replicas may start again
             members = [m for m in self._by_index.values() if not m.row.behind or m.waits or m.rounds >= ROUNDS]
             await asyncio.gather(*map(self._await_update, members))
         failures = [failure for member in members if (failure := member.failure or member.row.stranded)]
@@ -306,6 +314,16 @@ class ReplicaSet:
             first, largest = self._drifts or (now, now)
             self._drifts = first, Drift.worst([largest, now])
         return reports
+
+    @remote_method
+    async def sleep(self) -> None:
+        """Puts all members to sleep until the next update. A table says when all sleep. A member that fails is left
+        out."""
+        async with self._changing:
+            self._bring_newest = self._put_to_sleep
+            self._sleeping = True
+            self._publish()
+            await asyncio.gather(*map(self._begin_to_catch_up, self._by_index.values()))
 
     @property
     def _serving(self) -> list[Member]:
@@ -327,16 +345,16 @@ class ReplicaSet:
             member.change(behind=True)
 
     def _begin_to_catch_up(self, member: Member) -> asyncio.Task[None]:
-        """Begins to bring `member` to the newest weights, unless that is under way. Returns the task, which ends when
-        the member has them, is stranded or is gone."""
+        """Begins to bring `member` to the newest weights, or to sleep while all sleep, unless that is under way.
+        Returns the task, which ends when the member has them, sleeps, is stranded or is gone."""
         if member.catching_up is None or member.catching_up.done():
             member.catching_up = asyncio.create_task(self._catch_up(member))
             member.calls.add(member.catching_up)
         return member.catching_up
 
     async def _catch_up(self, member: Member) -> None:
-        """Brings `member` to the newest weights, however often they change meanwhile, and then lets it serve. Marks it
-        as stranded if the bytes of the newest weights are gone."""
+        """Brings `member` to the newest weights, however often they change meanwhile, and then lets it serve, or brings
+        it to sleep. Marks it as stranded if the bytes of the newest weights are gone."""
         brought: object = None
         lost_bytes: WeightsGone | None = None
         try:
@@ -351,7 +369,7 @@ class ReplicaSet:
             if lost_bytes:
                 log.warning("%s. It gets no requests until the next update, which brings it newer weights.", lost_bytes)
                 member.change(behind=True, stranded=lost_bytes)
-            elif self._lowest is None or (self._newest and self._newest >= self._lowest):
+            elif not self._sleeping and (self._lowest is None or (self._newest and self._newest >= self._lowest)):
                 await self._bring_adapters(member)
                 member.enter()
         except Exception as error:  # a TriremeError is why it is gone; nothing else would tell of another one
@@ -375,6 +393,10 @@ class ReplicaSet:
             member.change(updating=False)
         self._deadline.note(now() - started)
         member.change(acknowledged=weights.identity.version)
+
+    async def _put_to_sleep(self, member: Member) -> None:
+        await member.calls.call(member.row.client.sleep())
+        member.change(asleep=True)
 
     async def _adopt(self, identity: WeightIdentity, member: Member) -> None:
         await member.calls.call(member.row.client.adopt(identity))

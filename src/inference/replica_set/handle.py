@@ -91,6 +91,7 @@ class ReplicaSetHandle:
         self._adopt = adopt
         self._incarnations = incarnations or itertools.count(1)
         self._weights: PublishedWeights | None = None  # of the newest update
+        self._sleeping = False
         self._log = log_dir and log_dir / "replica_set_0.log"
         self._epochs = Epochs()
         self.followers: list[Callable[[RemoteSet], object]] = []
@@ -117,10 +118,13 @@ class ReplicaSetHandle:
 
     def begin_again(self, clients: Mapping[int, ReplicaClient], generations: Mapping[int, Generation]) -> Ref[None]:
         """Starts a new incarnation after the old one was lost, with its replicas, `clients` and `generations` by
-        number, and repeats the newest update. Returns a reference that resolves once its actor is ready."""
+        number, and repeats the newest update; if the replicas sleep, puts them to sleep instead. Returns a reference
+        that resolves once its actor is ready."""
         ray.kill(self.actor)
         self._start(clients, generations)
-        if self._weights:
+        if self._sleeping:
+            self.actor.sleep.remote()
+        elif self._weights:
             self.actor.try_update.remote(self._weights)
         for follow in self.followers:
             follow(self.source)
@@ -130,7 +134,14 @@ class ReplicaSetHandle:
         """Begins to bring the replicas to `weights`; does not wait. A table says when the update has ended, also if a
         later incarnation ends it."""
         self._weights = weights  # first: another thread may begin an incarnation now
+        self._sleeping = False
         self.actor.try_update.remote(weights)
+
+    def sleep(self) -> None:
+        """Begins to put the replicas to sleep until the next update; does not wait. A table says when all sleep, also
+        if a later incarnation puts them to sleep."""
+        self._sleeping = True  # first: as above
+        self.actor.sleep.remote()
 
     def join(self, index: int, client: ReplicaClient, generation: Generation | None = None) -> None:
         """Adds replica `index`, which has started."""

@@ -68,4 +68,4 @@ class Member:
     def enter(self) -> None:
         """Lets the replica serve, because it has the newest weights. Publishes a table."""
         self.rounds = 0
-        self.change(behind=False, stranded=None)
+        self.change(behind=False, stranded=None, asleep=False)

@@ -37,13 +37,15 @@ class ReplicaRow:
     """It gets no requests until it has the newest weights."""
     draining: bool = False
     """It gets no new requests."""
+    asleep: bool = False
+    """It has no weights, and gets no requests until the next update."""
     stranded: WeightsGone | None = None
     """Why it is behind until the next update: the newest weights can be had nowhere any more."""
 
     @property
     def serves(self) -> bool:
         """True if the replica takes requests."""
-        return not (self.behind or self.draining)
+        return not (self.behind or self.draining or self.asleep)
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,16 @@ class Table:
     """The last one."""
     patience_s: float | None = None
     """How long to wait for a replica to join when none is left; None: for ever."""
+    asleep: bool = False
+    """All replicas sleep, until the next update."""
 
     def serves(self, index: int, generation: Generation) -> bool | None:
-        """Returns True if the replica with this number and generation takes requests, False if it does not. Returns
-        None if this table does not have it."""
+        """Returns True if the replica with this number and generation takes requests, or sleeps as all do; False if it
+        does not. Returns None if this table does not have it."""
         row = self.rows.get(index)
         if row is None or row.generation != generation:
             return None
-        return row.serves
+        return not (row.behind or row.draining)
 
     def reason(self, index: int, generation: Generation) -> TriremeError | None:
         """Returns why the replica with this number and generation is gone. Returns None if it is not gone, or if a
@@ -117,8 +121,8 @@ class NewestTable:
         return self.table
 
     async def wait_for_serving(self) -> None:
-        """Waits until some replica takes requests. When none does, waits for replicas that take weights and, for
-        `Table.patience_s` seconds, for others to join.
+        """Waits until some replica takes requests. When none does, waits for replicas that take weights or sleep and,
+        for `Table.patience_s` seconds, for others to join.
 
         When no replica comes, raises an error with all failures: WeightsRefused if all replicas refused weights, else
         RoomFailed. Raises WeightsGone at once if only the next update can make a replica serve.
@@ -126,10 +130,10 @@ class NewestTable:
         with suppress(TimeoutError):
             while not any(row.serves for row in self.table.rows.values()):
                 self._changed.clear()
-                behind = [row for row in self.table.rows.values() if row.behind and not row.draining]
-                if behind and all(row.stranded for row in behind):
-                    raise WeightsGone(f"no inference replica has the newest weights: {behind[0].stranded}")
-                async with asyncio.timeout(None if behind else self.table.patience_s):
+                returning = [row for row in self.table.rows.values() if not row.draining]
+                if returning and all(row.stranded for row in returning):
+                    raise WeightsGone(f"no inference replica has the newest weights: {returning[0].stranded}")
+                async with asyncio.timeout(None if returning else self.table.patience_s):
                     await self._changed.wait()
             return
         table = self.table

@@ -91,6 +91,9 @@ class Sampler(Protocol):
         """Waits until the update of the replicas to `identity` has ended. Returns each replica's report, or raises the
         update's error."""
 
+    async def asleep(self) -> None:
+        """Waits until all replicas sleep. In deterministic mode raises why a replica is gone."""
+
 
 MakeSampler = Callable[[OnVersions], Sampler]
 """Makes a sampler that calls its argument whenever a replica joins, leaves, fails or acknowledges a version, and at the

@@ -39,6 +39,8 @@ TABLE_S = 20.0
 ALIVE_S = 3.0
 """Time for the actor of a lost replica to say that it lost nothing but its engine; on a busy machine an answer may take
 a second."""
+ASLEEP_S = 0.5
+"""Time between two looks whether the replicas sleep, while a lost one waits for its successor."""
 PLACES_S = 1.0
 """Time between two looks at the places of replicas that start, which ask Ray's head."""
 
@@ -48,10 +50,13 @@ Number = tuple[int, int]
 
 
 class ReplicaTable(Protocol):
-    """A table of the replica set: which replicas serve, and which have left."""
+    """A table of the replica set: which replicas serve, which have left, and whether all sleep."""
 
     @property
     def number(self) -> Number: ...
+
+    @property
+    def asleep(self) -> bool: ...
 
     def serves(self, index: int, generation: Number, /) -> bool | None: ...
 
@@ -126,7 +131,9 @@ class _Life:
     placeless: bool = False
     """It waits for a place in the cluster."""
     deciding_until: float = math.inf
-    """Until when its actor, which is lost, may answer what it has lost."""
+    """Until when its actor, which is lost, may answer what it has lost, or its successor waits for others to wake."""
+    lost_engine: bool = False
+    """Its actor lives: it has lost nothing but its engine."""
     gone_since: float = math.inf
     """When a table said first that it is gone."""
 
@@ -237,7 +244,7 @@ class ReplicaManager:
             self._take_away(index)
         for index in [index for index, life in self._lives.items() if life.deciding_until <= now]:
             self._monitor.drop(_part_name(index))
-            self._succeed(index)
+            self._succeed(index, self._lives[index].lost_engine)
         self._look_at_starts(now)
         for again in [entry for entry in self._left_out if entry[0] <= now]:
             self._left_out.remove(again)
@@ -317,7 +324,18 @@ class ReplicaManager:
 
     def _succeed(self, index: int, lost_engine: object = False) -> None:
         """Starts the successor of replica `index`. `lost_engine` True: the replica's actor lives and has lost only its
-        engine, so it starts another one; anything else: a new actor is started."""
+        engine, so it starts another one; anything else: a new actor is started.
+
+        While replicas sleep the trainer has the memory that an engine needs to start: then `look` tries it again.
+        """
+        if self._table and self._table.asleep:
+            life = self._lives[index]
+            until = time.monotonic() + ASLEEP_S
+            self._lives[index] = replace(
+                life, state=PartHealth.STARTING, deciding_until=until, lost_engine=lost_engine is True
+            )
+            self._roster.set(_part_name(index), PartHealth.STARTING, "it starts when the replicas wake")
+            return
         self._starts(index, self._replicas.replace(index, same_actor=lost_engine is True), successor=True)
 
     def _starts(self, index: int, ready: Ref[object], successor: bool = False) -> None:

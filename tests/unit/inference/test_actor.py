@@ -250,6 +250,16 @@ class EngineOfRequests:
         self.going.set()
         self.calls.append("resume")
 
+    async def release_kv_cache_memory(self) -> None:
+        """As vLLM does after a pause alone."""
+        assert not self.going.is_set()
+        self.calls.append("release")
+
+    async def wake_up(self, tags: list[str]) -> None:
+        """Lets requests go on, as vLLM does once all memory is there."""
+        self.going.set()
+        self.calls.append(f"wake {tags}")
+
     async def update_weight_version(self, label: str) -> None:
         self.label = label
         self.calls.append(f"label {label}")
@@ -746,6 +756,44 @@ async def test_a_return_to_an_older_checkpoint_drops_all_prefixes() -> None:
     identity = replace(returned.identity, attempt=2)
     await updating.load_weights(replace(returned, manifest=replace(returned.manifest, identity=identity)))
     assert [call for call in updating.engine.calls if call.startswith("pause")] == ["pause keep", "pause keep, clear"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+async def test_a_sleeping_replica_samples_again_under_proved_weights_alone(device: str) -> None:
+    """Also where it had these weights before: what it holds is not known any more. Its requests stay."""
+    updating = UpdatingReplica("recompute_kv")
+    cluster = updating.config.cluster.model_copy(update={"device": device})
+    updating.config = updating.config.model_copy(update={"cluster": cluster})
+    updating.refusals = [""] * 2
+    await updating.load_weights(published(version=1))
+    sampling = await begun(updating, "a")
+    updating.engine.calls.clear()
+    await updating.sleep()
+    await updating.sleep()
+    asleep = ["pause keep, clear", *["release"] * (device == "gpu")]
+    assert updating.engine.calls == asleep
+    assert (updating.identity, updating.behind()[0]) == (None, 0.0)
+    with pytest.raises(ReplicaBehind, match="inference replica 0 sleeps, and has no weights before the next update"):
+        raise (await outcomes(updating, requests_of("b")))[0]
+    assert not sampling.done()
+    report = await updating.load_weights(published(version=1))
+    woken = ["wake ['kv_cache']"] * (device == "gpu")
+    at = TAKEN.index("resume")
+    assert updating.engine.calls == [*asleep, "receive_weights", "checked", *TAKEN[:at], *woken, *TAKEN[at:]]
+    assert report.reprefill_tokens == 9 + 1
+    assert [span.identity.version for (answer,) in [await sampling] for span in answer.spans] == [1]
+    await outcomes(updating, requests_of("c"))
+
+
+async def test_an_engine_that_does_not_fall_asleep_breaks_its_replica() -> None:
+    updating = UpdatingReplica("recompute_kv", update_s=0.1)
+    updating.engine.pause_scheduler_async = lambda **_: asyncio.sleep(3600)
+    sampling = await begun(updating, "a")
+    with pytest.raises(RoomFailed, match="inference replica 0: no answer for update step 'pause'"):
+        await updating.sleep()
+    for verb in (sampling, updating.heartbeat()):
+        with pytest.raises(RoomFailed, match="no answer for update step 'pause'"):
+            await verb
 
 
 async def test_requests_that_were_only_queued_are_not_prefilled_again() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from inference.actor import KV_CACHE
 from inference.following import PACK
 from inference.worker import WorkerExtension
 
@@ -150,3 +151,35 @@ def test_vllm_reads_each_variable_of_its_environment_that_is_set() -> None:
     assert isinstance(variables, ast.Dict)
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" in names
     assert names - {ast.literal_eval(key) for key in variables.keys if key} == set()
+
+
+def test_a_paused_engine_gives_back_the_memory_of_its_kv_cache_and_keeps_its_requests() -> None:
+    """What `ReplicaActor.sleep` takes for granted of an engine on CUDA: while it is paused no request counts as
+    unfinished, so that the memory may go; and the wake makes it go on by itself, as soon as the memory is there."""
+    core = "vllm.v1.engine.core"
+    release = ast.unparse(method(core, "EngineCore", "release_kv_cache_memory"))
+    assert "self.is_scheduler_paused() and (not self.scheduler.has_requests())" in release
+    assert release.index("self._reset_caches()") < release.index(f"self.model_executor.discard(('{KV_CACHE}',))")
+    unfinished = ast.unparse(method("vllm.v1.core.sched.scheduler", "Scheduler", "get_num_unfinished_requests"))
+    assert unfinished.splitlines()[1].strip() == "if self._pause_state == PauseState.PAUSED_ALL:"
+    assert unfinished.splitlines()[2].strip() == "return 0"
+    pause = ast.unparse(method(core, "EngineCoreProc", "pause_scheduler"))
+    assert "PauseState.PAUSED_ALL if mode == 'keep'" in pause
+    wake = ast.unparse(method(core, "EngineCore", "wake_up"))
+    assert "if fully_awake:\n        self.resume_scheduler()" in wake
+
+
+def test_on_cuda_the_memory_of_the_kv_cache_is_vllms_own_if_the_engine_may_sleep() -> None:
+    assert {"enable_sleep_mode", "kv_cache_memory_bytes"} <= {f.name for f in dataclasses.fields(AsyncEngineArgs)}
+    assert "self.enable_cumem_allocator = True" in ast.unparse(
+        method("vllm.config.model", "ModelConfig", "__post_init__")
+    )
+    pools = [
+        ast.literal_eval(keyword.value)
+        for node in ast.walk(parsed(WORKER))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._maybe_get_memory_pool_context"
+        for keyword in node.keywords
+    ]
+    assert {KV_CACHE, "weights"} <= set(pools)
+    discard = ast.unparse(method(WORKER, "Worker", "discard"))
+    assert "self.sleep_mode_backend.discard(tags)" in discard

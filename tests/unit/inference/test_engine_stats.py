@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from inference.engine_stats import EngineStats
@@ -69,3 +70,8 @@ def test_an_engine_is_silent_since_its_last_step_or_since_it_was_asked(monkeypat
     now[0] = 110.0
     log.record(None, None)  # aborted requests alone: the engine lives
     assert log.silent_s == 0
+
+
+def test_an_engine_that_sleeps_says_so_to_no_metric() -> None:
+    """vLLM tells each of its loggers; the gauges of the one that this derives from do not exist here."""
+    StatLoggerManager.record_sleep_state(SimpleNamespace(stat_loggers=[EngineStats(None)]), 1, 0)

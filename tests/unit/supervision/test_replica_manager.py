@@ -433,3 +433,23 @@ class TestScale:
         world.serve()
         assert world.manager.scale(2) == "there are 2 already"
         assert world.room.calls == []
+
+
+@pytest.mark.parametrize("engine_alone", [False, True])
+def test_one_that_dies_while_all_sleep_starts_again_when_they_wake(world: World, engine_alone: bool) -> None:
+    """Until then the trainer has the memory that its engine needs."""
+    world.serve()
+    world.answer("table", value=world.room.publish(0, 1, asleep=True))
+    world.look(5.0)
+    assert set(world.health().values()) == {PartHealth.HEALTHY}
+    if engine_alone:
+        world.room.alive.add(1)
+    world.answer("heartbeat", 1, value=RoomFailed("the engine process died of inference replica 1"))
+    if engine_alone:
+        world.answer("lost engine", 1, value=True)
+    world.look(10.0)
+    assert world.room.calls == [("leave", 1)]
+    assert world.health()["inference_1"] is PartHealth.STARTING
+    world.answer("table", value=world.room.publish(0, lost={1: "it died"}))
+    world.look(1.0)
+    assert world.room.calls == [("leave", 1), ("restart" if engine_alone else "replace", 1)]

@@ -2,19 +2,20 @@
 
 import asyncio
 import math
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from inference.handover import Progress
+from inference.handover import Outcome, Progress
 from inference.replica_set.actor import ReplicaSet
 from inference.replica_set.table import Table
 from inference.router import Router
 from trireme.core.errors import RoomFailed
 from trireme.core.sampler import ReplicaStats
-from trireme.core.types import WeightIdentity
-from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest
+from trireme.core.transport import Offer
+from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
+from trireme.core.weights import EXACT, Canary, Drift, PublishedWeights, UpdateReport, WeightsManifest
 
 BACKGROUND: set[asyncio.Task[Any]] = set()
 
@@ -71,10 +72,16 @@ async def next_loss(source: ReplicaSet, handled: Collection[int] = ()) -> int:
 
 
 async def next_incarnation(
-    router: Router, newest: PublishedWeights | None, lowest: WeightIdentity | None = None, **options: Any
+    router: Router,
+    newest: PublishedWeights | None,
+    lowest: WeightIdentity | None = None,
+    *,
+    sleeps: bool = False,
+    **options: Any,
 ) -> ReplicaSet:
     """The set of a router dies, as a process does, and the driver gives its replicas to a successor and repeats the
-    update to `newest`. `lowest`: its version, unless another is given. `options`: of the successor."""
+    update to `newest`, or has them sleep. `lowest`: its version, unless another is given. `options`: of the
+    successor."""
     old: Any = router.source
     rows = old._newest_table.table.rows
     old._listeners.clear()
@@ -93,6 +100,8 @@ async def next_incarnation(
     await successor.start(None)
     if newest:
         in_background(successor.try_update(newest))
+    elif sleeps:
+        in_background(successor.sleep())
     router.follow(successor)
     return successor
 
@@ -114,5 +123,53 @@ class IdleReplica:
     async def adopt(self, identity: WeightIdentity) -> None:
         self.identity = identity
 
+    async def sleep(self) -> None:
+        self.identity = None
+
     async def stats(self) -> ReplicaStats:
         return ReplicaStats(0, 0, 0.0, 0)
+
+
+class LoadingReplica(IdleReplica):
+    """Takes weights and answers while `going` is set."""
+
+    def __init__(self, index: int) -> None:
+        self.name, self.index = f"replica {index}", index
+        self.going = asyncio.Event()
+        self.going.set()
+        self.request_count = 0
+        self.fails: RoomFailed | None = None
+
+    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
+        self.request_count += len(requests)
+        await self.going.wait()
+        if self.fails:
+            raise self.fails
+        assert self.identity
+        for number, _ in enumerate(requests):
+            spans = (VersionSpan(self.identity, 0, 1),)
+            yield number, SampledSequence(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", spans)
+
+    async def load_weights(self, published: PublishedWeights) -> UpdateReport:
+        await self.going.wait()
+        self.identity = published.identity
+        return UpdateReport(self.index, published.identity, Drift(0.0, 0.0), 0, 0.0)
+
+    async def offer(self, offer: Offer) -> None:
+        await self.going.wait()
+
+
+def sampling(router: Router, name: str) -> asyncio.Task[SampledSequence]:
+    request = SampleRequest(name, (1,), SamplingParams(max_tokens=1), name)
+    return asyncio.create_task(router.sample(request))
+
+
+async def fleet(number: int, version: int = 3) -> tuple[Any, list[LoadingReplica]]:
+    replicas = [LoadingReplica(index) for index in range(number)]
+    router = router_of(dict(enumerate(replicas)), patience_s=20.0)
+    await router.source.update(weights(version))
+    return router, replicas
+
+
+def serving(source: ReplicaSet) -> list[int]:
+    return [index for index, row in source._newest_table.table.rows.items() if row.serves]

@@ -139,12 +139,17 @@ class Room:
         self.calls.append(("begin again", *clients))
         return Ref("start of the set")
 
-    def publish(self, *serving: int, lost: dict[int, str] | None = None) -> Table:
-        """Returns the next table, in which those that have joined serve or are `lost`."""
+    def publish(self, *serving: int, lost: dict[int, str] | None = None, asleep: bool = False) -> Table:
+        """Returns the next table, in which those that have joined serve, or all sleep, or are `lost`."""
         number = self.published.number
-        rows = {i: ReplicaRow(g, Any, behind=i not in serving) for i, g in self.joined.items() if i not in (lost or {})}
+        present = {index: generation for index, generation in self.joined.items() if index not in (lost or {})}
+        rows = {
+            index: ReplicaRow(generation, Any, behind=index not in serving, asleep=asleep)
+            for index, generation in present.items()
+        }
         departed = {i: Departure(self.joined[i], RoomFailed(reason)) for i, reason in (lost or {}).items()}
-        self.published = Table((self.incarnation, number[1] + 1), rows, {**self.published.departed, **departed})
+        departed = {**self.published.departed, **departed}
+        self.published = Table((self.incarnation, number[1] + 1), rows, departed, asleep=asleep)
         return self.published
 
     def join(self, index: int, client: str, generation: Generation) -> Ref:

@@ -2,66 +2,27 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-import numpy as np
 import pytest
-from replica_support import IdleReplica, in_background, joined, losses, next_incarnation, router_of, weights
+from replica_support import (
+    LoadingReplica,
+    fleet,
+    in_background,
+    joined,
+    losses,
+    next_incarnation,
+    sampling,
+    serving,
+    weights,
+)
 from waiting import turns
 
-from inference.handover import Outcome
 from inference.replica_set.actor import ReplicaSet
-from inference.router import Router
 from trireme.core.errors import RoomFailed
 from trireme.core.transport import Offer
-from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
-from trireme.core.weights import Drift, PublishedWeights, UpdateReport
-
-
-class Replica(IdleReplica):
-    """Takes weights and answers while `going` is set."""
-
-    def __init__(self, index: int) -> None:
-        self.name, self.index = f"replica {index}", index
-        self.going = asyncio.Event()
-        self.going.set()
-        self.request_count = 0
-        self.fails: RoomFailed | None = None
-
-    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
-        self.request_count += len(requests)
-        await self.going.wait()
-        if self.fails:
-            raise self.fails
-        assert self.identity
-        for number, _ in enumerate(requests):
-            spans = (VersionSpan(self.identity, 0, 1),)
-            yield number, SampledSequence(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", spans)
-
-    async def load_weights(self, published: PublishedWeights) -> UpdateReport:
-        await self.going.wait()
-        self.identity = published.identity
-        return UpdateReport(self.index, published.identity, Drift(0.0, 0.0), 0, 0.0)
-
-    async def offer(self, offer: Offer) -> None:
-        await self.going.wait()
-
-
-def sampling(router: Router, name: str) -> asyncio.Task[SampledSequence]:
-    request = SampleRequest(name, (1,), SamplingParams(max_tokens=1), name)
-    return asyncio.create_task(router.sample(request))
-
-
-async def fleet(number: int, version: int = 3) -> tuple[Any, list[Replica]]:
-    replicas = [Replica(index) for index in range(number)]
-    router = router_of(dict(enumerate(replicas)), patience_s=20.0)
-    await router.source.update(weights(version))
-    return router, replicas
-
-
-def serving(source: ReplicaSet) -> list[int]:
-    return [index for index, row in source._newest_table.table.rows.items() if row.serves]
+from trireme.core.types import WeightIdentity
 
 
 async def test_requests_in_flight_go_on_and_new_ones_wait_until_the_update_is_repeated() -> None:
@@ -94,14 +55,14 @@ async def test_none_serves_below_what_was_published_before_whatever_is_repeated(
         await turns()
         assert serving(successor) == expected
     successor = await next_incarnation(router, None, WeightIdentity(2, 0, "d"))
-    joining = asyncio.create_task(joined(successor, 2, Replica(2)))
+    joining = asyncio.create_task(joined(successor, 2, LoadingReplica(2)))
     in_background(successor.try_update(weights(7)))
     await asyncio.gather(joining)
     assert serving(successor) == [], "7 of attempt 1 is below 0 of attempt 2"
 
 
 VERBS: dict[str, Callable[[ReplicaSet], Coroutine[Any, Any, object]]] = {
-    "join": lambda source: joined(source, 2, Replica(2)),
+    "join": lambda source: joined(source, 2, LoadingReplica(2)),
     "leave": lambda source: asyncio.to_thread(lambda: None),
     "drain": lambda source: source.drain(1, math.inf),
     "offer": lambda source: source.offer(Offer(1, 4, (64,), ("here",), 60.0)),
@@ -147,3 +108,16 @@ async def test_what_a_replica_did_to_a_router_while_there_was_no_set_is_told_to_
     await turns()
     assert await losses(successor) == {0: "replica 0 died"}
     assert second.request_count == 1
+
+
+async def test_a_set_that_is_lost_while_its_replicas_sleep_lets_them_sleep() -> None:
+    router, replicas = await fleet(2)
+    await router.source.sleep()
+    waiting = sampling(router, "a")
+    successor = await next_incarnation(router, None, weights(3).identity, sleeps=True)
+    await router.asleep()
+    await turns()
+    assert serving(successor) == []
+    assert [replica.identity for replica in replicas] == [None, None]
+    await successor.update(weights(4))
+    assert [span.identity.version for span in (await waiting).spans] == [4]
