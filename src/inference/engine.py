@@ -144,6 +144,8 @@ def engine_args(config: Config, on_cpu: bool, start: str = "") -> dict[str, Any]
         cache = config.inference.gpu_cache_gb
         if cache is not None:
             args["kv_cache_memory_bytes"] = int(cache * 2**30)
+        if config.colocated:
+            args["enable_sleep_mode"] = True
     if config.deterministic:
         args["enable_prefix_caching"] = False  # its contents depend on the earlier requests, and their times
     user_args = config.inference.engine_args

@@ -96,6 +96,18 @@ class OrchestratorHandle:
         evaluated = self._actor.evaluate.remote(version)
         return self._wait(evaluated, "an evaluation", self._config.batch_deadline_s, every_s=EVALUATION_PROGRESS_S)
 
+    def finish_sampling(self, on_tick: Callable[[], None] = lambda: None) -> None:
+        """Waits until all groups that the bound allows are sampled, and the evaluation of the version has ended.
+        `on_tick`: see `minibatches`."""
+        limit_s = (
+            self._config.update_deadline_s + (self._config.max_steps_off_policy + 2) * self._config.batch_deadline_s
+        )
+        self._wait(self._actor.finish_sampling.remote(), "the end of sampling", limit_s, on_tick)
+
+    def await_sleep(self, on_tick: Callable[[], None] = lambda: None) -> None:
+        """Waits until all replicas sleep. `on_tick`: see `minibatches`."""
+        self._wait(self._actor.await_sleep.remote(), "the replicas' sleep", self._config.update_deadline_s, on_tick)
+
     def minibatches(self, step: int, substep: int, on_tick: Callable[[], None] = lambda: None) -> Iterator[Minibatch]:
         """Yields the minibatches of a substep as their groups finish: one unless streaming. While there is none,
         `on_tick` is called about once a second; when it raises, the step is given up: ask for no further minibatch."""

@@ -187,8 +187,18 @@ class Ledger:
 
     def can_dispatch(self) -> bool:
         """True if a slot is free, a replica is live, and one more group can still be used before the last batch."""
+        return self._has_place and bool(self.replicas)
+
+    @property
+    def is_sampled(self) -> bool:
+        """True if all groups that the bound allows have finished: none runs, and there is no place for another."""
+        return not self._has_place and all(group.finished for group in self.active.values())
+
+    @property
+    def _has_place(self) -> bool:
+        """True if a slot is free, and one more group can still be used before the last batch."""
         useful = len(self.active) + self.assembled < (self.max_steps - self.batch) * self.batch_size
-        return useful and bool(self.replicas) and self.slots_taken < self.slots
+        return useful and self.slots_taken < self.slots
 
     def dispatch(self, new_problem: Callable[[], str]) -> Group:
         """Takes a slot, and returns the new group of the first problem that waits to be sampled again, or else of

@@ -25,7 +25,7 @@ since the row before. Dropped and failed groups are counted, but their rewards a
   weights/canary_max_diff, canary_mean_diff, reprefill_tokens, time/update  of the update to the version that the step
                           was trained with: largest and mean difference, tokens with KV computed again, seconds
                           from its start to the last replica's acknowledgement; time/update_pause: the longest that a
-                          replica stood still meanwhile
+                          replica stood still meanwhile. Missing if no replica took that version (colocated)
   perf/rollouts, tokens   rollouts trained on, and their sampled tokens
   perf/inference_idle_s   seconds since then in which no request was in flight
   perf/max_concurrent     the limit of rollouts in flight now; not in deterministic mode
@@ -94,7 +94,7 @@ class StepMeter:
             "perf/tokens": float(tokens),
             "perf/inference_idle_s": idle_s,
             "perf/event_loop_lag": self.lag_s,
-            **self.updates.pop(step),
+            **self.updates.pop(step, {}),
         }
         self.counts = counts
         self.lag_s = 0.0

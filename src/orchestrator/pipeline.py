@@ -39,8 +39,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from functools import partial
 
@@ -164,6 +164,32 @@ class Pipeline:
             for name, loop in loops.items():
                 self._background.spawn(loop, f"{name} loop")
 
+    async def finish_sampling(self) -> None:
+        """Waits until all groups that the bound allows have finished, and the update and the evaluation of the version
+        have ended: what the replicas sample for the run. Raises RoomFailed after `timeouts.batch_s` for each batch,
+        with the missing groups, and the error of any loop."""
+        await self._update_ended()
+        await self.evaluator.wait_idle()
+        batches = self._options.max_steps_off_policy + 1
+        async with self._batch_deadline(batches, f"the groups of {batches} batches from {self._ledger.batch} on"):
+            with trace.span("wait", "minibatches", step=self._ledger.batch):
+                self._background.raise_error()
+                while not self._ledger.is_sampled:
+                    await self._groups_change()
+                    self._background.raise_error()
+
+    async def await_sleep(self) -> None:
+        """Waits until all replicas sleep. Raises RoomFailed if that takes too long."""
+        limit_s = self._config.update_deadline_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.sampler.asleep()
+        except TimeoutError:
+            raise RoomFailed(
+                f"waited {limit_s:g} s (timeouts.update_s for each replica, and time to start a lost one again) for "
+                "the replicas to sleep. See the logs of the replicas, or raise timeouts.update_s"
+            ) from None
+
     async def evaluate(self, version: int) -> dict[str, float]:
         """Evaluates weights that the replicas have loaded from disk, without training before or after. Returns the
         metrics."""
@@ -183,16 +209,9 @@ class Pipeline:
             raise ValueError(
                 f"asked for step {step}, substep {substep}; next is {self._ledger.batch}, {assembled // per_substep}"
             )
-        try:
-            async with asyncio.timeout(self._config.batch_deadline_s):
-                with trace.span("wait", "minibatches", step=step, groups=least):
-                    groups, dropped = await self._take(step, least, limit)
-        except TimeoutError:
-            lacks = missing(self._ledger, self._requests.in_training)
-            raise RoomFailed(
-                f"waited {self._config.batch_deadline_s:g} s (timeouts.batch_s) for {least} finished groups of batch "
-                f"{step}; {lacks}; first failed rollout: {self._run_limits.first_failure}"
-            ) from None
+        async with self._batch_deadline(1, f"{least} finished groups of batch {step}"):
+            with trace.span("wait", "minibatches", step=step, groups=least):
+                groups, dropped = await self._take(step, least, limit)
         scored_P = [self._finished.pop(group.index) for group in groups]
         self._drop(dropped)
         self._meter.trained += scored_P
@@ -309,6 +328,26 @@ class Pipeline:
 
     # ---- taking
 
+    @asynccontextmanager
+    async def _batch_deadline(self, batches: int, label: str) -> AsyncIterator[None]:
+        """Limits the time of the block to `timeouts.batch_s` for each of `batches`. Raises RoomFailed after it, with
+        `label`, what was waited for, and the missing groups."""
+        limit_s = batches * self._config.batch_deadline_s
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError:
+            lacks = missing(self._ledger, self._requests.in_training)
+            raise RoomFailed(
+                f"waited {limit_s:g} s (timeouts.batch_s) for {label}; {lacks}; first failed rollout: "
+                f"{self._run_limits.first_failure}"
+            ) from None
+
+    async def _groups_change(self) -> None:
+        """Waits until a group has ended, or a background task has failed."""
+        self._groups_changed.clear()
+        await self._groups_changed.wait()
+
     async def _take(self, step: int, least: int, limit: int) -> tuple[list[Group], list[Group]]:
         """Waits until `least` groups may be taken into batch `step`. Returns all groups that may be taken, at most
         `limit`, and the groups that the ledger dropped. Raises errors of background tasks."""
@@ -323,8 +362,7 @@ class Pipeline:
                     taken = None
                 if taken:
                     return taken
-            self._groups_changed.clear()
-            await self._groups_changed.wait()
+            await self._groups_change()
 
     def _drop(self, dropped: Sequence[Group]) -> None:
         """Stops the rollouts of groups that the ledger has dropped, and forgets the finished ones."""

@@ -135,17 +135,17 @@ class TrainerHandle:
         attempt: int = 1,
         offer: Callable[[Offer], Session] | None = None,
         offered_s: float = math.inf,
+        taken_share: float = 0.0,
     ) -> TrainerHandle:
         """Creates one actor for each entry of `options_R`, Ray's actor options for each rank of the mesh. Does not wait
-        for the actors: see `ready_refs`. Other arguments as in the constructor."""
+        for the actors: see `ready_refs`. `taken_share`: the share of each shard's GPU that a replica takes while the
+        shard trains. Other arguments as in the constructor."""
         if len(options_R) != config.trainer.mesh.processes:
             raise ValueError(f"{config.trainer.mesh} needs options for each process, got {len(options_R)}")
         groups = {"watch": 1, "save": 2, "give": GIVERS}
-        # Half a GPU means that a replica has the other half (`trireme.plan.whole.Plan.shares_gpu`).
-        shares_R = [config.replica_gpu_share if 0 < o.get("num_gpus", 0) < 1 else 0.0 for o in options_R]
         actors_R = [
-            create_actor(ShardActor, concurrency_groups=groups, **options)(config, rank, log_dir, attempt, share)
-            for rank, (options, share) in enumerate(zip(options_R, shares_R, strict=True))
+            create_actor(ShardActor, concurrency_groups=groups, **options)(config, rank, log_dir, attempt, taken_share)
+            for rank, options in enumerate(options_R)
         ]
         address = actors_R[0].rendezvous.remote()
         ready_R = [shard.setup.remote(as_argument(address)) for shard in actors_R]
@@ -292,6 +292,10 @@ class TrainerHandle:
         published_R = self._call(VERBS.publish_weights, version, session)
         parts_R = [published.source for published in published_R]
         return replace(published_R[0], source=self._transport.join(parts_R))
+
+    def free_memory(self) -> None:
+        """Gives the memory of freed tensors on GPUs back, so that the replicas there can have it."""
+        self._call(VERBS.free_memory)
 
     def _session(self, version: int) -> Session | None:
         """Offers `version` to the replicas. Returns the session of the replicas that are ready; None if the transport

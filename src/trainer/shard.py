@@ -378,6 +378,12 @@ class Shard(AdapterVerbs):
         self._published.add(identity)
         return PublishedWeights(WeightsManifest(identity, entries, canary, self._adapter), part)
 
+    def free_memory(self) -> None:
+        """Gives the memory of freed tensors on a GPU back, so that another process can have it. On CPUs does
+        nothing."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def begin_save(self, path: Path) -> None:
         """Begins to save the current state (weights, AdamW's state, random generators) into directory `path`."""
         self._checkpointer.begin(path)

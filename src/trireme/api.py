@@ -164,7 +164,7 @@ def _opened(
             inference = None
         if inference:
             ending.callback(inference.stop)
-        trainer = TrainerHandle.start(config, places["trainer"], logs)
+        trainer = TrainerHandle.start(config, places["trainer"], logs, taken_share=plan.taken_share)
         ending.callback(trainer.stop)
         starting = [trainer.ready_refs()]
         if inference:

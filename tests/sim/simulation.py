@@ -15,6 +15,9 @@ the loss was found.
 The trainer is lost, too: it is built again after `rebuild_s` from the newest checkpoint, one of which is taken every
 `commit_every` steps, and so is the pipeline. The replicas stay. The n-th resume may change options of the run.
 
+Where trainer and replicas are `colocated` they take turns, as in `trireme.train.phases.Alternation`: no replica samples
+while the trainer trains.
+
 With `sessions` the trainer offers each version before it sends it. Those that are ready have its bytes when they are to
 take it, unless one of them dies or hangs meanwhile; others fetch it, while the trainer keeps it: until the next but one
 is published.
@@ -48,7 +51,7 @@ from orchestrator.rollout import RolloutLimits
 from orchestrator.state import OrchestratorState
 from trainer.batch_checks import PublishedVersions
 from trireme.config import Config
-from trireme.core.errors import RoomFailed, WeightsGone
+from trireme.core.errors import ReplicaBehind, RoomFailed, WeightsGone
 from trireme.core.sampler import ReplicaStats
 from trireme.core.transport import Offer, Session
 from trireme.core.types import (
@@ -91,6 +94,7 @@ class Scenario:
     spread: float = 1.6
     draw: int = 0
     turns: int = 1
+    colocated: bool = False
     token_s: float = 0.05
     prefill_token_s: float = 0.0001
     update_s: float = 0.5
@@ -268,6 +272,7 @@ class SimReplica:
         self._timer: asyncio.TimerHandle | None = None  # of the next sequence that ends
         self._identity: WeightIdentity | None = None
         self._paused = self._taking = False
+        self.asleep = False
         self._running: dict[str, InFlight] = {}
         self._waiting: dict[str, InFlight] = {}
         self._dead: RoomFailed | None = None
@@ -276,6 +281,8 @@ class SimReplica:
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, SampleOutcome]]:
         outbox: asyncio.Queue[Any] = asyncio.Queue()
         await self._check_alive()
+        if self.asleep:
+            raise ReplicaBehind(f"{self.name} sleeps")
         for index, request in enumerate(requests):
             length = draw_length(request, self._scenario)
             self.lengths.append(length)
@@ -327,6 +334,13 @@ class SimReplica:
         finally:
             self._taking = False
 
+    async def sleep(self) -> None:
+        await self._check_alive()
+        self._paused = self.asleep = True
+        for sequence in self._running.values():
+            self._stand_still(sequence)
+        self._set_timer()
+
     async def _take(self, published: PublishedWeights) -> UpdateReport:
         self._paused = True
         for sequence in self._running.values():
@@ -335,7 +349,7 @@ class SimReplica:
         seconds = self._scenario.update_s + prefilled * self._scenario.prefill_token_s
         await asyncio.sleep(seconds)
         await self._check_alive()
-        self._identity, self._paused = published.identity, False
+        self._identity, self._paused, self.asleep = published.identity, False, False
         for sequence in self._running.values():
             self._go_on(sequence)
         self._fill()
@@ -701,6 +715,12 @@ async def attempt(outcome: Outcome, checkpoints: list[Checkpoint], dies_at_s: fl
             pipeline.sampler.source.leave(index, "the attempt has ended")
 
 
+def is_awaited(version: int, scenario: Scenario) -> bool:
+    """As `trireme.train.phases.Alternation._is_awaited`."""
+    every = scenario.evaluation.get("every", 0)
+    return version == scenario.steps or (every > 0 and version % every == 0)
+
+
 async def begin_version(pipeline: Pipeline, weights: PublishedWeights) -> None:
     await pipeline.end_version()
     await pipeline.begin_version(weights.identity.version, pipeline.sampler.source.update(weights))
@@ -717,7 +737,13 @@ async def train(pipeline: Pipeline, outcome: Outcome, checkpoints: list[Checkpoi
         outcome.seconds = -loop.time()
         checkpoints.append(Checkpoint(0, pipeline.snapshot(), identities))
     versions = PublishedVersions(scenario.max_steps_off_policy, identities)
+    sampled = 0
     for step in range(start, scenario.steps):
+        if scenario.colocated and not sampled:
+            await pipeline.finish_sampling()
+            await pipeline.sampler.source.sleep()
+            await pipeline.await_sleep()
+            sampled = scenario.max_steps_off_policy + 1
         outcome.minibatches.append([])
         for substep in range(scenario.substeps):
             last = False
@@ -725,11 +751,16 @@ async def train(pipeline: Pipeline, outcome: Outcome, checkpoints: list[Checkpoi
                 minibatch = await pipeline.next_minibatch(step, substep)
                 versions.check(minibatch.provenance)
                 note(outcome, minibatch)
+                before = outcome.sampled_tokens
                 await asyncio.sleep(scenario.train_s * minibatch.num_groups / scenario.batch_size)
+                assert not scenario.colocated or outcome.sampled_tokens == before, "they take turns"
                 last = minibatch.last
         weights = await outcome.trainer.publish(step + 1, pipeline, outcome)
         versions.add(weights.identity)
-        await begin_version(pipeline, weights)
+        sampled -= 1
+        if not scenario.colocated or not sampled or is_awaited(step + 1, scenario):
+            sampled = 0
+            await begin_version(pipeline, weights)
         outcome.released.append(pipeline.release(step))
         outcome.ended_s.append(loop.time())
         outcome.options.append(scenario)

@@ -127,6 +127,32 @@ def test_no_rule_is_broken(trouble: Mapping[str, Any], policy: str, max_steps_of
 
 
 @pytest.mark.parametrize("max_steps_off_policy", [0, 1, 4])
+@pytest.mark.parametrize("trouble", TROUBLES.values(), ids=TROUBLES.keys())
+def test_no_rule_is_broken_where_trainer_and_replicas_take_turns(
+    trouble: Mapping[str, Any], max_steps_off_policy: int
+) -> None:
+    """Nothing is interrupted, so nothing is prefilled again, and no group gets too old."""
+    outcome = check(simulate(Scenario(max_steps_off_policy=max_steps_off_policy, colocated=True, **trouble)))
+    assert max(row["off_policy/max"] for row in outcome.rows) == max_steps_off_policy
+    assert outcome.rows[-1]["ledger/dropped"] == 0
+    assert sum(row.get("weights/reprefill_tokens", 0) for row in outcome.rows) == 0
+
+
+@pytest.mark.parametrize("max_steps_off_policy", [0, 1, 4])
+@pytest.mark.parametrize("at_s", [7.0, 25.0, 40.0, 55.0, 70.0])
+def test_a_replica_that_is_lost_in_either_phase_is_replaced(at_s: float, max_steps_off_policy: int) -> None:
+    scenario = Scenario(
+        max_steps_off_policy=max_steps_off_policy,
+        colocated=True,
+        restart_s=20.0,
+        patience_s=60.0,
+        dies_at_s={0: at_s},
+        evaluation={"every": 3, "problems": 4, "samples": 2},
+    )
+    check(simulate(scenario))
+
+
+@pytest.mark.parametrize("max_steps_off_policy", [0, 1, 4])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_requests_of_a_dead_replica_are_answered_elsewhere(policy: str, max_steps_off_policy: int) -> None:
     scenario = Scenario(

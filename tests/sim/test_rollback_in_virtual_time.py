@@ -36,9 +36,13 @@ def check(outcome: Outcome) -> Outcome:
 @pytest.mark.parametrize("max_steps_off_policy", [0, 1, 4])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("commit_every", [1, 3])
-def test_no_rule_is_broken_when_the_trainer_dies(policy: str, max_steps_off_policy: int, commit_every: int) -> None:
+@pytest.mark.parametrize("colocated", [False, True])
+def test_no_rule_is_broken_when_the_trainer_dies(
+    colocated: bool, policy: str, max_steps_off_policy: int, commit_every: int
+) -> None:
     deaths = (7.0, 45.0, 90.0, 150.0)
     dying = replace(GAMES, policy=policy, max_steps_off_policy=max_steps_off_policy, trainer_dies_at_s=deaths)
+    dying = replace(dying, colocated=colocated)
     outcome = check(simulate(replace(dying, commit_every=commit_every)))
     assert len(outcome.notes) == len(deaths)
 
@@ -61,6 +65,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         "turns": st.sampled_from([1, 3]),
         "spread": st.sampled_from([0.0, 1.0, 1.6]),
         "says_state": st.booleans(),
+        "colocated": st.booleans(),
         "tool_s": st.sampled_from([0.0, 4.0, 60.0]),
         "update_s": st.sampled_from([0.5, 12.0]),
         "train_s": st.sampled_from([0.0, 8.0, 100.0]),

@@ -40,7 +40,7 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
     elif isinstance(config, Config):
         specific = [*_batch(config), *_groups(config), *_names(config), *_eval_envs(config), *_rendering(config)]
         specific += [*_lengths(config, facts), *_concurrency(config), *_timeouts(config)]
-        specific += [*_ranks(config, facts), *_service(config), *_fewest_replicas(config)]
+        specific += [*_ranks(config, facts), *_service(config), *_fewest_replicas(config), *_colocated(config)]
         warnings = [*_distribution_warnings(config), *_staleness_warnings(config), *_timeout_warnings(config)]
         warnings += [*_size_warnings(config)]
         warnings += hidden_modules([place for env in (*config.env, *config.eval_envs) for place in env.path])
@@ -150,6 +150,16 @@ def _service(config: Config) -> Iterator[Refusal]:
             f"{port} inference.on_update = drain",
             "recompute_kv or keep_kv: an update that drains would wait for the chats in flight, however long they are",
             "--inference.on-update recompute_kv, or leave --service.port out",
+        )
+
+
+def _colocated(config: Config) -> Iterator[Refusal]:
+    """Refuses `placement = colocated` together with updates that keep KV caches."""
+    if config.colocated and config.inference.on_update == "keep_kv":
+        yield Refusal(
+            "placement = colocated with inference.on_update = keep_kv",
+            "recompute_kv (auto takes it) or drain: replicas that sleep give the memory of their caches to the trainer",
+            "leave --inference.on-update out",
         )
 
 

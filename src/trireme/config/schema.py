@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from math import ceil
 from pathlib import Path
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt
 
@@ -113,11 +113,6 @@ class CommonConfig(Section, ABC):
         """Number of vLLM replicas."""
         return 0
 
-    @property
-    def replica_gpu_share(self) -> float:
-        """The share of a GPU that a replica takes; 0 without replicas."""
-        return 0.0
-
     def start_deadline_s(self, facts: ModelFacts | None) -> float:
         """Returns the seconds that rooms, and processes that replace lost ones, have to start: `timeouts.start_s`, and
         the time to read the model and its KL reference at READ_BYTES_PER_S. Without `facts` only `timeouts.start_s`."""
@@ -202,6 +197,11 @@ class Config(CommonConfig):
     """Training steps, counted from the first start of the run."""
     deterministic: bool = False
     """Repeat a run bit for bit on CPUs: needs max_steps_off_policy = 0; slower."""
+    placement: Literal["auto", "split", "colocated"] = "auto"
+    """split: trainer and replicas have devices of their own, and work at the same time. colocated: they have the same
+    devices, and take turns: all groups that max_steps_off_policy allows are sampled, then the replicas sleep while the
+    trainer trains on them (on GPUs one shard and one replica). auto: colocated where there is one GPU and each would
+    need one of its own, else split."""
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig
     env: Annotated[tuple[EnvConfig, ...], SEVERAL, Field(min_length=1)]
@@ -227,10 +227,6 @@ class Config(CommonConfig):
     @property
     def num_replicas(self) -> int:
         return self.inference.replicas
-
-    @property
-    def replica_gpu_share(self) -> float:
-        return self.inference.gpu_memory_utilization
 
     @property
     def kl_reference(self) -> ReferenceConfig | None:
@@ -271,6 +267,11 @@ class Config(CommonConfig):
             return whole, whole
         for_all_shards = ceil(ROLLOUTS_OF_A_SHARD * self.trainer.mesh.data_parallel / self.smallest_group)
         return min(max(ceil(whole / MOST_MINIBATCHES), for_all_shards), whole), whole
+
+    @property
+    def colocated(self) -> bool:
+        """True if trainer and replicas take turns on the same devices; `auto` has been decided by the plan."""
+        return self.placement == "colocated"
 
     @property
     def groups_in_flight(self) -> int:

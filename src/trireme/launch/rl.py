@@ -73,7 +73,8 @@ class RlRun(TrainingRun):
         keep_reference(self.config)
         inference = self.config.inference
         manifest = run.start.manifest
-        if inference.on_update == "auto" and manifest and ON_UPDATE in manifest.decided:
+        takes_over = inference.on_update == "auto" and not self.config.colocated
+        if takes_over and manifest and ON_UPDATE in manifest.decided:
             on_update = manifest.decided[ON_UPDATE]
             self._say(f"{ON_UPDATE} = auto: {on_update}, as the checkpoint was made with")
             inference = inference.model_copy(update={"on_update": on_update})
@@ -111,7 +112,13 @@ class RlRun(TrainingRun):
         replicas = ReplicaSetHandle(config, run.logs, self._incarnations)
         ending.callback(replicas.stop)
         trainer = TrainerHandle.start(
-            config, self.places["trainer"], run.logs, run.start.attempt, replicas.offer, config.timeouts.update_s
+            config,
+            self.places["trainer"],
+            run.logs,
+            run.start.attempt,
+            replicas.offer,
+            config.timeouts.update_s,
+            self.plan.taken_share,
         )
         ending.callback(trainer.stop)
         orchestrator = self._start_orchestrator(config, replicas, run)
@@ -121,7 +128,7 @@ class RlRun(TrainingRun):
             self._service.attempt_begins(run.start.attempt, run.start.step)
             self._service.follow(replicas.source)
             replicas.followers.append(self._service.follow)
-        self._rooms = Rooms(trainer, orchestrator, replicas.update)
+        self._rooms = Rooms(trainer, orchestrator, replicas.update, replicas.sleep)
         rooms = trainer, replicas, orchestrator
         return Core(trainer, {"orchestrator": orchestrator}, rooms, replicas)
 
@@ -138,7 +145,7 @@ class RlRun(TrainingRun):
         )
 
     def train(self, core: Core, attempt: Attempt, journal: Journal) -> None:
-        train(self.config, self._rooms, attempt, journal)
+        train(self.plan.resolved(self.config), self._rooms, attempt, journal)
 
     def step_line(self, row: Mapping[str, object]) -> str:
         return step_line(row, self.config.max_steps)

@@ -47,6 +47,8 @@ class Need:
     """Bytes of its machine's memory, by purpose."""
     gpu: Mapping[str, int] = field(default_factory=dict)
     """Bytes of memory on each of its GPUs, by purpose."""
+    resting: Mapping[str, int] | None = None
+    """The part of `gpu` that it keeps while it rests, in a colocated run; None: it never rests."""
     shared: Mapping[str, int] = field(default_factory=dict)
     """Bytes of its machine's memory that actors share: each name counts once for a machine."""
     parts: Mapping[str, int] = field(default_factory=dict)
@@ -96,9 +98,28 @@ class NodeNeeds:
         """Bytes needed on the GPU that is filled most, {purpose: bytes}."""
         by_actor: list[Mapping[str, int]] = [{}, *(need.gpu for need in self.actors.values())]
         if self.shares_gpu:
-            return {label: number for one in by_actor for label, number in one.items()}
+            by_actor = list(self.phases.values())
         fullest = max(by_actor, key=lambda one: sum(one.values()))
         return dict(fullest)
+
+    @property
+    def phases(self) -> dict[str, dict[str, int]]:
+        """Bytes on the GPU that actors share, {actor that works: {purpose: bytes}}. The others rest, or work too."""
+        needs = {name: need for name, need in self.actors.items() if need.gpu}
+        resting = {name: need.gpu if need.resting is None else need.resting for name, need in needs.items()}
+        return {
+            working: {
+                label: number for part in {**resting, working: need.gpu}.values() for label, number in part.items()
+            }
+            for working, need in needs.items()
+        }
+
+    @property
+    def phase_texts(self) -> list[str]:
+        """A text for each actor that works while others rest on its GPU: what all hold there."""
+        if not any(need.resting is not None for need in self.actors.values()):
+            return []
+        return [f"while {name} works, {_parts_text(parts)}" for name, parts in self.phases.items()]
 
     def excess(self, *, hopeless: bool) -> list[str]:
         """Returns a sentence for each need that exceeds the machine's free memory or GPU memory; parts of a need are

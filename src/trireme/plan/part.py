@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import CommonConfig
 from trireme.core.transport import TRANSPORTS, TransportKind
-from trireme.plan.needs import Need
+from trireme.plan.needs import ASSUMED_GPU, Need
 from trireme.process.environ import Resources
 
 
@@ -26,8 +27,11 @@ class Part(ABC):
     """The machines."""
     shares_gpu: bool = field(default=False, kw_only=True)
     """True: its one actor shares a GPU with the one of another room; `Plan.parts` decides it."""
+    colocated: bool = field(default=False, kw_only=True)
+    """True: trainer and replicas take turns on the same devices; `Plan.parts` decides it."""
     taken_share: float = field(default=0.0, kw_only=True)
-    """The share of that GPU that an engine takes; 0 where none is shared. `Plan.parts` decides it."""
+    """The share of that GPU that the actor of the other room takes while this part's actor works; 0 where none is
+    shared. `Plan.parts` decides it."""
 
     room: ClassVar[str]
     """Its name in `Plan.by_room`."""
@@ -70,6 +74,17 @@ class Part(ABC):
     def transport(self) -> TransportKind:
         """The kind of transport: how published weights travel, and where they are held in memory."""
         return TRANSPORTS[self.config.transport]
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes of memory of the smallest GPU."""
+        gpus = [node.smallest_gpu for node in self.resources.nodes if node.smallest_gpu]
+        return min((gpu.memory_bytes for gpu in gpus), default=ASSUMED_GPU.memory_bytes)
+
+    @property
+    def resting(self) -> Mapping[str, int]:
+        """Bytes that an actor of the part keeps on its GPU, by purpose, while a colocated run lets it rest."""
+        return {}
 
     @property
     def may_share_gpu(self) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import Config
 from trireme.plan.memory import GIB
-from trireme.plan.needs import ASSUMED_GPU, HOST_OF_CUDA_GIB, KEPT_VERSIONS, VERSIONS, Need, gib
+from trireme.plan.needs import HOST_OF_CUDA_GIB, KEPT_VERSIONS, VERSIONS, Need, gib
 from trireme.plan.part import Part
 from trireme.plan.trainer import TrainerPart
 from trireme.plan.whole import SHARED_GPU_UTILIZATION, count
@@ -102,13 +103,21 @@ class InferencePart(Part):
         if self.on_gpus:
             cuda = (1 + self.ranks) * int(HOST_OF_CUDA_GIB * GIB)  # the actor, and each process of its engine
             cache = self._gpu_cache(self.facts)
-            gpu = {"a replica's weights": weights // self.ranks, "its workspaces": ENGINE_BYTES, "its KV cache": cache}
-            need = Need({"processes": cuda, **arriving}, gpu, shared, gpu_share=self.gpu_share, shm_free=queues)
+            gpu = {**self.resting, "its KV cache": cache}
+            resting = self.resting if self.colocated else None
+            host = {"processes": cuda, **arriving}
+            need = Need(host, gpu, resting, shared, gpu_share=self.gpu_share, shm_free=queues)
             return [need] * self.config.inference.replicas
         base = int(self._base_gib * GIB)
         cache = int(self.config.inference.memory_gb * GIB)
         host = {"processes": base, "the replicas' weights": weights, "KV caches": cache, **arriving}
         return [Need(host, {}, shared, shm_free=queues)] * self.config.inference.replicas
+
+    @property
+    def resting(self) -> Mapping[str, int]:
+        if not self.on_gpus:
+            return {}
+        return {"a replica's weights": self._weight_bytes // self.ranks, "its workspaces": ENGINE_BYTES}
 
     def _gpu_cache(self, facts: ModelFacts) -> int:
         """Returns the bytes of KV cache on each GPU of a replica: `gpu_cache_gb` if it is set; else as much as the
@@ -120,15 +129,20 @@ class InferencePart(Part):
     @property
     def _cache_left(self) -> int:
         """Bytes that are left for the KV cache in a replica's share of a GPU."""
-        share = int(self._gpu_bytes * self.config.inference.gpu_memory_utilization)
-        return share - ENGINE_BYTES - self._weight_bytes // self.ranks
+        return int(self.gpu_bytes * self._most_share) - ENGINE_BYTES - self._weight_bytes // self.ranks
+
+    @property
+    def _most_share(self) -> float:
+        """The most that a replica may take of its GPU: what is configured and, in a colocated run, what the resting
+        shard leaves."""
+        return min(self.config.inference.gpu_memory_utilization, 1 - self.taken_share)
 
     def _useful_cache(self, facts: ModelFacts) -> int:
         """Returns the bytes of KV cache that the engine can use on each GPU of a replica: blocks for the sequences that
         it decodes at the same time, at full length, and for prefixes (`prefix_cache`). A larger cache would only
         cost time, as vLLM looks at each block when it starts and at each update."""
         inference = self.config.inference
-        return self._cache_of(facts, inference.most_gpu_sequences(self._gpu_bytes) * (1 + inference.prefix_cache))
+        return self._cache_of(facts, inference.most_gpu_sequences(self.gpu_bytes) * (1 + inference.prefix_cache))
 
     def _sequence_cache(self, facts: ModelFacts) -> int:
         """Returns the bytes of KV cache with which vLLM starts: for one sequence on each GPU of a replica."""
@@ -145,11 +159,11 @@ class InferencePart(Part):
     @property
     def gpu_share(self) -> float:
         # What the engine cannot use is left to others on its GPU, and vLLM need not find it free when it starts.
-        share = self.config.inference.gpu_memory_utilization
+        share = self._most_share
         if self.facts is None or not self._is_cache_bounded(self.facts):
             return share
         taken = ENGINE_BYTES + self._weight_bytes // self.ranks + self._gpu_cache(self.facts)
-        return min(share, round(taken / self._gpu_bytes + SHARE_STEP / 2, 3))
+        return min(share, round(taken / self.gpu_bytes + SHARE_STEP / 2, 3))
 
     def _is_cache_bounded(self, facts: ModelFacts) -> bool:
         """Returns True if the engine can use less KV cache than its share of a GPU leaves."""
@@ -160,13 +174,7 @@ class InferencePart(Part):
         # A KV cache of its own size has no limit by a share. Else there must be room for one sequence.
         if self.facts is None or self.config.inference.gpu_cache_gb:
             return 0.0
-        return (ENGINE_BYTES + self._weight_bytes // self.ranks + self._sequence_cache(self.facts)) / self._gpu_bytes
-
-    @property
-    def _gpu_bytes(self) -> int:
-        """Bytes of memory of the smallest GPU."""
-        gpus = [node.smallest_gpu for node in self.resources.nodes if node.smallest_gpu]
-        return min((gpu.memory_bytes for gpu in gpus), default=ASSUMED_GPU.memory_bytes)
+        return (ENGINE_BYTES + self._weight_bytes // self.ranks + self._sequence_cache(self.facts)) / self.gpu_bytes
 
     def decided(self) -> dict[str, object]:
         """See `Part.decided`. Sets the size of the KV cache where the engine can use less than its share of a GPU
@@ -179,7 +187,11 @@ class InferencePart(Part):
         cache = inference.gpu_cache_gb or (self._gpu_cache(self.facts) / GIB if self.facts else None)
         if self.shares_gpu or (self.on_gpus and self.facts and self._is_cache_bounded(self.facts)):
             changes["gpu_cache_gb"] = cache
-        return {"inference": inference.model_copy(update=changes)}
+        if self.colocated:
+            placement = "colocated"
+        else:
+            placement = "split"
+        return {"inference": inference.model_copy(update=changes), "placement": placement}
 
     @property
     def max_num_seqs(self) -> int | None:
@@ -215,7 +227,8 @@ class InferencePart(Part):
         chosen = self.config.inference.on_update
         if chosen != "auto":
             return chosen
-        if self.on_gpus and self.recompute_share is not None and self.recompute_share > KEEP_SHARE:
+        dear = self.recompute_share is not None and self.recompute_share > KEEP_SHARE
+        if self.on_gpus and dear and not self.colocated:
             return "keep_kv"
         return "recompute_kv"
 
@@ -254,7 +267,7 @@ class InferencePart(Part):
             if not self._is_cache_bounded(facts):
                 return f"a replica {share}, of which {room} KV cache"
             inference = self.config.inference
-            sequences = inference.most_gpu_sequences(self._gpu_bytes)
+            sequences = inference.most_gpu_sequences(self.gpu_bytes)
             return (
                 f"a replica {self.gpu_share:.1%} of {whose} instead of {inference.gpu_memory_utilization:.0%}, of "
                 f"which {room} KV cache: what {sequences:,} sequences of full length take, and "

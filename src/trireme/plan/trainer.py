@@ -89,11 +89,20 @@ class TrainerPart(Part):
         else:
             of_layers = {ON_THEIR_WAY: self._send_buffers(self.facts, embeddings=False)}
             of_embeddings = {ON_THEIR_WAY: self._send_buffers(self.facts, embeddings=True)}
-        first = Need({**host, "loading": self._loading(host), **of_embeddings}, gpu, parts=parts)
-        rest = [Need({**host, **of_layers}, gpu, parts=parts)] * (self.config.trainer.mesh.processes - 1)
+        resting = self.resting if self.colocated else None
+        first = Need({**host, "loading": self._loading(host), **of_embeddings}, gpu, resting, parts=parts)
+        rest = [Need({**host, **of_layers}, gpu, resting, parts=parts)] * (self.config.trainer.mesh.processes - 1)
         if rest and not self.facts.tied_embeddings:
-            rest[-1] = Need({**host, **of_embeddings}, gpu, parts=parts)
+            rest[-1] = Need({**host, **of_embeddings}, gpu, resting, parts=parts)
         return [first, *rest]
+
+    @property
+    def resting(self) -> Mapping[str, int]:
+        memory = self.shard_memory
+        if memory is None or not self.on_gpus:
+            return {}
+        state = {} if memory.offloaded else {"state": memory.state}
+        return {**state, **GPU_ALLOWANCES}
 
     def _send_buffers(self, facts: ModelFacts, *, embeddings: bool) -> int:
         """Returns the bytes of host memory through which a rank sends its buckets on. `embeddings`: as for

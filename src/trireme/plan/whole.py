@@ -37,17 +37,42 @@ from trireme.process.worker_environment import travels_text
 C = TypeVar("C", bound=CommonConfig)
 T = TypeVar("T")
 ORDER = (
-    *("trainer", "orchestrator", "inference", "service", "resources", "packages", "travels", "model", "adapters"),
+    *(
+        "trainer",
+        "orchestrator",
+        "inference",
+        "service",
+        "resources",
+        "placement",
+        "packages",
+        "travels",
+        "model",
+        "adapters",
+    ),
     *("data", "steps", "tokens", "memory", "machines", "staleness", "in flight", "each update", "evaluation"),
     *("checkpoints", "start", "recovery", "written to", "warning"),
 )
 """The rows of a plan, in the order in which they are printed."""
-SHORT = ("trainer", "orchestrator", "inference", "service", "model", "data", "steps", "tokens", "written to", "warning")
+SHORT = (
+    "trainer",
+    "orchestrator",
+    "inference",
+    "service",
+    "placement",
+    "model",
+    "data",
+    "steps",
+    "tokens",
+    "written to",
+    "warning",
+)
 """The rows that a start prints; a dry run, and a start with --verbose, print all."""
 SUGGESTIONS = 3
 """The most suggestions that a refusal has."""
 SHARED_GPU_UTILIZATION = 0.5
 """The most that a replica may take of a GPU that it shares with the trainer."""
+TURNS = frozenset({"trainer", "inference", "orchestrator"})
+"""The rooms of a run in which trainer and replicas can take turns."""
 
 PartKind = Callable[[Any, ModelFacts | None, Resources], Part]
 """Makes a part of a plan."""
@@ -79,13 +104,35 @@ class Plan:
     def parts(self) -> list[Part]:
         """The parts of the run; the parts that hold a model come first."""
         parts = [kind(self.config, self.facts, self.resources) for kind in self.kinds]
-        one_gpu = self.on_gpus and self.resources.gpus < 2 and _models(parts) == [1, 1]
-        shares = one_gpu and all(part.may_share_gpu for part in parts)
+        alone = self.on_gpus and self.resources.gpus < 2 and _models(parts) == [1, 1]
+        halves = alone and all(part.may_share_gpu for part in parts)
+        takes_turns = {part.room for part in parts} >= TURNS
+        chosen = self._placement == "colocated" or (self._placement == "auto" and alone and not halves)
+        colocated = takes_turns and chosen
+        shares = (self.on_gpus and colocated) or halves
+        parts = [replace(part, shares_gpu=shares, colocated=colocated) for part in parts]
         if shares:
-            taken = max(part.gpu_share for part in parts)
-        else:
-            taken = 0.0
-        return [replace(part, shares_gpu=shares, taken_share=taken) for part in parts]
+            return [replace(part, taken_share=_taken_by_others(part, parts)) for part in parts]
+        return parts
+
+    @property
+    def _placement(self) -> str:
+        """The configured `placement`; "split" for a command without replicas, and instead of auto if replicas are to
+        keep their KV caches, which they drop when they sleep."""
+        placement: str = getattr(self.config, "placement", "split")
+        if placement == "auto" and getattr(self.config, "inference").on_update == "keep_kv":  # noqa: B009  it has one
+            return "split"
+        return placement
+
+    @property
+    def colocated(self) -> bool:
+        """True if trainer and replicas take turns on the same devices."""
+        return any(part.colocated for part in self.parts)
+
+    @property
+    def taken_share(self) -> float:
+        """The share of a shard's GPU that a replica takes while the shard trains; 0 if they share none."""
+        return next(part.taken_share for part in self.parts if part.room == "trainer")
 
     @property
     def actor_names(self) -> list[str]:
@@ -148,9 +195,11 @@ class Plan:
     @property
     def threads(self) -> int:
         """Number of threads for each process that computes: its share of the cores, at least 1; 1 in a deterministic
-        run."""
+        run. In a colocated run the cores are shared by one room at a time."""
         if self.config.deterministic:  # how a sum is split over threads decides its last bits
             return 1
+        if self.colocated:
+            return max(1, self.resources.cpus // max(_models(self.parts)))
         return max(1, self.resources.cpus // self._processes)
 
     @property
@@ -280,7 +329,33 @@ class Plan:
                 "a cluster",
             )
 
+    def _check_colocated(self) -> None:
+        """Raises BadInput for a colocated run that cannot take turns."""
+        rooms = {part.room for part in self.parts}
+        if self._placement == "colocated" and {"trainer", "inference"} <= rooms and not self.colocated:
+            raise Refusal(
+                "placement = colocated in a loop of your own",
+                "split: the loop of `rl` lets trainer and replicas take turns, no other loop does",
+                "leave --placement out",
+            )
+        if not (self.colocated and self.on_gpus):
+            return
+        if _models(self.parts) != [1, 1]:
+            sizes = " and ".join(part.size_text for part in self.parts if part.size_key)
+            raise Refusal(
+                f"placement = colocated on GPUs with {sizes}",
+                "one shard and one replica of one rank, on one GPU: on several GPUs they cannot take turns yet",
+                "--trainer.shards 1 --inference.replicas 1 --inference.tensor-parallel 1, or --placement split",
+            )
+        if self.config.transport == "broadcast":
+            raise Refusal(
+                "placement = colocated on a GPU with inference.transport = broadcast",
+                "object_store: NCCL does not send from a GPU to the same GPU",
+                "leave --inference.transport out",
+            )
+
     def _check_places(self) -> None:
+        self._check_colocated()
         holders = [part for part in self.parts if part.size_key]
         keys = " or ".join(f"--{part.size_key}" for part in holders)
         sizes = " and ".join(part.size_text for part in holders)
@@ -306,6 +381,8 @@ class Plan:
         ways = [f"lower {keys}", "use a larger cluster", "--cluster.device cpu"]
         if _models(self.parts) == [1, 1] and self.resources.gpus == 1:
             ways.insert(0, f"let both share it: --inference.gpu-memory-utilization {SHARED_GPU_UTILIZATION - 0.1:g}")
+            if {part.room for part in self.parts} >= TURNS:
+                ways.insert(0, "let them take turns: --placement colocated")
         raise Refusal(
             f"{sizes}, which need {self.gpus_needed} GPUs",
             f"at most {resources.gpus} GPUs, which is what {resources.source} has",
@@ -333,7 +410,11 @@ class Plan:
     def rows(self) -> list[tuple[str, str]]:
         """Returns the plan as (what, text) pairs. Texts that several parts have for the same row are joined in one
         pair."""
-        if self.shares_gpu:
+        if self.colocated and self.on_gpus:
+            share = "one GPU in turns"
+        elif self.colocated:
+            share = "CPU in turns"
+        elif self.shares_gpu:
             share = "half a GPU each, shared"
         elif self.on_gpus:
             share = "one GPU each"
@@ -367,6 +448,7 @@ class Plan:
                 f"{gib(resources.memory_bytes)} of memory on {count(len(resources.nodes), 'node')}; models compute on "
                 f"{'GPU' if self.on_gpus else 'CPU'}s",
             ),
+            *([("placement", self._placement_text())] if self.colocated else []),
             ("packages", ", ".join(f"{name} {number}" for name, number in package_versions().items())),
             *([("travels", travels_text(self.config))] if cluster_address(self.config) else []),
             ("model", self._model_text()),
@@ -379,6 +461,17 @@ class Plan:
                 f"{directory}: config.json, metrics.jsonl, trained.jsonl, STATUS, checkpoints/, logs/, trace/",
             ),
         ]
+
+    def _placement_text(self) -> str:
+        """Returns a text on a colocated run: why it is one, and who holds what of a GPU in which phase."""
+        if self._placement == "auto":
+            why = f" (placement = auto: a split needs {count(sum(_models(self.parts)), 'GPU')})"
+        else:
+            why = ""
+        steps = count(self.config.max_steps_off_policy + 1, "step")
+        text = f"colocated{why}: the replicas sleep while the trainer trains {steps} on what they have sampled"
+        phases = [phase for machine in self.machines for phase in machine.phase_texts]
+        return "; ".join([text, *phases])
 
     def _model_text(self) -> str:
         facts = self.facts
@@ -413,6 +506,14 @@ class Plan:
             return "no part that dies is started again: the run fails then"
         often = f"at most {count(options.max_restarts, 'time')} in {options.restart_window_s:,g} s"
         return f"a part that dies is started again, {often}; a shard costs the steps since the newest checkpoint"
+
+
+def _taken_by_others(part: Part, parts: Sequence[Part]) -> float:
+    """Returns the share of a GPU that the other parts' actors take while the actor of `part` works."""
+    others = [other for other in parts if other.room != part.room]
+    if part.colocated:
+        return sum(sum(other.resting.values()) for other in others) / part.gpu_bytes
+    return max(other.gpu_share for other in others)
 
 
 def _models(parts: Sequence[Part]) -> list[int]:

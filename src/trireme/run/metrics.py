@@ -180,7 +180,8 @@ def step_line(row: Mapping[str, Any], max_steps: int) -> str:
             f"  {row['perf/tokens_per_s']:>6.0f} tokens/s"
             f"  {row['time/step']:.2f} s = wait {row['time/wait_for_batch']:.2f}"
             f" + train {row['time/forward_backward'] + row['time/optim']:.2f}"
-            f" + publish {row['time/publish']:.2f} + update {row['time/update_replicas']:.2f}",
+            f" + publish {row['time/publish']:.2f}"
+            f" + update {row['time/update_replicas'] + row.get('time/hand_over', 0.0):.2f}",
             *evaluation_text(row),
         ]
     )

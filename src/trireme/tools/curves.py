@@ -104,6 +104,7 @@ PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
             "time/optim": "optimizer",
             "time/publish": "publishing",
             "time/update_replicas": "handing over the update",
+            "time/hand_over": "putting replicas to sleep",
             "time/checkpoint_stall": "beginning a checkpoint",
             "time/wait_for_evaluation": "waiting for an evaluation",
         },

@@ -31,6 +31,7 @@ KINDS = {
     "optim": "optimizer",
     "publish": "publishing",
     "update_replicas": "update",
+    "hand_over": "update",
     "wait": "waiting",
     "wait_for_batch": "waiting",
     "group": "groups",

@@ -1,11 +1,16 @@
 """The phases of a step of `rl`, and the order in which they take place.
 
-`StepPhases` says what each phase does, a function below it when. `overlap` is the only order so far.
+`StepPhases` says what each phase does, `overlap` and `Alternation` when:
+
+    overlap       replicas   |---- sample ----|---- sample ----|     the next batches while the trainer works
+                  trainer         |-- train --|    |-- train --|
+    Alternation   replicas   |-- sample --|   sleep   |-- sample --|     for K + 1 steps at a time
+                  trainer                 |-- train --|            |
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,6 +38,20 @@ class StepPhases:
             "wait_for_batch", self.rooms.orchestrator.minibatches(self.record.step, substep, on_tick)
         )
 
+    def finish_sampling(self) -> None:
+        """Waits until all groups that the bound allows are sampled, and puts the replicas to sleep."""
+        orchestrator = self.rooms.orchestrator
+        with self.record.clock("wait_for_batch"):
+            orchestrator.finish_sampling(self.attempt.check)
+        with self.record.clock("hand_over"):
+            self.rooms.sleep()
+            orchestrator.await_sleep(self.attempt.check)
+
+    def train_on_substeps(self) -> None:
+        """Updates the weights by the minibatches of each substep, as they are sampled."""
+        for substep in range(self.config.trainer.num_substeps):
+            self.train(self.sample(substep))
+
     def train(self, minibatches: Iterator[Minibatch]) -> None:
         """Updates the weights by the minibatches of a substep."""
         trainer = self.rooms.trainer
@@ -56,15 +75,60 @@ class StepPhases:
         return weights
 
 
+StepOrder = Callable[[StepPhases], PublishedWeights]
+"""Runs the phases of one step in an order; returns the new weights."""
+
+
+def step_order(config: Config) -> StepOrder:
+    """Returns the order of phases in an attempt, by `placement`."""
+    if config.colocated:
+        return Alternation(config)
+    return overlap
+
+
 def overlap(step: StepPhases) -> PublishedWeights:
     """Runs one step while the replicas continue to sample: trains on each substep's minibatches and publishes the new
     weights, which it returns. The replicas' update to these weights continues during the next step."""
-    for substep in range(step.config.trainer.num_substeps):
-        step.train(step.sample(substep))
+    step.train_on_substeps()
     weights = step.publish()
     with step.record.clock("update_replicas"):  # waits for the update before
         update_replicas(step.rooms, step.attempt, weights)
     return weights
+
+
+class Alternation:
+    """Runs the steps of an attempt while trainer and replicas take turns on the same devices.
+
+    A sampling phase ends when all groups that the bound allows are sampled: (max_steps_off_policy + 1) batches. So no
+    rollout is interrupted, and the devices change hands once in max_steps_off_policy + 1 steps. They change hands
+    earlier if the new version has to be evaluated; the next phase then samples what is missing.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._sampled = 0  # batches that are sampled and not trained on
+
+    def __call__(self, step: StepPhases) -> PublishedWeights:
+        """Runs one step, which a sampling phase precedes if no sampled batch is left. Returns the new weights. If they
+        are the last ones of the training phase, begins the replicas' update to them, which wakes the replicas."""
+        if not self._sampled:
+            step.finish_sampling()
+            self._sampled = self._config.max_steps_off_policy + 1
+        step.train_on_substeps()
+        weights = step.publish()
+        self._sampled -= 1
+        if self._is_awaited(weights.identity.version):
+            self._sampled = 0
+        with step.record.clock("update_replicas"):
+            if not self._sampled:
+                step.rooms.trainer.free_memory()
+                update_replicas(step.rooms, step.attempt, weights)
+        return weights
+
+    def _is_awaited(self, version: int) -> bool:
+        """Returns True if the replicas need `version` whatever is left to train on: it may have to be evaluated."""
+        every = self._config.eval.every
+        return version == self._config.max_steps or (every > 0 and version % every == 0)
 
 
 def update_replicas(rooms: Rooms, attempt: Attempt, weights: PublishedWeights) -> None:

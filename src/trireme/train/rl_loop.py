@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from trireme.config import Config
 from trireme.run.metrics import Journal
 from trireme.train.kl_penalty import KlPenalty
-from trireme.train.phases import StepPhases, overlap, update_replicas
+from trireme.train.phases import StepPhases, step_order, update_replicas
 from trireme.train.steps import Attempt, Rooms, StepRecord
 
 
@@ -19,13 +19,14 @@ def train(config: Config, rooms: Rooms, attempt: Attempt, journal: Journal) -> N
     """
     kl = config.trainer.kl
     penalty = KlPenalty(rooms.trainer, kl.coef, kl.discount, kl.reference.update_every)
+    run_step = step_order(config)
     weights = rooms.trainer.publish_weights(attempt.start)
     attempt.checkpoints.at_boundary(attempt.start, weights)
     update_replicas(rooms, attempt, weights)
     for step in attempt.steps():
         record = StepRecord(step)
         with record.clock("step", step=step):
-            weights = overlap(StepPhases(config, rooms, penalty, attempt, record))
+            weights = run_step(StepPhases(config, rooms, penalty, attempt, record))
             released = rooms.orchestrator.release(step)
             with record.clock("checkpoint_stall"):
                 attempt.checkpoints.at_boundary(step + 1, weights)
@@ -50,9 +51,10 @@ def train(config: Config, rooms: Rooms, attempt: Attempt, journal: Journal) -> N
 def rates(seconds: Mapping[str, float], rollouts: Mapping[str, float]) -> dict[str, float]:
     """Returns `perf/*` of a step, from the driver's clock and the orchestrator's metrics of its rollouts."""
     step_s = seconds["step"]
+    idle_s = seconds["wait_for_batch"] + seconds.get("hand_over", 0.0) + seconds["update_replicas"]
     return {
         "perf/tokens_per_s": rollouts["perf/tokens"] / step_s,
         "perf/rollouts_per_s": rollouts["perf/rollouts"] / step_s,
-        "perf/trainer_idle_frac": (seconds["wait_for_batch"] + seconds["update_replicas"]) / step_s,
+        "perf/trainer_idle_frac": idle_s / step_s,
         "perf/inference_idle_frac": min(rollouts["perf/inference_idle_s"] / step_s, 1.0),
     }

@@ -27,7 +27,9 @@ class Rooms:
     trainer: Trainer
     orchestrator: Orchestrator
     update: Callable[[PublishedWeights], None]
-    """Begins to bring the replicas to a version."""
+    """Begins to bring the replicas to a version, and wakes them if they sleep."""
+    sleep: Callable[[], None]
+    """Begins to put the replicas to sleep, until the next update."""
 
 
 @dataclass(frozen=True)

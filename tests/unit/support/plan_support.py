@@ -47,6 +47,7 @@ def plan(
     evaluation: dict | None = None,
     kl: dict | None = None,
     trainer: dict | None = None,
+    placement: str = "auto",
     run_dir: Path | None = None,
     warnings: tuple[str, ...] = (),
 ) -> Plan:
@@ -59,6 +60,7 @@ def plan(
             "orchestrator": {"batch_size": 16, **(orchestrator or {})},
             "inference": {"replicas": replicas, "sampling": {"max_tokens": 10}, **(inference or {})},
             "cluster": {"device": device},
+            "placement": placement,
         }
     )
     return Plan(config, facts, resources, RL_ROOMS, run_dir, warnings)

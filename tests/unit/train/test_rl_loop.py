@@ -62,6 +62,18 @@ class StandIns(SimpleNamespace):
             batch = f"{step}.{substep}.{part}"
             yield SimpleNamespace(batch=batch, provenance=None, divisor=2.0, problems_D=(f"problem {batch}",))
 
+    def finish_sampling(self, _on_tick: object) -> None:
+        self.asked.note("finish sampling")
+
+    def sleep(self) -> None:
+        self.asked.note("sleep")
+
+    def await_sleep(self, _on_tick: object) -> None:
+        self.asked.note("await sleep")
+
+    def free_memory(self) -> None:
+        self.asked.note("free memory")
+
     def release(self, step: int) -> Any:
         self.asked.note("release", step)
         return SimpleNamespace(metrics=RELEASED, trained=[], records=["{}"])
@@ -89,7 +101,7 @@ def run(all_: Any, config: Config, guard: RefusedSteps, check: Callable[[], None
     roster = Roster(lambda: 0.0)
     train(
         config,
-        Rooms(all_, all_, all_.update),
+        Rooms(all_, all_, all_.update, all_.sleep),
         Attempt(config, 1, 0, lambda step: 1e-3, all_, guard, Stop(60.0), roster, check),
         all_,
     )
@@ -112,6 +124,37 @@ def test_a_step_is_published_its_update_begun_and_then_released_and_saved() -> N
     step = ["wait for 0.0.0", "forward_backward 0.0.0", "leave boundary", "optim_step"]
     end = ["publish 1", "end version", "update 1", "begin version 1", "release 0", "at boundary 1"]
     assert calls() == [*start, *step, *end, "row 0 ['{}']", "seal"]
+
+
+def phases(max_steps: int, bound: int, **options: Any) -> str:
+    """Returns the phases of a colocated run: s(ampling, then sleep), numbers of trained steps, u(pdate)."""
+    run_config = small(
+        max_steps=max_steps, placement="colocated", orchestrator={"max_steps_off_policy": bound}, **options
+    )
+    all_ = StandIns(1)
+    run(all_, run_config, RefusedSteps(run_config, print))
+    short = {"finish sampling": "s", "free memory": "f", "update": "u", "forward_backward": ""}
+    words = [call for call in all_.asked if call.split()[0] in {"finish", "free", "update", "forward_backward"}]
+    return "".join(short.get(call, call.split()[-1].split(".")[0] if call[0] != "u" else "u") for call in words)
+
+
+def test_a_colocated_step_trains_while_the_replicas_sleep() -> None:
+    run_config = small(max_steps=1, placement="colocated", orchestrator={"max_steps_off_policy": 0})
+    all_ = StandIns(1)
+    run(all_, run_config, RefusedSteps(run_config, print))
+    sampled = ["finish sampling", "sleep", "await sleep"]
+    trained = ["wait for 0.0.0", "forward_backward 0.0.0", "leave boundary", "optim_step", "publish 1", "free memory"]
+    end = ["end version", "update 1", "begin version 1", "release 0", "at boundary 1", "row 0 ['{}']", "seal"]
+    assert all_.asked[5:] == [*sampled, *trained, *end]
+    (row,) = all_.rows
+    assert {"time/hand_over", "time/wait_for_batch", "time/update_replicas"} <= row.keys()
+
+
+def test_devices_change_hands_when_all_that_the_bound_allows_is_trained_on() -> None:
+    """Or earlier, for an evaluation."""
+    assert phases(3, 0) == "us0fus1fus2fu"
+    assert phases(5, 1) == "us01fus23fus4fu"
+    assert phases(8, 2, eval={"every": 4}) == "us012fus3fus456fus7fu"
 
 
 def test_what_ends_the_run_is_seen_between_two_steps_where_it_can_be_saved() -> None:
@@ -138,10 +181,10 @@ def test_a_signal_gives_up_the_evaluation_that_an_update_waits_for() -> None:
     options = config(1)
     guard = RefusedSteps(options, print)
     attempt = Attempt(options, 1, 0, lambda step: 1e-3, all_, guard, stop, Roster(lambda: 0.0), lambda: None)
-    update_replicas(Rooms(all_, all_, all_.update), attempt, all_.publish_weights(3))
+    update_replicas(Rooms(all_, all_, all_.update, all_.sleep), attempt, all_.publish_weights(3))
     assert all_.asked == ["publish 3", "update 3", "begin version 3"]
     stop.exit_code = 130
-    update_replicas(Rooms(all_, all_, all_.update), attempt, all_.publish_weights(4))
+    update_replicas(Rooms(all_, all_, all_.update, all_.sleep), attempt, all_.publish_weights(4))
     assert all_.asked[3:] == ["publish 4", "give up evaluation", "update 4", "begin version 4"]
 
 
