@@ -188,7 +188,7 @@ def open_shard(path: Path, packing: str) -> Iterator[Shard]:
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
     try:
         with patch("trainer.proof.proved_type", lambda config: None):
-            shard = Shard(Config.model_validate(sections), 0, store, Packer(np.copy))
+            shard = Shard(Config.model_validate(sections), 0, store, Packer(lambda _, bucket: bucket.copy()))
         with patch("trireme.core.prefixes.FEWEST_SHARED", COMMON):
             yield shard
     finally:

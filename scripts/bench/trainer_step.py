@@ -125,7 +125,7 @@ def shard_step(model_path: Path, rank: int, shards: int, port: int, keys: Mappin
         }
     )
     store = TCPStore("127.0.0.1", port, shards, False, timedelta(seconds=DEADLINE_S))
-    shard = Shard(config, rank, store, Packer(np.copy, rank, shards))
+    shard = Shard(config, rank, store, Packer(lambda _, bucket: bucket.copy(), rank, shards))
     batch = make_batch()
     adam = AdamParams(learning_rate=LEARNING_RATE)
 

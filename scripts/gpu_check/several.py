@@ -90,7 +90,7 @@ def _step_on_rank(rank: int, port: int, device: str, model: str) -> tuple[ShardO
         model, device, trainer__shards=RANKS, model__dtype="float32", trainer__packing="rows",
         trainer__micro_batch_tokens=40,
     )  # fmt: skip
-    shard = Shard(config, rank, _store(port), Packer(np.copy, rank, RANKS))
+    shard = Shard(config, rank, _store(port), Packer(lambda _, bucket: bucket.copy(), rank, RANKS))
     output = shard.forward_backward(parity_batch(), "importance_sampling", {}, None)
     return output, shard.optim_step(AdamParams(learning_rate=1e-3), 50.0).metrics["grad_norm"]
 

@@ -95,7 +95,9 @@ def make_shard(config: Config) -> Shard:
     from trireme.transports.packing import Packer
 
     end_shard()
-    return Shard(config, 0, TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False), Packer(np.copy))
+    return Shard(
+        config, 0, TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False), Packer(lambda _, bucket: bucket.copy())
+    )
 
 
 def end_shard() -> None:

@@ -241,7 +241,7 @@ class ReplicaActor:
         if self.config.trainer.lora.on:
             self.base = await asyncio.to_thread(base_digest, self.config.model.name)
         await (await self._submit(WARM_UP, salt="warm-up")).get()
-        self.ranks = tuple(await self._in_engine("settle"))
+        self.ranks = tuple(await self._in_engine("settle", (self.config.encoding == "delta",)))
         self._stalls = StallClock(
             self._cpu_s, self._computes
         )  # before there was one process to look at, the engine's own
@@ -560,10 +560,10 @@ class ReplicaActor:
     async def _load_weights(self, published: PublishedWeights) -> UpdateReport:
         started = time.monotonic()
         step = partial(self._step, deadline=started + self.config.timeouts.update_s)
-        async with self._received(published, step), self.pausing:
+        async with self._received(published, step) as received, self.pausing:
             if self._drains:
                 await self._drained(published.identity, started)
-            return await self._take(published.manifest, step, started)
+            return replace(await self._take(published.manifest, step, started), **received)
 
     @remote_method
     async def load_adapter(self, name: str, published: PublishedWeights) -> None:
@@ -597,13 +597,14 @@ class ReplicaActor:
             await self._guarded(f"dropping the adapter {name}", dropped, self.config.timeouts.update_s)
 
     @asynccontextmanager
-    async def _received(self, published: PublishedWeights, step: Step) -> AsyncIterator[None]:
-        """Fetches the bytes of `published` and brings them into the engine process; the block then loads them. A failed
-        fetch raises. A failure after the fetch, in the block too, breaks this replica."""
+    async def _received(self, published: PublishedWeights, step: Step) -> AsyncIterator[dict[str, Any]]:
+        """Fetches the bytes of `published` and brings them into the engine process; the block then loads them. Yields
+        fields of an UpdateReport. A failed fetch raises. A failure after the fetch, in the block too, breaks this
+        replica; only if changes do not lead to the published bytes, it first fetches all bytes."""
         self._raise_if_broken()
         stack = AsyncExitStack()
         try:
-            fetched = self.broadcasts.fetched(self.index, published.source)
+            fetched = self.broadcasts.fetched(self.index, published)
             arrived = await step(FETCH, stack.enter_async_context(fetched))
         except Exception as error:
             raise as_failure(f"{self.name}, fetching version {published.identity.version}", error) from error
@@ -612,9 +613,17 @@ class ReplicaActor:
             version = published.identity.version
             with self._breaks(f"taking version {version}"), trace.span("update", "update", version=version):
                 fault_point("inference.update")
-                await self._receive(published.manifest, arrived, step)
+                refusal = await self._receive(published.manifest, arrived, step)
+                refused = bool(refusal) and arrived.has_changes
+                if refused:
+                    log.warning("%s takes version %d whole: %s", self.name, version, refusal)
+                    fetched = self.broadcasts.fetched(self.index, published, whole=True)
+                    arrived = await step(FETCH, stack.enter_async_context(fetched))
+                    refusal = await self._receive(published.manifest, arrived, step)
+                if refusal:
+                    raise WeightsRefused(refusal)
                 await stack.aclose()  # the engine has mapped them
-                yield
+                yield {"received": arrived.nbytes, "refused": refused}
 
     @contextmanager
     def _breaks(self, doing: str) -> Iterator[None]:
@@ -647,20 +656,24 @@ class ReplicaActor:
         await self._guarded("a name for its weights", label, self.config.timeouts.update_s)
         self.identity = identity
 
-    async def _receive(self, manifest: WeightsManifest, arrived: Arrived, step: Step) -> None:
+    async def _receive(self, manifest: WeightsManifest, arrived: Arrived, step: Step) -> str:
         """Maps the bytes `arrived` into the engine process and waits until they are checked; the engine continues to
-        sample. Raises WeightsRefused for bytes that do not match the manifest, and for an adapter of another base
-        than this replica has loaded."""
+        sample. Returns why they do not match the manifest, "" if they do. Raises WeightsRefused for an adapter of
+        another base than this replica has loaded."""
         if manifest.adapter and manifest.adapter.base != self.base:
             raise WeightsRefused(
                 f"version {manifest.identity.version} is an {manifest.adapter}, but the files of "
                 f"{self.config.model.name} here have digest {self.base}: every node needs the same ones"
             )
-        await step("receive", self._in_engine("receive_weights", (pickle.dumps((manifest, arrived.regions)),)))
+        base_memory = self.broadcasts.base_memory
+        base_memory.identity = None
+        pickled = pickle.dumps((manifest, arrived.regions, arrived.steps))
+        await step("receive", self._in_engine("receive_weights", (pickled,)))
         while (refusal := (await step("check", self._in_engine("checked")))[0]) is None:  # noqa: ASYNC110
             await asyncio.sleep(CHECK_TICK_S)  # a thread of the engine's process checks
-        if refusal:
-            raise WeightsRefused(refusal)
+        if arrived.steps and not refusal:
+            base_memory.identity = manifest.identity
+        return str(refusal)
 
     async def _drained(self, identity: WeightIdentity, started: float) -> None:
         """Waits until no request is in flight; new requests wait in `_entering`. Raises RoomFailed when they last

@@ -13,6 +13,7 @@ import re
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -34,12 +35,12 @@ class Region:
     nbytes: int
     """How many there are."""
 
-    def map(self) -> npt.NDArray[np.uint8]:
+    def map(self, *, shared: bool = False) -> npt.NDArray[np.uint8]:
         """Returns the bytes, mapped into this process: pages are shared with the file until written to, and writes stay
-        private."""
+        private. `shared`: writes go to the file."""
         if not self.nbytes:
             return np.zeros(0, dtype=np.uint8)  # nothing cannot be mapped
-        return np.memmap(self.path, np.uint8, "c", self.offset, (self.nbytes,))
+        return np.memmap(self.path, np.uint8, "r+" if shared else "c", self.offset, (self.nbytes,))
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,27 @@ class _Mapping:
     offset: int
     file: tuple[int, int]
     """Device and inode."""
+
+
+class Landing:
+    """Memory for received bytes, in a file without a name. Other processes can map it by its `path`, as long as this
+    object lives. It stays mapped here, because a new mapping of the same pages costs a page fault for each page."""
+
+    def __init__(self) -> None:
+        file = os.memfd_create("weights")
+        self.path = f"/proc/{os.getpid()}/fd/{file}"
+        self._file = file
+        self.whole: npt.NDArray[np.uint8] = np.zeros(0, dtype=np.uint8)
+        """All bytes of the file."""
+        weakref.finalize(self, os.close, file)
+
+    def regions(self, sizes: Sequence[int]) -> list[Region]:
+        """Returns regions of `sizes` bytes for buckets, which begin at pages, and makes the file large enough."""
+        *offsets, end = accumulate((-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes), initial=0)
+        if len(self.whole) != max(end, 1):
+            os.ftruncate(self._file, max(end, 1))
+            self.whole = np.memmap(self.path, np.uint8, "r+", shape=(max(end, 1),))
+        return [Region(self.path, offset, size) for offset, size in zip(offsets, sizes, strict=True)]
 
 
 def regions_of(buckets: Sequence[npt.NDArray[np.uint8]], holders: Sequence[int]) -> list[Region] | None:

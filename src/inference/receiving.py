@@ -12,15 +12,14 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from inference.mapping import Landing
 from trireme.core.digest import sums_of
 from trireme.core.errors import RoomFailed
 from trireme.core.finite_json import to_json
@@ -30,7 +29,6 @@ from trireme.process.faults import fault_point
 from trireme.transports.collective import GlooCollective
 from trireme.transports.meeting import BroadcastGroup, GroupMember, open_store
 
-PAGE = 4096
 LEAST_S = 0.1
 PASS_ON_S = 1.0
 """Time to pass on the previous version; its group is reused then."""
@@ -81,25 +79,6 @@ class Receiving:
 def sums_at(bucket: npt.NDArray[np.uint8], places: Sequence[TensorPlace]) -> dict[TensorPlace, str]:
     """Returns {place: sums} of the tensors at `places` of a bucket."""
     return {place: str(sums_of(bucket[place.offset : place.offset + place.nbytes])) for place in places}
-
-
-class Landing:
-    """Memory for received bytes, in a file without a name. Other processes can map it by its `path`, as long as this
-    object lives. It stays mapped here, because a new mapping of the same pages costs a page fault for each page."""
-
-    def __init__(self) -> None:
-        file = os.memfd_create("weights")
-        self.path = f"/proc/{os.getpid()}/fd/{file}"
-        self._file = file
-        self._whole = np.zeros(0, dtype=np.uint8)
-        weakref.finalize(self, os.close, file)
-
-    def memory(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Returns the memory, resized to `nbytes` bytes (at least 1), as uint8 [nbytes]."""
-        if len(self._whole) != nbytes:
-            os.ftruncate(self._file, nbytes)
-            self._whole = np.memmap(self.path, np.uint8, "r+", shape=(nbytes,))
-        return self._whole
 
 
 class Broadcast:
@@ -183,18 +162,17 @@ class Broadcast:
         store = open_store(host, port, timeout_s=self._offer.ready_s)
         fault_point("transport.ready")
         self._tell(pipe, ready=True)
-        ends = list(accumulate(-(-size // PAGE) * PAGE for size in self._offer.sizes))
         landing = self.landing
         if landing is None:
             raise RoomFailed("a later version was offered")
-        whole = landing.memory(max(ends[-1], 1))
+        offsets = [region.offset for region in landing.regions(self._offer.sizes)]
+        whole = landing.whole
         version = self._offer.version
         attempt = self._offer.attempt
         member = GroupMember(store, host, self._number, attempt, version, self.given_up.is_set)
         # A store whose process is stopped never answers. Then this thread waits until that process ends, and the
         # replica takes the version on demand at the deadline.
         group = member.meet(last, self._deadline)
-        offsets = [0, *ends[:-1]]
         summing = ThreadPoolExecutor(1, "sums")
         try:
             for number, (offset, size) in enumerate(zip(offsets, self._offer.sizes, strict=True)):

@@ -13,19 +13,32 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from inference.mapping import Region, regions_of
+from inference.mapping import Landing, Region, regions_of
 from trireme.core.errors import RoomFailed
-from trireme.core.transport import Offer, Transport
+from trireme.core.transport import Offer, StoredVersion, Transport
+from trireme.core.types import WeightIdentity
+from trireme.core.weights import Layout, PublishedWeights
 
 Value = TypeVar("Value")
 GRACE_S = 1.0
 """How much longer than the trainer a replica waits: its offer came a little later."""
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BucketStep:
+    """Says what rank 0 of an engine writes to a bucket of a `BaseMemory`."""
+
+    region: Region
+    """Where other processes map what arrived."""
+    changes: bool
+    """True: these are changes, which apply to the bucket's bytes. False: it is the whole bucket."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +48,31 @@ class Arrived:
     regions: list[Region]
     """Where other processes map the buckets."""
     buckets: Sequence[npt.NDArray[np.uint8]]
-    """The same bytes in this process."""
+    """What arrived, in this process: the same bytes, or what is to be written there."""
+    steps: tuple[BucketStep, ...] = ()
+    """What the engine's rank 0 writes to each of `regions`; (): nothing, as the bytes are there already."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(bucket) for bucket in self.buckets)
+
+    @property
+    def has_changes(self) -> bool:
+        return any(step.changes for step in self.steps)
+
+
+@dataclass
+class BaseMemory:
+    """Memory of a replica that holds a version, which changes turn into the next one. The engine's rank 0 writes to it,
+    and all ranks map it."""
+
+    identity: WeightIdentity | None = None
+    """The version that it holds; None: not known."""
+
+    @cached_property
+    def landing(self) -> Landing:
+        """Its memory, from the first version on."""
+        return Landing()
 
 
 @dataclass
@@ -89,6 +126,7 @@ class Broadcasts:
         self._copies = False  # what is fetched must be copied for the engine
         self._serial = 0
         self._mapping = asyncio.Lock()  # held while what has arrived is mapped, and while receiving begins
+        self.base_memory = BaseMemory()
 
     async def offer(self, offer: Offer) -> None:
         """Makes the engine begin to receive the version of `offer`, and gives up an older one that has not arrived.
@@ -109,10 +147,11 @@ class Broadcasts:
             ) from None
 
     @asynccontextmanager
-    async def fetched(self, number: int, source: Any) -> AsyncIterator[Arrived]:
-        """Yields the bytes of `source` once they are in this node's memory: those broadcast to replica `number` or, if
-        they do not arrive, those fetched on demand. Other processes can map them until the end of the block. Raises
-        RoomFailed when they are not available."""
+    async def fetched(self, number: int, published: PublishedWeights, *, whole: bool = False) -> AsyncIterator[Arrived]:
+        """Yields the bytes of `published` once they are in this node's memory: those broadcast to replica `number` or,
+        if they do not arrive, those fetched on demand; changes alone if this memory has their base, unless `whole`.
+        Other processes can map them until the end of the block. Raises RoomFailed when they are not available."""
+        source: Any = published.source
         session = getattr(source, "session", None)  # None: another transport, or a loop that makes no offers
         if session:
             refusal = await self._why_not(number, source)
@@ -129,7 +168,22 @@ class Broadcasts:
             refusal = "another version was offered"
         if session:
             log.warning("inference replica %d takes version %d on demand: %s", number, source.version, refusal)
-        buckets = await self._transport.open(source)
+        base = published.manifest.base
+        if isinstance(source, StoredVersion) and base and base == self.base_memory.identity and not whole:
+            opened = await source.open_changes()
+        else:
+            opened = [(bucket, False) for bucket in await self._transport.open(source)]
+        async with self._mapped([array for array, _ in opened]) as arrived:
+            if isinstance(source, StoredVersion):
+                pairs = zip(arrived.regions, opened, strict=True)
+                steps = tuple(BucketStep(region, changes) for region, (_, changes) in pairs)
+                regions = self.base_memory.landing.regions(Layout(published.manifest.entries).sizes)
+                arrived = Arrived(regions, arrived.buckets, steps)
+            yield arrived
+
+    @asynccontextmanager
+    async def _mapped(self, buckets: list[npt.NDArray[np.uint8]]) -> AsyncIterator[Arrived]:
+        """Yields fetched `buckets` with regions where other processes map them, until the end of the block."""
         mapped = await asyncio.to_thread(regions_of, buckets, [os.getpid(), os.getppid()])  # the parent: the raylet
         if mapped is not None:
             yield Arrived(mapped, buckets)
@@ -137,8 +191,7 @@ class Broadcasts:
         self._warn_of_copies()
         file, regions = await asyncio.to_thread(copy_to_memory, buckets)
         try:
-            buckets = [region.map() for region in regions]
-            yield Arrived(regions, buckets)
+            yield Arrived(regions, [region.map() for region in regions])
         finally:
             os.close(file)
 

@@ -35,12 +35,14 @@ from inference.cpu.rank import ask_for_tiles, forget_rank_memory, pack_experts
 from inference.engine_startup import forget_shared_memory
 from inference.following import AFTER, TensorFollower, derives
 from inference.loaded import LoadedSums
-from inference.mapping import make_own, mappings_of, populate
+from inference.mapping import Region, make_own, mappings_of, populate
 from inference.receiving import Receiving
+from inference.session import BucketStep
 from trireme.core import digest
 from trireme.core.errors import WeightsRefused
 from trireme.core.weights import TensorEntry, TensorPlace, WeightsManifest, check_received
 from trireme.process.faults import fault_point
+from trireme.transports import delta as codec
 from trireme.transports.packing import tensor_of
 
 if TYPE_CHECKING:
@@ -194,7 +196,10 @@ def _refusal_of(
     """Compares received `buckets` with the manifest. Returns why they are refused; "" if they match. `sums` returns the
     sums of tensors that are already known, which are not computed again."""
     populate(buckets)
-    digests = sums()
+    try:
+        digests = sums()
+    except WeightsRefused as refused:
+        return str(refused)
     if fault_point("inference.received") == "corrupt":
         entry = manifest.entries[len(manifest.entries) // 2]
         buckets[entry.bucket][entry.offset] ^= 1
@@ -221,6 +226,8 @@ class WorkerExtension:
     model_runner: ModelRunner
     vllm_config: VllmConfig
     received: tuple[WeightsManifest, list[npt.NDArray[np.uint8]]] | None = None
+    base_entries: tuple[TensorEntry, ...] = ()
+    """The tensors in the memory to which changes apply; () if unknown."""
     receiving: Receiving | None = None
     _checking: Future[str]
     follower: TensorFollower | None = None
@@ -230,11 +237,14 @@ class WorkerExtension:
         """Page-locked memory through which weights travel to this rank's GPU."""
         return Carrier(readers(), pinned=True)
 
-    def settle(self) -> int:
+    def settle(self, delta: bool) -> int:
         """Prepares this rank after the start; returns its process id. Removes the names in /dev/shm of the shared
         memory by which ranks communicate: the ranks have found each other, and killed ranks would leave the names
-        there. Compiles the checks of weights, so that no update waits for that."""
+        there. Compiles the checks of weights, and what applies changes if `delta`, so that no update waits for
+        that."""
         digest.warm_up()
+        if delta and self.rank == 0:
+            codec.warm_up()
         forget_shared_memory(Path("/proc/self/maps").read_text())
         if current_platform.is_cpu():
             forget_rank_memory()
@@ -249,14 +259,14 @@ class WorkerExtension:
 
     def receive_weights(self, pickled_files: bytes) -> None:
         """Maps the received bytes on this rank. On rank 0 also begins to check them, in a thread alongside the engine's
-        loop; all ranks map the same memory. `pickled_files`: a manifest, and the `inference.mapping.Region` of each
-        bucket."""
-        manifest, regions = pickle.loads(pickled_files)
+        loop; all ranks map the same memory. `pickled_files`: a manifest, the `inference.mapping.Region` of each bucket,
+        and the `inference.session.BucketStep` of each bucket that is to be written first."""
+        manifest, regions, steps = pickle.loads(pickled_files)
         buckets = [region.map() for region in regions]
-        if self.receiving:
-            digests: Callable[[], Mapping[TensorPlace, str]] = partial(
-                self.receiving.sums, {region.path for region in regions}
-            )
+        if steps:
+            digests: Callable[[], Mapping[TensorPlace, str]] = partial(self._write, manifest.entries, regions, steps)
+        elif self.receiving:
+            digests = partial(self.receiving.sums, {region.path for region in regions})
         else:
             digests = dict[TensorPlace, str]
         if self.rank == 0:
@@ -266,6 +276,27 @@ class WorkerExtension:
         self._checking = Future()
         self.received = (manifest, buckets)
         Thread(target=_resolve, args=(self._checking, work), name="check", daemon=True).start()
+
+    def _write(
+        self, entries: Sequence[TensorEntry], regions: Sequence[Region], steps: Sequence[BucketStep]
+    ) -> dict[TensorPlace, str]:
+        """Writes what arrived by `steps` to the memory at `regions`. Returns the sums of tensors in changed buckets, of
+        the sums that they had and of their changes. Raises WeightsRefused for changes that do not fit."""
+        before = {entry.place: digest.Sums.parse(entry.hash) for entry in self.base_entries}
+        self.base_entries = ()
+        known: dict[TensorPlace, str] = {}
+        for number, (region, step) in enumerate(zip(regions, steps, strict=True)):
+            memory = region.map(shared=True)
+            if step.changes:
+                places = [entry.place for entry in entries if entry.bucket == number]
+                added = codec.apply(step.region.map(), memory, [place.offset for place in places])
+                sums = {
+                    place: before[place] + more for place, more in zip(places, added, strict=True) if place in before
+                }
+                known |= {place: str(total) for place, total in sums.items()}
+            else:
+                memory[:] = step.region.map()
+        return known
 
     def checked(self) -> str | None:
         """Returns the outcome of the check that `receive_weights` began: why the bytes are refused, "" if they are not,
@@ -306,6 +337,7 @@ class WorkerExtension:
             loaded = follower.loaded(unfollowed)
             torch.accelerator.synchronize()
         self.received = None
+        self.base_entries = manifest.entries
         del buckets
         for mapping in filter(
             None, (reference() for reference in mapped)

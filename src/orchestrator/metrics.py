@@ -74,6 +74,8 @@ class StepMeter:
             "weights/canary_max_diff": max(report.drift.largest for report in reports),
             "weights/canary_mean_diff": max(report.drift.mean for report in reports),
             "weights/reprefill_tokens": float(sum(report.reprefill_tokens for report in reports)),
+            "perf/weights_received_mb": max(report.received for report in reports) / 1e6,
+            "perf/weights_refused": float(sum(report.refused for report in reports)),
             "time/update": seconds,
             "time/update_pause": max(report.pause_s for report in reports),
         }

@@ -94,7 +94,8 @@ class ShardActor:
             store = self._open_store(*address)
         transport = load_transport(self._config.transport)
         processes = self._config.trainer.mesh.processes
-        self._sender = transport.make_sender(self._rank, processes, self._config.cluster.port_range)
+        delta = self._config.encoding == "delta"
+        self._sender = transport.make_sender(self._rank, processes, self._config.cluster.port_range, delta=delta)
         self._shard = Shard(self._config, self._rank, store, self._sender, self._attempt, self._replica_share)
 
     def _open_store(self, host: str, port: int, listening: int | None = None) -> TCPStore:

@@ -126,6 +126,7 @@ class Shard(AdapterVerbs):
         self._sender = sender
         self._attempt = attempt
         self._published = PublishedVersions(config.max_steps_off_policy)
+        self._last: WeightIdentity | None = None  # what the sender sent last; None where that may have failed
         self._mesh.limit_collectives(config.timeouts.collective_s)
         log.info("ready")
 
@@ -361,6 +362,8 @@ class Shard(AdapterVerbs):
         the manifest, with this rank's part of the bytes as its source: `trireme.core.transport.Transport.join` joins
         the parts of all ranks. Collective."""
         fault_point("trainer.publish")
+        base = self._last
+        self._last = None
         model = self._model
         dtype = self._sharding.dtype
         sums = self._sums.of_shard(self._device)
@@ -376,7 +379,8 @@ class Shard(AdapterVerbs):
         entries = self.layout.with_hashes({name: str(total) for name, total in self._sums.by_name(sums).items()})
         identity = WeightIdentity(self._attempt, version, weights_digest(entries, self._adapter))
         self._published.add(identity)
-        return PublishedWeights(WeightsManifest(identity, entries, canary, self._adapter), part)
+        self._last = identity
+        return PublishedWeights(WeightsManifest(identity, entries, canary, self._adapter, base), part)
 
     def free_memory(self) -> None:
         """Gives the memory of freed tensors on a GPU back, so that another process can have it. On CPUs does

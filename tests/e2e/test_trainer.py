@@ -106,7 +106,12 @@ class Alone:
 
     def __init__(self, model):
         store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-        self._shard = Shard(make_config(model, trainer__micro_batch_tokens=24), 0, store, sender=Packer(ray.put))
+        self._shard = Shard(
+            make_config(model, trainer__micro_batch_tokens=24),
+            0,
+            store,
+            sender=Packer(lambda _, bucket: ray.put(bucket)),
+        )
         self.optim_step = self._shard.optim_step
         self.load_state = self._shard.load_state
 

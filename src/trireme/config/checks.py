@@ -41,6 +41,7 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
         specific = [*_batch(config), *_groups(config), *_names(config), *_eval_envs(config), *_rendering(config)]
         specific += [*_lengths(config, facts), *_concurrency(config), *_timeouts(config)]
         specific += [*_ranks(config, facts), *_service(config), *_fewest_replicas(config), *_colocated(config)]
+        specific += [*_encoding(config)]
         warnings = [*_distribution_warnings(config), *_staleness_warnings(config), *_timeout_warnings(config)]
         warnings += [*_size_warnings(config)]
         warnings += hidden_modules([place for env in (*config.env, *config.eval_envs) for place in env.path])
@@ -172,6 +173,24 @@ def _ranks(config: Config, facts: ModelFacts | None) -> Iterator[Refusal]:
             f"{facts.num_kv_heads} of keys and values",
             f"a number of ranks that divides them: {', '.join(map(str, fit))}",
             f"set --inference.tensor-parallel to {max(n for n in fit if n < ranks)}",
+        )
+
+
+def _encoding(config: Config) -> Iterator[Refusal]:
+    """Refuses changes of what does not travel as changes."""
+    if config.inference.encoding != "delta":
+        return
+    if config.trainer.lora.on:
+        yield Refusal(
+            "inference.encoding = delta with trainer.lora: a step changes most values of adapters, which are small",
+            "dense",
+            "leave --inference.encoding out",
+        )
+    if config.inference.transport != "object_store":
+        yield Refusal(
+            f"inference.encoding = delta with inference.transport = {config.inference.transport}",
+            "object_store, where each replica fetches what it lacks",
+            "leave one of them out",
         )
 
 

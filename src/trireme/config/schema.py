@@ -125,6 +125,11 @@ class CommonConfig(Section, ABC):
         return "object_store"
 
     @property
+    def encoding(self) -> str:
+        """Says what travels: whole weights ("dense") or what changed ("delta"); "auto" until the plan has decided."""
+        return "dense"
+
+    @property
     def kl_reference(self) -> ReferenceConfig | None:
         """The reference policy that the trainer keeps in addition to the model; None without a KL penalty."""
         return None
@@ -251,6 +256,10 @@ class Config(CommonConfig):
     @property
     def transport(self) -> str:
         return self.inference.transport
+
+    @property
+    def encoding(self) -> str:
+        return self.inference.encoding
 
     @property
     def groups_per_substep(self) -> int:

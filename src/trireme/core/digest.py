@@ -50,6 +50,11 @@ class Sums:
         """Returns both sums as 32 hex digits, as they are in the table of tensors."""
         return f"{self.first:016x}{self.second:016x}"
 
+    @classmethod
+    def parse(cls, text: str) -> Sums:
+        """Returns the sums whose text is `text`."""
+        return cls(int(text[:16], 16), int(text[16:], 16))
+
     @property
     def signed(self) -> tuple[int, int]:
         """Returns both sums as signed 64-bit numbers with the same bits, because PyTorch and NCCL add int64 modulo

@@ -27,6 +27,7 @@ says.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from trireme.core.actors import Ref
 from trireme.core.weights import Layout
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 
 Stored = TypeVar("Stored")
+BucketRef = Ref[npt.NDArray[np.uint8]]
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class TransportKind:
     """True: versions lie in Ray's object store, whole on each machine with a replica. False: each rank of the trainer
     keeps its share of them in its own memory."""
     received: bool = False
-    """True: a replica receives a version into memory of its own. False: it maps that of the sender."""
+    """True: a replica receives a version into memory of its own. False: it maps that of the sender, unless changes
+    travel."""
 
 
 TRANSPORTS = {
@@ -160,6 +164,23 @@ class Epochs:
         return begins
 
 
+@dataclass(frozen=True)
+class StoredVersion:
+    """A source of buckets and of changes, with references that can be awaited."""
+
+    buckets: tuple[BucketRef, ...]
+    changes: tuple[BucketRef | None, ...]
+    """What changed in each bucket since the version that the manifest names as base; None: there is no such version, or
+    the whole bucket is not much larger."""
+
+    async def open_changes(self) -> list[tuple[npt.NDArray[np.uint8], bool]]:
+        """Returns for each bucket what leads from the base of the version to the version: its changes and True, or the
+        whole bucket and False."""
+        pairs = list(zip(self.buckets, self.changes, strict=True))
+        arrays = await asyncio.gather(*(whole if changes is None else changes for whole, changes in pairs))
+        return [(array, changes is not None) for array, (_, changes) in zip(arrays, pairs, strict=True)]
+
+
 def join_parts(parts_R: Sequence[Mapping[int, Stored]]) -> tuple[Stored, ...]:
     """Returns the buckets of all ranks in order of their numbers. `parts_R`: for each rank, {number of a bucket: the
     bucket, or a reference to it}."""
@@ -186,9 +207,9 @@ class Sender(Protocol):
 class Transport(Protocol):
     """A module in `trireme.transports`, with the functions of both ends."""
 
-    def make_sender(self, rank: int, size: int, ports: Sequence[int] = ()) -> Sender:
+    def make_sender(self, rank: int, size: int, ports: Sequence[int] = (), *, delta: bool = False) -> Sender:
         """Makes the sending end for rank `rank` of `size`. If it listens, it does so at one of `ports`
-        (`cluster.ports`)."""
+        (`cluster.ports`). `delta`: it also sends what changed since the version before."""
 
     def join(self, parts_R: Sequence[object]) -> object:
         """Returns the source of a version. `parts_R`: what `Sender.send` returned on each rank."""

@@ -213,6 +213,9 @@ class WeightsManifest:
     canary: Canary
     adapter: Adapter | None = None
     """The tensors are a LoRA adapter's, under peft's names; None: they are the whole model."""
+    base: WeightIdentity | None = None
+    """The version before it, to which changes apply if they travel (`trireme.transports.delta`); None: none is
+    known."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +263,10 @@ class UpdateReport:
     """Part of `seconds` that the engine stood still."""
     node: str = ""
     """Ray's id of the replica's node."""
+    received: int = 0
+    """Bytes that arrived: of changes, or of whole buckets."""
+    refused: bool = False
+    """True if it took the version whole because changes did not lead to the published bytes."""
 
 
 def check_received(

@@ -87,6 +87,17 @@ class Part(ABC):
         return {}
 
     @property
+    def encoding(self) -> str:
+        """The value of `inference.encoding`, with auto decided. Within a machine nothing is gained by sending less."""
+        chosen = self.config.encoding
+        if chosen != "auto":
+            return chosen
+        few_change = self.dtype_bytes == 2 and not self.config.trainer.lora.on
+        if few_change and len(self.resources.nodes) > 1 and self.config.transport == "object_store":
+            return "delta"
+        return "dense"
+
+    @property
     def may_share_gpu(self) -> bool:
         """True if the part's only actor leaves enough of a GPU for the actor of another room."""
         return True

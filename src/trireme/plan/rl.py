@@ -29,7 +29,8 @@ QUEUE_BYTES = 10 * (24 * 2**20 + 2)
 pages of them, so that ranks that have started leave as much free for the next ones."""
 
 ARRIVING = "arriving weights"
-"""A version that is received while another is loaded, in memory that the ranks of the replica map."""
+"""A version that is received while another is loaded, in memory that the ranks of the replica map. Changes turn the one
+version into the next there."""
 FORWARD_PASSES = 3
 """Arithmetic of training on a token, in forward passes: the backward pass is two."""
 KEEP_SHARE = 0.3
@@ -91,7 +92,7 @@ class InferencePart(Part):
         if self.facts is None:
             return None
         weights = self._weight_bytes
-        if self.transport.received:
+        if self.transport.received or self.encoding == "delta":
             arriving = {ARRIVING: self.published_bytes}
         else:
             arriving = {}
@@ -181,7 +182,7 @@ class InferencePart(Part):
         leaves, and on a GPU shared with the trainer, where vLLM would measure free memory while the trainer takes
         some. Decides `on_update`."""
         inference = self.config.inference
-        changes: dict[str, object] = {"on_update": self.on_update}
+        changes: dict[str, object] = {"on_update": self.on_update, "encoding": self.encoding}
         if self.on_gpus:
             changes["gpu_memory_utilization"] = self.gpu_share
         cache = inference.gpu_cache_gb or (self._gpu_cache(self.facts) / GIB if self.facts else None)
@@ -286,6 +287,8 @@ class InferencePart(Part):
         if self.facts:
             text += f" ({self.published_bytes / 2**20:,.2f} MiB)"
         text += f" travel by {config.transport}; "
+        if self.encoding == "delta":
+            text += "only what changed where a replica has the version before; "
         if self.on_update == "drain":
             return f"{text}requests in flight are finished first"
         if self.on_update == "recompute_kv":

@@ -60,6 +60,13 @@ class ServedInferencePart(InferencePart):
     object store on each of their machines holds all sets."""
 
     @property
+    def encoding(self) -> str:
+        # Replicas change between sets of weights, of which none is the base of another.
+        if self.config.encoding == "auto":
+            return "dense"
+        return self.config.encoding
+
+    @property
     def needs(self) -> list[Need] | None:
         """The memory of each replica."""
         needs = super().needs

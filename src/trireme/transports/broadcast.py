@@ -54,11 +54,12 @@ class Source:
     """Handles of the actors that keep them: bucket b is the share of actor b mod R."""
 
 
-def make_sender(rank: int, size: int, ports: Sequence[int] = ()) -> Sender:
+def make_sender(rank: int, size: int, ports: Sequence[int] = (), *, delta: bool = False) -> Sender:
     """Makes the sender of trainer rank `rank` of `size`, within its actor, which also serves its kept buckets. `ports`:
     where the sender may listen; empty: any."""
     from trireme.transports.sending import BroadcastSender  # imports torch, which receivers do not need
 
+    assert not delta, "refused with the configuration"
     host = ray.util.get_node_ip_address()
     holder = ray.get_runtime_context().current_actor
     return BroadcastSender(rank, size, host, holder, ports)

@@ -2,33 +2,71 @@
 
 The source of a version is the tuple of references to its buckets. The bytes live as long as a process holds the
 references, so a replica that joins late and a checkpoint can read them too.
+
+With `inference.encoding = "delta"` a rank also puts what changed in each bucket since the version before. The whole
+buckets then stay on the trainer's nodes, until somebody needs them: a replica that joins, or that missed a version.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import ray
 
-from trireme.core.actors import Ref
-from trireme.core.transport import Sender, join_parts
+from trireme.core.transport import BucketRef, Sender, StoredVersion, join_parts
+from trireme.process import waits
+from trireme.transports import delta as codec
+
+BASE_S = 60.0
+"""Time limit for the bucket of the version before, which is in this node's memory unless Ray moved it to a disk."""
+Bucket = npt.NDArray[np.uint8]
 
 
-def make_sender(rank: int, size: int, ports: Sequence[int] = ()) -> Sender:
+class ChangesStore:
+    """Puts the buckets of a rank into Ray's object store, and what changed in them since the version before. `put` and
+    `get` bring an array there and back."""
+
+    def __init__(self, put: Callable[[Bucket], BucketRef], get: Callable[[BucketRef], Bucket]) -> None:
+        codec.warm_up()
+        self._put = put
+        self._get = get
+        self._before: dict[int, BucketRef] = {}
+
+    def put(self, number: int, bucket: Bucket) -> tuple[BucketRef, BucketRef | None]:
+        """Returns references to bucket `number` and to its changes, for `StoredVersion`."""
+        before = self._before.get(number)
+        self._before[number] = stored = self._put(bucket)
+        changes = codec.encode(self._get(before), bucket) if before else None
+        return stored, None if changes is None else self._put(changes)
+
+
+def make_sender(rank: int, size: int, ports: Sequence[int] = (), *, delta: bool = False) -> Sender:
     from trireme.transports.packing import Packer  # imports torch, which receivers do not need
 
-    return Packer(ray.put, rank, size)
+    if delta:
+        owner = "the object store of this node, asked for a bucket of the version before"
+        get = partial(waits.get, owner=owner, timeout_s=BASE_S)
+        return Packer(ChangesStore(ray.put, get).put, rank, size)
+    return Packer(lambda _, bucket: ray.put(bucket), rank, size)
 
 
-join = join_parts
+def join(
+    parts_R: Sequence[Mapping[int, BucketRef | tuple[BucketRef, BucketRef | None]]],
+) -> tuple[BucketRef, ...] | StoredVersion:
+    joined = join_parts(parts_R)
+    pairs = [pair for pair in joined if isinstance(pair, tuple)]
+    if pairs:
+        return StoredVersion(tuple(whole for whole, _ in pairs), tuple(changes for _, changes in pairs))
+    return tuple(reference for reference in joined if not isinstance(reference, tuple))
 
 
-async def open(source: Sequence[Ref[npt.NDArray[np.uint8]]]) -> list[npt.NDArray[np.uint8]]:
+async def open(source: StoredVersion | Sequence[BucketRef]) -> list[Bucket]:
     """Returns the buckets of a version in order, as read-only views of the node's object store."""
-    return list(await asyncio.gather(*source))
+    return list(await asyncio.gather(*(source.buckets if isinstance(source, StoredVersion) else source)))
 
 
 def lease(source: object) -> None:

@@ -123,6 +123,9 @@ def fill(
             if entry.bucket not in filling:
                 filling[entry.bucket] = buffer(entry.bucket)[: layout.sizes[entry.bucket]]
             tensor_of(entry, filling).copy_(tensor)
+            end = entry.offset + entry.nbytes
+            if padded(end) > end:  # the memory had other buckets, and zeros never change
+                filling[entry.bucket][end : padded(end)] = 0
             missing[entry.bucket] -= 1
             if not missing[entry.bucket]:
                 on_full(entry.bucket, filling.pop(entry.bucket))
@@ -141,12 +144,12 @@ def host_memory(nbytes: int, *, pinned: bool) -> Bucket:
 
 class Packer(Generic[Stored]):
     """A `trireme.core.transport.Sender` that puts buckets where receivers fetch them; each rank packs its share. `put`
-    copies a bucket to such a place and returns a reference; it runs in a thread. `send` returns the rank's part,
-    {number of a bucket: its reference}."""
+    copies a bucket, by number, to such a place and returns a reference; it runs in a thread. `send` returns the rank's
+    part, {number of a bucket: its reference}."""
 
     endpoint = None
 
-    def __init__(self, put: Callable[[Bucket], Stored], rank: int = 0, size: int = 1) -> None:
+    def __init__(self, put: Callable[[int, Bucket], Stored], rank: int = 0, size: int = 1) -> None:
         self._put = put
         self._rank = rank
         self._size = size
@@ -173,9 +176,9 @@ class Packer(Generic[Stored]):
                 return memory
             return host_memory(largest, pinned=from_gpu)
 
-        def put(full: Bucket) -> Stored:
+        def put(number: int, full: Bucket) -> Stored:
             try:
-                return self._put(full)
+                return self._put(number, full)
             finally:
                 free.put(cast(Bucket, full.base))
 
@@ -185,7 +188,7 @@ class Packer(Generic[Stored]):
                 observed(),
                 share,
                 buffer,
-                lambda bucket, full: putting.update({bucket: thread.submit(put, full)}),
+                lambda bucket, full: putting.update({bucket: thread.submit(put, bucket, full)}),
             )
         part = {bucket: reference.result() for bucket, reference in putting.items()}
         self._buffers = [free.get() for _ in self._buffers]
@@ -199,7 +202,7 @@ def pack(
     returned for the buckets."""
     tensors = [list(unit) for unit in units]
     layout = lay_out(tensors, bucket_bytes)
-    references = join_parts([Packer(put).send(0, layout, tensors, None)])
+    references = join_parts([Packer(lambda _, full: put(full)).send(0, layout, tensors, None)])
     return layout.with_hashes({name: hash_tensor(t) for unit in tensors for name, t in unit}), references
 
 

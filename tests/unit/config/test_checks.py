@@ -34,6 +34,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"service": {"port": 0}, **REPEATABLE}, ["deterministic = true"]),
     (
+        {"inference": {"encoding": "delta", "transport": "broadcast"}, "trainer": {"lora": {"rank": 8}}},
+        ["inference.encoding = delta with trainer.lora", "inference.encoding = delta with inference.transport = broa"],
+    ),
+    (
         {"orchestrator": {**GROUPS_OF_8, "max_concurrent": 7}},
         ["orchestrator.max_concurrent = 7 with groups of 8 rollouts", "sampled together"],
     ),

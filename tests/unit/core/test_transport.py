@@ -19,13 +19,13 @@ from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifes
 from trireme.transports.packing import Packer, fill, hash_tensor, lay_out, tensor_of
 
 
-def to_file(bucket: npt.NDArray[np.uint8]) -> str:
+def to_file(_: int, bucket: npt.NDArray[np.uint8]) -> str:
     with tempfile.NamedTemporaryFile(prefix="bucket", delete=False) as file:
         file.write(bucket.tobytes())
     return file.name
 
 
-def make_sender(rank: int, size: int, ports: Sequence[int] = ()) -> Sender:
+def make_sender(rank: int, size: int, ports: Sequence[int] = (), *, delta: bool = False) -> Sender:
     return Packer(to_file, rank, size)
 
 
@@ -134,13 +134,13 @@ def test_tensors_that_are_not_those_of_the_layout_are_refused(change: Callable[.
     layout = lay_out(units)
     change(units)
     with pytest.raises(TriremeError, match=message):
-        Packer(np.copy).send(0, layout, units, None)
+        Packer(lambda _, bucket: bucket.copy()).send(0, layout, units, None)
 
 
 def test_a_sender_whose_store_was_full_sends_the_next_version() -> None:
     fails = [True, True, True]
 
-    def put(bucket: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    def put(_: int, bucket: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         if fails:
             fails.pop()
             raise OSError("the store is full")
@@ -156,7 +156,7 @@ def test_the_memory_of_a_sender_is_for_the_largest_bucket_of_its_share() -> None
     """The embeddings are the first bucket here, and much larger than all others."""
     units = [[("embed_tokens.weight", torch.zeros(100, 100))], *layers()]
     layout = lay_out(units, bucket_bytes=400)
-    senders = [Packer(np.copy, rank, 2) for rank in range(2)]
+    senders = [Packer(lambda _, bucket: bucket.copy(), rank, 2) for rank in range(2)]
     for version in range(2):
         for sender in senders:
             sender.send(version, layout, units, None)

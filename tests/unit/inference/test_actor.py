@@ -34,6 +34,7 @@ from trireme.config import Config
 from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import BadRequest, ReplicaBehind, RoomFailed, TriremeError, WeightsRefused
 from trireme.core.sampler import Heartbeat
+from trireme.core.transport import StoredVersion
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest, weights_digest
 from trireme.process.environ import DRIVER_MARK
@@ -686,6 +687,25 @@ async def test_bytes_that_the_engine_refuses_are_not_loaded() -> None:
     with pytest.raises(WeightsRefused, match="inference replica 0: tensor w arrived corrupted"):
         await updating.load_weights(published(version=1))
     assert updating.engine.calls == ["receive_weights", *["checked"] * 3], "no rank has loaded anything"
+
+
+@pytest.mark.parametrize("second", ["", "tensor w is corrupted again"])
+async def test_a_version_comes_whole_once_its_changes_are_refused(second: str) -> None:
+    updating = UpdatingReplica("recompute_kv")
+    source = StoredVersion((EmptyBucket(),), (EmptyBucket(),))
+    base = published(version=1).identity
+    versions = [replace(published(version), source=source) for version in (1, 2, 3)]
+    versions[1:] = [replace(weights, manifest=replace(weights.manifest, base=base)) for weights in versions[1:]]
+    updating.refusals = ["", "tensor w is corrupted", second, ""]
+    first = await updating.load_weights(versions[0])
+    update = asyncio.create_task(updating.load_weights(versions[1]))
+    if second:
+        with pytest.raises(WeightsRefused, match="corrupted again"):
+            await update
+        return
+    reports = [first, await update, await updating.load_weights(versions[2])]
+    assert [report.refused for report in reports] == [False, True, False]
+    assert updating.engine.calls.count("receive_weights") == 4, "the base of the third is not what is there"
 
 
 def test_the_death_of_a_rank_is_that_of_its_engine() -> None:

@@ -13,6 +13,8 @@ from inference.session import Broadcasts, copy_to_memory
 from trireme.core.errors import RoomFailed
 from trireme.core.finite_json import to_json
 from trireme.core.transport import Offer, Session
+from trireme.core.types import WeightIdentity
+from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest
 from trireme.transports.broadcast import Source
 
 OFFER = Offer(attempt=1, version=5, sizes=(64, 0, 128), endpoints_R=(None,), timeout_s=30.0)
@@ -71,13 +73,18 @@ class OnDemand:
         return SENT
 
 
+def published(source: Any) -> PublishedWeights:
+    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
+    return PublishedWeights(WeightsManifest(WeightIdentity(1, 5, "d"), (), canary), source)
+
+
 class Replica:
     def __init__(self) -> None:
         self.engine, self.on_demand = Engine(), OnDemand()
         self.broadcasts = Broadcasts(self.on_demand, self.engine.start)
 
     async def bytes_of(self, source: Any = SOURCE, number: int = 2) -> list[Any]:
-        async with self.broadcasts.fetched(number, source) as arrived:
+        async with self.broadcasts.fetched(number, published(source)) as arrived:
             mapped = [region.map().tolist() for region in arrived.regions]
         assert [bucket.tolist() for bucket in arrived.buckets] == mapped
         return mapped
@@ -180,7 +187,7 @@ def test_the_next_version_does_not_take_the_memory_of_one_that_is_being_mapped()
     async def play(replica: Replica) -> None:
         await replica.broadcasts.offer(OFFER)
         replica.engine.say(arrived=replica.engine.arrival)
-        async with replica.broadcasts.fetched(2, SOURCE) as arrived:
+        async with replica.broadcasts.fetched(2, published(SOURCE)) as arrived:
             offered = asyncio.create_task(replica.broadcasts.offer(replace(OFFER, version=6)))
             await asyncio.sleep(0.1)
             assert replica.engine.offered == [5], "it has not begun, so the file of version 5 is still there"

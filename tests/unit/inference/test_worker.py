@@ -54,7 +54,7 @@ class Engine:
         return [Region(arrived["path"], at, size) for at, size in zip(arrived["offsets"], layout.sizes, strict=True)]
 
     def refusal(self, manifest: WeightsManifest, regions: list[Region]) -> str:
-        self.rank.receive_weights(pickle.dumps((manifest, regions)))
+        self.rank.receive_weights(pickle.dumps((manifest, regions, ())))
         deadline = time.monotonic() + LIMIT_S
         while (problem := self.rank.checked()) is None:
             assert time.monotonic() < deadline

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from plan_support import cluster, inference, machines, plan, text_of, trainer
@@ -99,6 +100,30 @@ class TestAuto:
         planned = plan(resources=machines(gpus=3), orchestrator={"max_steps_off_policy": 0})
         planned = replace(planned, config=planned.config.model_copy(update={"deterministic": True}))
         assert inference(planned).on_update == "recompute_kv"
+
+
+class TestEncoding:
+    """`inference.encoding = "auto"`, and the memory of changes."""
+
+    @pytest.mark.parametrize(
+        ("nodes", "options", "decided"),
+        [
+            ([3, 3], {}, "delta"),
+            ([3], {}, "dense"),
+            ([0, 0], {}, "dense"),  # weights in float32
+            ([3, 3], {"inference": {"transport": "broadcast"}}, "dense"),
+            ([3, 3], {"inference": {"encoding": "dense"}}, "dense"),
+            ([3], {"inference": {"encoding": "delta"}}, "delta"),
+            ([3, 3], {"trainer": {"lora": {"rank": 8}}}, "dense"),
+        ],
+    )
+    def test_it_is_delta_where_less_passes_a_network(self, nodes: list[int], options: Any, decided: str) -> None:
+        planned = plan(resources=cluster(*[machines(gpus=gpus) for gpus in nodes]), **options)
+        assert planned.resolved(planned.config).inference.encoding == decided  # type: ignore[attr-defined]
+        assert ("only what changed where a replica has the version before" in text_of(planned)) == (decided == "delta")
+        arriving = [need.host.get("arriving weights", 0) for need in inference(planned).needs or []]
+        transport = options.get("inference", {}).get("transport")
+        assert arriving == [2 * 1_000_000 if decided == "delta" or transport == "broadcast" else 0]
 
 
 class TestInFlight:

@@ -50,7 +50,9 @@ def test_a_datum_unlike_the_others_is_named():
 @pytest.fixture(scope="module")
 def shard(model):
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    yield Shard(make_config(model, trainer__micro_batch_tokens=12), 0, store, sender=Packer(np.copy))
+    yield Shard(
+        make_config(model, trainer__micro_batch_tokens=12), 0, store, sender=Packer(lambda _, bucket: bucket.copy())
+    )
     dist.destroy_process_group()
 
 

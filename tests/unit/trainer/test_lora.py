@@ -297,7 +297,7 @@ def two_steps(
     """The gradients of the second step (in the first, A has none), the adapters after it, and the base's logprobs."""
     shards = world_size // options.get("trainer__replicate", 1)
     config = make_config(model, trainer__lora=EVERYTHING, trainer__kl={"coef": 0.1}, trainer__shards=shards, **options)
-    shard = Shard(config, rank, store, Packer(np.copy, rank, world_size))
+    shard = Shard(config, rank, store, Packer(lambda _, bucket: bucket.copy(), rank, world_size))
     for seed in range(2):
         shard.forward_backward(make_batch(LONG, seed=seed), "importance_sampling", {}, None)
         named = [(name, p) for name, p in shard._model.named_parameters() if p.requires_grad]
@@ -348,7 +348,7 @@ def in_bfloat16(rank: int, world_size: int, store: Any, model: str) -> tuple[Any
     """Each datum alone in its micro-batch, so that no rounding depends on the number of ranks."""
     options = {"model__dtype": "bfloat16", "trainer__micro_batch_tokens": 1, "trainer__shards": world_size}
     config = make_config(model, trainer__lora=EVERYTHING, **options)
-    shard = Shard(config, rank, store, Packer(np.copy, rank, world_size))
+    shard = Shard(config, rank, store, Packer(lambda _, bucket: bucket.copy(), rank, world_size))
     shard.forward_backward(make_batch(LONG), "importance_sampling", {}, None)
     shard.optim_step(AdamParams(learning_rate=1e-2), 40.0)
     output = shard.forward(make_batch(LONG))

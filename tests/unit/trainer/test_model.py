@@ -68,7 +68,9 @@ def make_shard(rank, world_size, store, model, options):
             options = {"trainer__reshard_after_forward": True, **options}
             patch.setattr(memory.ModelMemory, "stays_whole", lambda *_: False)
         patch.setattr(torch, "compile", partial(torch.compile, backend=options.pop("backend", "aot_eager")))
-        return Shard(make_config(model, **options), rank, store, Packer(np.copy, rank, world_size))
+        return Shard(
+            make_config(model, **options), rank, store, Packer(lambda _, bucket: bucket.copy(), rank, world_size)
+        )
 
 
 def one_step(rank, world_size, store, model, options, save_to=None):

@@ -41,7 +41,7 @@ def permuting(revert):
 
 
 def publish(rank, size, store, model, options, permutes):
-    shard = Shard(make_config(model, **options), rank, store, Packer(np.copy, rank, size))
+    shard = Shard(make_config(model, **options), rank, store, Packer(lambda _, bucket: bucket.copy(), rank, size))
     result = published(shard, permutes)
     dist.destroy_process_group()
     return result

@@ -1,0 +1,169 @@
+"""Encodes a bucket of a version as its changes since the version before it, and applies them to that version's bytes.
+
+A bucket is a sequence of 16-bit words, whatever the dtypes of its tensors, and words are compared as integers: no value
+is special. Training with a small learning rate changes few words of weights in 16 bits, and most of these by one unit
+in the last place. The changes are a sequence of tokens in the order of the words, without further compression: a token
+has 10 bits on average where 1 % of the words changed, and its entropy is 9.
+
+    token   the number 4 * gap + kind, seven bits in a byte from the lowest on; the eighth bit says that more follow
+    gap     words between this changed word and the changed word before it
+    kind    0: the word grew by one; 1: it fell by one; 2: two bytes follow, its new value (little-endian)
+
+`apply` also returns what the changes add to the sums of `trireme.core.digest`, so that nobody reads the words that did
+not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trireme.core.digest import GOLDEN, MIX_1, MIX_2, WORD_BYTES, Sums
+from trireme.core.errors import WeightsRefused
+
+Bytes = npt.NDArray[np.uint8]
+BLOCK_BYTES = 8
+"""Words are compared in blocks; the size of a bucket is a multiple of it."""
+LARGEST_SHARE = 0.5
+"""Changes of more than this share of a bucket's bytes are not worth their time: the bucket travels whole."""
+BLOCK_TOKENS_BYTES = 4 * 12
+"""Bytes, of the tokens of a block at most."""
+
+
+def encode(base: Bytes, bucket: Bytes) -> Bytes | None:
+    """Returns the changes that make `bucket` of `base`, contiguous uint8 arrays of the same size; None if the changes
+    have more than LARGEST_SHARE of its bytes. Releases the GIL."""
+    changes = np.empty(int(len(bucket) * LARGEST_SHARE) + BLOCK_TOKENS_BYTES, np.uint8)
+    size = _kernels()[0](base.view(np.uint64), bucket.view(np.uint64), changes)
+    if size < 0:
+        return None
+    return changes[:size].copy()
+
+
+def apply(changes: Bytes, bucket: Bytes, offsets: Sequence[int]) -> list[Sums]:
+    """Applies `changes` to the base in `bucket`, a contiguous writable uint8 array. `offsets`: where the tensors begin
+    in the bucket, in bytes, ascending. Returns, for each tensor, what must be added to its sums. Releases the GIL.
+    Raises WeightsRefused for changes that do not fit the bucket, which may be changed in part then."""
+    added = np.zeros((len(offsets), 2), np.uint64)
+    starts = np.asarray(offsets, np.int64) // WORD_BYTES
+    if not _kernels()[1](changes, bucket.view(np.uint16), starts, added):
+        raise WeightsRefused(
+            f"changes of {len(changes)} bytes do not fit a bucket of {len(bucket)}: they are corrupted"
+        )
+    return [Sums(int(first), int(second)) for first, second in added]
+
+
+def warm_up() -> None:
+    """Compiles the kernels, so that no update waits for it. Call it while a process starts."""
+    _kernels()
+
+
+@cache
+def _kernels() -> tuple[Callable[..., int], Callable[..., bool]]:
+    """Compiles `_encode` and `_apply` for this CPU and returns them. They take arrays that may be read-only and begin
+    at any address."""
+    from numba import njit, types  # an import of a quarter of a CPU second
+
+    def array(of: Any, dimensions: int = 1, *, readonly: bool = False) -> Any:
+        return types.Array(of, dimensions, "C", readonly=readonly, aligned=False)
+
+    blocks = array(types.uint64, readonly=True)
+    encoding = types.int64(blocks, blocks, array(types.uint8))
+    sums = array(types.uint64, 2)
+    changes = array(types.uint8, readonly=True)
+    applying = types.boolean(changes, array(types.uint16), array(types.int64), sums)
+    return njit(encoding, nogil=True)(_encode), njit(applying, nogil=True)(_apply)
+
+
+_U = np.uint64  # numba makes a float of a uint64 and a plain number
+_GOLDEN = _U(GOLDEN)
+_MIX_1 = _U(MIX_1)
+_MIX_2 = _U(MIX_2)
+_1 = _U(1)
+_2 = _U(2)
+_27 = _U(27)
+_30 = _U(30)
+_31 = _U(31)
+_16 = _U(16)
+_WORD = _U(0xFFFF)
+
+
+def _encode(base: Any, bucket: Any, changes: Any) -> Any:
+    """Writes to `changes` the tokens of `encode`. Returns their number of bytes, or -1 if they do not fit."""
+    limit = changes.shape[0] - BLOCK_TOKENS_BYTES
+    size = 0
+    expected = 0  # the word after the last one that changed
+    for i in range(bucket.shape[0]):
+        if base[i] == bucket[i]:
+            continue
+        if size > limit:
+            return -1
+        old = base[i]
+        new = bucket[i]
+        for word in range(4 * i, 4 * i + 4):
+            difference = (new - old) & _WORD
+            if difference:
+                # Written without branches, which a CPU would often guess wrong: signs and lengths are random.
+                kind = 2 - 2 * (difference == _1) - (difference == _WORD)
+                token = 4 * (word - expected) + kind
+                expected = word + 1
+                while token >= 1 << 14:
+                    changes[size] = (token & 127) | 128
+                    token >>= 7
+                    size += 1
+                more = token > 127
+                changes[size] = (token & 127) | more << 7
+                changes[size + 1] = token >> 7
+                size += 1 + more
+                if kind == 2:
+                    changes[size] = new & _U(255)
+                    changes[size + 1] = (new >> _U(8)) & _U(255)
+                    size += 2
+            old >>= _16
+            new >>= _16
+    return size
+
+
+def _apply(changes: Any, words: Any, starts: Any, added: Any) -> Any:
+    """Applies tokens to `words`, and adds to `added`, [tensors, 2], what they add to both sums of each tensor.
+    `starts`: the tensors' first words. Returns False for tokens that do not fit."""
+    position = -1
+    tensor = 0
+    at = 0
+    while at < changes.shape[0]:
+        token = 0
+        shift = 0
+        more = True
+        while more:
+            if at == changes.shape[0] or shift > 56:
+                return False
+            token |= (changes[at] & 127) << shift
+            more = changes[at] > 127
+            shift += 7
+            at += 1
+        position += 1 + (token >> 2)
+        kind = token & 3
+        if kind == 3 or position >= words.shape[0] or (kind == 2 and at + 2 > changes.shape[0]):
+            return False
+        old = _U(words[position])
+        if kind == 2:
+            new = _U(changes[at]) | _U(changes[at + 1]) << _U(8)
+            at += 2
+        elif kind == 0:
+            new = (old + _1) & _WORD
+        else:
+            new = (old - _1) & _WORD
+        words[position] = new
+        while tensor + 1 < starts.shape[0] and starts[tensor + 1] <= position:
+            tensor += 1
+        x = _2 * _U(position - starts[tensor]) + _GOLDEN
+        for k in range(2):
+            z = (x ^ (x >> _30)) * _MIX_1
+            z = (z ^ (z >> _27)) * _MIX_2
+            added[tensor, k] += (new - old) * ((z ^ (z >> _31)) | _1)
+            x += _1
+    return True
