@@ -89,6 +89,12 @@ class SamplingClient:
         """
         return self._begin(self._replicas.update(weights)).result()
 
+    def sleep(self) -> None:
+        """Puts every replica to sleep, and waits until all sleep: on GPUs they give back the memory of their KV caches.
+        Requests in flight wait until the next `update_weights`, which wakes the replicas. Needs `placement` =
+        colocated."""
+        self._begin(self._replicas.sleep()).result()
+
     def load_adapter(self, name: str, weights: PublishedWeights) -> None:
         """Loads another adapter on every replica, for samples that name it; call `update_weights` at least once before.
         `name` must be new, and its values never change. At most `inference.max_cpu_loras` adapters fit, and the

@@ -76,7 +76,8 @@ class InferenceConfig(Section):
     memory_gb: PositiveFloat = 0.25
     """KV cache of a replica on CPUs, in GiB; its ranks share it."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of a GPU's memory that a replica, or its rank on that GPU, may take."""
+    """Share of a GPU's memory that a replica, or its rank on that GPU, may take; where trainer and replica take turns,
+    together with the trainer's state."""
     gpu_cache_gb: PositiveFloat | None = None
     """KV cache of a replica on its GPU (on each of several), in GiB; none = the size for max_num_seqs sequences of full
     length and prefix_cache, but at most the memory that gpu_memory_utilization leaves: by vLLM's measurement, or by the

@@ -134,9 +134,8 @@ class InferencePart(Part):
 
     @property
     def _most_share(self) -> float:
-        """The most that a replica may take of its GPU: what is configured and, in a colocated run, what the resting
-        shard leaves."""
-        return min(self.config.inference.gpu_memory_utilization, 1 - self.taken_share)
+        """The most that a replica may take of its GPU: what is configured, less what a resting shard keeps there."""
+        return self.config.inference.gpu_memory_utilization - self.taken_share
 
     def _useful_cache(self, facts: ModelFacts) -> int:
         """Returns the bytes of KV cache that the engine can use on each GPU of a replica: blocks for the sequences that
@@ -160,11 +159,15 @@ class InferencePart(Part):
     @property
     def gpu_share(self) -> float:
         # What the engine cannot use is left to others on its GPU, and vLLM need not find it free when it starts.
-        share = self._most_share
-        if self.facts is None or not self._is_cache_bounded(self.facts):
-            return share
+        if self.facts is None:
+            return self._most_share
         taken = ENGINE_BYTES + self._weight_bytes // self.ranks + self._gpu_cache(self.facts)
-        return min(share, round(taken / self.gpu_bytes + SHARE_STEP / 2, 3))
+        share = round(taken / self.gpu_bytes + SHARE_STEP / 2, 3)
+        if self.colocated:
+            return share
+        if self._is_cache_bounded(self.facts):
+            return min(self._most_share, share)
+        return self._most_share
 
     def _is_cache_bounded(self, facts: ModelFacts) -> bool:
         """Returns True if the engine can use less KV cache than its share of a GPU leaves."""
@@ -261,7 +264,7 @@ class InferencePart(Part):
     def _memory_text(self, facts: ModelFacts) -> str:
         if self.on_gpus or self.replica_bytes is None:
             whose = "its GPU" if self.ranks == 1 else "each of its GPUs"
-            share = f"{self.config.inference.gpu_memory_utilization:.0%} of {whose}"
+            share = f"{self.gpu_share:.0%} of {whose}"
             if not self.on_gpus:
                 return f"a replica {share}"
             room = gib(self._gpu_cache(facts))

@@ -71,8 +71,8 @@ SUGGESTIONS = 3
 """The most suggestions that a refusal has."""
 SHARED_GPU_UTILIZATION = 0.5
 """The most that a replica may take of a GPU that it shares with the trainer."""
-TURNS = frozenset({"trainer", "inference", "orchestrator"})
-"""The rooms of a run in which trainer and replicas can take turns."""
+TURNS = frozenset({"trainer", "inference"})
+"""The rooms that can take turns on the same devices. In a run of `rl` they do by themselves, with an orchestrator."""
 
 PartKind = Callable[[Any, ModelFacts | None, Resources], Part]
 """Makes a part of a plan."""
@@ -106,9 +106,10 @@ class Plan:
         parts = [kind(self.config, self.facts, self.resources) for kind in self.kinds]
         alone = self.on_gpus and self.resources.gpus < 2 and _models(parts) == [1, 1]
         halves = alone and all(part.may_share_gpu for part in parts)
-        takes_turns = {part.room for part in parts} >= TURNS
-        chosen = self._placement == "colocated" or (self._placement == "auto" and alone and not halves)
-        colocated = takes_turns and chosen
+        rooms = {part.room for part in parts}
+        in_need = alone and not halves and "orchestrator" in rooms
+        chosen = self._placement == "colocated" or (self._placement == "auto" and in_need)
+        colocated = chosen and rooms >= TURNS
         shares = (self.on_gpus and colocated) or halves
         parts = [replace(part, shares_gpu=shares, colocated=colocated) for part in parts]
         if shares:
@@ -195,11 +196,9 @@ class Plan:
     @property
     def threads(self) -> int:
         """Number of threads for each process that computes: its share of the cores, at least 1; 1 in a deterministic
-        run. In a colocated run the cores are shared by one room at a time."""
+        run."""
         if self.config.deterministic:  # how a sum is split over threads decides its last bits
             return 1
-        if self.colocated:
-            return max(1, self.resources.cpus // max(_models(self.parts)))
         return max(1, self.resources.cpus // self._processes)
 
     @property
@@ -331,13 +330,6 @@ class Plan:
 
     def _check_colocated(self) -> None:
         """Raises BadInput for a colocated run that cannot take turns."""
-        rooms = {part.room for part in self.parts}
-        if self._placement == "colocated" and {"trainer", "inference"} <= rooms and not self.colocated:
-            raise Refusal(
-                "placement = colocated in a loop of your own",
-                "split: the loop of `rl` lets trainer and replicas take turns, no other loop does",
-                "leave --placement out",
-            )
         if not (self.colocated and self.on_gpus):
             return
         if _models(self.parts) != [1, 1]:
@@ -381,8 +373,7 @@ class Plan:
         ways = [f"lower {keys}", "use a larger cluster", "--cluster.device cpu"]
         if _models(self.parts) == [1, 1] and self.resources.gpus == 1:
             ways.insert(0, f"let both share it: --inference.gpu-memory-utilization {SHARED_GPU_UTILIZATION - 0.1:g}")
-            if {part.room for part in self.parts} >= TURNS:
-                ways.insert(0, "let them take turns: --placement colocated")
+            ways.insert(0, "let them take turns: --placement colocated")
         raise Refusal(
             f"{sizes}, which need {self.gpus_needed} GPUs",
             f"at most {resources.gpus} GPUs, which is what {resources.source} has",
@@ -468,8 +459,7 @@ class Plan:
             why = f" (placement = auto: a split needs {count(sum(_models(self.parts)), 'GPU')})"
         else:
             why = ""
-        steps = count(self.config.max_steps_off_policy + 1, "step")
-        text = f"colocated{why}: the replicas sleep while the trainer trains {steps} on what they have sampled"
+        text = f"colocated{why}: the replicas sleep while the trainer trains"
         phases = [phase for machine in self.machines for phase in machine.phase_texts]
         return "; ".join([text, *phases])
 

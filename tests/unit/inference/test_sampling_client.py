@@ -37,7 +37,11 @@ class Router:
         return SampledSequence(tokens, np.zeros(len(tokens), np.float32), "stop", (), **options)
 
     async def update(self, weights: Any) -> list[Any]:
+        self.asleep = False
         return [weights, "taken"]
+
+    async def sleep(self) -> None:
+        self.asleep = True
 
 
 @pytest.fixture
@@ -50,6 +54,13 @@ def client(router: Router) -> Iterator[SamplingClient]:
     opened: Any = SamplingClient(router, lambda: router, str(BASE))  # type: ignore[arg-type,return-value]
     yield opened
     opened.close()
+
+
+def test_replicas_sleep_until_an_update(client: SamplingClient, router: Router) -> None:
+    client.sleep()
+    assert router.asleep
+    client.update_weights("weights")  # type: ignore[arg-type]
+    assert not router.asleep
 
 
 def test_samples_of_a_prompt_go_to_one_replica_with_a_seed_each(client: SamplingClient, router: Router) -> None:

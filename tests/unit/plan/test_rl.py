@@ -174,10 +174,14 @@ GPU_BYTES, HOST_BYTES = int(80e9), 128 * GIB
 CONFIGS = {
     "qwen3-0.6b-1gpu": (1, 1, SHAPES["0.6b"]),
     "qwen3-4b-lora-1gpu": (1, 1, SHAPES["4b"]),
+    "qwen3-0.6b-colocated-1gpu": (1, 1, SHAPES["0.6b"]),
+    "qwen3-8b-lora-colocated-1gpu": (1, 1, SHAPES["8b"]),
     "qwen3-0.6b-8gpu": (1, 8, SHAPES["0.6b"]),
     "qwen3-8b-2x8gpu": (2, 8, SHAPES["8b"]),
 }
 """For each: nodes, GPUs of a node, and the sizes of its model."""
+SMALLER_GPUS = {"qwen3-0.6b-colocated-1gpu": 22 * GIB, "qwen3-8b-lora-colocated-1gpu": 44 * GIB}
+"""The memory of GPUs that are sold as 24 and 48 GB."""
 
 
 def test_all_are_here() -> None:
@@ -192,7 +196,8 @@ def test_it_fits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load(["@", str(ROOT / "configs" / f"{name}.toml")], {}).config
     facts = ModelFacts.from_json(config.model.name, json.dumps({**sizes, "dtype": "bfloat16"}))
     assert facts.num_parameters == pytest.approx(float(name.split("-")[1].removesuffix("b")) * 1e9, rel=0.05)
-    per_machine = machines(cpus=12 * per_node, gpus=per_node, memory_bytes=per_node * HOST_BYTES, gpu_bytes=GPU_BYTES)
+    gpu_bytes = SMALLER_GPUS.get(name, GPU_BYTES)
+    per_machine = machines(cpus=12 * per_node, gpus=per_node, memory_bytes=per_node * HOST_BYTES, gpu_bytes=gpu_bytes)
     planned = Plan(config, facts, cluster(*[per_machine] * nodes), RL_ROOMS)
     assert planned.gpus_needed == nodes * per_node
     planned.check_resources()
