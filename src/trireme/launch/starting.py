@@ -27,8 +27,9 @@ from trireme.process import waits
 from trireme.process.environ import Resources, cluster_address
 from trireme.process.ray_cluster import Progress, actor_nodes, cluster_resources, nodes_of, ray_cluster, reserve
 
-NODES_S = 30.0
-"""Seconds in which nodes of a cluster have to report their resources, before actors start there."""
+NODES_S = 120.0
+"""Seconds in which nodes of a cluster have to report their resources, before actors start there: a process starts on
+each and imports this project, perhaps on a busy machine or from a network's file system."""
 
 
 Starting = tuple[Sequence[Ref[object]], Sequence[str]]
