@@ -13,8 +13,6 @@ same result, with work that grows with the square of the row.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.attention import (
@@ -53,7 +51,6 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_head
 def _try_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> None:
     """Computes two short random sequences, with gradients, packed and with a common prefix, by the kernel and by
     `masked_attention` in float32. Raises RuntimeError if they differ by more than the rounding of 16 bits."""
-    grouped = heads != key_heads
     longest = 13
     starts = torch.tensor([0, 13, 24], dtype=torch.int32, device=device)
     own_starts = torch.tensor([0, 13, 17], dtype=torch.int32, device=device)
@@ -67,7 +64,7 @@ def _try_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_heads:
         return shared_attention(q, k, v, path, own_starts, starts, longest, longest, None, None)[0]
 
     def exactly_packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return masked_attention(q, k, v, starts, None, enable_gqa=grouped)
+        return masked_attention(q, k, v, starts, None)
 
     def exactly_shared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return exactly_packed(q[path], k[path], v[path])[own_places]
@@ -100,9 +97,8 @@ def _run_kernel(
     """Runs the variable-length kernel on packed `query` [T, heads, dim] and `key`, `value` [T, key heads, dim]; returns
     [T, heads, dim]. `starts` int32 [sequences + 1]: where each sequence begins; `longest`: tokens of the longest
     one."""
-    grouped = query.shape[1] != key.shape[1]
     out = varlen_attn(
-        query, key, value, starts, starts, longest, longest, scale=scale, window_size=window, enable_gqa=grouped
+        query, key, value, starts, starts, longest, longest, scale=scale, window_size=window, enable_gqa=True
     )
     assert isinstance(out, Tensor), "no other output was requested"
     return out
@@ -154,16 +150,20 @@ def packed_attention(
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         out = _run_kernel(q, k, v, starts, longest, window, scaling)
     else:
-        grouped = query.shape[1] != key.shape[1]
-        out = masked_attention(q, k, v, starts, sliding_window, scale=scaling, enable_gqa=grouped)
+        out = masked_attention(q, k, v, starts, sliding_window, scaling)
     return out.view(batch, length, *out.shape[1:]), None
 
 
 def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, sliding_window: int | None, **options: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    sliding_window: int | None,
+    scale: float | None = None,
 ) -> Tensor:
     """Computes the same as the variable-length kernel, with a mask [T, T]; returns [T, heads, dim]. `starts` int32
-    [sequences + 1]: where each sequence begins. `options` go to PyTorch's `scaled_dot_product_attention`."""
+    [sequences + 1]: where each sequence begins."""
     place = torch.arange(len(query), device=query.device)
     sequence = torch.searchsorted(starts[1:].to(place.dtype), place, right=True)
     back = place[:, None] - place
@@ -171,7 +171,8 @@ def masked_attention(
     if sliding_window is not None:
         mask &= back < sliding_window
     q, k, v = (states.transpose(0, 1)[None] for states in (query, key, value))  # [1, heads, T, dim]
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+    # Always grouped: in a traced layer with LoRA a comparison of numbers of heads is no bool, which ends the graph.
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 

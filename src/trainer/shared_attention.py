@@ -42,9 +42,8 @@ def shared_attention(
     `longest`: as in `trainer.shared_rows.SharedRow`. `window`: how many tokens a token sees at most, itself included.
     """
     if query.device.type == "cuda":
-        grouped = query.shape[1] != key.shape[1]
         lengths = own_starts, starts, longest_own, longest
-        options: dict[str, Any] = {"scale": scale, "window_size": _bounds(window), "enable_gqa": grouped}
+        options: dict[str, Any] = {"scale": scale, "window_size": _bounds(window), "enable_gqa": True}
         outputs = varlen_attn(query, key[path], value[path], *lengths, return_aux=AuxRequest(lse=True), **options)
         return outputs[0], outputs[1]
     out = torch.empty_like(query)

@@ -167,8 +167,8 @@ class CommonTrainer(Section):
     next one (ZeRO-3). false = gather them once for all micro-batches of a batch (ZeRO-2). auto = false where they fit
     into memory."""
     compile: bool | Literal["auto"] = "auto"
-    """torch.compile each decoder layer: faster steps, after half a minute of compiling at the start. auto = on GPUs,
-    unless adapters are trained, where a trial shows that layers compile as one graph and compute the same."""
+    """torch.compile each decoder layer: faster steps, after half a minute of compiling at the start. auto = on GPUs
+    without `lora.dropout`, where a trial shows that layers compile as one graph and compute the same."""
     offload: Literal["none", "cpu"] = "none"
     """cpu: weights, gradients and AdamW's state of a GPU's shard live in host memory."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -177,7 +177,7 @@ class CommonTrainer(Section):
 
     def compiles(self, *, on_gpus: bool) -> bool:
         """Returns True if layers should be compiled. They are then compiled if a trial shows that they can be."""
-        return self.compile is True or (self.compile == "auto" and on_gpus and not self.lora.on)
+        return self.compile is True or (self.compile == "auto" and on_gpus and not self.lora.dropout)
 
     @property
     def shares_prefixes(self) -> SharePrefixes:

@@ -61,7 +61,7 @@ def test_what_the_kernel_of_gpus_is_given(monkeypatch):
         assert (starts.dtype, longest, longest_key) == (torch.int32, max(LENGTHS), max(LENGTHS))
         assert (query.shape, key.shape) == ((sum(LENGTHS), HEADS, DIM), (sum(LENGTHS), KEY_HEADS, DIM))
         calls.append(options)
-        return masked_attention(query, key, value, starts, None, scale=0.3, enable_gqa=True)
+        return masked_attention(query, key, value, starts, None, 0.3)
 
     monkeypatch.setattr(attention, "has_kernel", lambda device, dtype: True)
     monkeypatch.setattr(attention, "varlen_attn", kernel)
@@ -98,8 +98,7 @@ class Kernel:
         self.factor, self.removed = factor, False
 
     def __call__(self, query, key, value, starts, key_starts, longest, longest_key, **options):
-        del options["window_size"]
-        return self.factor * masked_attention(query, key, value, starts, None, **options)
+        return self.factor * masked_attention(query, key, value, starts, None, options["scale"])
 
     def remove(self):
         self.removed = True

@@ -178,6 +178,30 @@ def test_layers_are_compiled_at_the_start_for_all_lengths_and_shared_prefixes(mo
     dist.destroy_process_group()
 
 
+@pytest.mark.long
+def test_layers_with_adapters_compile_as_one_graph(models, monkeypatch):
+    monkeypatch.setattr(CommonTrainer, "compiles", lambda _, on_gpus: True)
+    way = {"trainer__packing": "packed", "trainer__lora": {"rank": 4, "alpha": 8}}
+    one = run_alone(make_shard, models["qwen3"], way)
+    assert "layers are compiled" in one.shown()[0]
+    batch = make_batch(LENGTHS)
+    one.forward_backward(batch, "ppo", {}, None)
+    one.optim_step(AdamParams(learning_rate=1e-2), 40.0)  # at first the gradients of half of the tensors are 0
+
+    def computed():
+        output = one.forward_backward(batch, "ppo", {}, None)
+        gradient = {name: p.grad.full_tensor() for name, p in one._model.named_parameters() if p.requires_grad}
+        one._optimizer.zero_grad()
+        return output.logprobs, gradient
+
+    logprobs, gradient = computed()
+    with torch.compiler.set_stance("force_eager"):
+        expected, expected_gradient = computed()
+    np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+    assert_close_to_the_norm(gradient, expected_gradient)
+    dist.destroy_process_group()
+
+
 def wrong_backend(graph, inputs):
     return lambda *args: [out * 2 if isinstance(out, torch.Tensor) else out for out in graph(*args)]
 

@@ -32,9 +32,8 @@ def arguments(row):
 def whole(row, query, key, value, window):
     """The attention of each datum whole, of which the own tokens are taken."""
     path = torch.from_numpy(row.path)
-    grouped = query.shape[1] != key.shape[1]
     starts = torch.from_numpy(row.starts)
-    out = masked_attention(query[path], key[path], value[path], starts, window, enable_gqa=grouped)
+    out = masked_attention(query[path], key[path], value[path], starts, window)
     own = [np.arange(row.starts[d] + shared, row.starts[d + 1]) for d, shared in enumerate(SHARED)]
     return out[np.concatenate(own)]
 
