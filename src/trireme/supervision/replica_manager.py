@@ -39,6 +39,7 @@ TABLE_S = 20.0
 ALIVE_S = 3.0
 """Time for the actor of a lost replica to say that it lost nothing but its engine; on a busy machine an answer may take
 a second."""
+ASLEEP = "sleeps until the next update"
 ASLEEP_S = 0.5
 """Time between two looks whether the replicas sleep, while a lost one waits for its successor."""
 PLACES_S = 1.0
@@ -366,6 +367,7 @@ class ReplicaManager:
         is_present = replica_set is self._replica_set and replica_set.incarnation == incarnation
         if not is_present or isinstance(table, TriremeError):
             return  # the attempt has ended, or the monitor will say that the set is lost
+        changes = table.asleep is not (self._table is not None and self._table.asleep)
         self._table = table
         self._await_table(replica_set, table.number)
         for index in self._of(PartHealth.CATCHING_UP, PartHealth.HEALTHY):
@@ -375,6 +377,8 @@ class ReplicaManager:
                 continue
             if serves is not self.serves(index):
                 self._become(index, PartHealth.HEALTHY if serves else PartHealth.CATCHING_UP)
+            if serves and changes:
+                self._roster.set(_part_name(index), PartHealth.HEALTHY, ASLEEP if table.asleep else "")
             if serves and life.successor:
                 life.successor = False  # it joins the next attempt as any other
                 took = time.monotonic() - life.since

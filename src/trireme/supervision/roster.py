@@ -39,7 +39,7 @@ class RunPart:
     name: str  # room and number
     health: PartHealth
     since: float  # when `health` began, in seconds since 1970
-    why: str = ""  # the reason in one line, empty while healthy
+    why: str = ""  # the reason in one line; empty while healthy and awake
     pids: tuple[int, ...] = ()  # its processes, the actor's first; empty while unknown
     node: str = ""  # Ray's id of its node
     restarts: int = 0  # number of its successors in this run of the command

@@ -14,7 +14,7 @@ from trireme.core.sampler import Heartbeat
 from trireme.supervision import heartbeats as heartbeats_module
 from trireme.supervision import replica_manager as manager_module
 from trireme.supervision.heartbeats import HeartbeatMonitor
-from trireme.supervision.replica_manager import ALIVE_S, SECOND_OPINION_S, ReplicaLimits, ReplicaManager
+from trireme.supervision.replica_manager import ALIVE_S, ASLEEP, SECOND_OPINION_S, ReplicaLimits, ReplicaManager
 from trireme.supervision.restarts import Restarts
 from trireme.supervision.roster import PartHealth, Roster, RunPart
 
@@ -440,16 +440,17 @@ def test_one_that_dies_while_all_sleep_starts_again_when_they_wake(world: World,
     """Until then the trainer has the memory that its engine needs."""
     world.serve()
     world.answer("table", value=world.room.publish(0, 1, asleep=True))
-    world.look(5.0)
-    assert set(world.health().values()) == {PartHealth.HEALTHY}
+    world.look(1.0)
+    assert {(part.health, part.why) for part in world.roster.parts} == {(PartHealth.HEALTHY, ASLEEP)}
     if engine_alone:
         world.room.alive.add(1)
     world.answer("heartbeat", 1, value=RoomFailed("the engine process died of inference replica 1"))
     if engine_alone:
         world.answer("lost engine", 1, value=True)
-    world.look(10.0)
+    world.look(5.0)
     assert world.room.calls == [("leave", 1)]
     assert world.health()["inference_1"] is PartHealth.STARTING
     world.answer("table", value=world.room.publish(0, lost={1: "it died"}))
     world.look(1.0)
+    assert [part.why for part in world.roster.parts] == ["", ""]
     assert world.room.calls == [("leave", 1), ("restart" if engine_alone else "replace", 1)]
