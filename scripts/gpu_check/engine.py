@@ -11,6 +11,7 @@ from gpu_check.rooms import (
     STALE,
     open_rooms,
     refuses_stale_decoding,
+    take_turns,
     tokens_per_second,
     update_in_flight,
 )
@@ -52,6 +53,13 @@ def _adapters(context: Context) -> Figures:
     flags = ["--trainer.lora.rank", str(RANK), *([EAGER, "true"] if context.on_gpu else [])]
     with open_rooms(context, shape, *flags) as (rooms, start_s):
         return {"start, s": start_s, **update_in_flight(rooms, context, 8)}
+
+
+def _turns(context: Context) -> Figures:
+    """Does updates of a replica that sleeps while the trainer trains (`placement` = colocated)."""
+    shape, turns = ("0.6b", 10) if context.on_gpu else ("small", 3)
+    with open_rooms(context, shape, "--placement", "colocated") as (rooms, start_s):
+        return {"start, s": start_s, **take_turns(rooms, context, turns)}
 
 
 def _sleep(context: Context) -> Figures:
@@ -110,6 +118,7 @@ CHECKS: tuple[Check, ...] = (
     Check("updates in flight", _in_flight, SYSTEM),
     Check("experts in flight", _experts, SYSTEM),
     Check("adapters in flight", _adapters, SYSTEM),
+    Check("trainer and replica in turns", _turns, SYSTEM),
     Check("a GPU that computes", _computes, ("vllm", "torch"), only_gpu="there is no driver to ask"),
     Check("sleep", _sleep, ("vllm", "torch", "transformers"), only_gpu="vLLM's CPU build does nothing when it sleeps"),
 )

@@ -17,6 +17,7 @@ from gpu_check.shapes import SHAPES, make_model
 if TYPE_CHECKING:
     from inference.sampling_client import SamplingClient
     from trainer.handle import TrainerHandle
+    from trireme.config import Config
     from trireme.core.types import Datum, SampledSequence, SampleResponse
     from trireme.core.weights import Drift, UpdateReport
 
@@ -30,13 +31,18 @@ TOKENIZER = str(Path(__file__).parents[2] / "assets" / "sort-base")
 """A tokenizer, without which a run is refused; it is never used, as prompts are tokens."""
 GPU_SHARE = 0.4
 """Share of a GPU's memory that vLLM takes, so that a trainer also fits."""
+PLAN_ERROR = 0.05
+"""The share of a planned KV cache by which what a sleeping replica gives back may differ from it."""
 
 
 class Rooms:
     """A trainer and a sampler with its replicas."""
 
-    def __init__(self, trainer: TrainerHandle, sampler: SamplingClient, shape: str, bound: Drift) -> None:
+    def __init__(
+        self, config: Config, trainer: TrainerHandle, sampler: SamplingClient, shape: str, bound: Drift
+    ) -> None:
         """`bound`: how far the log-probabilities of a replica may be from those of the trainer."""
+        self.config = config
         self.trainer = trainer
         self.sampler = sampler
         self.bound = bound
@@ -137,7 +143,7 @@ def open_rooms(context: Context, shape: str, *flags: str) -> Iterator[tuple[Room
     config = api.loop_config(flags)
     started = time.monotonic()
     with api.open_rooms(config, context.directory / "logs") as (trainer, sampler):
-        yield Rooms(trainer, sampler, shape, bound), time.monotonic() - started
+        yield Rooms(config, trainer, sampler, shape, bound), time.monotonic() - started
 
 
 def update_in_flight(rooms: Rooms, context: Context, requests: int) -> Figures:
@@ -166,6 +172,64 @@ def update_in_flight(rooms: Rooms, context: Context, requests: int) -> Figures:
         "answers of several versions": several,
         "canary, mean": max(report.drift.mean for report in reports),
     }
+
+
+def take_turns(rooms: Rooms, context: Context, turns: int) -> Figures:
+    """Puts the replica to sleep, trains, and wakes it by an update, `turns` times. Raises Failed if a replica
+    that slept answers otherwise than before, with tokens of another version, or with other log-probabilities than the
+    trainer's; and on a GPU if it gives back another amount of memory than is planned for its KV cache."""
+    rooms.update()
+    prompts = rooms.prompts(1)
+    answers = _results(rooms.begin(prompts, ANSWER), context)
+    rooms.sampler.sleep()
+    rooms.update()
+    again = _results(rooms.begin(prompts, ANSWER), context)
+    if again[0].tokens.tolist() != answers[0].tokens.tolist():
+        raise Failed(f"awake again it answers {again[0].tokens.tolist()}, before {answers[0].tokens.tolist()}")
+    asleep_s, awake_s, freed = [], [], []
+    for _ in range(turns):
+        free = _free_bytes(context)
+        started = time.monotonic()
+        rooms.sampler.sleep()
+        asleep_s.append(time.monotonic() - started)
+        freed.append(_free_bytes(context) - free)
+        rooms.train(prompts, answers)
+        started = time.monotonic()
+        rooms.trainer.free_memory()
+        rooms.update()
+        awake_s.append(time.monotonic() - started)
+        answers = _results(rooms.begin(prompts, ANSWER), context)
+        sampled_at = {span.identity.version for answer in answers for span in answer.spans}
+        if sampled_at != {rooms.version}:
+            raise Failed(f"after an update to version {rooms.version} tokens came from versions {sorted(sampled_at)}")
+    planned = _planned_cache(rooms.config) if context.on_gpu else 0
+    if any(abs(given - planned) > PLAN_ERROR * planned for given in freed):
+        given = ", ".join(f"{number / 2**30:.2f}" for number in freed)
+        raise Failed(f"asleep it gave back {given} GiB, the plan has {planned / 2**30:.2f} for its KV cache")
+    return {
+        **rooms.differences(prompts, answers),
+        "to sleep, s": float(np.median(asleep_s)),
+        "publish and wake, s": float(np.median(awake_s)),
+        "freed, GiB": float(np.median(freed)) / 2**30,
+    }
+
+
+def _free_bytes(context: Context) -> int:
+    """Returns the free memory of the GPU; 0 on CPUs."""
+    import torch
+
+    return torch.cuda.mem_get_info()[0] if context.on_gpu else 0
+
+
+def _planned_cache(config: Config) -> int:
+    """Returns the bytes that the plan of a loop has for the KV cache of a replica on a GPU."""
+    from trireme.config.model_facts import ModelFacts
+    from trireme.plan.rl import LOOP_ROOMS
+    from trireme.plan.whole import Plan
+    from trireme.process.environ import Resources
+
+    plan = Plan(config, ModelFacts.of(config, required=True), Resources.of_this_machine(), LOOP_ROOMS)
+    return int((plan.resolved(config).inference.gpu_cache_gb or 0) * 2**30)
 
 
 def refuses_stale_decoding(rooms: Rooms) -> None:

@@ -29,9 +29,18 @@ def _quickstart(context: Context) -> Figures:
 
 def _resume(context: Context) -> Figures:
     """Continues that run from its checkpoint."""
+    return _resumed(context, STEPS + EXTRA_STEPS)
+
+
+def _turns(context: Context) -> Figures:
+    """Continues it further, with trainer and replica in turns."""
+    return _resumed(context, STEPS + 2 * EXTRA_STEPS, "--placement", "colocated")
+
+
+def _resumed(context: Context, steps: int, *flags: str) -> Figures:
     if not (context.directory / "runs" / "run" / "HEAD").exists():
         raise NotRun("the quickstart left no checkpoint")
-    return _check_rows(_run(context, "--max-steps", str(STEPS + EXTRA_STEPS), "--resume"), STEPS + EXTRA_STEPS)
+    return _check_rows(_run(context, "--max-steps", str(steps), "--resume", *flags), steps)
 
 
 def _run(context: Context, *flags: str) -> list[dict[str, float]]:
@@ -94,7 +103,8 @@ def _counts(report: Path) -> dict[str, int]:
 
 
 CHECKS: tuple[Check, ...] = (
-    Check("quickstart, colocated", _quickstart, SYSTEM),
+    Check("quickstart on one device", _quickstart, SYSTEM),
     Check("checkpoint and resume", _resume, SYSTEM),
+    Check("trainer and replica in turns", _turns, SYSTEM),
     Check("tests marked gpu", _tests, (*SYSTEM, "pytest"), only_gpu="the test suite runs what CPUs share of them"),
 )
