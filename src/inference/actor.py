@@ -665,14 +665,13 @@ class ReplicaActor:
                 f"version {manifest.identity.version} is an {manifest.adapter}, but the files of "
                 f"{self.config.model.name} here have digest {self.base}: every node needs the same ones"
             )
-        base_memory = self.broadcasts.base_memory
-        base_memory.identity = None
+        self.broadcasts.base = None
         pickled = pickle.dumps((manifest, arrived.regions, arrived.steps))
         await step("receive", self._in_engine("receive_weights", (pickled,)))
         while (refusal := (await step("check", self._in_engine("checked")))[0]) is None:  # noqa: ASYNC110
             await asyncio.sleep(CHECK_TICK_S)  # a thread of the engine's process checks
         if arrived.steps and not refusal:
-            base_memory.identity = manifest.identity
+            self.broadcasts.base = manifest.identity
         return str(refusal)
 
     async def _drained(self, identity: WeightIdentity, started: float) -> None:

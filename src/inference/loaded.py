@@ -19,6 +19,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
+from trireme.core.digest import Sums
 from trireme.core.errors import WeightsRefused
 from trireme.core.weights import WeightsManifest
 
@@ -154,7 +155,8 @@ class EngineTensors:
 
     def check(self, sums: npt.NDArray[np.uint64], manifest: WeightsManifest) -> None:
         """Raises WeightsRefused unless `sums`, uint64 [rows, 2] of all ranks, match the hashes in `manifest`."""
-        published = np.array([_words(entry.hash) for entry in manifest.entries], np.uint64).reshape(-1, 2)
+        hashes = [Sums.parse(entry.hash) for entry in manifest.entries]
+        published = np.array([(sums.first, sums.second) for sums in hashes], np.uint64).reshape(-1, 2)
         total = np.zeros_like(published)
         once = self._first == np.arange(len(self._first))
         np.add.at(total, self._tensor[once], sums[once])
@@ -185,11 +187,6 @@ class EngineTensors:
             if copies or (sums[list(rows.values())].sum(0, dtype=np.uint64) != published).any():
                 wrong.append(rank)
         return ", ".join(map(str, wrong or ranks))
-
-
-def _words(digest: str) -> tuple[int, int]:
-    """Returns the two 64-bit sums that `digest`, a tensor's hash in a manifest, has as hex digits."""
-    return int(digest[:16], 16), int(digest[16:], 16)
 
 
 def some(names: Sequence[str]) -> str:

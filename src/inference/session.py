@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BucketStep:
-    """Says what rank 0 of an engine writes to a bucket of a `BaseMemory`."""
+    """Says what rank 0 of an engine writes to a bucket in `Broadcasts.landing`."""
 
     region: Region
     """Where other processes map what arrived."""
@@ -59,20 +59,6 @@ class Arrived:
     @property
     def has_changes(self) -> bool:
         return any(step.changes for step in self.steps)
-
-
-@dataclass
-class BaseMemory:
-    """Memory of a replica that holds a version, which changes turn into the next one. The engine's rank 0 writes to it,
-    and all ranks map it."""
-
-    identity: WeightIdentity | None = None
-    """The version that it holds; None: not known."""
-
-    @cached_property
-    def landing(self) -> Landing:
-        """Its memory, from the first version on."""
-        return Landing()
 
 
 @dataclass
@@ -126,7 +112,14 @@ class Broadcasts:
         self._copies = False  # what is fetched must be copied for the engine
         self._serial = 0
         self._mapping = asyncio.Lock()  # held while what has arrived is mapped, and while receiving begins
-        self.base_memory = BaseMemory()
+        self.base: WeightIdentity | None = None
+        """The version that `landing` holds, to which changes can apply; None: not known."""
+
+    @cached_property
+    def landing(self) -> Landing:
+        """Memory for a version that changes turn into the next one. The engine's rank 0 writes to it, and all ranks map
+        it."""
+        return Landing()
 
     async def offer(self, offer: Offer) -> None:
         """Makes the engine begin to receive the version of `offer`, and gives up an older one that has not arrived.
@@ -149,7 +142,7 @@ class Broadcasts:
     @asynccontextmanager
     async def fetched(self, number: int, published: PublishedWeights, *, whole: bool = False) -> AsyncIterator[Arrived]:
         """Yields the bytes of `published` once they are in this node's memory: those broadcast to replica `number` or,
-        if they do not arrive, those fetched on demand; changes alone if this memory has their base, unless `whole`.
+        if they do not arrive, those fetched on demand; changes alone if `base` is theirs, unless `whole`.
         Other processes can map them until the end of the block. Raises RoomFailed when they are not available."""
         source: Any = published.source
         session = getattr(source, "session", None)  # None: another transport, or a loop that makes no offers
@@ -168,16 +161,17 @@ class Broadcasts:
             refusal = "another version was offered"
         if session:
             log.warning("inference replica %d takes version %d on demand: %s", number, source.version, refusal)
-        base = published.manifest.base
-        if isinstance(source, StoredVersion) and base and base == self.base_memory.identity and not whole:
-            opened = await source.open_changes()
+        is_base = self.base is not None and self.base == published.manifest.base
+        applies = is_base and isinstance(source, StoredVersion) and not whole
+        if applies:
+            buckets = await source.open_changes()
         else:
-            opened = [(bucket, False) for bucket in await self._transport.open(source)]
-        async with self._mapped([array for array, _ in opened]) as arrived:
+            buckets = list(await self._transport.open(source))
+        async with self._mapped(buckets) as arrived:
             if isinstance(source, StoredVersion):
-                pairs = zip(arrived.regions, opened, strict=True)
-                steps = tuple(BucketStep(region, changes) for region, (_, changes) in pairs)
-                regions = self.base_memory.landing.regions(Layout(published.manifest.entries).sizes)
+                pairs = zip(arrived.regions, source.changes, strict=True)
+                steps = tuple(BucketStep(region, applies and changes is not None) for region, changes in pairs)
+                regions = self.landing.regions(Layout(published.manifest.entries).sizes)
                 arrived = Arrived(regions, arrived.buckets, steps)
             yield arrived
 

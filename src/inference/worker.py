@@ -286,6 +286,7 @@ class WorkerExtension:
         self.base_entries = ()
         known: dict[TensorPlace, str] = {}
         for number, (region, step) in enumerate(zip(regions, steps, strict=True)):
+            fault_point("inference.write")
             memory = region.map(shared=True)
             if step.changes:
                 places = [entry.place for entry in entries if entry.bucket == number]

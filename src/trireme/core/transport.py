@@ -173,12 +173,12 @@ class StoredVersion:
     """What changed in each bucket since the version that the manifest names as base; None: there is no such version, or
     the whole bucket is not much larger."""
 
-    async def open_changes(self) -> list[tuple[npt.NDArray[np.uint8], bool]]:
-        """Returns for each bucket what leads from the base of the version to the version: its changes and True, or the
-        whole bucket and False."""
-        pairs = list(zip(self.buckets, self.changes, strict=True))
-        arrays = await asyncio.gather(*(whole if changes is None else changes for whole, changes in pairs))
-        return [(array, changes is not None) for array, (_, changes) in zip(arrays, pairs, strict=True)]
+    async def open_changes(self) -> list[npt.NDArray[np.uint8]]:
+        """Returns for each bucket what leads from the base of the version to the version: its changes, or the whole
+        bucket."""
+        return list(
+            await asyncio.gather(*(changes or whole for whole, changes in zip(self.buckets, self.changes, strict=True)))
+        )
 
 
 def join_parts(parts_R: Sequence[Mapping[int, Stored]]) -> tuple[Stored, ...]:

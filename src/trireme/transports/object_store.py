@@ -40,7 +40,7 @@ class ChangesStore:
         """Returns references to bucket `number` and to its changes, for `StoredVersion`."""
         before = self._before.get(number)
         self._before[number] = stored = self._put(bucket)
-        changes = codec.encode(self._get(before), bucket) if before else None
+        changes = codec.encode(self._get(before), bucket) if before is not None else None
         return stored, None if changes is None else self._put(changes)
 
 

@@ -167,7 +167,7 @@ class Replica:
                 refusal = await self._refusal(published.manifest, arrived)
                 self.received = arrived.nbytes
                 if not refusal:
-                    self.broadcasts.base_memory.identity = published.identity
+                    self.broadcasts.base = published.identity
                     self.rank.base_entries = published.manifest.entries  # as once they are loaded
                     return [region.map() for region in arrived.regions]
                 assert arrived.has_changes, refusal
@@ -175,7 +175,7 @@ class Replica:
         raise AssertionError(refusal)
 
     async def _refusal(self, manifest: WeightsManifest, arrived: Arrived) -> str:
-        self.broadcasts.base_memory.identity = None
+        self.broadcasts.base = None
         self.rank.receive_weights(pickle.dumps((manifest, arrived.regions, arrived.steps)))
         deadline = time.monotonic() + LIMIT_S
         while (refusal := self.rank.checked()) is None:

@@ -1,0 +1,49 @@
+"""Runs whose weights travel as changes: a replica is lost while it takes them, or refuses them.
+
+All of it is `long`. The codec, and 200 updates of replicas that join, miss versions and refuse changes:
+unit/transports/test_delta.py.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from chaos_support import armed
+from resume_support import rows_of
+from run_support import assert_bound_and_conservation, run_rl
+
+from trireme.core.errors import EXIT_OK
+
+STEPS = 5
+FLAGS = [
+    *("--inference.encoding", "delta", "--model.dtype", "bfloat16", "--trainer.learning-rate", "1e-6"),
+    *("--trainer.shards", "2", "--inference.replicas", "2", "--orchestrator.max-steps-off-policy", "0"),
+    *("--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--max-steps", str(STEPS)),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["inference.update[1]@3=kill", "inference.write[1]@3=kill"])
+def test_a_replica_that_is_lost_in_the_middle_costs_the_run_nothing_else(tmp_path: Path, fault: str) -> None:
+    """Every version has one bucket, so it is the third version. The other replica takes changes all along."""
+    outcome = run_rl(tmp_path, *FLAGS, "--timeouts.update-s", "20", environ=armed(tmp_path, [fault]))
+    assert os.listdir(tmp_path / "once") == [fault], outcome.out
+    assert outcome.code == EXIT_OK, outcome.out
+    assert {row["attempt"] for row in outcome.rows} == {1}, "the trainer has seen nothing of it"
+    assert len({row["weights/digest"] for row in outcome.rows}) == STEPS
+    assert {incident["part"] for incident in rows_of(outcome.root / "incidents.jsonl")} <= {"inference_1"}
+    assert_bound_and_conservation(outcome, bound=0)
+    outcome.assert_nothing_left()
+
+
+@pytest.mark.long
+def test_a_replica_that_refuses_changes_takes_the_version_whole_and_then_changes_again(tmp_path: Path) -> None:
+    fault = "inference.received[1]@3=corrupt"
+    outcome = run_rl(tmp_path, *FLAGS, environ=armed(tmp_path, [fault]))
+    assert outcome.code == EXIT_OK, outcome.out
+    whole = outcome.rows[0]["weights/bytes"] / 1e6
+    shares = [row["perf/weights_received_mb"] / whole for row in outcome.rows]
+    assert [share > 0.5 for share in shares] == [True, False, True, False, False], shares
+    assert [row["perf/weights_refused"] for row in outcome.rows] == [0, 0, 1, 0, 0]
+    assert not (outcome.root / "incidents.jsonl").exists() or not rows_of(outcome.root / "incidents.jsonl")
+    outcome.assert_nothing_left()
