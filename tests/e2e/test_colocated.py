@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import pytest
 from chaos_support import armed
 from resume_support import DETERMINISTIC, assert_same_run, rows_of, run_and_kill
 from run_support import TINY, Ended, assert_bound_and_conservation, run_rl
@@ -29,6 +30,7 @@ def test_turns_change_no_bit_whatever_is_killed_in_whichever_phase(tmp_path: Pat
     outcome.assert_nothing_left()
 
 
+@pytest.mark.long
 def test_a_replica_that_is_lost_as_it_falls_asleep_starts_again_when_the_others_wake(tmp_path: Path) -> None:
     """With K = 1 the devices change hands after every second step, or earlier for an evaluation, and ages are 0 and
     1."""
