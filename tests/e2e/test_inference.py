@@ -41,7 +41,7 @@ from trireme.core.types import ModelInput, SamplingParams
 from trireme.process.waits import get
 
 ROOT = Path(__file__).parents[2]
-KINDS = {"tied": ("qwen3", True), "untied": ("llama", False)}
+KINDS = {"tied": ("qwen3", True), "untied": ("llama", False), "spare": ("qwen3", True)}
 """Experts: test_loaded.py."""
 DETERMINISTIC = {"tied"}
 LAST = 14  # this update of a replica meets its fault point

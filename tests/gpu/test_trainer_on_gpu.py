@@ -38,7 +38,7 @@ def test_a_wrong_attention_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer import attention
 
     right = attention.masked_attention
-    monkeypatch.setattr(attention, "masked_attention", lambda q, k, v, s, w, **o: right(q, k, v, s, w and w + 1, **o))
+    monkeypatch.setattr(attention, "masked_attention", lambda q, k, v, s, w, *o: right(q, k, v, s, w and w + 1, *o))
     assert check_attention("cpu", None)
     with pytest.raises(Failed, match="largest difference"):
         check_attention("cpu", 8)

@@ -494,7 +494,6 @@ async def test_a_body_that_stops_coming_is_refused_in_time() -> None:
     async def parts() -> Any:
         yield b'{"model": '
         await asyncio.sleep(3)
-        yield b"}"
 
     async with served("4", limits=replace(LIMITS, body_s=0.1)) as service:
         refused = await service.client.post("/v1/completions", content=parts())
