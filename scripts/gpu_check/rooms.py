@@ -203,9 +203,9 @@ def take_turns(rooms: Rooms, context: Context, turns: int) -> Figures:
         if sampled_at != {rooms.version}:
             raise Failed(f"after an update to version {rooms.version} tokens came from versions {sorted(sampled_at)}")
     planned = _planned_cache(rooms.config) if context.on_gpu else 0
-    if any(abs(given - planned) > PLAN_ERROR * planned for given in freed):
-        given = ", ".join(f"{number / 2**30:.2f}" for number in freed)
-        raise Failed(f"asleep it gave back {given} GiB, the plan has {planned / 2**30:.2f} for its KV cache")
+    if any(abs(number - planned) > PLAN_ERROR * planned for number in freed):
+        sizes = ", ".join(f"{number / 2**30:.2f}" for number in freed)
+        raise Failed(f"asleep it gave back {sizes} GiB, the plan has {planned / 2**30:.2f} for its KV cache")
     return {
         **rooms.differences(prompts, answers),
         "to sleep, s": float(np.median(asleep_s)),

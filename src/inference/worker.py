@@ -284,7 +284,7 @@ class WorkerExtension:
         the sums that they had and of their changes. Raises WeightsRefused for changes that do not fit."""
         before = {entry.place: digest.Sums.parse(entry.hash) for entry in self.base_entries}
         self.base_entries = ()
-        known: dict[TensorPlace, str] = {}
+        totals: dict[TensorPlace, str] = {}
         for number, (region, step) in enumerate(zip(regions, steps, strict=True)):
             fault_point("inference.write")
             memory = region.map(shared=True)
@@ -294,10 +294,10 @@ class WorkerExtension:
                 sums = {
                     place: before[place] + more for place, more in zip(places, added, strict=True) if place in before
                 }
-                known |= {place: str(total) for place, total in sums.items()}
+                totals |= {place: str(total) for place, total in sums.items()}
             else:
                 memory[:] = step.region.map()
-        return known
+        return totals
 
     def checked(self) -> str | None:
         """Returns the outcome of the check that `receive_weights` began: why the bytes are refused, "" if they are not,

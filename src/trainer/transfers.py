@@ -1,4 +1,4 @@
-"""Copies tensors between host and device for the passes, which wait for their device nowhere else.
+"""Copies tensors between host and device. Only here does the code of a pass wait for its device.
 
 A copy to the device is queued behind earlier work, and the host goes on. A copy to the host waits until the device has
 done all earlier work. Both are counted, so that a test can limit the waits of a micro-batch.

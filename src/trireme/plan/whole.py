@@ -500,10 +500,10 @@ class Plan:
 
 def _taken_by_others(part: Part, parts: Sequence[Part]) -> float:
     """Returns the share of a GPU that the other parts' actors take while the actor of `part` works."""
-    others = [other for other in parts if other.room != part.room]
+    neighbours = [other for other in parts if other.room != part.room]
     if part.colocated:
-        return sum(sum(other.resting.values()) for other in others) / part.gpu_bytes
-    return max(other.gpu_share for other in others)
+        return sum(sum(other.resting.values()) for other in neighbours) / part.gpu_bytes
+    return max(other.gpu_share for other in neighbours)
 
 
 def _models(parts: Sequence[Part]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Encodes a bucket of a version as its changes since the version before it, and applies them to that version's bytes.
+"""Encodes the changes of a bucket between two versions, and applies them to the bucket of the older version.
 
 A bucket is a sequence of 16-bit words, whatever the dtypes of its tensors, and words are compared as integers: no value
 is special. Training with a small learning rate changes few words of weights in 16 bits, and most of these by one unit
@@ -115,10 +115,10 @@ def _encode(base: Any, bucket: Any, changes: Any) -> Any:
                     changes[size] = (token & 127) | 128
                     token >>= 7
                     size += 1
-                more = token > 127
-                changes[size] = (token & 127) | more << 7
+                continues = token > 127
+                changes[size] = (token & 127) | continues << 7
                 changes[size + 1] = token >> 7
-                size += 1 + more
+                size += 1 + continues
                 if kind == 2:
                     changes[size] = new & _U(255)
                     changes[size + 1] = (new >> _U(8)) & _U(255)
@@ -137,12 +137,12 @@ def _apply(changes: Any, words: Any, starts: Any, added: Any) -> Any:
     while at < changes.shape[0]:
         token = 0
         shift = 0
-        more = True
-        while more:
+        continues = True
+        while continues:
             if at == changes.shape[0] or shift > 56:
                 return False
             token |= (changes[at] & 127) << shift
-            more = changes[at] > 127
+            continues = changes[at] > 127
             shift += 7
             at += 1
         position += 1 + (token >> 2)

@@ -1,4 +1,4 @@
-"""Weights travel through Ray's object store: each rank puts its share of the buckets, each node fetches one copy.
+"""Sends weights through Ray's object store. Each rank stores its buckets, and each node fetches one copy of all.
 
 The source of a version is the tuple of references to its buckets. The bytes live as long as a process holds the
 references, so a replica that joins late and a checkpoint can read them too.
