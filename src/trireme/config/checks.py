@@ -109,9 +109,13 @@ def _trackers(config: CommonConfig) -> Iterator[Refusal]:
 
 
 def _has_wandb_key() -> bool:
-    import wandb
+    from wandb.sdk import wandb_setup
+    from wandb.sdk.lib import wbauth
 
-    return wandb.login(prompt=False, verify=False)
+    # Not `wandb.login`: it asks the server for the user's name even with verify=False, and without a network it waits
+    # for minutes.
+    host = wandb_setup.singleton().settings.base_url
+    return wbauth.authenticate_session(host=host, source="trireme", prompt=False, update_session=False) is not None
 
 
 def _batch(config: Config) -> Iterator[Refusal]:

@@ -1,5 +1,6 @@
 """Checks across keys, against the model and against the installation."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from config_support import refused
 from config_support import small as config
 from model_support import FACTS
+from wandb.sdk import wandb_login
 
 from trireme.config import Config
 from trireme.config.checks import check, check_trackers
@@ -196,17 +198,23 @@ def test_a_tracker_without_its_account_or_its_server(monkeypatch: pytest.MonkeyP
 def test_weights_and_biases_without_a_key(
     mode: str, key: str, accepted: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """In a process of its own, because W&B remembers a key for the whole process."""
+    """In a process of its own, because W&B remembers a key for the whole process. The service of W&B, which connects to
+    its server, does not start."""
     monkeypatch.setenv("WANDB_API_KEY", key)
     monkeypatch.setenv("HOME", str(tmp_path))
     program = (
-        "from config_support import small; from trireme.config.checks import check_trackers; "
-        f"check_trackers(small(wandb={{'project': 'x', 'mode': {mode!r}}}))"
+        "from config_support import small; from trireme.config.checks import check_trackers; import psutil; "
+        f"check_trackers(small(wandb={{'project': 'x', 'mode': {mode!r}}})); assert not psutil.Process().children()"
     )
     environ = os.environ | {"PYTHONPATH": str(Path(config_support.__file__).parent)}
     done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=120)
     assert (done.returncode == 0) == accepted, done.stderr
     assert ("wandb.mode = online without an API key" in done.stderr) == (not accepted)
+
+
+def test_the_login_of_weights_and_biases_needs_its_server() -> None:
+    """When this fails, `wandb.login(prompt=False, verify=False)` can replace `authenticate_session` in the checks."""
+    assert "update_user_settings()" in inspect.getsource(wandb_login._login)
 
 
 @pytest.mark.parametrize(
