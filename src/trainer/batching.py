@@ -13,7 +13,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -243,21 +242,20 @@ class RowSize:
         longest = max(self.longest, other.longest)
         return RowSize(self.distinct + other.distinct, self.datums + other.datums, longest)
 
-    def fits(self, most_tokens: float, most_datums: float) -> bool:
-        """Returns True if it has at most `most_tokens` distinct tokens, at most `most_datums` datums, and columns with
-        at most FLAT_TOKENS places for each of `most_tokens`."""
-        places = self.datums * self.longest
-        return self.distinct <= most_tokens and self.datums <= most_datums and places <= FLAT_TOKENS * most_tokens
+    def fits(self, most_tokens: float) -> bool:
+        """Returns True if it has at most `most_tokens` distinct tokens, and columns with at most FLAT_TOKENS places for
+        each of `most_tokens`."""
+        return self.distinct <= most_tokens and self.datums * self.longest <= FLAT_TOKENS * most_tokens
 
 
-def _pack_trees(trees: Sequence[Tree], lengths_D: Numbers, most_tokens: float, most_datums: float) -> list[MicroBatch]:
+def _pack_trees(trees: Sequence[Tree], lengths_D: Numbers, most_tokens: float) -> list[MicroBatch]:
     """Packs trees into rows that fit (`RowSize.fits`). A tree that is too large is cut; each of the parts goes into the
     first row that has room for it."""
     rows: list[tuple[list[int], list[int]]] = []
     sizes: list[RowSize] = []
-    for part, size in (cut for tree in trees for cut in _cut_tree(tree, lengths_D, most_tokens, most_datums)):
+    for part, size in (cut for tree in trees for cut in _cut_tree(tree, lengths_D, most_tokens)):
         joined = (row_size.joined(size) for row_size in sizes)
-        row = next((row for row, both in enumerate(joined) if both.fits(most_tokens, most_datums)), len(rows))
+        row = next((row for row, both in enumerate(joined) if both.fits(most_tokens)), len(rows))
         if row == len(rows):
             rows.append(([], []))
             sizes.append(size)
@@ -268,7 +266,7 @@ def _pack_trees(trees: Sequence[Tree], lengths_D: Numbers, most_tokens: float, m
     return [MicroBatch(tuple(datums), tuple(shared)) for datums, shared in rows]
 
 
-def _cut_tree(tree: Tree, lengths_D: Numbers, most_tokens: float, most_datums: float) -> Iterator[tuple[Tree, RowSize]]:
+def _cut_tree(tree: Tree, lengths_D: Numbers, most_tokens: float) -> Iterator[tuple[Tree, RowSize]]:
     """Yields the tree in parts that fit into a row, with their sizes. A part has the prefix of its first datum
     whole."""
     first = 0
@@ -276,7 +274,7 @@ def _cut_tree(tree: Tree, lengths_D: Numbers, most_tokens: float, most_datums: f
     lengths = lengths_D[tree.datums].tolist()
     for n, (length, shared) in enumerate(zip(lengths, tree.shared.tolist(), strict=True)):
         longer = size.joined(RowSize(length - shared, 1, length))
-        if n > first and not longer.fits(most_tokens, most_datums):
+        if n > first and not longer.fits(most_tokens):
             yield tree.part(first, n), size
             first = n
             longer = RowSize(length, 1, length)
@@ -290,15 +288,13 @@ def plan(
     micro_batch_tokens: int,
     *,
     packed: bool = False,
-    micro_batch_size: int | None = None,
     shares: bool = False,
 ) -> list[list[MicroBatch]]:
     """Returns the micro-batches of each rank, [R][M] with the same M for all ranks. Every datum is in exactly one
     micro-batch, not counting fillers.
 
-    `forest`: of D >= 1 datums. If `micro_batch_size` is given, a micro-batch has at most that number of datums, and
-    `micro_batch_tokens` is ignored. `shares`: the models can be computed with shared prefixes; else datums stay on the
-    ranks to which `assignment` gives them, and are computed whole. Deterministic.
+    `forest`: of D >= 1 datums. `shares`: the models can be computed with shared prefixes; else datums stay on the ranks
+    to which `assignment` gives them, and are computed whole. Deterministic.
     """
     lengths = forest.lengths
     trees_R = assignment.trees(forest)
@@ -310,13 +306,9 @@ def plan(
     smallest = int(np.argmin(lengths))
     filler = MicroBatch((smallest,), filler=True)
     if trees_R is not None and shares:
-        most_tokens = inf if micro_batch_size else max(micro_batch_tokens, OVER_LONGEST * int(lengths.max()))
-        micro_R = [_pack_trees(trees, lengths, most_tokens, micro_batch_size or inf) for trees in trees_R]
+        most_tokens = max(micro_batch_tokens, OVER_LONGEST * int(lengths.max()))
+        micro_R = [_pack_trees(trees, lengths, most_tokens) for trees in trees_R]
         filler = MicroBatch((smallest,), (0,), filler=True)
-    elif micro_batch_size:
-        firsts = range(0, len(lengths), micro_batch_size)
-        cut_R = [[datums[first : first + micro_batch_size] for first in firsts] for datums in datums_R]
-        micro_R = [[MicroBatch(tuple(part)) for part in parts if part] for parts in cut_R]
     else:
         cut = _pack if packed else _cut
         micro_R = [cut(datums, lengths, micro_batch_tokens) for datums in datums_R]

@@ -136,7 +136,7 @@ class Shard(AdapterVerbs):
         log.info("compiling layers")
         required = self._config.trainer.compile is True
         tolerance = self.proof.model.tolerance
-        most_tokens = self._config.micro_batch_limit(self._max_seq_len)
+        most_tokens = self._config.trainer.micro_batch_tokens
         batches = trial_batches(self._facts.vocab_size, most_tokens, self._max_seq_len)
         reason = why_uncompiled(
             self._model, self._sharding, self._passes, self._mesh, batches, tolerance, whole=not required
@@ -458,9 +458,8 @@ class Shard(AdapterVerbs):
         ranks = plan(
             forest,
             self.rank_assignment(),
-            self._config.micro_batch_limit(self._max_seq_len),
+            self._config.trainer.micro_batch_tokens,
             packed=self._sharding.packed,
-            micro_batch_size=self._config.trainer.micro_batch_size,
             shares=self._sharding.shares,
         )
         return ranks[self._mesh.dp_rank]

@@ -15,6 +15,7 @@ REMOVED: dict[str, str] = {
     "inference.max_updating": "leave it out: all replicas take new weights at the same time, while they sample",
     "inference.spare": "leave it out: a new process succeeds a replica whose actor is lost",
     "cluster.model_cache": "give model.name as an id of the hub, which each node fetches, or as a path that all have",
+    "trainer.micro_batch_size": "set trainer.micro_batch_tokens, the tokens that a shard computes at the same time",
     "trainer.lora.together": "leave it out: adapters take turns in the trainer, each computes what it would alone",
     "eval.replicas": "leave it out: all replicas evaluate, and the next update waits; fewer eval.problems shorten that",
     "renderer.compact_every": "leave it out, or set renderer.strip_thinking_from_history = false: thinking then stays",

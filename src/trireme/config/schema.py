@@ -179,14 +179,6 @@ class CommonConfig(Section, ABC):
         local = {key: str(Path(n).expanduser().absolute()) for key, n in names.items() if n and looks_like_path(n)}
         return self.model_copy(update={"model": self.model.model_copy(update=local)})
 
-    def micro_batch_limit(self, model_limit: int) -> int:
-        """Returns the most tokens of a micro-batch; only a single longer sequence exceeds it. `model_limit`: the
-        longest sequence of the model, in tokens."""
-        options = self.trainer
-        if options.micro_batch_size:
-            return options.micro_batch_size * (self.max_seq_len or model_limit)
-        return options.micro_batch_tokens or 16384
-
     def adam_params(self, learning_rate: float) -> AdamParams:
         """Returns the parameters of AdamW for a step with `learning_rate`."""
         return AdamParams(

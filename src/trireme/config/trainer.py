@@ -147,11 +147,9 @@ class CommonTrainer(Section):
     lora: LoraConfig = LoraConfig()
     max_refused_steps: PositiveInt = 3
     """Stop, after a checkpoint, when in this many steps in a row the gradient of at least one update was not finite."""
-    micro_batch_tokens: PositiveInt | None = None
-    """Tokens (with padding) that a shard computes at the same time; bounds memory only. none = 16384, or by
-    `micro_batch_size`."""
-    micro_batch_size: PositiveInt | None = None
-    """Sequences that a shard computes at the same time, however long, instead of `micro_batch_tokens`."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Tokens (with padding) that a shard computes at the same time; only a single longer sequence exceeds it. Bounds
+    memory only."""
     packing: Literal["auto", "rows", "packed"] = "auto"
     """How a micro-batch is laid out: as rows of about equal length, padded; or packed, one sequence after the other,
     and none sees another. auto = packed on GPUs in 16 bits, else rows."""

@@ -32,14 +32,6 @@ def trainer_refusals(config: CommonConfig, facts: ModelFacts | None) -> Iterator
 
 
 def _micro_batches(config: CommonConfig) -> Iterator[Refusal]:
-    tokens = config.trainer.micro_batch_tokens
-    size = config.trainer.micro_batch_size
-    if tokens and size:
-        yield Refusal(
-            f"trainer.micro_batch_tokens = {tokens} together with trainer.micro_batch_size = {size}",
-            "one of them: both say how much a shard computes at the same time",
-            "leave --trainer.micro-batch-size out (tokens suit sequences of unequal length), or the other",
-        )
     if config.trainer.packing == "packed" and config.model.attn != "auto":
         yield Refusal(
             f"trainer.packing = packed with model.attn = {config.model.attn}",

@@ -25,7 +25,7 @@ _OF_KEYS = {
     "trainer.lora.rank": "r lora_r",
     "trainer.loss_fn": "grpo ppo gspo dapo rloo loss loss_type policy_loss algorithm",
     "trainer.loss_fn_config": "epsilon clip_ratio eps_clip",
-    "trainer.micro_batch_size": "per_device_train_batch_size micro_batch ppo_micro_batch_size_per_gpu",
+    "trainer.micro_batch_tokens": "per_device_train_batch_size micro_batch ppo_micro_batch_size_per_gpu",
     "trainer.num_minibatches": "gradient_accumulation_steps",
     "trainer.num_substeps": "num_iterations ppo_epochs",
     "trainer.shards": "gpus num_gpus world_size fsdp",

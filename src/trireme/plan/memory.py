@@ -273,7 +273,7 @@ def shard_memory(config: CommonConfig, facts: ModelFacts, *, on_gpus: bool, room
     dtype_bytes = config.model.dtype_bytes(on_gpus=on_gpus)
     state = bytes_per_trained(config) * facts.trained_parameters(config.trainer.lora)
     state += bytes_per_parameter(config, dtype_bytes) * facts.num_parameters
-    tokens = config.micro_batch_limit(facts.max_position_embeddings)
+    tokens = config.trainer.micro_batch_tokens
     return ModelMemory(facts, dtype_bytes, on_gpus).shard(config.trainer, tokens, state, room)
 
 

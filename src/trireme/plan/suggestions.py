@@ -63,8 +63,8 @@ def _changes(plan: Plan) -> Iterator[tuple[Sections, str]]:
     if trainer.checkpointing is not True:
         yield {"trainer": {"checkpointing": True}}, "a forward pass more for each backward pass"
     tokens = max(SMALLEST_MICRO_BATCH, config.seq_limit(plan.facts) or 0)
-    if trainer.micro_batch_tokens is None or tokens < trainer.micro_batch_tokens:
-        yield {"trainer": {"micro_batch_tokens": tokens, "micro_batch_size": None}}, "smaller products"
+    if tokens < trainer.micro_batch_tokens:
+        yield {"trainer": {"micro_batch_tokens": tokens}}, "smaller products"
     if inference and inference.replicas > 1:
         yield {"inference": {"replicas": 1}}, "slower sampling"
     if inference and plan.facts:

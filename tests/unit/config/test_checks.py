@@ -329,17 +329,6 @@ def test_samplers_that_the_trainer_cannot_match(name: str, value: float) -> None
     assert "cannot match" in warning
 
 
-def test_micro_batches_are_bounded_in_one_way() -> None:
-    text = refusal(config(trainer={"micro_batch_tokens": 64, "micro_batch_size": 2}))
-    assert "trainer.micro_batch_tokens = 64 together with trainer.micro_batch_size = 2" in text
-    model = {"name": "m", "max_seq_len": 32}
-    by_size, by_tokens = ({"micro_batch_size": 2}, {"micro_batch_tokens": 64})
-    limits = [config(trainer=options, model=model).micro_batch_limit(1000) for options in (by_size, by_tokens, {})]
-    assert limits == [64, 64, 16384]
-    assert config(trainer=by_size).micro_batch_limit(1000) == 2000
-    assert check(config(trainer=by_size, model=model), FACTS) == []
-
-
 def mixed(*envs: dict, held_out: list[dict] | None = None, **orchestrator: Any) -> Config:
     values = config().model_dump() | {"env": list(envs), "eval": {"env": held_out or []}}
     values["orchestrator"] |= orchestrator

@@ -31,7 +31,6 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--trainer.shards", "3"),
         ("--inference.replicas", "2"),
         ("--trainer.micro-batch-tokens", "64"),
-        ("--trainer.micro-batch-size", "4"),
         ("--trainer.learning-rate", "1e-5"),
         ("--max-steps", "7"),
         ("--orchestrator.max-steps-off-policy", "3"),

@@ -58,7 +58,7 @@ def large(
     **options_of_plan,
 ) -> Plan:
     """A plan of Qwen3-8B on one machine."""
-    options = {"micro_batch_tokens": None, **options_of_plan.pop("trainer", {})}
+    options = {"micro_batch_tokens": 16384, **options_of_plan.pop("trainer", {})}
     resources = machines(cpus=64, gpus=gpus, memory_bytes=host, gpu_bytes=gpu_gib * GIB)
     return plan(shards=shards, replicas=replicas, resources=resources, facts=facts, trainer=options, **options_of_plan)
 

@@ -25,9 +25,9 @@ from trireme.plan.memory import FLAT_TOKENS
 ATTENTION = 10
 
 
-def flat_plan(lengths, num_ranks, budget, attention_length, packed=False, micro_batch_size=None):
+def flat_plan(lengths, num_ranks, budget, attention_length, packed=False):
     assignment = RankAssignment(num_ranks, attention_length, "auto")
-    return plan(Forest.flat(lengths), assignment, budget, packed=packed, micro_batch_size=micro_batch_size)
+    return plan(Forest.flat(lengths), assignment, budget, packed=packed)
 
 
 cases = given(
@@ -133,16 +133,6 @@ def test_flat_tokens_follow_each_other():
     assert (flat.starts.tolist(), flat.starts.dtype) == ([0, 3, 4, 6], np.int32)
     assert (flat.places.tolist(), flat.shape) == ([0, 1, 2, 3, 6, 7], (3, 3))
     assert flat.pad(tokens).tolist() == [[20, 21, 22], [30, 0, 0], [10, 11, 0]]
-
-
-@cases
-def test_by_number_of_sequences_every_datum_is_computed_once_and_no_part_has_more(lengths, num_ranks, budget):
-    size = 1 + budget % 4
-    micro_R = flat_plan(lengths, num_ranks, 1, ATTENTION, micro_batch_size=size)
-    assert len({len(micro_M) for micro_M in micro_R}) == 1
-    real = [micro.datums for micro_M in micro_R for micro in micro_M if not micro.filler]
-    assert sorted(d for datums in real for d in datums) == list(range(len(lengths)))
-    assert max(len(datums) for datums in real) <= size
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=30), st.integers(1, 5), st.booleans())
@@ -285,10 +275,3 @@ def test_a_long_datum_makes_long_columns_for_few_short_ones():
     forest = Forest.find([*stems, np.arange(1000, 1900, dtype=np.int32)])
     [micro_M] = plan(forest, RankAssignment(1, FAR, "on"), 1000, shares=True)
     assert [len(micro.datums) for micro in micro_M] == [1, 100], "101 * 900 > 8 * 1,125"
-
-
-def test_by_number_of_sequences_a_row_of_distinct_tokens_has_no_more():
-    forest = Forest.find([np.arange(20, dtype=np.int32)] * 7)
-    [micro_M] = plan(forest, RankAssignment(1, FAR, "on"), 1, micro_batch_size=3, shares=True)
-    assert [micro.datums for micro in micro_M] == [(0, 1, 2), (3, 4, 5), (6,)]
-    assert [micro.shared for micro in micro_M] == [(0, 20, 20), (0, 20, 20), (0,)]

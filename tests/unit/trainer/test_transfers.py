@@ -102,9 +102,10 @@ def own_loss(p, columns, config):
 
 
 def batch_of(micro_batches, *, shared):
+    """Returns a batch with two datums for each micro-batch, which share their beginning if `shared`."""
     batch = make_batch(LENGTHS * micro_batches)
     if shared:
-        batch.tokens[:] = 7
+        batch.tokens[:] = np.repeat(np.arange(micro_batches), sum(LENGTHS))
     return batch
 
 
@@ -126,20 +127,21 @@ def test_no_micro_batch_waits(shard, monkeypatch, layout):
     monkeypatch.setattr(shared_attention, "_groups", uncounted)
     shared = layout == "shared"
     one = shard(
-        trainer__micro_batch_size=2,
+        trainer__micro_batch_tokens=22 if shared else 44,
         trainer__packing="packed" if layout == "packed" else "rows",
         trainer__share_prefixes="on" if shared else "off",
     )
     for loss in LOSSES:
-        single, several = (counted_waits(one, loss, batch_of(number, shared=shared), number) for number in (1, 3))
+        single, several = (counted_waits(one, loss, number, shared=shared) for number in (1, 3))
         assert several - single == {name: 2 * count for name, count in OF_MODEL.get(layout, {}).items()}, loss
 
 
-def counted_waits(one, loss, batch, micro_batches):
+def counted_waits(one, loss, micro_batches, *, shared):
     """Returns how often the host waits in a pass of `micro_batches` micro-batches, by name."""
+    batch = batch_of(micro_batches, shared=shared)
     planned = one._micro_batches(batch.find_forest())
-    assert len(planned) == micro_batches
-    assert any(micro.shared for micro in planned) == (batch.tokens == 7).all()
+    assert [len(micro.datums) for micro in planned] == [2] * micro_batches
+    assert any(micro.shared for micro in planned) == shared
     before = COUNTS.waits
     waits = Counter(seen_waits(lambda: one.forward_backward(batch, loss, {}, None)))
     assert COUNTS.waits - before == waits["cpu"] == 3
