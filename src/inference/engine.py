@@ -115,7 +115,7 @@ def engine_args(config: Config, on_cpu: bool, start: str = "") -> dict[str, Any]
     args: dict[str, Any] = {
         "model": config.model.name,
         "dtype": {"auto": "float32" if on_cpu else "bfloat16"}.get(config.model.dtype, config.model.dtype),
-        "max_model_len": config.inference.max_model_len or config.model.max_seq_len,
+        "max_model_len": config.model.max_seq_len,
         "max_num_seqs": sequences,  # None: see `start_engine`
         "scheduling_policy": "priority",  # the canary of an update before all others, these in order of arrival
         "skip_tokenizer_init": True,  # tokens in, tokens out; see `give_tokenizer`

@@ -117,7 +117,7 @@ class RolloutLimits:
             )
         return cls(
             vocab_size=facts["vocab_size"],
-            max_seq_len=min(longest, config.inference.max_model_len or longest),
+            max_seq_len=longest,
             max_prompt_len=config.orchestrator.max_prompt_len,
             stop=tuple(config.inference.sampling.stop),
             decode=decode,

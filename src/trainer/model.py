@@ -55,21 +55,18 @@ class Sharding:
         options = config.trainer
         on_gpus = mesh.device.type == "cuda"
         dtype = config.model.dtype
-        attention = config.model.attn
         self.dtype = DTYPES[("bfloat16" if on_gpus else "float32") if dtype == "auto" else dtype]
         self._head_dtype = DTYPES.get(config.model.head_dtype, self.dtype)  # "model" is none of them
         self._mesh = mesh
         self._master = DTYPES[options.master_dtype]
         self.compiles = options.compiles(on_gpus=on_gpus)
         self._gives_up_layers = options.reshard_after_forward is True
-        auto = options.packing == "auto" and attention == "auto" and has_kernel(mesh.device, self.dtype)
+        auto = options.packing == "auto" and has_kernel(mesh.device, self.dtype)
         self.packed = auto or options.packing == "packed"
-        share = options.shares_prefixes
-        self.shares = share == "on" or (share == "auto" and attention == "auto")
+        self.shares = options.shares_prefixes != "off"
         self.kernel = ""  # of packed attention, where there is one
         if (self.packed or self.shares) and has_kernel(mesh.device, self.dtype):
             self.kernel = choose_kernel(mesh.device, self.dtype, facts.num_heads, facts.num_kv_heads, facts.head_dim)
-        self._attention = attention
         self.memory = shard_memory(config, facts, on_gpus=on_gpus, room=mesh.smallest_room(config, replica_share))
         self.whole = self.memory.whole  # layers stay gathered between micro-batches (`accumulating`)
         self._offload = CPUOffloadPolicy(pin_memory=on_gpus) if options.offload == "cpu" else OffloadPolicy()
@@ -100,12 +97,10 @@ class Sharding:
         """
         source = load_source(weights) if self._mesh.is_first else None
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        attention = self._attention
-        if attention == "auto":
-            if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa:
-                attention = "sdpa"
-            else:
-                attention = "eager"
+        if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa:
+            attention = "sdpa"
+        else:
+            attention = "eager"
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 config, dtype=self._master, attn_implementation=attention, trust_remote_code=False

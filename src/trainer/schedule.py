@@ -49,14 +49,11 @@ def lr_at(
 
 def learning_rate_schedule(config: CommonConfig, model_type: str, hidden_size: int) -> Callable[[int], float]:
     """Returns the learning rate of a run as a function of the step. "auto" depends on the model's type and hidden size
-    (`get_lr`); `trainer.reference_batch_size` scales it (`scale_lr`)."""
+    (`get_lr`)."""
     options = config.trainer
     rate = options.learning_rate
-    lora = options.lora.on
     if rate == "auto":
-        peak = get_lr(model_type, hidden_size, lora)
+        peak = get_lr(model_type, hidden_size, options.lora.on)
     else:
         peak = rate
-    if options.reference_batch_size:
-        peak = scale_lr(peak, config.batch_size, options.reference_batch_size)
     return lambda step: lr_at(step, peak, options.schedule, options.warmup_steps, config.max_steps)

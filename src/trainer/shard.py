@@ -95,7 +95,7 @@ class Shard(AdapterVerbs):
         name = config.model.name
         self._model = self._sharding.shard_model(name, name, lora if lora.on else None, config.lora_seed)
         limit = facts.max_position_embeddings
-        self._max_seq_len = min(limit, config.max_seq_len or limit)
+        self._max_seq_len = min(limit, config.model.max_seq_len or limit)
         self._canary_tokens = canary_tokens(facts.vocab_size, self._max_seq_len, experts=bool(facts.num_chosen))
         self._passes = Passes(self._sharding, self._device)
         first = first_adapter(config, self._mesh)

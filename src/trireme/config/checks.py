@@ -49,7 +49,7 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
         key = "model.tokenizer"
     else:
         key = "model.name"
-    common = [*_within_model("model.max_seq_len", config.model.max_seq_len, facts), *trainer_refusals(config, facts)]
+    common = [*_within_model(config, facts), *trainer_refusals(config, facts)]
     common += [*without_tokenizer(key, config.tokenizer_name), *_counts(config)]
     refuse([*specific, *common, *_deterministic(config), *_resume(config)])
     return warnings
@@ -262,13 +262,10 @@ def _rendering(config: Config | SftConfig) -> Iterator[Refusal]:
 
 def _lengths(config: Config, facts: ModelFacts | None) -> Iterator[Refusal]:
     limit = config.seq_limit(facts)
-    engine = config.inference.max_model_len
-    max_seq_len = config.model.max_seq_len
     answers = {
         "inference.sampling.max_tokens": config.inference.sampling.max_tokens,
         "eval.max_tokens": config.eval.max_tokens or 0,
     }
-    yield from _within_model("inference.max_model_len", engine, facts)
     shortest = SHORTEST_CANARY + AFTER_CANARY
     if limit and limit < shortest:
         yield Refusal(
@@ -283,18 +280,13 @@ def _lengths(config: Config, facts: ModelFacts | None) -> Iterator[Refusal]:
                 "an answer shorter than the sequence, which holds the prompt too",
                 f"lower --{key.replace('_', '-')}, or raise --model.max-seq-len",
             )
-    if engine and max_seq_len and engine < max_seq_len:
-        yield Refusal(
-            f"inference.max_model_len = {engine} with model.max_seq_len = {max_seq_len}",
-            "an engine whose context holds the longest sequence",
-            "raise --inference.max-model-len, or leave it out: it follows model.max_seq_len",
-        )
 
 
-def _within_model(name: str, value: int | None, facts: ModelFacts | None) -> Iterator[Refusal]:
-    if facts and value and value > facts.max_position_embeddings:
+def _within_model(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Refusal]:
+    length = config.model.max_seq_len
+    if facts and length and length > facts.max_position_embeddings:
         yield Refusal(
-            f"{name} = {value}",
+            f"model.max_seq_len = {length}",
             f"at most {facts.max_position_embeddings}, the max_position_embeddings of {facts.name}",
             f"set it to {facts.max_position_embeddings} or less, or take a model with a longer context",
         )

@@ -117,8 +117,6 @@ class ModelConfig(Section):
     """Dtype of logits, in the trainer and in vLLM; model = the dtype of inference, which rounds them."""
     max_seq_len: PositiveInt | None = None
     """Longest sequence (prompt and answer) in tokens; none = the model's own limit."""
-    attn: Literal["auto", "eager", "sdpa"] = "auto"
-    """Attention of the trainer; auto = sdpa."""
 
     def dtype_bytes(self, *, on_gpus: bool) -> int:
         """Returns the bytes of a number in the dtype in which trainer and replicas compute."""

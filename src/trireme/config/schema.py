@@ -89,11 +89,6 @@ class CommonConfig(Section, ABC):
     def label(self) -> str:
         """A word for what the run trains on; its default name begins with it."""
 
-    @property
-    @abstractmethod
-    def batch_size(self) -> int:
-        """Number of problems (`sft`: of examples) in a step."""
-
     def default_name(self, suffix: str) -> str:
         """Returns the name for a run that was given none, from its label, its model and `suffix`."""
         return f"{self.label}-{Path(self.model.name).name}-{suffix}"
@@ -153,20 +148,15 @@ class CommonConfig(Section, ABC):
             return self.seed
         return self.trainer.lora.seed
 
-    @property
-    def max_seq_len(self) -> int | None:
-        """The longest sequence, in tokens, that the configuration allows; None: only the model limits it."""
-        return self.model.max_seq_len
-
     def seq_limit(self, facts: ModelFacts | None) -> int | None:
         """Returns the longest sequence of the run in tokens: as configured, else the model's limit. None if both are
         unknown."""
-        return self.max_seq_len or (facts.max_position_embeddings if facts else None)
+        return self.model.max_seq_len or (facts.max_position_embeddings if facts else None)
 
     @property
     def normalization(self) -> Normalization:
         """How the losses of a substep's tokens are weighted."""
-        return Normalization(self.trainer.loss_normalization or "token_mean", self.max_seq_len)
+        return Normalization(self.trainer.loss_normalization or "token_mean", self.model.max_seq_len)
 
     @property
     def tokenizer_name(self) -> str:
@@ -214,10 +204,6 @@ class Config(CommonConfig):
         return "+".join(env.label for env in self.env)
 
     @property
-    def batch_size(self) -> int:
-        return self.orchestrator.batch_size
-
-    @property
     def max_steps_off_policy(self) -> int:
         return self.orchestrator.max_steps_off_policy
 
@@ -230,10 +216,6 @@ class Config(CommonConfig):
         if self.trainer.kl.coef:
             return self.trainer.kl.reference
         return None
-
-    @property
-    def max_seq_len(self) -> int | None:
-        return min((n for n in (self.model.max_seq_len, self.inference.max_model_len) if n), default=None)
 
     @property
     def loss_fn(self) -> str:

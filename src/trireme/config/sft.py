@@ -54,10 +54,6 @@ class SftConfig(CommonConfig):
     def label(self) -> str:
         return re.sub(r"[^\w.-]+", "-", Path(self.data.train).stem).strip("-.") or "data"
 
-    @property
-    def batch_size(self) -> int:
-        return self.data.batch_size
-
     def with_absolute_paths(self) -> Self:
         """Returns a copy in which the paths of models and of data are absolute, so that config.json is valid in any
         directory."""

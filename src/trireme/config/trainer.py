@@ -134,9 +134,6 @@ class CommonTrainer(Section):
     token_mean, and for gspo sequence_mean_token_mean."""
     learning_rate: PositiveFloat | Literal["auto"] = "auto"
     """Peak learning rate; auto = by hidden size, for Qwen and Llama models."""
-    reference_batch_size: PositiveInt | None = None
-    """The batch size that `learning_rate` suits: at another one it is scaled by the root of their ratio. none = it
-    suits the run's own."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or falling to 0 at max_steps."""
     warmup_steps: NonNegativeInt = 0

@@ -1,4 +1,4 @@
-"""Checks of the section `trainer`: learning rate, micro-batches, loss, KL penalty and LoRA."""
+"""Checks of the section `trainer`: learning rate, shared prefixes, loss, KL penalty and LoRA."""
 
 from __future__ import annotations
 
@@ -27,23 +27,11 @@ def trainer_refusals(config: CommonConfig, facts: ModelFacts | None) -> Iterator
             "set --model.max-seq-len",
         )
     yield from _lora(config, facts)
-    yield from _micro_batches(config)
+    yield from _shared_prefixes(config)
     yield from _learning_rate(config, facts)
 
 
-def _micro_batches(config: CommonConfig) -> Iterator[Refusal]:
-    if config.trainer.packing == "packed" and config.model.attn != "auto":
-        yield Refusal(
-            f"trainer.packing = packed with model.attn = {config.model.attn}",
-            "no choice of attention: packed rows are computed by an attention that knows where sequences end",
-            "leave --model.attn out, or set --trainer.packing rows",
-        )
-    if config.trainer.share_prefixes == "on" and config.model.attn != "auto":
-        yield Refusal(
-            f"trainer.share_prefixes = on with model.attn = {config.model.attn}",
-            "no choice of attention: shared prefixes are computed by an attention that knows where sequences branch",
-            "leave --model.attn out, or set --trainer.share-prefixes off",
-        )
+def _shared_prefixes(config: CommonConfig) -> Iterator[Refusal]:
     dropout = config.trainer.lora.dropout
     if config.trainer.share_prefixes == "on" and dropout:
         yield Refusal(

@@ -139,10 +139,10 @@ class InferencePart(Part):
 
     def _useful_cache(self, facts: ModelFacts) -> int:
         """Returns the bytes of KV cache that the engine can use on each GPU of a replica: blocks for the sequences that
-        it decodes at the same time, at full length, and for prefixes (`prefix_cache`). A larger cache would only
-        cost time, as vLLM looks at each block when it starts and at each update."""
-        inference = self.config.inference
-        return self._cache_of(facts, inference.most_gpu_sequences(self.gpu_bytes) * (1 + inference.prefix_cache))
+        it decodes at the same time, at full length, and the same again for prefixes of conversations that no sequence
+        is decoding. A larger cache would only cost time, as vLLM looks at each block when it starts and at each
+        update."""
+        return self._cache_of(facts, 2 * self.config.inference.most_gpu_sequences(self.gpu_bytes))
 
     def _sequence_cache(self, facts: ModelFacts) -> int:
         """Returns the bytes of KV cache with which vLLM starts: for one sequence on each GPU of a replica."""
@@ -151,7 +151,7 @@ class InferencePart(Part):
     def _cache_of(self, facts: ModelFacts, sequences: float) -> int:
         """Returns the bytes of KV cache on each GPU of a replica for `sequences` of full length: their blocks, and one
         block that vLLM keeps empty."""
-        length = self.config.inference.max_model_len or self.config.seq_limit(facts) or facts.max_position_embeddings
+        length = self.config.seq_limit(facts) or facts.max_position_embeddings
         blocks = int(sequences * -(-length // BLOCK_TOKENS)) + 1
         parts = max(1, min(self.ranks, facts.num_kv_heads))  # more ranks hold copies of a key head
         return blocks * BLOCK_TOKENS * facts.kv_values_per_token * self.dtype_bytes // parts
@@ -222,7 +222,7 @@ class InferencePart(Part):
         config, limit = self.config, self.config.seq_limit(self.facts)
         if self.recomputed_tokens is None or limit is None:
             return None
-        trained = config.batch_size * config.largest_group * limit / config.trainer.mesh.processes
+        trained = config.orchestrator.batch_size * config.largest_group * limit / config.trainer.mesh.processes
         return self.recomputed_tokens / config.inference.replicas / (FORWARD_PASSES * trained)
 
     @property
@@ -274,8 +274,8 @@ class InferencePart(Part):
             sequences = inference.most_gpu_sequences(self.gpu_bytes)
             return (
                 f"a replica {self.gpu_share:.1%} of {whose} instead of {inference.gpu_memory_utilization:.0%}, of "
-                f"which {room} KV cache: what {sequences:,} sequences of full length take, and "
-                f"{inference.prefix_cache:g} times that for prefixes"
+                f"which {room} KV cache: what {sequences:,} sequences of full length take, and as much again for "
+                "prefixes"
             )
         cache = int(self.config.inference.memory_gb * GIB)
         holds = cache // (facts.kv_values_per_token * self.dtype_bytes)

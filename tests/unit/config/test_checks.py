@@ -71,10 +71,6 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"inference": {**TWO, "replicas": 10**5}}, ["inference.replicas * inference.tensor_parallel = 100,000"]),
     (
-        {"trainer": {"packing": "packed", "share_prefixes": "on"}, "model": {"attn": "eager"}},
-        ["trainer.packing = packed with model.attn = eager", "trainer.share_prefixes = on with model.attn = eager"],
-    ),
-    (
         {"trainer": {"share_prefixes": "on", "lora": {"rank": 8, "dropout": 0.1}}},
         ["trainer.share_prefixes = on with trainer.lora.dropout = 0.1"],
     ),
@@ -106,14 +102,9 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"inference": {"sampling": {"max_tokens": 64}}}, ["shorter than the sequence"]),
     ({"eval": {"max_tokens": 64}}, ["lower --eval.max-tokens"]),
     ({"model": {"max_seq_len": 65}}, ["at most 64, the max_position_embeddings of m"]),
-    ({"inference": {"sampling": {"max_tokens": 10}, "max_model_len": 65}}, ["at most 64"]),
     (
         {"model": {"max_seq_len": 7}, "inference": {"sampling": {"max_tokens": 4}}},
         ["at least 8", "--model.max-seq-len 8"],
-    ),
-    (
-        {"model": {"max_seq_len": 32}, "inference": {"sampling": {"max_tokens": 10}, "max_model_len": 31}},
-        ["holds the longest sequence"],
     ),
 ]
 """Keys that exclude each other, or the model, and what the refusal names."""
@@ -132,7 +123,6 @@ ACCEPTED: list[dict[str, Any]] = [
     {"cluster": {"min_replicas": 2}, "inference": TWO},
     {"trainer": {"shards": 5_000, "replicate": 2}},
     {"trainer": {"packing": "packed"}},
-    {"trainer": {"packing": "auto"}, "model": {"attn": "eager"}},
 ]
 """The nearest ones that go together."""
 
@@ -308,13 +298,9 @@ def test_group_of_one(advantage: str) -> None:
     assert "--orchestrator.group-size" in text
 
 
-@pytest.mark.parametrize(
-    ("model", "engine", "facts", "limit"),
-    [(32, None, FACTS, 32), (None, 16, FACTS, 16), (None, None, FACTS, 64), (None, None, None, None)],
-)
-def test_seq_limit(model: int | None, engine: int | None, facts: ModelFacts | None, limit: int | None) -> None:
-    inference = {"max_model_len": engine, "sampling": {"max_tokens": 10}}
-    assert config(model={"name": "m", "max_seq_len": model}, inference=inference).seq_limit(facts) == limit
+@pytest.mark.parametrize(("model", "facts", "limit"), [(32, FACTS, 32), (None, FACTS, 64), (None, None, None)])
+def test_seq_limit(model: int | None, facts: ModelFacts | None, limit: int | None) -> None:
+    assert config(model={"name": "m", "max_seq_len": model}).seq_limit(facts) == limit
 
 
 def test_several_reasons_at_once() -> None:

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import sft_support
 
 from trainer.schedule import get_lr, learning_rate_schedule, lr_at, scale_lr
 from trireme.config import Config
@@ -40,14 +39,6 @@ def test_other_families_ask_for_a_number():
 
 def test_scale_lr_goes_by_the_root():
     assert scale_lr(1e-4, 64, 16) == pytest.approx(2e-4)
-
-
-def test_a_learning_rate_for_another_batch_size_is_scaled_to_the_runs():
-    sizes = {"orchestrator": {"batch_size": 64}, "inference": {"sampling": {"max_tokens": 8}}}
-    trainer = {"learning_rate": 1e-4, "reference_batch_size": 16}
-    rl = Config.model_validate({"model": {"name": "m"}, "env": {"id": "sort"}, "trainer": trainer, **sizes})
-    sft = sft_support.config(data__batch_size=4, trainer__learning_rate=1e-4, trainer__reference_batch_size=16)
-    assert [learning_rate_schedule(c, "qwen3", 8)(0) for c in (rl, sft)] == pytest.approx([2e-4, 5e-5])
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
