@@ -4,9 +4,9 @@ Queries are a datum's own tokens. Keys and values are those along its path, gath
 many keys as in flat training. The mask is causal, aligned at the bottom right: the last query sees every key.
 
 It is one operator for autograd and the compiler. The gathered keys are not kept: the backward pass gathers them again,
-and adds their gradients in a fixed order. On GPUs it runs PyTorch's variable-length kernel once, with different bounds
-for queries and keys. On CPUs it runs the kernel behind `scaled_dot_product_attention`, once for all datums of the same
-sizes, with a mask for one datum of these sizes.
+and adds their gradients in a fixed order, in float32. On GPUs it runs PyTorch's variable-length kernel once, with
+different bounds for queries and keys. On CPUs it runs the kernel behind `scaled_dot_product_attention`, once for all
+datums of the same sizes, with a mask for one datum of these sizes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def shared_attention(
     `query` [Q, heads, dim], `key` and `value` [Q, key heads, dim]. `path`, `own_starts`, `starts`, `longest_own` and
     `longest`: as in `trainer.shared_rows.SharedRow`. `window`: how many tokens a token sees at most, itself included.
     """
-    if query.device.type == "cuda":
+    if _on_gpu(query):
         lengths = own_starts, starts, longest_own, longest
         options: dict[str, Any] = {"scale": scale, "window_size": _bounds(window), "enable_gqa": True}
         outputs = varlen_attn(query, key[path], value[path], *lengths, return_aux=AuxRequest(lse=True), **options)
@@ -74,28 +74,35 @@ def shared_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients by query, key and value, from `grad`, the gradient by the output. `out` and `normalizers`:
     the outputs of `shared_attention`."""
-    grad_query = torch.zeros_like(query)
-    grad_key = torch.zeros_like(key)
-    grad_value = torch.zeros_like(value)
-    if query.device.type == "cuda":
+    # A key's gradient is a sum over all datums with this key: in 16 bits each of their terms would round it.
+    grad_key = torch.zeros_like(key, dtype=torch.float32)
+    grad_value = torch.zeros_like(value, dtype=torch.float32)
+    if _on_gpu(query):
         bounds = _bounds(window)
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
         lengths = own_starts, starts, longest_own, longest
         options = (bounds == (-1, 0), no_dropout, scale, list(bounds))
-        gathered = query, key[path], value[path], out, normalizers
-        grads = torch.ops.torch_attn._varlen_attn_backward(grad, *gathered, *lengths, *options)
+        grad_query, *grads = torch.ops.torch_attn._varlen_attn_backward(
+            grad, query, key[path], value[path], out, normalizers, *lengths, *options
+        )
         # With repeated places this sorts them first, so that sums have one order; index_add_ has not.
-        grad_key.index_put_((path,), grads[1], accumulate=True)
-        grad_value.index_put_((path,), grads[2], accumulate=True)
-        return grads[0], grad_key, grad_value
+        grad_key.index_put_((path,), grads[0].float(), accumulate=True)
+        grad_value.index_put_((path,), grads[1].float(), accumulate=True)
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+    grad_query = torch.zeros_like(query)
     for queries, keys, mask in _groups(query, path, own_starts, starts, window):
         states = (_by_head(query[queries]), _by_head(key[keys]), _by_head(value[keys]))
         saved = _by_head(out[queries]), normalizers[queries].transpose(1, 2).contiguous()
         grads = flash_on_cpu_backward(_by_head(grad[queries]), *states, *saved, 0.0, False, attn_mask=mask, scale=scale)
         grad_query[queries] = _by_head(grads[0])
-        grad_key.index_add_(0, keys.flatten(), _by_head(grads[1]).flatten(0, 1))
-        grad_value.index_add_(0, keys.flatten(), _by_head(grads[2]).flatten(0, 1))
-    return grad_query, grad_key, grad_value
+        grad_key.index_add_(0, keys.flatten(), _by_head(grads[1]).flatten(0, 1).float())
+        grad_value.index_add_(0, keys.flatten(), _by_head(grads[2]).flatten(0, 1).float())
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _on_gpu(query: Tensor) -> bool:
+    """Returns True if PyTorch's variable-length kernel computes the attention of `query`."""
+    return query.device.type == "cuda"
 
 
 def _groups(
@@ -136,7 +143,7 @@ def _bounds(window: int | None) -> tuple[int, int]:
 
 @shared_attention.register_fake
 def _shapes(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    if query.device.type == "cuda":
+    if _on_gpu(query):
         return torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
     return torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
 

@@ -1,10 +1,13 @@
 """What a shard computes with shared prefixes is what it computes with each sequence whole."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_support import kernel_on_cpus
 from prefix_support import (
     check_same_gradients,
     datum,
@@ -20,12 +23,12 @@ from trainer_support import VOCAB, make_model
 from transformers import MistralConfig, MistralForCausalLM
 
 from memory import PASS, LiveBytes
-from trainer import proof
+from trainer import model, proof
 from trainer.batching import scatter_outputs
 from trireme.core.batch import BatchPart
 from trireme.core.errors import BadInput
 from trireme.core.types import AdamParams, TokenBatch
-from trireme.plan.memory import PLACE_BYTES
+from trireme.plan.memory import PLACE_BYTES, ModelMemory
 
 LORA = {"rank": 4, "alpha": 8.0}
 MODELS = {
@@ -92,6 +95,22 @@ def test_log_probabilities_and_gradients_are_those_of_whole_sequences(shard, sou
     check_same_gradients(results["off", False][1], results["off", True][1])
 
 
+@pytest.mark.parametrize("source", ["qwen3-tied", "mistral-window"], indirect=True)
+def test_what_runs_on_gpus_computes_the_same(shard, source):
+    """PyTorch's attention for GPUs, around another kernel."""
+    batch = make_forest()
+    results = []
+    for device in (nullcontext(), kernel_on_cpus()):
+        with device:
+            one = make(shard, source, share_prefixes="on")
+            output = one.forward_backward(batch, "ppo", {}, None)
+            results.append((output.logprobs, gradients_of(one)))
+    (logprobs, gradients), (on_gpu, gradients_on_gpu) = results
+    np.testing.assert_allclose(on_gpu, logprobs, atol=1e-5)
+    assert on_gpu.tobytes() != logprobs.tobytes(), "it was another kernel"
+    check_same_gradients(gradients_on_gpu, gradients)
+
+
 def test_the_margin_of_experts_is_that_of_the_closest_token(shard, tmp_path):
     one = shard(make_model(tmp_path / "model", "qwen3_moe", False), trainer__share_prefixes="off")
     batch = make_forest()
@@ -133,6 +152,26 @@ def test_layers_that_are_computed_again_compute_the_same(shard, monkeypatch):
     one = shard(trainer={"share_prefixes": "on", "checkpointing": True})
     one.forward_backward(batch, "ppo", {}, None)
     check_same_gradients(gradients_of(one), flat)
+
+
+def test_layers_are_computed_again_for_too_many_distinct_tokens(shard, monkeypatch):
+    """Tokens that several sequences share count once."""
+    batch = make_forest()
+    forest = batch.find_forest()
+    distinct = int((forest.lengths - forest.shared).sum())
+    again = []
+
+    def counting(forward, hidden, *args, use_reentrant, **kwargs):
+        again.append(hidden.shape[1])
+        return forward(hidden, *args, **kwargs)
+
+    monkeypatch.setattr(model, "checkpoint", counting)
+    for most, expected in ((distinct, []), (distinct - 1, [distinct] * 2)):
+        monkeypatch.setattr(ModelMemory, "kept_tokens", lambda *_, most=most: most)
+        one = shard(trainer__share_prefixes="on")
+        again.clear()
+        one.forward(batch)
+        assert again == expected
 
 
 def test_equal_steps_have_the_same_bits_also_after_a_resume(shard, tmp_path):

@@ -6,7 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from kernel_support import kernel_on_cpus
 from model_support import FACTS
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention import varlen
 
 from memory import PASS, LiveBytes
@@ -38,6 +40,20 @@ def whole(row, query, key, value, window):
     return out[np.concatenate(own)]
 
 
+@pytest.fixture(params=["cpu", "gpu"])
+def _device(request):
+    """The code for GPUs runs around another kernel, in float64, with the same arguments and results."""
+    if request.param == "cpu":
+        yield
+    else:
+        with kernel_on_cpus():
+            yield
+
+
+on_devices = pytest.mark.usefixtures("_device")
+
+
+@on_devices
 @pytest.mark.parametrize("key_heads", [2, 4])
 @pytest.mark.parametrize("window", [None, 3, 1])
 def test_outputs_and_gradients_are_those_of_whole_datums(window, key_heads):
@@ -52,11 +68,23 @@ def test_outputs_and_gradients_are_those_of_whole_datums(window, key_heads):
         torch.testing.assert_close(gradient, other, rtol=0, atol=5e-6)
 
 
+@on_devices
+@pytest.mark.parametrize("scale", [None, 0.2])
+def test_scores_are_scaled_by_the_given_factor(scale):
+    row = SharedRow(OFFSETS, np.arange(5), SHARED)
+    query, key, value = states(row)
+    out, _ = shared_attention(query, key, value, *arguments(row), None, scale)
+    factor = 1 if scale is None else scale * 16**0.5
+    torch.testing.assert_close(out, whole(row, factor * query, key, value, None), rtol=0, atol=2e-6)
+
+
+@on_devices
 def test_it_is_one_operator_for_autograd_and_the_compiler():
     row = SharedRow(OFFSETS, np.arange(5), SHARED)
     torch.library.opcheck(shared_attention, (*states(row), *arguments(row), 3, 0.2))
 
 
+@on_devices
 def test_gathered_keys_are_not_kept_for_the_backward_pass():
     row = SharedRow(OFFSETS, np.arange(5), SHARED)
     kept = []
@@ -69,7 +97,23 @@ def test_gathered_keys_are_not_kept_for_the_backward_pass():
         shared_attention(*states(row), *arguments(row), None, None)
     floats = [shape for shape in kept if len(shape) > 1]
     assert floats
-    assert {shape[0] for shape in floats} == {len(row.index)}, "distinct tokens"
+    assert {max(shape) for shape in floats} == {len(row.index)}, "distinct tokens"
+
+
+@on_devices
+def test_in_16_bits_the_gradients_of_many_branches_are_summed_in_float32():
+    """Of 128 branches with 1 to 128 tokens of their own after 20 common ones."""
+    branches = 128
+    offsets = np.cumsum([0, *range(21, 21 + branches)])
+    row = SharedRow(offsets, np.arange(branches), [0] + [20] * (branches - 1))
+    inputs = [state.detach().bfloat16().requires_grad_() for state in states(row)]
+    exact = [state.detach().float().requires_grad_() for state in inputs]
+    rounded, _ = shared_attention(*inputs, *arguments(row), None, None)
+    expected, _ = shared_attention(*exact, *arguments(row), None, None)
+    upstream = torch.ones_like(expected)
+    gradients = torch.autograd.grad(rounded, inputs, upstream.bfloat16())
+    for gradient, other in zip(gradients[1:], torch.autograd.grad(expected, exact, upstream)[1:], strict=True):
+        assert (gradient - other)[:20].norm() < 0.004 * other[:20].norm()
 
 
 def test_the_plan_knows_the_bytes_of_gathered_keys():
@@ -102,3 +146,18 @@ def test_the_kernel_of_gpus_has_the_arguments_with_which_it_is_called():
     forward = list(inspect.signature(varlen.varlen_attn).parameters)
     assert forward[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
     assert {"return_aux", "scale", "window_size", "enable_gqa"} <= set(forward)
+    assert not varlen._should_use_cudnn(0), "cuDNN knows no windows and no groups of query heads"
+
+
+def test_the_compiler_knows_the_sizes_of_the_kernel_of_gpus():
+    """Its docstring has [tokens, heads] for the logarithms, but they are [heads, tokens]."""
+    row = SharedRow(OFFSETS, np.arange(5), SHARED)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        query, key, value = (state.detach().to("cuda", torch.bfloat16) for state in states(row))
+        path, *bounds = (value.cuda() if torch.is_tensor(value) else value for value in arguments(row))
+        computed = shared_attention(query, key, value, path, *bounds, None, None)
+        options = {"return_aux": varlen.AuxRequest(lse=True), "enable_gqa": True}
+        kernel = varlen.varlen_attn(query, key[path], value[path], *bounds, **options)
+        shapes = [[(tensor.shape, tensor.dtype) for tensor in outputs] for outputs in (computed, kernel)]
+    assert shapes[0] == shapes[1]
+    assert shapes[0][1] == ((4, len(row.index)), torch.float32)
