@@ -50,24 +50,25 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_head
 
 def _try_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> None:
     """Computes two short random sequences, with gradients, packed and with a common prefix, by the kernel and by
-    `masked_attention` in float32. Raises RuntimeError if they differ by more than the rounding of 16 bits."""
+    `masked_attention` in float32. With a prefix, a third sequence is the first one again, and has no query. Raises
+    RuntimeError if they differ by more than the rounding of 16 bits."""
     longest = 13
-    starts = torch.tensor([0, 13, 24], dtype=torch.int32, device=device)
-    own_starts = torch.tensor([0, 13, 17], dtype=torch.int32, device=device)
-    path = torch.tensor([*range(13), *range(7), *range(13, 17)], device=device)
+    starts = torch.tensor([0, 13, 24, 37], dtype=torch.int32, device=device)
+    own_starts = torch.tensor([0, 13, 17, 17], dtype=torch.int32, device=device)
+    path = torch.tensor([*range(13), *range(7), *range(13, 17), *range(13)], device=device)
     own_places = torch.tensor([*range(13), *range(20, 24)], device=device)  # in the path
 
     def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _run_kernel(q, k, v, starts, longest, (-1, 0), None)
+        return _run_kernel(q, k, v, starts[:3], longest, (-1, 0), None)
 
     def shared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return shared_attention(q, k, v, path, own_starts, starts, longest, longest, None, None)[0]
 
     def exactly_packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return masked_attention(q, k, v, starts, None)
+        return masked_attention(q, k, v, starts[:3], None)
 
     def exactly_shared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return exactly_packed(q[path], k[path], v[path])[own_places]
+        return masked_attention(q[path], k[path], v[path], starts, None)[own_places]
 
     generator = torch.Generator(device).manual_seed(0)
     for kernel, exactly, tokens in ((packed, exactly_packed, 24), (shared, exactly_shared, 17)):
