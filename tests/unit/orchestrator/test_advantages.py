@@ -16,11 +16,14 @@ from orchestrator.advantages import (
     build_minibatch,
     compute_advantages,
     is_constant,
+    keep_whole,
 )
 from orchestrator.ledger import Group
 from orchestrator.trajectory import Trajectory, Transition
 from trireme.config.orchestrator import AdvantageKind, OrchestratorConfig
+from trireme.core.batch import Batch, LayOut
 from trireme.core.normalization import LossNormalization, Normalization
+from trireme.core.prefixes import Forest, Numbers
 from trireme.core.types import Minibatch, WeightIdentity
 
 VECTORS = json.loads((Path(__file__).parents[2] / "oracles" / "vectors.json").read_text())
@@ -161,6 +164,26 @@ def test_a_minibatch_says_where_it_comes_from() -> None:
     assert minibatch.provenance.floors.tolist() == [3, 3, 3, 4, 4]
     assert [i.version for i in minibatch.provenance.identities] == [3, 4, 5]
     assert (minibatch.num_groups, minibatch.divisor, len(minibatch.batch)) == (2, 8, 5)
+
+
+def test_prefixes_are_shared_within_a_group() -> None:
+    """By both answers to a prompt, and by the turn after the first; not by another group with the same prompt."""
+    prompt = list(range(20))
+    turns = [transition(prompt, [30, 31]), transition([*prompt, 9], [32])]
+    answers = (trajectory(turns), trajectory(turns[:1]))
+    scored_P = [ScoredGroup(Group(number, "a", floor=3), answers, (0.0, 1.0), ({}, {}), (), 1.0) for number in (0, 1)]
+    forests = []
+
+    def keep(forest: Forest, sequences: Numbers, lay_out: LayOut) -> Batch:
+        forests.append(forest)
+        return keep_whole(forest, sequences, lay_out)
+
+    options = OrchestratorConfig(batch_size=4)
+    build_minibatch(5, scored_P, options, Normalization("token_mean", 8), last=True, keep=keep)
+    [forest] = forests
+    assert forest.lengths.tolist() == [21] * 6
+    assert forest.order.tolist() == [1, 0, 2, 4, 3, 5]
+    assert forest.shared.tolist() == [0, 20, 21] * 2
 
 
 def test_a_rollout_weighs_as_one_in_however_many_datums_it_is() -> None:

@@ -238,6 +238,17 @@ def test_a_tree_stays_on_a_rank_unless_it_costs_more_than_a_rank_s_mean():
     assert [[tree.shared.tolist() for tree in trees] for trees in trees_R] == [[[0, 100, 100, 100]]] * 2, "cut in two"
 
 
+def test_a_datum_costs_what_its_own_tokens_do():
+    """Of n tokens, s of which are another's: (n - s) a + n^2 - s^2. Two halves of a tree both compute the prefix."""
+    tails = [np.array([*range(100), *[n] * 50], np.int32) for n in range(4)]
+    alone = 100 * ATTENTION + 100**2
+    own = 50 * ATTENTION + 150**2 - 100**2
+    for num_ranks, costs in ((1, [alone + 4 * own]), (2, [alone + 2 * own] * 2)):
+        trees, cost_N = RankAssignment(num_ranks, ATTENTION, "on")._cut_trees(Forest.find(tails))
+        assert cost_N.tolist() == costs
+        assert [len(tree.datums) for tree in trees] == [4 // num_ranks] * num_ranks
+
+
 def test_halves_of_unequal_cost_are_not_cut_again():
     tails = [np.array([*range(100), *[n] * end], np.int32) for n, end in enumerate((50, 45, 55, 48, 52, 60))]
     trees_R = RankAssignment(2, FAR, "on").trees(Forest.find(tails))
