@@ -112,8 +112,9 @@ def end_shard() -> None:
         torch.cuda.empty_cache()
 
 
-def make_batch(lengths: Sequence[int], vocabulary: int, temperature: float = 0.7) -> TokenBatch:
-    """Returns random datums of these lengths; the first token of each is masked."""
+def make_batch(lengths: Sequence[int], vocabulary: int, temperature: float = 0.7, prefix: int = 0) -> TokenBatch:
+    """Returns random datums of these lengths; the first token of each is masked. All begin with the first `prefix`
+    tokens of the first datum, or with as many as they have."""
     from trireme.core.types import TokenBatch
 
     rng = np.random.default_rng(0)
@@ -128,6 +129,9 @@ def make_batch(lengths: Sequence[int], vocabulary: int, temperature: float = 0.7
         "advantages": (rng.normal(size=tokens) * mask).astype(np.float32),
     }
     ids = rng.integers(0, vocabulary, tokens).astype(np.int32)
+    for start, length in zip(offsets[:-1], lengths, strict=True):
+        shared = min(prefix, length)
+        ids[start : start + shared] = ids[:shared]
     return TokenBatch(ids, offsets, columns, np.full(len(lengths), temperature, np.float32))
 
 

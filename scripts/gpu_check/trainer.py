@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from trireme.core.types import TokenBatch
 
 LENGTHS = (30, 3, 3, 4, 5, 29, 7, 1)
+PREFIX = 20
+"""Tokens with which all sequences begin, if they are as long; fewer common tokens are never shared."""
 LOGPROB_BOUNDS = {"small": 0.06, "small with experts": 0.2}
 """In bfloat16 against float32, on random models of two layers: the largest difference of a log-probability, in nats.
 Where two experts are as good as equal, rounding chooses."""
@@ -32,25 +34,39 @@ NORM_BOUND = 0.05
 """The least cosine of the gradients, and the share by which their norms may differ."""
 ATTENTION_BOUND = 0.03
 ATTENTION_GRADIENT_BOUND = 0.02
+ATTENTION_LENGTHS = (170, 200, 40, 3, 300, 1)
+NOTHING_SHARED = (0,) * len(ATTENTION_LENGTHS)
+ATTENTION_SHARED = (0, 150, 40, 3, 2, 1)
+"""With how many tokens of the sequence before it each begins. Some have no token of their own."""
 WAYS: dict[str, dict[str, object]] = {
     "packed": {"trainer__packing": "packed"},
     "rows": {"trainer__packing": "rows"},
     "checkpointing": {"trainer__checkpointing": True},
     "uncompiled": {"trainer__compile": False},
     "uncompiled, checkpointing": {"trainer__compile": False, "trainer__checkpointing": True},
+    "shared prefixes": {"trainer__share_prefixes": "on"},
+    "shared prefixes, uncompiled": {"trainer__share_prefixes": "on", "trainer__compile": False},
     "offload": {"trainer__offload": "cpu"},
     "master in bfloat16": {"trainer__master_dtype": "bfloat16"},
 }
 """Ways to compute the same step."""
 ONLY_GPU = {
     "offload": "there is nothing to offload",
-    **dict.fromkeys(("uncompiled", "uncompiled, checkpointing"), "nothing is compiled on CPUs"),
+    **dict.fromkeys(
+        ("uncompiled", "uncompiled, checkpointing", "shared prefixes, uncompiled"), "nothing is compiled on CPUs"
+    ),
 }
 """Ways that show nothing on CPUs, and why."""
 TOKENS = 16384
 SEQUENCES = 8
 WARM_UP = 2
 REPEATS = 4
+GROUP = (16, 2000, 200)
+SMALL_GROUP = (8, 80, 8)
+"""Answers to a prompt, its tokens, and those of an answer."""
+TARGET_SPEEDUP = 3.5
+"""Seconds of a step with each answer whole, over those with the prompt of GROUP computed once. Distinct tokens are 6.8
+times fewer."""
 TARGET_SUMS_MS = 40.0
 """For 16 GB of weights on an H100."""
 GIB = 2**30
@@ -104,34 +120,43 @@ def _seconds(work: Callable[[], object], times: int) -> float:
 # ------------------------------------------------------------------------------------------------------------ numbers
 
 
-def check_attention(device: str, window: int | None) -> Figures:
-    """Compares packed rows (on GPUs the variable-length kernel in bfloat16) with each sequence alone, in float32:
-    outputs and gradients. Raises Failed."""
+def check_attention(device: str, window: int | None, shared: Sequence[int] = NOTHING_SHARED) -> Figures:
+    """Compares sequences of ATTENTION_LENGTHS in a packed row, or in a row of distinct tokens if they share any (on
+    GPUs by the variable-length kernel in bfloat16), with each sequence alone, in float32: outputs and gradients.
+    `shared`: with how many tokens of the sequence before it each begins. Raises Failed."""
     import torch
 
     from trainer.attention import packed_attention
+    from trainer.shared_rows import SharedRow
 
     on_gpu = device == "gpu"
-    lengths = [17, 40, 3, 100, 1]
     dtype, device_type = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
-    starts = torch.tensor([0, *lengths]).cumsum(0).to(device_type, torch.int32)
+    row = SharedRow(np.cumsum([0, *ATTENTION_LENGTHS]), np.arange(len(ATTENTION_LENGTHS)), shared)
+    sequences = row.arguments(lambda values: torch.from_numpy(values).to(device_type))
+    path = sequences["path"]
+    added = np.unique(row.path, return_index=True)[1]  # the places along the path of the row's tokens
+    if not any(shared):
+        del sequences["path"]
     torch.manual_seed(0)
     query, key, value = (
-        torch.randn(1, heads, sum(lengths), 64, device=device_type, dtype=dtype, requires_grad=True)
+        torch.randn(1, heads, len(row.index), 64, device=device_type, dtype=dtype, requires_grad=True)
         for heads in (8, 2, 2)
     )
     out, _ = packed_attention(
-        torch.nn.Module(), query, key, value, None, scaling=0.125, sliding_window=window, cu_seq_lens_q=starts,
-        max_length_q=max(lengths),
-    )  # fmt: skip
-    exact = _attention_alone([t.float()[0].split(lengths, 1) for t in (query, key, value)], window)
+        torch.nn.Module(), query, key, value, None, scaling=0.125, sliding_window=window, **sequences
+    )
+    exact = _attention_alone([t.float()[0, :, path].split(ATTENTION_LENGTHS, 1) for t in (query, key, value)], window)
+    exact = exact[torch.from_numpy(added).to(device_type)]
     upstream = torch.randn_like(exact)
     got = torch.autograd.grad(out[0], (query, key, value), upstream.to(dtype))
     exact_gradients = torch.autograd.grad(exact, (query, key, value), upstream)
     moved = [
         float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(got, exact_gradients, strict=True)
     ]
-    figures = {"largest difference": float((out[0].float() - exact).abs().max()), "of gradients, relative": max(moved)}
+    figures = {
+        "largest difference": float((out[0].float() - exact).detach().abs().max()),
+        "of gradients, relative": max(moved),
+    }
     _within(figures, {"largest difference": ATTENTION_BOUND, "of gradients, relative": ATTENTION_GRADIENT_BOUND})
     return figures
 
@@ -168,15 +193,21 @@ class Step:
 
 
 def make_step(model: str, device: str, **options: object) -> Step:
-    """Makes a shard of `model` go through a step: logprobs, gradient, update, and publication."""
+    """Makes a shard of `model` go through a step: logprobs, gradient, update, and publication. Prefixes are shared only
+    if `options` say so. Raises Failed."""
     import torch
 
     from trainer.batching import scatter_outputs
     from trireme.core.types import AdamParams
 
-    shard = make_shard(make_config(model, device, **{"trainer__micro_batch_tokens": 40, **options}))
+    defaults = {"trainer__micro_batch_tokens": 40, "trainer__share_prefixes": "off"}
+    config = make_config(model, device, **(defaults | options))
+    shard = make_shard(config)
     batch = parity_batch()
     output = shard.forward_backward(batch, "importance_sampling", {}, None)
+    if (output.distinct < output.tokens) != (config.trainer.share_prefixes == "on"):
+        share = config.trainer.share_prefixes
+        raise Failed(f"{output.distinct} of {output.tokens} tokens were computed, with share_prefixes = {share}")
     gradient = torch.cat([p.grad.full_tensor().flatten().float().cpu() for p in shard._parameters])
     norm = shard.optim_step(AdamParams(learning_rate=1e-3), 50.0).metrics["grad_norm"]
     published = shard.publish_weights(1)
@@ -186,7 +217,7 @@ def make_step(model: str, device: str, **options: object) -> Step:
 
 
 def parity_batch() -> TokenBatch:
-    return make_batch(LENGTHS, SHAPES["small"]["vocab_size"])
+    return make_batch(LENGTHS, SHAPES["small"]["vocab_size"], prefix=PREFIX)
 
 
 def logprobs_by_hugging_face(model: str) -> np.ndarray:
@@ -270,24 +301,28 @@ def _way(way: str, context: Context) -> Figures:
     return check_way(context.memory["exact"], context.device, way)
 
 
-def _attention(context: Context) -> Figures:
+def _attention(context: Context, shared: Sequence[int] = NOTHING_SHARED) -> Figures:
     figures: dict[str, float] = {}
     for window in (None, 8):
         name = f", window {window}" if window else ""
-        figures |= {f"{figure}{name}": value for figure, value in check_attention(context.device, window).items()}
+        compared = check_attention(context.device, window, shared)
+        figures |= {f"{figure}{name}": value for figure, value in compared.items()}
     return figures
 
 
-def _waits(context: Context) -> Figures:
-    """Counts how often the host waits for the GPU in a pass, as far as PyTorch sees it. Raises Failed for more than two
-    waits for each further micro-batch."""
+def _waits(prefix: int, context: Context) -> Figures:
+    """Counts how often the host waits for the GPU in a pass over sequences that begin with the same `prefix` tokens, as
+    far as PyTorch sees it. Raises Failed for more than two waits for each further micro-batch."""
     import torch
 
-    config = make_config(_model("small", context), "gpu", model__dtype="bfloat16", trainer__micro_batch_tokens=128)
+    config = make_config(
+        _model("small", context), "gpu", model__dtype="bfloat16", trainer__micro_batch_size=2,
+        trainer__share_prefixes="on",
+    )  # fmt: skip
     shard = make_shard(config)
     counts = []
     for micro_batches in (1, 5):
-        batch = make_batch([64, 64] * micro_batches, SHAPES["small"]["vocab_size"])
+        batch = make_batch([64, 64] * micro_batches, SHAPES["small"]["vocab_size"], prefix=prefix)
         shard.forward_backward(batch, "ppo", {}, None)  # what comes first may compile something
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -368,6 +403,49 @@ def _speed(shape: str, compiled: bool, context: Context) -> Figures:
     return figures
 
 
+def _group(context: Context) -> Figures:
+    """Trains answers to one prompt, which is computed once or for each answer."""
+    context.need_time(60, "training it both ways")
+    shape, sizes = ("0.6b", GROUP) if context.on_gpu else ("small", SMALL_GROUP)
+    return check_group(_model(shape, context), shape, context.device, sizes)
+
+
+def check_group(model: str, shape: str, device: str, sizes: tuple[int, int, int]) -> Figures:
+    """Compares a step over answers to a prompt that is computed once with one that computes it for each answer:
+    log-probabilities, the gradient's norm, and seconds. `sizes`: as GROUP. Raises Failed."""
+    from trainer.batching import scatter_outputs
+    from trireme.core.types import AdamParams
+
+    answers, prompt, answer = sizes
+    batch = make_batch([prompt + answer] * answers, SHAPES[shape]["vocab_size"], temperature=1.0, prefix=prompt)
+    logprobs: list[np.ndarray] = []
+    norms: list[float] = []
+    tokens: list[int] = []
+    seconds: list[float] = []
+    for share in ("off", "on"):
+        shard = make_shard(make_config(model, device, model__dtype="bfloat16", trainer__share_prefixes=share))
+        output = shard.forward_backward(batch, "importance_sampling", {}, None)
+        logprobs.append(scatter_outputs(batch, [output]))
+        norms.append(shard.optim_step(AdamParams(learning_rate=0.0), 1.0).metrics["grad_norm"])
+        tokens.append(output.distinct)
+        seconds.append(median_step(shard, batch, WARM_UP, REPEATS)[0])
+        tolerance = shard.proof.model.tolerance
+        del shard  # its memory is for the next one
+    figures = {
+        "largest difference of logprobs": float(np.abs(logprobs[1] - logprobs[0]).max()),
+        "norm, relative": abs(norms[1] / norms[0] - 1),
+        "tokens, whole over shared": tokens[0] / tokens[1],
+        "s/step, whole": seconds[0],
+        "s/step, shared": seconds[1],
+        "whole over shared": seconds[0] / seconds[1],
+    }
+    # Both have rounding errors, which may be larger than in the few tokens of the proof.
+    _within(figures, {"largest difference of logprobs": 2 * tolerance, "norm, relative": NORM_BOUND})
+    if device == "gpu" and figures["whole over shared"] < TARGET_SPEEDUP:
+        figures["below the target of"] = TARGET_SPEEDUP
+    return figures
+
+
 def _model(shape: str, context: Context) -> str:
     """Returns the directory of a random model, made once."""
     directory = context.directory / shape
@@ -397,10 +475,12 @@ def _planned(config: Config, context: Context) -> int:
     return planned
 
 
+NO_WAITS = "there is nothing to wait for"
 NEEDS = ("torch", "transformers", "pydantic", "peft", "xxhash", "numba")
 CHECKS: tuple[Check, ...] = (
     Check("the machine", _machine, NEEDS),
     Check("attention of packed rows", _attention, NEEDS),
+    Check("attention over shared prefixes", partial(_attention, shared=ATTENTION_SHARED), NEEDS),
     Check("rows in float32 against Hugging Face", _in_float32, NEEDS),
     *(
         Check(
@@ -411,7 +491,8 @@ CHECKS: tuple[Check, ...] = (
         )
         for way in WAYS
     ),
-    Check("waits of the host", _waits, NEEDS, only_gpu="there is nothing to wait for"),
+    Check("waits of the host", partial(_waits, 0), NEEDS, only_gpu=NO_WAITS),
+    Check("waits of the host with shared prefixes", partial(_waits, 48), NEEDS, only_gpu=NO_WAITS),
     Check("sums of published tensors", _sums, NEEDS),
     Check("0.6B: speed and memory", partial(_speed, "0.6b", False), NEEDS),
     Check(
@@ -420,5 +501,6 @@ CHECKS: tuple[Check, ...] = (
         NEEDS,
         only_gpu="for CPUs another compiler makes other code, in minutes",
     ),
+    Check("0.6B: 16 answers to a prompt that is computed once", _group, NEEDS),
     Check("4B: speed and memory", partial(_speed, "4b", False), NEEDS, only_gpu="it is too large"),
 )
