@@ -179,9 +179,13 @@ class ModelMemory:
 
     def flat(self, tokens: int) -> int:
         """Returns the most bytes of `ShardMemory.flat`, for a micro-batch of `tokens` distinct tokens. On a CPU keys
-        are gathered for datums of the same sizes at a time only."""
+        are gathered for datums of the same sizes at a time only. On a GPU, FlashAttention 2 makes the gradients of keys
+        and values for each query head, before it adds those of heads with the same key."""
         facts = self.facts
-        keys = 4 * facts.num_kv_heads * facts.head_dim * self.dtype_bytes
+        heads = 4 * facts.num_kv_heads
+        if self.on_gpus and facts.num_heads != facts.num_kv_heads:
+            heads += 2 * facts.num_heads
+        keys = heads * facts.head_dim * self.dtype_bytes
         return FLAT_TOKENS * tokens * (keys + PLACE_BYTES)
 
     @property

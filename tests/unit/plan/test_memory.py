@@ -106,14 +106,22 @@ def test_the_room_goes_to_activations_first_and_then_to_the_whole_model() -> Non
 
 
 def test_with_shared_prefixes_columns_and_the_keys_of_a_layer_are_those_of_all_datums() -> None:
-    """Keys and values and their gradients, for eight tokens of all datums for each distinct one."""
+    """Keys and values and their gradients, for eight tokens of all datums for each distinct one. On GPUs gradients are
+    made for each query head first, if several read a key."""
     memory = ModelMemory(FACTS, 2, on_gpus=True)
+    keys = FACTS.num_kv_heads * FACTS.head_dim * 2
+    assert FACTS.num_heads > FACTS.num_kv_heads
     on, off, dropout = (
         memory.shard(TrainerConfig.model_validate(options), 10, 0, 2**40)
         for options in ({}, {"share_prefixes": "off"}, {"lora": {"rank": 8, "dropout": 0.1}})
     )
-    assert on.flat == on.total - off.total == 8 * 10 * (4 * FACTS.num_kv_heads * FACTS.head_dim * 2 + PLACE_BYTES)
+    of_queries = 2 * FACTS.num_heads * FACTS.head_dim * 2
+    assert on.flat == on.total - off.total == 8 * 10 * (4 * keys + of_queries + PLACE_BYTES)
     assert dropout.flat == 0
+    each_its_own = replace(FACTS, num_kv_heads=FACTS.num_heads)
+    for facts, on_gpus in ((FACTS, False), (each_its_own, True)):
+        keys = facts.num_kv_heads * facts.head_dim * 2
+        assert ModelMemory(facts, 2, on_gpus).flat(10) == 8 * 10 * (4 * keys + PLACE_BYTES)
 
 
 def test_logits_are_those_of_a_chunk_or_of_all_tokens() -> None:
@@ -129,7 +137,8 @@ def test_a_host_keeps_memory_of_freed_layers() -> None:
     large = replace(FACTS, num_parameters=FACTS.embedding_parameters + FACTS.num_layers * (2**23 + 1))
     assert ModelMemory(large, 4, on_gpus=False).freed == 3 * 2**26, "glibc gives larger ones back"
     assert on_gpu.freed == 0
-    planned_for = [memory.shard(TrainerConfig(), 10, 0, 0) for memory in (on_host, on_gpu)]
+    options = TrainerConfig(share_prefixes="off")
+    planned_for = [memory.shard(options, 10, 0, 0) for memory in (on_host, on_gpu)]
     assert planned_for[0].base - planned_for[1].base == on_host.freed
 
 
