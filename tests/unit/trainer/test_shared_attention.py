@@ -72,10 +72,14 @@ def test_outputs_and_gradients_are_those_of_whole_datums(window, key_heads):
 @pytest.mark.parametrize("scale", [None, 0.2])
 def test_scores_are_scaled_by_the_given_factor(scale):
     row = SharedRow(OFFSETS, np.arange(5), SHARED)
-    query, key, value = states(row)
-    out, _ = shared_attention(query, key, value, *arguments(row), None, scale)
+    query, key, value = inputs = states(row)
+    out, _ = shared_attention(*inputs, *arguments(row), None, scale)
     factor = 1 if scale is None else scale * 16**0.5
-    torch.testing.assert_close(out, whole(row, factor * query, key, value, None), rtol=0, atol=2e-6)
+    expected = whole(row, factor * query, key, value, None)
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
+    gradients = (torch.autograd.grad(result.square().sum(), inputs) for result in (out, expected))
+    for gradient, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=0, atol=1e-5)
 
 
 @on_devices
