@@ -315,10 +315,9 @@ def _waits(prefix: int, context: Context) -> Figures:
     far as PyTorch sees it. Raises Failed for more than two waits for each further micro-batch."""
     import torch
 
-    config = make_config(
-        _model("small", context), "gpu", model__dtype="bfloat16", trainer__micro_batch_size=2,
-        trainer__share_prefixes="on",
-    )  # fmt: skip
+    tokens = 128 - prefix  # of two sequences
+    options: dict[str, object] = {"trainer__micro_batch_tokens": tokens, "trainer__share_prefixes": "on"}
+    config = make_config(_model("small", context), "gpu", model__dtype="bfloat16", **options)
     shard = make_shard(config)
     counts = []
     for micro_batches in (1, 5):
