@@ -145,11 +145,11 @@ def test_a_host_keeps_memory_of_freed_layers() -> None:
 LAYERS = 2
 LORA = {"lora": {"rank": 32}}
 CASES = {
-    "0.6B-whole": Case(MODELS["Qwen3-0.6B"], shards=8, whole=True, options={"checkpointing": False}),
+    "0.6B-whole": Case(MODELS["Qwen3-0.6B"], shards=8, tokens=4096, whole=True, options={"checkpointing": False}),
     "8B": Case(MODELS["Qwen3-8B"], shards=8, options={"checkpointing": True}),
     "8B-kept": Case(MODELS["Qwen3-8B"], shards=8, options={"checkpointing": False}),
     "8B-few-tokens-alone": Case(MODELS["Qwen3-8B"], tokens=512, length=512, options={"checkpointing": True}),
-    "8B-lora": Case(MODELS["Qwen3-8B"], shards=8, options={"checkpointing": True, **LORA}),
+    "8B-lora": Case(MODELS["Qwen3-8B"], shards=8, tokens=4096, options={"checkpointing": True, **LORA}),
     "30B-A3B": Case(MODELS["Qwen3-30B-A3B"], shards=8, options={"checkpointing": True}),
     "70B": Case(MODELS["Llama-3-70B"], shards=32, options={"checkpointing": True}),
     "8B-bf16-master": Case(MODELS["Qwen3-8B"], shards=8, options={"checkpointing": True, "master_dtype": "bfloat16"}),

@@ -12,21 +12,13 @@ STIFF_PER_1_000_WORDS = 3.0
 
 
 @pytest.mark.parametrize("tree", ["src", "scripts"])
-def test_the_source_is_not_packed(tree: str) -> None:
+def test_the_source_is_not_packed_and_its_words_are_plain(tree: str) -> None:
     counted = style.style_of(style.ROOT / tree)
     densities = {mark: counted.density(mark) for mark in PER_10_000_TOKENS}
     assert {mark: value for mark, value in densities.items() if value > PER_10_000_TOKENS[mark]} == {}
     assert min(densities.values()) > 0, "the counter sees these marks"
-
-
-@pytest.mark.parametrize("tree", ["src", "scripts"])
-def test_names_are_not_everyday_words(tree: str) -> None:
-    assert style.style_of(style.ROOT / tree).everyday_percent() <= EVERYDAY_PERCENT
-
-
-@pytest.mark.parametrize("tree", ["src", "scripts"])
-def test_docstrings_and_messages_are_plain(tree: str) -> None:
-    assert style.style_of(style.ROOT / tree).stiffness() <= STIFF_PER_1_000_WORDS
+    assert counted.everyday_percent() <= EVERYDAY_PERCENT
+    assert counted.stiffness() <= STIFF_PER_1_000_WORDS
 
 
 def test_pages_are_plain() -> None:

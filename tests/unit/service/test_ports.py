@@ -171,7 +171,7 @@ def sampled(server: Watched, stop: str) -> bytes:
     return response_to(server, "\r\n".join(lines).encode())
 
 
-REQUESTS, AT_ONCE, ANSWER_S = 600, 8, 60.0
+REQUESTS, AT_ONCE, ANSWER_S = 240, 8, 60.0
 METHODS = ["GET", "POST", "DELETE", "PUT", "HEAD", "OPTIONS", "PATCH", "CONNECT", "TRACE", "XYZ"]
 ODD = [
     "é",

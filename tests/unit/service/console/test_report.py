@@ -13,6 +13,7 @@ from cli_support import refused
 from console_support import ATTACK, STEPS, make_live_run, record
 from trace_support import begin, counter, end, make_run, row, span, write_trace
 
+from service.console import report
 from trireme.checkpoint.rows import ROLLOUTS
 from trireme.cli.trireme import main
 from trireme.core.errors import EXIT_OK
@@ -116,9 +117,15 @@ def test_words_of_a_model_cannot_end_the_script(tmp_path: Path) -> None:
     assert page.read_text().count("</script>") == 2
 
 
-def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
-    """10,000 steps of 100 metrics, a long trace, and long rollouts: less than 20 MB, with all ends and extremes."""
-    steps, metrics = 10_000, 100
+@pytest.mark.parametrize(
+    ("steps", "metrics", "words", "most_bytes"),
+    [(1_000, 10, 2_000, 3_000_000), pytest.param(10_000, 100, 6_000, report.REPORT_BYTES, marks=pytest.mark.long)],
+)
+def test_a_long_run_is_a_small_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, metrics: int, words: int, most_bytes: int
+) -> None:
+    """Steps of many metrics, a long trace, and long rollouts: bounded, with all ends and extremes."""
+    monkeypatch.setattr(report, "REPORT_BYTES", most_bytes)
     root = make_run(tmp_path / "run", 0)
     values = np.random.default_rng(0).normal(size=(steps, metrics))
     with (root / "metrics.jsonl").open("w") as file:
@@ -134,11 +141,11 @@ def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
         )
     ]
     write_trace(root, 1, "driver_0", ["main"], spans)
-    records = [record(0, "best", ["long " * 6000, "12"]) for _ in range(4)]
-    for step in range(0, steps, 1000):
+    records = [record(0, "best", ["long " * words, "12"]) for _ in range(4)]
+    for step in range(0, steps, steps // 10):
         write_records(root / ROLLOUTS, step, records)
     page = reported(root)
-    assert 10_000_000 < page.stat().st_size < 20_000_000
+    assert most_bytes / 2 < page.stat().st_size < most_bytes + 2_000_000
     answers = report_of(page)
     assert answers["timeline"]["resolution"] > 0
     assert answers["curves"]["rows"] == steps
@@ -148,8 +155,9 @@ def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
         assert points.keys() >= {1, steps, int(values[:, i].argmin()) + 1, int(values[:, i].argmax()) + 1}
         assert all(points[step] == values[step - 1, i] for step in points)
     recorded = answers["rollouts"]
-    assert {0, 9000} <= set(recorded["steps"])
+    assert {0, steps - steps // 10} <= set(recorded["steps"])
     assert recorded["older"] == 10 - len(recorded["steps"])
+    assert (recorded["older"] > 0) == (steps == 1_000), "the small bound has no room for all rollouts"
     assert {f"groups {step}" for step in recorded["steps"]} <= answers.keys()
 
 
