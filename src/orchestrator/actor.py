@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -108,8 +108,13 @@ class OrchestratorActor:
         return await self._pipeline.next_minibatch(step, substep)
 
     @remote_method
-    async def evaluate(self, version: int) -> dict[str, float]:
-        return await self._pipeline.evaluate(version)
+    async def evaluate(self, version: int, lines: Sequence[str]) -> dict[str, float]:
+        return await self._pipeline.evaluate(version, lines)
+
+    @remote_method
+    async def take_evaluated(self) -> list[str]:
+        """Returns a line of JSON for each group of the running evaluation that has ended since the last call."""
+        return self._pipeline.evaluator.take_lines()
 
     @remote_method
     async def give_up_evaluation(self) -> None:

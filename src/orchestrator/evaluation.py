@@ -32,18 +32,22 @@ Metrics, all under `eval/<environment>/`
 
 State. A state holds the version evaluated last, the metrics that are not in a row yet, and whether an evaluation was
 due or running: that evaluation is repeated, with the weights of the checkpoint.
+
+`trireme eval` stores ended groups while others are sampled, and gives them back when it resumes an evaluation of the
+same weights and options. So the evaluation has the metrics of one that was not interrupted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import comb, sqrt
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -51,15 +55,18 @@ from orchestrator.admission import Gate
 from orchestrator.advantages import ScoredGroup
 from orchestrator.cursor import ProblemCursor
 from orchestrator.env import EnvGroupBuilder, RLDataset
-from orchestrator.group_runner import GroupOutcome, GroupRunner
+from orchestrator.group_json import scored_from_json, scored_to_json, turns_from_json
+from orchestrator.group_runner import GroupRunner
 from orchestrator.ledger import Group
 from orchestrator.lockstep import Lockstep, OwnPace
 from orchestrator.metrics import env_metrics
 from orchestrator.rollout import RolloutLimits
+from orchestrator.trajectory import Trajectory
 from orchestrator.waste import TokenCounts
 from trireme.config import Config
 from trireme.config.schema import EnvConfig
 from trireme.core.errors import RoomFailed
+from trireme.core.finite_json import to_json
 from trireme.core.sampler import Sample
 from trireme.process import trace
 from trireme.process.faults import fault_point
@@ -189,14 +196,24 @@ class Evaluator:
         self._evaluated = version
         self._owed = False
 
-    async def evaluate(self, version: int) -> dict[str, float]:
-        """Evaluates `version`, which all replicas hold, and returns the metrics. Raises RoomFailed after
+    def take_lines(self) -> list[str]:
+        """Returns a line of JSON for each group of the running evaluation that has ended since the last call."""
+        return [line for e in self._running for line in e.take_lines()]
+
+    async def evaluate(self, version: int, lines: Sequence[str] = ()) -> dict[str, float]:
+        """Evaluates `version`, which all replicas hold, and returns the metrics. Groups in `lines`, which `take_lines`
+        returned to an earlier call for the same weights and options, are not sampled again. Raises RoomFailed after
         `timeouts.batch_s`, saying how much is missing, and ProvenanceError."""
         fault_point("orchestrator.evaluation")
         now = asyncio.get_running_loop().time
         limit_s = self._config.batch_deadline_s
         started = now()
         evaluations = self._evaluations(version)
+        for line in lines:
+            values = json.loads(line)
+            for e in evaluations:
+                if e.env.label == values["env"]:
+                    e.restore(values)
         self._running = evaluations
         try:
             async with asyncio.timeout(limit_s):
@@ -204,7 +221,7 @@ class Evaluator:
                     await self._play(evaluations)
         except TimeoutError:
             missing = [f"{e.missing} of {len(e.problems_P)} problems of environment {e.env.label}" for e in evaluations]
-            errors = sum((e.errors for e in evaluations), Counter[str]())
+            errors = sum((errors for e in evaluations for errors in e.errors.values()), Counter[str]())
             raise RoomFailed(
                 f"waited {limit_s:g} s (timeouts.batch_s) for the evaluation of version {version}: "
                 f"{', '.join(missing)}, with {self._config.eval.samples} rollouts each, are not done. "
@@ -237,7 +254,9 @@ class Evaluator:
             pace: OwnPace = Lockstep(lambda: False)
         else:
             pace = OwnPace()
-        groups = [(e, group, builder) for e in evaluations for group, builder in e.problems_P]
+        groups = [
+            (e, group, builder) for e in evaluations for group, builder in e.problems_P if group.index not in e.ended
+        ]
         for _, group, _ in groups:
             pace.enter(group.index, self._config.eval.samples)
         try:
@@ -248,13 +267,17 @@ class Evaluator:
             raise failed.exceptions[0] from None
 
     async def _play_group(self, evaluation: Evaluation, pace: OwnPace, group: Group, builder: EnvGroupBuilder) -> None:
-        runner = GroupRunner(
-            self._config, evaluation.env, self._limits, self._sample, pace, evaluation.note, evaluates=True
-        )
+        errors = evaluation.errors.setdefault(group.index, Counter())
+
+        def note(error: Exception) -> None:
+            errors[type(error).__name__] += 1
+
+        runner = GroupRunner(self._config, evaluation.env, self._limits, self._sample, pace, note, evaluates=True)
         permit = await self._gate.enter("eval", runner.size)
         try:
             tokens = TokenCounts(asyncio.get_running_loop().time).begin(group.index, [0] * runner.size)
-            evaluation.outcomes[group.index] = await runner.run(group, builder, permit, tokens, over=lambda: None)
+            outcome = await runner.run(group, builder, permit, tokens, over=lambda: None)
+            evaluation.end(group, outcome.scored)
         finally:
             permit.close()
         pace.leave(group.index)
@@ -267,31 +290,64 @@ class Evaluation:
     env: EnvConfig
     version: int
     problems_P: Sequence[tuple[Group, EnvGroupBuilder]]
-    outcomes: dict[int, GroupOutcome] = field(default_factory=dict)
-    """Results of the groups that have ended, by index."""
-    errors: Counter[str] = field(default_factory=Counter)
-    """Failed tries, by the type of their error."""
+    ended: dict[int, ScoredGroup | None] = field(default_factory=dict)
+    """The groups that have ended, by index; None: all rollouts failed, or the rewards could not be computed."""
+    errors: dict[int, Counter[str]] = field(default_factory=dict)
+    """Failed tries of each group, by the type of their error."""
+    _new: list[Group] = field(default_factory=list)
+    """Groups that have ended since the last `take_lines`."""
 
     @property
     def missing(self) -> int:
-        return len(self.problems_P) - len(self.outcomes)
+        return len(self.problems_P) - len(self.ended)
 
-    def note(self, error: Exception) -> None:
-        self.errors[type(error).__name__] += 1
+    def end(self, group: Group, scored: ScoredGroup | None) -> None:
+        """Enters the result of `group`."""
+        self.ended[group.index] = scored
+        self._new.append(group)
+
+    def take_lines(self) -> list[str]:
+        """Returns a line of JSON for each group that has ended since the last call."""
+        lines = []
+        for group in self._new:
+            scored = self.ended[group.index]
+            values = {
+                "env": self.env.label,
+                "index": group.index,
+                "errors": self.errors[group.index],
+                "group": None if scored is None else scored_to_json(scored),
+            }
+            lines.append(to_json(values))
+        self._new.clear()
+        return lines
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Enters the result in a line of `take_lines`."""
+        scored = None
+        if values["group"] is not None:
+            scored = scored_from_json(values["group"], _without_tokens)
+        self.ended[values["index"]] = scored
+        self.errors[values["index"]] = Counter(values["errors"])
 
     def metrics(self, samples: int) -> dict[str, float]:
         """Returns the metrics that the module's docstring lists. `samples`: the number of rollouts for each problem."""
-        scored_P = [outcome.scored for _, outcome in sorted(self.outcomes.items()) if outcome.scored]
+        scored_P = [scored for _, scored in sorted(self.ended.items()) if scored]
+        errors = sum(self.errors.values(), Counter[str]())
         n = sum(len(scored.rewards_G) for scored in scored_P)
         row = {
             "version": self.version,
             "problems": len(scored_P),
             "n": n,
-            "failed": samples * len(self.outcomes) - n,
-            **{f"errors/{name}": count for name, count in sorted(self.errors.items())},
+            "failed": samples * len(self.ended) - n,
+            **{f"errors/{name}": count for name, count in sorted(errors.items())},
             **(_scores(scored_P, samples) if scored_P else {}),
         }
         return {f"eval/{self.env.label}/{name}": float(value) for name, value in row.items()}
+
+
+def _without_tokens(values: Mapping[str, Any]) -> Trajectory:
+    """Returns a trajectory that has the turns in `values` and no tokens, which no metric reads."""
+    return Trajectory(np.empty(0, np.int32), np.empty(0, np.float32), turns_from_json(values), values["stop_reason"])
 
 
 def _scores(scored_P: Sequence[ScoredGroup], samples: int) -> dict[str, float]:

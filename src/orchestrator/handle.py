@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,11 +90,22 @@ class OrchestratorHandle:
             limit_s += self._config.batch_deadline_s
         self._wait(begun, "the replicas' update", limit_s, on_tick)
 
-    def evaluate(self, version: int) -> dict[str, float]:
+    def evaluate(
+        self, version: int, lines: Sequence[str], on_lines: Callable[[Sequence[str]], object]
+    ) -> dict[str, float]:
         """Evaluates the weights that the replicas have, version `version`, without training. Returns the metrics.
-        Raises RoomFailed when it takes longer than `timeouts.batch_s`."""
-        evaluated = self._actor.evaluate.remote(version)
-        return self._wait(evaluated, "an evaluation", self._config.batch_deadline_s, every_s=EVALUATION_PROGRESS_S)
+        `on_lines` gets, about once a second, a line of JSON for each group that has ended; groups in `lines`, from an
+        earlier call for the same weights and options, are not sampled again. Raises RoomFailed when it takes longer
+        than `timeouts.batch_s`, and the errors of `on_lines`."""
+        evaluated = self._actor.evaluate.remote(version, lines)
+
+        def tick() -> None:
+            taken = self._actor.take_evaluated.remote()
+            owners = ["orchestrator (an evaluation)"]
+            on_lines(waits.get_all([taken], owners=owners, timeout_s=ANSWER_S, log=self._log)[0])
+
+        limit_s = self._config.batch_deadline_s
+        return self._wait(evaluated, "an evaluation", limit_s, tick, every_s=EVALUATION_PROGRESS_S)
 
     def finish_sampling(self, on_tick: Callable[[], None] = lambda: None) -> None:
         """Waits until all groups that the bound allows are sampled, and the evaluation of the version has ended.

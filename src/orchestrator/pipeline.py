@@ -190,12 +190,12 @@ class Pipeline:
                 "the replicas to sleep. See the logs of the replicas, or raise timeouts.update_s"
             ) from None
 
-    async def evaluate(self, version: int) -> dict[str, float]:
+    async def evaluate(self, version: int, lines: Sequence[str]) -> dict[str, float]:
         """Evaluates weights that the replicas have loaded from disk, without training before or after. Returns the
-        metrics."""
+        metrics. `lines`: see `Evaluator.evaluate`."""
         self._requests.start()
         TaskOwner.watch(asyncio.get_running_loop())
-        return await self._background.spawn(self.evaluator.evaluate(version), "evaluation")
+        return await self._background.spawn(self.evaluator.evaluate(version, lines), "evaluation")
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
         """Returns the next minibatch of `substep` in `step` as soon as enough groups are finished: from the smallest to

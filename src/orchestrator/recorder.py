@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.advantages import ScoredGroup, compute_advantages
-from orchestrator.state import readable
+from orchestrator.group_json import readable
 from orchestrator.trajectory import Trajectory, Transition
 from trireme.config import Config
 from trireme.core.finite_json import to_json

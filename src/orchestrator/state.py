@@ -16,10 +16,9 @@ is pickled. Logs of environments are kept as JSON; values that JSON does not kno
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +30,22 @@ from safetensors.numpy import load_file, save
 from orchestrator.advantages import ScoredGroup
 from orchestrator.cursor import MixState
 from orchestrator.evaluation import EvaluationState
+from orchestrator.group_json import (
+    TrajectoryFromJson,
+    scored_from_json,
+    scored_to_json,
+    trajectory_to_json,
+    turns_from_json,
+)
 from orchestrator.ledger import Group, LedgerState
 from orchestrator.limits import LimitsState
-from orchestrator.trajectory import Trajectory, Turn
+from orchestrator.trajectory import Trajectory
 from orchestrator.unfinished import UnfinishedGroup, UnfinishedRollout, from_json
 from orchestrator.unfinished import to_json as state_to_json
 from orchestrator.waste import WasteState
 from trireme.checkpoint.files import Chunk, FileRecord, write_bytes
 from trireme.core.errors import CheckpointInvalid
 from trireme.core.finite_json import JsonObject, to_json
-from trireme.core.types import VersionSpan, WeightIdentity
 
 STATE = "state.json"
 LINES = "groups.jsonl"
@@ -114,8 +119,6 @@ class OrchestratorState:
         return cls(**(state | {name: tuple(part) for name, part in groups.items()}))
 
 
-NextRollout = Callable[[Mapping[str, Any]], Trajectory]
-"""Takes the JSON of the next rollout, and returns the rollout."""
 COLUMNS = {"tokens": "I32", "logprobs": "F32"}
 """The types of the columns, in safetensors' words."""
 
@@ -153,34 +156,25 @@ def _groups(directory: Path) -> Iterator[tuple[str, AnyGroup]]:
         def next_rollout(values: Mapping[str, Any]) -> Trajectory:
             start, end = next(bounds)
             tokens, logprobs = (column[start:end] for column in columns)
-            return Trajectory(tokens, logprobs, tuple(map(_turn_from_json, values["turns"])), values["stop_reason"])
+            return Trajectory(tokens, logprobs, turns_from_json(values), values["stop_reason"])
 
         for _ in range(int(next(lines))):
             values = json.loads(next(lines))
             if values["field"] == "running":
                 yield "running", _unfinished_from_json(values, next_rollout, tensors)
             else:
-                yield values["field"], _group_from_json(values, next_rollout)
+                yield values["field"], scored_from_json(values, next_rollout)
 
 
 def _line(field: str, group: AnyGroup, arrays: list[npt.NDArray[np.generic]]) -> bytes:
     """Returns the line of JSON for a group of the OrchestratorState's field `field`. Appends the group's arrays that
     belong in running.safetensors to `arrays`."""
-    values = {"field": field, "group": vars(group.group), "temperature": group.temperature}
     if isinstance(group, UnfinishedGroup):
-        values["rollouts"] = [_unfinished_to_json(rollout, arrays) for rollout in group.rollouts_G]
+        rollouts = [_unfinished_to_json(rollout, arrays) for rollout in group.rollouts_G]
+        values = {"group": vars(group.group), "temperature": group.temperature, "rollouts": rollouts}
     else:
-        values |= {
-            "rewards": group.rewards_G,
-            "metrics": [_floats(metrics) for metrics in group.metrics_G],
-            "tags": group.tags,
-            "rollouts": list(map(_trajectory_to_json, group.trajectories_G)),
-        }
-    return to_json(values).encode() + b"\n"
-
-
-def _trajectory_to_json(trajectory: Trajectory) -> JsonObject:
-    return {"stop_reason": trajectory.stop_reason, "turns": list(map(_turn_to_json, trajectory.turns))}
+        values = scored_to_json(group)
+    return to_json({"field": field, **values}).encode() + b"\n"
 
 
 def _unfinished_to_json(
@@ -189,7 +183,7 @@ def _unfinished_to_json(
     if rollout is None:
         return None
     if isinstance(rollout, Trajectory):
-        return _trajectory_to_json(rollout)
+        return trajectory_to_json(rollout)
     later = {
         "prompt": rollout.prompt,
         "follows": rollout.follows,
@@ -197,11 +191,11 @@ def _unfinished_to_json(
         "env_state": rollout.env_state,
         "retry": rollout.retry,
     }
-    return _trajectory_to_json(rollout.trajectory) | {"continues": state_to_json(later, arrays)}
+    return trajectory_to_json(rollout.trajectory) | {"continues": state_to_json(later, arrays)}
 
 
 def _unfinished_from_json(
-    values: Mapping[str, Any], next_rollout: NextRollout, arrays: Mapping[str, npt.NDArray[np.generic]]
+    values: Mapping[str, Any], next_rollout: TrajectoryFromJson, arrays: Mapping[str, npt.NDArray[np.generic]]
 ) -> UnfinishedGroup:
     def rollout_of(rollout: Mapping[str, Any] | None) -> Trajectory | UnfinishedRollout | None:
         if rollout is None:
@@ -214,53 +208,3 @@ def _unfinished_from_json(
 
     rollouts_G = tuple(map(rollout_of, values["rollouts"]))
     return UnfinishedGroup(Group(**values["group"]), rollouts_G, values["temperature"])
-
-
-def _turn_to_json(turn: Turn) -> JsonObject:
-    return {
-        "start": turn.start,
-        "prompt_end": turn.prompt_end,
-        "end": turn.end,
-        "spans": [[str(span.identity), span.start, span.end, span.mixed] for span in turn.spans],
-        "stop_reason": turn.stop_reason,
-        "reward": turn.reward,
-        "in_loss": turn.in_loss,
-        "metrics": _floats(turn.metrics),
-        "logs": readable(turn.logs),
-    }
-
-
-def _group_from_json(values: Mapping[str, Any], next_rollout: NextRollout) -> ScoredGroup:
-    return ScoredGroup(
-        group=Group(**values["group"]),
-        trajectories_G=tuple(map(next_rollout, values["rollouts"])),
-        rewards_G=tuple(values["rewards"]),
-        metrics_G=tuple(map(_from_null, values["metrics"])),
-        tags=tuple(values["tags"]),
-        temperature=values["temperature"],
-    )
-
-
-def _turn_from_json(values: Mapping[str, Any]) -> Turn:
-    spans = tuple(VersionSpan(WeightIdentity.parse(label), *place) for label, *place in values["spans"])
-    return Turn(**(dict(values) | {"spans": spans, "metrics": _from_null(values["metrics"])}))
-
-
-def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items()}
-
-
-def _from_null(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Returns metrics with NaN for each None, since `to_json` writes non-finite numbers as null."""
-    return {name: nan if value is None else value for name, value in metrics.items()}
-
-
-def readable(logged: object) -> object:
-    """Returns a logged value of an environment as JSON values; a value that JSON does not know becomes text."""
-    if isinstance(logged, Mapping):
-        return {str(name): readable(value) for name, value in logged.items()}
-    if isinstance(logged, list | tuple):
-        return [readable(value) for value in logged]
-    if isinstance(logged, str | bool | int | float | None):
-        return logged
-    return str(logged)

@@ -8,7 +8,7 @@ anything.
 Replicas load the weights from the directory themselves, so no trainer starts and no weights travel. The files of a
 checkpoint are verified against its manifest first. If the checkpoint holds LoRA adapters, replicas load the output of
 `trireme export --merge`, which lies in the run's exports/ during the evaluation. The result of each checkpoint is
-written to the run's evaluations/ when it is known.
+written to the run's evaluations/ when it is known, and each problem of it about a second after it has been evaluated.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -145,9 +146,11 @@ def main(argv: Sequence[str], console: Console) -> None:
     results = Results.of(subjects[0].run, loaded.config, options.keep_best, console)
     if options.resume:
         results.resume(subjects)
+    else:
+        results.begin(subjects)
     pending = [subject for subject in subjects if subject not in results.rows]
     if pending:
-        _evaluate(loaded.config, plan, pending, console, results.add)
+        _evaluate(loaded.config, plan, pending, console, results)
     rows = {subject.label: results.rows[subject] for subject in subjects}
     if len(rows) > 1:
         console.print(comparison(rows, results.metric))
@@ -170,7 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run, a checkpoint, or a Hugging Face model; first")
     steps = "which checkpoints of a run: 40, or 20,40,60, or all (default: the newest that verifies)"
     parser.add_argument("--step", metavar="STEPS", help=steps)
-    resume = "take results of an earlier call with the same options from RUN/evaluations, and evaluate the rest"
+    resume = "take what an earlier call with the same options evaluated from RUN/evaluations, and evaluate the rest"
     parser.add_argument("--resume", action="store_true", help=resume)
     keeping = "mark the checkpoint with the highest METRIC, such as sort/avg@4, so that its run never deletes it"
     parser.add_argument("--keep-best", metavar="METRIC", help=keeping)
@@ -211,6 +214,12 @@ class Results:
     def of(cls, run: Path | None, config: Config, metric: str | None, console: Console) -> Results:
         return cls(Evaluations.of(run, config) if run else None, metric, console)
 
+    def begin(self, subjects: Sequence[Subject]) -> None:
+        """Removes what earlier calls that were interrupted evaluated of `subjects`. Raises StorageFailed."""
+        for subject in subjects:
+            if self.stored:
+                self.stored.drop_lines(subject.identity)
+
     def resume(self, subjects: Sequence[Subject]) -> None:
         """Takes the stored results of `subjects`. Raises BadInput if `metric` is none of theirs."""
         for subject in subjects:
@@ -218,6 +227,17 @@ class Results:
             if row is not None:
                 self.console.print(f"{subject.label} was evaluated before")
                 self._enter(subject, row)
+
+    def lines(self, subject: Subject) -> list[str]:
+        """Returns the problems of `subject` that a call which was interrupted evaluated, as lines of JSON."""
+        if self.stored is None:
+            return []
+        return self.stored.read_lines(subject.identity)
+
+    def add_lines(self, subject: Subject, lines: Sequence[str]) -> None:
+        """Stores problems of `subject` that have been evaluated. Raises StorageFailed."""
+        if self.stored:
+            self.stored.append_lines(subject.identity, lines)
 
     def add(self, subject: Subject, row: Mapping[str, float]) -> None:
         """Prints and stores the metrics of `subject`. Raises BadInput if `metric` is none of them, StorageFailed."""
@@ -252,25 +272,19 @@ def configured(subject: Subject | None, unread: Path, arguments: Sequence[str]) 
     return replace(loaded, config=loaded.config.model_copy(update={"trainer": trainer}))
 
 
-def _evaluate(
-    config: Config,
-    plan: Plan,
-    subjects: Sequence[Subject],
-    console: Console,
-    on_row: Callable[[Subject, Mapping[str, float]], None],
-) -> None:
-    """Evaluates `subjects` one after the other, and calls `on_row` with the metrics of each (a row of
-    `orchestrator.evaluation`)."""
+def _evaluate(config: Config, plan: Plan, subjects: Sequence[Subject], console: Console, results: Results) -> None:
+    """Evaluates `subjects` one after the other, and adds the metrics of each (a row of `orchestrator.evaluation`) to
+    `results`."""
     prepare_cluster(config.with_absolute_paths(), plan)
     from trireme.launch.starting import joined
 
     with joined(replace(plan, config=config.with_absolute_paths())) as plan:
         signals.arm()
         for subject in subjects:
-            on_row(subject, _measure(config, plan, subject, console))
+            results.add(subject, _measure(config, plan, subject, console, results))
 
 
-def _measure(config: Config, plan: Plan, subject: Subject, console: Console) -> Mapping[str, float]:
+def _measure(config: Config, plan: Plan, subject: Subject, console: Console, results: Results) -> Mapping[str, float]:
     """Starts the rooms, evaluates the model, and returns its metrics. After a failure the directory of logs that the
     error names is kept."""
     from trireme.launch import rl as launch
@@ -281,10 +295,13 @@ def _measure(config: Config, plan: Plan, subject: Subject, console: Console) -> 
         model = config.model.model_copy(update={"name": subject.whole(console, ending)})
         config = config.model_copy(update={"model": model}).with_absolute_paths()
         console.print(f"evaluating {subject}, on {' and '.join(env.label for env in config.eval_envs)}")
+        lines = results.lines(subject)
+        if lines:
+            console.print(f"an earlier call evaluated {len(lines)} of its problems")
         plan = replace(plan, config=config)
         orchestrator = launch.evaluation_rooms(config, plan, subject.identity, logs, console, ending)
         console.print(f"rooms ready after {time.monotonic() - started:.1f} s")
-        row = orchestrator.evaluate(subject.identity.version)
+        row = orchestrator.evaluate(subject.identity.version, lines, partial(results.add_lines, subject))
     shutil.rmtree(logs)
     return row
 

@@ -1,10 +1,12 @@
 """Results of evaluations in a run directory: `evaluations/step_000040-1f3a5c7e.json`, one for each checkpoint and set
-of options. `trireme eval` writes them, takes them up again with --resume, and compares them."""
+of options. `trireme eval` writes them, takes them up again with --resume, and compares them. Until an evaluation has
+ended, `step_000040-1f3a5c7e.groups.jsonl` holds the problems that have been evaluated: a line for each, as
+`orchestrator.evaluation` writes it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +66,40 @@ class Evaluations:
         with storage_errors(file):
             file.parent.mkdir(exist_ok=True)
             replace_file(file, (to_json(values, indent=1) + "\n").encode())
+        self.drop_lines(identity)
         return file
+
+    def read_lines(self, identity: WeightIdentity) -> list[str]:
+        """Returns the lines that `append_lines` wrote for the weights `identity`. Removes a last one that a kill cut
+        off, so that the next line does not continue it. Raises StorageFailed."""
+        file = self._lines_file(identity)
+        if not file.exists():
+            return []
+        with storage_errors(file):
+            content = file.read_bytes()
+            whole = content[: content.rfind(b"\n") + 1]
+            if whole != content:
+                replace_file(file, whole)
+        return whole.decode().splitlines()
+
+    def append_lines(self, identity: WeightIdentity, lines: Sequence[str]) -> None:
+        """Adds lines of JSON for evaluated problems. Raises StorageFailed."""
+        if not lines:
+            return
+        file = self._lines_file(identity)
+        with storage_errors(file):
+            file.parent.mkdir(exist_ok=True)
+            with file.open("a") as out:
+                out.writelines(f"{line}\n" for line in lines)
+
+    def drop_lines(self, identity: WeightIdentity) -> None:
+        """Removes the lines of the weights `identity`. Raises StorageFailed."""
+        file = self._lines_file(identity)
+        with storage_errors(file):
+            file.unlink(missing_ok=True)
+
+    def _lines_file(self, identity: WeightIdentity) -> Path:
+        return self.file(identity).with_suffix(".groups.jsonl")
 
 
 def full_name(metric: str, row: Mapping[str, float]) -> str:

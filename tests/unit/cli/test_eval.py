@@ -1,7 +1,7 @@
 """`trireme eval`: whose weights are evaluated, and what is printed. tests/e2e/test_eval_command.py runs it."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from trireme.checkpoint.store import KEEP, CheckpointStore
 from trireme.cli import eval as eval_command
-from trireme.cli.eval import UNREAD, Subject, configured, subjects_of, table
+from trireme.cli.eval import UNREAD, Results, Subject, configured, subjects_of, table
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput, RoomFailed
@@ -180,10 +180,13 @@ def test_steps_of_what_is_no_run_are_refused(run: Path, tmp_path: Path) -> None:
 
 @dataclass
 class Rooms:
-    """Stands in for the rooms: the mean reward of a step is `rewards[step]`, an exception of it is raised."""
+    """Stands in for the rooms: the mean reward of a step is `rewards[step]`, an exception of it is raised after a
+    problem has been evaluated."""
 
     rewards: dict[int, float | Exception]
     evaluated: list[int] = field(default_factory=list)
+    begun: dict[int, list[str]] = field(default_factory=dict)
+    """The lines of problems that were evaluated before, at the last evaluation of a step."""
 
     def evaluate(
         self,
@@ -191,15 +194,17 @@ class Rooms:
         plan: Plan,
         subjects: Sequence[Subject],
         console: Console,
-        on_row: Callable[[Subject, Mapping[str, float]], None],
+        results: Results,
     ) -> None:
         for subject in subjects:
             step = subject.identity.version
             self.evaluated.append(step)
+            self.begun[step] = results.lines(subject)
             reward = self.rewards[step]
             if isinstance(reward, Exception):
+                results.add_lines(subject, [f"problem {len(self.evaluated)}"])
                 raise reward
-            on_row(subject, {"eval/sort/n": 16.0, "eval/sort/avg@2": reward, "eval/sort/avg@2/ci95": 0.01})
+            results.add(subject, {"eval/sort/n": 16.0, "eval/sort/avg@2": reward, "eval/sort/avg@2/ci95": 0.01})
 
 
 def evaluate(rooms: Rooms, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
@@ -227,6 +232,31 @@ def test_a_call_that_was_interrupted_evaluates_the_rest_alone(run: Path, monkeyp
     assert [number["eval/sort/avg@2"] for number in numbers] == [0.5, 0.75]
     evaluate(rooms, monkeypatch, str(run), "--step", "2")
     assert rooms.evaluated == [2, 4, 4, 2], "without --resume it is evaluated again"
+
+
+def test_problems_that_were_evaluated_before_an_interruption_are_taken(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms = Rooms({4: RoomFailed("a replica died")})
+
+    def interrupted(*options: str) -> list[str]:
+        with pytest.raises(RoomFailed):
+            evaluate(rooms, monkeypatch, str(run), *options)
+        return rooms.begun[4]
+
+    assert interrupted() == []
+    (file,) = (run / "evaluations").iterdir()
+    assert interrupted("--resume") == ["problem 1"]
+    with file.open("a") as out:
+        out.write("a line that kill -9 cut o")
+    assert interrupted("--resume") == ["problem 1", "problem 2"]
+    assert interrupted("--resume", "--eval.samples", "4") == []
+    assert interrupted("--resume") == ["problem 1", "problem 2", "problem 3"]
+    assert interrupted() == [], "without --resume it begins anew"
+    rooms.rewards[4] = 0.5
+    evaluate(rooms, monkeypatch, str(run), "--resume")
+    assert rooms.begun[4] == ["problem 6"]
+    assert file not in (run / "evaluations").iterdir(), "the result replaces the problems"
 
 
 def test_results_of_other_options_or_other_weights_are_not_taken(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -381,10 +381,47 @@ async def test_a_resume_repeats_what_was_under_way(turns: int, tmp_path: Path) -
 async def test_weights_that_are_there_can_be_evaluated_without_training() -> None:
     run = EvalRun(with_evaluation(small_config(2, 6)))
     run.sampler.version = 40
-    row = await run.pipeline.evaluate(40)
+    row = await run.pipeline.evaluate(40, [])
     assert row["eval/fake/version"] == 40
     assert row["eval/fake/failed"] == 0, {k: v for k, v in row.items() if "errors" in k}
     assert run.requests() == run.sampler.requests, "no problem of training was sampled"
+
+
+@pytest.mark.parametrize("ended", range(7))
+async def test_an_interrupted_evaluation_continues_problem_by_problem(ended: int) -> None:
+    """The problems that `take_lines` returned, with failed rollouts and a failed problem among them, are not sampled
+    again, and the metrics are those of an evaluation without an interruption."""
+
+    async def reward(problem: Problem, sample: int) -> float:
+        if problem.number == FIRST:
+            raise ZeroDivisionError
+        if problem.number == FIRST + 1 and sample == 0:
+            raise KeyError
+        return (problem.number + sample) % 3 / 2
+
+    def evaluation() -> EvalRun:
+        run = EvalRun(with_evaluation(small_config(2, 2, retries=1), samples=3), HeldOut(reward, 3))
+        run.sampler.version = 40
+        return run
+
+    whole = await evaluation().pipeline.evaluate(40, [])
+    interrupted = evaluation()
+    for problem in range(ended, 6):
+        interrupted.sampler.hold(FIRST + problem)
+    task = asyncio.create_task(interrupted.pipeline.evaluate(40, []))
+    lines: list[str] = []
+    async with asyncio.timeout(20):
+        while len(lines) < ended:
+            await asyncio.sleep(0)
+            lines += interrupted.pipeline.evaluator.take_lines()
+    task.cancel()
+    await asyncio.wait([task])
+    await interrupted.pipeline.stop()
+    resumed = evaluation()
+    row = await resumed.pipeline.evaluate(40, lines)
+    assert {**row, "perf/evaluation_s": 0} == {**whole, "perf/evaluation_s": 0}
+    assert len({request.request_id.rsplit("/", 3)[0] for request in resumed.requests()}) == 6 - ended
+    assert not resumed.pipeline.evaluator.take_lines(), "all is in the row"
 
 
 async def test_a_long_evaluation_says_how_far_it_is() -> None:
@@ -396,6 +433,6 @@ async def test_a_long_evaluation_says_how_far_it_is() -> None:
     lines: list[str] = []
     run = EvalRun(with_evaluation(small_config(2, 6)), sampler=Asks())
     run.sampler.version = 40
-    await run.pipeline.evaluate(40)
+    await run.pipeline.evaluate(40, [])
     assert lines[0] == "0 of 6 problems of fake are evaluated"
     assert run.pipeline.progress().startswith("0 groups are finished, and 0 are being sampled: no group is running")

@@ -166,7 +166,7 @@ async def test_a_stop_ends_an_evaluation_without_training_too() -> None:
     sampler.version = 3
     config = config_of().model_copy(update={"eval": EvalConfig(every=1, samples=2)})
     pipeline = Pipeline(config, [WatchedProblems()], sampler.connect, RolloutLimits(1000, 100), [held_out])
-    evaluation = asyncio.create_task(pipeline.evaluate(3))
+    evaluation = asyncio.create_task(pipeline.evaluate(3, []))
     await quiesce()
     assert held_out.created > len(held_out.closed), "some are being played"
     await pipeline.stop()
