@@ -17,6 +17,7 @@ from reasoning_gym.factory import DATASETS, create_dataset
 
 import make_reasoning_gym_docs
 from orchestrator import workers
+from orchestrator.advantages import compute_advantages
 from orchestrator.env import EnvContext, load_dataset
 from orchestrator.envs import reasoning_gym
 from orchestrator.envs.reasoning_gym import AROUND_ANSWERS, FEW_QUESTIONS, TAGS, exact, extract, few_questions, score
@@ -172,6 +173,16 @@ def test_another_right_answer_counts_but_none_that_is_cut_off(tokenizer: Any) ->
 def test_a_scorer_that_cannot_read_an_answer_gives_nothing(tokenizer: Any) -> None:
     (problem, *_) = dataset(tokenizer, "prime_factorization", batch_size=1).get_batch(0)
     assert reward_of(score, "1 433 2", problem.row) == 0
+
+
+def test_crumbs_of_a_scorer_become_whole_advantages(tokenizer: Any) -> None:
+    """Which is why `exact` is the default: of four wrong answers the one with a crumb is trained like a right one."""
+    (problem, *_) = dataset(tokenizer, "countdown", batch_size=1).get_batch(0)
+    answers = ["", "", "", "17"]
+    crumbs = [reward_of(score, answer, problem.row) for answer in answers]
+    assert crumbs == [0.01, 0.01, 0.01, 0.05]
+    np.testing.assert_allclose(compute_advantages(crumbs, "std"), compute_advantages([0, 0, 0, 1], "std"), rtol=1e-3)
+    assert [reward_of(exact, answer, problem.row) for answer in answers] == [0] * 4
 
 
 def test_an_episode_is_scored_in_a_worker(tokenizer: Any) -> None:
