@@ -1,15 +1,18 @@
 """A chat of several turns: the model must find a number, and gets a hint after each wrong guess."""
 
 import random
-from functools import partial
 
-from orchestrator.env import RLDataset
-from orchestrator.message_env import MessageEnv, MessageEnvGroup, MessageStep
+from orchestrator.message_env import MessageEnv, MessageStep
 
 
 class HigherLower(MessageEnv):
     def __init__(self, secret):
         self.secret, self.turns = secret, 0
+
+    @staticmethod
+    def problems(split, seed):
+        rng = random.Random(f"{seed}/{split}")
+        return [rng.randint(1, 20) for _ in range(1000)]
 
     async def initial_messages(self):
         return [{"role": "user", "content": "Guess my number, from 1 to 20. Answer with digits."}]
@@ -23,18 +26,3 @@ class HigherLower(MessageEnv):
             return MessageStep(reward=0.0, episode_done=True, logs={"secret": self.secret, "guess": guess})
         hint = "Higher." if int(guess) < self.secret else "Lower."
         return MessageStep(reward=0.0, episode_done=False, next_messages=[{"role": "user", "content": hint}])
-
-
-class Secrets(RLDataset):
-    def __init__(self, context, batch_size=16):
-        self.context, self.batch_size = context, batch_size
-
-    def get_batch(self, index):
-        rng = random.Random(f"{self.context.seed}/{self.context.split}/{index}")
-        secrets = [rng.randint(1, 20) for _ in range(self.batch_size)]
-        return [
-            MessageEnvGroup(partial(HigherLower, s), self.context.renderer, self.context.group_size) for s in secrets
-        ]
-
-    def __len__(self):
-        return 1000

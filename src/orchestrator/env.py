@@ -81,6 +81,8 @@ PROGRAMS = "orchestrator.envs.program:ProgramDataset"
 URLS = ("http://", "https://")
 SERVED = "orchestrator.envs.http:HttpDataset"
 """The prefixes of ids that are addresses of servers of environments, and the dataset of such a server."""
+CHATS = "orchestrator.envs.chat:Chats"
+"""The dataset of a MessageEnv that an id names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -410,15 +412,18 @@ def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
             f"{section}.id = {env_id!r} cannot be imported: {in_short(error)}{do if missing else ''}"
         ) from error
     dataset_class = getattr(module, class_name, None)
+    if _is_message_env(dataset_class):
+        return partial(_find_class(CHATS, section), dataset_class)
     if dataset_class is None:
-        datasets = [name for name, kind in vars(module).items() if _is_dataset(kind) and kind is not RLDataset]
+        datasets = [name for name, kind in vars(module).items() if _is_dataset(kind) or _is_message_env(kind)]
         raise BadInput(
             f"{section}.id = {env_id!r}: {module.__file__} has no {class_name}; {expected}. "
             f"Its datasets: {', '.join(datasets) or 'none'}"
         )
     if not _is_dataset(dataset_class):
         raise BadInput(
-            f"{section}.id = {env_id!r} is {dataset_class!r}; expected a subclass of orchestrator.env.RLDataset"
+            f"{section}.id = {env_id!r} is {dataset_class!r}; expected a subclass of orchestrator.env.RLDataset or of "
+            "orchestrator.message_env.MessageEnv"
         )
     return cast(Callable[..., RLDataset], dataset_class)
 
@@ -446,7 +451,13 @@ run_file = cache(runpy.run_path)
 
 
 def _is_dataset(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, RLDataset)
+    return isinstance(value, type) and issubclass(value, RLDataset) and value is not RLDataset
+
+
+def _is_message_env(value: object) -> bool:
+    from orchestrator.message_env import MessageEnv
+
+    return isinstance(value, type) and issubclass(value, MessageEnv) and value is not MessageEnv
 
 
 def in_short(error: Exception) -> str:
