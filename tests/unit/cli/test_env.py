@@ -7,13 +7,16 @@ import pty
 import random
 import re
 import signal
+import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import calculator
 import pytest
+from waiting import wait_for
 
 from trireme.cli.trireme import main
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED
@@ -37,6 +40,7 @@ def types(monkeypatch: pytest.MonkeyPatch) -> Types:
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     (tmp_path / "data.jsonl").write_text('{"prompt": "2 + 2 = ", "question": "2 + 2?", "answer": "4"}\n' * 2)
+    (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "mine.py").write_text("def score(said, answer): return said == answer\ndef none(said): return None\n")
     return tmp_path
 
@@ -69,6 +73,18 @@ TYPED = {
         [call("calculator", '{"expression": "1 + 1"}'), "no number"],
         "reward 0  parse_error 0  success 0",
     ),
+    "a chat": (["higher_lower:HigherLower", "--env.path", "examples/envs"], ["none"], "reward 0  parse_error 0"),
+    "a generator": (["reasoning_gym:gcd"], ["none"], "reward 0  parse_error 0"),
+    "a server": (["{server}"], [call("add", '{"a": 1, "b": 2}'), "none"], "reward 0  parse_error 0  success 0"),
+    "a program": (
+        [
+            "agent:command",
+            "--env.args",
+            "{{command = ['{python}', '{files}/agent.py'], problems = '{files}/data.jsonl'}}",
+        ],
+        ["none", "4"],
+        "reward 0.5",
+    ),
     "an agent": (
         ["agent:calculator:play"],
         [call("multiply", f'{{"a": {A}, "b": {B}}}'), str(A * B)],
@@ -77,10 +93,55 @@ TYPED = {
 }
 
 
+AGENT = """
+import json, os, sys
+from urllib.request import Request, urlopen
+
+problem = json.loads(sys.stdin.read())
+headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+messages = [{"role": "user", "content": problem["prompt"]}]
+for tries in (1, 2):
+    body = json.dumps({"model": os.environ["TRIREME_MODEL"], "messages": messages}).encode()
+    request = Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    message = json.load(urlopen(request, timeout=60))["choices"][0]["message"]
+    if message["content"] == problem["answer"]:
+        print(1 / tries)
+        break
+    messages += [message, {"role": "user", "content": "No."}]
+"""
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """The address of the server of environments in examples/envs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "examples/envs/server.py", "--port", str(port), "--tool-s", "0"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            wait_for(lambda: is_open(port), "the server")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
 @pytest.mark.parametrize("name", TYPED)
-def test_an_episode_that_is_typed(name: str, types: Types, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_episode_that_is_typed(
+    name: str, types: Types, files: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
     words, lines, last = TYPED[name]
-    words = [word.replace("{files}", str(files)) for word in words]
+    places = {"files": str(files), "python": sys.executable}
+    if name == "a generator":
+        pytest.importorskip("reasoning_gym", reason="`uv sync --extra reasoning-gym` installs it")
+    if name == "a server":
+        places["server"] = request.getfixturevalue("server")
+    words = [word.format(**places) for word in words]
     secret = ""
     if name == "twenty questions":
         assert main(["env", "try", *words, "--known"]) == 0
