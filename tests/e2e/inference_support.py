@@ -151,6 +151,16 @@ class Room:
         return worst
 
 
+def accept_again(room: "Room") -> None:
+    """Lets the first replica of a room, which has refused an update, serve whatever weights it has."""
+    get(
+        room.group.replicas[0].__ray_call__.remote(lambda self: setattr(self, "broken", None)),
+        owner="replica",
+        timeout_s=60,
+    )
+    room.router = room.group.router_factory(room.group.replica_set())()
+
+
 def begin(room: Room, requests: list[SampleRequest]) -> list[asyncio.Task[Any]]:
     return [asyncio.create_task(room.router.sample(r)) for r in requests]
 

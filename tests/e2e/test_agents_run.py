@@ -3,9 +3,11 @@
 import os
 from pathlib import Path
 
+import pytest
 from run_support import TINY, assert_bound_and_conservation, run_rl
 
 
+@pytest.mark.long  # CI plays an agent in test_recipes.py
 def test_an_agent_is_trained(tmp_path: Path) -> None:
     env = ["--env.id", "agent:talking_agent:play", "--model.max-seq-len", "128"]
     environ = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}

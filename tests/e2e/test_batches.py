@@ -23,6 +23,7 @@ from trireme.core.errors import RoomFailed
 from trireme.core.types import AdamParams, Minibatch
 from trireme.process import waits
 
+pytestmark = pytest.mark.long  # each run of CI trains batches of this kind
 SHARDS = 2
 STAY = AdamParams(learning_rate=0.0)
 

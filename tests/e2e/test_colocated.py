@@ -16,6 +16,7 @@ LOSSES = ["inference.sleep[0]@1=kill", "trainer.forward_backward[0]@1=kill", "in
 in the one after that as it wakes: its actor has taken version 4 in each of two attempts."""
 
 
+@pytest.mark.long  # CI takes turns in test_resume.py
 def test_turns_change_no_bit_whatever_is_killed_in_whichever_phase(tmp_path: Path, deterministic: Ended) -> None:
     """Colocated for two steps, split for two, and colocated again: compared with a run that was split."""
     waiting = [*DETERMINISTIC, "--checkpoint.async-save", "false"]

@@ -18,6 +18,7 @@ from inference_support import (
     START_S,
     VOCAB,
     Room,
+    accept_again,
     asked_of,
     begin,
     check_continued,
@@ -41,7 +42,7 @@ from trireme.core.types import ModelInput, SamplingParams
 from trireme.process.waits import get
 
 ROOT = Path(__file__).parents[2]
-KINDS = {"tied": ("qwen3", True), "untied": ("llama", False), "spare": ("qwen3", True)}
+KINDS = {"tied": ("qwen3", True), "untied": ("llama", False)}
 """Experts: test_loaded.py."""
 DETERMINISTIC = {"tied"}
 LAST = 14  # this update of a replica meets its fault point
@@ -367,7 +368,7 @@ def test_tied_output_heads_still_need_packing_again(rooms: dict[str, Room]) -> N
 
 
 def test_an_engine_process_dies_with_its_actor(rooms: dict[str, Room]) -> None:
-    engine = psutil.Process(rooms["tied"].engine_pid)
+    engine = psutil.Process(rooms["untied"].engine_pid)
     actor = engine.parent()
     assert actor is not None
     actor.send_signal(signal.SIGKILL)
@@ -375,7 +376,8 @@ def test_an_engine_process_dies_with_its_actor(rooms: dict[str, Room]) -> None:
 
 
 async def test_a_killed_engine_fails_running_requests_and_updates(rooms: dict[str, Room]) -> None:
-    room = rooms["spare"]
+    room = rooms["tied"]
+    accept_again(room)
     (running,) = begin(room, [request("running", prompt_of(5), 1000)])
     await some_tokens_later(room, "probe killed")
     os.kill(room.engine_pid, signal.SIGKILL)

@@ -14,6 +14,7 @@ from inference_support import (
     START_S,
     VOCAB,
     Room,
+    accept_again,
     begin,
     health,
     kept_kv_logprobs,
@@ -42,15 +43,12 @@ from trireme.core.weights import (
     WeightsManifest,
     weights_digest,
 )
-from trireme.process.waits import get, get_all
+from trireme.process.waits import get_all
 
 TOLERANCE = 1e-4
 LAST = 16  # this update of a replica meets its fault point
 EVERYWHERE = ("llama", False, "recompute_kv", {"rank": 8, "alpha": 16, "train_unembed": True})
-KINDS = {
-    "everywhere": EVERYWHERE,
-    "kept": ("qwen3", True, "keep_kv", {"rank": 1, "alpha": 2, "targets": ["q_proj", "v_proj", "down_proj"]}),
-}
+PARTS = ("qwen3", True, "keep_kv", {"rank": 1, "alpha": 2, "targets": ["q_proj", "v_proj", "down_proj"]})
 """A model, what an update does with requests in flight, and the adapters: on all layers, or on parts of fused ones."""
 
 
@@ -92,59 +90,52 @@ class AdapterRoom(Room):
 
 
 @pytest.fixture(scope="module")
-def rooms(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, AdapterRoom]]:
-    started = start_rooms(KINDS, tmp_path_factory.mktemp("lora"))
-    yield started
-    for room in started.values():
-        room.group.stop()
+def everywhere(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterRoom]:
+    yield from started("everywhere", EVERYWHERE, tmp_path_factory.mktemp("lora"))
 
 
-def start_rooms(kinds: dict[str, Any], directory: Path, ranks: int = 1) -> dict[str, AdapterRoom]:
-    groups = {}
-    for name, (family, tied, on_update, lora) in kinds.items():
-        random_model(family, tied, seed=0).save_pretrained(directory / name)
-        places = {"max_loras": 2, "max_cpu_loras": 5}
-        config = make_config(directory / name, False, on_update=on_update, tensor_parallel=ranks, **places)
-        trainer = config.trainer.model_copy(update={"lora": LoraConfig.model_validate(lora)})
-        environment = {"OMP_NUM_THREADS": "1", "TRIREME_FAULTS": f"inference.loaded@{LAST}=corrupt"}
-        options = {"num_cpus": 1, "runtime_env": {"env_vars": environment}}
-        config = config.model_copy(update={"trainer": trainer})
-        groups[name] = InferenceHandle.start(config, [options], directory / "logs" / name)
-    started = {}
-    for name, group in groups.items():
-        family, tied, _, lora = kinds[name]
-        references, owners = group.ready_refs()
-        (ready,) = get_all(references, owners=owners, timeout_s=START_S, log=directory / "logs" / name)
-        options_of = LoraConfig.model_validate(lora)
-        router = group.router_factory(group.replica_set())()
-        started[name] = AdapterRoom(
-            family, tied, group, router, ready.engine_pid, lora=options_of, base=directory / name
-        )
-    return started
+@pytest.fixture(scope="module")
+def parts(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterRoom]:
+    yield from started("parts", PARTS, tmp_path_factory.mktemp("lora"))
 
 
-def test_at_first_the_adapted_model_is_the_base(rooms: dict[str, AdapterRoom]) -> None:
-    for room in rooms.values():
+def started(name: str, kind: Any, directory: Path) -> Iterator[AdapterRoom]:
+    room = start_room(name, kind, directory)
+    assert asyncio.run(room.update()).identity.version == 0
+    yield room
+    room.group.stop()
 
-        async def run(room: AdapterRoom = room) -> None:
-            report = await room.update()
-            assert report.identity.version == 0
-            answer = await room.router.sample(request("first", prompt_of(20), 24))
-            base = random_model(room.family, room.tied, seed=0)
-            expected = reference_logprobs(base, prompt_of(20) + answer.tokens.tolist())[19:]
-            assert np.abs(expected - answer.logprobs).max() < TOLERANCE
 
-        asyncio.run(run())
+def start_room(name: str, kind: Any, directory: Path, ranks: int = 1) -> AdapterRoom:
+    family, tied, on_update, lora = kind
+    random_model(family, tied, seed=0).save_pretrained(directory / name)
+    places = {"max_loras": 2, "max_cpu_loras": 5}
+    config = make_config(directory / name, False, on_update=on_update, tensor_parallel=ranks, **places)
+    options_of = LoraConfig.model_validate(lora)
+    environment = {"OMP_NUM_THREADS": "1", "TRIREME_FAULTS": f"inference.loaded@{LAST}=corrupt"}
+    options = {"num_cpus": 1, "runtime_env": {"env_vars": environment}}
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"lora": options_of})})
+    logs = directory / "logs" / name
+    group = InferenceHandle.start(config, [options], logs)
+    references, owners = group.ready_refs()
+    (ready,) = get_all(references, owners=owners, timeout_s=START_S, log=logs)
+    router = group.router_factory(group.replica_set())()
+    return AdapterRoom(family, tied, group, router, ready.engine_pid, lora=options_of, base=directory / name)
+
+
+def test_at_first_the_adapted_model_is_the_base(everywhere: AdapterRoom) -> None:
+    room = everywhere
+    answer = asyncio.run(room.router.sample(request("first", prompt_of(20), 24)))
+    base = random_model(room.family, room.tied, seed=0)
+    expected = reference_logprobs(base, prompt_of(20) + answer.tokens.tolist())[19:]
+    assert np.abs(expected - answer.logprobs).max() < TOLERANCE
 
 
 @pytest.mark.long
-def test_more_adapters_than_a_step_has_places_for_are_sampled_side_by_side(rooms: dict[str, AdapterRoom]) -> None:
+def test_more_adapters_than_a_step_has_places_for_are_sampled_side_by_side(parts: AdapterRoom) -> None:
     """Beside the policy's, which changes nothing yet. One of them changes nothing either: bit for bit the same."""
-    room = rooms["kept"]
+    room = parts
     router: Any = room.router
-    if not room.models:  # long tests run without the one before
-        asyncio.run(room.update())
-    assert list(room.models) == [0]
     beside = replace(room, models=dict(room.models))
     names, prompt = {"zero": 100, "one": 101, "two": 102}, prompt_of(20)
     identity = Adapter(base_digest(str(room.base)), room.lora.rank or 0, room.lora.alpha)
@@ -178,13 +169,13 @@ def test_more_adapters_than_a_step_has_places_for_are_sampled_side_by_side(rooms
     asyncio.run(run())
 
 
-def test_answers_over_three_adapters_know_which_token_came_from_which(rooms: dict[str, AdapterRoom]) -> None:
-    check_three_adapters(rooms["everywhere"])
+def test_answers_over_three_adapters_know_which_token_came_from_which(everywhere: AdapterRoom) -> None:
+    check_three_adapters(everywhere)
 
 
 @pytest.mark.long
 def test_two_ranks_have_each_their_part_of_an_adapter_that_of_the_head_too(ray_cluster: str, tmp_path: Path) -> None:
-    room = start_rooms({"ranks": EVERYWHERE}, tmp_path, ranks=2)["ranks"]
+    room = start_room("ranks", EVERYWHERE, tmp_path, ranks=2)
     asyncio.run(room.update())
     check_three_adapters(room)
     room.group.stop()
@@ -217,8 +208,8 @@ def check_three_adapters(room: AdapterRoom) -> None:
 
 
 @pytest.mark.long
-async def test_with_kept_kv_a_new_adapter_reads_what_the_old_one_wrote(rooms: dict[str, AdapterRoom]) -> None:
-    room, prompt = rooms["kept"], prompt_of(150)
+async def test_with_kept_kv_a_new_adapter_reads_what_the_old_one_wrote(parts: AdapterRoom) -> None:
+    room, prompt = parts, prompt_of(150)
     (running,) = begin(room, [request("kept", prompt, 600)])
     await some_tokens_later(room, "probe kept")
     assert (await room.update()).reprefill_tokens == 0
@@ -234,34 +225,32 @@ async def test_with_kept_kv_a_new_adapter_reads_what_the_old_one_wrote(rooms: di
 # From here on each test spoils a replica for good.
 
 
-async def test_an_adapter_that_changes_after_it_was_loaded_is_refused_by_its_tensor(
-    rooms: dict[str, AdapterRoom],
-) -> None:
+@pytest.mark.long
+async def test_an_adapter_that_changes_after_it_was_loaded_is_refused_by_its_tensor(parts: AdapterRoom) -> None:
     """A weight of B, which vLLM holds times alpha / rank."""
-    room = rooms["kept"]
-    (log,) = room.base.parent.glob("logs/kept/inference_0.log")
+    room = parts
+    (log,) = room.base.parent.glob("logs/parts/inference_0.log")
     assert "cannot be followed" not in log.read_text()
     await room.update_up_to(LAST - 1)
     with pytest.raises(WeightsRefused, match=r"other values than were published of \S+down_proj.lora_B\S+ \(rank 0\)"):
         await room.update()
-    replica = room.group.replicas[0]
-    get(replica.__ray_call__.remote(lambda self: setattr(self, "broken", None)), owner="replica", timeout_s=60)
-    room.router = room.group.router_factory(room.group.replica_set())()
+    accept_again(room)
 
 
-def test_adapters_of_another_base_are_refused(rooms: dict[str, AdapterRoom]) -> None:
-    room = rooms["kept"]
+def test_adapters_of_another_base_are_refused(everywhere: AdapterRoom) -> None:
+    room = everywhere
     room.next_weights()
-    strange = room.publish(len(room.models) - 1, Adapter("0" * 32, 1, 2.0))
+    strange = room.publish(len(room.models) - 1, Adapter("0" * 32, 8, 16.0))
     with pytest.raises(
         WeightsRefused, match=rf"base {'0' * 32}, but the files of .* have digest {base_digest(str(room.base))}"
     ):
         asyncio.run(room.router.source.update(strange))
 
 
-def test_a_scale_that_was_not_published_is_refused(rooms: dict[str, AdapterRoom]) -> None:
+def test_a_scale_that_was_not_published_is_refused(everywhere: AdapterRoom) -> None:
     """The canary refuses it, if the digest is made to agree."""
-    room = rooms["everywhere"]
+    room = everywhere
+    accept_again(room)
     room.next_weights()
     strange = room.publish(len(room.models) - 1, Adapter(base_digest(str(room.base)), 8, 20.0))
     with pytest.raises(WeightsRefused, match="canary of version"):

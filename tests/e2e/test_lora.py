@@ -14,6 +14,7 @@ from run_support import ROOT, TINY, Ended, run_rl
 from trireme.core.base_digest import base_digest
 from trireme.core.errors import EXIT_OK
 
+pytestmark = pytest.mark.long  # CI trains adapters in test_recipes.py, and peft opens them in test_tinker_adapters.py
 BASE = ROOT / "assets" / "sort-base"
 FLAGS = [
     *TINY,
@@ -46,7 +47,6 @@ def test_the_policy_starts_at_the_reference_and_leaves_it(whole: Ended) -> None:
     assert max(map(abs, divergences[1:])) > 1e-4
 
 
-@pytest.mark.long
 def test_a_checkpoint_goes_on_bit_for_bit(whole: Ended, tmp_path: Path) -> None:
     again = run_rl(tmp_path, *FLAGS, "--resume.dir", str(whole.root), "--resume.step", "2")
     assert again.code == EXIT_OK, again.out
@@ -55,7 +55,6 @@ def test_a_checkpoint_goes_on_bit_for_bit(whole: Ended, tmp_path: Path) -> None:
     assert ends[0] == ends[1]
 
 
-@pytest.mark.long  # what peft opens: test_tinker_adapters.py; the form of the files: unit/trainer
 def test_a_checkpoint_holds_adapters_that_vllm_and_peft_open(whole: Ended) -> None:
     """vLLM's own loader, which `vllm serve --lora-modules` uses too, reads the directory."""
     from peft import PeftModel

@@ -35,15 +35,22 @@ def trained(tmp_path: Path, *flags: str, bound: int = 2) -> Ended:
 
 def test_the_environments_of_all_recipes_are_played(model: str, tmp_path: Path) -> None:
     """Eight problems are drawn for a step, which include some of each environment. With the bound of 0 a step trains on
-    these eight: with a larger one the quick environments' later groups can take the places of a slow one's."""
+    these eight: with a larger one the quick environments' later groups can take the places of a slow one's. Adapters
+    are trained, and the log-probabilities are those of the policy, of the search agent's turns too."""
     recipes = ("gsm8k", "math-4b-lora", "apps", "search")
     envs = f"[{', '.join(env_of(recipe, tmp_path) for recipe in recipes)}]"
     flags = [*small_flags("gsm8k", tmp_path), "--model.name", model, "--orchestrator.batch-size", "8"]
-    flags += ["--orchestrator.max-steps-off-policy", "0"]
+    flags += ["--orchestrator.max-steps-off-policy", "0", "--trainer.lora.rank", "8"]
     result = trained(tmp_path, *flags[:4], *flags[8:], "--env", envs, bound=0)
     for name in ENVIRONMENTS:  # a random model's answers may all be cut, and are then not scored
         assert any(f"env/{name}/turns_per_episode" in row for row in result.rows), name
         assert f"eval/{name}/reward/total" in result.rows[-1]
+    (weights,) = Path(model).glob("*.safetensors")
+    for row in result.rows:
+        assert row["weights/bytes"] < weights.stat().st_size / 3
+        assert row["weights/canary_max_diff"] < 1e-4
+        assert row["optim/kl_sample_train_v2"] < 1e-4
+        assert row["env/search/session/undelivered"] == row["env/search/session/retries"] == 0
 
 
 @pytest.mark.long

@@ -68,9 +68,16 @@ RANDOM_KILLS = 10
 LONGER = [*DETERMINISTIC, "--max-steps", "24", "--checkpoint.every", "3"]
 SMALL = [*TINY, "--checkpoint.every", "2"]
 """Asynchronous: the quickstart's max_steps_off_policy = 1, and checkpoints in the background."""
-LOSSES = ["orchestrator.minibatch@2=kill", "trainer.forward_backward[1]@3=kill", "inference.loaded[0]@7=kill"]
-"""Of an attempt that begins with the checkpoint after step 2: in step 4; in step 5 of the attempt that begins there
-again; and in the update after step 5 of the one that begins after step 4: the engine has seen six before."""
+PARTS = ["orchestrator.minibatch@2=kill", "trainer.forward_backward[1]@3=kill"]
+"""Of an attempt that begins with the checkpoint after step 2: in step 4; and in step 5 of the attempt that begins there
+again."""
+LOSSES = {
+    "side by side": [
+        *PARTS,
+        "inference.loaded[0]@7=kill",
+    ],  # of the update after step 5; the engine has seen six before
+    "in turns": [*PARTS, "inference.sleep[0]@7=kill"],  # in step 6; the engine has slept six times before
+}
 SECOND_TURN = "inference.sample@22"
 """In deterministic mode all rollouts take a turn together, four turns a step and an evaluation: after two evaluations
 and three steps this is the second turn of the fourth step's games."""
@@ -109,27 +116,44 @@ def test_a_run_leaves_the_files_and_keys_that_are_stored(deterministic: Ended) -
         assert set(keys) <= set(files[name]), name
 
 
-def test_killed_in_the_middle_of_games_and_then_part_by_part(tmp_path: Path, reference: Ended) -> None:
-    """In the middle of a step's games of several turns, which are played again from their beginning, out of the
-    checkpoint after step 1: it knows where each environment stood in its problems. Resumed with another transport the
-    run loses an orchestrator, a shard and an engine, one after the other. (Each write of a checkpoint:
+def assert_killed_in_the_middle_of_games_and_then_part_by_part(
+    tmp_path: Path, reference: Ended, losses: list[str], *flags: str
+) -> Ended:
+    """Kills a run in the middle of a step's games of several turns, which are played again from their beginning, out of
+    the checkpoint after step 1: it knows where each environment stood in its problems. Resumed with `flags` the run
+    loses an orchestrator, a shard and an engine, one after the other. (Each write of a checkpoint:
     tests/unit/checkpoint/test_crashes.py.)"""
+    waiting = [*DETERMINISTIC, "--checkpoint.async-save", "false"]
+    kill_and_compare(tmp_path, reference, waiting, SECOND_TURN)
+    assert [checkpoint.name for checkpoint in CheckpointStore(tmp_path / "run").checkpoints()] == ["step_000002"]
+    outcome = run_rl(tmp_path, *waiting, *flags, "--resume", environ=armed(tmp_path, losses))
+    assert sorted(os.listdir(tmp_path / "once")) == sorted(losses), outcome.out
+    assert outcome.code == EXIT_OK, outcome.out
+    assert_same_run(outcome.root, reference.root)
+    assert [row["attempt"] for row in outcome.rows] == [1, 1, 3, 3, 5, 5]
+    outcome.assert_nothing_left()
+    return outcome
+
+
+def test_killed_in_the_middle_and_resumed_in_turns(tmp_path: Path, reference: Ended) -> None:
+    """Trainer and replicas then take turns, which changes no bit."""
     assert all(row["env/guess/turns_per_episode"] > 1 for row in reference.rows)
     assert all(row["env/sort/turns_per_episode"] == 1 for row in reference.rows if "env/sort/turns_per_episode" in row)
     assert all(row["perf/prefix_saving"] > 1 for row in reference.rows if "env/sort/turns_per_episode" in row)
     problems = [group["problem"] for row in rows_of(reference.root / "trained.jsonl") for group in row["groups"]]
     assert {problem.partition("/")[0] for problem in problems} == {"guess", "sort"}
-    waiting = [*DETERMINISTIC, "--checkpoint.async-save", "false"]
-    kill_and_compare(tmp_path, reference, waiting, SECOND_TURN)
-    assert [checkpoint.name for checkpoint in CheckpointStore(tmp_path / "run").checkpoints()] == ["step_000002"]
-    flags = [*waiting, "--inference.transport", "broadcast", "--resume"]
-    outcome = run_rl(tmp_path, *flags, environ=armed(tmp_path, LOSSES))
-    assert sorted(os.listdir(tmp_path / "once")) == sorted(LOSSES), outcome.out
-    assert outcome.code == EXIT_OK, outcome.out
-    assert_same_run(outcome.root, reference.root)
-    assert [row["attempt"] for row in outcome.rows] == [1, 1, 3, 3, 5, 5]
+    outcome = assert_killed_in_the_middle_of_games_and_then_part_by_part(
+        tmp_path, reference, LOSSES["in turns"], "--placement", "colocated"
+    )
+    assert ["time/hand_over" in row for row in outcome.rows] == [False, False, True, True, True, True]
+
+
+@pytest.mark.long
+def test_killed_in_the_middle_and_resumed_with_another_transport(tmp_path: Path, reference: Ended) -> None:
+    outcome = assert_killed_in_the_middle_of_games_and_then_part_by_part(
+        tmp_path, reference, LOSSES["side by side"], "--inference.transport", "broadcast"
+    )
     assert taken(outcome.root / "logs", 0, "as it was broadcast")
-    outcome.assert_nothing_left()
 
 
 @pytest.mark.long
