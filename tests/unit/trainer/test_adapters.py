@@ -1,6 +1,7 @@
 """Several adapters in one model: each is trained as if it were alone, bit for bit, and is saved and published alone."""
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -197,24 +198,28 @@ def change(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: change(path / "adapter_config.json", r=4), "has rank 4 and alpha 32; expected 3 and 32"),
-        (lambda path: change(path / "adapter_config.json", lora_alpha=7), "rank 3 and alpha 7"),
-        (lambda path: change(path / "adapter_config.json", use_dora=True), "has use_dora; expected plain LoRA"),
-        (lambda path: change(path / "base.json", digest="0" * 32), "was trained on another base"),
-        (lambda path: (path / "adapter_config.json").unlink(), "expected adapter_config.json and adapter_model"),
-        (lambda path: (path / "adapter_model.safetensors").write_bytes(b"x"), "no adapter that can be read"),
-        (lambda path: save_file({"y": torch.zeros(1)}, path / "adapter_model.safetensors"), "the first that differs: "),
-    ],
-)
-def test_another_adapter_is_refused(make: Make, tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "has rank 4 and alpha 32; expected 3 and 32": lambda path: change(path / "adapter_config.json", r=4),
+    "rank 3 and alpha 7": lambda path: change(path / "adapter_config.json", lora_alpha=7),
+    "has use_dora; expected plain LoRA": lambda path: change(path / "adapter_config.json", use_dora=True),
+    "was trained on another base": lambda path: change(path / "base.json", digest="0" * 32),
+    "expected adapter_config.json and adapter_model": lambda path: (path / "adapter_config.json").unlink(),
+    "no adapter that can be read": lambda path: (path / "adapter_model.safetensors").write_bytes(b"x"),
+    "the first that differs: ": lambda path: save_file({"y": torch.zeros(1)}, path / "adapter_model.safetensors"),
+}
+"""What is done to the files of an adapter, by the refusal."""
+
+
+def test_another_adapter_is_refused(make: Make, tmp_path: Path) -> None:
     shard = make()
-    exported(shard, "small", tmp_path)
-    damage(tmp_path)
-    with pytest.raises(BadInput, match=message):
-        shard.add_adapter("again", SPECS["small"], tmp_path)
+    (tmp_path / "whole").mkdir()
+    exported(shard, "small", tmp_path / "whole")
+    for number, (message, damage) in enumerate(DAMAGES.items()):
+        damaged = tmp_path / str(number)
+        shutil.copytree(tmp_path / "whole", damaged)
+        damage(damaged)
+        with pytest.raises(BadInput, match=message):
+            shard.add_adapter("again", SPECS["small"], damaged)
     shard.add_adapter("again", SPECS["small"])
 
 
@@ -266,25 +271,27 @@ def test_an_adapter_is_dropped_and_its_name_is_free(make: Make) -> None:
     assert all(parameter.grad is None for parameter in shard._parameters)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda s: s.add_adapter("a", SPECS["small"]), "'a' is there already.*another name"),
-        (lambda s: s.add_adapter("b", AdapterSpec(9, 1.0, ALL, 0)), r"rank 9; expected 1 to 8.*trainer\.lora\.rank"),
-        (lambda s: s.add_adapter("b", AdapterSpec(8, 1.0, UNEMBED, 0)), "of lm_head; expected some of q_proj"),
-        (lambda s: s.add_adapter("b", AdapterSpec(8, 1.0, (), 0)), "of no layers"),
-        (lambda s: s.use_adapter("b"), "'b'; expected one of '', 'a'"),
-        (lambda s: s.drop_adapter("b"), "'b' was to be dropped; expected one of 'a'"),
-        (lambda s: s.drop_adapter(""), "the first adapter was to be dropped"),
-    ],
-)
-def test_what_is_refused_leaves_all_as_it_is(make: Make, call: Callable[[Shard], None], message: str) -> None:
+REFUSED: dict[str, Callable[[Shard], None]] = {
+    "'a' is there already.*another name": lambda s: s.add_adapter("a", SPECS["small"]),
+    r"rank 9; expected 1 to 8.*trainer\.lora\.rank": lambda s: s.add_adapter("b", AdapterSpec(9, 1.0, ALL, 0)),
+    "of lm_head; expected some of q_proj": lambda s: s.add_adapter("b", AdapterSpec(8, 1.0, UNEMBED, 0)),
+    "of no layers": lambda s: s.add_adapter("b", AdapterSpec(8, 1.0, (), 0)),
+    "'b'; expected one of '', 'a'": lambda s: s.use_adapter("b"),
+    "'b' was to be dropped; expected one of 'a'": lambda s: s.drop_adapter("b"),
+    "the first adapter was to be dropped": lambda s: s.drop_adapter(""),
+}
+"""Calls by their refusals."""
+
+
+def test_what_is_refused_leaves_all_as_it_is(make: Make) -> None:
     shard = make()
     shard.add_adapter("a", SPECS["whole"])
-    with pytest.raises(BadInput, match=message):
-        call(shard)
-    shard.use_adapter("a")
-    add_gradient(shard, 1)
+    for message, call in REFUSED.items():
+        with pytest.raises(BadInput, match=message):
+            call(shard)
+        shard.use_adapter("a")
+        add_gradient(shard, 1)
+        shard.use_adapter("")
 
 
 def test_a_model_that_is_trained_whole_has_no_adapters(make: Make) -> None:
