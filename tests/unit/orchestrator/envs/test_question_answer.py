@@ -154,21 +154,23 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_answers_end_within_their_limit(tokenizer: Any, tmp_path: Path, answer: str) -> None:
+def test_hostile_answers_end_within_their_limit(tokenizer: Any, tmp_path: Path) -> None:
     """Wrong, or over the limit, which ends it: never right, and never without an end."""
     (tmp_path / "data.jsonl").write_text('{"question": "What?", "answer": "18"}\n' * 2)
     (builder,) = dataset(tokenizer, path=str(tmp_path / "data.jsonl"), grading_limit_s=1.0, batch_size=1).get_batch(0)
 
-    async def grade() -> Any:
+    async def grade(answer: str) -> Any:
         env = await builder.make_env(0)
         try:
             return await env.step([*tokenizer.encode(f"#### ${answer}$"), tokenizer.eos_token_id])  # type: ignore[union-attr]
         except (workers.WorkerTimeout, workers.WorkerError, workers.WorkerDied) as error:
             return error
 
-    outcome = in_worker(grade)
-    assert isinstance(outcome, Exception) or outcome.reward == 0.0
+    async def grade_all() -> list[Any]:
+        return [await grade(answer) for answer in HOSTILE.values()]
+
+    for name, outcome in zip(HOSTILE, in_worker(grade_all), strict=True):
+        assert isinstance(outcome, Exception) or outcome.reward == 0.0, name
 
 
 def test_an_answer_that_math_verify_cannot_read_is_refused_before_a_run(tokenizer: Any, tmp_path: Path) -> None:
