@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from trireme.config.section import NAMES_CODE, Section
 from trireme.core.sampling_bounds import BOUNDS, LONGEST_STOP, MOST_STOPS
@@ -77,10 +77,12 @@ class InferenceConfig(Section):
     """Share of a GPU's memory that a replica, or its rank on that GPU, may take; where trainer and replica take turns,
     together with the trainer's state."""
     gpu_cache_gb: PositiveFloat | None = None
-    """KV cache of a replica on its GPU (on each of several), in GiB; none = twice the size for max_num_seqs sequences
-    of full length, the half of it for prefixes of conversations that no sequence is decoding, but at most the memory
-    that gpu_memory_utilization leaves: by vLLM's measurement, or by the plan's estimate on a GPU shared with the
-    trainer, where nothing can be measured while both start."""
+    """KV cache of a replica on its GPU (on each of several), in GiB; none = the size for max_num_seqs sequences of full
+    length and prefix_cache, but at most the memory that gpu_memory_utilization leaves: by vLLM's measurement, or by the
+    plan's estimate on a GPU shared with the trainer, where nothing can be measured while both start."""
+    prefix_cache: NonNegativeFloat = 1.0
+    """Space on GPUs for prefixes of conversations that no sequence is decoding, as a multiple of the space for
+    max_num_seqs sequences of full length; see gpu_cache_gb."""
     max_num_seqs: PositiveInt | None = None
     """Sequences that a replica decodes at the same time; none = on a GPU the default of a vLLM server there (256, or
     1,024 from 70 GiB of memory on, in vLLM 0.32), one of them for the canary of updates; 256 on CPUs."""

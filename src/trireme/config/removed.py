@@ -12,7 +12,6 @@ REMOVED: dict[str, str] = {
     "trireme sweep --knob": "give the key of the horizontal axis in the first --grid",
     "env.args.variables": "name the variables, without patterns, in env.variables",
     "orchestrator.max_requeues": "leave it out: orchestrator.stale_policy = wait, the default, samples nothing again",
-    "inference.prefix_cache": "set inference.gpu_cache_gb, the whole KV cache of a replica on its GPU",
     "inference.max_model_len": "set model.max_seq_len, the longest sequence in the trainer and in the replicas",
     "inference.max_updating": "leave it out: all replicas take new weights at the same time, while they sample",
     "inference.spare": "leave it out: a new process succeeds a replica whose actor is lost",

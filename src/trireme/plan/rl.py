@@ -139,10 +139,10 @@ class InferencePart(Part):
 
     def _useful_cache(self, facts: ModelFacts) -> int:
         """Returns the bytes of KV cache that the engine can use on each GPU of a replica: blocks for the sequences that
-        it decodes at the same time, at full length, and the same again for prefixes of conversations that no sequence
-        is decoding. A larger cache would only cost time, as vLLM looks at each block when it starts and at each
-        update."""
-        return self._cache_of(facts, 2 * self.config.inference.most_gpu_sequences(self.gpu_bytes))
+        it decodes at the same time, at full length, and for prefixes (`prefix_cache`). A larger cache would only
+        cost time, as vLLM looks at each block when it starts and at each update."""
+        inference = self.config.inference
+        return self._cache_of(facts, inference.most_gpu_sequences(self.gpu_bytes) * (1 + inference.prefix_cache))
 
     def _sequence_cache(self, facts: ModelFacts) -> int:
         """Returns the bytes of KV cache with which vLLM starts: for one sequence on each GPU of a replica."""
@@ -274,8 +274,8 @@ class InferencePart(Part):
             sequences = inference.most_gpu_sequences(self.gpu_bytes)
             return (
                 f"a replica {self.gpu_share:.1%} of {whose} instead of {inference.gpu_memory_utilization:.0%}, of "
-                f"which {room} KV cache: what {sequences:,} sequences of full length take, and as much again for "
-                "prefixes"
+                f"which {room} KV cache: what {sequences:,} sequences of full length take, and "
+                f"{inference.prefix_cache:g} times that for prefixes"
             )
         cache = int(self.config.inference.memory_gb * GIB)
         holds = cache // (facts.kv_values_per_token * self.dtype_bytes)

@@ -237,12 +237,14 @@ def test_the_quickstart_on_a_large_gpu_gets_few_blocks() -> None:
     assert blocks_that_fit > 6_000_000
     text = dict(row for part in planned.parts for row in part.rows("a GPU"))["memory"]
     assert "instead of 40%" in text
-    assert "what 1,024 sequences of full length take, and as much again" in text
+    assert "what 1,024 sequences of full length take, and 1 times that" in text
 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
+        (["--inference.prefix-cache", "0"], 1024 * 2),
+        (["--inference.prefix-cache", "2.5"], 3.5 * 1024 * 2),
         (["--inference.max-num-seqs", "100"], 2 * 100 * 2),
         (["--model.max-seq-len", "40"], 2 * 1024 * 3),
     ],
@@ -254,7 +256,7 @@ def test_the_keys_that_decide(flags: list[str], expected: float) -> None:
 @pytest.mark.parametrize("share", ["0.4", "0.01"], ids=["what the engine can use", "a share without space"])
 def test_the_smallest_cache_holds_a_sequence(share: str) -> None:
     """vLLM keeps one block empty, and does not start where the others cannot hold a sequence."""
-    flags = ["--inference.max-num-seqs", "1", "--model.max-seq-len", "40"]
+    flags = ["--inference.max-num-seqs", "1", "--inference.prefix-cache", "0", "--model.max-seq-len", "40"]
     planned, facts = quickstart(*flags, "--inference.gpu-memory-utilization", share)
     pool = BlockPool(blocks(planned, facts), enable_caching=True, hash_block_size=BLOCK_TOKENS)
     assert pool.get_num_free_blocks() * BLOCK_TOKENS >= 40
