@@ -72,7 +72,8 @@ class _Incoming:
     arrived: asyncio.Future[list[Region]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def hear(self, message: dict[str, Any]) -> None:
-        """Takes a message of the receiving thread and settles the futures: `ready`, `failed` or `arrived`."""
+        """Settles the futures by a message from the receiving thread: that the version has arrived, that receiving it
+        failed, or that the thread is ready to receive it."""
         if "arrived" in message:
             path = message["arrived"]["path"]
             offsets = message["arrived"]["offsets"]

@@ -504,8 +504,8 @@ def _in_one_row(model: PreTrainedModel, samples: Sequence[Tensor]) -> list[Tenso
 
 
 def _with_shared_prefixes(model: PreTrainedModel, samples: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the log-probabilities of each sample's tokens after the first, computed together in one row of distinct
-    tokens. The samples have common beginnings, as BRANCHES says."""
+    """Returns the log-probabilities of each sample's tokens after the first, computed together in one row in which
+    each common prefix stands once. BRANCHES says with which prefixes the samples begin."""
     tokens, targets = (torch.cat([s[part] for s in samples]) for part in (INPUTS, TARGETS))
     lengths = [len(sample) - 1 for sample in samples]
     offsets = np.asarray([0, *accumulate(lengths)], np.int64)

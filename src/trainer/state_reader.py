@@ -42,7 +42,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         if (module, name) not in ALLOWED:
-            raise CheckpointInvalid(f"it names {module}.{name}, which the metadata of tensors never does")
+            raise CheckpointInvalid(f"it refers to {module}.{name}, which is no part of the metadata of tensors")
         return ALLOWED[module, name]
 
 

@@ -158,8 +158,9 @@ def _shrink_value(key: str, value: Any, section: Mapping[str, Any]) -> Any:
 
 
 def _token_ids(section: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the token ids of a section. An id beyond the vocabulary of `small`, the shrunk section, becomes one at
-    the end of this vocabulary; different ids stay different."""
+    """Returns the token ids, such as `eos_token_id`, of a section of a model's configuration. An id beyond the
+    vocabulary of `small`, the same section of the small model, becomes one at the end of that vocabulary; different
+    ids stay different."""
     vocabulary = small.get("vocab_size", VOCABULARY)
     ids = {key: value for key, value in section.items() if re.fullmatch(r".*(token_id|token_index)", key)}
     flat = [v for value in ids.values() for v in (value if isinstance(value, list) else [value])]

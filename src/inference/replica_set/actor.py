@@ -254,8 +254,9 @@ class ReplicaSet:
 
     @remote_method
     async def offer(self, offer: Offer) -> Session:
-        """Asks the replicas to receive a version while the trainer sends it. Returns the session of the replicas that
-        are ready, maybe none, after at most `offer.ready_s` seconds. The others fetch the version later."""
+        """Asks the replicas to receive a version while the trainer sends it. Returns after at most `offer.ready_s`
+        seconds the transfer to the replicas that are ready, perhaps to none of them. The other replicas fetch the
+        version later."""
         return await self._offers.make_session(offer, self._newest)
 
     async def update(self, weights: PublishedWeights) -> list[UpdateReport]:

@@ -44,8 +44,8 @@ class Normalization:
     """C, in tokens."""
 
     def apply(self, batch: TokenBatch, column: str) -> tuple[TokenBatch, float]:
-        """Returns the minibatch `batch` with its token weights m_t, the float32 `column`, changed as this kind needs,
-        and the number that the minibatch adds to the divisor of its substep."""
+        """Returns the minibatch `batch`, with the token weights m_t in its float32 column `column` changed as this kind
+        of normalisation needs, and the number that the minibatch adds to the divisor of its substep."""
         return self.weigh(batch, column), self.divisor(_totals(batch, column))
 
     def weigh(self, batch: TokenBatch, column: str) -> TokenBatch:

@@ -300,7 +300,7 @@ class PlacePool:
         return {**self._resources, "scheduling_strategy": strategy}
 
     def give_back(self, options: ActorOptions) -> None:
-        """Gives back the place in `options`, Ray's options of an actor that has ended."""
+        """Frees the placement group of an actor that has ended. `options`: the actor's options, from `take`."""
         group = options["scheduling_strategy"].placement_group
         if group in self._groups:
             self._groups.remove(group)

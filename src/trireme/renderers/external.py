@@ -169,7 +169,10 @@ def suitable(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None) ->
     """Returns the package's renderer for the tokenizer's model: the format that the package names for this model, else
     the first format that agrees with the tokenizer's chat template. Raises BadInput if there is none."""
     if tokenizer.chat_template is None and Path(tokenizer.name_or_path).is_dir():
-        raise BadInput(f"{tokenizer.name_or_path} has no chat template to compare a format with")
+        raise BadInput(
+            f"{tokenizer.name_or_path} has no chat template, with which a format of the package {PACKAGE} could be "
+            "compared; name one: --renderer.name renderers:FORMAT"
+        )
     formats = require(f"{PACKAGE}.base", extra=PACKAGE, what_for="the chat format of a model").MODEL_RENDERER_MAP
     named = formats.get(tokenizer.name_or_path)
     if named:

@@ -361,7 +361,7 @@ class Mirror:
 
 
 def _parked(root: Path) -> list[Path]:
-    """Returns the directories of the checkpoints in branches that the run has left."""
+    """Returns the directories of the checkpoints in `branches/`, which a resume from an earlier step has put aside."""
     return sorted(root.glob("branches/*/checkpoints/step_*"))
 
 

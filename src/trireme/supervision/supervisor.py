@@ -167,7 +167,9 @@ class Supervisor:
                 raise RoomFailed(f"waited {limit} for {', '.join(missing)} to start; logs: {log}")
             if now - placed > timeouts.place_s:
                 wait = f"a place in the cluster for {', '.join(placeless)}"
-                raise RoomFailed(f"waited {timeouts.place_s:.0f} s (timeouts.place_s) for {wait}: add a node to it")
+                raise RoomFailed(
+                    f"waited {timeouts.place_s:.0f} s (timeouts.place_s) for {wait}: add a node to the Ray cluster"
+                )
             progress(
                 [f"a place in the cluster for {name}" for name in placeless] or missing, now - min(started, placed)
             )

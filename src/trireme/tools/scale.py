@@ -62,7 +62,7 @@ def _checked(root: Path, replicas: int) -> dict[str, Any]:
     if replicas < 1:
         raise Refusal(
             f"--replicas {replicas}",
-            "1 or more: one at least samples what is trained on",
+            "1 or more: a run trains on what its replicas sample",
             "to end the run, send its driver SIGTERM; to keep it going, ask for --replicas 1",
         )
     if config["deterministic"]:

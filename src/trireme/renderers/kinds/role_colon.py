@@ -77,9 +77,9 @@ class RoleColonRenderer(TextRenderer):
         return text[place:]
 
     def closed(self, tokens: Sequence[int]) -> list[int]:
-        """See `Renderer`. Replaces the stop string that ended the message by the end of sequence. A token that holds
-        both the end of the message and the beginning of the stop string stays whole, since splitting it would
-        tokenise sampled text again."""
+        """See `Renderer`. Replaces the stop string at the end of the message with the end-of-sequence token. A token
+        that holds both the end of the message and the beginning of the stop string stays whole, since splitting it
+        would tokenise sampled text again."""
         sampled = list(tokens)
         begun = self._next_speaker(sampled)
         if not begun:
