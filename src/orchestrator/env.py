@@ -441,7 +441,7 @@ def named_function(kind: str, source: str, name: str) -> Callable[..., Any]:
         raise Refusal(
             f"env.id = {kind}:{source}:{name}, where {source or 'no module'} has no function "
             f"{name or '(none is named)'}: {in_short(error)}",
-            "reward:FILE.py:FUNCTION (or several, with commas), or agent:MODULE:FUNCTION beside a function `problems`",
+            "reward:FILE.py:FUNCTION (or several, with commas), or agent:MODULE:FUNCTION of a module with `problems`",
             "correct the name, or what it names; let PYTHONPATH have the directory of a module",
         ) from error
     return function

@@ -271,7 +271,7 @@ class Pipeline:
     def _state(self) -> OrchestratorState:
         if self._newest > self._ledger.released:
             raise ValueError(
-                f"{self._ledger.released} batches are released, but the update to {self._newest} has begun"
+                f"{self._ledger.released} batches are released, but the update to version {self._newest} has begun"
             )
         # After a stop by a limit, the user repairs the cause and resumes: then the limits count anew.
         if self._config.deterministic:

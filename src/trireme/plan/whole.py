@@ -363,7 +363,7 @@ class Plan:
         if self.on_gpus and gpus < self._widest <= resources.gpus:
             raise Refusal(
                 f"inference.tensor_parallel = {self._widest}, which needs {self._widest} GPUs on one node",
-                f"at most {gpus}, which no node of {resources.source} has more than",
+                f"at most {gpus}, the number of GPUs of the largest node of {resources.source}",
                 "lower --inference.tensor-parallel, or use larger nodes",
             )
         if self.gpus_needed <= self.resources.gpus:

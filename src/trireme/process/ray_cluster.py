@@ -214,8 +214,8 @@ def _start_ray(cpus: int, directory: str) -> None:
                 load = f"its load is {os.getloadavg()[0]:.0f}, on {os.cpu_count()} cores"
                 if attempt == RAY_STARTS:
                     raise RoomFailed(
-                        f"Ray did not start on this machine in {RAY_STARTS} attempts: {error} If that is busy ({load}),"
-                        " try again when it is not; `ray start --head --block` shows what is wrong"
+                        f"Ray did not start on this machine in {RAY_STARTS} attempts: {error} If it is busy "
+                        f"({load}), try again when it is not; `ray start --head --block` shows what is wrong"
                     ) from error
                 log.warning("Ray did not start on this machine (%s): %s It is started once more.", load, error)
                 _end(before)

@@ -302,7 +302,7 @@ class Mirror:
     def _in_time(self, deadline: float, label: str) -> None:
         if time.monotonic() > deadline:
             raise StorageFailed(
-                f"after {self._limit_s:g} s (timeouts.checkpoint_s) {label} and what comes after it were not there"
+                f"after {self._limit_s:g} s (timeouts.checkpoint_s) {label} and what follows it were not in the store"
             )
 
     def _put_head(self, new: StoredRun) -> None:

@@ -154,7 +154,7 @@ class RemoteRun:
         if requested is not None and requested >= 0:
             if requested not in steps:
                 raise Refusal(
-                    f"--resume.step {requested}, of which {self._url}/{root.name.removesuffix(ARRIVING)} holds "
+                    f"--resume.step {requested}, for which {self._url}/{root.name.removesuffix(ARRIVING)} holds "
                     "no checkpoint",
                     f"a step with a checkpoint on this branch; there are: {', '.join(map(str, steps)) or 'none'}",
                     "choose one of these, or the newest with --resume alone",

@@ -76,7 +76,7 @@ def files_of(key: str, pattern: str) -> list[Path]:
     if not files:
         raise Refusal(
             f"{key} = {pattern}, which is no file, seen from {Path.cwd()}",
-            "a file of conversations or tokens (.jsonl, .npz), or a pattern that some match",
+            "a file of conversations or tokens (.jsonl, .npz), or a pattern that files match",
             "correct the path",
         )
     return files
