@@ -95,17 +95,18 @@ GONE_S = 30.0
 GONE_TICK_S = 0.02
 HEALTH_TICK_S = 0.5
 CHATS_LATER_S = 5.0
-"""A chat enters the engine, and loses its place for lack of space, as if it had come this much later: the run's
-requests of these seconds go before it."""
+"""Seconds. In the engine's queue, and when vLLM preempts requests for lack of space, a chat counts as if it had arrived
+this much later: the run's requests of these seconds go before it."""
 NAMED = 8
 FETCH = "fetch"
 CANARY_REQUEST = "trireme-canary"
 CANARY_PRIORITY = -1
 """vLLM runs lower numbers first; normal requests use 0."""
 DECODE_PROOFS = 2
-"""Updates at which an engine without captured graphs proves its decode steps: the first, which vLLM's loaders load, and
-the next, which may be copied in place. Such an engine decodes by the code and the tensors of its prefills. At each
-update the proof slows down a small model's run on CPUs by 6 to 9 % (two pairs of the quickstart, 28 November 2026)."""
+"""Number of updates at which an engine without CUDA graphs proves its decode steps: the first, which vLLM's loaders
+load, and the second, which may be copied in place. After that its prefills are proof enough, because it decodes with
+the same code and tensors. A proof at each update would slow down a small model's run on CPUs by 6 to 9 % (two pairs of
+the quickstart, 28 November 2026)."""
 CHECK_TICK_S = 0.01
 KV_CACHE = "kv_cache"
 """vLLM's tag of the memory of the KV cache."""
@@ -117,11 +118,11 @@ class ReplicaInfo:
     """The processes and the weights of a replica that works."""
 
     engine_pid: int
-    """Process id of its engine."""
+    """Process id of the replica's engine."""
     ranks: tuple[int, ...]
     """Process ids of the engine's ranks, in order. A single rank is the engine's process itself."""
     identity: WeightIdentity | None
-    """The weights that it samples from; None before the first update."""
+    """The weights that the replica samples from; None before the first update."""
 
 
 class ReplicaActor:
@@ -129,8 +130,8 @@ class ReplicaActor:
     called.
 
     After WeightsRefused, a failed update or the death of the engine every further call raises with the reason. The
-    replica must then be replaced: a failed update is never repeated. If `has_lost_engine` is true, `restart` replaces
-    it.
+    replica must then be replaced: a failed update is never repeated. If only the engine was lost (`has_lost_engine`),
+    `restart` starts another one in this actor.
     """
 
     engine: AsyncLLM
@@ -138,7 +139,7 @@ class ReplicaActor:
     end_ids: list[int]
     vocab_size = 2**31  # the model's, once it has started
     node = ""
-    """Ray's id of its node."""
+    """Ray's id of the replica's node."""
 
     def __init__(self, config: Config, index: int, log_dir: Path | None) -> None:
         see_own_gpus()
@@ -148,7 +149,7 @@ class ReplicaActor:
         self._log_dir = log_dir
         self._watched: list[int] = []  # descriptors of the ranks' processes
         self.base: str | None = None
-        """Digest of the model's files, where an adapter is trained."""
+        """Digest of the model's files; None unless the run trains an adapter."""
         self.broadcasts = Broadcasts(load_transport(config.transport), self._receive_broadcast)
         self.updating = asyncio.Lock()  # held during an update
         self._desk = BatchingServer(self.sample, self._failure)
@@ -193,8 +194,8 @@ class ReplicaActor:
 
     @remote_method
     async def restart(self) -> ReplicaInfo:
-        """Starts a new engine after the old one was lost. Returns its info. This is quick, because vLLM is
-        already imported, which is most of a start."""
+        """Starts a new engine after the old one was lost, and returns the replica's info. This is quick, because vLLM
+        is already imported, which is most of a start."""
         log.info("process %d starts another engine for %s", os.getpid(), self.name)
         lost = {self._engine_pid, *self.ranks}
         self._forget_ranks()
@@ -261,9 +262,9 @@ class ReplicaActor:
 
     @remote_method
     async def heartbeat(self) -> Heartbeat:
-        """Returns the process ids, the node, and how far the engine is `behind`, without waiting. Raises RoomFailed or
-        WeightsRefused, with the reason, when this replica is broken; an engine that has been silent for too long is
-        killed first."""
+        """Returns the process ids of this actor and its engine, their node, and the engine's silence with its limit
+        (`behind`), without waiting. Raises RoomFailed or WeightsRefused, with the reason, when this replica is broken;
+        an engine that has been silent for too long is killed first."""
         with self._log_in_errors():
             self._raise_if_broken()
         node = ray.get_runtime_context().get_node_id()
@@ -283,13 +284,13 @@ class ReplicaActor:
 
     @remote_method
     async def exchange(self, caller: str, message: bytes) -> bytes:
-        """Begins to sample the packed requests in `message`. Returns a packed reply with outcomes of any requests of
-        this `caller`, as `inference.batching_server.BatchingServer.exchange` does."""
+        """Begins to sample the packed requests in `message`. Waits for outcomes of this `caller`'s requests, also of
+        earlier calls, and returns them as a packed `Reply` (`inference.batching_server.BatchingServer.exchange`)."""
         return await self._desk.exchange(caller, message)
 
     @remote_method
     async def packed_progress(self, lengths: Mapping[str, int]) -> bytes:
-        """Returns the result of `progress`, packed as a reply."""
+        """Returns the result of `progress` as bytes: a packed `inference.messages.Reply`."""
         return Reply(list((await self.progress(lengths)).items())).pack()
 
     @remote_method
@@ -301,10 +302,10 @@ class ReplicaActor:
         return replace(stats, weights=self.identity)
 
     async def sample(self, requests: list[SampleRequest], give: Give) -> None:
-        """Samples all `requests` at the same time. Returns when they have entered the engine; raises when none can.
-        Calls `give` with each request's name and outcome, a sequence or an error, immediately when it has one. A
-        request that is aborted, or that this replica cannot finish because it broke, ends as Progress with its
-        tokens so far."""
+        """Samples all `requests` at the same time. Returns when they have entered the engine; raises when the engine
+        can take none of them. Calls `give` with each request's name and outcome, a sequence or an error, as soon as the
+        request has one. A request that is aborted, or that this replica cannot finish because it broke, ends as
+        Progress with its tokens so far."""
         fault_point("inference.sample")
         era = self._era
         refused: dict[str, Exception] = {}
@@ -339,8 +340,8 @@ class ReplicaActor:
             give(request_id, task.result())
 
     async def progress(self, lengths: Mapping[str, int]) -> dict[str, Progress]:
-        """Returns {request id: its new tokens} for the requests in flight that have some. `lengths`: {request id: the
-        number of its tokens that the caller already has}. Raises RoomFailed or WeightsRefused when this replica is
+        """Returns {request id: its new tokens} for the requests in flight that have new tokens. `lengths`: {request id:
+        the number of its tokens that the caller already has}. Raises RoomFailed or WeightsRefused when this replica is
         broken."""
         self._raise_if_broken()
         progress_of = {
@@ -351,8 +352,8 @@ class ReplicaActor:
         return {name: progress for name, progress in progress_of.items() if len(progress.tokens)}
 
     def _progress_of(self, entry: EngineRequest, start: int = 0) -> Progress:
-        """Returns the tokens of an unfinished request from number `start` on, without tokens of weights that are not
-        yet proved."""
+        """Returns the tokens of an unfinished request from number `start` on, without the tokens of weights that are
+        not yet proved."""
         # Public ways are answers at their end, or a message for each token.
         state = self.engine.output_processor.request_states.get(entry.collector.request_id)
         if state is None:
@@ -382,7 +383,8 @@ class ReplicaActor:
                 await self._guarded("the start of sampling", self.resume(), limit)
 
     async def _enter(self, request: SampleRequest) -> EngineRequest | Exception:
-        """Hands `request` to the engine. Returns its entry there, or the exception if it cannot enter."""
+        """Hands `request` to the engine. Returns an EngineRequest, which says where the answer will come, or the
+        exception if the request cannot enter."""
         try:
             self._raise_if_broken()
             if self.asleep:
@@ -530,8 +532,8 @@ class ReplicaActor:
     @remote_method
     async def sleep(self) -> None:
         """Pauses the engine and drops its KV cache; on a GPU also gives the memory of the cache back. From then on this
-        replica has no weights: it samples again when it has taken an update, also one that it had taken before.
-        Requests in flight stay, and are then computed again. Does nothing if this replica sleeps.
+        replica has no weights: it samples again once it has taken an update, even if that brings the weights that it
+        had before. Requests in flight stay, and are then computed again. Does nothing if this replica sleeps.
 
         Raises RoomFailed, breaks this replica and ends its requests when the engine does not answer.
         """
@@ -588,8 +590,8 @@ class ReplicaActor:
 
     @remote_method
     async def drop_adapter(self, name: str) -> None:
-        """Forgets the adapter `name`; no request in flight may name it. Does nothing if it is unknown. Raises
-        RoomFailed."""
+        """Forgets the adapter `name`; no request in flight may name it. Does nothing if the adapter is unknown. Raises
+        RoomFailed when this replica is broken or its engine does not answer."""
         self._raise_if_broken()
         adapter = self.adapters.pop(name, None)
         if adapter:
@@ -599,8 +601,9 @@ class ReplicaActor:
     @asynccontextmanager
     async def _received(self, published: PublishedWeights, step: Step) -> AsyncIterator[dict[str, Any]]:
         """Fetches the bytes of `published` and brings them into the engine process; the block then loads them. Yields
-        fields of an UpdateReport. A failed fetch raises. A failure after the fetch, in the block too, breaks this
-        replica; only if changes do not lead to the published bytes, it first fetches all bytes."""
+        two fields of an UpdateReport by name: `received`, the number of bytes, and `refused`, whether a delta was
+        refused. A failed fetch only raises. A later failure, also one in the block, breaks this replica and raises. If
+        a delta does not lead to the published bytes, fetches the whole weights before it fails."""
         self._raise_if_broken()
         stack = AsyncExitStack()
         try:
@@ -627,8 +630,8 @@ class ReplicaActor:
 
     @contextmanager
     def _breaks(self, doing: str) -> Iterator[None]:
-        """Breaks this replica and ends its requests if the block raises, and raises why. `doing`: what the block
-        does."""
+        """Runs the block. If the block raises, breaks this replica, ends its requests and raises the reason as a
+        TriremeError. `doing`: what the block does, for the message."""
         try:
             yield
         except Exception as error:
@@ -649,8 +652,8 @@ class ReplicaActor:
 
     @remote_method
     async def adopt(self, identity: WeightIdentity) -> None:
-        """Names the weights that the engine loaded from disk `identity`; this takes the place of a first update. Raises
-        RoomFailed."""
+        """Gives the name `identity` to the weights that the engine loaded from disk, instead of a first update. Raises
+        RoomFailed when this replica is broken or its engine does not answer."""
         self._raise_if_broken()
         label = self.engine.update_weight_version(str(identity))
         await self._guarded("a name for its weights", label, self.config.timeouts.update_s)
@@ -658,8 +661,8 @@ class ReplicaActor:
 
     async def _receive(self, manifest: WeightsManifest, arrived: Arrived, step: Step) -> str:
         """Maps the bytes `arrived` into the engine process and waits until they are checked; the engine continues to
-        sample. Returns why they do not match the manifest, "" if they do. Raises WeightsRefused for an adapter of
-        another base than this replica has loaded."""
+        sample. Returns why the bytes do not match the manifest, "" if they do. Raises WeightsRefused for an adapter
+        that was trained on other files of the base model than this replica has loaded."""
         if manifest.adapter and manifest.adapter.base != self.base:
             raise WeightsRefused(
                 f"version {manifest.identity.version} is an {manifest.adapter}, but the files of "
@@ -675,8 +678,9 @@ class ReplicaActor:
         return str(refusal)
 
     async def _drained(self, identity: WeightIdentity, started: float) -> None:
-        """Waits until no request is in flight; new requests wait in `_entering`. Raises RoomFailed when they last
-        longer than `timeouts.update_s` after `started`."""
+        """Waits until no request is in flight; new requests wait in `_entering`. Raises RoomFailed when the requests in
+        flight last longer than `timeouts.update_s` seconds after `started`. `identity`: the weights that wait, for the
+        message."""
         limit = self.config.timeouts.update_s
         while self.running:
             self._raise_if_broken()
@@ -691,8 +695,8 @@ class ReplicaActor:
             await asyncio.wait(tasks, timeout=min(remaining_s, HEALTH_TICK_S))
 
     async def _take(self, manifest: WeightsManifest, step: Step, started: float) -> UpdateReport:
-        """Pauses the engine, loads the received weights, resumes and proves them. Returns a report. Requests in flight
-        wait for few calls to the engine's process.
+        """Pauses the engine, loads the received weights, resumes the engine and proves that it uses the weights.
+        Returns a report. Requests in flight stand still only for a few calls to the engine's process.
 
         The canary is computed together with the requests' first steps after the pause, not while they stand still;
         until it agrees, answers are held back.
@@ -748,10 +752,10 @@ class ReplicaActor:
         *,
         decodes: bool = True,
     ) -> RequestOutputCollector:
-        """Adds the canary of `manifest` to the engine's queue; returns where its answer will come: logprobs of its
-        tokens, and of those that are sampled after them: if it `decodes`, DECODED in decode steps. `sampled`: tokens
-        that were sampled so, which a prefill computes as a part of the prompt. `adapter`: None: the weights of the
-        newest update."""
+        """Adds the canary of `manifest` to the engine's queue; returns where its answer will come. The answer has the
+        logprobs of the canary's tokens and of the tokens that are sampled after them: one token in the prefill and, if
+        `decodes`, DECODED more in decode steps. `sampled`: the tokens that an earlier canary sampled; they then end the
+        prompt, so that a prefill computes their logprobs. `adapter`: None: the weights of the newest update."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         in_decode_steps = DECODED if decodes and not sampled else 0
@@ -772,9 +776,9 @@ class ReplicaActor:
     async def _prove(
         self, manifest: WeightsManifest, canary: RequestOutputCollector, adapter: LoRARequest | None = None
     ) -> Drift:
-        """Waits for the engine's `canary` and returns how far it drifts from the trainer's in `manifest`. If tokens
-        were sampled in decode steps after it, prefills them too. Raises WeightsRefused if the canary drifts too far,
-        or decode steps from the prefill."""
+        """Waits for the answer to `canary`, and returns how far its logprobs drift from the trainer's in `manifest`. If
+        the engine sampled tokens in decode steps after the canary, also computes their logprobs in a prefill. Raises
+        WeightsRefused if the canary drifts too far, or if decode steps and the prefill do not agree."""
         tokens = manifest.canary.tokens
         answer = await answer_of(canary)
         drift = check_canary(manifest, prompt_logprobs(tokens, answer))
@@ -792,8 +796,8 @@ class ReplicaActor:
         return await self.engine.collective_rpc(method, args=args)
 
     async def _receive_broadcast(self, offer: Offer, serial: int, pipe: str) -> None:
-        """Makes the engine's rank 0 receive the offered version in a thread, which writes its progress, marked with
-        `serial`, to the pipe at the path `pipe`. The thread starts between two steps."""
+        """Makes the engine's rank 0 receive the offered version in a thread, which starts between two steps. The thread
+        writes messages about its progress to the pipe at the path `pipe`; each message carries `serial`."""
         await self._in_engine("receive_broadcast", args=(pickle.dumps((offer, self.index, serial, pipe)),))
 
     async def _step(self, name: str, awaitable: Awaitable[Value], *, deadline: float) -> Value:
@@ -869,9 +873,10 @@ class ReplicaActor:
         self._step_deadline.note(self._stalls.answered(silent_s))
 
     def behind(self) -> tuple[float, float]:
-        """Returns (seconds, limit in seconds) of the engine's silence. The seconds count since its last answer or, if
-        that is closer to its limit, without any progress; they are 0 if the engine has no work. At the limit kills
-        the engine and raises RoomFailed."""
+        """Returns how long the engine has been silent, and the limit for that, both in seconds. There are two such
+        pairs: the time since the engine's last answer, and the time without progress on CPU or GPU (`StallClock`);
+        returns the pair that is closer to its limit. The silence is 0 if the engine has no work. At the limit kills the
+        engine and raises RoomFailed."""
         # Nothing is expected of the engine while it stands still for an update, which has a deadline of its own.
         works = (self._has_requests or self.halting) and not self.standing
         silent_s = self.engine_stats.silent_s if works else 0.0
@@ -890,10 +895,10 @@ class ReplicaActor:
     async def _guarded(
         self, subject: str, awaitable: Awaitable[Value], timeout_s: float, usual: LearnedDeadline | None = None
     ) -> Value:
-        """Waits for `awaitable`, a call named `subject`, and returns its value. vLLM leaves calls pending for ever when
-        its engine process is dead, so this also watches the process. Raises RoomFailed when the engine died or was
-        replaced, after `timeout_s` seconds, or when the engine made no progress for `usual` seconds; give `usual`
-        only for work of the engine itself."""
+        """Waits for `awaitable`, a call to the engine, and returns its value. `subject` names the call in messages.
+        vLLM leaves calls pending for ever when its engine process is dead, so this also watches the process. Raises
+        RoomFailed when the engine died or was replaced, after `timeout_s` seconds, or when the engine made no progress
+        for `usual.seconds`; give `usual` only for work of the engine itself."""
         task = asyncio.ensure_future(awaitable)
         engine = self.engine
         started = time.monotonic()
@@ -928,8 +933,8 @@ class ReplicaActor:
         return self.broken
 
     async def _are_theirs(self, errors: Collection[Exception]) -> bool:
-        """Returns True if the engine still answers, so that `errors` are the requests' own. Else marks this replica as
-        broken and returns False."""
+        """Returns True if the requests themselves caused `errors`, because the engine still answers. Else marks this
+        replica as broken and returns False."""
         engine = self.engine
         if self._failure() is None and not all(isinstance(error, TriremeError) for error in errors):
             try:
@@ -972,8 +977,8 @@ async def answer_of(collector: RequestOutputCollector) -> RequestOutput:
 
 
 def refusal(error: BaseException) -> TriremeError:
-    """Returns the error that the caller of a request gets for `error`, an exception about the request itself:
-    BadRequest, unless it is a TriremeError."""
+    """Returns the error that the caller of a request gets for `error`, an exception about the request itself: `error`
+    if it is a TriremeError, else a BadRequest."""
     if isinstance(error, TriremeError):
         return error
     log.warning("a request is refused", exc_info=error)

@@ -1,5 +1,5 @@
 """LoRA adapters in vLLM's engine process. Each update replaces the values of the policy's adapter in place, between two
-steps; the values of other adapters do not change (`inference.router`).
+steps; the values of other adapters do not change (`inference.replica_set.actor`).
 
 vLLM's own way to new values is another adapter under another name. Requests in flight would have to be aborted and sent
 again under that name, and a seeded request would draw the same random numbers twice. In place, an adapter is updated
@@ -40,7 +40,8 @@ _HEAD = "base_model.model.lm_head.lora_{}.weight"
 _ORIGINALS: WeakKeyDictionary[ParallelLMHead, torch.Tensor] = WeakKeyDictionary()
 """Output matrices without an adapter."""
 POLICY = LoRARequest("policy", 1, "in memory")
-"""Named by every request once an adapter has been taken. vLLM reads no file of that name: it has the adapter."""
+"""The policy's adapter, which every request without another adapter names once an update has brought one. vLLM reads no
+file of that name: it has the adapter."""
 
 
 def request_of(name: str, number: int) -> LoRARequest:
@@ -49,8 +50,8 @@ def request_of(name: str, number: int) -> LoRARequest:
 
 
 def add_adapter(runner: ModelRunner, number: int, tensors: Mapping[str, torch.Tensor], adapter: Adapter) -> None:
-    """Gives vLLM's model runner one more adapter, between two steps. `number`: a number that no adapter has had;
-    `tensors`: by peft's names, copied here. Raises WeightsRefused for an adapter of the output matrix."""
+    """Gives vLLM's model runner one more adapter, between two steps. `number`: a number that no adapter has had.
+    `tensors`: {peft's name: tensor}, copied here. Raises WeightsRefused for an adapter of the output matrix."""
     if any(name in tensors for name in map(_HEAD.format, "AB")):
         raise WeightsRefused("an adapter of lm_head alongside others: the output matrix has one for all requests")
     manager = runner.lora_manager._adapter_manager
@@ -85,9 +86,10 @@ def take_adapter(
     *,
     traced: bool,
 ) -> dict[str, str]:
-    """Replaces the values of the policy's adapter in vLLM's model runner, while the scheduler is paused. `tensors`: by
-    peft's names. `follower`, made for `stacks`, follows them; `traced` as in `TensorFollower.following`. Returns
-    {tensor that cannot be followed: why}."""
+    """Replaces the values of the policy's adapter in vLLM's model runner, while the scheduler is paused. `tensors`:
+    {peft's name: tensor}. `follower`, made for `stacks`, follows the tensors. `traced`: an earlier update has recorded
+    which elements the loaders copy where, and the record was accepted. Returns {tensor that cannot be followed:
+    why}."""
     # vLLM's public way, `add_lora`, reads files of a directory: a second copy on a disk, which has no digest.
     manager = runner.lora_manager._adapter_manager
     dtype = manager.lora_config.lora_dtype

@@ -1,5 +1,5 @@
-"""The caller's side of `inference.messages`: a client of one replica, which sends and receives several
-requests and outcomes by one call.
+"""The caller's side of `inference.messages`: a client of one replica, which sends several requests and receives several
+outcomes by one call.
 
     sample(requests) ---> queued ---(at once, or gathered for some milliseconds)---> exchange ---> the replica
            ^                                                                            |
@@ -28,9 +28,10 @@ with that call."""
 FEW = 8
 
 Stream = asyncio.Queue[list[tuple[int, Outcome]] | None]
-"""Outcomes for one group of requests, by their indices in it; None: the end."""
+"""Outcomes for the requests of one `BatchingClient.sample`, as (index of the request, outcome); None: the end."""
 Exchange = Callable[[str, list[SampleRequest], float], Awaitable[Reply]]
-"""Sends a caller's name and requests to a batching server, and waits at most n seconds for its reply."""
+"""Called with (caller's name, requests, seconds). Sends the requests to a batching server, and waits at most these
+seconds for its reply."""
 
 
 @dataclass(eq=False)
@@ -41,16 +42,16 @@ class Waiting:
     """Its index in the group of requests that came with it."""
     stream: Stream
     requested_at: float
-    """When its caller passed it, by the clock of the event loop."""
+    """When the request was passed to `BatchingClient.sample`, in seconds by the clock of the event loop."""
 
 
 class BatchingClient:
     """Sends one process's requests to the replica `name`, and hands out their outcomes. Make and use it in one event
-    loop. `exchange` sends requests and waits for a reply; once it raises TriremeError, every `sample` raises that
-    too.
+    loop. `exchange` sends requests and waits for a reply; once it raises TriremeError, each `sample` raises the same
+    error.
 
     `answer_s`: seconds to wait for the outcome of a request. `gathers`: requests may wait some milliseconds to travel
-    together; else each group travels at once, on its own, as deterministic runs need it.
+    together; else the requests of each `sample` travel at once and alone, as deterministic runs need it.
     """
 
     def __init__(self, exchange: Exchange, *, name: str, answer_s: float, gathers: bool) -> None:
@@ -68,8 +69,8 @@ class BatchingClient:
         self._failure: TriremeError | None = None
 
     async def sample(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
-        """Sends `requests` and yields (index into `requests`, outcome), once for each. If the replica becomes unusable,
-        yields the outcomes that it still delivered, and then raises the reason."""
+        """Sends `requests` and yields (index into `requests`, outcome), once for each request. If the replica becomes
+        unusable, yields the outcomes that it still delivered, and then raises the reason."""
         if self._failure:
             raise self._failure
         stream = Stream()

@@ -18,14 +18,15 @@ from trireme.core.errors import TriremeError, as_failure
 from trireme.core.types import SampleRequest
 
 GATHER_S = 0.005
-"""The longest that an outcome waits for others."""
+"""Seconds that an outcome waits at most for others."""
 FEW = 8
 """An outcome waits for others only while at least FEW requests have none."""
 CALLERS = 8
-"""Outboxes to keep: beyond that, outboxes of callers with nothing in flight go, the longest unused first."""
+"""Number of outboxes to retain, one for each caller. Beyond it, outboxes of callers with nothing in flight are dropped,
+the longest unused first."""
 
 Give = Callable[[str, Outcome], None]
-"""Takes the name of a request, and how it ended."""
+"""Takes the id of a request, and how the request ended."""
 
 
 class Outbox:
@@ -48,7 +49,7 @@ class Outbox:
         return not self.unanswered and self._fetching is None
 
     def put(self, name: str, outcome: Outcome) -> None:
-        """Adds the outcome of the request `name`, and sees that it is handed out soon."""
+        """Adds the outcome of the request `name`, and makes sure that the caller gets it soon."""
         self.unanswered -= 1
         self._outcomes.append((name, outcome))
         self._is_due_after(GATHER_S if self.unanswered >= FEW else 0.0)
@@ -60,7 +61,8 @@ class Outbox:
 
     async def fetch(self) -> Reply:
         """Waits until outcomes are due, and returns and removes them. A second call ends the first, which returns the
-        outcomes so far, maybe none: the caller makes a second call to bring requests, and needs only one that waits."""
+        outcomes so far, perhaps none: the caller makes a second call to bring requests, and needs only one call that
+        waits."""
         if self._fetching and not self._fetching.done():
             self._fetching.set_result(None)
         fetching = self._fetching = asyncio.get_running_loop().create_future()
@@ -80,8 +82,8 @@ class Outbox:
         return reply
 
     def _is_due_after(self, seconds: float) -> None:
-        """Sees that the outcomes are handed out after `seconds`, or at an earlier time already set. After 0 seconds
-        they go with all outcomes of this turn of the event loop."""
+        """Makes sure that the outcomes are handed out after `seconds`, or at an earlier time that is already set. After
+        0 seconds they go with all outcomes of this turn of the event loop."""
         loop = asyncio.get_running_loop()
         due_at = loop.time() + seconds
         if self._timer and self._due_at <= due_at:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 HOLD_S = 0.1
-"""The longest that a token waits for others: as long as between two pieces of an answer that a person reads."""
+"""Seconds that a token waits at most for others: as long as between two pieces of an answer that a person reads."""
 
 
 class HeldOutputs:
@@ -47,8 +47,9 @@ class HeldOutputs:
         return bool(self._held_outputs)
 
     def pass_on(self, outputs: Iterable[EngineCoreOutput], may_wait: Callable[[str], bool]) -> list[EngineCoreOutput]:
-        """Takes the outputs of a step. Returns the outputs that must not wait, each joined with the held outputs of its
-        request. `may_wait` says if a request may wait."""
+        """Takes the outputs of a step, and holds back the outputs that may wait. Returns the others, each joined with
+        the held outputs of its request. `may_wait(request id)` returns True if outputs of this request may be held
+        back."""
         going = []
         for output in outputs:
             name = output.request_id
@@ -98,7 +99,8 @@ def joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
 
 
 def joined_logprobs(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
-    """Returns one request's logprobs of several steps, joined; None if `parts` is empty.
+    """Returns the logprobs of one request from several steps, joined along the tokens; None if `parts`, one for each
+    step, is empty.
 
     A step has as many columns as its most demanding request needs; this request's logprobs are the first columns of
     each.
@@ -114,9 +116,9 @@ def joined_logprobs(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
 
 
 class CoalescingScheduler(Scheduler):
-    """vLLM's scheduler, which leaves a place for the canary. It also holds outputs back, so that several travel in one
-    message, and sends them as soon as a request ends or an output may not wait, and at the latest HOLD_S seconds after
-    the first of them."""
+    """vLLM's scheduler, except for two things. It leaves a place for the canary. And it holds outputs back, so that
+    several travel in one message: it sends them as soon as a request ends or an output may not wait, and at the latest
+    HOLD_S seconds after the first of them."""
 
     _all_sent = 0.0
 

@@ -39,9 +39,11 @@ HEAD_DTYPE = "head_dtype"
 """The key of the model's configuration in which vLLM looks for the dtype of logits; its values are "float32" and
 "model"."""
 RESERVED = 1
-"""Places of an engine that only the canary takes (`inference.coalescing`)."""
+"""Number of sequences, of all that an engine decodes at the same time, that are reserved for the canary
+(`inference.coalescing`)."""
 GIVEN_UP = ("abort", "error")
-"""How requests end that the engine ends by itself: with "error" after an exception about the request."""
+"""vLLM's finish reasons of requests that the engine ended by itself; "error" comes after an exception about the
+request."""
 
 
 def import_engine(*, on_cpu: bool) -> None:
@@ -105,8 +107,8 @@ def engine_seed(config: Config, start: str) -> int:
 
 
 def engine_args(config: Config, on_cpu: bool, start: str = "") -> dict[str, Any]:
-    """Returns the arguments of vLLM's AsyncEngineArgs. `start` names this start of an engine. Raises BadInput if
-    `inference.engine_args` sets one that is decided here."""
+    """Returns the arguments of vLLM's AsyncEngineArgs. `start` names this start of an engine, for the seed. Raises
+    BadInput if `inference.engine_args` sets an argument that is decided here."""
     lora = config.trainer.lora
     ranks = config.inference.tensor_parallel
     sequences = config.inference.sequences(on_gpus=not on_cpu)
@@ -212,7 +214,8 @@ def vllm_params(request: SampleRequest, end_ids: list[int]) -> SamplingParams:
 
 
 def sampled_logprobs(logprobs: SampleLogprobs | None, start: int, tokens: list[int]) -> npt.NDArray[np.float32]:
-    """Returns the logprobs of `tokens`, float32 [T]; `start`: the number of the first of them in the answer.
+    """Returns the logprobs of `tokens`, T successive tokens of an answer, as float32 [T]. `start`: the number of the
+    first of them in the answer.
 
     `logprobs`: vLLM's, of a request for the sampled token alone, so that they have one entry for each token. Raises
     RoomFailed if they belong to other tokens.
@@ -225,7 +228,8 @@ def sampled_logprobs(logprobs: SampleLogprobs | None, start: int, tokens: list[i
 
 
 def tables_of(logprobs: Iterable[LogprobsOnePosition | None] | None) -> list[LogprobsOnePosition]:
-    """Returns vLLM's tables {token: logprob}, one for each token of a prompt but the first, which has none."""
+    """Returns vLLM's tables {token: logprob}, one for each token of a prompt except the first token, which has no
+    table."""
     assert logprobs is not None
     return [table for table in logprobs if table]
 

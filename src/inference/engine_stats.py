@@ -52,7 +52,8 @@ class EngineStats(PrometheusStatLogger):
 
     def cache_cleared(self, unfinished: int) -> None:
         """Notes that an update has cleared the KV cache. vLLM then reports each running sequence as preempted, with its
-        next tokens; these do not count here, because they are no lack of space. `unfinished`: as in `stats`."""
+        next tokens; these preemptions do not count here, because they are no lack of space. `unfinished`: the number of
+        sequences that the engine was given and has not finished."""
         self._excused = min(self._excused + self.running, unfinished)
         self.running = 0
         self.kv_used = 0.0

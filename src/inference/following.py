@@ -46,9 +46,10 @@ PLAIN = {
     method.process_weights_after_loading
     for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
 }
-"""What vLLM's methods without quantisation do after a load. On CUDA it is nothing, or packing experts in place."""
+"""The functions that vLLM's methods without quantisation call after a load. On CUDA they do nothing, or pack experts in
+place."""
 AHEAD = 4
-"""Limits the plain parameters that wait to be summed while vLLM loads more, because they take memory."""
+"""Most parameters, not yet packed, that wait to be summed while vLLM loads more: they take memory."""
 WITHIN = "within the reload"
 AFTER = "after the reload"
 
@@ -116,8 +117,9 @@ class TensorFollower:
                 self._watch.idle = True
 
     def copied(self, tensors: Mapping[str, Tensor], *, traced: bool) -> frozenset[str]:
-        """Returns the names of the `tensors` that `copy` loads as the loaders would, if the parameters lie in memory as
-        they did at the first update. Loaders load the others. `traced`: as for `following`."""
+        """Returns the names of the published `tensors` that `copy` loads with the same result as vLLM's loaders; the
+        loaders have to load the others. Returns no names if the parameters do not lie in memory as they did at the
+        first update, or if nothing is recorded for tensors of these shapes. `traced`: as for `following`."""
         model_tensors = self._model_tensors()
         lies = all(
             name in model_tensors and layout_of(model_tensors[name]) == layout for name, layout in self._layouts.items()
@@ -127,9 +129,9 @@ class TensorFollower:
         return frozenset()
 
     def copy(self, groups: Iterable[Mapping[str, Tensor]]) -> None:
-        """Copies published tensors that `copied` names into the parameters. Each of `groups` is {name: tensor}, and
-        need not live after the next one is asked for. Call `loaded` afterwards, or `following` if loaders have to load
-        others."""
+        """Copies published tensors that `copied` names into the parameters. Each of `groups` is {name: tensor}; its
+        memory may be used again once the next group is taken. Call `loaded` afterwards, or `following` if loaders have
+        to load other tensors."""
         self._sums.clear()
         self._factors = MappingProxyType({})
         model_tensors = self._model_tensors()
@@ -149,8 +151,8 @@ class TensorFollower:
         yield from tensors.items()
 
     def pack(self, when: str, pack: Callable[[nn.Module], None], layer: nn.Module) -> None:
-        """Calls `pack(layer)`, which may change the layer's parameters, and before it sums the parameters that it
-        changes. `when`: in which phase of a load it is called, WITHIN or AFTER."""
+        """Calls `pack(layer)`, which may change the layer's parameters for its kernels, and sums the parameters that it
+        changes before that. `when`: in which phase of a load it is called, WITHIN or AFTER."""
         if self._watch is None:
             for name, tensor in self._tensors_of_layer(layer).items():
                 if self._packed.get(name) == when:
@@ -164,7 +166,8 @@ class TensorFollower:
             self._pack_watched(when, pack, layer)
 
     def _pack_watched(self, when: str, pack: Callable[[nn.Module], None], layer: nn.Module) -> None:
-        """Does the work of `pack` at the first update: sums before and after show which parameters it changes."""
+        """Does the work of `pack` at the first update, when it is not yet known which parameters `pack` changes: sums
+        of all of them before and after show that."""
         before = {name: tensor for name, tensor in self._tensors_of_layer(layer).items() if name not in self._packed}
         memory = {name: tensor.data_ptr() for name, tensor in before.items()}
         plain = {name: self._sum(name, tensor) for name, tensor in before.items()}
@@ -178,8 +181,9 @@ class TensorFollower:
                     self._in_place.add(name)
 
     def loaded(self, unfollowed: Mapping[str, str] = MappingProxyType({})) -> LoadedSums:
-        """Sums the parameters that are still plain. Returns the sums of everything loaded. Call it once after
-        `following` or `copy`. `unfollowed`: {tensor that was loaded in another way: reason}."""
+        """Sums the parameters that packing does not change, now that they are loaded. Returns the sums of these and of
+        the packed parameters. Call it once after `following` or `copy`. `unfollowed`: {tensor that was loaded in
+        another way: reason}."""
         watch = self._watch
         self._watch = None
         if watch:
@@ -211,9 +215,10 @@ class TensorFollower:
         return LoadedSums(sums.numpy().view(np.uint64), following)
 
     def _only_copied(self, copies: Sequence[Copy]) -> frozenset[str]:
-        """Returns the names of the published tensors that need no loader by these `copies`. vLLM loads all of a layer
-        or nothing of it, so a layer that needs loaders takes all of its tensors to them, and these their other
-        layers."""
+        """Returns the names of the published tensors that later updates may copy in place, without vLLM's loaders; none
+        except on CUDA. vLLM loads all of a layer or nothing of it: if one tensor of a layer needs the loaders, so do
+        all tensors of this layer, and all layers that have a part of one of these tensors. `copies`: the copies that
+        the loaders made at the first update."""
         if not current_platform.is_cuda():
             return frozenset()
         layers = {self._prefixes[layer] for layer in self._prefixes if computes(layer)}
@@ -227,7 +232,8 @@ class TensorFollower:
         return frozenset(self._dtypes.keys() - loaded)
 
     def _begin(self, name: str, tensor: Tensor) -> None:
-        """Begins to sum the copies in the parameter `name`; on CPUs in a thread, while the load continues."""
+        """Begins to sum the published values that lie in the parameter `name`; on CPUs in a thread, while the load
+        continues."""
         if tensor.device.type == "cpu":
             self._pending.append(self._threads.submit(self._sum, name, tensor.data))
             self._await(AHEAD)
@@ -239,12 +245,13 @@ class TensorFollower:
             self._sums |= self._pending.popleft().result()
 
     def _sum(self, name: str, tensor: Tensor) -> dict[int, Tensor]:
-        """Returns {number of the copy: sums} of the copies in the parameter `name`; {} if its layout has changed."""
+        """Returns {number of a copy: its sums} for the recorded copies of published values into the parameter `name`;
+        {} if the parameter's layout in memory has changed."""
         return _sums_by_number(self._parts(name, tensor))
 
     def _parts(self, name: str, tensor: Tensor) -> dict[int, TensorPart]:
-        """Returns {number of the copy: part to sum} of the copies in the parameter `name`; {} if its layout has
-        changed."""
+        """Returns {number of a copy: the part of the parameter to sum} for the recorded copies of published values into
+        the parameter `name`; {} if the parameter's layout in memory has changed."""
         if name not in self._copies or self._layouts[name] != layout_of(tensor):
             return {}
         parts = {}
@@ -275,7 +282,7 @@ def computes(layer: nn.Module) -> bool:
 
 
 def derives(model: nn.Module) -> bool:
-    """Returns True if attention in `model` computes something from weights at the end of a load, also from those of
+    """Returns True if attention in `model` computes something from weights at the end of a load, also from weights of
     other layers, as attention with latent keys does."""
     for module in model.modules():
         if isinstance(module, Attention):
@@ -306,7 +313,8 @@ def _elements(tensor: Tensor, elements: Elements) -> Tensor:
 
 
 def _sums_by_number(parts: Mapping[int, TensorPart]) -> dict[int, Tensor]:
-    """Returns {number: sums} for {number: part}; all parts are on one device."""
+    """Returns {number of a copy: its sums, int64 [2]} for `parts`, {number of a copy: its part}; all parts are on one
+    device."""
     if not parts:
         return {}
     return dict(zip(parts, part_sums(list(parts.values())), strict=True))

@@ -36,7 +36,8 @@ MAX_CALLS = 100_000
 GRACE_S = 30.0
 STOP_S = 10.0
 CHAT_PROGRESS_S = 0.05
-"""Seconds between the pieces of an answer that is streamed to a person; others are asked for each second."""
+"""Seconds between the pieces of an answer that is streamed to a person; progress of other requests is fetched once a
+second."""
 
 Value = TypeVar("Value")
 log = logging.getLogger(__name__)
@@ -44,9 +45,9 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ReplicaClient:
-    """Calls one replica actor for a router or replica set. Each call raises TriremeError when the replica fails it or
-    is dead. The replica itself enforces `update_s` and says which step was late; calls here wait a little longer, for
-    a replica that cannot answer at all."""
+    """Calls one replica actor for a router or replica set. Each method raises TriremeError when its call fails in the
+    replica, or when the replica is dead. The replica itself enforces `update_s` and says which step was late; calls
+    here wait a little longer, for a replica that cannot answer at all."""
 
     handle: ActorProxy[ReplicaActor]
     name: str
@@ -54,13 +55,13 @@ class ReplicaClient:
     answer_s: float
     update_s: float
     gathers: bool
-    """Requests may wait some milliseconds for others."""
+    """True: requests may wait some milliseconds for others, to travel together."""
 
     _batching: BatchingClient | None = field(default=None, init=False)
 
     def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
-        """Yields (index into `requests`, outcome), once for each. If the replica breaks, its requests end as Progress,
-        and then the reason is raised."""
+        """Samples `requests` on the replica, and yields (index into `requests`, outcome), once for each request. If the
+        replica breaks, its requests end as Progress, and then the reason is raised."""
         if self._batching is None or self._batching.loop is not asyncio.get_running_loop():
             self._batching = BatchingClient(
                 self._exchange, name=self.name, answer_s=self.answer_s, gathers=self.gathers
@@ -75,8 +76,8 @@ class ReplicaClient:
         return reply
 
     async def progress(self, lengths: Mapping[str, int]) -> Mapping[str, Progress]:
-        """Returns {request id: its new tokens} for the requests in flight that have some. `lengths`: {request id: the
-        number of its tokens that the caller already has}."""
+        """Returns {request id: its new tokens} for the requests in flight that have new tokens. `lengths`: {request id:
+        the number of its tokens that the caller already has}."""
         packed = await self._get(self.handle.packed_progress.remote(lengths), "asked for its progress")
         return {name: outcome for name, outcome in Reply.unpack(packed).outcomes if isinstance(outcome, Progress)}
 
@@ -87,11 +88,11 @@ class ReplicaClient:
         return await self._get(self.handle.load_weights.remote(published), doing, self.update_s + GRACE_S)
 
     async def sleep(self) -> None:
-        """Returns when the replica sleeps: it samples again when it has taken an update."""
+        """Puts the replica to sleep, and returns when it sleeps. It samples again once it has taken an update."""
         await self._get(self.handle.sleep.remote(), "falling asleep", self.update_s + GRACE_S)
 
     async def load_adapter(self, name: str, published: PublishedWeights) -> None:
-        """Loads an adapter; on return requests may name it."""
+        """Loads an adapter on the replica; when this returns, requests may name the adapter."""
         doing = f"taking the adapter {name}"
         await self._get(self.handle.load_adapter.remote(name, published), doing, self.update_s + GRACE_S)
 
@@ -99,8 +100,8 @@ class ReplicaClient:
         await self._get(self.handle.drop_adapter.remote(name), f"dropping the adapter {name}")
 
     async def offer(self, offer: Offer) -> None:
-        """Returns when the replica is ready to receive the offered version. An error here does not mean that the
-        replica is broken."""
+        """Makes the replica prepare to receive the offered version, and returns when it is ready. An error here does
+        not mean that the replica is broken."""
         await self._get(self.handle.offer.remote(offer), f"offered version {offer.version}", offer.timeout_s)
 
     async def adopt(self, identity: WeightIdentity) -> None:
@@ -114,7 +115,7 @@ class ReplicaClient:
         await self._get(self.handle.abort_all.remote(), "aborting")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends these requests if they are in flight; they end as Progress."""
+        """Ends the requests with these ids if they are in flight; each ends as Progress."""
         if self._batching:
             remaining = self._batching.withdraw(request_ids)
         else:
@@ -131,7 +132,7 @@ class InferenceHandle:
     """The driver's handle of all replicas: starts, replaces and ends their actors. `replicas`: {number: actor handle};
     `options`: {number: the actor's Ray options}.
 
-    A number is never used again after `remove`.
+    The number of a replica is never used again after `remove`.
     """
 
     def __init__(
@@ -150,8 +151,8 @@ class InferenceHandle:
 
     @classmethod
     def start(cls, config: Config, options_N: list[ActorOptions], log_dir: Path | None) -> InferenceHandle:
-        """Creates one replica actor for each entry of `options_N`, Ray's actor options, and begins to start it. Does
-        not wait: see `ready_refs`."""
+        """Creates one replica actor for each entry of `options_N`, Ray's options of the actor, and begins to start the
+        actors. Does not wait: see `ready_refs`."""
         options = dict(enumerate(options_N))
         return cls(config, {i: _create(config, i, options[i], log_dir) for i in options}, log_dir, options)
 
@@ -197,7 +198,7 @@ class InferenceHandle:
 
     def replace(self, index: int, *, same_actor: bool) -> Ref[ReplicaInfo]:
         """Starts a new replica as number `index`; returns its `ready_ref`. `same_actor`: the actor lives and starts
-        another engine; else the actor is killed and a new one created."""
+        another engine; else the actor is killed and a new actor is created."""
         replica = self.replicas[index]
         if same_actor:
             self._ready[index] = replica.restart.remote()
@@ -225,14 +226,14 @@ class InferenceHandle:
         return self._ready[index]
 
     def _info(self, index: int) -> ReplicaInfo | None:
-        """Returns what replica `index` said of itself when it started; None if it has not started, or could not."""
+        """Returns the ReplicaInfo of replica `index` from its start; None if it has not started, or could not."""
         outcomes = ready({self._ready[index]: self.name(index)}, timeout_s=0.0)
         return next((info for info in outcomes.values() if isinstance(info, ReplicaInfo)), None)
 
     # ----------------------------------------------------------------------------------------------------------- all
 
     def ready_refs(self) -> tuple[list[Ref[object]], list[str]]:
-        """Returns the `ready_ref` of all replicas, and the replicas' names."""
+        """Returns ([`ready_ref` of each replica], [the replicas' names, in the same order])."""
         return list(self._ready.values()), [self.name(index) for index in self._ready]
 
     def replica_set(self) -> ReplicaSet:
@@ -243,7 +244,8 @@ class InferenceHandle:
 
     def router_factory(self, source: ReplicaSet | RemoteSet, attempt: int = 0) -> partial[Router]:
         """Returns a function that makes a router over `source` in the process that calls it; picklable if `source` is.
-        `attempt`: the attempt in which the floors of requests count; weights of an earlier one are below them."""
+        `attempt`: the attempt in which the floors of requests count; weights of an earlier attempt are below these
+        floors."""
         facts = ModelFacts.of(self.config, required=False)
         return partial(
             Router,
@@ -256,7 +258,7 @@ class InferenceHandle:
 
     def chat_router_factory(self) -> Callable[[], Router]:
         """Returns a picklable function that makes a router for chats; call the router's `follow` with a replica set.
-        This router asks for progress each CHAT_PROGRESS_S, and does not report replicas that fail it."""
+        This router asks for progress every CHAT_PROGRESS_S seconds, and does not report replicas that fail it."""
         facts = ModelFacts.of(self.config, required=False)
         return partial(
             Router,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Progress:
-    """A run of successive tokens of an unfinished request, with logprobs and version spans."""
+    """Successive tokens of an unfinished request, with logprobs and version spans."""
 
     start: int
     """Number of the first of these tokens in the answer."""
@@ -46,7 +46,8 @@ class Progress:
         """Returns the tokens of a request, from number `start` on, that vLLM's RequestState has. Tokens sampled by
         `unproved` weights are left out.
 
-        `kept_from`: as for `inference.engine.sampled_sequence`.
+        `kept_from`: with `keep_kv`, the weights under which the request entered, because its KV cache outlives them;
+        else None.
         """
         detokenizer = state.detokenizer
         logprobs_processor = state.logprobs_processor
@@ -65,8 +66,8 @@ class Progress:
 
 
 Outcome = SampledSequence | Progress | TriremeError
-"""How a request ends on a replica: its answer; its progress, when the replica drops it; why no replica can sample
-it."""
+"""How a request ends on a replica: its answer (SampledSequence); its tokens so far, when the replica does not finish it
+(Progress); or why no replica can sample it (TriremeError)."""
 NOTHING = Progress(0, np.zeros(0, np.int32), np.zeros(0, np.float32), ())
 
 
@@ -88,7 +89,7 @@ class Handover:
 
     @property
     def length(self) -> int:
-        """The number of kept tokens that come from the replica at work now."""
+        """The number of collected tokens that come from the replica at work now."""
         return len(self) - self._base
 
     @property
@@ -126,8 +127,8 @@ class Handover:
         self._progress = self._followed_by(NOTHING)
 
     def complete(self, rest: SampledSequence) -> SampledSequence:
-        """Returns the whole answer: the tokens kept before the last `next_request`, followed by `rest`, the answer to
-        it."""
+        """Returns the whole answer: the tokens that were reported before the last `next_request`, followed by `rest`,
+        the answer to that request."""
         if not self._base:
             return rest
         whole = self._followed_by(Progress(0, rest.tokens, rest.logprobs, rest.spans))

@@ -22,7 +22,7 @@ class HeldAdapter:
     replace."""
 
     request: LoRARequest
-    """The LoRA request that names it."""
+    """vLLM's object by which a request names the adapter."""
     identity: WeightIdentity
 
 
@@ -31,15 +31,16 @@ class EngineRequest:
     """A request that has entered the engine, and where its answer will come."""
 
     oldest: WeightIdentity
-    """The oldest weights that may have made keys and values that it reads, if its cache outlives them (`keep_kv`)."""
+    """The oldest weights that may have computed keys and values in the request's KV cache: with `inference.on_update` =
+    keep_kv the cache outlives updates."""
     collector: RequestOutputCollector
-    """Where its answer will come."""
+    """Where vLLM puts the request's answer."""
     adapter: HeldAdapter | None = None
-    """The adapter that samples it; None: the weights of updates do."""
+    """The adapter that samples the request; None: the weights of updates sample it."""
 
     def named(self, answer: Answer) -> Answer:
-        """Returns `answer` with spans that name the request's adapter; unchanged if it has none. The engine itself
-        names the weights of updates."""
+        """Returns `answer` with spans that name the request's adapter as the weights; `answer` itself if the request
+        names no adapter, because the engine already names the weights of updates."""
         if self.adapter is None:
             return answer
         spans = tuple(replace(span, identity=self.adapter.identity, mixed=False) for span in answer.spans)
@@ -51,5 +52,5 @@ class InFlight:
     """A request in the engine, with the task that waits for its answer."""
 
     task: asyncio.Task[SampledSequence | Progress]
-    """It brings the answer."""
+    """Waits for the answer and returns it."""
     entry: EngineRequest

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Elements:
-    """The place of some elements of a tensor: offset, shape and strides for `torch.as_strided`. Dimensions of one
-    element are left out, and dimensions that are contiguous in memory are joined."""
+    """The place of some elements of a tensor: offset, shape and strides for `torch.as_strided`. Dimensions of size one
+    are left out, and dimensions that are contiguous in memory are joined."""
 
     offset: int
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class Following:
     parameters."""
 
     parts: tuple[HeldPart, ...]
-    """In the order of the sums. A part occurs several times if the rank holds copies of it."""
+    """In the order of `LoadedSums.sums`. A part occurs several times if the rank holds copies of it."""
     packed: int
     """Number of parts that the engine packs for its kernels after they were summed."""
     unfollowed: dict[str, str]
@@ -69,9 +69,10 @@ class LoadedSums:
     """The answer of a rank that has loaded a version: the sums of the parts that it holds."""
 
     sums: npt.NDArray[np.uint64]
-    """[parts, 2], of the rank's parts."""
+    """uint64 [parts, 2]: the two sums (`trireme.core.digest.Sums`) of each part that the rank holds."""
     following: Following | None
-    """The tensors of the sums, if this update recorded them."""
+    """The parts that the rows of `sums` belong to, if this update recorded them; None: the parts of the recorded
+    update."""
 
 
 class LoadedProof:
@@ -83,7 +84,7 @@ class LoadedProof:
 
     @property
     def traced(self) -> bool:
-        """True once the engine's loaders have been followed, at its first update."""
+        """True once an update has recorded where the engine's loaders copy the published tensors."""
         return self._engine_tensors is not None
 
     def check(self, manifest: WeightsManifest, answers_R: Sequence[bytes]) -> None:
@@ -100,7 +101,8 @@ class LoadedProof:
 
 
 class EngineTensors:
-    """Says which published tensors the rows of the ranks' sums belong to, rank after rank, and checks these sums."""
+    """Says which published tensor each row of the ranks' sums belongs to, and checks the sums. The rows of all ranks
+    follow each other, rank after rank."""
 
     def __init__(self, followings_R: Sequence[Following], manifest: WeightsManifest) -> None:
         """`followings_R`: what each rank recorded at the first update. Raises WeightsRefused if a tensor of `manifest`,
@@ -174,9 +176,9 @@ class EngineTensors:
         )
 
     def _blame(self, tensor: int, sums: npt.NDArray[np.uint64], published: npt.NDArray[np.uint64]) -> str:
-        """Returns the numbers of the ranks that hold wrong values of tensor number `tensor`. If each part is on one
-        rank only, the wrong part cannot be told, and all ranks with a part are returned. `published`: the right sums
-        of the tensor."""
+        """Returns the numbers of the ranks that hold wrong values of tensor number `tensor`, as a text. If each part is
+        on one rank only, the sums do not show which part is wrong, and all ranks with a part are returned. `published`:
+        uint64 [2], the right sums of the tensor."""
         (mine,) = np.nonzero(self._tensor == tensor)
         ranks = np.unique(self._rank[mine])
         wrong = []
@@ -190,7 +192,7 @@ class EngineTensors:
 
 
 def some(names: Sequence[str]) -> str:
-    """Returns a text with the first NAMED names, and how many more there are."""
+    """Returns a text with the first NAMED of `names`, and how many more there are."""
     if len(names) > NAMED:
         rest = f" and {len(names) - NAMED} more"
     else:

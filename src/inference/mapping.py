@@ -1,4 +1,5 @@
-"""Where arrays of Ray's object store lie in files that other processes of this node can map: a way without a copy.
+"""Finds where arrays of Ray's object store lie in files, so that other processes of this node can map them without a
+copy.
 
 Ray keeps objects in files without a name, which the raylet holds open and every worker maps. An engine's process is no
 part of Ray, but it runs for the same user, so it can open the raylet's files as /proc/<raylet>/fd/N.
@@ -21,7 +22,7 @@ import numpy.typing as npt
 MADV_POPULATE_READ = 22
 """From Linux's headers; the module `mmap` does not name it."""
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ...s ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+)")
-"""A line of /proc/self/maps of shared memory: begin, end, offset in the file, major and minor device, inode."""
+"""Matches a line of /proc/self/maps of shared memory: begin, end, offset in the file, major and minor device, inode."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class Region:
     path: str
     """The file, which need not have a name: a path below /proc."""
     offset: int
-    """Where in the file they begin."""
+    """Where in the file the bytes begin."""
     nbytes: int
-    """How many there are."""
+    """Number of bytes."""
 
     def map(self, *, shared: bool = False) -> npt.NDArray[np.uint8]:
         """Returns the bytes, mapped into this process: pages are shared with the file until written to, and writes stay
@@ -67,7 +68,8 @@ class Landing:
         weakref.finalize(self, os.close, file)
 
     def regions(self, sizes: Sequence[int]) -> list[Region]:
-        """Returns regions of `sizes` bytes for buckets, which begin at pages, and makes the file large enough."""
+        """Returns for each bucket a region of the file, which begins at a page and has the number of bytes in `sizes`.
+        Resizes the file so that all regions fit."""
         *offsets, end = accumulate((-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes), initial=0)
         if len(self.whole) != max(end, 1):
             os.ftruncate(self._file, max(end, 1))

@@ -27,12 +27,13 @@ def unpack_requests(message: bytes) -> list[SampleRequest]:
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """A replica's answer to a caller: outcomes of any of its requests, and why the replica is unusable, if it is."""
+    """A replica's answer to a caller: outcomes of any of the caller's requests, and why the replica is unusable, if it
+    is."""
 
     outcomes: Sequence[tuple[str, Outcome]] = ()
-    """Names of requests, and how they ended."""
+    """(id of a request, how it ended), for each request that has ended."""
     failure: TriremeError | None = None
-    """Why the replica is unusable."""
+    """Why the replica is unusable; None: it is not."""
 
     def pack(self) -> bytes:
         """Returns this reply as one message."""

@@ -31,9 +31,10 @@ from trireme.transports.meeting import BroadcastGroup, GroupMember, open_store
 
 LEAST_S = 0.1
 PASS_ON_S = 1.0
-"""Time to pass on the previous version; its group is reused then."""
+"""Seconds that the next version waits for the previous version's group, while that still passes bytes on to other
+replicas. After that the group is not used again."""
 LONGEST = 1000
-"""Characters of a message: a pipe takes lines of up to 4 KiB whole."""
+"""Most characters of an error message: a pipe takes lines of up to 4 KiB whole."""
 log = logging.getLogger(__name__)
 
 
@@ -56,8 +57,8 @@ class Receiving:
         self._current = Broadcast(offer, number, serial, pipe, last, spare, self._places)
 
     def sums(self, paths: Set[str]) -> dict[TensorPlace, str]:
-        """Returns {place: sums} of the tensors that were summed as they arrived, if `paths` is the file into which the
-        newest version is received; else {}. Waits for sums that are not ready: call it in a thread."""
+        """Returns {place: sums} of the tensors that were summed as they arrived, if `paths` has only the file into
+        which the newest version is received; else {}. Waits for sums that are not ready: call it in a thread."""
         current = self._current
         landing = current.landing if current else None
         if current and landing and paths == {landing.path}:
@@ -65,9 +66,10 @@ class Receiving:
         return {}
 
     def forget(self, version: int, places: Sequence[TensorPlace], *, copied: bool) -> None:
-        """Releases the memory of `version`, which is loaded. `places`: where its tensors were; the next version is
-        expected to have the same places. `copied`: no rank uses the memory any more, so the next version is received
-        into it. New memory would cost several times as much as receiving, because the system gives it page by page."""
+        """Releases the memory of `version`, which the engine has loaded. `places`: where the version's tensors were;
+        the next version is expected to have the same places. `copied`: no rank uses the memory any more, so the next
+        version is received into it. New memory would cost several times as much as receiving, because the system gives
+        it page by page."""
         self._places = places
         if self._current and self._current.version == version:
             landing = self._current.landing
@@ -82,8 +84,10 @@ def sums_at(bucket: npt.NDArray[np.uint8], places: Sequence[TensorPlace]) -> dic
 
 
 class Broadcast:
-    """Receives one version in a thread of its own. Uses the communication group of the previous version, `before`,
-    again if possible."""
+    """Receives the version of `offer` in a thread of its own, for replica `number`. Uses the communication group of the
+    previous version, `before`, again if possible. The thread's messages carry `serial` and go to the pipe at the path
+    `pipe`. `landing`: memory to receive into; None: new memory. `places`: the tensors that are summed as they
+    arrive."""
 
     def __init__(
         self,
@@ -105,7 +109,7 @@ class Broadcast:
         self.given_up = threading.Event()
         self.group: BroadcastGroup | None = None
         self.landing: Landing | None = landing or Landing()
-        """Where the bytes are; None once nothing here needs them."""
+        """The memory with the received bytes; None once nothing here needs it."""
         self._places = places
         self._sums: list[Future[dict[TensorPlace, str]]] = []
         name = f"receiving version {offer.version}"
@@ -129,7 +133,7 @@ class Broadcast:
             os.close(pipe)
 
     def _finish(self, group: BroadcastGroup) -> None:
-        """Waits until the group has passed this version on to other replicas, and then keeps it for the next
+        """Waits until `group` has passed this version on to other replicas, and then retains `group` for the next
         version."""
         try:
             group.collective.finish(self._left_s)

@@ -34,21 +34,23 @@ if TYPE_CHECKING:
 
 ROUTES_KEPT = 65536
 MOST_LOSSES = 2
-"""A request that was in flight on so many replicas when they were lost is given to no other one."""
+"""A request that was in flight on this number of replicas when they were lost is given to no other replica."""
 PROGRESS_S = 1.0
 AGAIN_S = 10.0
-"""Where failures are not reported, a replica that failed is tried again after this time."""
+"""Seconds after which a router that does not report failures tries a failed replica again."""
 TOUCHED_S = 0.05
-"""A replica that is lost sooner after it was given a request was dead before: replicas of a node die together."""
+"""Seconds. A replica that is lost sooner after it was given a request was dead before, and the request did not cause
+that: replicas of a node die together."""
 SENSELESS = 4
-"""After this many senseless answers in a row the replica has failed; fewer may be due to the requests."""
+"""After this many senseless answers in a row (`Target.makes_sense`) the replica has failed; fewer may be due to the
+requests."""
 SHOWN = 4
 log = logging.getLogger(__name__)
 
 
 class HandoverNeeded(Exception):
-    """Raised when a replica does not finish a request, for `reason`: another replica has to. `lost`: the replica failed
-    while it had the request, which may be the cause."""
+    """Raised when a replica does not finish a request, so that another replica has to. `reason`: why. `lost`: the
+    replica failed while it had the request, which may be the cause."""
 
     def __init__(self, reason: TriremeError, *, lost: bool = False) -> None:
         self.reason = reason
@@ -61,11 +63,11 @@ class RoutedRequest:
 
     request: SampleRequest
     handover: Handover
-    """All that the request has so far."""
+    """Collects the tokens that the request has so far."""
     future: asyncio.Future[SampledSequence]
     """Where the caller waits for the answer."""
     since: float
-    """When it was given to the replica, by the clock of the event loop."""
+    """When the request was given to the replica, in seconds by the clock of the event loop."""
 
     def settle(self, outcome: SampledSequence | Exception) -> None:
         """Gives the caller the answer or an error. Does nothing if the caller was cancelled or has an outcome
@@ -79,7 +81,8 @@ class RoutedRequest:
 
 
 class Target:
-    """A replica as this router uses it: its row, its requests, and whether it `serves`, an attribute for speed."""
+    """A replica as this router uses it: its row in the table of the replica set, its requests, and `serves`: whether it
+    takes requests (an attribute, not a property, for speed)."""
 
     def __init__(
         self, index: int, row: ReplicaRow, fails: Callable[[Target, TriremeError], None], needs_weights: bool
@@ -92,17 +95,18 @@ class Target:
         self.client = row.client  # the one that samples: each table brings another that calls the same replica
         self.calls = ReplicaCalls(lambda failure: fails(self, failure))
         self.issued: dict[WeightIdentity, None] = {}
-        """All weights and adapters that tables named, oldest first."""
+        """All weights and adapters that tables have listed for this replica, oldest first."""
         self.requests: dict[str, RoutedRequest] = {}
-        """The requests that it has, by their ids on the wire."""
+        """The requests that the replica has, by the ids under which they were sent to it."""
         self.serves = False
         self.followed = False
-        """A task asks it for progress."""
+        """True while a task asks the replica for progress."""
         self.senseless = 0
         """Number of senseless answers in a row."""
 
     def take(self, row: ReplicaRow) -> None:
-        """Takes `row`, the replica's row in a newer table."""
+        """Takes `row`, the replica's row in a newer table of the replica set, and updates `serves` and `issued` by
+        it."""
         self.row = row
         has_weights = row.acknowledged is not None or not self._needs_weights
         self.serves = row.serves and has_weights and not self.calls.failure
@@ -130,13 +134,14 @@ class Target:
         return False
 
     def is_lost_by(self, reason: TriremeError | None) -> bool:
-        """Returns True if the replica is gone for a `reason` that its requests may have caused."""
+        """Returns True if the requests of a replica that is gone may have caused `reason`: a RoomFailed, while the
+        replica was neither leaving nor taking weights."""
         return type(reason) is RoomFailed and not (self.row.draining or self.row.updating)
 
     def end(self, reason: TriremeError, *, lost: bool) -> None:
-        """Gives the replica up, for `reason`. Its requests are handed over to other replicas, with their tokens so far.
-        If the replica named weights that it was not given, the tokens that it reported are dropped. `lost`: the
-        requests may be the cause."""
+        """Gives the replica up, for `reason`. Other replicas finish its requests from their tokens so far. For a
+        ProvenanceError (the replica named weights that it was not given) the tokens that it reported are dropped.
+        `lost`: the requests may have caused the loss."""
         self.serves = False
         for routed in self.requests.values():
             if isinstance(reason, ProvenanceError):
@@ -149,9 +154,9 @@ class Target:
 class Router:
     """Routes requests to the replicas of a replica set. Implements `trireme.core.sampler.Sampler`.
 
-    Requests of equal `route_key` stay on one replica (they share prefixes), even while it takes weights: their turn
-    there comes sooner than a prefix is computed elsewhere. Others go to a replica that is not taking weights, if there
-    is one, and among those to one with the fewest requests in flight.
+    Requests of equal `route_key` stay on one replica, because they share prefixes. They stay there even while the
+    replica takes weights: waiting for it is quicker than computing the prefix on another replica. Other requests go to
+    a replica that is not taking weights, if there is one, and among several to one with the fewest requests in flight.
 
     A replica that fails gets no further requests, and is reported to the replica set. Another replica finishes its
     requests from their tokens so far (`inference.handover`), except a request that has already lost a replica before.
@@ -175,7 +180,8 @@ class Router:
         attempt: int = 0,
     ) -> None:
         """`source`: the replica set; None: call `follow` later, maybe several times.
-        `on_versions`: see `trireme.core.sampler.MakeSampler`.
+        `on_versions`: called with {replica: acknowledged version} whenever a replica joins, leaves, fails or
+        acknowledges a version, and at the end of an update.
         `fixed`: deterministic mode; a lost replica's failure is raised.
         `one_version`: no sequence has tokens of two versions; after a loss a sequence is sampled again from its prompt.
         `vocab_size`: the model's (None: not known). A replica has failed if several answers in a row have tokens
@@ -215,7 +221,8 @@ class Router:
                 source.report(target.index, target.row.generation, failure)
 
     def acknowledged(self) -> dict[int, int]:
-        """Returns {replica: the newest version that it has acknowledged}, without replicas that are left behind."""
+        """Returns {number of the replica: the newest version that it has acknowledged}, without replicas that have
+        failed and replicas that get no requests until they have the newest weights."""
         rows = {index: target.row for index, target in self._targets.items() if not target.calls.failure}
         return {
             index: row.acknowledged for index, row in rows.items() if row.acknowledged is not None and not row.behind
@@ -282,7 +289,7 @@ class Router:
 
     @property
     def _any_serves(self) -> bool:
-        """True if some replica takes requests. Written for speed, because it is asked for each request."""
+        """True if some replica takes requests. Written for speed, because each request reads it."""
         for target in self._targets.values():  # noqa: SIM110  # `any` takes three times as long
             if target.serves:
                 return True
@@ -293,8 +300,8 @@ class Router:
         return [target for target in self._targets.values() if target.serves]
 
     async def _wait_for_serving(self) -> list[Target]:
-        """Waits until some replica takes requests, and returns all that do. Raises as `NewestTable.wait_for_serving`
-        does."""
+        """Waits until some replica takes requests, and returns all that do. Raises RoomFailed, WeightsRefused or
+        WeightsGone if none does and none can be waited for (`NewestTable.wait_for_serving`)."""
         while not self._any_serves:
             self._changed.clear()
             await self._newest.wait_for_serving()
@@ -321,8 +328,8 @@ class Router:
             del target.requests[request.request_id]
 
     def _on_the_wire(self, request: SampleRequest) -> SampleRequest:
-        """Returns the request under a unique id, because a replica may get the same request again, also from another
-        process."""
+        """Returns the request as it is sent to a replica: with this router's attempt, and under a unique id, because a
+        replica may get the same request again, also from another process."""
         name = f"{request.request_id}@{self._name}-{next(self._numbers)}"
         return replace(request, request_id=name, attempt=self._attempt)
 
@@ -350,8 +357,8 @@ class Router:
                     target.calls.add(self._spawn(self._follow(target)))
 
     async def _stream(self, target: Target, group: list[RoutedRequest]) -> None:
-        """Sends a group of requests to a replica and hands out the outcomes. Requests without an outcome at the end are
-        handed over."""
+        """Sends a group of requests to a replica and hands out the outcomes. Requests that have no outcome at the end
+        are handed over to other replicas."""
         silent = set(group)
         name = target.client.name
         try:
@@ -377,8 +384,9 @@ class Router:
             check_issued(f"{target.client.name} sampled tokens from", identities, target.issued)
 
     def _hand_out(self, target: Target, routed: RoutedRequest, outcome: Outcome) -> None:
-        """Gives an outcome to the caller, or adds progress to the request's handover. Raises RoomFailed at the last of
-        several senseless answers in a row; the caller judges a single one."""
+        """Gives an answer or an error to the caller of a request, or adds progress to the request's handover. Raises
+        RoomFailed at the last of SENSELESS senseless answers in a row (`Target.makes_sense`). A single senseless answer
+        goes to the caller, who judges it; senseless progress is dropped."""
         sense = True
         if isinstance(outcome, SampledSequence | Progress):
             sense = target.makes_sense(outcome, self._vocab_size)
@@ -450,7 +458,7 @@ class Router:
         self.take(await self.source.table((0, 0), 0.0))
 
     def _leave(self, target: Target, reason: TriremeError | None) -> None:
-        """Gives up a replica that the newest table does not have. `reason`: why it is gone; None: it lives, in another
+        """Gives up a replica that is not in the newest table. `reason`: why it is gone; None: it lives on in another
         replica set, and its requests from this router are aborted there."""
         if target.calls.failure:
             return

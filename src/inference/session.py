@@ -1,6 +1,7 @@
-"""A replica's part in the sessions in which weights are broadcast: its answer to an offer, and the received bytes.
+"""A replica's part in broadcasts of weights: its answer to an offer, and the received bytes.
 
-The engine's rank 0 receives (`inference.receiving`) and writes its progress to a pipe of this process.
+The engine's rank 0 receives (`inference.receiving`) and writes its progress to a pipe of this process. A session here
+is a `trireme.core.transport.Session`: the replicas that one version is sent to.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from trireme.core.weights import Layout, PublishedWeights
 
 Value = TypeVar("Value")
 GRACE_S = 1.0
-"""How much longer than the trainer a replica waits: its offer came a little later."""
+"""Seconds by which a replica waits longer than the trainer: its offer came a little later."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class BucketStep:
-    """Says what rank 0 of an engine writes to a bucket in `Broadcasts.landing`."""
+    """Says what rank 0 of an engine writes to one bucket of the memory `Broadcasts.landing`."""
 
     region: Region
     """Where other processes map what arrived."""
     changes: bool
-    """True: these are changes, which apply to the bucket's bytes. False: it is the whole bucket."""
+    """True: changes arrived, which apply to the bytes that the bucket has. False: the whole bucket arrived."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Arrived:
     regions: list[Region]
     """Where other processes map the buckets."""
     buckets: Sequence[npt.NDArray[np.uint8]]
-    """What arrived, in this process: the same bytes, or what is to be written there."""
+    """The bytes that arrived, as arrays of this process. Without `steps` they are the bytes at `regions`; with `steps`
+    they are written there."""
     steps: tuple[BucketStep, ...] = ()
     """What the engine's rank 0 writes to each of `regions`; (): nothing, as the bytes are there already."""
 
@@ -63,7 +65,8 @@ class Arrived:
 
 @dataclass
 class _Incoming:
-    """A version that was offered to this replica, with futures for "ready to receive" and "has arrived"."""
+    """A version that was offered to this replica. The future `ready` has a result once the engine is ready to receive,
+    `arrived` once all bytes have arrived."""
 
     offer: Offer
     serial: int
@@ -72,8 +75,8 @@ class _Incoming:
     arrived: asyncio.Future[list[Region]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def hear(self, message: dict[str, Any]) -> None:
-        """Settles the futures by a message from the receiving thread: that the version has arrived, that receiving it
-        failed, or that the thread is ready to receive it."""
+        """Settles the futures by a message from the receiving thread, with one of three keys: "ready" (the thread is
+        ready to receive), "arrived" (the file and offsets of the buckets) or "failed" (the reason)."""
         if "arrived" in message:
             path = message["arrived"]["path"]
             offsets = message["arrived"]["offsets"]
@@ -90,7 +93,7 @@ class _Incoming:
                 future.exception()  # nobody may ever ask for it
 
     def is_of(self, source: Any) -> bool:
-        """Returns True if this is the version that `source`, of published weights, gives."""
+        """Returns True if the offered version is the version of `source`, a `PublishedWeights.source`."""
         return (self.offer.attempt, self.offer.version) == (source.session.attempt, source.version)
 
     @staticmethod
@@ -100,9 +103,9 @@ class _Incoming:
 
 
 class Broadcasts:
-    """This replica's side of broadcasts: answers offers, and provides the bytes of versions. `start(offer, serial,
-    pipe)` makes the engine's rank 0 receive an offer and write messages with this serial number to the pipe at this
-    path. `transport` fetches versions on demand."""
+    """This replica's side of broadcasts: answers offers, and provides the bytes of versions. `transport` fetches
+    versions on demand. `start(offer, serial, pipe)` makes the engine's rank 0 receive an offered version and write
+    messages to the pipe at the path `pipe`, with the number `serial` in each."""
 
     def __init__(self, transport: Transport, start: Callable[[Offer, int, str], Awaitable[object]]) -> None:
         self._transport = transport
@@ -118,12 +121,12 @@ class Broadcasts:
 
     @cached_property
     def landing(self) -> Landing:
-        """Memory for a version that changes turn into the next one. The engine's rank 0 writes to it, and all ranks map
-        it."""
+        """Memory for a version, which changes turn into the next version. The engine's rank 0 writes to this memory,
+        and all ranks map it."""
         return Landing()
 
     async def offer(self, offer: Offer) -> None:
-        """Makes the engine begin to receive the version of `offer`, and gives up an older one that has not arrived.
+        """Makes the engine begin to receive the version of `offer`, and gives up an older version that has not arrived.
         Returns when the engine is ready. Raises RoomFailed when it cannot, or not within `offer.timeout_s`."""
         if self._incoming:
             self._incoming.fail(f"version {offer.version} was offered")
@@ -142,9 +145,10 @@ class Broadcasts:
 
     @asynccontextmanager
     async def fetched(self, number: int, published: PublishedWeights, *, whole: bool = False) -> AsyncIterator[Arrived]:
-        """Yields the bytes of `published` once they are in this node's memory: those broadcast to replica `number` or,
-        if they do not arrive, those fetched on demand; changes alone if `base` is theirs, unless `whole`.
-        Other processes can map them until the end of the block. Raises RoomFailed when they are not available."""
+        """Yields the bytes of `published` once they are in this node's memory: the bytes that were broadcast to replica
+        `number` or, if they do not arrive, bytes that are fetched on demand. Fetches only the changes if `landing`
+        holds the version to which they apply, unless `whole`. Other processes can map the bytes until the end of the
+        block. Raises RoomFailed when the bytes are not available."""
         source: Any = published.source
         session = getattr(source, "session", None)  # None: another transport, or a loop that makes no offers
         if session:
@@ -178,7 +182,8 @@ class Broadcasts:
 
     @asynccontextmanager
     async def _mapped(self, buckets: list[npt.NDArray[np.uint8]]) -> AsyncIterator[Arrived]:
-        """Yields fetched `buckets` with regions where other processes map them, until the end of the block."""
+        """Yields fetched `buckets` with the regions where other processes can map them until the end of the block;
+        copies the buckets if they lie where other processes cannot."""
         mapped = await asyncio.to_thread(regions_of, buckets, [os.getpid(), os.getppid()])  # the parent: the raylet
         if mapped is not None:
             yield Arrived(mapped, buckets)
@@ -227,7 +232,8 @@ class Broadcasts:
         self._copies = True
 
     def _open_pipe(self) -> str:
-        """Opens the pipe if it is not open. Returns the path by which another process of this user can write to it."""
+        """Opens the pipe for the engine's messages if it is not open. Returns the path by which another process of this
+        user can write to it."""
         if self._pipe is None:
             self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             asyncio.get_running_loop().add_reader(self._pipe[0], self._read)

@@ -21,20 +21,23 @@ import psutil
 
 LEAST_CPU_S = 0.01
 LEAST_SHARE = 0.01
-"""Using less CPU time than this, and than this share of the time, is no progress: idle threads wake up now and then."""
+"""A process makes progress if it uses at least LEAST_CPU_S seconds of CPU time, and at least this share of the time
+without progress: idle threads wake up now and then."""
 QUIET_S = 1.0
 """Seconds. CPU time is not examined in a shorter silence."""
 LONGEST_GAP_S = 2.0
-"""At most this much of the time between two looks counts, because this process or its machine may have been stopped."""
+"""Seconds. At most this much of the time between two looks counts, because this process or its machine may have been
+stopped."""
 
 
 class StallClock:
     """Counts the seconds in which at least one of several processes made no progress, by their CPU time and their GPUs.
-    The processes answer together: one that stands still holds up the others, which keep using CPU time while they
-    wait. Call `look` about once a second.
+    The processes answer together: one that stands still holds up the others, which keep using CPU time while they wait.
+    Call `look` about once a second.
 
     `cpu_s` returns the CPU seconds that each process has used so far, and `computes` for each process True if its GPU
-    has just computed. The argument `silent_s` is always the time in seconds since they last answered, or were asked.
+    has just computed. The argument `silent_s` is always the time in seconds since the processes last answered, or since
+    the call began to which their answer is awaited.
     """
 
     def __init__(self, cpu_s: Callable[[], Sequence[float]], computes: Callable[[], Sequence[bool]]) -> None:
@@ -85,9 +88,9 @@ def cpu_seconds(pid: int) -> float:
 
 
 def gpus_compute(count: int) -> list[bool]:
-    """Returns a truth value for each of the first `count` GPUs that this process sees. It is True if the GPU computed
-    in the driver's last sample, which covers up to a second, and if the driver has no sample. Call it where vLLM's
-    build for CUDA runs."""
+    """Returns for each of the first `count` GPUs that this process sees whether it computed in the driver's last
+    sample, which covers up to a second; True also if the driver has no sample. Call it where vLLM's build for CUDA
+    runs."""
     from vllm.platforms import current_platform
     from vllm.third_party import pynvml
 

@@ -32,9 +32,9 @@ class Copy:
     target: str
     """Name of the parameter or buffer."""
     source: Elements
-    """The elements of `part`, in as many dimensions as `place`."""
+    """The copied elements of the published tensor, in as many dimensions as `place`."""
     place: Elements
-    """The elements of the parameter, in the same order."""
+    """The elements of the parameter to which they are copied, in the same order."""
 
 
 class CopyWatch(TorchDispatchMode):
@@ -44,7 +44,8 @@ class CopyWatch(TorchDispatchMode):
         super().__init__()
         self.idle = True
         self.copies: defaultdict[str, dict[Copy, int]] = defaultdict(dict)
-        """They are kept by parameter, with their numbers. Loaders may be called twice for nothing."""
+        """{name of the parameter: {copy into it: the copy's number in order of all copies}}. A copy that loaders repeat
+        counts once."""
         self.unfollowed: dict[str, str] = {}
         self._published = published
         self._addresses = sorted((tensor.data_ptr(), name) for name, tensor in published.items() if tensor.numel())
@@ -98,8 +99,9 @@ class CopyWatch(TorchDispatchMode):
             self.copies[holder][copy] = sum(map(len, self.copies.values()))
 
     def _trace(self, func: Any, inputs: Sequence[Tensor], result: Any) -> None:
-        """Notes that the tensors in `result` were computed by `func` from `inputs`: published tensors among their
-        origins cannot be followed."""
+        """Notes that `func` computed the tensors in `result` from `inputs`. If `func` writes to a parameter, the
+        published tensors from which `inputs` come cannot be followed; else they are remembered as the origin of
+        `result`."""
         origin = {name for tensor in inputs for name in self._origin(tensor)}
         if func._schema.is_mutable and inputs and _memory(inputs[0]) in self._holders and func not in PADDING:
             self.unfollowed.update(dict.fromkeys(origin, COMPUTED))
@@ -112,7 +114,8 @@ class CopyWatch(TorchDispatchMode):
                     self._computed.setdefault(memory, set()).update(origin)
 
     def _origin(self, tensor: Tensor) -> set[str]:
-        """Returns the names of the published tensors from which the values in the memory of `tensor` come."""
+        """Returns the names of the published tensors from which the values in the memory of `tensor` were copied or
+        computed."""
         name = self._name(tensor)
         if name is not None:
             return {name}
@@ -138,7 +141,8 @@ def disordered(copies: Sequence[Copy]) -> list[str]:
     """Returns the names of tensors with numbers (of layers, or of experts in one parameter) that were copied to places
     in another order than their numbers.
 
-    The record follows the loaders, so an exchange at the first update would become the rule.
+    Later updates follow the record of the first update, so two tensors that the loaders exchanged then would stay
+    exchanged.
     """
     kinds: defaultdict[tuple[str, str], list[tuple[list[int], list[int], str]]] = defaultdict(list)
     for copy in copies:

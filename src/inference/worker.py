@@ -61,7 +61,7 @@ ask_for_tiles()  # on import, before a model is warmed up
 
 EXECUTE = "execute_model"
 READERS = 8
-"""Most threads that read received bytes: together they are as fast as a machine's memory."""
+"""Most threads that read received bytes: this number of them is as fast as a machine's memory."""
 
 
 def load_weights(
@@ -72,9 +72,10 @@ def load_weights(
     traced: bool,
     copied: frozenset[str] = frozenset(),
 ) -> None:
-    """Loads the version `tensors`, but for those that were `copied`, by vLLM's loaders, followed by `follower`. All
-    tensors come together, because fused groups (q, k, v; gate and up) must be loaded together. `traced`: as in
-    `TensorFollower.following`."""
+    """Loads a version by vLLM's loaders; `follower` sums what they load. `tensors`: {name: tensor} of the whole
+    version, in one call, because fused groups (q, k, v; gate and up) must be loaded together. `copied`: names of
+    tensors that `copy_weights` has loaded already; loaders do not get them. `traced`: an earlier update has recorded
+    which elements the loaders copy where, and the record was accepted."""
     with follower.following(tensors, traced=traced, copied=copied) as followed:
         runner.reload_weights(weights_iterator=_as_loaded(followed, fault_point("inference.load")))
     skip = fault_point("inference.repack") == "skip"
@@ -97,9 +98,10 @@ def copy_weights(
     entries: Iterable[TensorEntry],
     buckets: list[npt.NDArray[np.uint8]],
 ) -> None:
-    """Does the work of `load_weights` for tensors that loaders only copy. Each bucket travels to the device as a whole,
-    and from there to the parameters in one launch. Copying each tensor from the host would wait, each time, until the
-    device has time for this process, while the trainer's process may have it."""
+    """Copies the tensors `entries` from `buckets` to the parameters, for tensors that vLLM's loaders would only copy.
+    Each bucket travels to the device as a whole, and from there to the parameters in one launch of a kernel. Copying
+    each tensor from the host would wait, each time, until the device has time for this process, while the trainer's
+    process may have it."""
     by_bucket: defaultdict[int, list[TensorEntry]] = defaultdict(list)
     for entry in entries:
         by_bucket[entry.bucket].append(entry)
@@ -128,9 +130,10 @@ def load_version(
     *,
     traced: bool,
 ) -> None:
-    """Loads the version with the tensors `entries` in `buckets`: copies what loaders would only copy, and calls loaders
-    for the rest. They come second, as they compute something from all weights at their end. `traced`: as in
-    `TensorFollower.following`."""
+    """Loads the version with the tensors `entries` in `buckets`: copies the tensors that vLLM's loaders would only
+    copy, and then calls the loaders for the rest. The loaders come second, because at their end they compute something
+    from all weights. `carrier` returns what brings buckets to the device. `traced`: an earlier update has recorded
+    which elements the loaders copy where, and the record was accepted."""
     tensors = {entry.name: tensor_of(entry, buckets) for entry in entries}
     copied = follower.copied(tensors, traced=traced)
     if copied:
@@ -140,12 +143,13 @@ def load_version(
 
 
 def _left_out(layer: torch.nn.Module) -> None:
-    """Does nothing; tests put it in the place of a layer's packing."""
+    """Does nothing. A fault that tests inject calls this instead of a layer's packing."""
 
 
 def _as_loaded(tensors: Iterable[tuple[str, torch.Tensor]], fault: str | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors for the loaders, changed by the fault that a test asks for: without a norm or the output
-    matrix, which keeps its old values, or with two experts of the first layer exchanged."""
+    """Yields (name, tensor) of `tensors` for the loaders, changed by a `fault` that a test injects. "skip_norm" and
+    "skip_head" leave out a norm or the output matrix, which keeps its old values; "swap_experts" exchanges two experts
+    of the first layer; all others change nothing."""
     skipped = {"skip_norm": ".layers.0.input_layernorm.weight", "skip_head": "lm_head.weight"}.get(fault or "")
     for name, tensor in tensors:
         if skipped is None or not name.endswith(skipped):
@@ -162,9 +166,9 @@ def _corrupt(model: torch.nn.Module) -> None:
 
 
 def _decode_with_old(runner: ModelRunner, *, shifted: bool) -> None:
-    """Makes steps of one token compute with today's embedding, whatever is loaded later, as a CUDA graph would that has
-    captured other memory. Tests ask for it. `shifted`: with the rows of other tokens, which also differs where a
-    version is nearly the one before it."""
+    """Makes all later steps of one token compute with the embedding as it is now, whatever is loaded afterwards, as a
+    CUDA graph would that has captured other memory. A fault that tests inject. `shifted`: each token gets the row of
+    another token, so that results differ even where a version is nearly the one before it."""
     embedding = next(module for module in runner.get_model().modules() if isinstance(module, VocabParallelEmbedding))
     old = embedding.get_parameter("weight").detach().roll(int(shifted), 0)
     execute = runner.execute_model
@@ -183,8 +187,8 @@ def _decode_with_old(runner: ModelRunner, *, shifted: bool) -> None:
 
 
 def readers() -> int:
-    """Returns how many threads read received bytes: 1 on CPUs, where the engine computes on the same cores. On GPUs an
-    engine needs few cores, and the next step's sampling waits for the check, so it is up to READERS."""
+    """Returns how many threads read received bytes: 1 on CPUs, where the engine computes on the same cores; up to
+    READERS on GPUs, where an engine needs few cores, and the next step's sampling waits for the check."""
     if current_platform.is_cpu():
         return 1
     return max(1, min(READERS, len(os.sched_getaffinity(0)) // 2))
@@ -193,8 +197,8 @@ def readers() -> int:
 def _refusal_of(
     manifest: WeightsManifest, buckets: list[npt.NDArray[np.uint8]], sums: Callable[[], Mapping[TensorPlace, str]]
 ) -> str:
-    """Compares received `buckets` with the manifest. Returns why they are refused; "" if they match. `sums` returns the
-    sums of tensors that are already known, which are not computed again."""
+    """Compares received `buckets` with the manifest. Returns why they are refused; "" if they match. `sums` returns
+    {place of a tensor: its sums} for the tensors that are summed already and need not be read again."""
     populate(buckets)
     try:
         digests = sums()
@@ -212,7 +216,7 @@ def _refusal_of(
 
 
 def _resolve(future: Future[str], work: Callable[[], str | None]) -> None:
-    """Calls `work` and gives its result, or its exception, to `future`."""
+    """Calls `work` and gives its result ("" for None), or its exception, to `future`."""
     try:
         future.set_result(work() or "")
     except BaseException as error:
@@ -227,7 +231,8 @@ class WorkerExtension:
     vllm_config: VllmConfig
     received: tuple[WeightsManifest, list[npt.NDArray[np.uint8]]] | None = None
     base_entries: tuple[TensorEntry, ...] = ()
-    """The tensors in the memory to which changes apply; () if unknown."""
+    """The tensors of the version that lies in the memory for received bytes, to which the changes of the next version
+    apply; () if that is unknown."""
     receiving: Receiving | None = None
     _checking: Future[str]
     follower: TensorFollower | None = None
@@ -240,8 +245,8 @@ class WorkerExtension:
     def settle(self, delta: bool) -> int:
         """Prepares this rank after the start; returns its process id. Removes the names in /dev/shm of the shared
         memory by which ranks communicate: the ranks have found each other, and killed ranks would leave the names
-        there. Compiles the checks of weights, and what applies changes if `delta`, so that no update waits for
-        that."""
+        there. Compiles the checks of weights and, if `delta`, the code that applies changes, so that no update waits
+        for that."""
         digest.warm_up()
         if delta and self.rank == 0:
             codec.warm_up()
@@ -251,16 +256,17 @@ class WorkerExtension:
         return os.getpid()
 
     def receive_broadcast(self, pickled_offer: bytes) -> None:
-        """Begins to receive an offered version, on rank 0; does nothing on other ranks. `pickled_offer`: the arguments
-        of `Receiving.start`."""
+        """Begins to receive an offered version, on rank 0; does nothing on other ranks. `pickled_offer`: the pickled
+        arguments of `Receiving.start`."""
         if self.rank == 0:
             self.receiving = self.receiving or Receiving()
             self.receiving.start(*pickle.loads(pickled_offer))
 
     def receive_weights(self, pickled_files: bytes) -> None:
         """Maps the received bytes on this rank. On rank 0 also begins to check them, in a thread alongside the engine's
-        loop; all ranks map the same memory. `pickled_files`: a manifest, the `inference.mapping.Region` of each bucket,
-        and the `inference.session.BucketStep` of each bucket that is to be written first."""
+        loop; all ranks map the same memory. `pickled_files`: a pickled tuple of the manifest, the
+        `inference.mapping.Region` of each bucket, and the `inference.session.BucketStep` of each bucket, () if nothing
+        has to be written to the regions first."""
         manifest, regions, steps = pickle.loads(pickled_files)
         buckets = [region.map() for region in regions]
         if steps:
@@ -280,8 +286,9 @@ class WorkerExtension:
     def _write(
         self, entries: Sequence[TensorEntry], regions: Sequence[Region], steps: Sequence[BucketStep]
     ) -> dict[TensorPlace, str]:
-        """Writes what arrived by `steps` to the memory at `regions`. Returns the sums of tensors in changed buckets, of
-        the sums that they had and of their changes. Raises WeightsRefused for changes that do not fit."""
+        """Writes the bytes that arrived to the memory at `regions`: for each bucket its step says whether they are the
+        whole bucket or changes to it. Returns {place of a tensor: its new sums} for buckets with changes: the sums that
+        the tensor had before, plus what the changes add. Raises WeightsRefused for changes that do not fit."""
         before = {entry.place: digest.Sums.parse(entry.hash) for entry in self.base_entries}
         self.base_entries = ()
         totals: dict[TensorPlace, str] = {}
@@ -300,15 +307,16 @@ class WorkerExtension:
         return totals
 
     def checked(self) -> str | None:
-        """Returns the outcome of the check that `receive_weights` began: why the bytes are refused, "" if they are not,
-        None while it runs."""
+        """Returns the outcome of the check that `receive_weights` began: why the bytes are refused, "" if they are
+        accepted, None while the check runs."""
         if self._checking.done():
             return self._checking.result()
         return None
 
     def take_weights(self, traced: bool) -> bytes:
         """Loads the received weights into this rank's parameters, while the scheduler is paused. Returns a pickled
-        `inference.loaded.LoadedSums`. `traced`: see `TensorFollower.following`. An error names the rank."""
+        `inference.loaded.LoadedSums`. An error names the rank. `traced`: an earlier update has recorded which elements
+        the loaders copy where, and the record was accepted."""
         try:
             return pickle.dumps(self._load_received(traced))
         except Exception as error:  # vLLM passes its text on, and does not say whose it is

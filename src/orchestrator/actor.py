@@ -34,7 +34,7 @@ from trireme.process.faults import fault_point, number_process
 
 
 class OrchestratorActor:
-    """An async actor: all methods run on one event loop. `start` comes first, and refuses bad input."""
+    """An async actor: all methods run on one event loop. The driver calls `start` before all other methods."""
 
     def __init__(
         self,
@@ -87,12 +87,14 @@ class OrchestratorActor:
 
     @remote_method
     async def begin_version(self, identity: WeightIdentity) -> None:
-        """Tells the pipeline that the replica set updates to the weights `identity`: see `Pipeline.begin_version`."""
+        """Lets the pipeline begin the version of the weights `identity`, to which the replicas update now (see
+        `Pipeline.begin_version`)."""
         await self._pipeline.begin_version(identity.version, self._pipeline.sampler.updated(identity))
 
     @remote_method
     async def follow(self, source: Any) -> None:
-        """Samples from now on with the replicas of `source`, a new incarnation of the replica set."""
+        """Samples from now on with the replicas of another replica set, which replaces the last one. `source`: the
+        object through which a router reads the new set."""
         self._pipeline.sampler.follow(source)
 
     @remote_method
@@ -138,12 +140,13 @@ class OrchestratorActor:
 
     @remote_method
     async def take_snapshot(self) -> None:
-        """Keeps the state of the last boundary for `write_snapshot`."""
+        """Holds the state at the last boundary between two steps, for `write_snapshot`."""
         self._snapshot = self._pipeline.snapshot()
 
     @remote_method
     async def write_snapshot(self, path: Path) -> list[FileRecord]:
-        """Writes the state that `take_snapshot` kept, in a thread. Raises StorageFailed."""
+        """Writes the state that `take_snapshot` holds to directory `path`, in a thread. Returns the records of the
+        written files. Raises StorageFailed."""
 
         def write() -> list[FileRecord]:
             fault_point("orchestrator.save")
@@ -153,8 +156,9 @@ class OrchestratorActor:
 
     @remote_method
     async def load_state(self, path: Path, source: CheckpointSource | None = None) -> str:
-        """Continues from the state that `write_snapshot` wrote to `path`; a node that does not see `path` reads it from
-        `source`. Returns as text how many unfinished rollouts were kept; "" if the state has none."""
+        """Continues from the state that `write_snapshot` wrote to directory `path`. Where this node does not see
+        `path`, reads the state from object storage, `source`. Returns a text on how many unfinished rollouts continue;
+        "" if the state has none."""
 
         def read() -> OrchestratorState:
             with PartReader.opened(path, source) as part:
@@ -165,8 +169,8 @@ class OrchestratorActor:
 
     @remote_method
     async def stop(self) -> None:
-        """Cancels all rollouts and closes their environments. May be called twice, by SIGTERM and by the driver: a
-        later call waits for the first one's end."""
+        """Cancels all rollouts and closes their environments. May be called twice, by the handler of SIGTERM and by the
+        driver: a later call waits until the first call has ended."""
         self._stopping = self._stopping or asyncio.create_task(self._stop())
         await asyncio.shield(self._stopping)
 
@@ -178,8 +182,8 @@ class OrchestratorActor:
 
 
 def store_parts(assign: Assign) -> Keep:
-    """Returns a function that puts the tokens of a minibatch into Ray's object store, as one part for each process of
-    the trainer. `assign` says which datums each process computes."""
+    """Returns a `Keep` function that puts the tokens of a minibatch into Ray's object store, as one part for each
+    process of the trainer. `assign` says which datums each process computes."""
     import ray  # here, because code that only builds a pipeline needs none
 
     return partial(StoredBatch.store, assign=assign, put=ray.put, owner="orchestrator")

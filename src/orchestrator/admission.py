@@ -10,9 +10,10 @@ The ledger's slots bound how far sampling runs ahead of training; the gate bound
 A group that waits at the gate is not dispatched yet: it gets its floor, and its rollouts their time limit, when it
 starts.
 
-Fairness: the kind (training or evaluation) with less in flight goes first, waits until its request fits, and is not
-overtaken. So while both wait each comes to half of the limit, and one that is alone gets all of it. Neither starves:
-once its own rollouts have ended it has less in flight than the other, and is first from then on.
+Fairness between two kinds of requests, for training and for evaluations: the kind with fewer rollouts in flight is
+first. Its oldest request waits until it fits, and no request of the other kind overtakes it. So while requests of both
+kinds wait, each kind gets about half of the limit; a kind that is alone gets all of it. Neither starves: once the
+rollouts of a kind have ended, it has fewer in flight than the other, and is first from then on.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ KINDS: tuple[Kind, ...] = ("train", "eval")
 KV_HIGH = 0.8
 """The limit does not grow while a replica uses more than this share of its KV cache."""
 LEAST_PLACES = 256
-"""The least that a vLLM server decodes in parallel on a GPU; it may decide for more."""
+"""The least number of sequences that vLLM decodes in parallel on a GPU, where it chooses the number itself."""
 BACK_OFF = 0.8
-"""After a preemption the limit is this share of the most that was in flight since the last look."""
+"""After a preemption the limit becomes this share of the most rollouts in flight since the last `Backpressure.look`."""
 
 
 class Gate:
@@ -61,7 +62,8 @@ class Gate:
         return self._first() is not None
 
     async def enter(self, kind: Kind, rollouts: int) -> Permit:
-        """Waits until `rollouts` fit and returns a permit for them. A request above the limit gets in alone."""
+        """Waits until `rollouts` more rollouts fit within the limit, and returns a permit for them. A request for more
+        than the limit waits until no rollout is in flight."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting[kind].append((rollouts, turn))
         self._admit()
@@ -104,7 +106,8 @@ class Gate:
 
 @dataclass
 class Permit:
-    """Allows `remaining` rollouts in flight. Each gives its place back when it ends; `close` gives back the rest."""
+    """Allows `remaining` rollouts in flight. Each rollout gives its place back by `leave_one` when it ends; `close`
+    gives back all places that remain."""
 
     gate: Gate
     kind: Kind
@@ -128,11 +131,14 @@ class Permit:
 class Backpressure:
     """Holds the gate of a run, and adapts its limit to the replicas' load when `max_concurrent = "auto"`.
 
-    The limit starts a quarter above the number of sequences that the replicas decode in parallel: by the configuration,
-    or, where vLLM decides it, first by LEAST_PLACES and then by the most that the replicas report. It falls when a
-    replica has preempted a sequence (given up its KV for lack of space), but not again before as many rollouts have
-    ended. It grows by one group while it holds back a request, no replica has a queue and none is near its KV capacity.
-    A group that waits at the gate is younger, once it starts, than one that waits in a replica's queue.
+    The limit starts a quarter above the number of sequences that the replicas decode in parallel. The configuration
+    sets this number; where vLLM chooses it, the number is first LEAST_PLACES per replica, then the most that the
+    replicas report. The limit falls when a replica has preempted a sequence (given up its KV for lack of space), but
+    not again before the rollouts in flight have come down to the limit. The limit grows by one group at each `look` if
+    a request waits at the gate, no replica has a queue, and no replica is near its KV capacity.
+
+    A group is better held at the gate than in a replica's queue: it gets its floor only when it starts, so it is
+    younger.
     """
 
     def __init__(self, config: Config) -> None:
@@ -151,7 +157,7 @@ class Backpressure:
         self._preemptions = 0
 
     def look(self, loads: Mapping[int, ReplicaStats]) -> None:
-        """Reads the load of the live replicas and sets the limit by it."""
+        """Sets the limit by `loads`, the present load of each live replica."""
         preemptions = sum(max(load.preemptions - self._preempted.get(replica, 0), 0) for replica, load in loads.items())
         self._preempted = {replica: load.preemptions for replica, load in loads.items()}
         kv_used = max(load.kv_used for load in loads.values())
@@ -164,8 +170,8 @@ class Backpressure:
 
     def _take_places(self, places: int) -> None:
         """Raises the limit if `places`, the number of sequences that the replicas decode in parallel, exceeds all
-        earlier reports. Does nothing if `inference.max_num_seqs` sets the number. It may grow during a run: vLLM
-        derives it from the GPUs, and some replicas join late."""
+        earlier reports. Does nothing if `inference.max_num_seqs` sets the number. The number may grow during a run:
+        vLLM derives it from the GPUs, and some replicas join late."""
         if self._config.inference.max_num_seqs is None and places > self._places:
             self._places = places
             assert self.gate.limit is not None

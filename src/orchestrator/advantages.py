@@ -1,4 +1,5 @@
-"""Turns trajectories into training data: advantages, and a datum for each segment. Pure functions.
+"""Turns trajectories into training data: advantages, and a datum for each segment (consecutive turns in which each
+prompt begins with all tokens of the turns before it: `trajectory.py`). Pure functions.
 
     ScoredGroup --compute_advantages--> [WeightedTrajectory] --lay_out--> TokenBatch
 
@@ -39,7 +40,8 @@ OBSERVED = (-1, 0.0, 0.0)
 PART_TOKENS = 1 << 18
 """About the number of tokens that one numpy call lays out."""
 SMALLEST = np.finfo(np.float32).tiny
-"""Smallest advantage except 0: a smaller one would be rounded to 0, and the group's others would all have one sign."""
+"""The smallest absolute value of an advantage that is not 0. A smaller value would be rounded to 0; then all other
+advantages of its group could have the same sign."""
 
 
 def compute_advantages(rewards_G: Sequence[float], kind: AdvantageKind) -> npt.NDArray[np.float32]:
@@ -64,7 +66,7 @@ def compute_advantages(rewards_G: Sequence[float], kind: AdvantageKind) -> npt.N
 
 
 def is_constant(rewards_G: Sequence[float]) -> bool:
-    """True if all rewards are exactly equal, so that every advantage is 0."""
+    """Returns True if all rewards of a group are exactly equal, so that every advantage is 0."""
     return all(reward == rewards_G[0] for reward in rewards_G)
 
 
@@ -76,13 +78,13 @@ class WeightedTrajectory:
     advantage: float
     temperature: float
     counts: bool = True
-    """False: mask and advantages are 0 throughout."""
+    """False: mask and advantage of all its tokens are 0."""
 
 
 def lay_out(weighted: Sequence[WeightedTrajectory]) -> TokenBatch:
     """Lays out trajectories as one batch: each segment is a datum, and the datums of a trajectory are one sequence.
-    Each sampled token is a target exactly once. If its trajectory and its turn count in the loss, its mask is 1 and
-    its advantage the trajectory's; else both are 0.
+    Each sampled token is a target exactly once. If both its trajectory and its turn count in the loss, its mask is 1
+    and its advantage is the advantage of the trajectory; else both are 0.
 
     The inputs of a datum are its tokens without the last one; its columns belong to its tokens without the first one.
     On observed tokens `logprobs`, `advantages` and `mask` are 0 and `versions` is -1. Raises ValueError for an empty
@@ -160,9 +162,9 @@ class ScoredGroup:
     group: Group
     trajectories_G: tuple[Trajectory, ...]
     rewards_G: tuple[float, ...]
-    """The sum of the steps' rewards plus the group's reward."""
+    """For each rollout the sum of its steps' rewards, plus its reward from `compute_group_rewards`."""
     metrics_G: tuple[Mapping[str, float], ...]
-    """Reported together with the group's rewards."""
+    """For each rollout the metrics that `compute_group_rewards` returned."""
     tags: tuple[str, ...]
     """Names under which the group's metrics appear."""
     temperature: float
@@ -175,7 +177,7 @@ class ScoredGroup:
 
     @property
     def num_segments(self) -> int:
-        """Returns the number of datums that the group makes: one for each segment."""
+        """Returns the number of segments in the group's trajectories; each becomes a datum."""
         return sum(trajectory.num_segments for trajectory in self.trajectories_G)
 
     @property
@@ -185,38 +187,39 @@ class ScoredGroup:
 
     @property
     def versions(self) -> tuple[int, int]:
-        """Returns the oldest and the newest version that sampled one of its tokens."""
+        """Returns the oldest and the newest version that sampled a token of the group."""
         versions = set().union(*(trajectory.versions for trajectory in self.trajectories_G))
         return min(versions), max(versions)
 
 
 class Segments:
-    """The segments of trajectories as the datums of a minibatch. Each can be laid out on demand."""
+    """The datums of a minibatch, one for each segment of the trajectories `weighted`. Any part of them can be laid out
+    as a batch, on demand."""
 
     def __init__(self, weighted: Sequence[WeightedTrajectory], normalization: Normalization) -> None:
         self._weighted = weighted
         self._normalization = normalization
         self.sequences: Numbers = np.repeat(np.arange(len(weighted)), [one.trajectory.num_segments for one in weighted])
-        """[D], the number of the trajectory of each datum."""
+        """[D], for each datum the index of its trajectory."""
 
     @property
     def divisor(self) -> float:
-        """Returns the term that these trajectories add to the divisor of their substep, from their numbers of sampled
-        tokens in the loss."""
+        """Returns the number that these trajectories add to the divisor of their substep's gradient. It follows from
+        the normalisation, and from how many sampled tokens of each trajectory count in the loss."""
         total_N = [
             sum(turn.sampled for turn in one.trajectory.turns if one.counts and turn.in_loss) for one in self._weighted
         ]
         return self._normalization.divisor(np.asarray(total_N, np.float64))
 
     def find_forest(self, counts_P: Sequence[int]) -> Forest:
-        """Returns the lengths of the datums and the prefixes that they share within a group. `counts_P`: the number of
-        trajectories of each group."""
+        """Returns the forest of the datums: their lengths, and the prefixes that datums of the same group share.
+        `counts_P`: the number of trajectories of each group."""
         inputs_N = iter([_segment_inputs(one.trajectory) for one in self._weighted])
         return Forest.find_in_groups([[d for part in islice(inputs_N, count) for d in part] for count in counts_P])
 
     def lay_out(self, datums: Numbers) -> TokenBatch:
-        """Returns a batch of the datums with the numbers `datums`, ascending. Lays out their trajectories whole first,
-        because a token's weight may depend on all segments of its trajectory."""
+        """Returns a batch of the datums with the indices `datums`, which ascend. First lays out the whole trajectories
+        of these datums, because the weight of a token in the loss may depend on all segments of its trajectory."""
         chosen = np.unique(self.sequences[datums])
         batch = self._normalization.weigh(lay_out([self._weighted[n] for n in chosen]), "mask")
         numbers = np.flatnonzero(np.isin(self.sequences, chosen))
@@ -224,14 +227,14 @@ class Segments:
 
 
 def _segment_inputs(trajectory: Trajectory) -> list[npt.NDArray[np.int32]]:
-    """Returns the inputs of the datum of each segment: its tokens without the last."""
+    """Returns for each segment of a trajectory the inputs of its datum: the tokens of the segment without the last."""
     starts = sorted({turn.start for turn in trajectory.turns})
     return [tokens[:-1] for tokens in np.split(trajectory.tokens, starts[1:])]
 
 
 Keep = Callable[[Forest, Numbers, LayOut], Batch]
-"""Takes the forest of the datums of a minibatch, the numbers of their sequences, [D], and a function that lays out some
-of them. Returns the batch of all."""
+"""Decides where the tokens of a minibatch of D datums are held, and returns the batch. Takes the forest of the datums,
+for each datum the number of its sequence ([D]), and a function that lays out the datums with given numbers."""
 
 
 def keep_whole(forest: Forest, sequences: Numbers, lay_out: LayOut) -> Batch:
@@ -248,10 +251,10 @@ def build_minibatch(
     keep: Keep = keep_whole,
 ) -> Minibatch:
     """Builds the minibatch of the groups `scored_P`, in that order, with advantages and provenance. `keep` decides
-    where its tokens are held.
+    where its tokens are held; `last`: True if the minibatch is the last one of its substep.
 
     With `orchestrator.overlong_filter` a rollout counts in the loss only if its stop reason is `stop`: the final reward
-    of a rollout that was cut off is unknown. `last`: the minibatch ends its substep.
+    of a rollout that was cut off is unknown.
     """
     weighted: list[WeightedTrajectory] = []
     for scored in scored_P:

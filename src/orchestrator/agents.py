@@ -33,7 +33,7 @@ from trireme.process.faults import fault_point
 
 
 class NoAnswer(RolloutError):
-    """The agent ended without an answer of the policy: there is nothing to train on."""
+    """The agent ended without an answer from the policy: there is nothing to train on."""
 
 
 _current: AgentSessions | None = None
@@ -41,8 +41,9 @@ _current: AgentSessions | None = None
 
 @asynccontextmanager
 async def agent_sessions(factory: Callable[[], AgentSessions]) -> AsyncIterator[None]:
-    """Starts the sessions that `factory` makes, and stops them at the end of the block. Within the block `play_session`
-    opens a session in them for each rollout. A run enters the block once, for its whole time."""
+    """Makes an AgentSessions object by `factory`, starts it, and stops it at the end of the block. Within the block
+    `play_session` opens and closes a session for each rollout with this object. A run enters the block once, for its
+    whole time."""
     global _current
     _current = started = factory()
     await started.start()
@@ -72,8 +73,8 @@ class SessionTurns:
         self._one_by_one = asyncio.Lock()
         self._number = 0
         self.failure: Exception | None = None
-        """The first error of a request that the agent is not to blame for; one of the rooms, or one after which none
-        was answered."""
+        """The first error of a request that is not the agent's fault; None: there is none. An error of a room replaces
+        an error of another kind, and stays. Any other error is forgotten when a later request is answered."""
 
     async def sample(self, request: SampleRequest, *on_progress: OnProgress) -> SampledSequence:
         """Samples the answer to an agent's request with the sampling settings and seeds of the run, one request at a
@@ -91,8 +92,8 @@ class SessionTurns:
 
     @property
     def of_a_room(self) -> bool:
-        """True if `failure` is an error of a room: it concerns more than this rollout, and is raised even if the agent
-        hides it."""
+        """True if `failure` is an error of a room. Such an error concerns more than this rollout, and is raised even if
+        the agent hides it."""
         return is_of_a_room(self.failure)
 
     async def _one(self, request: SampleRequest, *on_progress: OnProgress) -> SampledSequence:

@@ -1,4 +1,4 @@
-"""The endless stream of problems, epoch after epoch, each with an id by which it is found again.
+"""The endless stream of problems, epoch after epoch. Each problem has an id, by which its builder is looked up later.
 
 A `ProblemCursor` walks through one dataset; a `Mix` draws from several, by weight. The state of both is a few numbers.
 """
@@ -37,7 +37,7 @@ class MixState(TypedDict):
 
 @dataclass
 class ProblemCursor:
-    """A place in a dataset: the next problem is number `position` of batch `batch`, in `epoch`."""
+    """A place in `dataset`: the next problem is number `position` of the dataset's batch `batch`, in `epoch`."""
 
     dataset: RLDataset
     epoch: int = 0
@@ -71,8 +71,8 @@ class ProblemCursor:
         return {"epoch": self.epoch, "batch": self.batch, "position": self.position}
 
     def load_state_dict(self, state: CursorState) -> None:
-        """Continues at the place of another cursor, from its `state`. Raises BadInput when the dataset has no such
-        place."""
+        """Continues at the place in `state`, the result of another cursor's `state_dict`. Raises BadInput when the
+        dataset has no such place."""
         self.epoch = state["epoch"]
         self.batch = state["batch"]
         self.position = state["position"]
@@ -92,11 +92,12 @@ class ProblemCursor:
 
 
 class Mix:
-    """Mixes the problems of several environments into one stream. Within an environment the order is its dataset's.
+    """Mixes the problems of several environments into one stream. The problems of one environment come in the order of
+    its dataset.
 
     Only `seed` and the number of problems drawn so far decide the next environment: each draw is a point on a circle,
-    on which each environment has an arc in proportion to its weight. Among any n problems in a row, the number from one
-    environment differs from its share by a few (log n) at most.
+    on which each environment has an arc in proportion to its weight. Among any n problems in a row, the number of
+    problems from one environment differs from n times its share of the weights by at most a few (about log n).
 
     Ids come from the environment's cursor; with several environments they begin with its name: `guess/0.1.2`.
     """
@@ -138,8 +139,8 @@ class Mix:
         return {"drawn": self._drawn, "cursors": [(name, c.state_dict()) for name, c in self._cursors.items()]}
 
     def load_state_dict(self, state: MixState) -> None:
-        """Continues where another mix stood, from its `state`. Raises BadInput if that mix had other environments,
-        another order of them, or other data."""
+        """Continues from `state`, the result of another mix's `state_dict`. Raises BadInput if that mix had other
+        environments, another order of them, or other data."""
         names = [name for name, _ in state["cursors"]]
         if len(names) != len(self._names) or (len(names) > 1 and names != self._names):
             raise BadInput(

@@ -49,8 +49,8 @@ the action."""
 TokenIds = Sequence[int] | npt.NDArray[np.int32]
 
 Truncation = Literal["max_seq_len", "max_prompt_len"]
-"""The limit of the run that ended an episode: the next prompt would leave no room below `max_seq_len`, or is longer
-than `orchestrator.max_prompt_len`."""
+"""The limit of the run that ended an episode: the next prompt is so long that an answer would exceed `max_seq_len`, or
+it is longer than `orchestrator.max_prompt_len`."""
 
 BUILT_IN = {
     "guess": "orchestrator.envs.guess:GuessDataset",
@@ -72,26 +72,25 @@ PREFIXES = {
     "reasoning_gym:": "orchestrator.envs.reasoning_gym:ReasoningGymDataset",
     "reward:": "orchestrator.envs.reward:RewardDataset",
 }
-"""The prefixes of ids that name a taskset of the package verifiers, an agent, a generator of the package
-reasoning-gym, or reward functions, and the datasets to
-which the rest of the id is given first."""
+"""For each prefix of `env.id` the dataset that gets the rest of the id as its first argument. The rest names a taskset
+of the package verifiers, an agent, a generator of the package reasoning-gym, or reward functions."""
 PROGRAM = "agent:command"
 PROGRAMS = "orchestrator.envs.program:ProgramDataset"
 """The id of agents that are programs, and their dataset."""
 URLS = ("http://", "https://")
 SERVED = "orchestrator.envs.http:HttpDataset"
-"""The prefixes of ids that are addresses of servers of environments, and the dataset of such a server."""
+"""An `env.id` with one of these prefixes is the address of a server of environments; SERVED is its dataset."""
 CHATS = "orchestrator.envs.chat:Chats"
-"""The dataset of a MessageEnv that an id names."""
+"""The dataset for an id that names a class of MessageEnv."""
 
 
 @dataclass(frozen=True, eq=False)
 class Continuation:
-    """A prompt that begins with the previous prompt and the action that answered it. It costs as much as its new
-    tokens, however long the whole prompt is."""
+    """A prompt that begins with the previous prompt and the action that answered it. An environment returns only the
+    new tokens, so that the work for a turn depends on their number, not on the length of the whole prompt."""
 
     tokens: TokenIds
-    """The tokens that follow these; may be empty."""
+    """The tokens after that action; may be empty."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +103,9 @@ class StepResult:
     """The next prompt, whole or as a Continuation; not used when the episode is done."""
     next_stop_condition: StopCondition = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Averaged over all steps that report them."""
+    """Values by name. The run reports for each name the mean over all steps that have a value."""
     logs: Mapping[str, object] = field(default_factory=dict)
-    """Kept with the rollout, for people to read."""
+    """Values by name that are stored with the rollout, for people to read."""
     in_loss: bool = True
     """False: the tokens of this action alone are masked out of the loss, for example because they cannot be parsed."""
 
@@ -173,12 +172,13 @@ class Env(Resumable, ABC):
 
 
 class AgentEnv(ABC):
-    """One episode that an agent plays: it requests answers by itself, over HTTP, as often and in whatever branches it
-    needs. Each object plays one rollout."""
+    """One episode that an agent plays: the agent requests answers by itself, over HTTP, as often as it needs, and may
+    continue any earlier prompt. Each object plays one rollout."""
 
     @abstractmethod
     async def play(self, access: AgentAccess) -> tuple[float, Mapping[str, float]]:
-        """Plays the whole episode. Returns its reward and its metrics."""
+        """Plays the whole episode. Returns its reward and its metrics. `access`: the addresses and the key with which
+        the agent requests answers."""
 
     async def close(self) -> None:
         """See `Env.close`."""
@@ -194,8 +194,8 @@ class EnvGroupBuilder:
         raise self._lacks("make_env")
 
     async def make_envs(self) -> Sequence[Env]:
-        """Makes a new environment for each rollout of the group, in order. Called again when a rollout is retried; the
-        environments that this call makes for other rollouts are kept for their retries."""
+        """Makes a new environment for each rollout of the group, in order. Called again when a rollout is retried: then
+        the run stores the environments of the other rollouts for their retries."""
         raise self._lacks("make_envs")
 
     @property
@@ -217,7 +217,7 @@ class EnvGroupBuilder:
 
     async def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[tuple[float, dict[str, float]]]:
         """Returns a reward and metrics for each trajectory, computed from the whole group. The reward is added to the
-        rewards of the trajectory's steps. Rollouts that failed for good are not in `trajectories_G`."""
+        rewards of the trajectory's steps. Rollouts that failed after all tries are not in `trajectories_G`."""
         return [(0.0, {}) for _ in trajectories_G]
 
     @property
@@ -233,7 +233,8 @@ class EnvGroupBuilder:
         return
 
     async def cleanup(self) -> None:
-        """Releases what the group shares. The run calls this once when the group has ended, for whatever reason."""
+        """Releases the resources that the environments of the group share. The run calls this once, when the group has
+        ended, for whatever reason."""
         return
 
     def logging_tags(self) -> Sequence[str]:
@@ -256,10 +257,10 @@ class EnvGroup(EnvGroupBuilder):
 
 
 class RLDataset(ABC):
-    """Problems in batches. Their size is independent of the training batch.
+    """The problems of an environment, in batches. The size of these batches is independent of the training batch.
 
-    `get_batch(i)` returns the same problems for the same `i` each time: a problem that has to be sampled again is found
-    by its batch and its position in it.
+    `get_batch(i)` must return the same problems for the same `i` each time: a run looks up a problem that it samples
+    again by the number of its batch and its position in the batch.
     """
 
     @abstractmethod
@@ -289,7 +290,8 @@ class EnvContext:
     model: str | None = None
     """Name or path of the model that the run starts from."""
     variables: tuple[str, ...] = ()
-    """Names of the environment variables that programs get in addition to the usual ones: `env.variables`."""
+    """`env.variables`: names of the environment variables that agents' programs get in addition to
+    `orchestrator.workers.PASSED_ON`."""
 
     @cached_property
     def renderer(self) -> Renderer:
@@ -298,7 +300,8 @@ class EnvContext:
 
 
 def load_datasets(config: Config, tokenizer: Tokenizer) -> tuple[list[RLDataset], list[RLDataset]]:
-    """Makes the training datasets of a run, and the evaluation datasets if it evaluates. Raises BadInput."""
+    """Returns a training dataset for each environment of a run, and an evaluation dataset for each evaluation
+    environment (none if `eval.every` is 0). Raises BadInput."""
     start = config.model.start or config.model.name
     held_out = EnvContext(tokenizer, config.seed, config.eval.samples, "eval", config.renderer, start)
     trained = replace(held_out, split="train")
@@ -309,7 +312,8 @@ def load_datasets(config: Config, tokenizer: Tokenizer) -> tuple[list[RLDataset]
 
 
 def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> RLDataset:
-    """Makes the dataset that `env.id` names: `Class(context, **env.args)`. Errors name the keys in `section`.
+    """Makes the dataset that `env.id` names: `Class(context, **env.args)`. `section` is the section of the
+    configuration in which `env` stands, for messages.
 
     Raises BadInput for an id that does not lead to a dataset, and for arguments that the dataset refuses.
     """
@@ -359,7 +363,8 @@ async def result_of(method: Callable[P, Awaitable[T]], *args: P.args, **options:
 
 
 async def close_env(env: Any) -> None:
-    """Closes an Env, an AgentEnv or a MessageEnv."""
+    """Closes `env`, an Env, an AgentEnv or a MessageEnv. Its `close` may be a plain function as well as a coroutine
+    function."""
     closing = env.close()  # of a class that has long had a `close`, it may be no coroutine
     if inspect.isawaitable(closing):
         await closing
@@ -367,7 +372,8 @@ async def close_env(env: Any) -> None:
 
 @asynccontextmanager
 async def first_env(problem: EnvGroupBuilder) -> AsyncIterator[Env | AgentEnv]:
-    """Yields the first environment of a problem. The end of the block releases the problem's resources."""
+    """Yields the first environment of a problem. At the end of the block the problem's environments are closed, and its
+    shared resources are released."""
     if problem.makes_one:
         envs: Sequence[Env | AgentEnv] = [await result_of(problem.make_env, 0)]
     else:
@@ -429,8 +435,8 @@ def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
 
 
 def named_function(kind: str, source: str, name: str) -> Callable[..., Any]:
-    """Returns the function `name` of `source`: a file if it ends with .py, else a module. `kind` is the first part of
-    the `env.id` in messages. Raises BadInput."""
+    """Returns the function `name` of `source`, which is a file if it ends with .py, else a module. `kind` is the first
+    part of `env.id` (`reward` or `agent`), for messages. Raises BadInput if there is no such function."""
     try:
         if source.endswith(".py"):
             names = run_file(source)
@@ -461,8 +467,8 @@ def _is_message_env(value: object) -> bool:
 
 
 def in_short(error: Exception) -> str:
-    """Returns an error on one line, with the file and line of the code that raised it, if it was raised outside
-    Python's import machinery and this module."""
+    """Returns an error as text on one line, which ends with the file and line of the innermost frame outside Python's
+    import machinery and this module, if there is such a frame."""
     summary = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"

@@ -4,24 +4,25 @@
              ^                                                                    |
              +---------------- the next update waits, and so the trainer ---------+
 
-Schedule. Before the first step, every `eval.every` steps, and at the end. The row of step v, which begins with version
-v, holds the evaluation of version v; the last row holds the evaluation of the last version, because there is no later
-row. A row holds one evaluation: one that would share the last row is left out.
+Schedule. Before the first step, every `eval.every` steps, and at the end. Step v begins with version v, and its row of
+metrics holds the evaluation of version v. The last row holds the evaluation of the last version, because there is no
+later row. A row holds only one evaluation: so the last version but one, with the same row, is not evaluated.
 
 One version. The next update waits until the evaluation has ended. Meanwhile training continues, with samples of the
-same version. Each token is checked: another version is a ProvenanceError.
+same version. Each token is checked: a token of another version is a ProvenanceError.
 
-Alongside training. Both get permits at the gate, a group at a time; there neither starves the other. In deterministic
-mode an evaluation is sampled in lockstep, and nothing else meanwhile.
+Alongside training. Evaluation and training get permits for their rollouts at one gate (`admission.py`), a group at a
+time, where neither starves the other. In deterministic mode an evaluation is sampled in lockstep (`lockstep.py`), and
+nothing else is sampled meanwhile.
 
-Failed rollouts are tried again as in training. Rollouts that fail for good are counted (`failed`) and left out of every
-mean: they are no zeros. A refused prompt fails without another try.
+Failed rollouts are tried again as in training. Rollouts that fail after all tries are counted (`failed`) and left out
+of every mean; they do not count as reward 0. A refused prompt fails without another try.
 
 Several environments are evaluated at the same time, each by its own problems.
 
 Metrics, all under `eval/<environment>/`
-  version, problems   of the weights; number of problems with at least one rollout
-  n, failed           rollouts that count, and rollouts that failed for good
+  version, problems   the version of the weights; the number of problems with at least one rollout that counts
+  n, failed           the number of rollouts that count, and of rollouts that failed after all tries
   errors/<type>       failed tries
   avg@k               mean over problems of the mean reward of their rollouts; k = `eval.samples`
   pass@k              mean over problems of the chance that one of k rollouts passes (its reward is at least 1), for
@@ -30,11 +31,12 @@ Metrics, all under `eval/<environment>/`
   .../ci95            half the width of the 95 % interval of such a mean, problems being the sample
   reward/total, ...   the metrics `env/all/*` and `stop/*` of training
 
-State. A state holds the version evaluated last, the metrics that are not in a row yet, and whether an evaluation was
-due or running: that evaluation is repeated, with the weights of the checkpoint.
+State. A checkpoint holds the version evaluated last, the metrics that are not in a row yet, and whether an evaluation
+was due or running: after a resume that evaluation is repeated, with the weights of the checkpoint.
 
-`trireme eval` stores ended groups while others are sampled, and gives them back when it resumes an evaluation of the
-same weights and options. So the evaluation has the metrics of one that was not interrupted.
+`trireme eval` stores each group that has ended while others are sampled. When it resumes an evaluation of the same
+weights with the same options, these groups are not sampled again. So a resumed evaluation gives the same metrics as one
+without an interruption.
 """
 
 from __future__ import annotations
@@ -84,9 +86,11 @@ class EvaluationState(TypedDict):
     """The state of the evaluator in a checkpoint."""
 
     done: int | None
+    """The version evaluated last; None: none yet."""
     owed: bool
+    """True: an evaluation was begun and has not ended."""
     rows: Sequence[tuple[int, dict[str, float]]]
-    """(step, metrics)."""
+    """Pairs of a step, and metrics for its row that are not in the row yet."""
 
 
 @dataclass(frozen=True)
@@ -94,25 +98,25 @@ class Schedule:
     """Says when evaluations are due."""
 
     every: int
-    """In steps; 0: never."""
+    """The number of steps between two evaluations; 0: never."""
     last: int
     """The version that the run ends with."""
 
     def due(self, version: int, evaluated: int | None, owed: bool) -> bool:
         """Returns True if `version` has to be evaluated. `evaluated`: the version evaluated last (None: none yet).
-        `owed`: an evaluation was begun and has not ended."""
+        `owed`: True if an evaluation was begun and has not ended."""
         if not self.every or version == evaluated or version == self.last - 1:  # it would share the last row
             return False
         return evaluated is None or owed or version % self.every == 0 or version == self.last
 
     def row(self, version: int) -> int:
-        """Returns the step with the row that holds the evaluation of `version`."""
+        """Returns the step with the row of metrics that holds the evaluation of `version`."""
         return min(version, self.last - 1)
 
 
 class Evaluator:
-    """Runs due evaluations, one version at a time. `datasets` belong to `config.eval_envs`; none are needed where
-    `eval.every` is 0."""
+    """Runs the evaluations that are due, one version at a time. `datasets`: the dataset of each environment in
+    `config.eval_envs`, in order; may be empty where `eval.every` is 0."""
 
     def __init__(
         self,
@@ -137,14 +141,15 @@ class Evaluator:
 
     @property
     def progress(self) -> str:
-        """Returns a text that says how far the running evaluation is; empty without one."""
+        """Returns a text that says how far the running evaluation is; "" if no evaluation is running."""
         return ", ".join(
             f"{len(e.problems_P) - e.missing} of {len(e.problems_P)} problems of {e.env.label} are evaluated"
             for e in self._running
         )
 
     def begin(self, version: int, spawn: Spawn) -> None:
-        """Begins the evaluation of `version`, which all replicas hold, if it is due."""
+        """Begins the evaluation of `version`, which all replicas hold, if this evaluation is due. `spawn` starts a
+        coroutine as a background task with a name."""
         if self._schedule.due(version, self._evaluated, self._owed):
             self._owed = True
             self._task = spawn(self._evaluate(version), f"evaluation of version {version}")
@@ -161,12 +166,12 @@ class Evaluator:
             self._task.result()
 
     def give_up(self) -> None:
-        """Ends a running evaluation; it stays due."""
+        """Cancels the running evaluation, if there is one. The evaluation stays due."""
         if self._task:
             self._task.cancel()
 
     def take(self, step: int) -> dict[str, float]:
-        """Returns metrics for the row of `step`; empty when no evaluation belongs there."""
+        """Returns the metrics of the evaluation that belongs in the row of `step`; {} if no evaluation does."""
         row: dict[str, float] = {}
         for due in [due for due in self._rows if due <= step]:
             row |= self._rows.pop(due)
@@ -201,9 +206,10 @@ class Evaluator:
         return [line for e in self._running for line in e.take_lines()]
 
     async def evaluate(self, version: int, lines: Sequence[str] = ()) -> dict[str, float]:
-        """Evaluates `version`, which all replicas hold, and returns the metrics. Groups in `lines`, which `take_lines`
-        returned to an earlier call for the same weights and options, are not sampled again. Raises RoomFailed after
-        `timeouts.batch_s`, saying how much is missing, and ProvenanceError."""
+        """Evaluates `version`, which all replicas hold, and returns the metrics. `lines`: lines that `take_lines`
+        returned during an earlier evaluation of the same weights with the same options; their groups are not sampled
+        again. Raises RoomFailed, which says how much is missing, after `timeouts.batch_s`, and ProvenanceError for a
+        token of another version."""
         fault_point("orchestrator.evaluation")
         now = asyncio.get_running_loop().time
         limit_s = self._config.batch_deadline_s
@@ -236,7 +242,8 @@ class Evaluator:
 
     def _evaluations(self, version: int) -> list[Evaluation]:
         """Returns an Evaluation of each environment, with the first `eval.problems` problems of its dataset. Groups are
-        numbered across all environments. Seeds follow from the problems' ids, which no training rollout has."""
+        numbered across all environments. Ids of problems begin with `eval/`, so that the seeds of requests, which
+        follow from the ids, differ from all seeds in training."""
         numbers = count()
         evaluations = []
         for env, dataset in self._datasets:
@@ -285,7 +292,7 @@ class Evaluator:
 
 @dataclass
 class Evaluation:
-    """A running evaluation of one environment."""
+    """The evaluation of one environment while it is running: its groups, and the results so far."""
 
     env: EnvConfig
     version: int
@@ -302,7 +309,7 @@ class Evaluation:
         return len(self.problems_P) - len(self.ended)
 
     def end(self, group: Group, scored: ScoredGroup | None) -> None:
-        """Enters the result of `group`."""
+        """Records that `group` has ended with the result `scored` (see `ended`)."""
         self.ended[group.index] = scored
         self._new.append(group)
 
@@ -322,7 +329,7 @@ class Evaluation:
         return lines
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Enters the result in a line of `take_lines`."""
+        """Records the result of a group from `values`, the decoded JSON of a line that `take_lines` returned."""
         scored = None
         if values["group"] is not None:
             scored = scored_from_json(values["group"], _without_tokens)
@@ -330,7 +337,8 @@ class Evaluation:
         self.errors[values["index"]] = Counter(values["errors"])
 
     def metrics(self, samples: int) -> dict[str, float]:
-        """Returns the metrics that the module's docstring lists. `samples`: the number of rollouts for each problem."""
+        """Returns the metrics that the module's docstring lists, by name. `samples`: the number of rollouts for each
+        problem."""
         scored_P = [scored for _, scored in sorted(self.ended.items()) if scored]
         errors = sum(self.errors.values(), Counter[str]())
         n = sum(len(scored.rewards_G) for scored in scored_P)
@@ -346,7 +354,7 @@ class Evaluation:
 
 
 def _without_tokens(values: Mapping[str, Any]) -> Trajectory:
-    """Returns a trajectory that has the turns in `values` and no tokens, which no metric reads."""
+    """Returns a trajectory with the turns in `values` but without tokens, because no metric reads tokens."""
     return Trajectory(np.empty(0, np.int32), np.empty(0, np.float32), turns_from_json(values), values["stop_reason"])
 
 
@@ -364,8 +372,8 @@ def _scores(scored_P: Sequence[ScoredGroup], samples: int) -> dict[str, float]:
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """Returns the chance that one or more of k rollouts pass, drawn without replacement from n with `passed` passing
-    ones.
+    """Returns the chance that at least one of k rollouts passes, if the k rollouts are drawn without replacement from n
+    rollouts and `passed` of the n rollouts pass.
 
     >>> pass_at_k(4, 1, 2)
     0.5
@@ -374,8 +382,8 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
 
 
 def _with_interval(name: str, values_P: Sequence[float]) -> dict[str, float]:
-    """Returns {`name`: the mean of `values_P`, `name`/ci95: half the width of its 95 % interval}. The interval needs
-    two problems, the mean one; what cannot be computed is missing."""
+    """Returns {`name`: the mean of `values_P`, `name`/ci95: half the width of the mean's 95 % interval}, from one value
+    for each problem. The mean is missing without values, the interval with fewer than two values."""
     row = {name: float(np.mean(values_P))} if values_P else {}
     if len(values_P) > 1:
         row[f"{name}/ci95"] = float(CI95 * np.std(values_P, ddof=1) / sqrt(len(values_P)))

@@ -17,7 +17,7 @@ TrajectoryFromJson = Callable[[Mapping[str, Any]], Trajectory]
 
 
 def scored_to_json(scored: ScoredGroup) -> JsonObject:
-    """Returns all of `scored` except the arrays of its trajectories."""
+    """Returns `scored` as JSON values, without the arrays of its trajectories."""
     return {
         "group": vars(scored.group),
         "temperature": scored.temperature,
@@ -29,7 +29,7 @@ def scored_to_json(scored: ScoredGroup) -> JsonObject:
 
 
 def scored_from_json(values: Mapping[str, Any], trajectory_from_json: TrajectoryFromJson) -> ScoredGroup:
-    """Returns the group that `scored_to_json` turned into `values`."""
+    """Returns the group that `scored_to_json` turned into `values`. `trajectory_from_json` adds the arrays."""
     return ScoredGroup(
         group=Group(**values["group"]),
         trajectories_G=tuple(map(trajectory_from_json, values["rollouts"])),
@@ -78,7 +78,7 @@ def _from_null(metrics: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def readable(logged: object) -> object:
-    """Returns a logged value of an environment as JSON values; a value that JSON does not know becomes text."""
+    """Returns a value in an environment's logs as JSON values; a value that JSON does not know becomes text."""
     if isinstance(logged, Mapping):
         return {str(name): readable(value) for name, value in logged.items()}
     if isinstance(logged, list | tuple):

@@ -1,6 +1,6 @@
-"""Runs a group: all rollouts of one problem, with their retries, and their rewards. Training and evaluation share this;
-they differ in problems, sampling, pace, and in how many rollouts must succeed. What environments hold is given back
-when a rollout ends, and when the group does (`lifetimes.py`).
+"""Runs a group: all rollouts of one problem, with their retries, and their rewards. Training and evaluation share this
+code; they differ in problems, sampling, pace, and in how many rollouts must succeed. An environment is closed when its
+rollout ends, and the resources that a group shares are released when the group ends (`lifetimes.py`).
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class GroupOutcome:
     """The result of a group."""
 
     outcomes_G: Sequence[Trajectory | Exception]
-    """One per rollout: its trajectory, or its last error if it failed for good."""
+    """For each rollout its trajectory, or its last error if all its tries failed."""
     scored: ScoredGroup | None
     """None when too few rollouts succeeded, or when their rewards could not be computed."""
 
 
 def never_due(group: Group) -> bool:
-    """Returns False: no batch waits for a group of an evaluation, or of a test."""
+    """Returns False, as the `is_due` of evaluations and tests: no batch waits for their groups."""
     return False
 
 
@@ -66,9 +66,9 @@ class GroupRunner:
     sample: Sample
     pace: OwnPace
     note: Callable[[Exception], None]
-    """Called with each error of the environment."""
+    """Called with each error of a rollout, of the group's rewards, and of closing the environments."""
     is_due: Callable[[Group], bool] = never_due
-    """True for a group that the next batch waits for: its rollouts get no further try."""
+    """Returns True for a group that the next batch waits for: its rollouts then get no further try."""
     evaluates: bool = False
     """True: groups of evaluations. All their tokens must be of the version `group.floor`."""
 
@@ -112,9 +112,9 @@ class GroupRunner:
         over: Callable[[], object],
         progress: GroupProgress | None = None,
     ) -> GroupOutcome:
-        """Runs all rollouts of `group`, continues them from `progress` where it has any, scores them and cleans up.
-        Each rollout that ends gives its place in `permit` back; `tokens` counts the sampled tokens. `over` is called
-        before cleaning up, however the group ended. A cancellation does not interrupt cleaning up."""
+        """Runs all rollouts of `group`, scores them and cleans up. A rollout with progress in `progress` continues from
+        there. Each rollout that ends gives its place in `permit` back; `tokens` counts the sampled tokens. `over` is
+        called before the cleanup, however the group ended. A cancellation does not interrupt the cleanup."""
         progress = progress or GroupProgress(keeps_finished=False)
         started: set[asyncio.Task[object]] = set()
         place = f"environment {self.env.label}, problem {group.problem}"
@@ -129,8 +129,8 @@ class GroupRunner:
         return GroupOutcome(outcomes_G, scored)
 
     async def _end(self, envs: GroupEnvs, tasks: set[asyncio.Task[object]], place: str) -> None:
-        """Closes the environments of a group and lets its builder clean up. Then cancels the `tasks` that environments
-        have left running, and notes them as LeakedTasks at `place`."""
+        """Closes the environments of a group and lets its builder clean up. Then cancels the tasks in `tasks` that the
+        environments have left running, and reports them as one LeakedTasks error. `place` names the group in it."""
         with TaskOwner(tasks):
             await envs.end()
         unfinished = sorted(task.get_coro().__qualname__ for task in tasks)  # type: ignore[union-attr]
@@ -178,9 +178,9 @@ class GroupRunner:
         progress: GroupProgress,
     ) -> Trajectory | Exception:
         """Runs one rollout with its retries, each with an environment of its own. Returns the trajectory, or the last
-        error. All tries share one time limit, so that an environment that hangs holds a batch for
-        `generation_timeout_s` at most. There is no further try after a refused prompt or request, nor after an
-        environment's error in a group that its batch waits for."""
+        error. All tries share one time limit, so that an environment that hangs delays a batch by at most
+        `generation_timeout_s`. There is no further try after a refused prompt or request, nor, in a group that the next
+        batch waits for, after an error of the environment."""
         if sample in progress.finished:
             return progress.finished[sample]
         tries = self.config.orchestrator.retries + 1
@@ -234,10 +234,10 @@ class GroupRunner:
     async def _attempt(
         self, work: Coroutine[object, object, T], deadline: asyncio.Timeout, place: object
     ) -> T | Exception:
-        """Awaits an environment's `work` until `deadline`, and returns its result. An exception of the work is noted
-        and returned; no other place catches it. But errors of the rooms (TriremeError) are raised, for the driver,
-        except BadRequest, which concerns this rollout alone. The work has a task of its own, so that a cancellation
-        of the present task is never the environment's doing. `place` names the work in messages."""
+        """Awaits an environment's `work` until `deadline`, and returns its result. Reports an exception of the work by
+        `note`, and returns it. Raises errors of the rooms (TriremeError), for the driver; but BadRequest, which
+        concerns this rollout alone, is returned. The work has a task of its own, so that a cancellation of the present
+        task never comes from the environment. `place` names the work in messages."""
         try:
             async with deadline:
                 return await start_contained(work)
@@ -327,7 +327,7 @@ class _Turns:
     envs: GroupEnvs
     key: RolloutKey
     deadline: asyncio.Timeout
-    """Of all tries of the rollout."""
+    """The common deadline of all tries of the rollout."""
     tokens: RolloutTokens
 
     async def sample(self, request: SampleRequest, *on_progress: OnProgress) -> SampledSequence:

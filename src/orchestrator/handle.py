@@ -25,17 +25,18 @@ from trireme.process import waits
 from trireme.process.ray_cluster import create_actor
 
 ANSWER_S = 30.0
-"""Added to a deadline that the actor keeps itself, so that the actor's more precise message comes first."""
+"""Seconds added to a deadline that the actor enforces too, so that the actor's more precise message comes first."""
 STOP_S = 10.0
 PROGRESS_S = 30.0
 EVALUATION_PROGRESS_S = 5.0
-"""Seconds between lines about a long wait, and about an evaluation that is all that a command does."""
+"""Seconds between two lines in the log: PROGRESS_S for a long wait of a run, EVALUATION_PROGRESS_S for an evaluation
+without training (`trireme eval`)."""
 Value = TypeVar("Value")
 log = logging.getLogger(__name__)
 
 
 class OrchestratorHandle:
-    """The verbs of the orchestrator, each a call to its actor."""
+    """The orchestrator as the driver sees it: each method calls the orchestrator's actor."""
 
     def __init__(self, config: Config, actor: ActorProxy[OrchestratorActor], log: Path | None) -> None:
         self._config = config
@@ -54,34 +55,39 @@ class OrchestratorHandle:
         sessions_factory: Callable[[], AgentSessions] | None = None,
     ) -> OrchestratorHandle:
         """Creates the actor without waiting; wait for `ready_refs` before any other call. `assign` says which datums
-        each process of the trainer computes: a minibatch then holds a reference to the part of each process. Without
-        `assign` it holds its tokens. `sessions_factory` makes the sessions of agents, where environments are agents."""
+        each process of the trainer computes: a minibatch then holds Ray references to the datums of each process.
+        Without `assign` a minibatch holds its tokens. `sessions_factory` makes the object that opens sessions for
+        agents; None if no environment is an agent."""
         create = create_actor(OrchestratorActor, **options)
         actor = create(config, make_sampler, assign, log_dir, sessions_factory)
         return cls(config, actor, log_dir and log_dir / "orchestrator_0.log")
 
     def ready_refs(self) -> tuple[list[Ref[object]], list[str]]:
-        """Returns references that resolve once the actor is ready, and the names of their owners."""
+        """Returns Ray references that resolve once the actor is ready, and for each of them the name of the process
+        that is then ready."""
         return [self._started], ["orchestrator"]
 
     def end_version(self, on_tick: Callable[[], None] = lambda: None) -> None:
-        """Waits until the last update has ended, and the evaluation of its version if there is one. Raises the error of
-        the update or the evaluation. `on_tick` is called about once a second, and may raise."""
+        """Waits until the last update of the replicas has ended, and then the evaluation of its version if there is
+        one. Raises the error of the update or the evaluation. `on_tick` is called about once a second, and may raise:
+        then the wait ends with its error."""
         self._await_update(self._actor.end_version.remote(), on_tick)
 
     def begin_version(self, identity: WeightIdentity, on_tick: Callable[[], None] = lambda: None) -> None:
         """Begins the version of the weights `identity`: its groups are sampled once the replicas have these weights.
-        Waits until the update ends if it is the first or the last of a run, or if the run is synchronous; waits for
-        the evaluation of the version if it is the last one. `on_tick`: see `end_version`."""
+        Waits until the update ends if it is the first or the last of a run, or if `max_steps_off_policy` is 0. Waits
+        for the evaluation of the version if it is the last one, or in deterministic mode. `on_tick`: see
+        `end_version`."""
         self._await_update(self._actor.begin_version.remote(identity), on_tick)
 
     def follow(self, source: Any) -> None:
-        """Has the orchestrator sample with the replicas of `source`, a new incarnation of the replica set. Does not
-        wait."""
+        """Makes the orchestrator sample from now on with the replicas of another replica set, which replaces the last
+        one. `source`: the object through which a router reads the new set. Does not wait."""
         self._actor.follow.remote(source)
 
     def give_up_evaluation(self) -> None:
-        """Ends a running evaluation, without waiting; it is due again after a resume."""
+        """Cancels the running evaluation, if there is one, without waiting. The evaluation is due again after a
+        resume."""
         self._actor.give_up_evaluation.remote()
 
     def _await_update(self, begun: Ref[None], on_tick: Callable[[], None]) -> None:
@@ -93,10 +99,10 @@ class OrchestratorHandle:
     def evaluate(
         self, version: int, lines: Sequence[str], on_lines: Callable[[Sequence[str]], object]
     ) -> dict[str, float]:
-        """Evaluates the weights that the replicas have, version `version`, without training. Returns the metrics.
-        `on_lines` gets, about once a second, a line of JSON for each group that has ended; groups in `lines`, from an
-        earlier call for the same weights and options, are not sampled again. Raises RoomFailed when it takes longer
-        than `timeouts.batch_s`, and the errors of `on_lines`."""
+        """Evaluates the weights that the replicas have, version `version`, without training. Returns the metrics. About
+        once a second `on_lines` gets a line of JSON for each group that has ended since its last call. `lines`: lines
+        from an earlier evaluation of the same weights with the same options; their groups are not sampled again.
+        Raises RoomFailed when the evaluation takes longer than `timeouts.batch_s`, and the errors of `on_lines`."""
         evaluated = self._actor.evaluate.remote(version, lines)
 
         def tick() -> None:
@@ -108,20 +114,21 @@ class OrchestratorHandle:
         return self._wait(evaluated, "an evaluation", limit_s, tick, every_s=EVALUATION_PROGRESS_S)
 
     def finish_sampling(self, on_tick: Callable[[], None] = lambda: None) -> None:
-        """Waits until all groups that the bound allows are sampled, and the evaluation of the version has ended.
-        `on_tick`: see `minibatches`."""
+        """Waits until all groups that the staleness bound allows are sampled, and the evaluation of the version has
+        ended. `on_tick`: see `end_version`."""
         limit_s = (
             self._config.update_deadline_s + (self._config.max_steps_off_policy + 2) * self._config.batch_deadline_s
         )
         self._wait(self._actor.finish_sampling.remote(), "the end of sampling", limit_s, on_tick)
 
     def await_sleep(self, on_tick: Callable[[], None] = lambda: None) -> None:
-        """Waits until all replicas sleep. `on_tick`: see `minibatches`."""
+        """Waits until all replicas sleep. `on_tick`: see `end_version`."""
         self._wait(self._actor.await_sleep.remote(), "the replicas' sleep", self._config.update_deadline_s, on_tick)
 
     def minibatches(self, step: int, substep: int, on_tick: Callable[[], None] = lambda: None) -> Iterator[Minibatch]:
-        """Yields the minibatches of a substep as their groups finish: one unless streaming. While there is none,
-        `on_tick` is called about once a second; when it raises, the step is given up: ask for no further minibatch."""
+        """Yields the minibatches of a substep, each as soon as enough groups have finished: several when streaming,
+        else one. During each wait for a minibatch `on_tick` is called about once a second. If `on_tick` raises, the
+        step cannot continue: do not request another minibatch of it."""
         last = False
         while not last:
             ref = self._actor.next_minibatch.remote(step, substep)
@@ -131,15 +138,16 @@ class OrchestratorHandle:
             yield minibatch
 
     def release(self, step: int) -> StepSummary:
-        """Tells the orchestrator that `step` has been trained on. Returns the step's metrics and records."""
+        """Records in the orchestrator that `step` has been trained on. Returns the step's metrics and records."""
         released = self._actor.release.remote(step)
         return self._wait(released, f"the release of step {step + 1}", self._config.timeouts.step_s)
 
     def save_state(self, path: Path) -> waits.Pending[FileRecord]:
-        """Takes the state of the last boundary before it returns, and writes it to directory `path` in the background.
+        """Copies the orchestrator's state of the last boundary between two steps before it returns, and writes this
+        state to directory `path` in the background.
 
-        May be called until the next update begins, also in the middle of a step that will not be finished. The wait
-        gives the FileRecords of the written files, and raises StorageFailed.
+        May be called until the next update begins, also in the middle of a step that will not be finished. A wait for
+        the returned Pending gives the FileRecords of the written files, or raises StorageFailed.
         """
         self._wait(self._actor.take_snapshot.remote(), "a snapshot of its state", self._config.timeouts.checkpoint_s)
         return waits.Pending(
@@ -147,22 +155,23 @@ class OrchestratorHandle:
         )
 
     def load_state(self, path: Path, source: CheckpointSource | None = None) -> str:
-        """Continues from a state that `save_state` wrote; a node that does not see `path` reads it from `source`. Call
-        it when the actor is ready, before the first `begin_version`. Returns as text how many unfinished rollouts
-        were kept ("" if there were none). Raises BadInput when the dataset lacks a problem to sample."""
+        """Continues from a state that `save_state` wrote to `path`. Where the orchestrator's node does not see `path`,
+        the state is read from object storage, `source`. Call it when the actor is ready, before the first
+        `begin_version`. Returns a text on how many unfinished rollouts continue ("" if there were none). Raises
+        BadInput when the dataset lacks a problem of the state."""
         loaded = self._actor.load_state.remote(path, source)
         return self._wait(loaded, f"its state from {path}", self._config.timeouts.checkpoint_s)
 
     # ---- for the supervisor: references, which it waits for
 
     def heartbeats(self) -> Mapping[str, Callable[[], Ref[Heartbeat]]]:
-        """Returns {name of a process: a function that asks the process for its `Heartbeat` and returns the reference to
-        it}."""
+        """Returns {name of a process: a function that requests a `Heartbeat` from the process, and returns the Ray
+        reference to it}."""
         return {"orchestrator_0": self._actor.heartbeat.remote}
 
     def stop(self) -> None:
-        """Cancels all rollouts, closes their environments, and ends the actor in whatever state it is. An actor that is
-        still starting is ended at once: it has no rollouts, and may be busy with imports."""
+        """Cancels all rollouts, closes their environments, and ends the actor, also one that is dead or hangs. An actor
+        that is still starting is ended at once: it has no rollouts, and may be busy with imports."""
         if waits.ready({self._started: "orchestrator"}, 0):
             with suppress(TriremeError):  # it is dead or hangs already
                 limit_s = STOP_S + end_deadline_s(self._config)
@@ -178,7 +187,7 @@ class OrchestratorHandle:
         every_s: float = PROGRESS_S,
     ) -> Value:
         """Waits at most `timeout_s` + ANSWER_S seconds for `ref`, the answer to a call of the actor, and returns the
-        answer. Says every `every_s` seconds how far the orchestrator is. `label` names the call in messages.
+        answer. Logs every `every_s` seconds how far the orchestrator is. `label` names the call in messages.
         `on_tick`: see `end_version`."""
         report = waits.LongWait(f"waiting for {label}", every_s, self._actor.progress.remote)
 

@@ -2,8 +2,9 @@
 
     event loop --finished groups--> thread, which lays them out and stores them --lengths, references--> the driver
 
-The thread works on one piece of a part at a time (`trireme.core.batch.PIECE_TOKENS`), because a call of numpy holds
-Python's lock, and a call about a whole part would hold it for too long.
+A part is all tokens of a minibatch that one process of the trainer computes. The thread works on one piece of a part at
+a time (`trireme.core.batch.PIECE_TOKENS`), because a call of numpy holds Python's lock, and a call for a whole part
+would hold it for too long.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from trireme.core.types import Minibatch
 from trireme.process import trace
 
 Build = Callable[[Keep], Minibatch]
-"""Builds a minibatch, with its tokens in the memory that `Keep` chooses."""
+"""Builds a minibatch; its argument, a `Keep`, decides where the tokens are held."""
 BuildOn = Callable[[Build], Awaitable[Minibatch]]
-"""Says where and when a minibatch is built."""
+"""Calls a `Build`, on the event loop or in a thread, and returns the minibatch."""
 
 
 async def build_here(build: Build) -> Minibatch:
@@ -28,7 +29,8 @@ async def build_here(build: Build) -> Minibatch:
 
 
 class LayoutThread:
-    """Builds one minibatch after the other in a thread."""
+    """A `BuildOn` that builds one minibatch after the other in a thread of its own, with tokens where `keep` puts
+    them."""
 
     def __init__(self, keep: Keep) -> None:
         self._keep = keep

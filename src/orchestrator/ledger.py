@@ -16,12 +16,13 @@ Rules
   slots     At most (K + 1) B are taken. Dispatch takes one. It is freed when the group's batch has been released
             (trained on) and every live replica has acknowledged the version that the batch made; or immediately when
             the group is filtered, fails, or is dropped.
-  replicas  The lowest acknowledged version never falls: a replica may leave at any time, and joins only at or above it.
-            When all have left the version stays what it was, and nothing is dispatched until one joins.
+  replicas  The lowest acknowledged version never falls: a replica may leave at any time, and joins only with this
+            version or a later one. When all have left, the lowest version does not change, and nothing is dispatched
+            until a replica joins.
   take      Finished groups are tried in order of dispatch.
-    wait    A finished group may be taken into batch s if afterwards, for every d >= s, the active groups with
-            deadline <= d number at most L + (d - s) B, where L is the number of places left in batch s. So no group is
-            given up: a group overtakes only where every other one still has a place in time.
+    wait    A finished group may be taken into batch s if afterwards, for every d >= s, at most L + (d - s) B active
+            groups have a deadline <= d, where L is the number of places left in batch s. So no group is given up: a
+            group overtakes only where every other group still has a place in time.
     drop    Every finished group may be taken. When batch s is cut (its last group is taken), every remaining group
             with deadline <= s is dropped, running or finished.
   in_order  (deterministic mode, under `wait`) Nothing overtakes: groups are taken in order of dispatch, and the take
@@ -53,24 +54,26 @@ The bound: a group taken into batch s has age at most K, which says deadline >= 
   later, then batches F .. s - 1 were complete at its dispatch and held (s - F) B slots, and one more was free for it:
   (s - F) B <= (K + 1) B - 1. So s - F <= K, and deadline >= F + K >= s.
 
-  `take` checks it nevertheless: an older group is a ProvenanceError.
+  `take` checks the bound nevertheless: a group of a greater age is a ProvenanceError.
 
 No deadlock. When all batches before s are released and acknowledged, all (K + 1) B >= B slots belong to batch s and
 later ones. While a replica is live, groups are dispatched into the free slots, and running groups end; a group that is
-filtered, fails or is dropped frees its slot for another. Under `wait` let d be the smallest one for which (feasible) is
-an equality: the groups with deadline <= d number exactly the places up to d, at least one of them is active, and as
-soon as one of them has finished it may be taken, since every smaller d has room to spare. If there is no such d every
-finished group may be taken. So the batch fills, unless from some moment on no group at all can be trained on (then
-`limits.py` stops the run).
+filtered, fails or is dropped frees its slot for another. Under `wait` let d be the smallest number for which (feasible)
+is an equality: there are exactly as many groups with deadline <= d as places up to batch d, at least one of them is
+active, and as soon as one of them has finished it may be taken, since every smaller d has places to spare. If there is
+no such d every finished group may be taken. So the batch fills, unless from some moment on no group at all can be
+trained on (then `limits.py` stops the run).
 
-Resume. The state of a ledger is its state at the last boundary N: N batches released, no replica holds more than N (the
-update to N may be in progress). Groups taken since then are finished again, in their place. When it is loaded all slots
-of batches before N are free, and F = N. Finished groups keep their floors. So do running groups with tokens that the
-caller retained, all of them of versions up to N; the others are sampled again and get the floor N. A rollout of a
-retained group that starts again has younger tokens than its floor says.
+Resume. The saved state of a ledger is its state at the last boundary N, between two steps: N batches are released, and
+no replica holds a later version than N (the update to N may be in progress). Groups taken since then are finished
+again, in their place. When the state is loaded, all slots of batches before N are free, and F = N. Finished groups keep
+their floors. So do running groups with tokens that the caller retained, all of them of versions up to N; the other
+running groups are sampled again and get the floor N. A rollout of a retained group that starts again has younger tokens
+than its floor says.
 
-  Let the groups be in order of deadline (in_order: of dispatch), and p the place of one, counted from 0. A group is
-  accepted if p < (K + 1) B, so that there is a slot for it, and if batch N + p // B is not beyond its deadline.
+  Let the groups be in order of deadline (in_order: of dispatch), and p the place of a group in this order, counted from
+  0. The group is accepted if p < (K + 1) B, so that there is a slot for it, and if N + p // B, the batch that takes it,
+  is not beyond its deadline.
   (`drop`: batch N; the cuts of N, N + 1 .. see to the rest.) In order of deadline this is (feasible) for s = N, L = B.
   With unchanged options every group is accepted: batches that were taken since N and a feasible rest are a feasible
   schedule from N, and a group that gets the floor N has only a later deadline. With in_order the places are the same as
@@ -104,20 +107,20 @@ class LedgerState(TypedDict):
 
     released: int
     groups: Sequence[dict[str, Any]]
-    """The fields of each Group."""
+    """The fields of each Group, in order of dispatch."""
     resample: Sequence[str]
     tally: dict[str, int]
 
 
 @dataclass
 class Group:
-    """One dispatch of a problem."""
+    """A group as the ledger sees it: one dispatch of a problem."""
 
     index: int
-    """Counts dispatches."""
+    """The number of groups dispatched before it."""
     problem: str
     floor: int
-    """No token of the group is of an older version."""
+    """The lowest version that any live replica had acknowledged at the dispatch; no token of the group is older."""
     finished: bool = False
 
 
@@ -146,11 +149,11 @@ class Ledger:
     policy: StalePolicy
     max_steps: int
     in_order: bool = False
-    """Nothing overtakes; only with `wait`."""
+    """True: no group overtakes another one; only with the policy `wait`."""
     batch: int = 0
-    """The batch that is being assembled: all before it are cut."""
+    """The number of the batch that is being assembled; all earlier batches are complete."""
     released: int = 0
-    """Batches that have been trained on."""
+    """The number of batches that have been trained on."""
     floor: int = -1
     """The lowest version that any live replica has acknowledged; -1 before the first."""
     replicas: dict[int, int] = field(default_factory=dict)
@@ -158,7 +161,7 @@ class Ledger:
     active: dict[int, Group] = field(default_factory=dict)
     """Running and finished groups by index, so in order of dispatch."""
     consumed: dict[int, list[Group]] = field(default_factory=dict)
-    """Groups taken into each batch with slots that are not free yet."""
+    """The groups taken into each batch, by its number, until their slots are free."""
     resample: deque[str] = field(default_factory=deque)
     """Problems of groups for which a loaded state had no slot; they are dispatched before new ones."""
     tally: Tally = field(default_factory=Tally)
@@ -191,7 +194,8 @@ class Ledger:
 
     @property
     def is_sampled(self) -> bool:
-        """True if all groups that the bound allows have finished: none runs, and there is no place for another."""
+        """True if all groups that the staleness bound allows have finished: no group runs, and no further group has a
+        free slot and a place in a batch of the run."""
         return not self._has_place and all(group.finished for group in self.active.values())
 
     @property
@@ -219,7 +223,7 @@ class Ledger:
         self._running(group).finished = True
 
     def filter(self, group: Group) -> None:
-        """Removes a running group after the end of its rollouts, because they give nothing to learn."""
+        """Removes a running group after the end of its rollouts, because training can learn nothing from them."""
         del self.active[self._running(group).index]
         self.tally.filtered += 1
 
@@ -237,9 +241,9 @@ class Ledger:
         """Takes the next `count` groups into batch `step`. Returns the taken groups and the dropped groups, or None
         while fewer than `count` may be taken. The caller stops the rollouts of the dropped groups.
 
-        May be called several times for one batch; the call that completes the batch cuts it. Raises ProvenanceError for
-        a group that is too old, ValueError if `step` is not the batch being assembled or `count` exceeds the groups
-        that it lacks.
+        May be called several times for one batch. The call that takes the last group of the batch also drops the groups
+        that would be too old for the next batch. Raises ProvenanceError for a group that is too old, ValueError if
+        `step` is not the batch being assembled or `count` exceeds the groups that this batch lacks.
         """
         if step != self.batch or not 0 < count <= self.lacking:
             raise ValueError(f"asked for {count} groups of batch {step}; batch {self.batch} lacks {self.lacking}")
@@ -260,8 +264,9 @@ class Ledger:
     def takeable(self, limit: int) -> int:
         """Returns the number of groups to take now, at most `limit`.
 
-        Under `drop` this is the number of finished groups. If it is below `limit`, one place of the batch is left free
-        for each running group of older weights, because the cut would drop such a group.
+        Under `drop` this is the number of finished groups. If that is below `limit`, one place of the batch stays free
+        for each running group with an older floor than the present one, because such a group would be dropped when the
+        batch is complete.
         """
         count = len(self._takeable(limit))
         if self.policy == "wait" or count == limit:
@@ -293,7 +298,8 @@ class Ledger:
 
     def _spare_places(self) -> list[int]:
         """Returns for each d = 0 .. K the number of places in the batches up to `batch + d` that are left over when
-        each active group with a deadline up to `batch + d` has one. By (feasible) no number is negative."""
+        each active group with a deadline up to `batch + d` has a place there. No number is negative, by the inequality
+        (feasible) in the module's docstring."""
         due = Counter(max(self.deadline(group) - self.batch, 0) for group in self.active.values())
         spare = []
         needed = 0
@@ -303,8 +309,8 @@ class Ledger:
         return spare
 
     def _cut(self) -> list[Group]:
-        """Closes the batch being assembled. Drops and returns the groups that would be too old for the next: none under
-        `wait`."""
+        """Completes the batch being assembled, and begins the next. Drops and returns the groups that would be too old
+        for the next batch; under `wait` there are none."""
         self.batch += 1
         if self.policy == "wait":
             return []
@@ -317,8 +323,9 @@ class Ledger:
         return dropped
 
     def release(self, step: int) -> list[Group]:
-        """Frees the slots of batch `step`, which has been trained on, once its version is acknowledged; returns its
-        groups."""
+        """Records that batch `step` has been trained on, and returns its groups. Their slots are free once all replicas
+        have acknowledged the version that the batch made. Raises ValueError for another batch than the next to be
+        released, or one that is not complete."""
         if step != self.released or step >= self.batch:
             raise ValueError(f"batch {step} cannot be released: {self.released} are, {self.batch} are cut")
         groups = self.consumed[step]
@@ -348,8 +355,9 @@ class Ledger:
         self.consumed = {step: groups for step, groups in self.consumed.items() if step >= first}
 
     def counts(self) -> dict[str, int]:
-        """Returns by name the terms of the conservation equation, the numbers of running and finished groups, of
-        problems to resample, and of slots taken. Raises ProvenanceError unless the equation holds."""
+        """Returns by name the terms of the conservation equation (see the module's docstring), and the numbers of
+        running groups, finished groups, problems to resample, and slots taken. Raises ProvenanceError unless the
+        equation holds."""
         finished = sum(g.finished for g in self.active.values())
         counts = vars(self.tally) | {
             "in_training": len(self._in_training()),
@@ -368,9 +376,9 @@ class Ledger:
         return [group for step, groups in self.consumed.items() if step >= self.released for group in groups]
 
     def state_dict(self) -> LedgerState:
-        """Returns the ledger's state at the last boundary as JSON values (Resume in the module's docstring). Raises
-        ValueError if a replica has acknowledged a later version, or all replicas had before they left: then no run
-        can continue from the boundary."""
+        """Returns the ledger's state at the last boundary between two steps, as JSON values (see Resume in the module's
+        docstring). Raises ValueError if a replica has acknowledged a version of a later boundary, or all replicas had
+        before they left: then no run can continue from this one."""
         ahead = {replica: version for replica, version in self.replicas.items() if version > self.released}
         if ahead or self.floor > self.released:
             raise ValueError(
@@ -389,8 +397,8 @@ class Ledger:
         accepted are resampled (see Resume in the module's docstring).
 
         `retained`: indices of running groups with tokens that the caller still has. Returns the retained indices of
-        groups that keep their floors, and so their tokens. Raises ProvenanceError when the state's groups do not add
-        up.
+        groups that keep their floors, and so their tokens. Raises ProvenanceError when the numbers of groups in the
+        state violate the conservation equation.
         """
         self.batch = state["released"]
         self.released = state["released"]
@@ -419,8 +427,8 @@ class Ledger:
         return {g.index for g in running if g.index in retained and g.floor == floors[g.index]}
 
     def _accepted(self, groups: list[Group]) -> set[int]:
-        """Returns the indices of the groups of a checkpoint that get a slot and fit into a batch before they are too
-        old."""
+        """Returns the indices of the groups that are accepted: they get a slot, and a place in a batch before they are
+        too old. `groups`: the groups of a checkpoint, in order of dispatch."""
         if self.in_order:
             in_order = groups
         else:

@@ -4,8 +4,9 @@
     make_envs --(unused)------the group has ended-----^
 
 Each environment is closed exactly once, also when its rollout is cancelled because it is too late, too old, or the run
-stops. Closing runs in a task of its own, which no eviction cancels. Each end (of a cancelled rollout, of `close()`, of
-`cleanup()`) is awaited for at most `env.close_s`, also where code ignores its cancellation.
+stops. Closing runs in a task of its own, which is not cancelled when the ledger drops the group. Each end (of a
+cancelled rollout, of `close()`, of `cleanup()`) is awaited for at most `env.close_s`, also where code ignores its
+cancellation.
 
 Tasks that environments start (a tool that runs alongside the model, a connection) belong to their group, because a
 cancelled rollout may never end them. Tasks that still run after the cleanup of the group are cancelled and counted.
@@ -28,13 +29,14 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 NO_CONTEXT = Context()
-"""Of callbacks that read no variable of a context: else each has a copy of its own."""
+"""The context for callbacks that read no context variable. Without it asyncio would copy a context for each
+callback."""
 _owner: ContextVar[set[asyncio.Task[object]] | None] = ContextVar("owner", default=None)
 
 
 def end_deadline_s(config: Config) -> float:
     """Returns the seconds within which all groups of a run end once they are cancelled: three times the largest
-    `env.close_s`, for the rollouts, `close()` and `cleanup()`."""
+    `env.close_s`, for the end of the rollouts, of `close()` and of `cleanup()`."""
     return 3 * max(env.close_s for env in (*config.env, *config.eval_envs))
 
 
@@ -44,7 +46,8 @@ class LeakedTasks(Exception):
 
 class TaskOwner:
     """Context manager: tasks that are started within the block, and tasks that these start, are in the set `tasks`
-    until they end. With None they belong to no group. It is no generator, which would take three times as long."""
+    until they end. With `tasks` = None they belong to no group. A class, because a context manager made of a generator
+    would take three times as long."""
 
     __slots__ = ("_tasks", "_token")
 
@@ -59,7 +62,8 @@ class TaskOwner:
 
     @staticmethod
     def watch(loop: asyncio.AbstractEventLoop) -> None:
-        """Makes the loop record the owner of each task from now on, and contain the errors of owned tasks."""
+        """Makes `loop` put each new task into the set of the block in which it is started. In such tasks an exception
+        that would end the event loop becomes EnvExited (see `contained`)."""
 
         def start(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
             tasks = _owner.get()
@@ -74,8 +78,9 @@ class TaskOwner:
 
 
 async def contained(work: Awaitable[T]) -> T:
-    """Returns the result of an environment's work. Raises EnvExited instead of exceptions that are no Exception: some
-    of them (KeyboardInterrupt, SystemExit) would end the event loop from within a task."""
+    """Awaits the `work` of an environment and returns its result. Raises EnvExited instead of an exception that is no
+    subclass of Exception, except CancelledError: KeyboardInterrupt and SystemExit in a task would end the event
+    loop."""
     task = asyncio.current_task()
     try:
         return await work
@@ -88,8 +93,8 @@ async def contained(work: Awaitable[T]) -> T:
 
 
 class _Close:
-    """A callback at the end of a task that closes the coroutine `work`. Takes less memory than a function that keeps
-    the coroutine."""
+    """A callback for the end of a task, which closes the coroutine `work`. An object of this class takes less memory
+    than a function that refers to the coroutine."""
 
     __slots__ = ("_work",)
 
@@ -101,9 +106,9 @@ class _Close:
 
 
 def start_contained(work: Coroutine[object, object, T], **options: Any) -> asyncio.Task[T]:
-    """Starts the `work` of an environment in a task, so that its caller can tell a cancellation of its own task from a
-    CancelledError of the environment. The new task belongs to no group; tasks that it starts do. `options`: for
-    `asyncio.Task`."""
+    """Starts the `work` of an environment in a task of its own, so that the caller can tell a cancellation of the
+    caller's task from a CancelledError that the environment raises. The new task is in no set of a TaskOwner; tasks
+    that it starts are. `options` go to `asyncio.Task`."""
     wrapped: Any = contained(work)
     wrapped.__qualname__ = getattr(work, "__qualname__", wrapped.__qualname__)  # names it where it is leaked
     task: asyncio.Task[T] = asyncio.Task(wrapped, **options)
@@ -127,7 +132,8 @@ async def uninterrupted(work: Coroutine[object, object, object]) -> None:
 
 
 class GroupEnvs:
-    """The environments of one group. `place` names the group in messages; `note` gets each error."""
+    """Makes and closes the environments of one group. `place` names the group in messages; `note` is called with each
+    error of closing or of the cleanup."""
 
     def __init__(
         self, builder: EnvGroupBuilder, size: int, place: str, close_s: float, note: Callable[[Exception], None]
@@ -144,12 +150,12 @@ class GroupEnvs:
         self._given_up = False
 
     def give_up(self) -> None:
-        """Records that the rollouts are cancelled; `check` then raises CancelledError."""
+        """Records that the rollouts of the group are cancelled; from now on `check` raises CancelledError."""
         self._given_up = True
 
     def check(self) -> None:
-        """Raises CancelledError after `give_up`: ends a rollout with an environment that ignored its cancellation and
-        would play on."""
+        """Raises CancelledError after `give_up`. So a rollout ends even if its environment ignored the cancellation and
+        would continue."""
         if self._given_up:
             raise asyncio.CancelledError
 
@@ -166,8 +172,9 @@ class GroupEnvs:
         return env
 
     async def _one_of_a_group(self, sample: int) -> object:
-        """Returns an unused environment for rollout `sample`. Makes one for each rollout of the group if there is none,
-        and keeps the others for tries of their rollouts. Raises RolloutError if `make_envs` gives another number."""
+        """Returns an unused environment for rollout `sample`. If there is none, makes one for each rollout of the
+        group, and stores the others for tries of their rollouts. Raises RolloutError if `make_envs` does not return
+        one environment for each rollout."""
         async with self._making:
             if not self._unused[sample]:
                 envs = list(await result_of(self._builder.make_envs))
@@ -182,15 +189,15 @@ class GroupEnvs:
             return self._unused[sample].pop()
 
     def close(self, sample: int) -> asyncio.Task[None] | None:
-        """Begins to close the environment of the last try of rollout `sample`. Returns a task that ends within
-        `close_s` seconds and raises nothing; None if no environment was made."""
+        """Begins to close the environment of the last try of rollout `sample`. Returns the task that closes it, which
+        ends within `close_s` seconds and raises nothing; None if no environment was made."""
         env = self._open.pop(sample, None)
         if env is None:
             return None
         return self._begin_closing(env, sample)
 
     async def end(self) -> None:
-        """Closes all open or unused environments, and then lets the builder clean up."""
+        """Closes all environments that are open or unused, waits for this, and then lets the builder clean up."""
         for sample in list(self._open):
             self.close(sample)
         for sample, envs in self._unused.items():
@@ -210,8 +217,8 @@ class GroupEnvs:
         return closing
 
     async def _within_limit(self, work: Coroutine[object, object, None], label: str) -> None:
-        """Awaits `work`, which ends something and is named `label`, for at most `close_s` seconds, then cancels it.
-        Counts and logs a failure, and raises nothing: more cannot be done about it."""
+        """Awaits `work`, a call of `close` or `cleanup`, for at most `close_s` seconds, then cancels it. Reports and
+        logs a failure, and raises nothing: more cannot be done about it. `label` names the work in messages."""
         task = start_contained(work)
         error: BaseException | None = EnvNotClosed(f"took longer than env.close_s = {self._close_s:g} s")
         if (await asyncio.wait([task], timeout=self._close_s))[0]:

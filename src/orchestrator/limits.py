@@ -1,5 +1,5 @@
-"""Limits that end a run by themselves: the error of a background task, too many failed rollouts, or many groups in
-a row that cannot be trained on."""
+"""Ends a run by itself: after the error of a background task, after too many failed rollouts, or after many groups in a
+row that cannot be trained on."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from trireme.core.errors import BadRequest, LimitReached
 T = TypeVar("T")
 
 MIN_WINDOW = 32
-"""The failure rate is judged over as many rollouts as a batch has, but never over fewer than this."""
+"""The failure rate is computed over as many recent rollouts as a batch has, but at least over this number."""
 
 
 class LimitsState(TypedDict):
     """The state of the run limits in a checkpoint."""
 
     failures: list[bool]
+    """For each recent rollout True if it failed, oldest first."""
     unusable_in_a_row: int
+    """The number of groups in a row, up to the newest, that could not be trained on."""
     first_failure: str
+    """The first failure of the run, with its traceback."""
 
 
 class RunLimits:
@@ -43,7 +46,8 @@ class RunLimits:
         self.first_failure = "none"
 
     def note_failure(self, error: Exception, env: str) -> None:
-        """Keeps the first error, to be shown when a limit is reached."""
+        """Keeps `error` if it is the first one of the run: the message about a reached limit shows it. `env`: the label
+        of the environment that raised it."""
         if self.first_failure == "none":
             cause = traceback.format_exception_only(error)[0].strip().partition("\n")[0]
             self.first_failure = f"{cause}, in environment {env}\n{''.join(traceback.format_exception(error))}"
@@ -86,8 +90,8 @@ class RunLimits:
             )
 
     def judge_group(self, usable: bool, tally: Tally) -> None:
-        """Counts a group that ended; `usable`: it can be trained on; `tally` is the ledger's. Raises LimitReached after
-        `max_filtered_batches` batches of unusable groups in a row."""
+        """Counts a group that has ended. `usable`: True if the group can be trained on; `tally`: the ledger's counts of
+        groups. Raises LimitReached when the groups of `max_filtered_batches` batches in a row were unusable."""
         if usable:
             self._unusable_in_a_row = 0
         else:
@@ -121,7 +125,7 @@ class RunLimits:
 
 
 class BackgroundTasks:
-    """Starts tasks and keeps the first error of any; `failed` is called after each error."""
+    """Starts tasks, and stores the first error that any of them raises. `failed` is called after each error."""
 
     def __init__(self, failed: Callable[[], None]) -> None:
         self._failed = failed
@@ -129,7 +133,8 @@ class BackgroundTasks:
         self._error: BaseException | None = None
 
     def spawn(self, work: Coroutine[object, object, T], name: str) -> asyncio.Task[T]:
-        """Starts a task. Errors of a dataset in it (KeyboardInterrupt, SystemExit) do not end the event loop."""
+        """Starts `work` as a task with this name, and returns the task. If a dataset raises KeyboardInterrupt or
+        SystemExit in it, the task raises EnvExited instead, because those would end the event loop."""
         task = start_contained(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._on_end)
@@ -147,9 +152,9 @@ class BackgroundTasks:
         return isinstance(self._error, LimitReached)
 
     def raise_error(self, but_limits: bool = False) -> None:
-        """Raises the first error of a task, if there is one. `but_limits`: does not raise LimitReached, which the
-        request for the next minibatch raises; so the present step is finished and the run can be saved where it
-        stops."""
+        """Raises the first error of a task, if there is one. `but_limits`: this call does not raise LimitReached; only
+        the request for the next minibatch raises it. So the present step is finished, and the run can be saved after
+        it."""
         if self._error and not (but_limits and self.limit_reached):
             raise self._error
 

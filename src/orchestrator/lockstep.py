@@ -4,13 +4,14 @@ Lockstep. The set of requests that an engine works on together decides the last 
 which groups end decides which problem replaces a filtered one. So nothing may depend on speed: each party waits until
 all wait, and then they continue in order.
 
-    rollouts  --before_sample-->  wait  --all wait, none to end--->  all requests in one turn of the event loop,
-                                   ^                                   in order of (group, sample)
+    rollouts  --before_sample-->  wait  --all wait, none to end--->  all requests at once, in order of
+                                   ^                                   (group, sample)
     groups    --before_end----->  wait  --all wait------------------>  settled in order of dispatch; groups that are
                                                                        dispatched into their slots join the wait
 
-A party is a rollout, or its group once all its rollouts are over. "All" are the parties of the groups that have been
-dispatched and are not settled. While the ledger has slots to fill, another party is still to come.
+A party is a rollout, or its group once all its rollouts are over. A group is settled when the ledger has recorded how
+it ended. "All" are the parties of the groups that have been dispatched and are not settled. While the ledger has slots
+to fill, another party is still to come.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 END = -1
-"""Replaces a sample's number for the group itself, which waits to be settled."""
+"""Stands for the number of a rollout where the group itself waits to be settled."""
 
 
 class OwnPace:
@@ -30,14 +31,14 @@ class OwnPace:
         """Records that group `index` has been dispatched, with `rollouts` rollouts."""
 
     def rollout_over(self, index: int) -> None:
-        """Records that a rollout of the group has ended, after all retries."""
+        """Records that a rollout of group `index` has ended, after all retries."""
 
     def leave(self, index: int) -> None:
-        """Records that the group is settled."""
+        """Records that group `index` is settled: the ledger has recorded how it ended."""
 
     async def before_sample(self, index: int, sample: int, deadline: asyncio.Timeout) -> None:
-        """Waits until rollout `sample` of group `index` may send its request. `deadline` is moved by the length of the
-        wait."""
+        """Waits until rollout `sample` of group `index` may send its request. `deadline`, the deadline of the rollout,
+        becomes later by the length of the wait."""
 
     async def before_end(self, index: int) -> None:
         """Waits until group `index` may be settled; called once all its rollouts are over."""

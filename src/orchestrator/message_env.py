@@ -45,15 +45,16 @@ class MessageStep:
     next_messages: Sequence[Message] = ()
     """Messages before the assistant's next turn."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Averaged over all steps that report them."""
+    """Values by name. The run reports for each name the mean over all steps that have a value."""
     logs: Mapping[str, object] = field(default_factory=dict)
-    """Kept with the rollout, for people to read."""
+    """Values by name that are stored with the rollout, for people to read."""
     in_loss: bool = True
     """False: this message alone is masked out of the loss, for example because it cannot be parsed."""
 
 
 class MessageEnv(Resumable, ABC):
-    """One episode of one problem, as a chat. Used once. Its `state_dict` needs no messages: RenderedEnv saves them."""
+    """One episode of one problem, as a chat. Each object plays one rollout. The result of `state_dict` needs no
+    messages: RenderedEnv saves them."""
 
     tools: Sequence[ToolSpec] = ()
     """Tools that the assistant may call."""
@@ -68,8 +69,8 @@ class MessageEnv(Resumable, ABC):
         Returns the reward, and the next messages or the end of the episode."""
 
     async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
-        """Called instead of `step` for a message that was cut off by its length (`cut_off`) or is malformed
-        (`Renderer.parse_response`). Unless overridden, ends the episode with reward 0."""
+        """Called instead of `step` for a message that `Renderer.parse_response` cannot read: it was cut off by its
+        length (`cut_off` is True), or is malformed. Unless overridden, ends the episode with reward 0."""
         return MessageStep(0.0, True)
 
     def known_answer(self) -> str | None:
@@ -87,15 +88,16 @@ class MessageEnv(Resumable, ABC):
 
 
 class RenderedEnv(Env):
-    """An Env that plays the MessageEnv `env`, with `renderer` between tokens and messages. Metric `parse_error`: 1 for
-    a malformed message, else 0; a message that was cut off has its own stop reason."""
+    """An Env that plays the MessageEnv `env`; `renderer` turns its messages into tokens, and sampled tokens into
+    messages. Adds the metric `parse_error`: 1 for a malformed message, else 0, also for a message that was cut off by
+    its length."""
 
     def __init__(self, env: MessageEnv, renderer: Renderer) -> None:
         self._env = env
         self._renderer = renderer
         self._messages: list[Message] = []
         self._prompt = array("i")
-        """The last prompt."""
+        """The token ids of the last prompt."""
 
     async def initial_observation(self) -> tuple[TokenIds, StopCondition]:
         self._messages = list(await result_of(self._env.initial_messages))

@@ -6,7 +6,7 @@ since the row before. Dropped and failed groups are counted, but their rewards a
   env/all/*, env/<tag>/*  reward/total, turns_per_episode, {ac,ob}_tokens_per_turn, length_cut (share of turns with an
                           answer cut by length), by_group/frac_{mixed,all_good,all_bad}, and the means of the
                           environments' metrics (parse_error: share of turns with a malformed answer)
-  stop/<reason>           share of rollouts that ended so
+  stop/<reason>           share of rollouts that ended for this reason
   off_policy/mean, max    age (step - floor) over the groups trained on
   off_policy/token_mean   step - version over their sampled tokens
   off_policy/versions_spanned  largest number of versions within one of their rollouts
@@ -27,10 +27,10 @@ since the row before. Dropped and failed groups are counted, but their rewards a
                           from its start to the last replica's acknowledgement; time/update_pause: the longest that a
                           replica stood still meanwhile. Missing if no replica took that version (colocated)
   perf/rollouts, tokens   rollouts trained on, and their sampled tokens
-  perf/inference_idle_s   seconds since then in which no request was in flight
+  perf/inference_idle_s   seconds since the last row in which no request was in flight
   perf/max_concurrent     the limit of rollouts in flight now; not in deterministic mode
-  perf/kv_used, preemptions  since then: largest share of a KV cache in use, sequences with evicted KV
-  perf/event_loop_lag     largest delay of a timer since then, in seconds
+  perf/kv_used, preemptions  since the last row: largest share of a KV cache in use, sequences with evicted KV
+  perf/event_loop_lag     largest delay of a timer since the last row, in seconds
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from orchestrator.advantages import ScoredGroup, is_constant
 from trireme.core.weights import UpdateReport
 
 GOOD_REWARD = 0.5
-"""A group of equal rewards counts as all good from here on, below as all bad."""
+"""A group with equal rewards counts as all good if they are at least this, else as all bad."""
 STOP_REASONS = ("stop", "length", "max_seq_len")
 ENDINGS = ("resampled", "dropped", "filtered", "failed", "expired_running", "expired_finished")
 
@@ -55,21 +55,24 @@ class StepMeter:
     """Collects the metrics between two rows."""
 
     counts: dict[str, int]
-    """The ledger's at the last row."""
+    """The result of `Ledger.counts` when the last row was made."""
     trained: list[ScoredGroup] = field(default_factory=list)
+    """Groups taken for training since the last row."""
     filtered: list[ScoredGroup] = field(default_factory=list)
+    """Groups filtered since the last row."""
     errors: Counter[str] = field(default_factory=Counter)
     """Failed tries, by the type of their error."""
     lag_s: float = 0.0
     updates: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Metrics of updates, by version. The next update may be in progress when a row is made."""
+    """Metrics of updates that are not in a row yet, by version. The next update may end before a row is made."""
 
     def note_lag(self, seconds: float) -> None:
-        """Records how late the event loop was."""
+        """Records that the event loop was late by `seconds`; a row has the largest delay."""
         self.lag_s = max(self.lag_s, seconds)
 
     def note_update(self, version: int, reports: Sequence[UpdateReport], seconds: float) -> None:
-        """Keeps the metrics of an update of all replicas."""
+        """Stores the metrics of the update to `version`, for its row. `reports`: one for each replica; `seconds`: from
+        the start of the update to the last replica's acknowledgement."""
         self.updates[version] = {
             "weights/canary_max_diff": max(report.drift.largest for report in reports),
             "weights/canary_mean_diff": max(report.drift.mean for report in reports),
@@ -81,7 +84,8 @@ class StepMeter:
         }
 
     def take(self, step: int, counts: dict[str, int], idle_s: float) -> dict[str, float]:
-        """Returns the row of `step` and begins the next; `counts` are the ledger's now."""
+        """Returns the row of metrics of `step`, and begins the next row. `counts`: the result of `Ledger.counts` now;
+        `idle_s`: seconds since the last row in which no request was in flight."""
         rewarded = sorted(self.trained + self.filtered, key=lambda scored: scored.group.index)
         rollouts = sum(len(scored.trajectories_G) for scored in self.trained)
         tokens = sum(scored.tokens for scored in self.trained)
@@ -123,7 +127,7 @@ class StepMeter:
 
 
 def env_metrics(scored_P: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Returns `reward/total`, `env/*` and `stop/*` of at least one group."""
+    """Returns the metrics `reward/total`, `env/*` and `stop/*` of the groups `scored_P`, at least one."""
     by_tag: dict[str, list[ScoredGroup]] = defaultdict(list)
     for scored in scored_P:
         for tag in dict.fromkeys(("all", *scored.tags)):

@@ -1,4 +1,4 @@
-"""Says which part of the run holds up a batch that does not come."""
+"""Says which part of the run is the cause when a batch does not become complete."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from orchestrator.ledger import Ledger
 
 
 def missing(ledger: Ledger, requests: int) -> str:
-    """Returns a text for an error: which part of the run holds up the groups that the batch lacks, and the state of the
-    ledger. `requests`: the number of training requests that wait for an answer."""
+    """Returns a text for an error. It says which part of the run delays the groups that the batch lacks (replicas,
+    environments or dispatch), and gives the counts of the ledger. `requests`: the number of training requests that
+    wait for an answer."""
     running = [f"{g.problem} (dispatched at version {g.floor})" for g in ledger.active.values() if not g.finished]
     if requests and not ledger.replicas:
         holds = f"no inference replica serves, and {requests} requests wait for one"

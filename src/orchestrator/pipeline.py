@@ -11,7 +11,7 @@
   loop            consumes              waits for            unblocked by                            produces
   dispatch        free slots, problems  `_slots_changed`,    new weights, release, a group's end;    group tasks
                                         a permit             a rollout's end
-  group (many)    one problem           sampler, env         the sampler; eviction cancels it        a settled group
+  group (many)    one problem           sampler, env         the sampler; a drop cancels it          a settled group
   next_minibatch  finished groups       `_groups_changed`    a settled group, an error               a minibatch
   update          published weights     the replicas         all of them having it, or a failure     free slots
   evaluation      held-out problems     a permit             a rollout's end                         eval/* metrics
@@ -23,13 +23,14 @@ the replicas run dry. The gate (`admission.py`) limits the rollouts in flight to
 The driver's next call, or the one that is waiting, raises an error of any loop.
 
 Updates run one at a time, and meanwhile the driver trains on earlier samples. Its next update waits for the one before,
-and for a running evaluation, which is of one version (`evaluation.py`). Where the driver could not continue, and where
-no later call would raise a failure, the verb returns when the update has ended: the first and the last version of a
-run, and every one when max_steps_off_policy = 0.
+and for a running evaluation, which is of one version (`evaluation.py`). `begin_version` returns only when the update
+has ended for the first and the last version of a run, and for every version when max_steps_off_policy = 0: there the
+driver could not continue meanwhile, or no later call would raise a failure of the update.
 
-State. The saved state is the state at the last boundary: groups taken for a step that is not released count as
-finished, in their place. Later samples are kept, except in deterministic mode: fewer groups would be sampled afresh, so
-engines would work on other requests together. There the state is the one recorded when the step was released.
+State. The saved state is the state at the last boundary between two steps: groups taken for a step that is not released
+count as finished, in their place. The state includes samples made since the boundary, but not in deterministic mode:
+with them a resumed run would sample fewer groups, so the engines would compute other requests together. In
+deterministic mode the saved state is the state that was recorded when the step was released.
 
 Rollback. When the trainer or this process is lost, another pipeline begins with the checkpoint (`load`): groups that
 were running then continue from their tokens in the checkpoint (`running.py`).
@@ -134,15 +135,15 @@ class Pipeline:
 
     async def end_version(self) -> None:
         """Waits until the last update and the evaluation of its version have ended. Raises RoomFailed if the update is
-        late, and errors of the update."""
+        late, and errors of the update and the evaluation."""
         self._background.raise_error(but_limits=True)
         await self._update_ended()
         await self.evaluator.wait_idle()
 
     async def begin_version(self, version: int, update: Awaitable[Sequence[UpdateReport]]) -> None:
         """Records that the replicas take the weights of `version`, also while they sample, until the awaitable `update`
-        ends. See Updates in the module's docstring. Call it after `end_version`. The next verb raises an error of
-        the update."""
+        ends. See Updates in the module's docstring. Call it after `end_version`. The driver's next call raises an error
+        of the update."""
         first = self._newest < 0
         self._newest = version
         last = version == self._config.max_steps
@@ -165,9 +166,9 @@ class Pipeline:
                 self._background.spawn(loop, f"{name} loop")
 
     async def finish_sampling(self) -> None:
-        """Waits until all groups that the bound allows have finished, and the update and the evaluation of the version
-        have ended: what the replicas sample for the run. Raises RoomFailed after `timeouts.batch_s` for each batch,
-        with the missing groups, and the error of any loop."""
+        """Waits until the update and the evaluation of the version have ended, and all groups that the staleness bound
+        allows have finished: then the replicas have nothing to sample. Raises RoomFailed, with the missing groups,
+        after `timeouts.batch_s` for each of K + 1 batches, where K is the bound, and the error of any loop."""
         await self._update_ended()
         await self.evaluator.wait_idle()
         batches = self._options.max_steps_off_policy + 1
@@ -192,15 +193,16 @@ class Pipeline:
 
     async def evaluate(self, version: int, lines: Sequence[str]) -> dict[str, float]:
         """Evaluates weights that the replicas have loaded from disk, without training before or after. Returns the
-        metrics. `lines`: see `Evaluator.evaluate`."""
+        metrics. `lines`: groups that an earlier evaluation has sampled, as lines of JSON (see `Evaluator.evaluate`)."""
         self._requests.start()
         TaskOwner.watch(asyncio.get_running_loop())
         return await self._background.spawn(self.evaluator.evaluate(version, lines), "evaluation")
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
-        """Returns the next minibatch of `substep` in `step` as soon as enough groups are finished: from the smallest to
-        the largest number in `groups_per_minibatch`. Raises RoomFailed after `timeouts.batch_s`, with the missing
-        groups, ValueError for another substep than the next, and the error of any loop."""
+        """Returns the next minibatch of `substep` in `step` as soon as enough groups have finished.
+        `config.groups_per_minibatch` has the least and the greatest number of groups of a minibatch. Raises RoomFailed,
+        with the missing groups, after `timeouts.batch_s`, ValueError for another substep than the next, and the error
+        of any loop."""
         fault_point("orchestrator.minibatch")
         per_substep = self._config.groups_per_substep
         assembled = self._ledger.assembled
@@ -220,10 +222,10 @@ class Pipeline:
         return await self._build_on(partial(build_minibatch, step, scored_P, self._options, normalization, last))
 
     def release(self, step: int) -> StepSummary:
-        """Records that `step` has been trained on: its slots are free once its version is acknowledged. Returns the
-        step's row of metrics, facts of its groups, and its recorded rollouts.
+        """Records that `step` has been trained on: the slots of its groups are free once the replicas have acknowledged
+        the version that it made. Returns the step's row of metrics, facts of its groups, and its recorded rollouts.
 
-        The row holds metrics of the update to version `step`, which it was trained with; the next update may still be
+        The row holds metrics of the update to version `step`, with which the step began; the next update may still be
         in progress.
         """
         fault_point("orchestrator.release")
@@ -252,12 +254,14 @@ class Pipeline:
     # ---- state
 
     def snapshot(self) -> OrchestratorState:
-        """Returns the state of the last boundary. Raises ValueError once the update to the next version has begun."""
+        """Returns the state at the last boundary between two steps (see State in the module's docstring). Raises
+        ValueError once the update to the next version has begun."""
         return self._boundary or self._state()
 
     def load(self, state: OrchestratorState) -> str:
-        """Continues from `state`, before the first `begin_version`. Returns as text how many unfinished rollouts were
-        kept; "" if the state has none. Raises BadInput when the dataset is another."""
+        """Continues from `state`; call it before the first `begin_version`. Returns a text on how many unfinished
+        rollouts continue; "" if the state has none. Raises BadInput if the state belongs to other environments
+        or other data."""
         if self._config.deterministic:  # all of a turn is sampled together
             state = replace(state, running=())
         self._mix.load_state_dict(state.cursor)
@@ -321,8 +325,8 @@ class Pipeline:
         self.evaluator.begin(version, self._background.spawn)
 
     def _replicas_changed(self, acknowledged: Mapping[int, int]) -> None:
-        """Takes the version that each live replica has acknowledged, and has the dispatch loop look for slots that
-        became free."""
+        """Stores the version that each live replica has acknowledged, and wakes the dispatch loop, which looks for
+        slots that have become free."""
         self._acknowledged = acknowledged
         self._slots_changed.set()
 
@@ -330,8 +334,8 @@ class Pipeline:
 
     @asynccontextmanager
     async def _batch_deadline(self, batches: int, label: str) -> AsyncIterator[None]:
-        """Limits the time of the block to `timeouts.batch_s` for each of `batches`. Raises RoomFailed after it, with
-        `label`, what was waited for, and the missing groups."""
+        """Limits the time of the block to `batches` times `timeouts.batch_s`. Raises RoomFailed after this time; its
+        message has `label`, a name of the thing that the block waits for, and the missing groups."""
         limit_s = batches * self._config.batch_deadline_s
         try:
             async with asyncio.timeout(limit_s):
@@ -365,7 +369,8 @@ class Pipeline:
             await self._groups_change()
 
     def _drop(self, dropped: Sequence[Group]) -> None:
-        """Stops the rollouts of groups that the ledger has dropped, and forgets the finished ones."""
+        """Stops the rollouts of the groups that the ledger has dropped, and forgets the groups among them that had
+        finished."""
         for group in dropped:
             self._tokens.drop(group.index, self._finished.pop(group.index, None))
             self._running.stop(group.index)
@@ -374,8 +379,8 @@ class Pipeline:
     # ---- loops
 
     async def _dispatch_loop(self) -> None:
-        """First starts the groups that were running when the loaded state was saved. Then dispatches a group into each
-        free slot once it has a permit; the group's floor is the ledger's floor at that moment."""
+        """First starts the groups that were running when the loaded state was saved. Then, without end, waits for a
+        free slot and a permit, and dispatches a group; the group's floor is the ledger's floor at that moment."""
         for group in [group for group in self._ledger.active.values() if not group.finished]:
             permit = await self._permit()
             if group.index in self._ledger.active:
@@ -439,7 +444,8 @@ class Pipeline:
         self._run_limits.note_failure(error, env)
 
     def _settle(self, group: Group, outcome: GroupOutcome) -> None:
-        """Tells the ledger and the waiting loops how a group ended. Raises LimitReached."""
+        """Records in the ledger and the counts how a group ended, and wakes the loops that wait for this. Raises
+        LimitReached."""
         for rollout in outcome.outcomes_G:
             if not isinstance(rollout, PromptTooLong):
                 self._run_limits.judge_rollout(None if isinstance(rollout, Trajectory) else rollout)

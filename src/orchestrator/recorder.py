@@ -1,4 +1,4 @@
-"""Records rollouts for people and tools: the best and the worst group of each step, and some random groups.
+"""Records rollouts for people and tools: the best and the worst group of a step, and some random groups.
 
 A record is one line of JSON for each group (`rollouts/step_000012.jsonl` in the run directory):
 
@@ -6,11 +6,12 @@ A record is one line of JSON for each group (`rollouts/step_000012.jsonl` in the
   problem, tags        as in the metrics; floor: the lowest version that any replica had when it was dispatched
   rewards, advantages  of each rollout of the group
   rollouts             reward, stop_reason, and `turns`:
-      observation, action              token ids, `..._text` the same as text. An observation that only continues what
-                                       was there before has `continues` true, and holds the new tokens alone
+      observation, action              token ids; `observation_text`, `action_text` are the same as text. If the prompt
+                                       continues the turn before, `continues` is true, and the observation holds only
+                                       the new tokens
       logprobs                         of the action's tokens, as sampled
       versions                         [[version, tokens], ...]: how many tokens each version sampled, in order
-      reward, metrics, logs            of the step that the environment took
+      reward, metrics, logs            of the environment's step after this action
       in_loss                          false where the environment masked this turn alone out of the loss
 """
 
@@ -44,15 +45,16 @@ class Recorder:
         self._decode = decode
 
     def lines(self, step: int, trained_P: Sequence[ScoredGroup]) -> list[str]:
-        """Returns the records of a step that trained on these groups; empty when the step is not recorded."""
+        """Returns the records of a step that trained on the groups `trained_P`, each a line of JSON; [] when the step
+        is not recorded."""
         if not self._options.every or step % self._options.every:
             return []
         picked = self._picked(step, trained_P)
         return [to_json(self._record(step, reason, scored), default=str) for reason, scored in picked]
 
     def _picked(self, step: int, trained_P: Sequence[ScoredGroup]) -> list[tuple[str, ScoredGroup]]:
-        """Returns the groups to record, each with the reason: `best`, `worst` or `sample`. The same arguments give the
-        same groups, so that a repeated step has the same record."""
+        """Returns the groups to record as pairs of the reason (`best`, `worst` or `sample`) and the group. The same
+        arguments give the same groups, so that a repeated step has the same record."""
         *lower, best = sorted(trained_P, key=lambda scored: float(np.mean(scored.rewards_G)))
         worst = lower[:1]
         rest = lower[1:]
@@ -99,7 +101,8 @@ class Recorder:
 
 
 def _prefixes(trajectory: Trajectory) -> list[int]:
-    """Returns for each turn how many tokens of its prompt come from the turn before, prompt and answer."""
+    """Returns for each turn the number of tokens with which its prompt repeats the prompt and the answer of the turn
+    before; 0 if it begins anew."""
     ends = [0, *(turn.end for turn in trajectory.turns)]
     return [end - turn.start for end, turn in zip(ends, trajectory.turns, strict=False)]
 

@@ -10,7 +10,8 @@ from trireme.core.types import SampledSequence, SampleRequest
 
 
 class IdleClock:
-    """Adds up the seconds in which no request was in flight, from `begin` on: `with clock:` around each request."""
+    """Adds up the seconds in which no request is in flight, from `begin` on. Each request is made within `with clock:`,
+    where `clock` is an object of this class. `now` returns the time in seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -33,7 +34,7 @@ class IdleClock:
             self._since = self._now()
 
     def take(self) -> float:
-        """Returns the idle seconds since the last call."""
+        """Returns the seconds since the last call, or since `begin`, in which no request was in flight."""
         if not self.in_flight:
             now = self._now()
             self._idle += now - self._since

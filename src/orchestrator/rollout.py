@@ -34,10 +34,10 @@ from trireme.process import trace
 from trireme.process.faults import fault_point
 
 NUMBERS = (float, int, Real, np.bool_)
-"""Types of rewards and metrics. The first two are Real as well, and found sooner."""
+"""Types of rewards and metrics. The first two are Real as well; their own entries make the check of a type faster."""
 MAPPINGS = (dict, Mapping)
 LARGEST_REWARD = 2.0**53
-"""Beyond it float64 does not distinguish r from r + 1, and a gradient in float32 almost overflows."""
+"""Beyond this size float64 does not distinguish r from r + 1, and a gradient in float32 almost overflows."""
 
 
 class RolloutError(Exception):
@@ -45,11 +45,12 @@ class RolloutError(Exception):
 
 
 class PromptTooLong(RolloutError):
-    """The first prompt exceeds `max_prompt_len` or leaves no room below `max_seq_len`; refused before sampling."""
+    """The first prompt exceeds `max_prompt_len`, or is so long that an answer would exceed `max_seq_len`; refused
+    before sampling."""
 
 
 class BadReward(RolloutError):
-    """The environment gave a reward that is no number, or one too large to compute with."""
+    """The environment gave a reward that is no number, or a number beyond LARGEST_REWARD."""
 
 
 class NonFiniteReward(RolloutError):
@@ -61,7 +62,7 @@ class BadStep(RolloutError):
 
 
 class BadPrompt(RolloutError):
-    """The environment gave an observation without tokens, or one that is no sequence of token ids."""
+    """The environment gave an observation without tokens, or an observation that is no sequence of token ids."""
 
 
 class OutOfVocabulary(RolloutError):
@@ -91,7 +92,7 @@ class BadSample(RolloutError):
 
 @dataclass(frozen=True)
 class RolloutLimits:
-    """Limits of a run's rollouts."""
+    """Limits that all rollouts of a run share: the vocabulary, lengths in tokens, and the run's own stop condition."""
 
     vocab_size: int
     max_seq_len: int
@@ -100,7 +101,7 @@ class RolloutLimits:
     stop: StopCondition = ()
     """Ends every answer, in addition to its environment's stop condition."""
     decode: Decode | None = None
-    """Needed where strings end answers."""
+    """Turns token ids into text. Needed where strings end answers."""
 
     @classmethod
     def of(cls, config: Config, decode: Decode) -> RolloutLimits:
@@ -133,7 +134,7 @@ class RolloutKey:
     sample: int
     """Number of the rollout in its group."""
     attempt: int
-    """Counts the tries of the rollout."""
+    """The number of earlier tries of the rollout."""
     route_key: str
     """Rollouts with the same key go to the same replica."""
 
@@ -141,9 +142,9 @@ class RolloutKey:
         return f"environment {self.env}, problem {self.problem}"
 
     def seed(self, run_seed: int | None, turn: int) -> int | None:
-        """Returns the seed of the rollout's request number `turn`, 0 <= seed < 2^63: the same in every process,
-        different for every request. None if `run_seed` is None: then the engine draws from random numbers of its own
-        (`inference.engine`)."""
+        """Returns the seed of the rollout's request number `turn`, 0 <= seed < 2^63: the same in every process, another
+        one for every request. Returns None if `run_seed` is None: then the request has no seed, and the engine draws
+        from its own stream of random numbers."""
         if run_seed is None:
             return None
         place = f"{run_seed}/{self.problem}/{self.sample}/{turn}/{self.attempt}"
@@ -159,8 +160,9 @@ async def run_rollout(
     run_seed: int | None,
     progress: RolloutProgress | None = None,
 ) -> Trajectory:
-    """Plays one episode to its end, from the state in `progress` if it has one, with answers from `sample`. Returns the
-    trajectory. Raises RolloutError, and errors of the environment or the sampler."""
+    """Plays one episode to its end, with answers from `sample`, and returns the trajectory. Continues the rollout
+    `progress.begun` of a checkpoint, if there is one. Raises RolloutError, and errors of the environment or the
+    sampler."""
     fault_point("orchestrator.rollout")
     progress = progress or RolloutProgress()
     builder, observation, stop = await _beginning(env, key, progress.begun)
@@ -218,8 +220,9 @@ async def _beginning(
 def checked_prompt(
     observation: TokenIds | Continuation, stop: StopCondition, key: RolloutKey, limits: RolloutLimits, begun: bool
 ) -> tuple[npt.NDArray[np.int32], bool]:
-    """Returns the tokens of an observation, and True if it is a Continuation, with only the tokens after the last turn.
-    `begun`: the rollout has a last turn. Raises BadPrompt, and OutOfVocabulary also for a token of `stop`."""
+    """Returns the tokens of an observation, int32 [T], and True if they are a Continuation: only the tokens after the
+    last turn. `begun`: the rollout has at least one turn, without which a Continuation is refused. Raises BadPrompt for
+    an observation that is no sequence of token ids, and OutOfVocabulary for a token of it or of `stop`."""
     follows = begun and isinstance(observation, Continuation)
     tokens = np.asarray(observation.tokens if isinstance(observation, Continuation) and begun else observation)
     if follows and tokens.shape == (0,):
@@ -281,7 +284,7 @@ def checked(
 
 
 def _check_sample(sampled: SampledSequence, key: RolloutKey, limits: RolloutLimits) -> None:
-    """Raises BadSample for an answer that would end the run in the trainer."""
+    """Raises BadSample for an answer that the trainer could not compute with, so that the run would end there."""
     # Only ufuncs, for speed: a sum is finite if all terms are, and a negative token becomes a large one without sign.
     if not 0 < len(sampled.tokens) == len(sampled.logprobs) or not math.isfinite(np.add.reduce(sampled.logprobs)):
         raise BadSample(

@@ -13,12 +13,12 @@ from orchestrator.state import OrchestratorState
 from orchestrator.unfinished import GroupProgress, UnfinishedGroup
 
 RunnerOf = Callable[[str], GroupRunner]
-"""Returns the runner of a problem."""
+"""Takes the id of a problem, and returns the runner of its environment."""
 
 
 class RunningGroups:
-    """Holds the task and the progress of each group, by index, from its dispatch until it is settled. `runner_of` gives
-    the runner of a problem."""
+    """Holds the task and the progress of each group, by the group's index, from its dispatch until the ledger has
+    recorded its end."""
 
     def __init__(self, runner_of: RunnerOf) -> None:
         self._runner_of = runner_of
@@ -30,17 +30,19 @@ class RunningGroups:
         return len(self._tasks)
 
     def begin(self, group: Group, keeps_finished: bool) -> GroupProgress:
-        """Records that a group is started. Returns its progress so far, which its runner keeps up to date."""
+        """Records that a group is started. Returns the group's progress so far, which the runner updates.
+        `keeps_finished`: see GroupProgress."""
         progress = self._restored.pop(group.index, None) or GroupProgress(keeps_finished)
         self._begun[group.index] = progress
         return progress
 
     def add_task(self, group: Group, task: asyncio.Task[None]) -> None:
-        """Keeps the task of a group that has begun, for `stop` to cancel."""
+        """Stores the task of a group that has begun, which `stop` can cancel."""
         self._tasks[group.index] = task
 
     def ends(self, group: Group) -> None:
-        """Records that the rollouts of a group are over: `stop` no longer cancels its task, which cleans up."""
+        """Records that the rollouts of a group are over and that its task cleans up: `stop` no longer cancels this
+        task."""
         self._tasks.pop(group.index, None)
 
     def settle(self, group: Group) -> None:
@@ -58,8 +60,8 @@ class RunningGroups:
     # ---- checkpoints
 
     def take(self, groups: Iterable[Group]) -> tuple[UnfinishedGroup, ...]:
-        """Returns the progress of the running `groups` for a checkpoint, without groups in which every rollout would
-        start again."""
+        """Returns the progress of the running `groups`, for a checkpoint. Leaves out groups in which every rollout
+        would start again after a resume."""
         return tuple(unfinished for group in groups if (unfinished := self._take(group)) and unfinished.trajectories_G)
 
     def _take(self, group: Group) -> UnfinishedGroup | None:
@@ -70,9 +72,9 @@ class RunningGroups:
         return progress.take(group, runner.size, runner.sampling.temperature)
 
     def load(self, ledger: Ledger, state: OrchestratorState) -> tuple[dict[int, ScoredGroup], str]:
-        """Loads the `state` of a checkpoint into the ledger, and keeps the progress of groups that were running then:
-        they continue from it when they are started. Returns the finished groups by index, and as text how many
-        unfinished rollouts were kept ("" if there were none)."""
+        """Loads the `state` of a checkpoint into the ledger, and stores the progress of groups that were running when
+        it was made: they continue from their progress when they are started. Returns the finished groups by index, and
+        a text on how many unfinished rollouts continue ("" if there were none)."""
         fitting = {unfinished.group.index: unfinished for unfinished in state.running if self._fits(unfinished)}
         usable = ledger.load_state_dict(state.ledger, fitting.keys())
         for index in usable:
@@ -85,6 +87,6 @@ class RunningGroups:
         return finished, f"{restored} of {rollouts} unfinished rollouts were kept" if rollouts else ""
 
     def _fits(self, unfinished: UnfinishedGroup) -> bool:
-        """True if the rollouts of a group from a checkpoint may be continued: they were sampled at the temperature that
-        this run has."""
+        """Returns True if the rollouts of a group from a checkpoint may continue: they were sampled at the temperature
+        that this run has."""
         return unfinished.temperature == self._runner_of(unfinished.group.problem).sampling.temperature

@@ -60,7 +60,7 @@ INSIDE = 1
 PROGRAM = "program"
 """The name of the program's file in its directory."""
 LOOK_S = 0.05
-"""Between two looks at memory and time."""
+"""Seconds between two checks of the program's memory and time."""
 OPEN_FILES = 64
 MOST_INODES = 8192
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -72,11 +72,12 @@ class CodeStart:
     """Describes the program to start, and its limits (`orchestrator.untrusted.CodeLimits`)."""
 
     parent: int
+    """The id of the process that starts the starter; the program ends with it."""
     isolation: str
     command: Sequence[str]
     """The command that runs the file PROGRAM."""
     directory: str
-    """Where that file is, and nothing else."""
+    """The directory of that file, with nothing else in it."""
     readable: Sequence[str]
     """Directories that the program may read in addition to READABLE."""
     uid: int
@@ -95,16 +96,17 @@ class CodeReport:
     """Says how a program ended."""
 
     exit_code: int | None = None
-    """128 and its signal for one that was killed; None if it did not begin, or was stopped."""
+    """128 + the signal's number for a program that was killed by a signal; None for a program that did not begin, or
+    that the starter stopped."""
     limit: str | None = None
     """The limit that it exceeded, by its name in CodeStart."""
     failure: str | None = None
-    """Why it could not begin."""
+    """The reason why it could not begin."""
 
 
 def main(text: str) -> int:
-    """Runs the program that `text`, a CodeStart as JSON, describes, and writes the CodeReport to the descriptor in it.
-    Returns 1 if the parent has ended before, else 0."""
+    """Runs the program that `text`, a CodeStart as JSON, describes. Writes a CodeReport as JSON to the open file that
+    `text` names. Returns 1 if the parent has ended before, else 0."""
     start = CodeStart(**json.loads(text))
     os.set_inheritable(start.report, False)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)  # they are waited for
@@ -308,7 +310,7 @@ def build_root(start: CodeStart) -> None:
 
 
 def show(path: str, target: str) -> None:
-    """Makes a file, a directory or a link of the machine appear at `target`, read-only."""
+    """Makes the file, directory or link `path` of the machine appear at `target` too, read-only."""
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.islink(path):
         os.symlink(os.readlink(path), target)
@@ -321,7 +323,7 @@ def show(path: str, target: str) -> None:
 
 
 def bind(path: str, target: str) -> None:
-    """Makes a file or a directory appear at `target` too."""
+    """Makes the file or directory `path` appear at `target` too (a bind mount)."""
     if os.path.isdir(path):
         os.makedirs(target, exist_ok=True)
     else:

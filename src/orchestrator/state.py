@@ -1,4 +1,4 @@
-"""The orchestrator's part of a checkpoint: its state at a boundary, as files.
+"""The orchestrator's part of a checkpoint: its state at a boundary between two steps, as files.
 
     state.json          cursor, ledger, limits, metrics, evaluation, counts of sampled and wasted tokens
     groups.jsonl        the number of groups, then a line of JSON for each group, finished groups first and running
@@ -54,13 +54,13 @@ RUNNING = "running.safetensors"
 LAYOUT = 3
 """The layout of these files. A change needs a new number, and a new fixture (tests/e2e/checkpoint_fixture.py)."""
 GROUPS = ("finished", "filtered", "running")
-"""The fields that hold groups, in the order in which their trajectories are written."""
+"""The fields of OrchestratorState that hold groups, in the order in which their trajectories are written."""
 AnyGroup = ScoredGroup | UnfinishedGroup
 
 
 @dataclass(frozen=True)
 class OrchestratorState:
-    """The state of an orchestrator at a boundary."""
+    """The state of an orchestrator at a boundary between two steps."""
 
     cursor: MixState
     """`state_dict` of the problem mix."""
@@ -69,23 +69,23 @@ class OrchestratorState:
     limits: LimitsState
     """`state_dict` of the run limits."""
     finished: tuple[ScoredGroup, ...]
-    """Groups that wait to be taken."""
+    """Finished groups that no completed step has trained on: taken groups first, then groups that wait to be taken."""
     filtered: tuple[ScoredGroup, ...]
-    """Groups for the next row of metrics."""
+    """Filtered groups that are not in a row of metrics yet."""
     errors: Mapping[str, int]
-    """For the next row of metrics."""
+    """Failed tries that are not in a row of metrics yet, counted by the type of their error."""
     counts: Mapping[str, int]
-    """The ledger's at the last row."""
+    """The result of `Ledger.counts` when the last row of metrics was made."""
     evaluation: EvaluationState
     """`state_dict` of the evaluator."""
     tokens: WasteState
     """`state_dict` of the counts of sampled tokens."""
     running: tuple[UnfinishedGroup, ...] = ()
-    """Running groups that have something to keep."""
+    """Running groups with at least one rollout that continues after a resume."""
 
     def write(self, directory: Path) -> list[FileRecord]:
-        """Writes the state's files to `directory` and returns their records. The files are on the disk when it returns.
-        Raises StorageFailed."""
+        """Writes the state's files to `directory`, and returns their records when the files are on the disk. Raises
+        StorageFailed."""
         rest = {name: value for name, value in vars(self).items() if name not in GROUPS}
         groups: list[tuple[str, AnyGroup]] = [(name, group) for name in GROUPS for group in getattr(self, name)]
         arrays: list[npt.NDArray[np.generic]] = []
@@ -120,7 +120,7 @@ class OrchestratorState:
 
 
 COLUMNS = {"tokens": "I32", "logprobs": "F32"}
-"""The types of the columns, in safetensors' words."""
+"""The columns of `groups.safetensors`, with the names that safetensors has for their types."""
 
 
 def _arrays(trajectories: Sequence[Trajectory]) -> Iterator[Chunk]:
@@ -143,8 +143,8 @@ def _arrays(trajectories: Sequence[Trajectory]) -> Iterator[Chunk]:
 
 
 def _groups(directory: Path) -> Iterator[tuple[str, AnyGroup]]:
-    """Yields the groups in the files of `directory`, each after the name of the OrchestratorState's field that it
-    belongs to."""
+    """Yields pairs of a field of OrchestratorState (`finished`, `filtered` or `running`) and a group that belongs to
+    it, from the files of `directory`."""
     if (directory / RUNNING).exists():
         tensors = load_file(directory / RUNNING)
     else:
@@ -167,8 +167,8 @@ def _groups(directory: Path) -> Iterator[tuple[str, AnyGroup]]:
 
 
 def _line(field: str, group: AnyGroup, arrays: list[npt.NDArray[np.generic]]) -> bytes:
-    """Returns the line of JSON for a group of the OrchestratorState's field `field`. Appends the group's arrays that
-    belong in running.safetensors to `arrays`."""
+    """Returns the line of JSON for a group that belongs to the field `field` of OrchestratorState. Appends to `arrays`
+    the group's arrays that belong in running.safetensors."""
     if isinstance(group, UnfinishedGroup):
         rollouts = [_unfinished_to_json(rollout, arrays) for rollout in group.rollouts_G]
         values = {"group": vars(group.group), "temperature": group.temperature, "rollouts": rollouts}

@@ -32,9 +32,10 @@ from trireme.renderers import Message, ToolCall, ToolSpec
 
 T = TypeVar("T")
 MOST_THREADS = 4096
-"""Blocking calls at the same time; others wait. A call beyond its limit holds its thread until it returns."""
+"""The most blocking calls at the same time; further calls wait. A call that has exceeded its time limit holds its
+thread until the function returns."""
 SHOWN = 40
-"""Characters of a name that does not exist that an answer repeats."""
+"""The most characters that an error shows of the name of a tool that does not exist."""
 
 
 class ToolError(Exception):
@@ -46,14 +47,15 @@ class Tool:
     """A function that a model may call."""
 
     spec: ToolSpec
-    """Its name, description and arguments, as the prompt shows them."""
+    """The tool's name, description and arguments, as the prompt shows them."""
     run: Callable[..., str | Awaitable[str]]
-    """Called with the arguments by name, returns the answer. A coroutine function runs in the event loop, any other one
-    in a thread."""
+    """The function, which takes the arguments by name and returns the answer. A coroutine function runs in the event
+    loop, any other function in a thread."""
     limit_s: float = 60.0
-    """Seconds for one call, without its wait for a turn. Then the call is cancelled, and the model gets an error."""
+    """Seconds for one call, without the time that it waits for other calls to end (`at_once`). After this time the call
+    is cancelled, and the model gets an error."""
     at_once: int | None = None
-    """Most calls at the same time, of all rollouts together; others wait for their turn. None = no limit."""
+    """Most calls at the same time, of all rollouts together; further calls wait. None = no limit."""
 
     @cached_property
     def signature(self) -> inspect.Signature:
@@ -68,8 +70,8 @@ class ToolAnswers:
     messages: list[Message]
     """One for each call, in their order."""
     metrics: dict[str, float]
-    """`tool_calls`: their number; `tool_errors`: the share that was answered by an error; `tool_timeouts`: the number
-    of calls that exceeded their limit."""
+    """`tool_calls`: the number of calls; `tool_errors`: the share of calls that were answered by an error;
+    `tool_timeouts`: the number of calls that exceeded their limit."""
 
 
 class Toolbox:
@@ -86,7 +88,7 @@ class Toolbox:
 
     async def answer(self, calls: Sequence[ToolCall]) -> ToolAnswers:
         """Makes all calls of a message at the same time. Returns a message for each call, in order, and metrics. Raises
-        errors of a tool, except ToolError."""
+        the exceptions of tools, except ToolError, which becomes the answer to its call."""
         if len(calls) == 1:
             results = [await self._call(calls[0])]
         else:
@@ -168,8 +170,8 @@ _threads: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = Weak
 
 async def in_thread(function: Callable[[], T]) -> T:
     """Returns `function()`, computed in one of at most MOST_THREADS threads for functions that block
-    (`asyncio.to_thread` has a few threads for all). When this is cancelled, the function runs on, and its result is
-    dropped; its thread does not keep the process alive."""
+    (`asyncio.to_thread` shares a few threads among all callers). When the caller is cancelled, the function continues,
+    and its result is dropped; its thread does not keep the process alive."""
     loop = asyncio.get_running_loop()
     free = _threads.setdefault(loop, asyncio.Semaphore(MOST_THREADS))
     await free.acquire()

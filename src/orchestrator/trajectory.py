@@ -34,17 +34,17 @@ class Transition:
     """One turn, as environments see it: a prompt and the answer that was sampled."""
 
     observation: npt.NDArray[np.int32]
-    """[T_ob], the whole prompt."""
+    """[T_ob], the token ids of the whole prompt."""
     action: npt.NDArray[np.int32]
-    """[T_ac]."""
+    """[T_ac], the token ids of the answer."""
     logprobs: npt.NDArray[np.float32]
-    """[T_ac], as sampled."""
+    """[T_ac], log-probabilities of the answer's tokens, as sampled."""
     versions: npt.NDArray[np.int32]
-    """[T_ac], of the weights that sampled each token."""
+    """[T_ac], the version that sampled each token."""
     mixed: npt.NDArray[np.bool_]
-    """[T_ac], True where those weights read keys and values of older ones."""
+    """[T_ac], True where that version read keys and values that an older version had computed."""
     identities: tuple[WeightIdentity, ...]
-    """The weights that `versions` mean."""
+    """The weights that sampled the answer, in order; `versions` has their versions."""
     stop_reason: StopReason
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -58,13 +58,13 @@ class Turn:
     """One turn of a trajectory: the place of its tokens, and its values."""
 
     start: int
-    """Where its prompt begins, which is where its segment does."""
+    """The index of the first token of its prompt, which is also the first token of its segment."""
     prompt_end: int
-    """Behind the prompt, where the answer begins."""
+    """The index after the prompt, where the answer begins."""
     end: int
-    """Behind the answer."""
+    """The index after the answer."""
     spans: tuple[VersionSpan, ...]
-    """The weights that sampled the answer, in order; their places count from the answer's first token."""
+    """The weights that sampled each part of the answer, in order; indices count from the answer's first token."""
     stop_reason: StopReason
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -85,12 +85,12 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """The tokens, log-probabilities and turns of one rollout, or of its sampled part so far."""
+    """The tokens, log-probabilities and turns of one rollout, or of the turns of an unfinished rollout."""
 
     tokens: npt.NDArray[np.int32]
     """[T], segment after segment; the last turn ends with the last token."""
     logprobs: npt.NDArray[np.float32]
-    """[T], of answers as sampled, else 0."""
+    """[T], log-probabilities as sampled for tokens of answers, 0 for tokens of prompts."""
     turns: tuple[Turn, ...]
     stop_reason: RolloutEnd
 
@@ -101,7 +101,7 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        """The sum of the rewards of its steps, without the group's reward."""
+        """The sum of the rewards of its steps, without a reward from `compute_group_rewards`."""
         return sum(turn.reward for turn in self.turns)
 
     @property
@@ -116,7 +116,7 @@ class Trajectory:
 
     @property
     def num_segments(self) -> int:
-        """The number of its segments."""
+        """The number of segments (see the module's docstring); each becomes a datum."""
         return len({turn.start for turn in self.turns})
 
     def _view(self, turn: Turn) -> Transition:
@@ -139,7 +139,8 @@ class Trajectory:
 class TrajectoryBuilder:
     """A trajectory that grows, turn by turn: `ask` takes a prompt, `answer` the answer to it.
 
-    Arrays that it hands out do not change: it writes only behind them, and into other memory when there is no room.
+    Arrays that it has returned do not change: it writes new tokens only after them, and copies all tokens into a larger
+    buffer when its buffer is full.
     """
 
     def __init__(self, begun: Trajectory | None = None) -> None:
@@ -164,7 +165,8 @@ class TrajectoryBuilder:
 
     @property
     def first_weights(self) -> WeightIdentity | None:
-        """The weights that sampled the first token of the present segment; None before the segment's first answer."""
+        """The weights that sampled the first token of the present segment (see `ask`); None before the segment's first
+        answer."""
         if self._first < len(self.turns):
             return self.turns[self._first].spans[0].identity
         return None
@@ -176,8 +178,9 @@ class TrajectoryBuilder:
         return 0
 
     def ask(self, tokens: npt.NDArray[np.int32], *, follows: bool = False) -> None:
-        """Takes the next prompt. `tokens`: the whole prompt, or with `follows` only the part after all tokens of the
-        present segment. A prompt that gets no answer does not become part of the trajectory."""
+        """Takes the next prompt. `tokens`: the whole prompt, or with `follows` only its part after all tokens of the
+        present segment (the last turns, in which each prompt continues the turn before). A prompt without an answer
+        does not become part of the trajectory."""
         if not follows:
             earlier = self._tokens[self._start : self._answered]
             if np.array_equal(tokens[: len(earlier)], earlier):
@@ -219,7 +222,7 @@ class TrajectoryBuilder:
         return Trajectory(tokens, logprobs, tuple(self.turns), self.turns[-1].stop_reason)
 
     def finish(self, stop_reason: RolloutEnd) -> Trajectory:
-        """Returns the whole trajectory. Its arrays are copies, without spare room for further turns."""
+        """Returns the whole trajectory, with arrays that are copies and have exactly its length."""
         end = self._answered
         tokens = _read_only(self._tokens[:end].copy())
         logprobs = _read_only(self._logprobs[:end].copy())

@@ -3,11 +3,12 @@
     run_rollout  --asks, steps-->  RolloutProgress  --take-->  UnfinishedRollout --+
     group runner --ends--------->  GroupProgress    --take-->  UnfinishedGroup  <--+--> a checkpoint, another process
 
-A rollout is between turns while it waits for an answer. If a checkpoint is taken then, its environment returns its
-state. A step may take minutes, and an environment gets no calls meanwhile: so its state is taken before each step and
-held until that has ended. A checkpoint lacks only the answer, or the step, in progress.
+A rollout is between two turns while it waits for an answer. If a checkpoint is taken then, its environment returns its
+state. A step may take minutes, and the environment gets no other call meanwhile: so its state is taken before each step
+and held until the step has ended. A checkpoint lacks only the answer, or the step, that is in progress.
 
-A rollout starts again if it has no turn yet, or if its environment says nothing of its state (`Env.state_dict`).
+After a resume a rollout starts again if it has no turn yet, or if its environment returned no state
+(`Env.state_dict`).
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from orchestrator.trajectory import Trajectory, TrajectoryBuilder
 
 log = logging.getLogger(__name__)
 SPECIAL = "__trireme__"
-"""The key of values that JSON does not have: the number of an array, or a number that is not finite."""
+"""The only key of an object that stands for a value that JSON does not have: an array (by its number), or a float that
+is not finite."""
 KINDS = "biuf"
 LARGEST_ITEM = 8
-"""The arrays that a state may have: bool, integers, and floats of at most LARGEST_ITEM bytes."""
+"""The dtypes of arrays in a state: bool, integers and floats, of at most LARGEST_ITEM bytes."""
 
 
 class BadState(Exception):
@@ -42,28 +44,29 @@ class UnfinishedRollout:
     """A rollout between two turns."""
 
     trajectory: Trajectory
-    """Its turns so far, at least one."""
+    """The trajectory of its turns so far, at least one."""
     prompt: npt.NDArray[np.int32]
-    """The environment's next prompt."""
+    """The token ids of the next prompt, which the environment has returned already."""
     follows: bool
     """True: `prompt` is the part after all tokens so far; False: it is the whole prompt."""
     stop: StopCondition
     """The stop condition of the next answer."""
     env_state: Mapping[str, object]
-    """`state_dict` of its environment."""
+    """The result of `state_dict` of its environment, as `plain` returns it."""
     retry: int
     """The number of failed tries before this one."""
 
 
 @dataclass(frozen=True, eq=False)
 class UnfinishedGroup:
-    """A running group in a checkpoint: for each rollout its trajectory, its progress, or None."""
+    """A running group in a checkpoint."""
 
     group: Group
     rollouts_G: tuple[Trajectory | UnfinishedRollout | None, ...]
-    """A trajectory for each finished rollout, None for each that starts again."""
+    """For each rollout: its trajectory if it has finished, its progress if it continues after a resume, or None if it
+    starts again."""
     temperature: float
-    """The temperature of its tokens."""
+    """The temperature at which all its tokens were sampled."""
 
     @property
     def trajectories_G(self) -> list[Trajectory]:
@@ -78,8 +81,8 @@ class UnfinishedGroup:
 
 
 class RolloutProgress:
-    """The progress of one try of a rollout; `run_rollout` keeps it up to date. `begun`: the rollout of a checkpoint
-    that this try continues (None: it starts anew)."""
+    """The progress of one try of a rollout, which `run_rollout` updates. `begun`: the rollout of a checkpoint that this
+    try continues (None: the try starts anew)."""
 
     __slots__ = ("_between", "_retry", "_snapshot", "begun")
 
@@ -97,8 +100,8 @@ class RolloutProgress:
         follows: bool,
         stop: StopCondition,
     ) -> None:
-        """Records that a turn has ended, and that the rollout waits for the answer to `prompt`. `follows`: `prompt`
-        holds only the tokens after the present segment. `stop`: the stop condition of the answer."""
+        """Records that a turn has ended, and that the rollout waits for the answer to `prompt`. `follows`: True if
+        `prompt` holds only the tokens after the last turn. `stop`: the stop condition of the answer."""
         self._snapshot = None
         self._between = (env, builder, prompt, follows, stop)
 
@@ -134,11 +137,11 @@ class GroupProgress:
     """The progress of a running group."""
 
     keeps_finished: bool
-    """True: a finished rollout may be scored in another process."""
+    """True: a checkpoint holds finished rollouts too, because another process may compute the group's rewards."""
     finished: dict[int, Trajectory] = field(default_factory=dict)
     """Finished rollouts, by number."""
     waiting: dict[int, UnfinishedRollout] = field(default_factory=dict)
-    """Rollouts that continue as soon as the group is started, by number."""
+    """Rollouts of a checkpoint that continue as soon as the group is started, by number."""
     running: dict[int, RolloutProgress] = field(default_factory=dict)
     """The last try of each rollout that was started and has not finished, by number."""
 
@@ -153,7 +156,8 @@ class GroupProgress:
         )
 
     def sampled_G(self, size: int) -> list[int]:
-        """Returns for each of `size` rollouts how many sampled tokens it has before the group is started."""
+        """Returns for each of the group's `size` rollouts the number of its sampled tokens in the checkpoint; call it
+        before the group is started."""
         trajectories = {number: rollout.trajectory for number, rollout in self.waiting.items()} | self.finished
         return [sum(turn.sampled for turn in trajectories[n].turns) if n in trajectories else 0 for n in range(size)]
 
@@ -164,8 +168,8 @@ class GroupProgress:
         return progress
 
     def end(self, sample: int, outcome: Trajectory | Exception) -> None:
-        """Records the end of a try of rollout `sample`. A trajectory is kept as finished; after an exception nothing is
-        kept."""
+        """Records the end of a try of rollout `sample`. If `outcome` is a trajectory, the rollout is finished; if it is
+        an exception, the progress of the try is dropped."""
         del self.running[sample]
         if isinstance(outcome, Trajectory):
             self.finished[sample] = outcome
@@ -185,8 +189,8 @@ class GroupProgress:
 
 
 def plain(value: object, place: str) -> Any:
-    """Returns a copy of an environment's state, of dicts, lists, texts, numbers, bools, None and arrays alone. Raises
-    BadState, which names the place of anything else."""
+    """Returns a copy of `value`, a part of an environment's state, that consists only of dicts, lists, texts, numbers,
+    bools, None and arrays. `place` names the part in messages. Raises BadState for a value of any other type."""
     if isinstance(value, str | bool | int | float | None):
         return value
     if isinstance(value, Mapping) and all(isinstance(key, str) and key != SPECIAL for key in value):
@@ -204,8 +208,8 @@ def plain(value: object, place: str) -> Any:
 
 
 def to_json(value: object, arrays: list[npt.NDArray[np.generic]]) -> object:
-    """Returns a plain value (see `plain`) as JSON values. Appends its arrays to `arrays`, and writes their numbers
-    instead."""
+    """Returns a result of `plain` as JSON values. Appends its arrays to `arrays`; instead of an array the result has
+    the array's index there (see SPECIAL)."""
     if isinstance(value, dict):
         return {key: to_json(part, arrays) for key, part in value.items()}
     if isinstance(value, list):
@@ -219,7 +223,7 @@ def to_json(value: object, arrays: list[npt.NDArray[np.generic]]) -> object:
 
 
 def from_json(value: Any, arrays: Mapping[str, npt.NDArray[np.generic]]) -> Any:
-    """Returns the plain value that `to_json` turned into `value`. `arrays`: its arrays, by their number as text."""
+    """Returns the plain value that `to_json` turned into `value`. `arrays`: {index of an array, as text: the array}."""
     if isinstance(value, list):
         return [from_json(part, arrays) for part in value]
     if not isinstance(value, dict):

@@ -36,10 +36,10 @@ Isolation = Literal["namespaces", "own_uid", "none"]
 STARTER = "import sys; sys.path.append({root!r}); from orchestrator.start_code import main; sys.exit(main(sys.argv[1]))"
 PYTHON = (sys.executable, "-I")
 START_S = 30.0
-"""Time for the starter to begin, and to end its processes: enough unless it waits for a broken disk."""
+"""Seconds for the starter to begin, and to end its processes: enough unless it waits for a broken disk."""
 FIRST_UID = 61_000
 UIDS = 4_000
-"""User ids that no account has by convention, one for each program that root runs."""
+"""The first of UIDS user ids that no account has by convention. Each program that root runs gets the next of them."""
 log = logging.getLogger(__name__)
 
 
@@ -49,18 +49,18 @@ class RunCodeFailed(Exception):
 
 @dataclass(frozen=True)
 class CodeLimits:
-    """Limits of one program and of all its processes. A program that exceeds one of the first four is killed."""
+    """Limits of one program and of all its processes. A program that exceeds one of the first four limits is killed."""
 
     wall_s: float = 10.0
-    """From its start until its end."""
+    """Seconds from its start until its end."""
     cpu_s: float = 10.0
-    """Of each of its processes."""
+    """Seconds of CPU time of each of its processes."""
     memory_bytes: int = 512 * 2**20
-    """Of all its processes together; a process that allocates more gets no memory."""
+    """Memory of all its processes together. A single process that allocates more gets no memory."""
     output_bytes: int = 64 * 2**10
-    """Bytes that it may print, and the same of errors."""
+    """Bytes that it may write to standard output, and as many to standard error."""
     disk_bytes: int = 16 * 2**20
-    """Bytes that it may write to its directory, which is removed."""
+    """Bytes that it may write to its directory, which is removed after its end."""
     processes: int = 16
     """Processes and threads at the same time; a program cannot start more."""
     readable: tuple[str, ...] = ()
@@ -76,9 +76,9 @@ class CodeResult:
     output: str
     errors: str
     exit_code: int | None
-    """128 and its signal for one that was killed; None for one that exceeded a limit."""
+    """128 + the signal's number for a program that was killed by a signal; None for a program that exceeded a limit."""
     limit: Limit | None
-    """The field of CodeLimits that it exceeded."""
+    """The field of CodeLimits that it exceeded; None if it exceeded no limit."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,8 @@ _machine: Machine | None = None
 
 
 async def this_machine() -> Machine:
-    """Returns the isolation that this machine offers. Tries it at the first call, and logs missing protections."""
+    """Returns the isolation that this machine offers. Finds out by a trial at the first call, and then logs missing
+    protections."""
     global _machine
     if _machine is None:
         _machine = await _tried()
@@ -158,11 +159,13 @@ except OSError:
     network = False
 print(json.dumps([started, network]))
 """
-"""Starts at most PROBE_TRIES processes, which end by themselves, and looks for a way to this machine's ports."""
+"""A program that starts at most PROBE_TRIES processes, which end by themselves, and tries to reach a network port of
+this machine. Prints the number of processes that could be started, and whether there is a network."""
 
 
 async def _tried() -> Machine:
-    """Tries one isolation after the other. Raises RunCodeFailed if not even a process can be started."""
+    """Tries one isolation after the other, the strongest first. Returns the first that works, and what it limits.
+    Raises RunCodeFailed if not even a program without isolation can be started."""
     ways: list[Isolation] = ["namespaces", "own_uid", "none"]  # only root has a user id to lend
     failures = []
     limits = replace(CodeLimits(), processes=PROBE_PROCESSES)
@@ -208,7 +211,8 @@ _uids = count(random.randrange(UIDS))
 
 
 def _start(isolation: Isolation, directory: Path, report: int, limits: CodeLimits, command: Sequence[str]) -> CodeStart:
-    """Describes the start of the program in `directory`."""
+    """Returns the description by which the starter starts the program in `directory`. `report`: the descriptor of the
+    file for the starter's report."""
     return CodeStart(
         parent=os.getpid(),
         isolation=isolation,
@@ -264,8 +268,8 @@ async def _read(stream: asyncio.StreamReader, limit: int, process: asyncio.subpr
 
 
 async def end_starter(process: asyncio.subprocess.Process, name: str) -> None:
-    """Has a starter kill its program and all processes of the program, by SIGTERM, and waits for the starter's end.
-    Logs an error and kills the starter if processes do not die."""
+    """Sends SIGTERM to a starter, which then kills its program and all processes of the program, and waits for the
+    starter's end. Logs an error and kills the starter if processes do not die. `name` names the program in messages."""
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     try:

@@ -1,4 +1,4 @@
-"""Counts the tokens that rollouts sample, and the causes of wasted tokens.
+"""Counts the tokens that rollouts sample, and the wasted tokens by their cause.
 
     TokenCounts --begin--> GroupTokens --one for each rollout--> RolloutTokens
 
@@ -19,7 +19,7 @@ from orchestrator.advantages import ScoredGroup
 CAUSES = ("expired_running", "expired_finished", "failed")
 """Why tokens are not trained on; `metrics.py` adds the tokens of filtered groups."""
 FADING = 0.999
-"""The weight of a response in the pace, relative to the response after it."""
+"""The weight of a response in the mean pace (tokens per second), relative to the weight of the next response."""
 
 
 class WasteState(TypedDict):
@@ -31,7 +31,7 @@ class WasteState(TypedDict):
 
 
 class RolloutTokens:
-    """Counts the tokens of one rollout."""
+    """Counts the sampled tokens of one rollout."""
 
     __slots__ = ("_counts", "_requested_at", "_sampled")
 
@@ -49,24 +49,26 @@ class RolloutTokens:
         return self._sampled + self._counts.tokens_within(self._counts.now() - self._requested_at)
 
     def request(self) -> None:
-        """Begins a response."""
+        """Records that a response has been requested."""
         self._requested_at = self._counts.now()
 
     def respond(self, tokens: int) -> None:
-        """Ends the response that was requested, with `tokens` tokens."""
+        """Records that the requested response has ended, with `tokens` tokens."""
         assert self._requested_at is not None
         self._counts.note_pace(tokens, self._counts.now() - self._requested_at)
         self._sampled += tokens
         self._requested_at = None
 
     def fail(self) -> None:
-        """Ends a failed try: counts all its tokens as wasted, with an estimate for a response in flight."""
+        """Records that the present try has failed: counts all its tokens as wasted, with an estimate for a response in
+        flight."""
         self._counts.waste("failed", self.total)
         self._sampled = 0
         self._requested_at = None
 
     def stop(self) -> None:
-        """Ends a response in flight, because the rollout is stopped or over, and counts an estimate of its tokens."""
+        """Records that the rollout is stopped or over: adds an estimate of the tokens of a response in flight, if there
+        is one."""
         self._sampled = self.total
         self._requested_at = None
 
@@ -91,7 +93,8 @@ class TokenCounts:
     """Counts the tokens of all groups of a run."""
 
     def __init__(self, now: Callable[[], float], *, repeatable: bool = False) -> None:
-        """`now`: the event loop's clock, in seconds. `repeatable`: no metric may depend on seconds."""
+        """`now` returns the time of the event loop's clock, in seconds. `repeatable`: True if no metric may depend on
+        seconds."""
         self.now = now
         self._repeatable = repeatable
         self._groups: dict[int, GroupTokens] = {}
@@ -120,7 +123,7 @@ class TokenCounts:
         return int(seconds * self._pace_tokens / self._pace_s)
 
     def waste(self, cause: str, tokens: int) -> None:
-        """Counts wasted tokens."""
+        """Adds `tokens` to the wasted tokens of `cause`, one of CAUSES."""
         self._wasted[cause] += tokens
 
     def settle(self, index: int, scored: ScoredGroup | None, filtered: bool) -> None:
@@ -147,11 +150,11 @@ class TokenCounts:
         self._rollouts += rollouts
 
     def state_dict(self) -> WasteState:
-        """Returns the counts for the next row, as JSON values. Tokens of running groups are not part of it."""
+        """Returns the counts for the next row of metrics, as JSON values, without the tokens of running groups."""
         return {"wasted": dict(self._wasted), "sampled": self._sampled, "rollouts": self._rollouts}
 
     def load_state_dict(self, state: WasteState) -> None:
-        """Continues from a checkpoint, before any group begins."""
+        """Continues from `state`, the result of another object's `state_dict`; call it before any group begins."""
         self._wasted = Counter(state["wasted"])
         self._sampled = state["sampled"]
         self._rollouts = state["rollouts"]

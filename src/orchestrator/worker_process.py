@@ -1,7 +1,7 @@
 """The process of a worker (`orchestrator.workers`): `python -m orchestrator.worker_process PARENT`, which answers calls
 on the socket that is its standard input.
 
-    call    size, token, pickle of a function and its arguments
+    call    size, token of the call, pickle of a function and its arguments
     answer  size, token                                          the function is imported, and about to be called
             size, token, {"result": ...}  or  {"error": class name, "args": [...], "note": traceback}
 
@@ -24,12 +24,13 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 MEMORY_BYTES = 4 * 2**30
-"""Most memory that a worker may allocate; beyond it Python raises MemoryError there."""
+"""The most memory that a worker may allocate; when it needs more, Python raises MemoryError in the worker."""
 MOST_BYTES = 16 * 2**20
-"""Of an answer."""
+"""The most bytes of an answer."""
 TOKEN_BYTES = 32
+"""The length of a call's token, which each answer to the call repeats."""
 HEADER = struct.Struct("!Q")
-"""The size of the following part: token and text."""
+"""The number of bytes that follow: the token and a text."""
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 
@@ -78,7 +79,7 @@ def load(request: bytes) -> Callable[[], object]:
 
 
 def answer(call: Callable[[], object]) -> bytes:
-    """Makes a call. Returns its result, or its exception, as the JSON of an answer."""
+    """Makes a call. Returns the JSON of an answer (see the module's docstring), with the call's result or exception."""
     try:
         return encoded(call())
     except BaseException as error:
@@ -88,8 +89,8 @@ def answer(call: Callable[[], object]) -> bytes:
 
 
 def encoded(result: object) -> bytes:
-    """Returns a result as the JSON of an answer. Raises TypeError if the result is no JSON value, ValueError if it is
-    too long."""
+    """Returns the JSON of an answer with the result of a call. Raises TypeError if the result is no JSON value,
+    ValueError if the JSON exceeds MOST_BYTES."""
     try:
         text = json.dumps({"result": result}, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:

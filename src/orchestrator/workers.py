@@ -13,10 +13,11 @@ text, lists and tables, which run no code here. An exception comes back as its c
 counts from when the process has imported that module and is about to call the function. Waiting for a free process
 counts only for the limit of the rollout.
 
-A process gets the environment variables in `PASSED_ON` and in `env.variables`, and no other key or token. Each answer
-repeats the token of its call, so output of code left behind by an earlier call is no answer. That is no sandbox: code
-that runs inside the process reads its memory, where the token is, and everything that the user can read. A program that
-a model wrote belongs in `orchestrator.untrusted.run_code`.
+A process gets the environment variables in `PASSED_ON` and in `env.variables`, and no other environment variable. Each
+call has a random token of its own (bytes, not of a language model), which its answer must repeat: so output of code
+left behind by an earlier call is no answer. That is no sandbox: code that runs inside the process reads its memory,
+where the token is, and everything that the user can read. A program that a model wrote belongs in
+`orchestrator.untrusted.run_code`.
 
 A process ends with its caller: the orchestrator closes all of them, and Linux kills them when it dies.
 """
@@ -46,7 +47,7 @@ from trireme.core.redaction import is_secret
 T = TypeVar("T")
 
 START_S = 60.0
-"""Limit for a process to start, and to import the function."""
+"""Seconds for a process to start, and to import the function."""
 END_S = 10.0
 PASSED_ON = (
     *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "XDG_CACHE_HOME"),
@@ -64,17 +65,17 @@ class WorkerTimeout(Exception):
 
 
 class WorkerDied(Exception):
-    """The process of a call ended before the call, or wrote no valid answer and was killed."""
+    """The process of a call ended before it answered the call, or wrote an invalid answer and was killed."""
 
 
 class WorkerError(Exception):
-    """A function raised an exception of a class that Python itself does not have. A subclass with the name of that
-    class is raised."""
+    """A function raised an exception of a class that is not one of Python's built-in classes. The error that is raised
+    is of a subclass of WorkerError with the name of that class."""
 
 
 class Workers:
-    """Holds at most `size` processes, started on demand, with the environment variables `variables` in addition to the
-    usual ones. Belongs to one event loop."""
+    """Holds at most `size` processes, which are started on demand. They get the environment variables that `variables`
+    names, in addition to PASSED_ON. An object belongs to one event loop."""
 
     def __init__(self, size: int, variables: Sequence[str] = ()) -> None:
         self._free = asyncio.Semaphore(size)
@@ -114,7 +115,7 @@ class Workers:
 
 
 class Worker:
-    """One process, and the socket to it."""
+    """One worker process, and the socket to it."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -170,8 +171,9 @@ class Worker:
 
 
 def _process(connection: socket.socket, variables: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Starts a process that serves `connection`, and closes this process's end of it. The new process searches for
-    modules where this one does, and ends with the thread of the event loop."""
+    """Starts a process that serves `connection`, its end of a pair of sockets, and closes this end in the present
+    process. The new process searches for modules in the same directories, and ends with the thread of the event
+    loop."""
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
     with connection:
         return subprocess.Popen(
@@ -204,8 +206,8 @@ def _exception(name: str, args: Sequence[object]) -> Exception:
 
 
 def passed_on(variables: Sequence[str]) -> dict[str, str]:
-    """Returns the environment variables for code that grades a model's output, or is model output: PASSED_ON, and the
-    named ones."""
+    """Returns the environment variables, {name: value}, for code that grades a model's output, or is a model's output:
+    the variables in PASSED_ON, and those with a name in `variables`."""
     usual = {name for name in os.environ if any(fnmatchcase(name, pattern) for pattern in PASSED_ON)}
     secret = {name for name in usual if is_secret(name, os.environ[name] if name.lower().endswith("_proxy") else "")}
     return {name: value for name, value in os.environ.items() if name in {*usual - secret, *variables}}
@@ -216,8 +218,8 @@ _current: Workers | None = None
 
 @asynccontextmanager
 async def workers(size: int, variables: Sequence[str] = ()) -> AsyncIterator[None]:
-    """Provides `size` processes for `run_in_worker` within the block, with the environment variables `variables` in
-    addition to the usual ones."""
+    """Provides at most `size` processes for `run_in_worker` within the block. They get the environment variables that
+    `variables` names, in addition to PASSED_ON."""
     global _current
     _current = started = Workers(size, variables)
     try:

@@ -1,4 +1,5 @@
-"""The HTTP front door of live replicas: OpenAI's and Anthropic's dialects in front of one sampler.
+"""The HTTP service in front of live replicas, for programs that use the clients of OpenAI, Anthropic or Tinker.
 
-It imports neither vLLM nor another room, and gets a sampler behind the Protocol in `service.gateway`.
+It imports neither vLLM nor a room. It gets the replicas as a sampler, behind the Protocol
+`trireme.core.sampler.Sampler`.
 """

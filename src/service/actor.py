@@ -61,8 +61,8 @@ class ServiceActor:
         starts: Sequence[AttemptStart] = (),
     ) -> None:
         """`trains`: True if the replicas get weights from a trainer; ages of sessions are bounded only then.
-        `sessions`: the directory of the store of sessions, in the run directory, which the console shows. `starts`:
-        the attempts of the run so far."""
+        `sessions`: the directory of the store of sessions, directly below the directory of the run that the console
+        shows. `starts`: for each attempt of the run so far, its number and the version that it began with."""
         redirect_output(log_dir, "service_0")
         self._config = config
         self._sampler_factory = sampler_factory
@@ -76,7 +76,8 @@ class ServiceActor:
 
     @remote_method
     async def start(self) -> str:
-        """Opens the port, and returns the address of the service. Raises RoomFailed if the port is taken."""
+        """Restores the stored sessions and opens the port. Returns the URL of the service. Raises RoomFailed if the
+        port is taken, and StorageFailed if the stored sessions cannot be read."""
         options = self._config.service
         renderer_config = self._config.renderer
         self._sampler = self._sampler_factory()
@@ -100,7 +101,8 @@ class ServiceActor:
         return address
 
     def _make_gateway(self, turns: TurnAnswering, keys: ServiceKeys) -> Gateway:
-        """Opens the store of sessions, and returns a gateway that continues its sessions. Raises StorageFailed."""
+        """Opens the store of sessions, and returns a gateway that continues the sessions in it. Raises StorageFailed if
+        the store cannot be opened or read."""
         options = self._config.service.sessions
         defaults = self._config.inference.sampling
         sampling = replace(defaults.params(0, tuple(defaults.stop), self._models.max_len), seed=None)
@@ -119,8 +121,8 @@ class ServiceActor:
         return Gateway(turns, registry, keys, self._floor, options.max_open)
 
     async def _floor(self) -> WeightIdentity:
-        """Returns the oldest weights that any replica has. Raises RoomFailed if no replica has weights, or none tells
-        them within LOOK_S seconds."""
+        """Returns the oldest weights that any replica has. Raises RoomFailed if no replica has weights, or if no
+        replica reports within LOOK_S seconds which weights it has."""
         try:
             async with asyncio.timeout(LOOK_S):
                 stats = await self._sampler.stats()
@@ -132,8 +134,8 @@ class ServiceActor:
         return min(weights, key=lambda identity: (identity.version, identity.attempt))
 
     async def _fit_places(self) -> None:
-        """Sets the number of places for chats, again and again: `service.share` of the sequences that all replicas can
-        decode at the same time."""
+        """Sets, every LOOK_S seconds, how many answers to clients may be sampled at the same time: the share
+        `service.share` of the sequences that all replicas together can decode at the same time."""
         while True:
             with suppress(TriremeError):
                 stats = await self._sampler.stats()
@@ -143,13 +145,15 @@ class ServiceActor:
 
     @remote_method
     async def follow(self, source: Any) -> None:
-        """Sends all requests from now on to the replica set `source`, which the run's newest attempt has begun."""
+        """Sends all requests from now on to the replica set `source`, which the run's newest attempt has started."""
         await self._started.wait()
         self._sampler.follow(source)
 
     @remote_method
     async def attempt_begins(self, attempt: int, version: int) -> None:
-        """Records that `attempt` begins with `version`, and ends all sessions that have weights given up by it."""
+        """Records that the run's attempt number `attempt` begins with the weights `version`. Ends all sessions with
+        later weights of earlier attempts (as their floor, or in their tokens), because the run has given these weights
+        up."""
         await self._started.wait()
         await self._gateway.registry.attempt_begins(attempt, version)
 

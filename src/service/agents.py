@@ -2,8 +2,9 @@
 
     agent --HTTP--> app --> Gateway --> SessionRegistry --sample--> the rollout that the session belongs to
 
-The rollout samples: places, seeds, time limits and ages work as for any other rollout. Nothing is stored, because an
-agent of a rollout does not outlive the orchestrator. The port has no route for rewards: the environment returns them.
+The rollout samples the answers, so that seeds, time limits and ages work as for any other rollout. Nothing is stored,
+because an agent of a rollout does not outlive the orchestrator. The port has no route for rewards: the environment
+returns them.
 """
 
 from __future__ import annotations
@@ -103,6 +104,6 @@ class LoopbackSessions:
 
 
 async def _no_floor() -> WeightIdentity:
-    """Returns version 0 as the floor of every session, so that no answer is below it here: the ledger knows the floor
-    of the rollout's group, and checks its tokens."""
+    """Returns version 0 as the floor of every session, so that the service refuses no answer because of its age: the
+    ledger, which knows the floor of the rollout's group, checks the tokens."""
     return WeightIdentity(0, 0, "")

@@ -1,6 +1,7 @@
-"""Answers turns: of sessions, and of chats. A chat is treated as a session with one turn, which is not stored.
+"""Answers turns of sessions and of chats. A chat is a request outside of all sessions; it is treated as a session with
+one turn, which is not stored.
 
-TurnRequest --place--> PlacedTurn: the answer that it continues, its whole prompt, and how to sample
+TurnRequest --place--> PlacedTurn: the answer that the turn continues, its whole prompt, and how to sample
                            |
                            +--sample--> SampledSequence, ... --read--> SampledAnswer, ...
 """
@@ -28,7 +29,7 @@ from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, W
 from trireme.renderers import Message, Renderer
 
 CHARACTERS = 8
-"""Few texts have this number of characters per token."""
+"""Characters per token: few texts have more of them."""
 T = TypeVar("T")
 
 
@@ -38,13 +39,14 @@ class PlacedTurn:
 
     request: TurnRequest
     turn: TurnGiven
-    """Its place in its session, without answers."""
+    """The node of the session's tree after which it stands, and its new messages and tokens; its `answers` are still
+    empty."""
     prompt: npt.NDArray[np.int32]
     """The whole prompt, [T]."""
     params: SamplingParams
     """How to sample, with the seed of the first answer."""
     first_weights: WeightIdentity | None
-    """The weights of the first sampled token in the prompt."""
+    """The weights of the first sampled token in the prompt; None: no token of the prompt was sampled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,22 +56,23 @@ class AnsweredTurn:
     prompt: npt.NDArray[np.int32]
     """The whole prompt, [T]."""
     params: SamplingParams
-    """How they were sampled."""
+    """How the answers were sampled."""
     answers: tuple[SampledAnswer, ...]
     nodes: tuple[int, ...]
-    """The names of the answers in their session."""
+    """The nodes of the answers in the tree of their session."""
 
 
 OnPart = Callable[[PlacedTurn, int, SampledPart], None]
-"""Gets all text and tokens so far of the answer with this number to a turn, again and again."""
+"""Called with a turn, the number of one of its answers, and all tokens of this answer so far; again and again while the
+turn is sampled."""
 
 OnAnswer = Callable[[PlacedTurn, int, SampledSequence], None]
-"""Gets the whole answer with this number to a turn, directly after it is sampled."""
+"""Called with a turn, the number of one of its answers, and this answer, directly after the whole answer is sampled."""
 
 
 class TurnAnswering:
-    """Finds the place of turns in sessions, samples their answers and reads these as text. `models`: the model that
-    answers; `places`: limits how many answers are sampled at the same time."""
+    """Finds the answers of a session that turns continue, samples the turns, and reads the sampled tokens as text.
+    `models`: the model that answers; `places`: limits how many answers are sampled at the same time."""
 
     def __init__(
         self, sample: Sample, models: ServedModels, tokenizer: Tokenizer, renderer: Renderer, places: Places
@@ -85,7 +88,7 @@ class TurnAnswering:
 
     def match(self, tree: SessionTree, request: TurnRequest) -> tuple[TurnRequest, Match]:
         """Returns (request, match): the request, with token ids added if its prompt is a text, and the answer in `tree`
-        that it continues."""
+        that the request continues."""
         if request.text is not None:
             if request.retry:
                 retry_ids = asked_before(tree, request.text, request.options, self.tokenizer)
@@ -125,8 +128,9 @@ class TurnAnswering:
         self, tree: SessionTree, match: Match, request: TurnRequest
     ) -> tuple[int, npt.NDArray[np.int32], tuple[Message, ...]]:
         """Returns (node, tokens, messages): the node of `tree` up to which the prompt's tokens are known, the prompt's
-        tokens after that node, and the request's messages after the continued answer. For a prompt that is no
-        conversation, the messages are one with the prompt's text. Raises RequestRefused."""
+        tokens after that node, and the request's messages after the continued answer. A plain prompt (text or token
+        ids) has one such message, with the text of the prompt after that answer. Raises RequestRefused if the chat
+        format refuses the messages."""
         if request.ids is not None:
             text = text_behind(tree, match, request.text, request.ids, self.tokenizer)
             return match.node, request.ids[match.matched :], ({"role": PROMPT, "content": text},)
@@ -138,7 +142,7 @@ class TurnAnswering:
 
     def check_size(self, request: TurnRequest) -> None:
         """Raises RequestRefused for stop tokens that the model does not have, and for a text that is far too long for
-        it: tokenising a very long text would delay all other answers."""
+        the model's context: tokenising a very long text would delay all other answers."""
         vocabulary = self.models.vocab_size
         unknown = [token for token in request.params.stop_token_ids if token >= vocabulary]
         if unknown:
@@ -171,10 +175,10 @@ class TurnAnswering:
     async def sample(
         self, key: str, placed: PlacedTurn, on_part: OnPart | None, on_answer: OnAnswer | None = None
     ) -> list[SampledSequence]:
-        """Samples all answers to a turn at the same time. If one fails, or the caller is cancelled, all others are
-        cancelled. `key`: requests with the same key go to the same prefix cache. `on_part` gets parts of answers
-        while they are sampled, `on_answer` each whole answer. Raises RequestRefused, and errors of the sampler and
-        of `on_answer`."""
+        """Samples all answers to a turn at the same time. If one answer fails, or the caller is cancelled, all other
+        answers are cancelled. `key`: requests with the same key go to the same prefix cache. `on_part` gets parts of
+        answers while they are sampled, `on_answer` each whole answer. Raises RequestRefused if an answer waits too long
+        for a place, and errors of the sampler and of `on_answer`."""
         ends = () if placed.request.is_prompt else self.renderer.stop_condition()
         params = placed.params
         limit = self.models.max_len - len(placed.prompt)
@@ -227,8 +231,8 @@ class TurnAnswering:
 
 
 async def all_of(works: Sequence[Coroutine[object, object, T]]) -> list[T]:
-    """Runs all `works` at the same time and returns their results in order. If one fails, or the caller is cancelled,
-    cancels the others and waits for their end before it raises."""
+    """Runs all coroutines `works` at the same time and returns their results in order. If one of them fails, or the
+    caller is cancelled, cancels the others and waits for their end before it raises."""
     if len(works) == 1:  # as nearly always: it needs no task
         return [await works[0]]
     tasks = [asyncio.ensure_future(work) for work in works]

@@ -1,4 +1,4 @@
-"""The HTTP face: a FastAPI app in front of a `Gateway`."""
+"""The HTTP side of the service: a FastAPI app in front of a `Gateway`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from service.routes import ROUTES, add_routes
 from service.session_app import SessionRoutes
 
 RETRIES = "x-stainless-retry-count"
-"""OpenAI's and Anthropic's clients say with it how often they have asked before."""
+"""The header in which OpenAI's and Anthropic's clients say how often they have already sent the same request."""
 log = logging.getLogger(__name__)
 
 
@@ -117,8 +117,8 @@ def make_app(
     owners: bool = True,
 ) -> FastAPI:
     """Makes the FastAPI app of the service. `run`: the run that the console shows to holders of an admin key; None:
-    there is no console. `owners`: True if sessions can be opened, rewarded and exported over HTTP, with an admin
-    key. FastAPI's pages of documentation are off, because they load code from other servers."""
+    there is no console. `owners`: True if the app has the routes that need an admin key, such as the routes that open,
+    reward and export sessions. FastAPI's pages of documentation are off, because they load code from other servers."""
     metrics = ServiceMetrics(gateway.turns.places)
     app = FastAPI(title="Trireme", docs_url=None, redoc_url=None)
     routes = (route for route in reversed(ROUTES) if owners or route.caller != "admin")
@@ -144,7 +144,7 @@ async def _all_of(pieces: AsyncIterator[Delta]) -> None:
 
 async def _to_the_end(texts: AsyncIterator[str], path: str, answers: list[ServiceAnswer]) -> AsyncIterator[str]:
     """Yields the events of a stream. If `texts` raises, yields one error event last, in the dialect of `path`, and
-    empties `answers`: none of them counts as received by the client."""
+    empties `answers`, because no answer of this stream counts as received by the client."""
     try:
         async for text in texts:
             yield text

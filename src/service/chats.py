@@ -1,4 +1,4 @@
-"""Samples chats: the requests of the service's clients, which come after the run's own requests."""
+"""Samples chats: all requests of the service's clients. Engines take the run's requests first."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from trireme.core.types import SampledSequence, SampleRequest
 
 
 class BoundedSampler:
-    """Marks each request as a chat, so that engines take the run's own requests first, and ends a request after
-    `answer_s` seconds. `sample` samples the requests."""
+    """Samples by the function `sample`. Marks each request as a chat, so that engines take the run's requests first,
+    and ends a request after `answer_s` seconds."""
 
     def __init__(self, sample: Sample, answer_s: float) -> None:
         self._sample = sample
         self._answer_s = answer_s
 
     async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None, /) -> SampledSequence:
-        """Samples one sequence. Raises RequestRefused (504) if it takes longer than `answer_s` seconds, and errors of
-        the function that samples."""
+        """Samples one sequence. Raises RequestRefused (504) if the sequence takes longer than `answer_s` seconds, and
+        errors of the function that samples."""
         chat = replace(request, chat=True)
         try:
             async with asyncio.timeout(self._answer_s) as limit:

@@ -1,4 +1,4 @@
-"""Writes refusals in the error body of each dialect."""
+"""Writes refused requests and other errors as replies, with the error body of each dialect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from trireme.core.errors import BadInput, StorageFailed, TriremeError
 from trireme.core.finite_json import to_json
 
 RETRY_AFTER_S = 5.0
-"""When replicas that do not serve yet, or failed, may serve again: one that has a successor needs some seconds."""
+"""Seconds after which a refused client may try again: by then a failed replica may have a successor, and a replica that
+was being started may serve."""
 
 OPENAI_TYPES = {429: "requests"}
 ANTHROPIC_TYPES = {
@@ -46,7 +47,7 @@ def is_anthropic(path: str) -> bool:
 
 
 def error_body(path: str, refused: RequestRefused) -> dict[str, object]:
-    """Returns the error body of the dialect that is spoken at `path`."""
+    """Returns the JSON body of a refusal, in the dialect of requests at `path`."""
     if is_anthropic(path):
         kind = ANTHROPIC_TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": refused.message}}
@@ -76,8 +77,8 @@ def error_reply(path: str, refused: RequestRefused, *, close: bool = False) -> J
 
 
 def as_refused(error: Exception) -> RequestRefused:
-    """Returns the refusal to answer for `error`: with its own status and message where known, with status 500 for an
-    unexpected error."""
+    """Returns the refusal that tells a client of `error`. A known error gives its status and its message; an unexpected
+    error gives status 500."""
     match error:
         case RequestRefused():
             return error
@@ -97,8 +98,8 @@ def as_refused(error: Exception) -> RequestRefused:
 
 
 def add_refusals(app: FastAPI, headers: Mapping[str, str]) -> None:
-    """Makes the app answer every error with a refusal in the dialect of the path; these replies have the HTTP
-    `headers`."""
+    """Makes the app reply to every error with a refusal in the dialect of the request's path. These replies have the
+    HTTP headers `headers`."""
 
     async def refused(request: Request, error: Exception) -> Response:
         reply = error_reply(request.url.path, as_refused(error))

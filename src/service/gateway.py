@@ -40,8 +40,8 @@ class OpenedSession:
 
 
 class Gateway:
-    """Answers requests, and opens sessions. Lives in one event loop. `floor` returns the oldest weights that a live
-    replica has; at most `max_open` sessions are open at the same time."""
+    """Answers requests, and opens sessions. All its methods run in one event loop. `floor` returns the oldest weights
+    that a live replica has. At most `max_open` sessions are open at the same time."""
 
     def __init__(
         self,
@@ -69,8 +69,9 @@ class Gateway:
         on_answer: Callable[[ServiceAnswer], None] | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Yields the pieces of all answers to `turns` as they come; without `stream`, one piece for each answer. Calls
-        `on_answer` with each whole answer before its last piece. Closing the iterator ends the sampling, except of
-        turns of a `session`, which continue for a retry. Raises RequestRefused and TriremeError."""
+        `on_answer` with each whole answer before its last piece. Closing the iterator ends the sampling, except for the
+        turns of a `session` ("": none), which continue for a retry. Raises RequestRefused, and TriremeError if the
+        sampler or the store fails."""
         new = sum(turn.n for turn in turns if not (session and turn.retry))
         if new:  # a stored answer takes no place
             self.turns.places.check(new)
@@ -102,8 +103,8 @@ class Gateway:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(self, deltas: Deltas, request: TurnRequest, session: str, first: int, stream: bool) -> None:
-        """Answers one turn, and puts the pieces of its answers, or an error, into `deltas`. The answers are numbered
-        from `first` on."""
+        """Answers one turn, and puts the pieces of its answers, or an error, into the queue `deltas`. `first`: the
+        number of its first answer in the reply; its further answers have the next numbers."""
         pieces: dict[int, AnswerPieces] = {}
 
         def pieces_of(number: int, turn: PlacedTurn | AnsweredTurn) -> AnswerPieces:
@@ -145,7 +146,8 @@ class Gateway:
             deltas.put_nowait(error)
 
     def delivered(self, session: str, answers: Sequence[ServiceAnswer]) -> None:
-        """Records that the client has received `answers`. If the store fails, they count as not delivered."""
+        """Records in the session that the client has received `answers`. If the store fails, only logs this: the
+        answers then count as not delivered."""
         try:
             self.registry.delivered(session, [answer.node for answer in answers if answer.node is not None])
         except StorageFailed:
@@ -154,8 +156,8 @@ class Gateway:
     # ---- sessions
 
     async def open(self, problem: str = "") -> OpenedSession:
-        """Opens a session. Raises RequestRefused when too many are open, and TriremeError when no replica has weights
-        yet."""
+        """Opens a session. `problem`: the name of the agent's task. Raises RequestRefused if too many sessions are
+        open, and TriremeError if no replica has weights yet."""
         self._check_open()
         floor = await self._floor()
         self._check_open()  # others were opened meanwhile
@@ -187,8 +189,8 @@ class Gateway:
                 log.exception("sessions were not swept")
 
     async def close(self, reason: str) -> None:
-        """Fails all running requests and refuses new ones (503, with `reason`), and closes the store. Sessions do not
-        change."""
+        """Fails all running requests and refuses new ones (503, with `reason`), and closes the store. Open sessions
+        stay open in the store."""
         self._closed = RequestRefused(reason, status=503, code="service_ended")
         for deltas in self._open:
             deltas.put_nowait(self._closed)

@@ -26,20 +26,21 @@ if TYPE_CHECKING:
     from service.metrics import ServiceMetrics
 
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
-"""A proxy on this machine says with these that the caller is elsewhere."""
+"""Headers by which a proxy on this machine says that the caller is on another machine."""
 
 
 SESSION = "trireme.session"
 KEY = "trireme.key"
-"""Names by which the guard passes the session of a request ("": none), and its key or None, to the routes."""
+"""Keys of a request's ASGI scope. Under them the guard passes the request's session ("": none) and its ServiceKey (or
+None) to the routes."""
 KEYED: tuple[Caller, ...] = ("client", "session", "admin")
-"""Callers that need a key wherever they are."""
+"""Kinds of callers that need a key, also on this machine."""
 ROUNDING_S = 1e-3
 KEYS_AT_FIRST = 1024
-"""Number of keys from which full buckets are removed."""
+"""The number of buckets at which full buckets are removed for the first time."""
 MEGABYTE = 10**6
 MOST_STRINGS = 100_000
-"""Of a large body of JSON."""
+"""The most strings in a large body of JSON."""
 UNANNOUNCED = MEGABYTE
 """The largest body, in bytes, without an announced length. It bounds the cost of clients that send chunks without end;
 clients of OpenAI, Anthropic and Tinker always announce the length."""
@@ -50,15 +51,15 @@ class Limits:
     """The bounds of one request, and of one key's requests."""
 
     body_bytes: int
-    """The largest body."""
+    """The largest body, in bytes."""
     body_s: float
-    """Seconds in which it must have come."""
+    """Seconds within which the whole body must arrive."""
     per_minute: int | None
-    """Requests of one key in a minute; None: as many as come."""
+    """The most requests of one key in a minute; None: no limit."""
 
     @classmethod
     def of(cls, options: ServiceConfig) -> Limits:
-        """Returns the limits of a configuration."""
+        """Returns the limits that the section `service` of a configuration sets."""
         return cls(int(options.max_body_mb * MEGABYTE), options.body_s, options.requests_per_minute)
 
 
@@ -70,7 +71,7 @@ class Rates:
         self._per_minute = per_minute
         self._now = now
         self._full_at: dict[str, float] = {}
-        """When the bucket of each key is full again."""
+        """When the bucket of each key is full again, in seconds of `now`."""
         self._capacity = KEYS_AT_FIRST
 
     def take(self, name: str) -> None:
@@ -138,8 +139,8 @@ class RequestGuard:
                 self._metrics.request(name_of(path), status, time.monotonic() - started)
 
     async def _admit(self, scope: Scope, receive: Receive) -> bytes:
-        """Checks a request's key, rate and size, and returns its whole body (b"" where the route takes none). Raises
-        RequestRefused."""
+        """Checks a request's key, rate and size, and returns its whole body (b"" where the route takes no body). Raises
+        RequestRefused if the guard does not admit the request."""
         headers = Headers(scope=scope)
         key = self._keys.find(_key_in(headers))
         caller = self._caller_of(scope["method"], scope["path"])
@@ -191,8 +192,9 @@ class RequestGuard:
 
 
 def _refuse_many_strings(body: bytes) -> None:
-    """Raises RequestRefused for a JSON body of more than MOST_STRINGS strings, before it is parsed: parsed strings take
-    ten times their bytes, and parsing blocks the event loop. (Counts quotes without a backslash before them.)"""
+    """Raises RequestRefused if a JSON body has more than MOST_STRINGS strings. Checks before the body is parsed,
+    because parsed strings take ten times their bytes, and parsing blocks the event loop. (Counts quotes without a
+    backslash before them.)"""
     if body.count(b'"') - body.count(b'\\"') > 2 * MOST_STRINGS:
         raise RequestRefused(f"a body of more than {MOST_STRINGS:,} strings", status=413, code="body_too_large")
 
@@ -230,7 +232,7 @@ def _key_in(headers: Headers) -> str | None:
 
 def _may(caller: Caller, key: ServiceKey | None, session: str, scope: Scope, headers: Headers) -> bool:
     """Returns True if a request with `key` may use a route that is open to `caller`. `session`: the session in the
-    route's path. A route for loopback needs no key, but a direct connection from this machine."""
+    route's path. A route for loopback needs no key if the connection comes directly from this machine."""
     if caller == "all" or (key is not None and key.role == "admin"):
         return True
     if caller in KEYED:
@@ -244,8 +246,8 @@ def _may(caller: Caller, key: ServiceKey | None, session: str, scope: Scope, hea
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Returns a `receive` that first returns the `body` already read, and then the later messages of the client, such
-    as its disconnect."""
+    """Returns an ASGI `receive` that first returns the `body`, which was already read, and then the later messages of
+    the client, such as its disconnect."""
     delivered = False
 
     async def again() -> Message:

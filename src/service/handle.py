@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 2.0
 ANSWER_S = 20.0
-"""A service that is silent for so long is killed."""
+"""Seconds of silence after which the service's actor is killed."""
 STOP_S = 10.0
 ROOM = "the service"
 PART = "service_0"
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 
 class ServiceHandle:
-    """Keeps one service running, by a thread, until `stop`. The death of its actor does not end the run: another actor
-    takes the same port and the same replica set."""
+    """Keeps one service running until `stop`, by a thread. The death of the service's actor does not end the run:
+    another actor takes the same port and the same replica set."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class ServiceHandle:
         starts: list[AttemptStart],
         roster: Roster,
     ) -> None:
-        """`make` makes the service's actor, with the attempts in `starts`. `say` gets messages on the address of the
-        service and on a lost actor; `roster` gets the health of the service."""
+        """`make` makes the service's actor, with the attempts in `starts`. `say` gets messages for the user: the
+        address of the service, and the loss of an actor. `roster` gets the health of the service."""
         self._config = config
         self._make = make
         self._log = log_file
@@ -60,7 +60,7 @@ class ServiceHandle:
         self._ending = threading.Event()
         self._actor = make()
         self.failure: TriremeError | None = None
-        """Why there is no service any more."""
+        """Why the service was given up; None: it was not."""
         self._thread = threading.Thread(target=self._keep, name="service", daemon=True)
         self._thread.start()
 
@@ -78,8 +78,9 @@ class ServiceHandle:
         roster: Roster,
         starts: Sequence[AttemptStart] = (),
     ) -> ServiceHandle:
-        """Starts the service on the driver's node, without waiting for it. `trains`, `sessions`, `starts`: see
-        `ServiceActor`."""
+        """Starts the service on the driver's node, without waiting for it. `trains`: True if the replicas get weights
+        from a trainer. `sessions`: the directory of the store of sessions, directly below the run directory. `starts`:
+        for each attempt of the run so far, its number and the version that it began with."""
         from service.actor import ServiceActor  # brings FastAPI, which runs without a service need not import
 
         node = ray.get_runtime_context().get_node_id()
@@ -92,15 +93,15 @@ class ServiceHandle:
         return cls(config, make, log_dir and log_dir / f"{PART}.log", say, start_times, roster)
 
     def attempt_begins(self, attempt: int, version: int) -> None:
-        """Tells the service that `attempt` begins with `version`; it then ends all sessions that have weights given up
-        by that."""
+        """Tells the service that the run's attempt number `attempt` begins with the weights `version`. The service then
+        ends all sessions with later weights of earlier attempts, because the run has given these weights up."""
         with self._lock:
             self._starts.append((attempt, version))
             self._actor.attempt_begins.remote(attempt, version)
 
     def follow(self, source: Any) -> None:
-        """Gives the service the replica set `source` of a new attempt, in the form that routers read; its replicas then
-        answer chats."""
+        """Gives the service the replica set of a new attempt, which then answers the service's requests. `source`: the
+        set as a router in another process sees it (`inference.replica_set.handle.RemoteSet`)."""
         with self._lock:
             self._source = source
             self._actor.follow.remote(source)
@@ -129,8 +130,9 @@ class ServiceHandle:
                     self._actor = self._make()
 
     def _serve(self, again: bool) -> None:
-        """Waits until the actor has started, and then checks its heartbeat until `stop`. `again`: the actor replaces a
-        lost one, and gets the replica set that the lost one had. Raises RoomFailed when the actor is lost."""
+        """Waits until the actor has started, and then checks its heartbeat until `stop`. `again`: True if the actor
+        replaces a lost one; it then gets the replica set that the lost actor had. Raises RoomFailed when the actor is
+        lost."""
         limit_s = self._config.timeouts.start_s
         self._roster.set(PART, PartHealth.STARTING, pids=(), successor=again)
         url = waits.get(self._actor.start.remote(), owner=ROOM, timeout_s=limit_s, log=self._log)
@@ -151,7 +153,7 @@ class ServiceHandle:
             raise RoomFailed(f"{ROOM} was given up: {self.failure}")
 
     def stop(self) -> None:
-        """Closes the port and ends the actor."""
+        """Closes the port and ends the actor, after at most STOP_S seconds. No other actor takes its place."""
         self._ending.set()
         with self._lock:  # from now on there is no other one
             actor = self._actor

@@ -27,9 +27,9 @@ ROLES: tuple[Role, ...] = ("client", "admin")
 OF_SESSIONS = "tr-session-"
 """The beginning of the keys of sessions."""
 SHORTEST = 16
-"""Characters of a key that cannot be guessed."""
+"""The least number of characters of a key in a file; a shorter key could be guessed."""
 ANY_TEXT = "surrogatepass"
-"""How texts of clients become bytes, also texts that UTF-8 cannot hold."""
+"""The error handler for encoding texts of clients as UTF-8; it accepts also characters that UTF-8 cannot hold."""
 LINE = re.compile(
     rf"\s*(client|admin)\s+(\S{{{SHORTEST},}})(?:\s+owner=([A-Za-z0-9][A-Za-z0-9_.@-]{{0,63}}))?\s*", re.ASCII
 )
@@ -45,9 +45,9 @@ class ServiceKey:
     value: str = field(repr=False)
     """The secret."""
     session: str = ""
-    """The session that it belongs to; "": none."""
+    """The session that the key belongs to; "": it belongs to none."""
     whose: str = ""
-    """The name of its owner; "": none, and the key is its own owner."""
+    """The name of the owner of the key; "": the file names no owner, and the key itself counts as the owner."""
 
     @property
     def owner(self) -> str:
@@ -68,8 +68,8 @@ class ServiceKeys:
         self._signs = next((digest for key, digest in self._digests if key.role == "admin"), None)
 
     def find(self, value: str | None) -> ServiceKey | None:
-        """Returns the key with the secret `value`, None if there is none. The time taken does not depend on `value`: it
-        is compared with all keys, in constant time."""
+        """Returns the key with the secret `value`, None if there is none. The time taken does not depend on `value`:
+        the secret is compared with all keys, in constant time."""
         digest = _digest(value or "")
         match = None
         for key, key_digest in self._digests:
@@ -129,7 +129,8 @@ def generate(file: Path, prefix: str = "tr") -> list[ServiceKey]:
 
 
 def read(file: Path) -> list[ServiceKey]:
-    """Returns the keys in a file. Raises BadInput if other users may read the file, or if a line has another form."""
+    """Returns the keys in a file. Raises BadInput if the file cannot be read, if other users may read it, if it has no
+    key or the same key twice, or if a line is neither `client KEY` nor `admin KEY` with an optional owner."""
     try:
         mode = file.stat().st_mode
         lines = file.read_text().splitlines()
@@ -147,8 +148,8 @@ def read(file: Path) -> list[ServiceKey]:
 
 
 def _key(file: Path, number: int, line: str) -> ServiceKey:
-    """Returns the key in a line of `file`. `number`: its number for the error, which must not quote the line, a secret.
-    Raises BadInput."""
+    """Returns the key in a line of `file`. `number`: the number of the key in the file, for the error. The error must
+    not quote the line, because a line holds a secret. Raises BadInput if the line is malformed."""
     match = LINE.fullmatch(line)
     if match is None:
         raise _refused(file, f"whose key number {number} has another form", "correct that line")

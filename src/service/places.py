@@ -1,4 +1,5 @@
-"""Limits how many chats engines sample at the same time, because training traffic comes first."""
+"""Limits how many chats (requests of clients) engines sample at the same time, because the run's requests come
+first."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from service.requests import RequestRefused
 
 
 class Places:
-    """A limit of `places` on answers that are sampled at the same time, first come, first served: `async with places`
-    waits for a place and holds it. At most `waiting` answers wait, each for at most `wait_s` seconds; beyond that
-    entering raises RequestRefused."""
+    """A limit of `places` on answers that are sampled at the same time, first come, first served. `async with places`
+    waits for a place and holds it; after `wait_s` seconds without a place it raises RequestRefused (429). `check`
+    refuses further answers when all places are taken and `waiting` answers wait."""
 
     def __init__(self, places: int, waiting: int, wait_s: float) -> None:
         self.places = places
@@ -26,12 +27,12 @@ class Places:
         return len(self._waiting)
 
     def resize(self, places: int) -> None:
-        """Changes the number of places. Answers that hold one keep it."""
+        """Changes the number of places. Answers that hold a place keep it, also if there are fewer places now."""
         self.places = places
         self._hand_out()
 
     def check(self, answers: int) -> None:
-        """Raises RequestRefused if `answers` more answers would exceed the places and the queue."""
+        """Raises RequestRefused if `answers` more answers would exceed the places and the queue together."""
         limit = self.places + self._most_waiting
         if answers > limit:
             raise RequestRefused(
@@ -80,8 +81,8 @@ class Places:
 
     @property
     def _retry_after_s(self) -> float:
-        """The estimated seconds until a place is free: one, and one more for each time that all places have to become
-        free before those requests that wait now are served."""
+        """The estimated seconds until a place is free: 1, plus 1 for each time that the waiting answers fill all
+        places."""
         return 1.0 + self.waiting // max(self.places, 1)
 
     def _hand_out(self) -> None:

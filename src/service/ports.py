@@ -24,13 +24,15 @@ from service.requests import RequestRefused
 from trireme.core.errors import RoomFailed
 
 HEAD_BYTES = 32 * 1024
-"""Bytes of a request's line and headers, or between two pieces of its body."""
+"""The most bytes of a request's first line and headers, and the most bytes between two pieces of its body."""
 HEAD_LINES = 128
-"""Headers of a request, with the headers after its body."""
+"""The most headers of a request, together with the headers after its body."""
 HEAD_S = 10.0
-"""Seconds in which the head of a request must come, from its first byte or from the connection on."""
+"""Seconds within which the head of a request must arrive. They count from its first byte; on a new connection, from the
+opening of the connection."""
 PENDING_CONNECTIONS = 256
-"""Connections without a key. A further one takes the place of the oldest: clients send their key at once."""
+"""The most connections that have not shown a key. A further connection closes the oldest of them, because clients send
+their key at once."""
 ACCEPTED_AT_ONCE = 64
 """Connections that asyncio accepts before it does other work."""
 QUEUE = 2048
@@ -40,7 +42,7 @@ TICKS = 10
 IDLE_S = 5
 CLOSE_S = 3.0
 ADMISSION = "trireme.admission"
-"""The key of a connection's Admission in the scope of its requests."""
+"""The key under which the scope of a request holds the Admission of its connection."""
 
 
 @dataclass(slots=True)
@@ -51,15 +53,16 @@ class Admission:
 
 
 class PortState(ServerState):
-    """The open connections of a port, and which of them were not admitted yet."""
+    """The open connections of a port, with a list of the connections that have not shown a key yet."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pending: dict[BoundedHttp, None] = {}
-        """Connections that were not admitted when they were last looked at, the oldest first."""
+        """The connections that had not shown a key when `add` last checked them, the oldest first."""
 
     def add(self, connection: BoundedHttp) -> None:
-        """Adds a new connection. Where PENDING_CONNECTIONS are not admitted yet, closes the oldest of them first."""
+        """Adds a new connection. If PENDING_CONNECTIONS connections have not shown a key yet, first closes the oldest
+        of them."""
         while len(self.pending) >= PENDING_CONNECTIONS:
             oldest = next(iter(self.pending))
             del self.pending[oldest]
@@ -79,7 +82,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._unread = 0
         """Bytes since the last piece of body, or the last complete head."""
         self._since_s = self.loop.time()
-        """When the first of them came."""
+        """When the first of these bytes came, in seconds of the event loop's clock."""
         self.server_state.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -185,7 +188,7 @@ class HttpServer(Server):
         return await super().on_tick(counter)
 
     async def close(self) -> None:
-        """Closes the port. Connections with unfinished answers have some seconds to end, and are then closed too."""
+        """Closes the port. Connections with unfinished answers have CLOSE_S seconds to end, and are then closed too."""
         self.should_exit = True
         await asyncio.wait({self.serving}, timeout=CLOSE_S)
         ending = asyncio.create_task(self.shutdown([self._listening]))
@@ -195,15 +198,15 @@ class HttpServer(Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens at `host` and `port` (0: a free one). Raises OSError if the address is not of this
-    machine, or the port is taken."""
+    """Returns a socket that listens at `host` and `port` (0: any free port). Raises OSError if this machine does not
+    have the address, or the port is taken."""
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     return socket.create_server(address[:2], family=family, backlog=QUEUE)
 
 
 def http_server(app: ASGIApp, host: str, port: int, idle_s: int = IDLE_S) -> HttpServer:
-    """Returns a server for `app` with a socket at `host` and `port`; it answers after `open`. Raises RoomFailed if the
-    address cannot be used."""
+    """Returns a server for `app` with a socket at `host` and `port` (0: any free port). The server answers once its
+    `open` was called. Raises RoomFailed if the address cannot be used."""
     try:
         return HttpServer(app, listen(host, port), idle_s)
     except OSError as error:

@@ -18,7 +18,7 @@ from trireme.renderers.qwen_tags import CALL, THINK, THINK_END
 from trireme.renderers.text_renderer import TextRenderer
 
 UNFINISHED = "\ufffd"
-"""The end of a text with an incomplete last letter."""
+"""The character with which a decoded text ends while its last letter is incomplete."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Reading:
     thinking: str = ""
     """The thinking."""
     tool_calls: Sequence[ToolCall] = ()
-    """The calls of tools; none before the answer is whole."""
+    """The calls of tools; empty until the answer is whole."""
     stopped_by: str | None = None
-    """The string of the request that ended it, if one did."""
+    """The request's stop string that ended the answer; None: no stop string did."""
 
 
 class TextReader:
@@ -43,8 +43,8 @@ class TextReader:
         self._stop = stop
 
     def read(self, tokens: Sequence[int], whole: bool) -> Reading:
-        """Returns the text of `tokens`, all of an answer so far. Unless the answer is `whole`, leaves out the end of
-        the text that later tokens may change."""
+        """Returns the text of `tokens`, which are all tokens of an answer so far. Unless the answer is `whole`, leaves
+        out the end of the text that later tokens may change."""
         text, stopped_by = _cut(str(self._tokenizer.decode(tokens, skip_special_tokens=True)), self._stop)
         return Reading(text if whole or stopped_by else settled(text, self._stop), stopped_by=stopped_by)
 
@@ -62,8 +62,9 @@ class MessageReader:
         self._reads_pieces = isinstance(renderer, TextRenderer)
 
     def read(self, tokens: Sequence[int], whole: bool) -> Reading:
-        """Returns the message of `tokens`, all of an answer so far; unless it is `whole`, without the end that may
-        change."""
+        """Returns the message in `tokens`, which are all tokens of an answer so far. Unless the answer is `whole`,
+        leaves out tool calls and the end of the text that later tokens may change; where the renderer is no
+        TextRenderer, leaves out everything."""
         if not whole and not self._reads_pieces:
             return Reading("")
         message, _ = self._renderer.parse_response(tokens, self._tools)
@@ -90,7 +91,8 @@ AnswerReader = TextReader | MessageReader
 
 
 def _cut(text: str, ends: Sequence[str]) -> tuple[str, str | None]:
-    """Returns (the part of `text` before the first of `ends`, that end); (`text`, None) if it has none of them."""
+    """Returns (text, end): the part of `text` before the first of the strings `ends` in it, and that string; (`text`,
+    None) if it contains none of them."""
     place = first_of(ends, text)
     if place is None:
         return text, None
@@ -98,7 +100,8 @@ def _cut(text: str, ends: Sequence[str]) -> tuple[str, str | None]:
 
 
 def settled(text: str, ends: Sequence[str]) -> str:
-    """Returns `text` without an end that may be the beginning of one of `ends`, or an incomplete character."""
+    """Returns `text` without last characters that may be the beginning of one of the strings `ends`, or an incomplete
+    letter."""
     text = text.rstrip(UNFINISHED)
     for length in range(min(max(map(len, ends), default=1) - 1, len(text)), 0, -1):
         if any(end.startswith(text[-length:]) for end in ends):
@@ -107,7 +110,8 @@ def settled(text: str, ends: Sequence[str]) -> str:
 
 
 class AnswerPieces:
-    """Cuts one answer into pieces for one client, while it is sampled. `choice`: the answer's number in the reply."""
+    """Cuts one answer into pieces for one client, while the answer is sampled. `choice`: the answer's number in the
+    reply."""
 
     def __init__(self, reader: AnswerReader, choice: int, prompt_tokens: int) -> None:
         self._reader = reader
@@ -125,8 +129,8 @@ class AnswerPieces:
         return self._delta(part, reading.thinking, reading.content, None)
 
     def last(self, answer: ServiceAnswer) -> Delta:
-        """Returns the last piece, with the whole answer. Raises RequestRefused if it differs from the text already
-        sent."""
+        """Returns the last piece, with the whole answer. Raises RequestRefused if the answer differs from the text
+        already sent."""
         return self._delta(answer.sequence, answer.thinking, answer.content, answer)
 
     def _delta(self, part: SampledPart, thinking: str, content: str, answer: ServiceAnswer | None) -> Delta:

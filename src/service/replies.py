@@ -1,4 +1,4 @@
-"""Replies over HTTP that know whether their client is still connected."""
+"""HTTP replies that notice whether their client is still connected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EventReply(StreamingResponse):
 
 
 class DeliveredReply(Response):
-    """A reply that calls `delivered` once the whole reply was handed to a connection that is still open."""
+    """A reply that calls `delivered` once its last byte was handed to a connection that is still open."""
 
     def __init__(self, reply: Response, delivered: Callable[[], None]) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ USUAL = SamplingParams()
 
 
 class RequestRefused(Exception):
-    """A request that is not served. Each dialect writes it in its own error body."""
+    """The refusal of a request. Each dialect writes it in the form of its error bodies."""
 
     def __init__(
         self,
@@ -78,20 +78,22 @@ class TurnRequest:
     """One prompt to answer: a conversation, or a text, or token ids."""
 
     messages: tuple[Message, ...] = ()
-    """The whole conversation, as the client has it; empty for a prompt."""
+    """The whole conversation, as the client sent it; empty for a prompt that is text or token ids."""
     tools: tuple[ToolSpec, ...] = ()
     """The tools that the model may call."""
     text: str | None = None
     """A prompt as text."""
     ids: npt.NDArray[np.int32] | None = None
-    """A prompt as token ids; of one that is text, they are found in its session."""
+    """A prompt as token ids. For a prompt that is text, `TurnAnswering.match` adds them."""
     params: SamplingParams = USUAL
-    """How to sample, with the seed of the first answer. Clients do not see the strings of `stop`. A session is sampled
-    as its run says, because training must know the distribution: it takes only `max_tokens`, `stop` and `seed`."""
+    """How to sample, with the seed of the first answer. Clients do not see the strings of `stop`. In a session, only
+    `max_tokens`, `stop` and `seed` have an effect: the run decides the rest, because training must know the
+    distribution."""
     n: int = 1
     """Number of answers."""
     retry: bool = False
-    """The client has sent the same before, and has seen no answer (`x-stainless-retry-count` above 0)."""
+    """True if the client has sent the same request before and has seen no answer (`x-stainless-retry-count` above
+    0)."""
 
     @property
     def is_prompt(self) -> bool:
@@ -125,17 +127,17 @@ class ServiceAnswer:
     """A whole answer to a request, in the form that all dialects read."""
 
     choice: int
-    """Its number."""
+    """The number of the answer in the reply."""
     prompt: npt.NDArray[np.int32]
     """The token ids of its prompt."""
     sequence: SampledAnswer
-    """The tokens that were sampled, with the weights of each, and the message that they are."""
+    """The sampled tokens, the weights that sampled each part of them, and the message that they form."""
     finish: Finish
     """Why it ended."""
     stopped_by: str | None = None
-    """The string of the request that ended it, if one did."""
+    """The request's stop string that ended the answer; None: no stop string did."""
     node: int | None = None
-    """Its name in its session, if it is a session's."""
+    """The node of the answer in the tree of its session; None: it belongs to no session."""
 
     @property
     def content(self) -> str:
@@ -176,16 +178,16 @@ class Delta:
     choice: int
     """The number of the answer."""
     thinking: str
-    """More of its thinking."""
+    """The thinking that this piece adds."""
     content: str
-    """More of its text."""
+    """The text that this piece adds."""
     tokens: Sequence[int]
     """The tokens that were sampled since the last piece."""
     logprobs: Sequence[float]
-    """Their log-probabilities."""
+    """The log-probabilities of these tokens."""
     version: int
-    """The weights that sampled the last of them."""
+    """The version that sampled the newest token of the answer."""
     prompt_tokens: int
     """Number of tokens of the prompt."""
     answer: ServiceAnswer | None = field(default=None, repr=False)
-    """The whole answer, with its last piece."""
+    """The whole answer, if this is the last piece of the answer; else None."""

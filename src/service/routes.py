@@ -29,7 +29,7 @@ class Route:
     purpose: str
     """Its purpose."""
     function: str = ""
-    """The name of the function that answers it; "": FastAPI does."""
+    """The name of the function that answers it; "": FastAPI answers it."""
 
 
 ROUTES = (
@@ -83,14 +83,15 @@ CONSOLE_ROUTES = (
     Route("GET", "/console/api/logs", "admin", "the logs that there are", "logs"),
     Route("GET", "/console/api/log", "admin", "a part of a log", "log"),
 )
-"""The routes of the console (`service.console`), only here, because they are for administrators."""
+"""The routes of the console (`service.console`). They are for administrators, so the schema at `/openapi.json` does not
+have them. The page and its files are open to all, because they hold no data."""
 CALLERS = {route.path: route.caller for route in (*ROUTES, *CONSOLE_ROUTES)}
 ADMIN_ALONE = ("/export", "/reward")
 
 
 def add_routes(app: FastAPI, routes: Iterable[Route], functions: object, **options: Any) -> None:
-    """Adds `routes` to an app. Each is answered by the method of `functions` with the name `route.function`. (The name
-    of a model may have slashes.)"""
+    """Adds `routes` to an app. Each route is answered by the method of `functions` that `route.function` names; a route
+    without a function is left out. (The name of a model may have slashes.)"""
     for route in routes:
         if route.function:
             path = route.path.replace("{name}", "{name:path}")
@@ -98,8 +99,8 @@ def add_routes(app: FastAPI, routes: Iterable[Route], functions: object, **optio
 
 
 def in_session(path: str) -> tuple[str, str]:
-    """Returns (session, rest) of a path: the name of the session in it and the path after that; ("", path) if it names
-    none."""
+    """Returns (session, rest) of a path: the name of the session in the path, and the path after that name; ("", path)
+    if the path has no session."""
     if not path.startswith(SESSIONS):
         return "", path
     session, slash, rest = path.removeprefix(SESSIONS).partition("/")
@@ -117,8 +118,8 @@ def name_of(path: str) -> str:
 
 
 def caller_of(method: str, path: str) -> Caller:
-    """Returns which callers may use a path. An unknown path counts like the routes next to it, so that only callers who
-    may use these get 404."""
+    """Returns which callers may use a path. A path that the table does not have counts like the routes next to it, so
+    that only callers who may use these routes get the status 404."""
     session, rest = in_session(path)
     if path.startswith(SIGNED):
         return "all"

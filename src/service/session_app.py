@@ -20,7 +20,7 @@ class OpenBody(Body):
     """The body of a request that opens a session."""
 
     problem: Annotated[str, Field(max_length=1024)] = ""
-    """A name of the agent's task, which its export repeats."""
+    """A name of the agent's task, which the export of the session repeats."""
 
 
 class RewardBody(Body):
@@ -28,7 +28,8 @@ class RewardBody(Body):
 
     value: float
     answer: Annotated[int, Field(ge=0, lt=2**53)] | None = None
-    """The answer's name, as its `usage.answers` has it; none: the whole session."""
+    """The number of the answer, as the field `usage.answers` of its reply has it; None: the reward is for the whole
+    session."""
     metrics: Metrics = Field({})
 
 

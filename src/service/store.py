@@ -1,5 +1,5 @@
-"""Stores rows in one sqlite file. A service that starts again reads the promises of its last process to clients from
-it.
+"""Stores rows in one sqlite file. A service that is started again reads from it what its last process has promised to
+clients.
 
     DIR/store.sqlite    meta: key, value          `format` and `boot`
                         rows: id, owner, checksum, head, columns      in the order of `id`
@@ -7,15 +7,15 @@ it.
 
 A row is committed before any answer relies on it. From then on it survives the death of this process, whatever killed
 it. It is not forced onto the disk, which would cost milliseconds for each request: on a local file system sqlite keeps
-a write-ahead log and forces that only from time to time. So the store names the machine's boot. After another boot the
-last rows may be missing, and `open` returns True until the owner of the store has dealt with that (`note_boot`).
+a write-ahead log, and forces the log only from time to time. So the store names the machine's boot. After another boot
+the last rows may be missing, and `open` returns True until the service has dealt with the loss (`note_boot`).
 
 Where the file system is not local, sqlite's log does not work: there the store has a rollback journal, forces each row,
 and no other process can read it while it is open.
 
 sqlite rolls back a row after an interrupted commit. Other damage is refused by name, as is a store of another format:
-nothing is dropped in silence. Removed rows leave pages that later ones fill, so that the file is as large as the most
-that it had to hold at one time.
+nothing is dropped in silence. Removed rows leave pages that later rows fill, so the file is as large as its largest
+contents at any one time.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ from trireme.core.finite_json import to_json
 FILE = "store.sqlite"
 LOCK = "store.lock"
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-"""Linux names each start of a machine here."""
+"""The file in which Linux gives each boot of the machine an id."""
 MOUNTS = Path("/proc/self/mountinfo")
 LOCAL = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 """Types of file systems that belong to one machine, and on which processes share memory by a file."""
 BUSY_S = 5.0
 """Seconds for which a reader that copies the store may hold up its writer, and the other way round."""
 LOCK_S = 10.0
-"""Seconds within which a process that was killed, and wrote the store, has ended."""
+"""Seconds to wait for the lock of a store: within this time, a process that was killed while it had the store open has
+ended."""
 CHECKPOINT_PAGES = 4096
 """Pages of 4 KiB in the write-ahead log after which they are moved into the file."""
 DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
@@ -86,9 +87,9 @@ class Store:
         self._lock = -1
 
     def open(self) -> bool:
-        """Opens the store, or makes an empty one. Returns True if its last rows may be missing, because the machine has
+        """Opens the store, or makes an empty one. Returns True if the last rows may be missing, because the machine has
         booted since they were written. Raises StorageFailed if the store cannot be read or written, if another process
-        holds it, or if it is damaged or of another format."""
+        holds it, or if it is damaged or has another format."""
         with storage_errors(self.path):
             make_directory(self.path.parent)
             self._lock = _locked(self.path.with_name(LOCK))
@@ -122,7 +123,7 @@ class Store:
         return base
 
     def rows(self) -> Iterator[Row]:
-        """Yields all rows in order. Raises StorageFailed if a row is damaged."""
+        """Yields all rows in the order in which they were added. Raises StorageFailed if a row is damaged."""
         with _store_errors(self.path):
             yield from _rows(self._opened_base(), self.path)
 
@@ -193,9 +194,9 @@ class Store:
 
 
 def read_copy(directory: Path, row_format: str) -> tuple[list[Row], bool]:
-    """Returns the rows of the store in `directory`, and True if the machine has booted since they were written; ([],
-    False) if there is no store. Changes no file. Raises StorageFailed, also if a service holds the store so that it
-    cannot be read."""
+    """Returns (rows, booted): the rows of the store in `directory`, and True if the machine has booted since they were
+    written; ([], False) if there is no store. Changes no file. Raises StorageFailed, also if a service holds the store
+    so that other processes cannot read it."""
     path = directory / FILE
     if not path.exists():
         return [], False
@@ -215,8 +216,8 @@ def read_copy(directory: Path, row_format: str) -> tuple[list[Row], bool]:
 
 
 def _readable(path: Path, lock: BinaryIO) -> str:
-    """Returns the URI by which sqlite can read a store without changing it. Takes a shared lock on `lock` if no process
-    holds the store: no process can then take it until `lock` is closed."""
+    """Returns the URI by which sqlite can read a store without changing it. Takes a shared lock on the file `lock` if
+    no process holds the store: until `lock` is closed, no process can then open the store for writing."""
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         whole = not path.with_name(f"{FILE}-wal").exists()  # else a process that was killed has left rows there
@@ -226,7 +227,8 @@ def _readable(path: Path, lock: BinaryIO) -> str:
 
 
 def stamp(directory: Path) -> tuple[tuple[int, int], ...]:
-    """Returns the times and sizes of the store's files, for comparison: they change when the store is written."""
+    """Returns the times of change and the sizes of the store's files. Two results differ if the store was written in
+    between."""
     files = [path.stat() for path in (directory / FILE, directory / f"{FILE}-wal") if path.exists()]
     return tuple((file.st_mtime_ns, file.st_size) for file in files)
 
@@ -250,7 +252,8 @@ def _rows(base: sqlite3.Connection, path: Path) -> Iterator[Row]:
 
 
 def _checksum(head: str, columns: bytes) -> int:
-    """Returns the checksum of a row, as sqlite's signed integer: sqlite itself does not notice a changed byte."""
+    """Returns the checksum of a row as a signed integer of 64 bits, which sqlite can store. Sqlite itself does not
+    notice a changed byte."""
     hashed = xxhash.xxh3_64(head.encode())
     hashed.update(columns)
     return int.from_bytes(hashed.digest(), "big", signed=True)

@@ -47,7 +47,7 @@ SPANS: dict[str, Callable[..., AbstractContextManager[object]]] = {
     "publish_weights": lambda version, *_: trace.span("publish", version=version),
     "begin_save": lambda _: trace.span("begin_save"),
 }
-"""Spans of the verbs that appear in the trace, from the verb's arguments."""
+"""{verb: a function that makes the verb's span in the trace from its arguments}; other verbs have no span."""
 
 
 class ShardActor:
@@ -71,8 +71,8 @@ class ShardActor:
     @remote_method
     def rendezvous(self) -> tuple[str, int]:
         """Opens the store through which the ranks find each other, and returns its (host, port). Only rank 0 is called.
-        The store listens at this node's address in the Ray cluster alone; in a cluster started on this machine that
-        is 127.0.0.1."""
+        The store listens only at this node's address in the Ray cluster, which is 127.0.0.1 in a cluster started on
+        this machine."""
         host = ray.util.get_node_ip_address()
         listening = listen(host, self._config.cluster.port_range)
         self._store = self._open_store(host, listening.getsockname()[1], listening.detach())
@@ -157,13 +157,14 @@ class ShardActor:
     @in_group("give")
     def bucket(self, version: int, number: int) -> npt.NDArray[np.uint8]:
         """Returns bucket `number` of this rank's share of `version`, as bytes; also while a verb runs. Raises
-        WeightsGone."""
+        WeightsGone if this rank no longer has the version."""
         return self._versions.bucket(version, number)
 
     @remote_method
     @in_group("give")
     def lease(self, version: int) -> None:
-        """Keeps this rank's share of the bytes of `version` until `release`. Raises WeightsGone."""
+        """Keeps this rank's share of the bytes of `version` until `release`. Raises WeightsGone if this rank no longer
+        has the version."""
         self._versions.lease(version)
 
     @remote_method

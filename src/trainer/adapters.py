@@ -46,9 +46,9 @@ class WaitingAdapter:
 
     adapter: Adapter
     state: list[Tensor]
-    """Of each parameter its values, the moments and the count of steps: see `Adapters._live`."""
+    """For each parameter its values, AdamW's moments and AdamW's count of steps, in the order of `Adapters._live`."""
     gradients: list[Tensor | None]
-    """Of each parameter the gradient that was added so far; None before the first pass."""
+    """For each parameter the accumulated gradient; None before the first pass."""
 
 
 class Adapters:
@@ -102,8 +102,8 @@ class Adapters:
 
     @torch.no_grad()
     def use(self, name: str) -> None:
-        """Puts the adapter `name` into the model, and moves the one in use to host memory, unchanged. Does nothing if
-        `name` is in use. Raises BadInput for an unknown name."""
+        """Puts the adapter `name` into the model, and moves the adapter that was in use to host memory, unchanged. Does
+        nothing if `name` is in use. Raises BadInput for an unknown name."""
         if name == self.name:
             return
         entering = self._waiting.pop(name, None)
@@ -155,8 +155,9 @@ class Adapters:
             yield state["step"]
 
     def _start_values(self, spec: AdapterSpec, start: Path | None) -> Iterator[tuple[DTensor, Tensor]]:
-        """Yields each parameter with its whole first values: the values of an adapter of `spec.rank` on `spec.targets`,
-        read from `start` if given, padded with zeros to the parameter's shape."""
+        """Yields each parameter with its first values as an unsharded tensor: the values of an adapter of rank
+        `spec.rank` on the layers `spec.targets`, padded with zeros to the parameter's shape. They are read from `start`
+        if it is given, else A is random and B zero."""
         generator = torch.Generator().manual_seed(spec.seed)
         wholes = dict[str, Tensor]()
         local = dict[str, Tensor]()  # the parts of these that are the adapter's
@@ -223,8 +224,8 @@ class AdapterVerbs:
 
 
 def first_adapter(config: CommonConfig, mesh: Mesh) -> Adapter | None:
-    """Returns the adapter with which the model begins: rank, alpha and the digest of its base, the same on all ranks;
-    None if the whole model is trained. Collective."""
+    """Returns the description of the adapter with which the model begins: rank, alpha and the digest of the base
+    weights, the same on all ranks. Returns None if the whole model is trained. Collective."""
     lora = config.trainer.lora
     if lora.rank is None:
         return None

@@ -2,9 +2,9 @@
 
 It is registered with transformers under the name `PACKED`, so every model that takes its attention from the registry
 can be packed. Two arguments of the model's forward pass give the positions of the sequences, under transformers' names:
-`cu_seq_lens_q` int32 [sequences + 1], and `max_length_q`, the longest. Without them each row is one sequence. A row of
-distinct tokens has `path` too, and `cu_seq_lens_k` and `max_length_k` for the sequences along it
-(`trainer.shared_attention`). Models make no mask for an attention of this name.
+`cu_seq_lens_q` int32 [sequences + 1], and `max_length_q`, the tokens of the longest one. Without them each row is one
+sequence. A row in which each common prefix stands once has `path` too, and `cu_seq_lens_k` and `max_length_k` for the
+sequences along `path` (`trainer.shared_attention`). Models make no mask for an attention of this name.
 
 On GPUs in 16 bits, PyTorch's variable-length kernel skips pairs of different sequences. It is FlashAttention 2, or 3
 where that is installed and computes the same (`choose_kernel`). Elsewhere a mask over all pairs of tokens gives the
@@ -50,8 +50,8 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_head
 
 def _try_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> None:
     """Computes two short random sequences, with gradients, packed and with a common prefix, by the kernel and by
-    `masked_attention` in float32. With a prefix, a third sequence is the first one again, and has no query. Raises
-    RuntimeError if they differ by more than the rounding of 16 bits."""
+    `masked_attention` in float32. In the row with a common prefix a third sequence repeats the first one, so that it
+    has no query. Raises RuntimeError if the results differ by more than the rounding of 16 bits."""
     longest = 13
     starts = torch.tensor([0, 13, 24, 37], dtype=torch.int32, device=device)
     own_starts = torch.tensor([0, 13, 17, 17], dtype=torch.int32, device=device)
@@ -122,10 +122,11 @@ def packed_attention(
     **options: object,
 ) -> tuple[Tensor, None]:
     """Computes causal attention within each sequence of packed rows. `query` is [B, heads, L, dim], `key` and `value`
-    are [B, key heads, L, dim]; returns ([B, L, heads, dim], None).
+    are [B, key heads, L, dim]; returns ([B, L, heads, dim], None). The module's docstring explains the arguments from
+    `cu_seq_lens_q` to `path`.
 
-    Other arguments are ignored; `trainer.proof` shows at the start that none of them matters. It could not show that
-    for a soft cap, which changes only large scores. So a soft cap, a mask or dropout raises BadInput.
+    `options` are ignored; `trainer.proof` shows at the start that none of them matters. It could not show that for a
+    soft cap, which changes only large scores. So a soft cap, a mask or dropout raises BadInput.
     """
     if options.get("softcap") is not None or attention_mask is not None or dropout:
         if attention_mask is not None:
@@ -163,8 +164,9 @@ def masked_attention(
     sliding_window: int | None,
     scale: float | None = None,
 ) -> Tensor:
-    """Computes the same as the variable-length kernel, with a mask [T, T]; returns [T, heads, dim]. `starts` int32
-    [sequences + 1]: where each sequence begins."""
+    """Computes the same as the variable-length kernel, with a mask [T, T]. `query` is [T, heads, dim], `key` and
+    `value` are [T, key heads, dim]; returns [T, heads, dim]. `starts` int32 [sequences + 1]: where each sequence
+    begins."""
     place = torch.arange(len(query), device=query.device)
     sequence = torch.searchsorted(starts[1:].to(place.dtype), place, right=True)
     back = place[:, None] - place

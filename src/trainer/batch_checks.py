@@ -45,8 +45,8 @@ class PublishedVersions:
         self._identities = [i for i in identities if deadline(i.version, self._max_steps) >= newest.version]
 
     def check(self, provenance: Provenance) -> None:
-        """Raises ProvenanceError unless `provenance.step` is the newest version, every token was sampled by a version
-        kept here, and every group's age is 0 to `max_steps_off_policy`."""
+        """Raises ProvenanceError unless `provenance.step` is the newest version, every token was sampled by one of the
+        versions in this object, and every group's age is from 0 to `max_steps_off_policy`."""
         if self._identities:
             version = self._identities[-1].version
         else:
@@ -69,9 +69,9 @@ class PublishedVersions:
 
 
 def find_refusal(part: BatchPart, vocab_size: int, loss_fn: str | None = None) -> BadInput | None:
-    """Returns the error with which to refuse `part`, None if it can be computed. It is refused for a token outside the
-    vocabulary, for a missing column that the loss needs (without a loss: `target_tokens`), and for a token with an
-    advantage but mask 0."""
+    """Returns the error with which to refuse `part`, None if `part` can be computed. It is refused for a token outside
+    the vocabulary, for a missing column that the loss needs (without a loss: `target_tokens`), and for a token that has
+    an advantage other than 0 although its mask is 0."""
     batch = part.batch
     if loss_fn:
         needed = find_loss(loss_fn).columns

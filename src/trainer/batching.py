@@ -1,11 +1,12 @@
 """The plan: which datums a shard computes together, and how its results return to the order of the batch.
 
 A micro-batch is a rectangle of rows (one datum each, padded on the right to the longest); or packed, one row of datums
-that do not see each other; or with shared prefixes, one row of distinct tokens (`trainer.shared_rows`). It has at most
-`micro_batch_tokens` tokens, with padding. This bounds memory and changes nothing else, because losses are sums over
-tokens. Every rank computes the same plan from the same lengths and shared prefixes, and takes its own part; other rooms
-get the first half of the plan, which says which datums each rank computes. All ranks run the same number of
-micro-batches, so that all take part in each collective; a rank with fewer runs fillers of weight 0.
+that do not see each other; or with shared prefixes, one row in which each common prefix stands once
+(`trainer.shared_rows`). It has at most `micro_batch_tokens` tokens, with padding. This bounds memory and changes
+nothing else, because losses are sums over tokens. Every rank computes the same plan from the same lengths and shared
+prefixes, and takes its own part. Other rooms use only the first half of the plan, which says which datums each rank
+computes. All ranks run the same number of micro-batches, so that all take part in each collective; a rank with fewer
+micro-batches runs fillers, which repeat a datum with weight 0.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ MICRO_BATCH_COST = 32
 GOOD_ENOUGH = 1e-4
 """Share by which the highest cost of a rank may exceed the mean."""
 OVER_MEAN = 1.1
-"""A tree that costs more than this times a rank's mean is cut. The larger of two halves costs a little more than the
-mean, and would else be cut again."""
+"""A tree that costs more than this times the mean cost of a rank is cut. The larger of two halves may cost a little
+more than the mean, and would else be cut again."""
 OVER_LONGEST = 1.25
-"""A row of distinct tokens may have this many times the tokens of the longest datum, if that is more than
-`micro_batch_tokens`: else a datum longer than a row could share its prefix with no other."""
+"""A row with shared prefixes may have this many times the tokens of the longest datum, if that is more than
+`micro_batch_tokens`: else a datum longer than a row could share its prefix with no other datum."""
 LEAST_SAVING = 0.05
 """Share of the cost that shared prefixes must save, with `trainer.share_prefixes` auto."""
 
@@ -46,11 +47,12 @@ class MicroBatch:
     shared: tuple[int, ...] = ()
     """With how many tokens of the datum before it each datum begins, 0 for the first; empty if nothing is shared."""
     filler: bool = False
-    """Repeats a datum with weight 0: no loss, no metrics."""
+    """True: it repeats a datum with weight 0, so that this rank takes part in collectives; it has no loss and no
+    metrics."""
 
     def sizes(self, lengths: Numbers) -> tuple[Numbers, Numbers]:
-        """Returns the tokens of each of its datums, and how many of them are shared with the datum before, both int64
-        [N]. `lengths` int64 [D]: the tokens of every datum of the batch."""
+        """Returns two numbers for each of the N datums of the micro-batch, both int64 [N]: its tokens, and how many of
+        them it shares with the datum before it. `lengths` int64 [D]: the tokens of every datum of the batch."""
         whole = lengths[list(self.datums)]
         return whole, np.asarray(self.shared or np.zeros(len(whole)), np.int64)
 
@@ -107,7 +109,7 @@ def compute_cost(lengths: npt.NDArray[np.int64], attention_length: int) -> npt.N
 
 @dataclass(frozen=True)
 class Tree:
-    """Datums that one rank computes together: a run of a forest's order."""
+    """Datums that one rank computes together. They follow each other in the order of a `Forest`."""
 
     datums: Numbers
     """[N], their numbers in the batch."""
@@ -115,7 +117,8 @@ class Tree:
     """[N], as in `Forest`; 0 for the first one."""
 
     def part(self, first: int, end: int) -> Tree:
-        """Returns the tree of the datums from `first` to `end`, with the prefix of its first datum whole."""
+        """Returns the tree of the datums with the places from `first` up to, not including, `end`. Its first datum
+        shares nothing, so that it is computed whole."""
         shared = self.shared[first:end].copy()
         shared[0] = 0
         return Tree(self.datums[first:end], shared)
@@ -146,8 +149,9 @@ class RankAssignment:
         return balance(compute_cost(lengths, self.attention_length), self.num_ranks)
 
     def trees(self, forest: Forest) -> list[list[Tree]] | None:
-        """Returns the trees of each rank, most expensive first; None if nothing is shared. With `share` auto that is
-        also the case if sharing does not lower the highest cost of a rank by LEAST_SAVING. No clock decides."""
+        """Returns the trees of each rank, most expensive first. Returns None if nothing is shared; and, with `share`
+        auto, if sharing does not lower the highest cost of a rank by LEAST_SAVING. The decision depends on the forest
+        alone, not on measured times."""
         if self.share == "off" or not forest.shared.any():
             return None
         trees, cost_N = self._cut_trees(forest)
@@ -160,8 +164,8 @@ class RankAssignment:
         return [[trees[n] for n in numbers] for numbers in trees_R]
 
     def _cut_trees(self, forest: Forest) -> tuple[list[Tree], Numbers]:
-        """Returns the trees of the forest and the cost of each, int64 [N]. A tree that costs more than a rank's mean
-        (OVER_MEAN) is cut in two at the place that leaves the cheapest larger part, again and again."""
+        """Returns the trees of the forest and the cost of each tree, int64 [N]. As long as a tree costs more than
+        OVER_MEAN times the mean cost of a rank, it is cut in two, at the place where the larger part is cheapest."""
         order = forest.order
         prefix_D = compute_cost(forest.shared, self.attention_length)
         cost_D = compute_cost(forest.lengths[order], self.attention_length) - prefix_D
@@ -187,7 +191,8 @@ class RankAssignment:
 
 def _cut(datums: list[int], lengths_D: npt.NDArray[np.int64], micro_batch_tokens: int) -> list[MicroBatch]:
     """Cuts `datums`, longest first, into padded rectangles of at most `micro_batch_tokens` tokens, at the lowest total
-    cost: all tokens with padding, plus MICRO_BATCH_COST for each rectangle. A longer datum is alone.
+    cost: all tokens with padding, plus MICRO_BATCH_COST for each rectangle. A datum longer than `micro_batch_tokens` is
+    a rectangle by itself.
 
     `least[i]` is the cost of the first i datums; the last rectangle for these begins at datum `begin[i]`.
     """
@@ -228,23 +233,22 @@ def _pack(datums: list[int], lengths_D: npt.NDArray[np.int64], micro_batch_token
 
 @dataclass(frozen=True)
 class RowSize:
-    """The size of a row of distinct tokens."""
+    """The size of a row of datums in which each common prefix stands once."""
 
     distinct: int
-    """Its tokens."""
+    """Tokens of the row."""
     datums: int
     longest: int
-    """Tokens of the longest datum. For a user's own loss columns are rectangles, with a row as long as this for each
-    datum."""
+    """Tokens of the longest datum. A loss of the user's gets columns as rectangles [datums, longest]."""
 
     def joined(self, other: RowSize) -> RowSize:
-        """Returns the size of a row with the datums of both."""
+        """Returns the size of one row with the datums of both rows."""
         longest = max(self.longest, other.longest)
         return RowSize(self.distinct + other.distinct, self.datums + other.datums, longest)
 
     def fits(self, most_tokens: float) -> bool:
-        """Returns True if it has at most `most_tokens` distinct tokens, and columns with at most FLAT_TOKENS places for
-        each of `most_tokens`."""
+        """Returns True if the row has at most `most_tokens` tokens, and a column as a rectangle [datums, longest] at
+        most FLAT_TOKENS * `most_tokens` places."""
         return self.distinct <= most_tokens and self.datums * self.longest <= FLAT_TOKENS * most_tokens
 
 
@@ -267,8 +271,8 @@ def _pack_trees(trees: Sequence[Tree], lengths_D: Numbers, most_tokens: float) -
 
 
 def _cut_tree(tree: Tree, lengths_D: Numbers, most_tokens: float) -> Iterator[tuple[Tree, RowSize]]:
-    """Yields the tree in parts that fit into a row, with their sizes. A part has the prefix of its first datum
-    whole."""
+    """Cuts the tree into parts that fit into a row (`RowSize.fits`), and yields each part with its size. The first
+    datum of a part shares nothing, so that it is computed whole."""
     first = 0
     size = RowSize(0, 0, 0)
     lengths = lengths_D[tree.datums].tolist()
@@ -360,7 +364,7 @@ class ShardOutput:
     tokens: int = 0
     """Tokens of its datums."""
     distinct: int = 0
-    """Tokens that it computed of these."""
+    """How many of these tokens it computed; fewer than all with shared prefixes."""
 
     def parts(self, lengths: Numbers) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
         """Yields (number in the batch, logprobs float32 [tokens]) of each datum that the shard computed. `lengths`

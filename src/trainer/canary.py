@@ -20,8 +20,8 @@ tokens, routed differently after rounding, count little."""
 
 
 def canary_tokens(vocab_size: int, max_seq_len: int, *, experts: bool) -> npt.NDArray[np.int32]:
-    """Returns the canary's fixed sequence of tokens, int32 [T]; a model with `experts` gets a longer one. T is
-    AFTER_CANARY below `max_seq_len`, because a replica samples more tokens after it."""
+    """Returns the canary's fixed sequence of tokens, int32 [T]; a model with `experts` gets a longer sequence. T leaves
+    AFTER_CANARY tokens free below `max_seq_len`, because a replica samples more tokens after the sequence."""
     length = TOKENS_OF_EXPERTS if experts else CANARY_TOKENS
     position = np.arange(max(SHORTEST_CANARY, min(length, max_seq_len - AFTER_CANARY)), dtype=np.int64)
     return ((31 * position**2 + 17 * position + 3) % vocab_size).astype(np.int32)

@@ -39,8 +39,9 @@ def trial_batches(vocabulary: int, most_tokens: int, longest: int) -> list[Token
 
 
 def trial_micro_batches(batch: TokenBatch, sharding: Sharding) -> list[MicroBatch]:
-    """Returns the ways in which the trial computes `batch`: each datum whole and, where prefixes are shared, as if each
-    datum began with half of the tokens that the shorter of it and the datum before it has."""
+    """Returns the micro-batches in which the trial computes `batch`. The first one computes each datum whole. Where
+    prefixes are shared, a second one treats each datum as if it shared a prefix with the datum before it, half as long
+    as the shorter of the two."""
     datums = tuple(range(len(batch)))
     micro_batches = [MicroBatch(datums)]
     if sharding.shares:
@@ -71,9 +72,9 @@ def why_uncompiled(
     *,
     whole: bool,
 ) -> str:
-    """Computes log-probabilities and gradients of `batches` with compiled and with uncompiled layers. Returns "" if
-    both agree on all ranks. Else returns why layers cannot be compiled, and this process compiles nothing from now
-    on.
+    """Computes log-probabilities and gradients of `batches` with compiled and with uncompiled layers. Returns "" if the
+    results agree on all ranks. Else returns why layers cannot be compiled, and makes this process compile nothing from
+    now on.
 
     `tolerance`: the largest difference of a log-probability that rounding explains. `whole`: a layer has to compile as
     a single graph. Leaves no gradient. Collective.
@@ -125,8 +126,8 @@ def _in_one_line(text: str) -> str:
 def _pass(
     model: PreTrainedModel, sharding: Sharding, passes: Passes, mesh: Mesh, part: BatchPart, micro: MicroBatch
 ) -> tuple[Tensor, float]:
-    """Computes a micro-batch of `part`, forward and backward. Returns its log-probabilities [T], and the norm of the
-    gradient of their sum over all shards. The gradient is dropped."""
+    """Computes a micro-batch of `part`, forward and backward. Returns its log-probabilities [T], and the norm, over all
+    shards, of the gradient of their sum. Drops the gradient."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     try:
         with sharding.layout_of(model, [micro]), sharding.accumulating(model) as next_pass:

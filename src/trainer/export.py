@@ -34,8 +34,8 @@ def companion_files(
     tokenizer: str, model: PreTrainedModel | None = None, dtype: torch.dtype | None = None
 ) -> dict[str, bytes]:
     """Returns {name: contents} of the files that accompany saved tensors: the files of `tokenizer` (a local directory
-    or a name on the hub). For a `model` the configuration, which then names `dtype`, and the generation configuration
-    are added. Raises StorageFailed if the temporary directory of these files cannot be written.
+    or a name on the hub) and, with `model`, its generation configuration and its configuration, in which `dtype` stands
+    as the dtype of the weights. Raises StorageFailed if the temporary directory of these files cannot be written.
     """
     parts: list[Any] = [AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)]
     if model is not None:
@@ -58,9 +58,9 @@ def write_weights(
     adapter: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> list[FileRecord]:
-    """Writes the tensors and `companions` into directory `path`; returns the records of all files. A model is cut into
-    files of about `file_bytes` bytes with an index, an `adapter` is one file. The tensors `entries` are read from
-    `buckets`. Raises StorageFailed.
+    """Writes tensors and the files `companions`, {name: contents}, into directory `path`; returns the records of all
+    files. A model is cut into files of about `file_bytes` bytes with an index, an `adapter` is one file. `entries` say
+    where in `buckets` the tensors are. Raises StorageFailed.
 
     A safetensors file begins with 8 bytes, the length of a JSON object, little-endian, and that object, padded with
     spaces to a multiple of 8 bytes. Source: https://github.com/safetensors/safetensors#format
@@ -93,9 +93,9 @@ def write_weights(
 def own_part(
     entries: Sequence[TensorEntry], buckets: Sequence[npt.NDArray[np.uint8]], spec: AdapterSpec
 ) -> tuple[list[TensorEntry], list[npt.NDArray[np.uint8]]]:
-    """Returns an adapter's tensors, as entries and buckets, without the zeros that pad it to the model's rank and
-    layers. It keeps A [rank, inputs] and B [outputs, rank] of the layers `spec.targets`, each tensor in a bucket of
-    its own."""
+    """Returns an adapter's tensors, as entries and buckets, without the zeros that pad them to the rank and the layers
+    of `trainer.lora`: A [rank, inputs] and B [outputs, rank] of the layers `spec.targets`, every tensor in a separate
+    bucket."""
     local_entries: list[TensorEntry] = []
     parts: list[npt.NDArray[np.uint8]] = []
     for entry in entries:

@@ -60,12 +60,12 @@ if TYPE_CHECKING:
 GIVERS = 4
 """Threads of a shard that serve buckets."""
 SENDING_SHARE = 0.5
-"""The part of `timeouts.collective_s` in which a version is sent: a shard that waits for a replica keeps the others
-waiting in the next gather, which must not fail for that."""
+"""The part of `timeouts.collective_s` after which the sending of a version is given up: a shard that waits for a
+replica keeps the other shards waiting in the next gather, whose time limit must not be exceeded by this wait."""
 INQUEST_S = 3.0
 """Time limit, after a failure, for asking the other shards about it."""
 COLLECTIVE_TIMEOUT = re.compile(r"timed out|timeout", re.IGNORECASE)
-"""In the error of a rank that has waited for others in a collective."""
+"""Matches the error of a rank whose collective has timed out while it waited for other ranks."""
 Value = TypeVar("Value")
 Args = TypeVarTuple("Args")
 PROGRESS_S = 30.0
@@ -73,15 +73,15 @@ PROGRESS_S = 30.0
 
 
 class _VerbNames:
-    """Stands for the class `Shard`, which imports torch: its attributes are their own names, as `ShardActor.call` takes
-    them."""
+    """Stands for the class `Shard`, whose module imports torch. Every attribute is a string, the attribute's name: the
+    name of a verb, as `ShardActor.call` takes it."""
 
     def __getattr__(self, name: str) -> str:
         return name
 
 
 VERBS = cast("type[Shard]", _VerbNames())
-"""The verbs of the shards. For mypy and editors each is the method."""
+"""The names of the shards' verbs: `VERBS.forward` is "forward", but for mypy and editors the method of `Shard`."""
 
 
 class TrainerHandle:
@@ -105,10 +105,10 @@ class TrainerHandle:
     ) -> None:
         """`actors_R`: the shards' actors; `ready_R`: references that resolve once the shards are set up.
 
-        `offer`: asks the replicas to receive a version while the trainer sends it, and returns the session of those
-        that are ready; used with transports that have sessions. Sending is given up after `offered_s` seconds, at most
-        SENDING_SHARE of the time limit of a collective. Without `offer`, or with no replica ready, replicas fetch the
-        bytes on demand.
+        `offer`: asks the replicas to receive a version while the trainer sends it, and returns a
+        `trireme.core.transport.Session`, which names the replicas that are ready. Only transports that send to a fixed
+        group of replicas use it. Sending is given up after `offered_s` seconds, at most SENDING_SHARE of the time limit
+        of a collective. Without `offer`, or with no replica ready, replicas fetch the bytes on demand.
         """
         self._timeouts = config.timeouts
         self._actors_R = actors_R
@@ -156,8 +156,9 @@ class TrainerHandle:
         return list(self._ready_R), [f"trainer shard {rank}" for rank in range(len(self._actors_R))]
 
     def shown(self) -> tuple[str, str]:
-        """Returns two texts: the result of the model's proof at the start (`trainer.proof`) with notes on layers,
-        memory and sums; and what the configuration asks for and the model cannot ("" otherwise)."""
+        """Returns two texts for the log. The first has the result of the model's proof at the start (`trainer.proof`),
+        with notes on compiled layers, memory and the tensors that the digest needs gathered. The second says what the
+        configuration asks for and the model cannot do, such as packed rows ("" if there is nothing)."""
         text, notice = self._call(VERBS.shown)[0]
         return text, notice
 
@@ -168,11 +169,11 @@ class TrainerHandle:
         loss_fn_config: Mapping[str, float] | None = None,
         provenance: Provenance | None = None,
     ) -> ForwardBackwardOutput:
-        """Adds the gradient of the raw masked sum of the loss over `data` to the gradient so far. Returns
-        log-probabilities, metrics and suspects; no log-probabilities if `data` is a `StoredBatch`. With
-        `provenance`, raises ProvenanceError for tokens or floors that are too old.
+        """Adds the gradient of the raw masked sum of the loss over `data` to the accumulated gradient. Returns
+        log-probabilities (none if `data` is a `StoredBatch`), metrics, and the numbers of the datums whose loss is not
+        finite. With `provenance`, raises ProvenanceError for tokens or floors that are too old.
 
-        gspo takes one more forward pass if a sequence has several datums, because no shard sees all of them.
+        The loss gspo takes one more forward pass if a sequence has several datums, because no shard sees all of these.
         """
         batch = self._stored(data)
         is_stored = isinstance(data, StoredBatch)
@@ -218,9 +219,9 @@ class TrainerHandle:
     def forward_summarized(
         self, data: Batch, which: Which, name: str, summarize: Summary
     ) -> tuple[StoredBatch, npt.NDArray[np.float64]]:
-        """Computes the log-probabilities of `data` under `which` model, and leaves them where the datums are. Returns a
-        batch that has them as its column `name`, and K numbers about each datum, which `summarize` computes from
-        this column: float64 [K, D]."""
+        """Computes the log-probabilities of the `target_tokens` of `data` under the policy or the reference (`which`).
+        They stay in the object store: the returned batch refers to them as its column `name`. Also returns K numbers
+        about each datum, float64 [K, D], which `summarize` computes from the datum and this column."""
         return self._summarized(self._stored(data), which, name, summarize)
 
     def _summarized(
@@ -298,8 +299,9 @@ class TrainerHandle:
         self._call(VERBS.free_memory)
 
     def _session(self, version: int) -> Session | None:
-        """Offers `version` to the replicas. Returns the session of the replicas that are ready; None if the transport
-        has no sessions or the handle has no `offer`."""
+        """Offers `version` to the replicas. Returns the `Session` for its sending, which names the replicas that are
+        ready to receive it and the seconds that are left. Returns None if the transport does not send to a fixed group
+        of replicas, or if the handle has no `offer`."""
         self._terms_R = self._terms_R or self._call(VERBS.terms)
         sizes = self._terms_R[0][0]
         endpoints_R = tuple(endpoint for _, endpoint in self._terms_R if endpoint)
@@ -313,8 +315,8 @@ class TrainerHandle:
         """Begins to save weights, AdamW's state and random generators, as earlier calls leave them, into directory
         `path`: each shard writes its own files, at this path on its node. Does not wait; training may continue.
 
-        The result waits for the save and gives the records of all files, or raises StorageFailed, which leaves the
-        trainer usable.
+        `wait` of the result waits until all files are on the disk and returns their records, or raises StorageFailed,
+        which leaves the trainer usable.
         """
         begun_R = self._begin(VERBS.begin_save, path)
         saved_R = [
@@ -333,8 +335,8 @@ class TrainerHandle:
         return self._wait("load_state", refs_R, self._timeouts.checkpoint_s)[0]
 
     def save_weights(self, path: Path, published: PublishedWeights) -> Pending[FileRecord]:
-        """Begins to write `published` into directory `path` in the Hugging Face layout, on the node of shard 0. Does
-        not wait; the result gives the records of the files, or raises StorageFailed."""
+        """Begins to write the weights `published` into directory `path` in the Hugging Face layout, on the node of
+        shard 0. Does not wait; `wait` of the result returns the records of the files, or raises StorageFailed."""
         self._transport.lease(published.source)  # which the shard ends
         return Pending([self._actors_R[0].save_weights.remote(path, published)], self._names_R[:1])
 
@@ -374,10 +376,10 @@ class TrainerHandle:
             raise self._inquest(verb, error, refs_R) from error.__cause__
 
     def _inquest(self, verb: str, error: RoomFailed, refs_R: Sequence[Ref[object]]) -> RoomFailed:
-        """Returns the error to report when `verb` failed with `error`; asks the other shards for their part in it. A
-        dead shard is named instead of the shards that lost the connection to it. After a hang, the error says where
-        each shard is; after a collective that timed out, where the shards are that still do not answer. `refs_R`:
-        the calls' references."""
+        """Waits shortly for the calls of the other shards, and returns the error to report when `verb` failed with
+        `error`. The error names a dead shard instead of the shards that lost the connection to it. After a hang, it has
+        the stack trace of each shard; after a collective that timed out, the stack traces of the shards that still do
+        not answer. `refs_R`: the references to the results of the calls, by rank."""
         if error.__cause__ is None:
             return RoomFailed(f"{verb}: {error}\n{''.join(self._whereabouts(range(len(refs_R))))}")
         if isinstance(error.__cause__, RayActorError):
@@ -404,8 +406,8 @@ class TrainerHandle:
             yield f"trainer shard {rank} {state}"
 
     def _ask(self, refs: Mapping[int, Ref[Value]]) -> Iterator[tuple[int, Value | RoomFailed]]:
-        """Waits for the references, INQUEST_S seconds in all. Yields (rank, answer) for each; the RoomFailed in place
-        of an answer that failed or did not come."""
+        """Waits for the references `refs`, {rank: reference}, INQUEST_S seconds in all. Yields (rank, answer) for each
+        of them; the answer is a RoomFailed if the call failed or did not end in time."""
         deadline = time.monotonic() + INQUEST_S
         for rank, ref in refs.items():
             try:

@@ -28,8 +28,8 @@ from trireme.plan.memory import chunk_logits
 
 METHOD = "token_logprobs"
 CAST_ELEMENTS = 2**19
-"""Elements of the matrix that a CPU casts at a time: 2 MiB of float32, which stay in its cache. A copy of all is made
-in new memory each time, which the system gives page by page."""
+"""Elements of the output matrix that a CPU casts at a time: 2 MiB of float32, which stay in its cache. A cast of the
+whole matrix would go to new memory each time, which the system gives page by page."""
 
 
 def add_token_logprobs(model: PreTrainedModel, head_dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -75,8 +75,8 @@ def _forward(
 
 
 def _head(model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns two factors with the logits as their product: hidden states [T, H] and the output matrix [V, H]. A bias b
-    adds a column to both, and an adapter of rank r adds r: W h + b + B (A h) = [W b B] [h; 1; A h]."""
+    """Returns two factors whose product is the logits: hidden states [T, H] and the output matrix [V, H]. A bias b adds
+    a column to both factors, and an adapter of rank r adds r columns: W h + b + B (A h) = [W b B] [h; 1; A h]."""
     head = model.get_output_embeddings()
     columns = [hidden]
     weights = [head.weight]
@@ -116,10 +116,10 @@ def chosen_logprobs(
 ) -> Tensor:
     """Returns the log-probabilities of targets at chosen places of the rows: float32 [M], in the order of `targets`.
 
-    `tokens` int64 [B, L], `sequences`: as in `token_logprobs`. `places` int64 [N]: in the rows, one after the other;
-    `temperatures` float32 [N], of each place. `targets` int64 [M], with `bounds` (a numpy array) as in
-    `SelectedLogprobs`: a place may have several. For a row of distinct tokens `trainer.shared_rows.HeadRows` makes
-    them.
+    `tokens` int64 [B, L], `sequences`: as in `token_logprobs`. `places` int64 [N]: the chosen places in the flattened
+    rows; `temperatures` float32 [N]: the temperature of each place, None: all 1. `targets` int64 [M]: a place may have
+    several targets, and `bounds` (a numpy array) says which they are, as in `SelectedLogprobs`. For a row with shared
+    prefixes `trainer.shared_rows.HeadRows` has places, temperatures and bounds.
     """
     logprobs: Tensor = getattr(model, METHOD)(tokens, targets, temperatures, places, bounds, **sequences)
     return logprobs
@@ -207,8 +207,8 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def _chunks(tokens: int, vocabulary: int, logits: int) -> list[slice]:
-    """Cuts `tokens` tokens into slices with at most `logits` logits each, `vocabulary` for each token, but at least one
-    token."""
+    """Cuts `tokens` tokens into slices. A slice has at most `logits` logits, where each token has `vocabulary` logits;
+    but at least one token."""
     size = max(1, logits // vocabulary)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 

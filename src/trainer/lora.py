@@ -41,7 +41,8 @@ WEIGHTS = "adapter_model.safetensors"
 BASE = "base.json"
 """The files of an adapter: peft's two, and our record of the model that it was trained on."""
 OTHER_FORMULAS = ("use_dora", "use_rslora", "fan_in_fan_out", "alpha_pattern", "rank_pattern", "modules_to_save")
-"""Options of peft with which an adapter adds another term than B A x alpha / rank to its layers."""
+"""Options of peft's configuration with which an adapter is no plain LoRA: it adds another term than B A x alpha / rank
+to its layers."""
 
 
 def peft_config(lora: LoraConfig) -> PeftConfig:
@@ -105,8 +106,8 @@ def adapter_mode(model: nn.Module, *, off: bool = False, dropout: bool = False) 
 def adapter_units(
     model: PreTrainedModel, dtype: torch.dtype, device: torch.device
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yields each whole tensor of the adapter in use, in `dtype` on `device`, under its name in peft's files, as a unit
-    of one. Collective."""
+    """Yields each whole tensor of the adapter in use, in `dtype` on `device`, with its name in peft's files. Every
+    tensor comes in a list with one item, because publishing takes lists of tensors. Collective."""
     for name, parameter in _adapter_parameters(model):
         yield [(name, cast(DTensor, parameter.detach().to(device)).full_tensor().to(dtype))]
 
@@ -119,8 +120,8 @@ def published_adapters(model: PreTrainedModel, dtype: torch.dtype) -> list[list[
 
 
 def adapter_sums(model: PreTrainedModel, dtype: torch.dtype, *, is_first: bool) -> ShardSums:
-    """Returns what computes this rank's share of the sums (for the digest) of the tensors of `adapter_units`.
-    `is_first`: as in `ShardSums`."""
+    """Returns the object that computes, for the digest, this rank's share of the sums of the tensors that
+    `adapter_units` yields. `dtype`: in which they are published; `is_first`: as in `ShardSums`."""
     return ShardSums([dict(_adapter_parameters(model))], dict, dtype, is_first=is_first)
 
 

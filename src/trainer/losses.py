@@ -66,7 +66,7 @@ Columns = Mapping[str, "Tensor"]
 UNREAD = ("target_tokens", "versions")
 """Columns that only a user's own loss may read."""
 Metrics = dict[str, "float | Tensor"]
-"""Tensors have one number, on the device of the pass: reading it there would wait for all earlier work."""
+"""{name: value}. A tensor holds one number, on the device of the pass: to read it would wait for all earlier work."""
 LossFn = Callable[["Tensor", Columns, Mapping[str, float]], tuple["Tensor", Metrics]]
 CustomLoss = Callable[[Sequence[Datum], Sequence["Tensor"]], tuple["Tensor", Mapping[str, float]]]
 """Takes the datums and the log-probabilities of their targets (float32 [T] each); returns the loss and metrics."""
@@ -84,10 +84,11 @@ def _only(values: Tensor, mask: Tensor) -> Tensor:
 
 
 class _Ratios:
-    """The ratios p / q, masked and truncated, from which all ratio losses start.
+    """The ratios r = exp(p - q) of trainer to sampler, masked and truncated, from which all ratio losses start.
 
-    `mask` is 0 also where the ratio is outside the range of `mask_ratio_low` and `mask_ratio_high`. `log` = p - q and
-    `advantages` are 0 where `mask` is 0. `metrics` count the masked tokens and, after `exp`, the truncated ones.
+    `mask` is the column `mask`, with 0 also where r is outside the range from `mask_ratio_low` to `mask_ratio_high`.
+    `log` = p - q and `advantages` are 0 where `mask` is 0. `metrics` count the tokens whose r is outside this range
+    and, after `exp`, the tokens whose r is truncated.
     """
 
     def __init__(self, p: Tensor, columns: Columns, config: Mapping[str, float]) -> None:
@@ -118,19 +119,22 @@ def _thresholds(columns: Columns, config: Mapping[str, float], like: Tensor) -> 
 
 
 def cross_entropy(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """sum -p weights. `loss_tokens` counts the tokens with a weight."""
+    """Returns the loss sum_t -p_t weights_t, and the metric `loss_tokens`, the number of tokens whose weight is not
+    0."""
     weights = columns["weights"]
     return -(_only(p, weights) * weights).sum(), {"loss_tokens:sum": (weights != 0).sum()}
 
 
 def importance_sampling(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """sum -m r A: the gradient of the expected advantage under the sampler, corrected by the ratio."""
+    """Returns the loss sum -m r A, with the mask m, the ratio r = exp(p - q) and the advantage A of each token; and
+    metrics. Its gradient is the policy gradient on the sampler's tokens, corrected by the ratio."""
     r = _Ratios(p, columns, config)
     return -(r.mask * r.exp(r.log, r.advantages != 0) * r.advantages).sum(), r.metrics
 
 
 def ppo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """sum -m min(r A, clamp(r, lo, hi) A); `clip_frac` counts the tokens without a gradient because of the clamp."""
+    """Returns the loss sum -m min(r A, clamp(r, lo, hi) A), with the mask m, the ratio r = exp(p - q) and the advantage
+    A of each token; and metrics. `clip_frac` counts the tokens that have no gradient because of the clamp."""
     r = _Ratios(p, columns, config)
     return _clipped(r, r.log, columns, config)
 
@@ -147,9 +151,9 @@ def _clipped(r: _Ratios, log: Tensor, columns: Columns, config: Mapping[str, flo
 
 
 def gspo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """The ppo loss where all tokens of a sequence have the same ratio s, the geometric mean of the tokens' ratios. The
-    gradient is GSPO-token's, with s_t = sg(s) exp(p_t - sg(p_t)) = s; it equals GSPO's if all tokens of a sequence
-    have one advantage."""
+    """Returns the ppo loss with the same ratio s for all tokens of a sequence, the geometric mean of the tokens'
+    ratios; and metrics. The gradient is GSPO-token's, with s_t = sg(s) exp(p_t - sg(p_t)), where sg() stops the
+    gradient; it equals GSPO's if all tokens of a sequence have the same advantage."""
     r = _Ratios(p, columns, config)
     mean = columns.get("sequence_log_ratio")
     if mean is None:
@@ -161,17 +165,18 @@ def gspo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tens
 
 
 def _means(values: Tensor, counts: Tensor, datum: Tensor) -> Tensor:
-    """Returns for each token the mean of `values` over the tokens of its datum that count, float32 [T]; 0 if none
-    counts. `values`, 0 where `counts` is false, and `counts` and `datum` are [T]. Sums have room for T datums, because
-    their number is known on the device only."""
+    """Returns for each token the mean of `values` over the tokens of its datum for which `counts` is true, float32 [T];
+    0 if there is no such token. `values` [T] are 0 where `counts`, bool [T], is false. `datum` int [T]: the number of
+    each token's datum. Sums are made for T datums, because the number of datums is known on the device only."""
     total = values.new_zeros(values.shape).double().index_add_(0, datum, values.double())
     count = values.new_zeros(values.shape).index_add_(0, datum, counts.to(values.dtype)).clamp_(min=1)
     return total.div_(count).to(values.dtype).index_select(0, datum)
 
 
 def sum_log_ratios(batch: TokenBatch, config: Mapping[str, float]) -> npt.NDArray[np.float64]:
-    """Returns two numbers for each datum, float64 [2, D]: the sum of p - q over its tokens with mask, and the number of
-    these tokens. p is the column POLICY of the batch; `config` has the range of ratios that are not masked."""
+    """Returns two numbers for each datum, float64 [2, D]: the sum of p - q over its tokens whose mask is not 0, and the
+    number of these tokens. p is the column POLICY of the batch, q its column `logprobs`. `config` has the range of
+    ratios; tokens with a ratio outside this range do not count."""
     import torch
 
     columns = {name: torch.tensor(batch.columns[name]) for name in (POLICY, "logprobs", "mask", "advantages")}
@@ -181,22 +186,24 @@ def sum_log_ratios(batch: TokenBatch, config: Mapping[str, float]) -> npt.NDArra
 
 
 def mean_log_ratios(sequences: Numbers, sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Returns the mean of p - q over all tokens with mask of each sequence, float64 [N]. `sequences` int64 [D]: the
-    sequence of each datum; `sums` float64 [2, D]: from `sum_log_ratios`."""
+    """Returns for each sequence the mean of p - q over all its tokens whose mask is not 0, float64 [N]. `sequences`
+    int64 [D]: the number of each datum's sequence; `sums` float64 [2, D]: from `sum_log_ratios`."""
     total_N, count_N = (np.bincount(sequences, row) for row in sums)
     return total_N / np.maximum(count_N, 1)
 
 
 def with_sequence_ratios(batch: TokenBatch, mean_N: npt.NDArray[np.float64]) -> TokenBatch:
-    """Returns the batch with the column `sequence_log_ratio`: for each token, the mean of p - q of its sequence, from
-    `mean_N`. Drops the column POLICY. gspo needs this column if a sequence has several datums."""
+    """Returns the batch with the new column `sequence_log_ratio`, which has for each token the mean of p - q of its
+    sequence, from `mean_N`; and without the column POLICY. The loss gspo needs the new column if a sequence has several
+    datums."""
     ratios = np.repeat(mean_N[batch.sequences].astype(np.float32), batch.lengths)
     columns = {name: column for name, column in batch.columns.items() if name != POLICY}
     return replace(batch, columns={**columns, "sequence_log_ratio": ratios})
 
 
 def cispo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """sum -m sg(clamp(r, lo, hi)) p A: every token keeps a gradient, whatever its ratio."""
+    """Returns the loss sum -m sg(clamp(r, lo, hi)) p A, with the mask m, the ratio r = exp(p - q) and the advantage A
+    of each token, where sg() stops the gradient; and metrics. Every token keeps a gradient, whatever its ratio."""
     r = _Ratios(p, columns, config)
     low, high = _thresholds(columns, config, r.log)
     log = r.log.detach()
@@ -207,7 +214,8 @@ def cispo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Ten
 
 
 def dro(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """sum -m (p A - beta/2 (p - q)^2)."""
+    """Returns the loss sum -m (p A - beta/2 (p - q)^2), with the mask m and the advantage A of each token; and
+    metrics."""
     r = _Ratios(p, columns, config)
     gain = _only(p, r.mask) * r.advantages
     return -(r.mask * (gain - config["beta"] / 2 * r.log.square())).sum(), r.metrics
@@ -223,8 +231,8 @@ def resolve_loss(name: str, config: Mapping[str, float]) -> tuple[LossFn, dict[s
 
 
 def on_rows(loss: LossFn, places: Tensor, shape: tuple[int, int]) -> LossFn:
-    """Returns a loss of flat tokens [T] that calls `loss`, a user's own, with padded rows of `shape`, [D, L]. `places`
-    int64 [T]: where each token is in them. The padding is 0 in all columns."""
+    """Returns a loss that takes flat tokens [T] and calls `loss`, a loss of the user's, with padded rows of `shape`,
+    [D, L]. `places` int64 [T]: where each token is in the flattened rows. The padding is 0 in all columns."""
 
     def pad(values: Tensor) -> Tensor:
         return values.new_zeros(shape[0] * shape[1]).index_copy(0, places, values).view(shape)
@@ -267,7 +275,8 @@ def backward(
 
 
 def read_metrics(parts: Sequence[Metrics]) -> list[dict[str, float]]:
-    """Returns all metrics as floats, in the same mappings; waits once for the device, to copy them all together."""
+    """Returns `parts` with all values as floats. Waits for the device only once, because it copies all tensors
+    together."""
     import torch
 
     from trainer.transfers import to_host
@@ -283,8 +292,8 @@ def read_metrics(parts: Sequence[Metrics]) -> list[dict[str, float]]:
 def surrogate(
     batch: TokenBatch, logprobs: npt.NDArray[np.float32], loss: CustomLoss
 ) -> tuple[TokenBatch, dict[str, float]]:
-    """Returns a batch for cross_entropy that has the gradient of `loss` at `logprobs`, float32 [T]; and the metrics of
-    `loss`, with its value as `loss:sum`. Raises ValueError if the gradient is not finite."""
+    """Returns a batch for which cross_entropy has the same gradient as `loss` has at `logprobs`, float32 [T]; and the
+    metrics of `loss`, with its value as `loss:sum`. Raises ValueError if the gradient is not finite."""
     import torch
 
     p_D = [torch.tensor(part, requires_grad=True) for part in np.split(logprobs, batch.offsets[1:-1].astype(int))]
@@ -299,8 +308,10 @@ def surrogate(
 
 
 def monitors(p: Tensor, columns: Columns) -> Metrics:
-    """Returns sums over action tokens (m != 0), to be divided by `loss_tokens`: with d = q - p, `kl_sample_train_v1` is
-    the mean of d, `kl_sample_train_v2` half the mean of d^2, `entropy` the mean of -q; `ratio` is the largest r."""
+    """Returns metrics of the distance between trainer (`p`) and sampler (q, the column `logprobs`) over action tokens,
+    whose mask is not 0. Divided by `loss_tokens`, the number of these tokens, the sum `kl_sample_train_v1` is the mean
+    of d = q - p, `kl_sample_train_v2` half the mean of d^2, and `entropy` the mean of -q. `ratio` is the largest
+    exp(p - q)."""
     mask = columns["mask"]
     action = mask != 0
     difference = _only(columns["logprobs"].double() - p.detach(), mask)

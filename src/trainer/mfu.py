@@ -1,9 +1,10 @@
 """The share of a GPU's peak that goes into the model's own arithmetic (MFU, arXiv:2204.02311).
 
 Forward and backward pass are counted from the sizes: 6 operations for every parameter that a token is multiplied with
-(4 where it is frozen, under an adapter), and for attention 12 for every pair of query and key: a causal model has half
-of all pairs, and a window only the pairs within it. Shared prefixes
-count once. Recomputation (`trainer.checkpointing`), padding and the states of recurrent layers do not count.
+(4 where the parameter is frozen, under an adapter); and for attention 12 operations, for every number of a head's
+query, for every pair of query and key. A causal model has half of all pairs, and a window only the pairs within it.
+Shared prefixes count once. Recomputation (`trainer.checkpointing`), padding and the states of recurrent layers do not
+count.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 def train_flops(
     facts: ModelFacts, lengths: npt.NDArray[np.int64], shared: npt.NDArray[np.int64], *, frozen: bool = False
 ) -> float:
-    """Returns the operations of a forward and a backward pass over sequences of `lengths` tokens, int64 [D]. The first
-    `shared` tokens of each, int64 [D], are computed in another one. `frozen`: the model is frozen under an adapter."""
+    """Returns the number of operations of a forward and a backward pass over sequences of `lengths` tokens, int64 [D].
+    The first `shared` tokens of each sequence, int64 [D], do not count: they are computed with another sequence.
+    `frozen`: the model is frozen under an adapter."""
     tokens = lengths.astype(np.float64)
     prefixes = shared.astype(np.float64)
     products = (4 if frozen else 6) * facts.multiplied_parameters * (tokens - prefixes).sum()
@@ -45,7 +47,7 @@ def train_flops(
 
 
 def _pairs(tokens: npt.NDArray[np.float64], window: int | None) -> npt.NDArray[np.float64]:
-    """Returns the number of pairs of query and key in causal sequences of `tokens` tokens: half of all pairs, without
-    pairs further apart than `window`."""
+    """Returns the number of pairs of query and key in each causal sequence of `tokens` tokens, float64 [D]: half of all
+    pairs, without the pairs that are further apart than `window`."""
     beyond = np.maximum(0, tokens - window) if window else 0
     return (np.square(tokens) - np.square(beyond)) / 2

@@ -45,10 +45,11 @@ class Sharding:
     `dtype`: in which the model computes and is published; with `model.dtype` auto, bfloat16 on GPUs and float32 on
     CPUs. `memory`: the decisions that follow from the free memory, where a replica takes `replica_share` of this rank's
     GPU. `whole`: the whole model stays gathered over each batch, as `memory.whole` says, unless a resumed run has
-    decided otherwise. `packed`: rows are packed; with packing auto, only if there is a kernel for it and the models
-    have shown that they can be packed (`trainer.proof`). `shares`: prefixes are shared; only if the models have
-    shown that they can be computed so. `kernel`: the name of the kernel for packed rows, and why it
-    is not the newest. `compiles`: layers are compiled, unless a trial shows that they cannot be (`trainer.compiled`).
+    decided otherwise. `packed`: rows are packed; with `trainer.packing` auto, only if there is a kernel for packed rows
+    and the models have shown that they can be packed (`trainer.proof`). `shares`: common prefixes are computed once,
+    only if the models have shown that they can be computed so. `kernel`: the name of the kernel for packed rows and, if
+    it is not the newest one, why; "" if there is none. `compiles`: layers are compiled, unless a trial shows that they
+    cannot be compiled (`trainer.compiled`).
     """
 
     def __init__(self, config: CommonConfig, facts: ModelFacts, mesh: Mesh, replica_share: float) -> None:
@@ -72,9 +73,9 @@ class Sharding:
         self._offload = CPUOffloadPolicy(pin_memory=on_gpus) if options.offload == "cpu" else OffloadPolicy()
 
     def keep_whole(self, requested: bool) -> str:
-        """Sets whether the whole model stays gathered over each batch: if `requested`, as in the run that is resumed,
-        and memory and configuration allow it. Returns a message if the run asked for it and it is not possible (""
-        otherwise)."""
+        """Sets whether the whole model stays gathered over each batch: it does if it is `requested`, because it did so
+        before the resume, and if memory and configuration allow it. Returns a message for the log if it is requested
+        and not possible, so that last bits of gradients differ ("" otherwise)."""
         self.whole = requested and self.memory.whole
         if requested == self.whole or self._mesh.size == 1:
             return ""
@@ -172,8 +173,8 @@ class Sharding:
 
     @contextmanager
     def layout_of(self, model: PreTrainedModel, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
-        """Encloses the passes of a batch, with their backward passes: `model` has the attention that its micro-batches
-        need. All of them share prefixes, or none."""
+        """Encloses the forward and backward passes of a batch. Within the block `model` has the attention that
+        `micro_batches` need, which is PACKED if they share prefixes. Either all of them share prefixes or none does."""
         before = model.config._attn_implementation
         switches = before != PACKED and any(micro.shared for micro in micro_batches)
         if switches:
@@ -197,9 +198,9 @@ class Sharding:
         """Encloses the passes that accumulate one gradient. Yields a function to call before each pass; its argument is
         true for the last pass.
 
-        Where memory allows (`ShardMemory`) the weights stay gathered from pass to pass. With `whole`, gradients too are
-        accumulated whole, and summed over ranks in the last pass. At the end nothing is left gathered, also after an
-        error.
+        Where memory allows (`ShardMemory`) the weights stay gathered from pass to pass. With `whole`, gradients stay
+        whole on each rank too, and are summed over ranks only in the last pass. At the end of the block nothing is left
+        gathered, also after an error.
         """
         root = fsdp_units(model)[0]
         frees = not (self.whole or self.memory.weights_stay)
@@ -220,11 +221,12 @@ class Sharding:
 def load_source(name: str) -> PreTrainedModel:
     """Opens a model, a local directory or a name on the hub, in host memory, with the values of its files.
 
-    Tensors that are all stored in one dtype have that dtype. They stay in the mapped files until they are copied, which
-    reads and casts their bytes once. Tensors stored in several dtypes are float32, and so are the tensors of a model
-    that makes a buffer in the dtype of its weights, because its value would be rounded.
+    If all tensors are stored as bfloat16, or all as float16, they have this dtype. They stay in the mapped files until
+    they are copied, which reads and casts their bytes once. Otherwise they are float32. They are float32 also if the
+    model makes a buffer in the dtype of its weights, because the buffer's value would be rounded.
 
-    Raises BadInput unless the tensors to publish have the names and shapes of the tensors in its files.
+    Raises BadInput unless the tensors that the model would publish have the names and shapes of the tensors in its
+    files.
     """
     source, report = _open(name, _stored_dtype(name))
     buffers = (b for module in source.modules() for b in module.buffers(recurse=False) if b.is_floating_point())
@@ -281,12 +283,12 @@ def fsdp_units(model: PreTrainedModel) -> list[Any]:
 
 @torch.no_grad()
 def gathered_units(model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]:
-    """Gathers one unit after the other, first the root, then each layer, and yields the names and whole tensors of
-    each, on every rank's device.
+    """Gathers one FSDP unit after the other, first the root, then each decoder layer. Yields the names and whole
+    tensors of the unit, on every rank's device.
 
     Parameters are in the inference dtype; persistent buffers keep the dtype in which the model's class saves them.
-    Names and shapes match a checkpoint, with experts apart. Tensors live until the next unit. Tied tensors come once,
-    under the embedding's name. Collective.
+    Names and shapes match a Hugging Face checkpoint, where each expert has separate tensors. A unit's tensors may be
+    used until the next unit is requested. Tied tensors come once, under the embedding's name. Collective.
     """
     for unit, tensors_of in _units(model):
         if isinstance(unit, FSDPModule):
@@ -320,15 +322,16 @@ def published_units(model: PreTrainedModel, dtype: torch.dtype) -> list[list[tup
 
 
 def shard_sums(model: PreTrainedModel, dtype: torch.dtype, *, is_first: bool) -> ShardSums:
-    """Returns what computes this rank's share of the sums (for the digest) of the tensors that `gathered_units` yields.
-    `dtype`: in which the model publishes; `is_first`: as in `ShardSums`."""
+    """Returns the object that computes, for the digest, this rank's share of the sums of the tensors that
+    `gathered_units` yields. `dtype`: in which the model publishes; `is_first`: as in `ShardSums`."""
     units = (tensors_of() for _, tensors_of in _units(model))
     return ShardSums(units, partial(revert_weight_conversion, model), dtype, is_first=is_first)
 
 
 def _units(model: PreTrainedModel) -> Iterator[tuple[nn.Module, Callable[[], dict[str, Tensor]]]]:
-    """Yields the root and then the decoder layers, each with a function that returns {name in the model: tensor} of the
-    unit's own saved tensors, sharded or whole, according to their state when it is called."""
+    """Yields the FSDP units of `model`, the root and then the decoder layers, each with a function. The function
+    returns {name in the model: tensor} for the saved tensors of this unit alone; they are sharded or whole, according
+    to their state when the function is called."""
     root, *layers = fsdp_units(model) or [model]
     inside = {id(tensor) for layer in layers for tensor in saved_tensors(layer).values()}
     names = {module: prefix and f"{prefix}." for prefix, module in model.named_modules()}

@@ -22,18 +22,19 @@ from trireme.core.prefixes import Numbers
 
 
 class Passes:
-    """Computes micro-batches of a rank's part of a batch, in padded rows or packed, according to `sharding.packed` at
-    the time of the call, or with shared prefixes, if the micro-batch names them. Log-probabilities and columns are flat
-    in each case: T tokens, those of the micro-batch's datums one after the other (`FlatTokens`)."""
+    """Computes micro-batches of a rank's part of a batch: with shared prefixes, if the micro-batch names them, else in
+    padded rows or one packed row, according to `sharding.packed` at the time of the call. Log-probabilities and columns
+    are flat in each case: they have the T tokens of the micro-batch's datums, one datum after the other
+    (`FlatTokens`)."""
 
     def __init__(self, sharding: Sharding, device: torch.device) -> None:
         self._sharding = sharding
         self._device = device
 
     def columns(self, part: BatchPart, micro: MicroBatch, *, imported: bool = False) -> dict[str, Tensor]:
-        """Returns the columns of the micro-batch's datums that losses read, and the number of each token's datum as
-        DATUM, all [T] on the device. `imported`: for a loss of the user's, all columns, and the datums' tokens as
-        `tokens`."""
+        """Returns {name: column} of the micro-batch's datums for the columns that losses read, and the column DATUM
+        with the number of each token's datum, all [T] on the device. `imported`: the loss is the user's, so all columns
+        are returned, and the datums' tokens as `tokens`."""
         batch = part.batch
         flat = FlatTokens(batch.offsets, part.places(micro.datums))
         if imported:
@@ -44,7 +45,8 @@ class Passes:
         return {**on_device, DATUM: self._to_device(flat.datum.astype(np.int32))}
 
     def on_rows(self, loss: LossFn, part: BatchPart, micro: MicroBatch) -> LossFn:
-        """Returns a loss of the micro-batch's flat tokens that calls `loss`, a user's own, with padded rows."""
+        """Returns a loss that takes the micro-batch's flat tokens and calls `loss`, a loss of the user's, with padded
+        rows."""
         flat = FlatTokens(part.batch.offsets, part.places(micro.datums))
         return on_rows(loss, self._to_device(flat.places), flat.shape)
 
@@ -93,7 +95,7 @@ class Passes:
     def _shared_logprobs(
         self, model: PreTrainedModel, part: BatchPart, micro: MicroBatch, only_counted: bool
     ) -> Tensor:
-        """Returns what `logprobs` does, for datums that share prefixes."""
+        """Returns what `logprobs` returns, for a micro-batch whose datums share prefixes."""
         batch = part.batch
         places = part.places(micro.datums)
         row = SharedRow(batch.offsets, places, micro.shared)
@@ -120,7 +122,7 @@ class Passes:
         return self._to_device(values)
 
     def _flat(self, p: Tensor, chosen: Numbers, count: int) -> Tensor:
-        """Returns the values of the tokens `chosen` as values of all `count` tokens, float32 [count], 0 elsewhere."""
+        """Returns float32 [count] with the values `p` at the places `chosen`, and 0 elsewhere."""
         return p.new_zeros(count).index_copy(0, self._to_device(chosen), p)
 
     def _to_device(self, values: npt.NDArray[np.generic]) -> Tensor:
@@ -128,8 +130,8 @@ class Passes:
 
 
 def collect(computed: Sequence[tuple[MicroBatch, Tensor]], metrics: Mapping[str, float]) -> ShardOutput:
-    """Makes the shard's output from its computed micro-batches, each with its logprobs [T]; drops fillers. Waits for
-    the device once."""
+    """Returns the shard's output, made of `metrics` and its computed micro-batches, each with its logprobs [T], without
+    the fillers. Waits for the device once."""
     counted = [(micro, p) for micro, p in computed if not micro.filler]
     datums = tuple(d for micro, _ in counted for d in micro.datums)
     if not datums:

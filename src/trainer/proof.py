@@ -1,14 +1,16 @@
 """A model proves itself before the first step: the trainer's ways to compute it agree with its own forward pass.
 
 The model's own forward pass computes the log-probabilities of two short samples, one after the other; the trainer
-computes them as padded rows, and packed into one row. Three more samples with common beginnings are computed as one row
-of distinct tokens. The name of an architecture decides nothing. A model with different results in rows is refused. A
-model that only differs when packed is computed in rows, and one that only differs with shared prefixes computes each
-sequence whole; or it is refused if the configuration asks for it.
+computes them as padded rows, and packed into one row. Three more samples with common beginnings are computed in one row
+in which each common beginning stands once (a "row of distinct tokens"). The name of an architecture decides nothing. A
+model whose results differ in padded rows is refused. A model whose results differ only in a packed row is computed in
+padded rows, and a model whose results differ only with shared prefixes computes each sequence whole; but if the
+configuration asks for packed rows, or for shared prefixes, such a model is refused too.
 
-The sharded model is tried, within the rounding of the dtype in which it computes, and so is a small twin of the same
-configuration (`trainer.twin`), in float32, where every constant matters and windows are as short as the samples. Kinds
-of models with a proved twin in docs/models.md (`trainer.proved`) need no twin.
+Two models are tried in this way. The sharded model must agree within the rounding of the dtype in which it computes. A
+small twin of the same configuration (`trainer.twin`) must agree in float32, where a wrong constant shows, with
+attention windows that are shorter than the samples. Kinds of models that docs/models.md shows to be right
+(`trainer.proved`) need no twin.
 """
 
 from __future__ import annotations
@@ -45,11 +47,11 @@ from trireme.core.refusals import Refusal
 from trireme.transports.packing import pack
 
 LENGTHS = (13, 11)
-"""Tokens of the two samples: more than a twin's windows and a convolution's kernel, few compared with a training batch.
-"""
+"""Lengths of the two samples in tokens: more than a twin's attention windows and a convolution's kernel, few compared
+with a training batch."""
 BRANCHES = ((20, 0), (21, 10), (19, 6))
-"""Tokens of three samples, and with how many tokens of the one before it each begins. Prefixes and branches are longer
-than a twin's windows, or shorter."""
+"""(length, shared) of three samples, in tokens: each sample begins with the first `shared` tokens of the sample before
+it. Some prefixes and branches are longer than a twin's attention windows, others are shorter."""
 MAGNIFIED = 30.0
 """Largest logit of a twin. Its hidden states are multiplied to reach it, so that soft caps and scales show."""
 RELOADED = 1e-4
@@ -70,22 +72,24 @@ class Agreement:
     tolerance: float
     """Largest difference that rounding explains."""
     rows: float
-    """Padded rows, against each sample alone by the model's own `.logits`."""
+    """Between padded rows and each sample alone, computed by the model's own forward pass."""
     packed: float | None = None
-    """One packed row, against the same; None if that was not tried, infinite if it cannot be computed."""
+    """Between one packed row and each sample alone; None if no packed row was tried, infinite if it cannot be
+    computed."""
     leak: float = 0.0
-    """How much the second sample of a packed row moves when the first one changes."""
+    """Largest change of the second sample's log-probabilities in a packed row when the first sample changes."""
     future: float = 0.0
-    """How much earlier tokens of a row move when a later one changes."""
+    """Largest change of earlier tokens' log-probabilities in a padded row when a later token changes."""
     error: str = ""
     """Why a packed row cannot be computed."""
     shared: float | None = None
-    """A row of distinct tokens, against each sample alone; None if that was not tried, infinite if it cannot be
-    computed."""
+    """Between one row in which each common prefix stands once and each sample alone; None if no such row was tried,
+    infinite if it cannot be computed."""
     shared_leak: float = 0.0
-    """How much a sample of such a row moves when another one changes after their common beginning."""
+    """Largest change of a sample's log-probabilities in such a row when another sample changes after their common
+    prefix."""
     shared_error: str = ""
-    """Why a row of distinct tokens cannot be computed."""
+    """Why a row with shared prefixes cannot be computed."""
 
     @property
     def not_rows(self) -> str:
@@ -128,22 +132,23 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Proof:
-    """Records the layout in which a model is computed, and the differences that it showed at the start."""
+    """The layout in which a model is computed (packed or padded rows, with or without shared prefixes), and the
+    differences between layouts that it showed at the start."""
 
     architecture: str
     packed: bool
     """True: rows are packed."""
     model: Agreement
-    """On the sharded model."""
+    """The differences that the sharded model showed."""
     twin: Agreement | ProvedType | str
-    """Result on its small twin, or the result of its kind in the page; why there is no twin, if its configuration
-    cannot be made small."""
+    """The differences that its small twin showed, or the result of docs/models.md for its kind of model; a text that
+    says why there is no twin, if its configuration cannot be made small."""
     why_rows: str = ""
-    """Why rows are not packed although `trainer.packing` would have them so."""
+    """Why rows are padded although `trainer.packing` permits packed rows; empty otherwise."""
     shares: bool = False
     """True: prefixes are shared."""
     why_whole: str = ""
-    """Why prefixes are not shared although `trainer.share_prefixes` would have them so."""
+    """Why prefixes are not shared although `trainer.share_prefixes` permits that they are; empty otherwise."""
     kernel: str = ""
     """The kernel that computes packed rows; empty if there is none."""
 
@@ -161,7 +166,8 @@ class Proof:
 
     @property
     def notice(self) -> str:
-        """Returns what the configuration asks for and the model cannot, with the reasons; "" if there is nothing."""
+        """Returns a text that says which layouts the configuration allows and the model cannot have, with the reasons;
+        "" if there are none."""
         notices = []
         if self.why_rows:
             notices.append(f"rows are padded, not packed: {self.why_rows}")
@@ -173,8 +179,9 @@ class Proof:
 def prove_models(
     models: Sequence[PreTrainedModel], mesh: Mesh, sharding: Sharding, packing: Packing, share: SharePrefixes
 ) -> Proof:
-    """Finds whether the models of a run, the policy first, can be computed packed or only in rows, and with shared
-    prefixes, and sets `sharding` and the models to that layout. Returns the policy's proof.
+    """Tests whether all `models` of a run (the policy first) can be computed in packed rows or only in padded rows, and
+    whether they can be computed with shared prefixes. Sets `sharding` and the models to the layout that all models can
+    have. Returns the policy's proof, with this layout.
 
     Weights and random generators do not change. Collective. Raises BadInput on all ranks, as `decide` does.
     """
@@ -289,12 +296,13 @@ def prove(
     shares: bool = False,
     magnified: float | None = None,
 ) -> Agreement:
-    """Computes the samples by the model's own forward pass and by the trainer's ways; returns how far they differ.
-    `model` may be sharded; its passes compute in `dtype` on `device`.
+    """Computes the log-probabilities of the samples by the model's own forward pass and in the trainer's layouts;
+    returns how far they differ. `model` may be sharded; its passes compute in `dtype` on `device`.
 
-    `packed`: also try a packed row. `shares`: also try a row of distinct tokens. `magnified`: scale the hidden states
-    so that the largest logit is this; None: do not. Uses no gradients and no random numbers, and changes nothing.
-    Collective for a sharded model. Raises BadInput when the model's own forward pass, or rows, cannot be computed.
+    Padded rows are always tried. `packed`: also try a packed row. `shares`: also try a row in which each common prefix
+    stands once. `magnified`: the hidden states are scaled so that the largest logit has this size; None: they are not
+    scaled. Uses no gradients and no random numbers, and changes nothing. Collective for a sharded model. Raises
+    BadInput when the model's own forward pass, or padded rows, cannot be computed.
     """
     config = model.config.get_text_config()
     samples = [_sample(config, number, length).to(device) for number, length in enumerate(LENGTHS)]
@@ -321,7 +329,7 @@ def prove(
 
 
 def rounding(dtype: torch.dtype, largest_logit: float, num_layers: int) -> float:
-    """Returns how much the logprobs of two right implementations may differ: 1e-4, or in low precision
+    """Returns how much the logprobs of two right implementations may differ, in nats: the larger of 1e-4 and
     4 u * largest_logit * sqrt(num_layers), with u the unit roundoff (2^-8 in bfloat16).
 
     Rounding errors of the layers add up like independent ones and move logits in proportion. Between bfloat16 and
@@ -333,7 +341,7 @@ def rounding(dtype: torch.dtype, largest_logit: float, num_layers: int) -> float
 
 @contextmanager
 def _refusing(model: PreTrainedModel) -> Iterator[None]:
-    """Catches any exception in the block, and raises a BadInput that says that an architecture of this name cannot be
+    """Catches any exception in the block, and raises a BadInput that says that a model of this class cannot be
     computed."""
     try:
         yield
@@ -348,8 +356,9 @@ def _refusing(model: PreTrainedModel) -> Iterator[None]:
 def _try_packed(
     model: PreTrainedModel, samples: Sequence[Tensor], other: Tensor, reference: Sequence[Tensor]
 ) -> dict[str, Any]:
-    """Returns the fields of an Agreement about packed rows. `reference`: log-probabilities of each sample alone;
-    `other`: the first sample with changed tokens, which must not move the second sample's."""
+    """Tries packed rows. Returns {field: value} for the fields of an `Agreement` about packed rows. `reference`:
+    log-probabilities of each sample alone; `other`: the first sample with changed tokens, which must not move the
+    log-probabilities of the second sample."""
     try:
         with _attention(model):
             first, second = _in_one_row(model, samples)
@@ -378,8 +387,9 @@ def _attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _try_shared(model: PreTrainedModel, samples: Sequence[Tensor]) -> dict[str, Any]:
-    """Returns the fields of an Agreement about shared prefixes. `samples`: with common beginnings, as BRANCHES says.
-    The end of each sample is changed in turn, and must not move the others."""
+    """Tries shared prefixes. Returns {field: value} for the fields of an `Agreement` about shared prefixes. `samples`:
+    three samples with the common beginnings of BRANCHES. The end of each sample is changed in turn, which must not move
+    the log-probabilities of the other samples."""
     config = model.config.get_text_config()
     leaks = []
     try:
@@ -399,7 +409,7 @@ def _try_shared(model: PreTrainedModel, samples: Sequence[Tensor]) -> dict[str, 
 
 
 def _branches(config: PretrainedConfig, device: torch.device) -> list[Tensor]:
-    """Returns three samples with common beginnings, as BRANCHES says."""
+    """Returns three samples, int64 [T] each, with the lengths and the common beginnings of BRANCHES."""
     samples: list[Tensor] = []
     for number, (length, shared) in enumerate(BRANCHES):
         sample = _sample(config, number, length)
@@ -410,8 +420,9 @@ def _branches(config: PretrainedConfig, device: torch.device) -> list[Tensor]:
 
 
 def prove_twin(twin: PreTrainedModel, *, packed: bool, shares: bool) -> Agreement:
-    """Proves a small twin (`trainer.twin`), with logits up to MAGNIFIED: first what Hugging Face opens of its published
-    form (`prove_reload`), then the trainer's ways (`prove`). Raises BadInput as these do."""
+    """Proves a small twin (`trainer.twin`): first that Hugging Face opens its published files as the same model
+    (`prove_reload`), then, with logits magnified to MAGNIFIED, how far the trainer's layouts differ from its own
+    forward pass (`prove`). Returns the result of `prove`. Raises BadInput as these two functions do."""
     prove_reload(twin)
     cpu = torch.device("cpu")
     return prove(add_token_logprobs(twin), cpu, torch.float32, packed=packed, shares=shares, magnified=MAGNIFIED)
@@ -419,10 +430,10 @@ def prove_twin(twin: PreTrainedModel, *, packed: bool, shares: bool) -> Agreemen
 
 @torch.no_grad()
 def prove_reload(model: PreTrainedModel) -> None:
-    """Writes a small model, float32 and on the CPU, in its published form, opens the files with Hugging Face, and
-    compares the log-probabilities of a sample.
+    """Writes a small model (float32, on the CPU) to files in its published form, opens the files with Hugging Face's
+    transformers, and compares the log-probabilities of a sample under both models.
 
-    Raises BadInput when tensors are missing or unknown there, or the log-probabilities differ.
+    Raises BadInput when tensors are missing or unknown in the files, or the log-probabilities differ.
     """
     entries, buckets = pack(gathered_units(model), np.copy)
     with tempfile.TemporaryDirectory() as directory:
@@ -450,7 +461,7 @@ def own_logits(model: PreTrainedModel, sample: Tensor) -> Tensor:
 
 @contextmanager
 def _multiplied(model: PreTrainedModel, factor: float) -> Iterator[None]:
-    """Multiplies, within the block, the hidden states from which logits are computed by `factor`."""
+    """Multiplies by `factor`, within the block, the hidden states from which logits are computed."""
 
     def multiply(_module: Any, _inputs: Any, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state * factor

@@ -1,9 +1,9 @@
 """Kinds of models that docs/models.md shows to be computed right: a run of one of these needs no twin at its start.
 
-`scripts/make_models_docs.py` writes `proved_models.json` with the page: for each model type the layout in which its
-small model trained, why it cannot share prefixes if that is so, and the options with which that was shown. A model
-counts as one of them when it has the same switches (flags, scales, soft caps, names of functions, kinds of layers), and
-when transformers and vLLM have the versions of the page.
+`scripts/make_models_docs.py` writes `proved_models.json` with the page. For each model type the file says in which
+layout its small model trained, why it cannot share prefixes if it cannot, and with which options of its configuration
+this was shown. A model is of a proved kind when it has the same switches (flags, scales, soft caps, names of functions,
+kinds of layers), and when transformers and vLLM have the versions of the page.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ IGNORED = re.compile(
     r"transformers_version|_name_or_path|architectures|(torch_)?dtype|id2label|label2id|output_.*|return_dict|use_cache"
     r"|.*token_id|.*initializer_range|.*_eps|.*epsilon|.*dropout.*|.*_pdrop|.*aux_loss_coef"
 )
-"""Keys that only the model's own class reads, whatever the layout of its rows, or that count in no forward pass."""
+"""Matches keys of a configuration that are not compared: only the model's class reads them, whatever the layout of its
+rows, or no forward pass depends on them."""
 ROPE = re.compile(r"(.*\.)?rope_(parameters|scaling)(\..*)?\.(?!.*type).*")
-"""Numbers of rotary embeddings, which the model's own class reads. Their type counts."""
+"""Matches keys for numbers of rotary embeddings, which are not compared, because only the model's class reads them.
+The type of the embeddings is compared."""
 LARGE = "more than 1"
 """Replaces each whole number above 1, which is a size."""
 
 
 @dataclass(frozen=True)
 class ProvedType:
-    """The result of docs/models.md for one type of models: rows are right, and packed rows are right or why not. It
-    stands in for the `Agreement` of a twin."""
+    """The result of docs/models.md for one type of models. Padded rows are right; for packed rows and shared prefixes
+    it says why they are not, if they are not. It stands in for the `Agreement` of a twin."""
 
     not_packed: str
-    """Why it is computed in rows; empty if packed rows are right."""
+    """Why models of this type are computed in padded rows; empty if packed rows are right."""
     not_shared: str
     """Why prefixes are not shared; empty if they can be."""
     not_rows = ""
@@ -72,8 +74,9 @@ def versions() -> dict[str, str]:
 
 
 def switches(config: PretrainedConfig) -> dict[str, str]:
-    """Returns {key: its values as text} for the parts of a configuration that are no sizes. Sizes count only as "more
-    than 1", and keys with the value None are left out."""
+    """Returns {dotted key: its values as text} for the parts of a configuration that are compared, in which two models
+    of one kind are equal. A whole number above 1 is a size and becomes "more than 1". Keys with the value None are left
+    out."""
     by_key: dict[str, set[str]] = {}
     for key, value in _leaves(config.to_dict(), ""):
         by_key.setdefault(key, set()).add(value)
@@ -81,8 +84,8 @@ def switches(config: PretrainedConfig) -> dict[str, str]:
 
 
 def _leaves(value: object, path: str) -> Iterator[tuple[str, str]]:
-    """Yields (dotted path, text) of each value in `value`, a section of a configuration, and in its sections. Lists and
-    their items have one path."""
+    """Yields (dotted path, text) for each value in `value`, a section of a configuration, and in the sections within
+    it. A list and its items have the same path."""
     if isinstance(value, Mapping):
         for name, part in value.items():
             inner = f"{path}.{name}"

@@ -15,7 +15,7 @@ _EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
 def get_lr(model: str, hidden_size: int, lora: bool = False) -> float:
     """Returns 5e-5 * (10 with LoRA) * (2000 / hidden_size) ^ P, Tinker's rule with a P for each family of models.
 
-    `model` is a model's name or its `model_type`: the family is the one that it contains. Raises BadInput for families
+    `model` is a model's name or its `model_type`, which contains the name of the family. Raises BadInput for families
     without a fitted P.
 
     >>> get_lr("meta-llama/Llama-3.1-8B", 4096, lora=True)
@@ -39,7 +39,8 @@ def lr_at(
     step: int, peak: float, schedule: Literal["constant", "linear", "cosine"], warmup_steps: int, max_steps: int
 ) -> float:
     """Returns the learning rate of step `step` (from 0). It rises linearly to `peak` over `warmup_steps` (step 0 has
-    peak / warmup_steps), then stays, or falls to 0 at `max_steps`."""
+    peak / warmup_steps). Then it stays, if `schedule` is constant, or falls to 0 at `max_steps`, linearly or as a
+    cosine."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, max_steps - warmup_steps)
@@ -48,8 +49,8 @@ def lr_at(
 
 
 def learning_rate_schedule(config: CommonConfig, model_type: str, hidden_size: int) -> Callable[[int], float]:
-    """Returns the learning rate of a run as a function of the step. "auto" depends on the model's type and hidden size
-    (`get_lr`)."""
+    """Returns the learning rate of a run as a function of the step (from 0). If `trainer.learning_rate` is "auto", it
+    depends on the model's type and hidden size (`get_lr`)."""
     options = config.trainer
     rate = options.learning_rate
     if rate == "auto":

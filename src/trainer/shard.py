@@ -57,8 +57,8 @@ from trireme.transports.packing import lay_out
 
 log = logging.getLogger(__name__)
 SUMS_WHOLE = "gradients summed whole"
-"""The name, next to the names of buffers, under which a checkpoint says if the whole model was kept
-(`ShardMemory.whole`).
+"""The name, among the names of buffers in a checkpoint, of a flag: true if the whole model stayed gathered over each
+batch (`ShardMemory.whole`).
 """
 
 
@@ -131,8 +131,8 @@ class Shard(AdapterVerbs):
         log.info("ready")
 
     def _try_compiled(self) -> str:
-        """Compiles the layers on trial. Returns a line for the log: that layers are compiled, or why not. Raises
-        BadInput if they are not although `trainer.compile` is true. Collective."""
+        """Compiles the layers on trial. Returns a line for the log that says that layers are compiled, or why they are
+        not. Raises BadInput if they cannot be compiled although `trainer.compile` is true. Collective."""
         log.info("compiling layers")
         required = self._config.trainer.compile is True
         tolerance = self.proof.model.tolerance
@@ -162,8 +162,8 @@ class Shard(AdapterVerbs):
         return self._sharding.shard_model(reference.base_model, weights).requires_grad_(False)
 
     def _refreshed_tensors(self) -> dict[str, Tensor]:
-        """Returns {name: tensor} of the reference's tensors that `update_reference` overwrites, in the order of the
-        policy's; empty for a reference that never changes."""
+        """Returns {name: tensor} for the reference's tensors that `update_reference` overwrites, in the order of the
+        policy's trained parameters; empty for a reference that never changes."""
         reference = self._config.kl_reference
         if reference is None or not reference.update_every:
             return {}
@@ -172,8 +172,9 @@ class Shard(AdapterVerbs):
         return dict(self._reference.named_parameters())
 
     def shown(self) -> tuple[str, str]:
-        """Returns two texts: the result of the model's proof at the start, with notes on layers, memory and sums; and
-        what the configuration asks for and the model cannot, packed rows or shared prefixes ("" otherwise)."""
+        """Returns two texts for the log. The first has the result of the model's proof at the start, with notes on
+        compiled layers, memory and the tensors that the digest needs gathered. The second says what the configuration
+        asks for and the model cannot do, packed rows or shared prefixes ("" if there is nothing)."""
         texts = self.proof.text, self._layers_text, self._sharding.memory.text, self._sums.text
         return "; ".join(filter(None, texts)), self.proof.notice
 
@@ -185,11 +186,12 @@ class Shard(AdapterVerbs):
         provenance: Provenance | None,
         wants_logprobs: bool = True,
     ) -> ShardOutput:
-        """Adds the gradient of the raw masked sum of the loss over the batch. Returns this rank's log-probabilities
-        (none unless `wants_logprobs`), suspects, and metrics: `loss:sum` and the metrics of `trainer.losses`.
+        """Adds the gradient of the raw masked sum of the loss over the batch to the accumulated gradient. Returns the
+        log-probabilities of the datums that this rank computed (none unless `wants_logprobs`), the numbers of its
+        datums whose loss is not finite, and metrics: `loss:sum` and the metrics of `trainer.losses`.
 
-        `data`: this rank's part, or the whole batch. Raises ProvenanceError; BadInput for an unknown loss, a missing
-        column, tokens outside the model's vocabulary.
+        `data`: this rank's part, or the whole batch. Raises ProvenanceError for tokens or floors that are too old, and
+        BadInput for an unknown loss, a missing column, or tokens outside the model's vocabulary.
         """
         fault_point("trainer.forward_backward")
         if provenance is not None:
@@ -231,8 +233,9 @@ class Shard(AdapterVerbs):
         return replace(output, logprobs=output.logprobs[:0])
 
     def _peak_s(self, sizes: Sequence[tuple[Numbers, Numbers]]) -> float:
-        """Returns the seconds that the model's arithmetic for micro-batches of these `MicroBatch.sizes` takes at a
-        GPU's peak, divided by the number of ranks: this rank's share of `ForwardBackwardOutput.peak_s`."""
+        """Returns this rank's share of `ForwardBackwardOutput.peak_s`: the seconds that the model's arithmetic for its
+        micro-batches takes at a GPU's peak rate, divided by the number of ranks. `sizes`: the `MicroBatch.sizes` of
+        each micro-batch."""
         frozen = self._config.trainer.lora.on
         flops = sum(train_flops(self._facts, whole, shared, frozen=frozen) for whole, shared in sizes)
         return flops / self._peak_flops / self._mesh.size
@@ -240,7 +243,8 @@ class Shard(AdapterVerbs):
     @torch.no_grad()
     def forward(self, data: BatchPart | TokenBatch, which: Which = "policy") -> ShardOutput:
         """Computes the log-probabilities of the batch's `target_tokens` under the policy or the reference, without a
-        gradient; returns this rank's. Raises BadInput without a reference, and for tokens outside the vocabulary."""
+        gradient. Returns the log-probabilities of the datums that this rank computed. Raises BadInput if there is no
+        reference to compute with, and for tokens outside the vocabulary."""
         part = self._checked(data)
         micro_batches = self._micro_batches(part.forest)
         with self._policy_or_reference(which) as model, self._sharding.layout_of(model, micro_batches):
@@ -248,9 +252,9 @@ class Shard(AdapterVerbs):
         return collect(computed, {})
 
     def forward_summarized(self, part: BatchPart, which: Which, name: str, summarize: Summary) -> SummarizedOutput:
-        """Computes log-probabilities as `forward` does, then calls `summarize` with the part's batch, to which they are
-        added as the column `name`. Returns the log-probabilities and the K numbers for each datum that this rank
-        computed."""
+        """Computes log-probabilities as `forward` does, then calls `summarize` with the datums of `part`, to which the
+        log-probabilities are added as the column `name`. Returns the log-probabilities and, for each datum that this
+        rank computed, the K numbers that `summarize` returned."""
         output = self.forward(part, which)
         batch = part.batch
         logprobs = output.as_column(part)
@@ -267,7 +271,8 @@ class Shard(AdapterVerbs):
     @contextmanager
     def _policy_or_reference(self, which: Which) -> Iterator[PreTrainedModel]:
         """Yields the model to compute with inside the block. A reference that is the policy's base is the policy
-        itself, with its adapters off or exchanged until the block ends. Raises BadInput when there is no reference."""
+        itself, until the block ends with its adapters off, or with the reference's adapters in their place. Raises
+        BadInput when there is no reference."""
         if which == "policy":
             yield self._model
         elif self._reference is not None:
@@ -307,8 +312,8 @@ class Shard(AdapterVerbs):
     def optim_step(self, adam: AdamParams, normalizer: float) -> OptimStepResponse:
         """Divides the accumulated gradient by `normalizer`, clips its norm over all shards, and makes one AdamW update.
 
-        Raises TriremeError without a gradient. Raises NonFiniteGradient if it is not finite; then it is dropped and
-        nothing is updated.
+        Raises TriremeError without a gradient. If the gradient is not finite, drops it, updates nothing and raises
+        NonFiniteGradient.
         """
         fault_point("trainer.optim_step")
         if not (math.isfinite(normalizer) and normalizer > 0):
@@ -345,7 +350,7 @@ class Shard(AdapterVerbs):
 
     @cached_property
     def layout(self) -> Layout:
-        """The bucket and place of each published tensor, the same on all ranks."""
+        """Says in which bucket, and where in it, each published tensor lies; the same on all ranks."""
         if self._adapter:
             shapes = published_adapters
         else:
@@ -354,13 +359,14 @@ class Shard(AdapterVerbs):
 
     def terms(self) -> tuple[tuple[int, ...], Endpoint | None]:
         """Returns what an offer to replicas needs from this rank: the sizes of the buckets in bytes, and the address at
-        which replicas reach this rank's sender (None for a transport without sessions)."""
+        which replicas reach this rank's sender (None for a transport that does not send to a fixed group of
+        replicas)."""
         return self.layout.sizes, self._sender.endpoint
 
     def publish_weights(self, version: int, session: Session | None = None) -> PublishedWeights:
-        """Sends the weights in the inference dtype as `version`, to the replicas of `session` if there is one. Returns
-        the manifest, with this rank's part of the bytes as its source: `trireme.core.transport.Transport.join` joins
-        the parts of all ranks. Collective."""
+        """Sends the weights in the inference dtype as `version`. `session` names the replicas that are ready to receive
+        them; None: replicas fetch the bytes later. Returns the manifest, with this rank's part of the bytes as its
+        source: `trireme.core.transport.Transport.join` joins the parts of all ranks. Collective."""
         fault_point("trainer.publish")
         base = self._last
         self._last = None
@@ -404,10 +410,11 @@ class Shard(AdapterVerbs):
         self, path: Path, identities: Sequence[WeightIdentity], source: CheckpointSource | None = None
     ) -> str:
         """Loads the state saved in `path` by any number of shards; a node that does not see `path` reads from `source`.
-        `identities`: the identities of the versions published until then. Drops gradients.
+        `identities`: the identities of the versions published before the save. Drops gradients.
 
-        From then on gradients are added in the order of the saved run, if the memory allows it. Returns a message if it
-        does not, so that last bits may differ ("" otherwise). Raises CheckpointInvalid, StorageFailed.
+        After the load, gradients are added in the order of the saved run, if memory and configuration allow it. Returns
+        "" if they do, else a message that says why the last bits of gradients may differ. Raises CheckpointInvalid,
+        StorageFailed.
         """
         fault_point("trainer.load")
         self._checkpointer.load(path, source)
@@ -454,7 +461,7 @@ class Shard(AdapterVerbs):
         return RankAssignment(self._mesh.dp_size, self._facts.attention_length, share)
 
     def _micro_batches(self, forest: Forest) -> list[MicroBatch]:
-        """Returns this rank's micro-batches of a batch. `forest`: of its datums over all ranks."""
+        """Returns this rank's micro-batches of a batch. `forest`: of the datums of the whole batch, over all ranks."""
         ranks = plan(
             forest,
             self.rank_assignment(),

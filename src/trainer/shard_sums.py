@@ -1,7 +1,8 @@
-"""Computes the sums of this rank's parts of each published tensor: a version gets its digest without a gather.
+"""Computes this rank's share of the sums (`trireme.core.digest.Sums`) of each published tensor. The digest of a version
+is made of these sums, so it needs no gather.
 
-A published tensor is mostly a part of one parameter (`trireme.core.slices`). Any other tensor has to be gathered before
-it can be summed.
+Nearly every published tensor is a part of one parameter (`trireme.core.slices`). Any other tensor has to be gathered
+before it can be summed.
 
 Each rank sums its rows of the parts, cast piece by piece to the dtype in which they are published. If several ranks
 hold copies of a shard, the first of them sums it; the first rank sums tensors that are not sharded. The sums of all
@@ -27,25 +28,25 @@ from trireme.transports.tensor_sums import TensorPart, equal_parts, part_sums, r
 
 
 class PartPlace(NamedTuple):
-    """The place of a rank's part of a published tensor: in the whole tensor, and its strides in memory. Parts of one
-    parameter with equal places are summed together."""
+    """Says where a rank's part of a published tensor lies, in the whole tensor and in memory. Parts of one parameter
+    with equal places are summed together."""
 
     whole: tuple[int, ...]
     """Shape of the published tensor."""
     start: tuple[int, ...]
-    """Where in it the part begins."""
+    """Index of the part's first element in the published tensor."""
     shape: tuple[int, ...]
     """Shape of the part."""
     strides: tuple[int, ...]
-    """Its strides in memory."""
+    """Strides of the part in memory, in elements."""
 
 
 class ShardSums:
     """Computes the sums of a model's published tensors over the parts that this rank holds.
 
     `units`: the model's tensors by name, in the groups that `convert` turns into published tensors. Sharded
-    floating-point tensors are published in `dtype`; buffers keep their own. `is_first`: this rank sums the tensors that
-    are not sharded.
+    floating-point tensors are published in `dtype`, other tensors in the dtype that they have. `is_first`: this rank
+    sums the tensors that are not sharded.
     """
 
     def __init__(
@@ -68,7 +69,8 @@ class ShardSums:
 
     @torch.no_grad()
     def of_shard(self, device: torch.device) -> Tensor:
-        """Returns this rank's share of the sums, int64 [tensors, 2] on `device`: zeros where it holds nothing."""
+        """Returns this rank's share of the sums, int64 [tensors, 2] on `device`, with a row for each published tensor:
+        0 if this rank sums no part of it, or can sum it only after the gather."""
         table = torch.zeros(len(self._slices), 2, dtype=torch.int64, device=device)
         rows: defaultdict[torch.device, list[int]] = defaultdict(list)
         parts: defaultdict[torch.device, list[TensorPart]] = defaultdict(list)
@@ -91,8 +93,9 @@ class ShardSums:
         return table
 
     def _local_parts(self, parts: Sequence[tuple[int, Slice]]) -> dict[PartPlace, list[tuple[int, Tensor]]]:
-        """Returns the parts of one parameter that this rank holds and sums, by place: {place: [(row in the table of
-        sums, view of the part)]}. `parts`: (row, slice) of each published tensor that is a part of this parameter."""
+        """Returns this rank's parts of the published tensors that come from one parameter, by place: {place: [(row in
+        the table of sums, view of the part)]}; empty if another rank sums them. `parts`: (row in the table of sums,
+        slice) of each of these published tensors."""
         source = parts[0][1].source.detach()
         if isinstance(source, DTensor):
             begin, end, counts = _rows_here(source)
@@ -127,8 +130,8 @@ class ShardSums:
 
 
 def _sharing_sources(slices: Mapping[str, Slice | None]) -> list[list[tuple[int, Slice]]]:
-    """Groups the slices by the parameter that they are parts of: a list of (row in the table of sums, slice) for each
-    parameter."""
+    """Groups the slices by the parameter that they are parts of. Returns a list of (row in the table of sums, slice)
+    for each parameter."""
     by_source: defaultdict[int, list[tuple[int, Slice]]] = defaultdict(list)
     for row, part in enumerate(slices.values()):
         if part is not None and part.source.numel():
@@ -138,7 +141,7 @@ def _sharing_sources(slices: Mapping[str, Slice | None]) -> list[list[tuple[int,
 
 def _rows_here(source: DTensor) -> tuple[int, int, bool]:
     """Returns (first row, end row, counts) for this rank's rows of the whole tensor `source`. `counts`: this rank sums
-    them; only the first of several ranks with a copy does."""
+    these rows, because it is the first of the ranks that hold a copy of them."""
     coordinates = source.device_mesh.get_coordinate()
     assert coordinates is not None, "this rank is in the mesh"
     begin = 0

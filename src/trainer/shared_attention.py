@@ -1,7 +1,9 @@
-"""Attention over a row of distinct tokens (`trainer.shared_rows`): a datum's own tokens see all of its tokens.
+"""Attention over a row in which each common prefix stands once (`trainer.shared_rows`). A datum's own tokens, which
+follow the prefix that it shares with the datum before it, see all tokens of the datum.
 
-Queries are a datum's own tokens. Keys and values are those along its path, gathered from the row, so each datum has as
-many keys as in flat training. The mask is causal, aligned at the bottom right: the last query sees every key.
+Queries are a datum's own tokens. Keys and values are gathered from the row, one for each token of the datum, so each
+datum has as many keys as without shared prefixes. The mask is causal, aligned at the bottom right: the last query sees
+every key.
 
 It is one operator for autograd and the compiler. The gathered keys are not kept: the backward pass gathers them again,
 and adds their gradients in a fixed order, in float32. On GPUs it runs PyTorch's variable-length kernel once, with
@@ -35,11 +37,12 @@ def shared_attention(
     window: int | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the attention of a row of Q distinct tokens, [Q, heads, dim], and the logarithms of the softmax's
-    denominators, which only the backward pass reads.
+    """Returns the attention of a row of Q tokens in which each common prefix stands once, [Q, heads, dim]; and the
+    logarithms of the softmax's denominators, which only the backward pass reads.
 
     `query` [Q, heads, dim], `key` and `value` [Q, key heads, dim]. `path`, `own_starts`, `starts`, `longest_own` and
-    `longest`: as in `trainer.shared_rows.SharedRow`. `window`: how many tokens a token sees at most, itself included.
+    `longest`: as in `trainer.shared_rows.SharedRow`. `window`: how many tokens a token sees at most, itself included;
+    None: all.
     """
     if _on_gpu(query):
         lengths = own_starts, starts, longest_own, longest
@@ -108,9 +111,9 @@ def _on_gpu(query: Tensor) -> bool:
 def _groups(
     query: Tensor, path: Tensor, own_starts: Tensor, starts: Tensor, window: int | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yields for the datums of the same sizes, B of them with q own tokens and k tokens: the places of their own tokens
-    [B, q] and of all of their tokens [B, k] in the row, and the mask to add to their scores, [q, k]. Skips datums
-    without own tokens."""
+    """Groups the datums by size. Yields for each group, B datums with q own tokens and k tokens in all, the places in
+    the row of their own tokens [B, q] and of all their tokens [B, k], and the mask to add to their scores, [q, k].
+    Skips datums without own tokens."""
     sizes: dict[tuple[int, int], list[tuple[int, int]]] = {}
     first_Q = own_starts.tolist()
     first_K = starts.tolist()
@@ -135,7 +138,8 @@ def _by_head(states: Tensor) -> Tensor:
 
 
 def _bounds(window: int | None) -> tuple[int, int]:
-    """Returns a causal window as the kernel names it: the most tokens before and after a query's own place."""
+    """Returns a causal window as the kernel takes it: the most tokens before and after its place that a query sees, -1
+    for no limit."""
     if window is None:
         return (-1, 0)
     return (window - 1, 0)

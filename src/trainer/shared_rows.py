@@ -1,14 +1,15 @@
-"""A micro-batch in which datums share prefixes: a row of distinct tokens, and where each datum finds its tokens in it.
+"""A micro-batch in which datums share prefixes: one row in which each common prefix stands once (a row of distinct
+tokens), and the places in it of each datum's tokens.
 
-Of each datum the row has the tokens that the datum before it does not begin with. `path` leads from the tokens of all
-datums to their places in the row:
+The row has each datum's own tokens, one datum after the other: the tokens after the prefix that it shares with the
+datum before it. `path` leads from the tokens of all datums to their places in the row:
 
     datums   A B C | A B D E     shared  0, 2
     row      A B C D E           positions  0 1 2 2 3
     path     0 1 2 | 0 1 3 4
 
-The model computes the row. Log-probabilities are computed for distinct rows of the output matrix's input, each a place
-and a temperature, and return to the datums' own columns.
+The model computes the row. The output matrix is applied once for each pair of a place in the row and a temperature
+(`HeadRows`), however many datums have it. The log-probabilities then return to the columns of the datums.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from trireme.core.prefixes import Numbers
 
 
 class SharedRow:
-    """The places of the tokens of some datums in a row of Q distinct tokens. The datums have K tokens together.
+    """The places of the tokens of some datums in a row of Q tokens, in which each common prefix stands once. With all
+    their prefixes the datums have K tokens together; a datum's own tokens are the tokens after its shared prefix.
 
     For each token of the row, int64 [Q]: `index`, its place in the batch's tokens; `positions`, its place in its datum.
     `path` int64 [K]: the place in the row of each token of each datum. `own_starts`, `starts` int32 [datums + 1]: where
-    each datum's own tokens begin in the row, and all of its tokens in `path`; `longest_own`, `longest`: the most tokens
-    of a datum. For each token of each datum, int64 [K]: `datum`, the number of its datum; `flat_index`, its place in
-    the batch's tokens.
+    each datum's own tokens begin in the row, and all of its tokens in `path`; `longest_own`, `longest`: the most own
+    tokens, and the most tokens, of a datum. For each token of each datum, int64 [K]: `datum`, the number of its datum
+    among these datums; `flat_index`, its place in the batch's tokens.
     """
 
     def __init__(self, offsets: Numbers, datums: Numbers, shared: Sequence[int]) -> None:
@@ -70,24 +72,26 @@ class SharedRow:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """The rows to which the output matrix is applied, N of them, and their M targets, in the order of the rows."""
+    """The N hidden states to which the output matrix is applied (called rows), and their M targets in the order of
+    these rows. A row stands for a place in a `SharedRow` and a temperature."""
 
     hidden: Numbers
-    """[N], the place of each row in the row of tokens."""
+    """[N], the place in the `SharedRow` whose hidden state each row is."""
     temperatures: npt.NDArray[np.float32]
     """[N]."""
     bounds: Numbers
     """[N + 1]: the targets of row n are those from `bounds[n]` to `bounds[n + 1]`."""
     chosen: Numbers
-    """[M], the token of `SharedRow.path` that each target belongs to."""
+    """[M], the place in `SharedRow.path` of the token that each target belongs to."""
 
     @classmethod
     def of(
         cls, row: SharedRow, temperatures: npt.NDArray[np.float32], counted: npt.NDArray[np.bool_] | None
     ) -> HeadRows:
-        """Joins the targets with the same place in the row and the same temperature. `temperatures` float32 [datums];
-        `counted` bool [K]: the tokens whose targets are computed, None: all. At least one target is computed, because
-        each micro-batch takes part in the backward pass."""
+        """Returns the rows for the targets of the tokens of `row`. Targets with the same place and the same temperature
+        have one row in common. `temperatures` float32 [datums]; `counted` bool [K]: the tokens whose targets are
+        computed, None: all. At least one target is computed, because each micro-batch takes part in the backward
+        pass."""
         if counted is None:
             tokens = np.arange(len(row.path))
         else:

@@ -28,14 +28,14 @@ PAGING_THREADS = 8
 MOMENTS = ("exp_avg", "exp_avg_sq")
 REFERENCE = "reference."
 STACKED_BYTES = 2**28
-"""Largest whole size of a stack, unless it is one parameter: a rank that reads a part of a stack reads everything that
-another rank has written of it."""
+"""Largest size of a whole stack with its moments, unless it is of one parameter. Stacks are limited because a rank that
+reads a part of a stack reads everything that another rank has written of this stack."""
 
 
 def kinds(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Groups names that differ only in their numbers and have tensors of the same shape and dtype, into stacks of
-    limited size. Returns {name of the stack: its names in order of their numbers}; a stack is named "FIRST..LAST",
-    or by its only name.
+    """Groups the tensors whose names differ only in numbers, and which have the same shape and dtype, into stacks of
+    limited size. Returns {name of the stack: names of its tensors, in order of their numbers}. A stack is named
+    "FIRST..LAST", or by the name of its only tensor.
 
     The result is the same for any number of ranks: shapes and STACKED_BYTES count whole tensors.
     """
@@ -85,7 +85,7 @@ class Slab:
 
     @staticmethod
     def size_of(tensors: Iterable[Tensor], count: int) -> int:
-        """Returns the bytes that `count` copies of this rank's part of each tensor take at most, however they are
+        """Returns the bytes that `count` copies of this rank's part of each tensor take at most, however the copies are
         grouped."""
         return sum(count * padded(part.nbytes) for part in map(own_part, tensors))
 
@@ -111,8 +111,8 @@ class StagedTensor:
 class Staging:
     """Buffers in host memory for this rank's parts of all parameters, their moments, and the reference.
 
-    `buffers`: {name under which it is saved: stack of copies, sharded like the parameters, on a mesh of CPUs}.
-    `tensors`: each tensor in the buffers, with the live tensor that it is a copy of.
+    `buffers`: {name under which a stack is saved: the stack of copies, sharded like the parameters, on a mesh of CPUs}.
+    `tensors`: each tensor in the buffers, with the live tensor that it copies.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class StateSnapshot:
     host copies.
 
     The save reads through `copy`: from the live tensors, as long as they have not changed. Call `keep` before a change:
-    it copies the bytes that are not yet read to the host. `begin` first copies tensors that cannot be read in place,
-    such as a GPU's. `stream`: the GPU stream for these copies.
+    it copies to host memory the bytes that the save has not read yet. At the start of the save, `begin` copies the
+    tensors that cannot be read in place, such as a GPU's. `stream`: the GPU stream for these copies.
     """
 
     def __init__(self, tensors: Sequence[StagedTensor], stream: torch.cuda.Stream | None) -> None:
@@ -183,8 +183,8 @@ class StateSnapshot:
         self._keep([i for i, tensor in enumerate(self._tensors) if tensor.live_bytes is None])
 
     def keep(self) -> None:
-        """Copies the bytes that the save has not yet read to the host, so that the live tensors may change. Waits for
-        the previous save while it still reads the host copies."""
+        """Copies to host memory the bytes that the save has not read yet, so that the live tensors may change. Waits
+        for the previous save while it still reads the host copies."""
         self._host_free.wait()
         if not self._over:
             self._keep(range(len(self._tensors)))
@@ -202,8 +202,9 @@ class StateSnapshot:
                 self._stream.synchronize()
 
     def copy(self, to: Bytes, target: Bytes) -> None:
-        """Copies to `to` the bytes that the snapshot has for `target`, memory of the host copies. Reads them from the
-        live tensors where the host copies are not filled; for other memory copies `target` itself."""
+        """Copies to `to` the values that the snapshot has for `target`, a piece of the memory of the host copies. Where
+        this memory is not filled yet, reads the values from the live tensors. If `target` is other memory, copies
+        `target` itself."""
         address = target.__array_interface__["data"][0]
         while len(target):
             i = bisect_right(self._addresses, address) - 1

@@ -5,17 +5,17 @@ Saved are, under these names, for any number of ranks to read:
   parameters.<names>     [3, n, *shape], in the dtype of the master weights: n parameters of one kind, all of the same
                          shape (`trainer.snapshot.kinds`), and AdamW's exp_avg and exp_avg_sq of them, stacked
   reference.<names>      [1, n, *shape]: of a reference policy that changes (`trainer.kl.reference.update_every`)
-  buffers.<name>         the persistent buffers of a whole model, and how gradients were summed
+  buffers.<name>         the persistent buffers of a whole model, and a flag: gradients were summed whole
   base                   [16], uint8: for adapters, the digest of the weights they belong to
   steps                  [parameters], float32: AdamW's count of steps of each, in order of name
   random.<rank>.<kind>   see `random_state`
 
 A save runs alongside training, and training has priority. Each save has two threads. One runs DCP's Python code, which
 must be short because other Python code waits for it. The other hashes and writes, almost without Python, in the time
-that training leaves. The state does not change between two optimiser steps, so the save writes it directly from there,
-in one pass over the memory; `optim_step` first copies the unwritten rest to host memory (`trainer.snapshot`). These
-buffers are made at the first save and reused. A GPU's state is copied to them when the save begins. DCP's collectives
-have a process group of their own.
+that training leaves. The state does not change between two optimiser steps, so the save writes it directly from the
+memory of the live tensors, in one pass; `optim_step` first copies the unwritten rest to buffers in host memory
+(`trainer.snapshot`). These buffers are made at the first save and reused. A GPU's state is copied to them when the save
+begins. DCP's collectives have a separate process group.
 
 An error while one rank copies or writes is raised on all ranks, and leaves them ready for the next save: DCP brings
 errors to every rank if they occur inside the hooks that it calls. Therefore a GPU's state is copied in such a hook.
@@ -185,8 +185,8 @@ class Checkpointer:
         wait([self._newest] if self._newest else [])
 
     def keep(self) -> None:
-        """Copies the part of the state that a running save has not yet read to the host. Call it before each change of
-        the state."""
+        """Copies to host memory the part of the state that a running save has not read yet. Call it before each change
+        of the state."""
         if self._snapshot:
             self._snapshot.keep()
             self._snapshot = None
@@ -213,8 +213,8 @@ class Checkpointer:
         self._take_over(small)
 
     def _read(self, path: Path, part: PartReader) -> dict[str, Tensor]:
-        """Reads the state saved at `path` from `part` into the host copies. Returns the small tensors: steps, buffers,
-        base and random generators, by name. Raises CheckpointInvalid, StorageFailed."""
+        """Reads the state saved at `path` from `part` into the buffers in host memory. Returns the small tensors by
+        name: steps, buffers, base and random generators. Raises CheckpointInvalid, StorageFailed."""
         reader = StateReader(part)
         saved = set(reader.read_metadata().state_dict_metadata)
         expected = {*self._staging.buffers, *self._buffers, "steps", *(["base"] if self._base else [])}
@@ -286,8 +286,9 @@ class Checkpointer:
 
 
 def _cause(error: dcp.CheckpointException) -> Exception:
-    """Returns one rank's error out of DCP's: a StorageFailed if there is one, else the first, with the number of the
-    shard. (`except Exception` does not catch DCP's own exception.)"""
+    """Returns the error of one rank out of DCP's exception, which has the errors of all ranks: a StorageFailed if there
+    is one, else a RuntimeError with the first error and the number of its shard. (`except Exception` does not catch
+    DCP's exception.)"""
     rank, (first, _) = next(iter(error.failures.items()))
     storage = (cause for cause, _ in error.failures.values() if isinstance(cause, StorageFailed))
     return next(storage, RuntimeError(f"shard {rank}: {type(first).__name__}: {first}"))

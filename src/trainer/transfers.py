@@ -21,7 +21,7 @@ class TransferCounts:
 
     to_device: int = 0
     waits: int = 0
-    """Copies to the host."""
+    """Copies to the host, which wait for the device."""
 
 
 COUNTS = TransferCounts()

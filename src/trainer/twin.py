@@ -1,9 +1,9 @@
 """Tiny twins of models: the same architecture with the same switches, a few narrow layers and a small vocabulary.
 
-Results for the twin's names, shapes and reloading hold for the model, at a thousandth of the cost. Switches (flags,
-scales, soft caps, names of functions, kinds of layers) do not change; only sizes shrink. A size is known by its name
-(`SIZES`), and a layer's kind by what the configuration lists for it, so that one layer of each kind stays. `EXCEPTIONS`
-has the sizes of architectures that cannot be built that way.
+What a test shows of the twin's names, shapes and reloading holds for the model, at a thousandth of the cost. Switches
+(flags, scales, soft caps, names of functions, kinds of layers) do not change; only sizes shrink. A size is recognised
+by its key in the configuration (`SIZES`), and a layer's kind by what the configuration lists for the layer, so that one
+layer of each kind stays. `EXCEPTIONS` has the sizes of architectures that cannot be built in this way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOISE = 0.1
 spread."""
 
 Size = Callable[[int, Mapping[str, Any]], int]
-"""Gives the twin's size from the model's, and from the section of the configuration that has it."""
+"""Takes a size of the model, and the section of the model's configuration that has it. Returns the twin's size."""
 
 
 def _at_most(limit: int) -> Size:
@@ -32,8 +32,8 @@ def _at_most(limit: int) -> Size:
 
 
 def _key_heads(value: int, section: Mapping[str, object]) -> int:
-    """Returns the twin's number of key heads: 4, one for each query head, if the model has one for each; else at most
-    2."""
+    """Returns the twin's number of key heads. It is 4, one for each query head, if the model has one key head for each
+    query head; else at most 2."""
     heads = {
         size for key, size in section.items() if re.fullmatch(r"(num_attention_|n_|swa_num_attention_)heads?", key)
     }
@@ -74,16 +74,17 @@ SIZES: tuple[tuple[str, Size], ...] = (
     (r"mamba_d_ssm", _at_most(128)),
     (r".*(hidden_size.*|intermediate_size.*|d_model|n_embd|.*_dim|dff|d_inner|ffn_.*size|n_inner|lru_width)", _width),
 )
-"""Sizes by name: the first pattern that is the whole name counts. Others stay."""
+"""(pattern, size): the first pattern that matches the whole key of a value decides its size in the twin. A value whose
+key no pattern matches does not change."""
 
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
 BEFORE = r"first_k_dense_replace|num_dense_layers|max_window_layers|moe_layer_start_index"
-"""Numbers of first layers that differ from later layers."""
+"""Matches keys whose value is the number of first layers that differ from later layers."""
 PERIODS = r".*(period|interval|every_n_layers|sliding_window_pattern|sparse_step|moe_layer_step)"
 SHARED = "num_kv_shared_layers"
 PER_LAYER = "per_layer_config"
-"""How many last layers take the keys of earlier ones, and the sizes of single layers that differ from the common
-sizes.
+"""Two keys of a configuration. SHARED says how many last layers take the attention keys of earlier layers; PER_LAYER
+has the sizes in which single layers differ from the common sizes.
 """
 MOST_LAYERS = 8
 
@@ -93,11 +94,12 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32},
 }
-"""By model type: sizes that depend on each other in a way that their names do not show."""
+"""{model type: {key: value}} for sizes that depend on each other in a way that their keys do not show."""
 
 
 def twin_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Returns the configuration of the twin; does not change `config`. Raises BadInput if the sizes do not fit."""
+    """Returns the configuration of the twin; does not change `config`. Raises BadInput if the twin's sizes do not fit
+    together."""
     small = _shrink(config.to_dict())
     try:
         return type(config).from_dict(small)
@@ -130,7 +132,7 @@ def _no_twin(config: PretrainedConfig, error: Exception) -> BadInput:
 
 
 def _shrink(section: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a section of a configuration with small sizes, also in the sections within it."""
+    """Returns a copy of a section of a model's configuration with small sizes, also in the sections within it."""
     few = section
     for depth in DEPTHS:
         if type(section.get(depth)) is int:
@@ -200,15 +202,15 @@ def _shrink_layers(section: dict[str, Any], depth: str, count: int) -> dict[str,
 
 def _other_sizes(single: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the twin's values for `single`, the sizes in which one layer differs from the common sizes in `section`.
-    A size larger than the common one becomes twice the twin's."""
+    A size larger than the common one becomes twice what it would else be in the twin."""
     small = {key: _shrink_value(key, value, section) for key, value in single.items()}
     larger = {k for k, v in single.items() if type(v) is int and type(section.get(k)) is int and v > section[k]}
     return {key: 2 * value if key in larger else value for key, value in small.items()}
 
 
 def _kind(section: Mapping[str, Any], layer: int, count: int) -> str:
-    """Returns everything that the configuration says about layer number `layer` alone, as text: equal for layers of one
-    kind. `count`: the number of layers."""
+    """Returns, as text, everything that a section of a model's configuration says about the layer with the number
+    `layer` alone. The texts of layers of one kind are equal. `count`: the number of layers."""
     parts: list[Any] = []
     for key, value in section.items():
         if isinstance(value, list) and len(value) == count:
@@ -225,6 +227,6 @@ def _kind(section: Mapping[str, Any], layer: int, count: int) -> str:
 
 
 def _lists_layers(key: str, value: object, count: int) -> bool:
-    """Returns True if `value` is a list of numbers of layers, below `count`, by its contents and its key."""
+    """Returns True if `value` is a list of layer numbers: all are below `count`, and `key` names layers or indices."""
     numbers = isinstance(value, list) and all(type(v) is int and v < count for v in value)
     return numbers and re.search("layer|idxs", key) is not None

@@ -1,4 +1,5 @@
-"""The common part of all rooms: configuration, launch, the driver's loop, and the types that cross rooms.
+"""The part of the project that all rooms share: configuration, launch, the driver's training loop, and the types of
+what rooms send each other.
 
 The names in docs/api.md are stable: `trireme.api`, and for environments names of `trireme.renderers` and of four
 modules of `orchestrator`. Everything else may change with any commit.

@@ -85,8 +85,8 @@ UNREAD = Path(__file__).with_name("api.toml")
 
 
 def loop_config(argv: Sequence[str]) -> Config:
-    """Returns the configuration of a loop from `argv`, options as on a command line of `rl` (`@ FILE.toml`, `--key
-    value`), and from the environment. Prints warnings. Raises BadInput."""
+    """Returns the configuration of a training loop. `argv` holds options as on a command line of `rl` (`@ FILE.toml`,
+    `--key value`); environment variables set keys too. Prints warnings. Raises BadInput."""
     config = load(["@", str(UNREAD), *argv]).config
     facts = ModelFacts.of(config, required=True)
     assert facts is not None, "required"
@@ -113,11 +113,11 @@ def open_rooms(
     config: Config, logs: Path, rooms: Sequence[PartKind] = LOOP_ROOMS
 ) -> Iterator[tuple[TrainerHandle, SamplingClient]]:
     """Starts a trainer and `inference.replicas` replicas. Yields the trainer and a sampler that uses the replicas;
-    stops all of them at the end of the block. Both load `model.name`, but replicas sample only after the first
-    published weights.
+    stops all of them at the end of the block. Trainer and replicas load `model.name`, but the replicas sample only
+    after the first published weights.
 
-    `logs`: the directory for the actors' logs; `rooms`: kinds of parts for the plan, from which the needs of CPUs, GPUs
-    and memory follow. Raises BadInput, RoomFailed.
+    `logs`: the directory for the actors' logs. `rooms`: the kinds of parts that the plan counts; the CPUs, GPUs and
+    memory that the loop needs follow from them. Raises BadInput, RoomFailed.
     """
     check_installed()
     with _opened(config, rooms, logs.absolute()) as (trainer, inference):

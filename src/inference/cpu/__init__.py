@@ -1,8 +1,8 @@
 """Patches vLLM's engines on CPUs. Each patch names its gain, and where it was measured.
 
-`start`: a start without steps that a CPU does not need; `kernels`: batches of few sizes; `adapters`: the tokens of an
-adapter together; `rank`: steps that vLLM omits.
-`inference.engine_startup` forks engines, on GPUs too.
+The modules: `start` leaves out steps that a CPU does not need; `kernels` pads batches to few sizes; `adapters`
+multiplies all tokens of an adapter at once; `rank` adds steps that vLLM omits. `inference.engine_startup` forks
+engines, on GPUs too.
 
 CPU seconds from the actor's start to a replica that is ready, of the actor, its engine process and their helpers (tiny
 Qwen3, 2 cores, byte code compiled; equal within 1 s however busy the machine is):

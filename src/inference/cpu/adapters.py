@@ -14,9 +14,9 @@ result must not depend on the other tokens of its batch."""
 def adapter_products(
     inputs: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Returns each token's product with the matrix of its adapter, computed in `dtype`: [B, out], for `inputs` [B, in],
-    `weights` [adapters, out, in] or [adapters, 1, out, in], and `indices`, the adapter of each token: int64 [B].
-    Negative ones count from the end, as in vLLM's own function."""
+    """Returns each token's product with the matrix of its adapter, computed in `dtype`: [B, out]. `inputs`: [B, in].
+    `weights`: [adapters, out, in] or [adapters, 1, out, in]. `indices`: the adapter of each token, int64 [B]; negative
+    indices count from the end, as in vLLM's own function."""
     inputs = inputs.to(dtype)
     weights = weights.reshape(-1, *weights.shape[-2:]).to(dtype)
     products = inputs.new_empty(len(inputs), weights.shape[1])
@@ -46,7 +46,8 @@ def shrink(
     lora_indices_tensor: torch.Tensor,
     scaling: float = 1.0,
 ) -> None:
-    """Writes the scaled products to the first columns of `output_tensor`, as `bgmv_shrink` of vLLM does."""
+    """Writes each token's product with its adapter's matrix, times `scaling`, to the first columns of `output_tensor`,
+    as `bgmv_shrink` of vLLM does."""
     products = adapter_products(inputs, lora_b_weights, lora_indices_tensor, output_tensor.dtype)
     output_tensor[:, : products.shape[1]] = scaling * products
 
@@ -58,8 +59,9 @@ def expand(
     lora_indices_tensor: torch.Tensor,
     add_inputs: bool = True,
 ) -> None:
-    """Adds the products to the first columns of `output_tensor`, or writes them there, as `bgmv_expand` of vLLM does.
-    Adapter and model may pad a vocabulary differently."""
+    """Adds each token's product with its adapter's matrix to the first columns of `output_tensor`; without `add_inputs`
+    writes it there. Replaces `bgmv_expand` of vLLM. If one of both has more columns, these are left out: adapter and
+    model may pad a vocabulary differently."""
     width = min(lora_b_weights.shape[-2], output_tensor.shape[1])
     weights = lora_b_weights[..., :width, :]
     expand_slice(inputs, weights, output_tensor, lora_indices_tensor, 0, width, add_inputs)
@@ -74,8 +76,8 @@ def expand_slice(
     slice_size: int,
     add_inputs: bool = True,
 ) -> None:
-    """Adds the products to some columns of `output_tensor`, or writes them there, as `bgmv_expand_slice` of vLLM
-    does."""
+    """Adds each token's product with its adapter's matrix to the `slice_size` columns of `output_tensor` from
+    `slice_offset` on; without `add_inputs` writes it there. Replaces `bgmv_expand_slice` of vLLM."""
     products = adapter_products(inputs, lora_b_weights, lora_indices_tensor, output_tensor.dtype)
     target = output_tensor[:, slice_offset : slice_offset + slice_size]
     if add_inputs:

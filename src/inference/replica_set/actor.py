@@ -67,11 +67,11 @@ if TYPE_CHECKING:
 HAND_OVER_S = 5.0
 IDLE_TICK_S = 0.2
 IDLE_LOOKS = 2
-"""A replica that leaves has finished what it had when it was idle at so many looks in a row: answers are on their way
-after the first."""
+"""A replica that leaves has finished its requests when it was idle at this number of looks in a row: after the first
+look answers may still be on their way."""
 ROUNDS = 2
-"""When a member that catches up has begun to take weights so often, the next update waits for it: else updates that
-follow each other closely would keep it out for ever."""
+"""When a member has begun to take weights this number of times since it served last, the next update waits for it: else
+updates that follow each other closely would keep it out for ever."""
 log = logging.getLogger(__name__)
 
 
@@ -97,7 +97,7 @@ class ReplicaSet:
         """`replicas`: {number: client} of the first members. They serve at once, unless `lowest` or `adopt` is given.
         `generations`: {number: a name of this replica for ever}; None: chosen here.
         `incarnation`: the tables of a later incarnation are newer than all tables of this one.
-        `lowest`: the weights that the previous incarnation was bringing, if there was one.
+        `lowest`: after a lost incarnation, the newest weights that it was bringing: no replica serves with older ones.
         `adopt`: a name for the weights that the replicas loaded from disk, instead of a first update.
         `fixed`: deterministic mode; an update waits as long as it takes, and raises the failure of a replica.
         `patience_s`: how many seconds to wait for a replica to join when none is left.
@@ -159,7 +159,8 @@ class ReplicaSet:
         return self._newest_table.table
 
     def listen(self, take: Callable[[Table], object]) -> None:
-        """Calls `take` with the newest table now, and with each later table when it is published."""
+        """Calls `take` with the newest table now, and with each later table of this replica set when it is
+        published."""
         self._listeners.append(take)
         take(self._newest_table.table)
 
@@ -176,9 +177,9 @@ class ReplicaSet:
 
     @remote_method
     def join(self, index: int, client: ReplicaClient, generation: Generation | None = None) -> None:
-        """Adds replica `index`, a new one or the successor of a lost one, and begins to bring it the newest weights. It
-        serves once it has them; a table says so. Updates do not wait for it meanwhile. If the bytes of the newest
-        weights are gone, it waits for the next update.
+        """Adds replica `index`, a new replica or the successor of a lost one, and begins to bring it the newest
+        weights. Once the replica has them it serves, and a table says so; updates do not wait for it before that. If
+        the bytes of the newest weights are gone, it waits for the next update.
 
         `client` calls the replica; `generation` names it for ever (None: chosen here).
         """
@@ -187,7 +188,7 @@ class ReplicaSet:
 
     @remote_method
     def leave(self, index: int, reason: str) -> None:
-        """Removes replica `index`, because its watcher found it dead, for `reason`."""
+        """Removes replica `index` for `reason`: the watcher of its processes found it dead, or it has a successor."""
         member = self._by_index.get(index)
         if member:
             self._dismiss(member, RoomFailed(reason))
@@ -210,7 +211,8 @@ class ReplicaSet:
 
     @remote_method
     def report(self, index: int, generation: Generation, failure: TriremeError) -> None:
-        """Removes replica `index`, because it failed a router. Does nothing if `generation` is not the present one."""
+        """Removes replica `index`, because a router's call to it raised `failure`. Does nothing if `generation` is not
+        the generation of the present replica `index`: a successor has not failed."""
         member = self._by_index.get(index)
         if member and member.row.generation == generation:
             self._fail(member, failure)
@@ -255,15 +257,15 @@ class ReplicaSet:
     @remote_method
     async def offer(self, offer: Offer) -> Session:
         """Asks the replicas to receive a version while the trainer sends it. Returns after at most `offer.ready_s`
-        seconds the transfer to the replicas that are ready, perhaps to none of them. The other replicas fetch the
-        version later."""
+        seconds the transfer (`Session`) to the replicas that are ready, perhaps to none of them. The other replicas
+        fetch the version later."""
         return await self._offers.make_session(offer, self._newest)
 
     async def update(self, weights: PublishedWeights) -> list[UpdateReport]:
-        """Brings to `weights` every member that serves, that waits for an update, or that has been catching up for
-        ROUNDS versions. A member that fails is left out, one that takes too long is left behind. If no member has
-        `weights` then, waits for one. Returns the members' reports; a second call for the same weights returns the
-        same reports.
+        """Brings `weights` to each member that serves, that waits for an update, or that has been catching up for
+        ROUNDS versions. A member that fails is removed; a member that takes too long is left behind, without requests.
+        If then no member has `weights`, waits for one. Returns the members' reports; a second call for the same weights
+        returns the same reports.
 
         Raises RoomFailed when no replica is left, WeightsRefused when every replica refuses the weights, and
         WeightsGone when none can have their bytes any more: the next update brings newer ones. In deterministic mode
@@ -318,8 +320,8 @@ class ReplicaSet:
 
     @remote_method
     async def sleep(self) -> None:
-        """Puts all members to sleep until the next update. A table says when all sleep. A member that fails is left
-        out."""
+        """Puts all members to sleep until the next update. The set's table says when all of them sleep. A member that
+        fails is removed."""
         async with self._changing:
             self._bring_newest = self._put_to_sleep
             self._sleeping = True
@@ -331,8 +333,8 @@ class ReplicaSet:
         return [member for member in self._by_index.values() if member.serves]
 
     async def _await_update(self, member: Member) -> None:
-        """Waits until `member` has the newest weights or is gone. If it takes too long, marks it as left behind and
-        returns."""
+        """Waits until `member` has the newest weights or is gone. If the member takes too long, marks it as left
+        behind, so that it gets no requests, and returns."""
         limit_s = None if self._fixed else self._deadline.seconds
         _, late = await asyncio.wait({self._begin_to_catch_up(member)}, timeout=limit_s)
         if late:
@@ -346,16 +348,18 @@ class ReplicaSet:
             member.change(behind=True)
 
     def _begin_to_catch_up(self, member: Member) -> asyncio.Task[None]:
-        """Begins to bring `member` to the newest weights, or to sleep while all sleep, unless that is under way.
-        Returns the task, which ends when the member has them, sleeps, is stranded or is gone."""
+        """Begins to bring the newest weights to `member`, or puts it to sleep while all sleep, unless a task does that
+        already. Returns the task. It ends when the member has the weights, sleeps or is gone, or when the bytes of the
+        weights are gone."""
         if member.catching_up is None or member.catching_up.done():
             member.catching_up = asyncio.create_task(self._catch_up(member))
             member.calls.add(member.catching_up)
         return member.catching_up
 
     async def _catch_up(self, member: Member) -> None:
-        """Brings `member` to the newest weights, however often they change meanwhile, and then lets it serve, or brings
-        it to sleep. Marks it as stranded if the bytes of the newest weights are gone."""
+        """Brings the newest weights to `member`, however often they change meanwhile, and then lets it serve; or puts
+        it to sleep while all sleep. If the bytes of the newest weights are gone, marks the member as stranded: it gets
+        no requests before the next update."""
         brought: object = None
         lost_bytes: WeightsGone | None = None
         try:

@@ -12,17 +12,17 @@ Value = TypeVar("Value")
 
 
 class ReplicaCalls:
-    """Makes the calls to one replica, until one raises: then calls `fails` with its error, and the replica is given
+    """Makes the calls to one replica, until a call raises: then calls `fails` with the error, and the replica is given
     up."""
 
     def __init__(self, fails: Callable[[TriremeError], None]) -> None:
         self.failure: TriremeError | None = None
-        """Why it is used no more."""
+        """Why the replica was given up; None while it is used."""
         self._fails = fails
         self._tasks: set[asyncio.Task[object]] = set()
 
     def add(self, task: asyncio.Task[object]) -> None:
-        """Sees that `task` is cancelled when the replica is given up."""
+        """Makes sure that `task` is cancelled when the replica is given up."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -1,4 +1,4 @@
-"""The replica set as an actor of its own: the driver's handle, and how routers in other processes read its tables."""
+"""The replica set in its actor: the driver's handle, and how routers in other processes read its tables."""
 
 from __future__ import annotations
 
@@ -28,30 +28,31 @@ if TYPE_CHECKING:
     from inference.handle import ReplicaClient
 
 WAIT_S = 20.0
-"""A router waits for a newer table so long at a time."""
+"""Seconds that a router waits for a newer table in one call."""
 ANSWER_S = 30.0
-"""An answer of the set may take so much longer than the work itself."""
+"""Seconds that an answer of the replica set may take in addition to the work itself."""
 AGAIN_S = 1.0
-"""Time between a table that did not come and the next request."""
+"""Seconds between a request for a table that failed and the next request."""
 NAME = "replica set"
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class RemoteSet:
-    """The replica set for a router in another process, which reads its tables and reports failures; picklable."""
+    """The replica set as a router in another process sees it: reads its tables and reports failures to it;
+    picklable."""
 
     actor: ActorProxy[ReplicaSet]
     _reading: asyncio.Task[None] | None = None
 
     def listen(self, take: Callable[[Table], object]) -> None:
-        """Calls `take` with each new table, in a task that ends when the set is dead. Then the last table stays in use
-        until the router follows another source."""
+        """Calls `take` with each new table of the replica set, in a task that ends when the set is dead. Then the last
+        table stays in use until the router follows another source."""
         self._reading = asyncio.get_running_loop().create_task(self._read(take))
 
     async def table(self, after: Number, wait_s: float) -> Table:
-        """Returns the set's newest table, as `ReplicaSet.table` does. Raises RoomFailed if there is no answer within
-        `wait_s` + ANSWER_S seconds."""
+        """Waits up to `wait_s` seconds for a table with a higher number than `after`. Returns the replica set's newest
+        table. Raises RoomFailed if there is no answer within `wait_s` + ANSWER_S seconds."""
         answer = self.actor.table.remote(after, wait_s)
         return await waits.get_async(answer, owner=f"{NAME} (its table)", timeout_s=wait_s + ANSWER_S)
 
@@ -70,7 +71,8 @@ class RemoteSet:
             take(table)
 
     def report(self, index: int, generation: Generation, failure: TriremeError) -> None:
-        """Tells the set that replica `index` failed this process; does not wait."""
+        """Reports to the replica set that a call from this process to replica `index` raised `failure`; does not
+        wait."""
         self.actor.report.remote(index, generation, failure)
 
 
@@ -84,8 +86,9 @@ class ReplicaSetHandle:
         incarnations: Iterator[int] | None = None,
         adopt: WeightIdentity | None = None,
     ) -> None:
-        """Starts the actor on this node; does not wait. `incarnations`: gives the number of each incarnation; must not
-        repeat numbers of earlier sets with tables that the same routers have read. `adopt`: see `ReplicaSet`."""
+        """Starts the actor on this node; does not wait. `incarnations` gives the number of each incarnation, which must
+        be higher than the numbers of all sets with tables that the same routers have read (None: 1, 2, ...). `adopt`: a
+        name for the weights that the replicas loaded from disk, instead of a first update."""
         self._config = config
         self._log_dir = log_dir
         self._adopt = adopt
@@ -95,7 +98,7 @@ class ReplicaSetHandle:
         self._log = log_dir and log_dir / "replica_set_0.log"
         self._epochs = Epochs()
         self.followers: list[Callable[[RemoteSet], object]] = []
-        """Called with the source of each new incarnation."""
+        """Functions to call with `source` when a new incarnation has replaced a lost one."""
         self._start({}, {})
 
     def _start(self, clients: Mapping[int, ReplicaClient], generations: Mapping[int, Generation]) -> None:
@@ -114,12 +117,12 @@ class ReplicaSetHandle:
         )
         self._started = self.actor.start.remote(self._log_dir)
         self.source = RemoteSet(self.actor)
-        """For routers."""
+        """The replica set as routers read it."""
 
     def begin_again(self, clients: Mapping[int, ReplicaClient], generations: Mapping[int, Generation]) -> Ref[None]:
-        """Starts a new incarnation after the old one was lost, with its replicas, `clients` and `generations` by
-        number, and repeats the newest update; if the replicas sleep, puts them to sleep instead. Returns a reference
-        that resolves once its actor is ready."""
+        """Starts a new incarnation of the replica set after the old one was lost. It has the replicas of the old one:
+        `clients` and `generations`, by number of the replica. Then repeats the newest update or, if the replicas sleep,
+        puts them to sleep. Returns a reference that resolves once the new actor is ready."""
         ray.kill(self.actor)
         self._start(clients, generations)
         if self._sleeping:
@@ -156,7 +159,8 @@ class ReplicaSetHandle:
         self.actor.drain.remote(index, timeout_s)
 
     def table(self, after: Number, wait_s: float) -> Ref[Table]:
-        """Asks for the newest table. See `ReplicaSet.table`."""
+        """Returns a reference to the newest table. It resolves when there is a table with a higher number than `after`,
+        or after `wait_s` seconds."""
         return self.actor.table.remote(after, wait_s)
 
     def ready_refs(self) -> tuple[list[Ref[object]], list[str]]:
@@ -168,10 +172,10 @@ class ReplicaSetHandle:
         return {"replica_set_0": self.actor.heartbeat.remote}
 
     def offer(self, offer: Offer) -> Session:
-        """Asks the replicas to receive a version while the trainer sends it. Returns the session of the replicas that
-        are ready, maybe none, after at most `offer.ready_s` + ANSWER_S seconds. If the set is dead or does not
-        answer, the session is empty: the version can be published without the set, and the set's watcher, or the
-        next call to it, reacts."""
+        """Asks the replicas to receive a version while the trainer sends it. Returns, after at most `offer.ready_s` +
+        ANSWER_S seconds, the transfer to the replicas that are ready, perhaps to none of them. If the set is dead or
+        does not answer, the transfer is to none: the version can be published without the set, and the set's watcher,
+        or the next call to it, reacts. Raises RoomFailed for another error of the set."""
         subject = f"{NAME} (which replicas are ready for new weights)"
         limit_s = offer.ready_s + ANSWER_S
         try:

@@ -14,7 +14,7 @@ from trireme.core.types import WeightIdentity
 from trireme.core.weights import UpdateReport
 
 ISSUED = 64
-"""Weights and adapters that a table names of a replica, at most: routers remember those of the tables before."""
+"""Most weights and adapters that a table lists for a replica: routers remember what earlier tables listed."""
 
 
 @dataclass(eq=False)
@@ -26,16 +26,16 @@ class Member:
     """Its row in the table."""
     calls: ReplicaCalls
     publish: Callable[[], None]
-    """Called when its row has changed."""
+    """Called when the row has changed."""
     adapters: set[str] = field(default_factory=set)
-    """The names of the adapters that it was given."""
+    """The names of the adapters that the replica was given."""
     report: UpdateReport | None = None
     rounds: int = 0
-    """How often it has begun to take weights since it served last."""
+    """How often the replica has begun to take weights since it served last."""
     catching_up: asyncio.Task[None] | None = None
-    """Brings it to the newest weights."""
+    """The task that brings the newest weights to the replica, or puts it to sleep."""
     offering: asyncio.Task[TriremeError | None] | None = None
-    """Asks it whether it is ready for what was offered; None: there is no such question without an answer."""
+    """The task that waits for the replica's answer to an offer; None: the replica owes no answer."""
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class Member:
 
     @property
     def waits(self) -> bool:
-        """True if the replica gets no weights before the next update."""
+        """True if nothing brings weights to the replica at present, so that it waits for the next update."""
         return self.catching_up is None or self.catching_up.done()
 
     @property
@@ -56,13 +56,13 @@ class Member:
         return self.row.serves and not self.failure
 
     def change(self, **columns: Any) -> None:
-        """Changes these columns of the replica's row, and publishes a table."""
+        """Changes fields of the replica's ReplicaRow, given by name, and publishes a table with the new row."""
         self.row = replace(self.row, **columns)
         self.publish()
 
     def issue(self, identity: WeightIdentity, **columns: Any) -> None:
-        """Notes in the row that the replica is about to get the weights `identity`; also changes other `columns`.
-        Publishes a table."""
+        """Notes in the replica's row that it is about to get the weights `identity`, and changes other fields of the
+        row, given by name, as `change` does. Publishes a table with the new row."""
         self.change(issued=(*self.row.issued[1 - ISSUED :], identity), **columns)
 
     def enter(self) -> None:

@@ -2,6 +2,8 @@
 
     trainer --Offer--> replica set --offer--> replicas that are asked --ready--> it --Session--> trainer, which sends
 
+A session here is a `trireme.core.transport.Session`: the members that one version is sent to.
+
 *Who is asked.* Members that serve and have taken all weights that they were to take. The trainer publishes a version
 before it waits for the update to the previous version (`trireme.train.phases.overlap`), so some members may still load
 the previous one. They are not asked, and fetch the new bytes afterwards, as all replicas do with Ray's object store. So
@@ -10,9 +12,9 @@ one version. Nothing here waits for an update: the trainer gathers and sends whi
 without sessions, so there is no circle of waits.
 
 One exception: a member takes a version that was not sent to it. It has to fetch the version, which may last until after
-the next offer, and so again for each later version. The offer waits for such a member, once and at most for half of
-`Offer.ready_s`; then the member is in the session. The trainer would wait for this update anyway, after it has sent; so
-the wait costs, once, the overlap of sending and updating.
+the next offer; then the next version is not sent to it either, and so on. So the offer waits for such a member, once
+and at most for half of `Offer.ready_s`; then the member is in the session. The trainer would wait for this update
+anyway, after it has sent; so the wait costs, once, the overlap of sending and updating.
 
 *Who sends to whom.* Replicas of one node are in one group (`trireme.core.transport.servers_of`). A replica reports its
 node when it has taken weights for the first time; before that it counts as a node of its own.
@@ -49,7 +51,8 @@ log = logging.getLogger(__name__)
 
 
 class Offers:
-    """Makes the sessions of a replica set, one at a time. `members` returns all present members."""
+    """Decides which members of a replica set receive an offered version: makes the `trireme.core.transport.Session` of
+    each version, one at a time. `members` returns all present members."""
 
     def __init__(self, members: Callable[[], Iterable[Member]]) -> None:
         self._members = members
@@ -58,16 +61,16 @@ class Offers:
         self._group: dict[Member, int] = {}
         """The members of the last session, and the rank that sends to each."""
         self._busy: set[Member] = set()
-        """Those that had still to take weights at the last offer."""
+        """The members that still had to take weights at the last offer."""
         self._warned: set[Member] = set()
-        """Those of which this epoch has said why they take no part."""
+        """The members for which the log of this epoch already says why they take no part."""
         self._sent = asyncio.Event()
         self._until = 0.0
-        """When the last session is over in any case, by the loop's clock."""
+        """When the last session is over in any case, in seconds by the event loop's clock."""
 
     async def make_session(self, offer: Offer, newest: WeightIdentity | None) -> Session:
         """Asks the members that serve and have taken version `newest` (None: there was none) to receive the offered
-        version. Returns the session of the members that are ready, after at most `offer.ready_s` seconds."""
+        version. Returns the transfer to the members that are ready, after at most `offer.ready_s` seconds."""
         now = asyncio.get_running_loop().time
         started = now()
         limit_s = min(self._deadline.seconds, offer.ready_s)
@@ -99,7 +102,8 @@ class Offers:
         return Session(offer.attempt, self._epochs.number, {member.index: rank for member, rank in self._group.items()})
 
     def sent(self) -> None:
-        """Notes that the last session is over: its version was published, or the trainer gave up."""
+        """Notes that the sending of the last offered version is over: the version was published, or the trainer gave
+        up."""
         self._sent.set()
 
     async def await_sent(self, member: Member) -> None:
@@ -110,8 +114,8 @@ class Offers:
                     await self._sent.wait()
 
     def _begin(self, group: dict[Member, int]) -> None:
-        """Begins a session. `group`: {member: the trainer's rank that sends to it}. Begins an epoch too, if the last
-        session had another group."""
+        """Records which members receive the offered version. `group`: {member: the trainer's rank that sends to it}.
+        Begins a new epoch if `group` differs from the group of the version before."""
         self._group = group
         self._sent.clear()
         if self._epochs.begins(list(group.items())):
@@ -120,8 +124,9 @@ class Offers:
             log.info("new weights are sent to %s", names or "nobody: they are fetched")
 
     def _note_busy(self, busy: list[Member]) -> dict[Member, asyncio.Task[None]]:
-        """Returns {member: the task of its update} for those `busy` members that are worth a wait: they fetch a version
-        that was not sent to them, and were not busy at the last offer."""
+        """Records `busy`, the members that still have to take weights. Returns {member: the task of its update} for the
+        busy members that this offer waits for: they fetch a version that was not sent to them, and were not busy at the
+        last offer."""
         before = self._busy
         self._busy = set(busy)
         worth = [
@@ -132,8 +137,8 @@ class Offers:
     def _offer_all(
         self, members: Sequence[Member], offer: Offer, servers: dict[Member, int]
     ) -> dict[Member, asyncio.Task[TriremeError | None]]:
-        """Asks the members that owe no answer to an earlier offer. `servers`: {member: the rank that sends to it}.
-        Returns {member: the task of its answer}."""
+        """Asks `members` to receive the offered version, without the members that still owe an answer to an earlier
+        offer. `servers`: {member: the rank that sends to it}. Returns {member: the task of its answer}."""
         free = [member for member in members if not member.offering and member in servers]
         return {member: self._begin_offer(member, replace(offer, server=servers[member])) for member in free}
 
@@ -170,7 +175,8 @@ def _is_settled(member: Member, newest: WeightIdentity | None) -> bool:
 
 
 def _refusal(answer: asyncio.Task[TriremeError | None], limit_s: float) -> str:
-    """Returns why a member that was asked takes no part; "" if it does. `limit_s`: how many seconds it had."""
+    """Returns why a member takes no part, by its `answer` to an offer; "" if it takes part. `limit_s`: how many seconds
+    it had."""
     if not answer.done():
         return f"it was not ready within {limit_s:.1f} s"
     if answer.cancelled():

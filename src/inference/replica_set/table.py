@@ -17,30 +17,32 @@ if TYPE_CHECKING:
 
 NAMED = 4
 Number = tuple[int, int]
-"""Orders tables: the incarnation of the replica set that published one, and how many it published before."""
+"""Orders tables: (incarnation of the replica set that published the table, number of the table in this incarnation)."""
 Generation = tuple[int, int]
-"""Names one replica for ever: chosen by its owner, or the incarnation of the set that it joined and a number there."""
+"""Names one replica for ever, while its successor gets the same number: chosen by the replica's owner, or (incarnation
+of the set that it joined, how many had joined this set by then)."""
 
 
 @dataclass(frozen=True)
 class ReplicaRow:
-    """The row of one replica in a table: how to call it, its weights, and whether it serves."""
+    """The row of one replica in a `Table`: how to call the replica, its weights, and whether it serves."""
 
     generation: Generation
     client: ReplicaClient
     issued: tuple[WeightIdentity, ...] = ()
-    """The newest weights and adapters that it was given, also one that it is about to take."""
+    """The newest weights and adapters that the replica was given, and any that it is about to take."""
     acknowledged: int | None = None
-    """The version that it has acknowledged."""
+    """The newest version that the replica has acknowledged; None before the first."""
     updating: bool = False
     behind: bool = True
-    """It gets no requests until it has the newest weights."""
+    """True: the replica gets no requests until it has the newest weights."""
     draining: bool = False
-    """It gets no new requests."""
+    """True: the replica gets no new requests, because it is to leave."""
     asleep: bool = False
-    """It has no weights, and gets no requests until the next update."""
+    """True: the replica sleeps; it has no weights, and gets no requests until the next update."""
     stranded: WeightsGone | None = None
-    """Why it is behind until the next update: the newest weights can be had nowhere any more."""
+    """Why the replica gets no weights before the next update: the bytes of the newest weights are nowhere any more.
+    None in all other cases."""
 
     @property
     def serves(self) -> bool:
@@ -71,11 +73,11 @@ class Table:
 
     number: Number = (0, 0)
     rows: Mapping[int, ReplicaRow] = field(default_factory=dict)
-    """By number of the replica, ascending: in deterministic mode their order decides where a request goes."""
+    """{number of the replica: row}, ascending: in deterministic mode their order decides where a request goes."""
     departed: Mapping[int, Departure] = field(default_factory=dict)
-    """By number: the last replica of that number that is gone."""
+    """{number of a replica: the departure of the last replica with this number that has left}."""
     update: EndedUpdate | None = None
-    """The last one."""
+    """The last update that has ended; None before the first."""
     patience_s: float | None = None
     """How long to wait for a replica to join when none is left; None: for ever."""
     asleep: bool = False
@@ -83,7 +85,7 @@ class Table:
 
     def serves(self, index: int, generation: Generation) -> bool | None:
         """Returns True if the replica with this number and generation takes requests, or sleeps as all do; False if it
-        does not. Returns None if this table does not have it."""
+        does neither. Returns None if this table has no such replica."""
         row = self.rows.get(index)
         if row is None or row.generation != generation:
             return None
@@ -91,7 +93,7 @@ class Table:
 
     def reason(self, index: int, generation: Generation) -> TriremeError | None:
         """Returns why the replica with this number and generation is gone. Returns None if it is not gone, or if a
-        later replica of its number has left since."""
+        later replica with its number has left since."""
         departure = self.departed.get(index)
         if departure and departure.generation == generation:
             return departure.reason

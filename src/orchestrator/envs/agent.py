@@ -29,7 +29,7 @@ class AgentRun(AgentAccess):
     """Everything that an agent gets for one rollout."""
 
     problem: object = None
-    """One of the values of `problems`."""
+    """One of the values that the function `problems` returned."""
     sample: int = 0
     """The number of the rollout within this problem."""
 
@@ -52,7 +52,8 @@ class FunctionEnv(AgentEnv):
 
 @dataclass(frozen=True)
 class AgentProblem(EnvGroupBuilder):
-    """One problem that an agent plays: `function` is the agent, `problem` is its value."""
+    """One problem that an agent plays: `function` is the agent, `problem` is a value that the function `problems`
+    returned."""
 
     function: Play
     problem: object

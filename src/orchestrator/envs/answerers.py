@@ -15,15 +15,17 @@ from orchestrator.workers import run_in_worker
 from trireme.renderers import Message
 
 REPLY_S = 60.0
-"""Seconds for an answer of a server, with all tries."""
+"""Limit in seconds for an answer of a server, with all tries."""
 START_S = 600.0
-"""Seconds for an answer of the start model. The first answer loads the model."""
+"""Limit in seconds for an answer of the model that the run starts from. The first answer includes loading the
+model."""
 MAX_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class UrlAnswerer:
-    """Asks a server for OpenAI's chat completions. `server.url` is its address, such as http://host:8000/v1."""
+    """A model behind a server with OpenAI's chat completions. `server.url` is the base of their address, such as
+    http://host:8000/v1."""
 
     server: EnvServer
     model: str
@@ -50,7 +52,8 @@ class StartAnswerer:
 
 
 def complete(model: str, messages: list[Message]) -> str:
-    """Returns the model's greedy next message; runs in a worker process, which keeps the model."""
+    """Returns the text of the model's next message after `messages`, decoded greedily. Runs in a worker process, which
+    holds the model for later calls."""
     import torch
 
     renderer, network = _loaded(model)

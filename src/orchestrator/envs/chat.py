@@ -20,13 +20,13 @@ from orchestrator.message_env import MessageEnv, MessageEnvGroup
 
 
 class Chats(ListedDataset[object]):
-    """The problems of a MessageEnv, in an order that follows from the seed."""
+    """The problems of a class of MessageEnv, in an order that follows from the seed."""
 
     def __init__(
         self, env: Callable[[object], MessageEnv], context: EnvContext, batch_size: int = 16, **args: object
     ) -> None:
-        """`env`: the class. `args` go to its `problems`. Raises ValueError for a class without `problems`, and the
-        errors of `problems`."""
+        """`env`: the class, which takes a problem. `args`: arguments of its method `problems`, by name. Raises
+        ValueError for a class without `problems`, and the errors of `problems`."""
         problems: Any = getattr(env, "problems", None)
         if problems is None:
             raise ValueError(f"{env!r} has no `problems`; expected a static method `problems(split, seed)`")

@@ -26,7 +26,8 @@ COST_OF_A_TURN = 0.1
 
 
 def hint(secret: str, guess: str) -> str:
-    """Returns the hint after a wrong guess: whether the secret is greater or less, or that the guess was no digit."""
+    """Returns the hint after a wrong guess: GREATER or LESS if the secret is greater or less than the guess, UNREADABLE
+    if the guess is no digit."""
     if len(guess) != 1 or guess not in DIGITS:
         return UNREADABLE
     if secret > guess:
@@ -36,8 +37,8 @@ def hint(secret: str, guess: str) -> str:
 
 @dataclass
 class GuessEnv(Env):
-    """One game, in which the policy guesses `secret`. `prompt` is tokens; `hints` maps the text of each hint to its
-    tokens."""
+    """One game, in which the policy guesses `secret`. `prompt` holds the token ids of the first prompt; `hints` maps
+    the text of each hint to its token ids."""
 
     tokenizer: Tokenizer
     secret: str

@@ -1,4 +1,5 @@
-"""Environments behind a URL: sandboxes, browsers and games that run on other machines.
+"""Environments behind a URL: sandboxes, browsers and games that run on other machines. In this module a session is one
+episode on such a server, and has nothing to do with the sessions of agents.
 
     HttpEnv --POST /sessions/ID/reset {seed, task, split, ...}--> server    {observation: {messages, tools}}
             --POST /sessions/ID/step {turn, action, timeout_s}--> server    {observation: {messages}, reward, done, ...}
@@ -38,15 +39,15 @@ from trireme.core.finite_json import to_json
 from trireme.renderers import Message, ToolSpec
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds to wait before each further try of a request. The last one repeats."""
+"""Seconds to wait before the second try of a request, the third and so on. The last pause repeats."""
 CONNECT_S = 10.0
 CLOSE_S = 20.0
 BUSY = frozenset({429, 502, 503, 504})
-"""Answers of a server that may take the same request later."""
+"""HTTP status codes of a server that may accept the same request later."""
 LONGEST_ANSWER = 16 * 10**6
-"""Bytes of a server's answer."""
+"""The most bytes of a server's answer."""
 SHOWN = 300
-"""Characters of a wrong answer that an error shows."""
+"""The most characters of a wrong answer that an error shows."""
 SENT = ("role", "content", "thinking", "tool_calls")
 """The fields of the assistant's message that a server gets."""
 
@@ -56,7 +57,8 @@ class EnvServerDown(Exception):
 
 
 class EnvServerRefused(Exception):
-    """A server refused a request, for example for a session that it no longer has, or its environment failed."""
+    """A server refused a request, for example for a session that no longer exists, or the server's environment
+    failed."""
 
 
 class BadEnvAnswer(Exception):
@@ -70,9 +72,9 @@ class EnvServer:
     url: str
     """The server's address, to which paths are added."""
     reset_s: float
-    """For the start of a session, with all tries."""
+    """Limit for the start of a session, with all tries."""
     step_s: float
-    """For a turn, with all tries. The server gets this limit too."""
+    """Limit for a turn, with all tries. The server gets this limit too."""
     token: str | None = field(default=None, repr=False)
     """Sent as bearer token."""
 
@@ -88,8 +90,9 @@ class EnvServer:
     async def ask(
         self, client: aiohttp.ClientSession, method: str, path: str, body: Mapping[str, object] | None, limit_s: float
     ) -> Mapping[str, Any]:
-        """Sends a request, repeats it until the server answers, and returns the JSON object of the answer. Raises
-        EnvServerDown if there is no answer within `limit_s` seconds, EnvServerRefused, and BadEnvAnswer."""
+        """Sends a request by `client`, repeats it until the server answers, and returns the JSON object of the answer.
+        Raises EnvServerDown if there is no answer within `limit_s` seconds, EnvServerRefused for a status of 400 or
+        more that is not in BUSY, and BadEnvAnswer if the answer is no JSON object or too long."""
         url = f"{self.url}/{path}"
         failure = "no answer to the first try"
         tries = 0
@@ -147,7 +150,8 @@ class HttpEnv(MessageEnv):
         self._client: aiohttp.ClientSession | None = None
         self._turn = 0
         self._state: Mapping[str, Any] | None = None
-        """{"state": the server's state after this turn}, because null is a state too; None: the server has none."""
+        """{"state": the state that the server sent after the last turn}, because null is a state too; None if the
+        server sent no state, or has not answered the present turn yet."""
 
     async def initial_messages(self) -> Sequence[Message]:
         answer = await self._reset({})
@@ -233,7 +237,8 @@ class HttpEnv(MessageEnv):
 
 
 def _allow_connections() -> None:
-    """Raises this process's limit of open files to the most that the system allows: each session has a connection."""
+    """Increases this process's limit of open files to the most that the system allows, because each session has a
+    connection."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 

@@ -34,9 +34,9 @@ from trireme.core.refusals import Refusal
 
 STARTER = Path(__file__).with_name("start_program.py")
 KEPT_BYTES = 2**16
-"""Bytes kept of the end of a program's output."""
+"""The number of bytes at the end of a program's output that are read as its result."""
 SHOWN = 500
-"""Characters of it that an error shows."""
+"""The most characters of a program's output that an error shows."""
 
 
 class ProgramTimeout(Exception):
@@ -57,15 +57,16 @@ class AgentProgram:
 
     command: tuple[str, ...]
     limit_s: float
-    """From its start until its end."""
+    """Seconds from the program's start until its end."""
     memory_bytes: int
-    """Most memory that each of its processes may allocate."""
+    """The most memory that each process of the program may allocate."""
     variables: tuple[str, ...]
-    """Names of environment variables that it gets in addition to the variables of `orchestrator.workers`."""
+    """Names of environment variables that the program gets in addition to `orchestrator.workers.PASSED_ON`."""
 
     async def __call__(self, run: AgentRun) -> tuple[float, Mapping[str, float]]:
-        """Runs the program to its end. Returns reward and metrics from the last line of the program's output. Raises
-        ProgramTimeout, ProgramFailed (for an exit code that is not 0) and BadProgramOutput."""
+        """Runs the program to its end for the rollout `run`. Returns reward and metrics from the last line of the
+        program's output. Raises ProgramTimeout, ProgramFailed (for an exit code that is not 0) and
+        BadProgramOutput."""
         with tempfile.TemporaryDirectory(prefix="agent-") as directory:
             output, errors, code = await self._run(run.problem, self._environment(run, directory))
         if code:
@@ -159,7 +160,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 class ProgramDataset(ListedDataset[object]):
-    """The problems of a program, in an order that follows from the seed."""
+    """The problems that a program plays as an agent, in an order that follows from the seed."""
 
     def __init__(
         self,

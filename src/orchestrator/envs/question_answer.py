@@ -1,4 +1,5 @@
-"""Questions with known answers, such as GSM8K's, from files (`rows`): one chat message, graded by its result.
+"""Questions with known answers, such as GSM8K's, from files (`rows`). The policy answers by one chat message, which is
+graded by its final answer.
 
     {"question": "Tom has 3 apples and buys 4 more. How many has he?", "answer": "3 + 4 = 7\\n#### 7"}
 
@@ -26,13 +27,13 @@ with suppress(ImportError):  # the extra `math`; a worker process imports it bef
 MARK = "####"
 INSTRUCTION = f"Put the final answer alone at the end, behind {MARK}."
 LOOKED_AT = 1000
-"""Characters at the end of an answer that are graded."""
+"""The number of characters at the end of an answer that are graded."""
 
 Grading = Literal["math", "exact"]
 
 
 def final_answer(text: str) -> str:
-    """Returns the text behind the last mark, or all of it without a mark.
+    """Returns the part of `text` behind the last `####`, or the whole text without one; without white space around it.
 
     >>> final_answer("3 + 4 = 7\\n#### 7 ")
     '7'
@@ -41,8 +42,8 @@ def final_answer(text: str) -> str:
 
 
 def same_number(target: str, answer: str) -> bool:
-    """True if math-verify finds that `answer` equals `target`. May run for ever. Raises ValueError for a `target` that
-    math-verify cannot read."""
+    """Returns True if `answer` equals `target` by the judgement of math-verify. May run for ever. Raises ValueError for
+    a `target` that math-verify cannot read."""
     gold = parse(target if "\\" not in target else f"${target}$", parsing_timeout=None)
     if not gold:
         raise ValueError(f"math-verify cannot read the answer {target!r} of the data; expected a number or LaTeX")
@@ -50,7 +51,7 @@ def same_number(target: str, answer: str) -> bool:
 
 
 def same_text(target: str, answer: str) -> bool:
-    """True if both are equal, apart from case, white space and the comma of thousands."""
+    """Returns True if both texts are equal, apart from case, white space and commas."""
     one, other = ("".join(text.split()).replace(",", "").casefold() for text in (target, answer))
     return one == other
 
@@ -66,8 +67,9 @@ def success(answer: str, target: str, grading: Grading, finished: bool) -> bool:
 class QuestionAnswerDataset(ListedDataset[RewardRow]):
     """The questions of `path`, in an order that follows from the seed, `batch_size` to a batch.
 
-    `eval_path` has the questions of evaluations; without one, an eighth of `path` is kept for them and never trained
-    on. `question` and `answer` name the entries of a row. Raises ValueError for files of another form.
+    `eval_path` has the questions of evaluations. Without `eval_path`, evaluations have an eighth of the questions of
+    `path`, which are never trained on. `question` and `answer` name the entries of a row. `grading_limit_s`: seconds to
+    grade an answer. Raises ValueError for files of another form.
     """
 
     def __init__(

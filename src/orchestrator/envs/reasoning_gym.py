@@ -3,9 +3,10 @@
 
     generator[index] --question--> one chat message --> answer --extract--> the part that counts --exact--> reward
 
-Item `index` follows from `seed + index`, so generators with other seeds share items. All runs therefore use the
-generator of seed 0; a run's seed draws indexes. Training and evaluations have ranges of their own. A hash assigns each
-question to one of them, because two indexes may have the same question.
+Item `index` of a generator follows from the generator's seed + `index`, so generators with different seeds share items.
+All runs therefore use the generator of seed 0; a run's seed decides which indexes are drawn. Training and evaluations
+draw from separate ranges of indexes. Two indexes may have the same question: so a hash assigns each question to
+training or to evaluations, and the other leaves it out.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ log = logging.getLogger(__name__)
 Extraction = Literal["raw", "tag", "last_number", "last_word"]
 Reward = Literal["exact", "score"]
 Entry = Mapping[str, Any]
-"""A problem of a generator: `question`, `answer`, `metadata`."""
+"""A problem of a generator, with the keys `question`, `answer` and `metadata`."""
 
 TAGS = "Put the final answer, and nothing else, between <answer> and </answer>."
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 AROUND_WORDS = ".,;:!?'\"`*()[]"
 AROUND_ANSWERS = ("1 {} 2", "x {} y", "wrong {}", "{} wrong")
-"""Texts that hold a right answer, and are none."""
+"""Formats of texts that contain a right answer but are wrong answers."""
 MOST_TRIES = 500
 FEW_QUESTIONS = 1000
 COUNTING_S = 1.0
-"""For this time a start draws questions, to see whether they are few."""
+"""Seconds for which the start of a run draws questions, to see whether there are few distinct ones."""
 
 
 def extract(text: str, extraction: Extraction) -> str:
-    """Returns the part of an answer that counts; "" where there is none.
+    """Returns the part of the answer `text` that counts, by the rule `extraction`; "" if there is no such part.
 
     >>> extract("12 x 100 is 1,200.", "last_number")
     '1200'
@@ -76,8 +77,9 @@ def exact(
     """Returns 1 if the extracted part of the answer is right and holds nothing else, else 0, also for an answer that is
     not `finished`.
 
-    The generator's scorer decides, because a question may have several right answers. Some scorers give full marks to a
-    text that holds the right answer among wrong ones: if the scorer does, only the known answer of `entry` counts.
+    The generator's scorer decides, because a question may have several right answers. But some scorers give full marks
+    to a text that contains the right answer among wrong ones. With such a scorer only the known answer of `entry` is
+    right.
     """
     answer = extract(text, extraction)
     if not finished or not answer:
@@ -108,8 +110,8 @@ def _marks(task: str, difficulty: Mapping[str, object], entry: Entry, answer: st
 
 @cache
 def _scorer(task: str, difficulty: str) -> Any:
-    """Returns the generator of `task` with the keys in `difficulty` (JSON), to score answers. It is kept for later
-    calls, because some generators take seconds to make."""
+    """Returns the generator of `task` with the keys in `difficulty` (JSON), to score answers. The cache holds it for
+    later calls, because some generators take seconds to make."""
     return generator(task, json.loads(difficulty))
 
 
@@ -133,8 +135,9 @@ def generator(task: str, difficulty: Mapping[str, object], size: int = 1) -> Any
 class ReasoningGymDataset(GeneratedDataset):
     """Questions of the generator `task` among its first `size` items; the last eighth is for evaluations.
 
-    `answer` is the part of an answer that counts, `reward` how it is scored. Raises ValueError for wrong arguments, and
-    for a generator that knows no answers where `reward` is "exact".
+    `answer` is the rule by which the part of an answer that counts is extracted; `reward` is the name of the function
+    that scores this part; `limit_s`: seconds to score an answer. Raises ValueError for wrong arguments, and for a
+    generator that knows no answers where `reward` is "exact".
     """
 
     name = "reasoning_gym"
@@ -210,9 +213,9 @@ class ReasoningGymDataset(GeneratedDataset):
 
 
 def few_questions(items: Any, indexes: range, seconds: float = COUNTING_S) -> tuple[int, int]:
-    """Draws items at `indexes`, in order, for at most `seconds` seconds. Returns the number of drawn items and the
-    number of distinct questions among them; the latter is 0 unless it is below the count that FEW_QUESTIONS equally
-    frequent questions would give."""
+    """Draws items of a generator at `indexes`, in order, for at most `seconds` seconds. Returns the number of drawn
+    items, and the number of distinct questions among them if these are few, else 0. Few means fewer than a generator
+    with FEW_QUESTIONS equally frequent questions would give."""
     questions: set[str] = set()
     drawn = 0
     end = time.monotonic() + seconds

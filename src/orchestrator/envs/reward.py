@@ -1,4 +1,5 @@
-"""Rewards in one file: `env.id = "reward:my_rewards.py:score"`, with prompts from the rows of a file (`rows`).
+"""Reward functions in one file: `env.id = "reward:my_rewards.py:score"`, with prompts from the rows of a data file
+(`rows`).
 
     def score(answer, target):                      the text of an answer, and the columns of its row that are named
         return float(answer.strip() == target)      (`**row`: all of them)
@@ -42,13 +43,14 @@ from trireme.renderers import Message
 from trireme.sft.reading import BadExample, check_messages
 
 OF_TRL = ("prompts", "completions", "completion_ids")
-"""Lists that a function of completions may take as well as the columns."""
+"""Names of the lists that a function with a parameter `completions` may take in addition to the columns of the data."""
 SHOWN = 300
-"""Characters of the answers, or of a row, that an error shows."""
+"""The most characters of the answers, or of a row, that an error shows."""
 
 Answer = Mapping[str, Any]
-"""One answer: its `text`, of a chat without thinking; whether it is `finished`, and not cut off or malformed;
-`parse_error`, 1 for a malformed one; and `prompts`, `completions` and `completion_ids` as TRL has each."""
+"""One answer, with these keys. `text`: the answer, in a chat without thinking; `finished`: False if the answer was cut
+off or is malformed; `parse_error`: 1 for a malformed answer, else 0; `prompts`, `completions` and `completion_ids`: the
+entries for this answer in TRL's lists of these names."""
 Scored = tuple[float, dict[str, float]]
 """The weighted sum of the scores of one answer, and each function's score."""
 
@@ -62,7 +64,7 @@ class RewardRow:
     """One row of the data."""
 
     place: str
-    """Its file, and its number there."""
+    """The file of the row, and the row's number in the file, as text for messages."""
     columns: Mapping[str, object]
     prompt: str | list[Message]
     known_answer: str | None
@@ -90,15 +92,15 @@ class RewardProblem(EnvGroupBuilder):
     weights: Mapping[str, float]
     """The weight of each function in the reward."""
     limit_s: float
-    """Seconds for the calls for one answer, or one group."""
+    """Limit in seconds for all calls for one answer, or for one group."""
     row: RewardRow
 
     async def make_env(self, sample: int) -> RewardEnv:
         return RewardEnv(self)
 
     async def try_rewards(self) -> None:
-        """Scores two answers by all functions: the known answer, if there is one, and an empty one. Raises BadInput if
-        a function fails."""
+        """Scores two answers by all functions: the known answer (if there is one) and an empty answer. Raises BadInput
+        if a function fails."""
         end = () if isinstance(self.row.prompt, str) else self.context.renderer.stop_tokens()[:1]
         texts = (self.row.known_answer or "", "")
         answers = [self.answer([*encode_text(self.context.tokenizer, text), *end]) for text in texts]
@@ -111,7 +113,8 @@ class RewardProblem(EnvGroupBuilder):
             ) from error
 
     async def score_alone(self, answer: Answer) -> Scored:
-        """Scores an answer by the functions that need no other answer. Raises the errors of `run_in_worker`."""
+        """Scores one answer by the functions that take a single answer and are no coroutine functions. Raises the
+        errors of `run_in_worker`."""
         return (await self._scored([name for name in self.weights if not self._waits(name)], [answer]))[0]
 
     async def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[Scored]:
@@ -175,12 +178,14 @@ class RewardEnv(Env):
 
 
 class RewardDataset(ListedDataset[RewardRow]):
-    """The prompts of `path` (and `eval_path`, as for `question_answer`), scored by the functions that `rewards` names:
-    `FILE.py:FUNCTION`, or several with commas, with `weights` by their names (1 where it has none).
+    """The prompts of `path` (and `eval_path`, as for `question_answer`). `rewards` names the functions that score
+    answers: `FILE.py:FUNCTION`, or several functions with commas. `weights`: {function: its weight in the reward}; a
+    function without an entry has weight 1.
 
     `prompt` names the column of prompts, each a text or a list of messages; with `chat`, a text is a user's message.
-    `answer` names the column of known answers, if there are any. Raises BadInput for functions that cannot be called
-    with the columns of a row, ValueError for other wrong arguments and for files that are no such data.
+    `answer` names the column of known answers, if there are any. `limit_s`: seconds for all calls for one answer, or
+    for one group. Raises BadInput for functions that cannot be called with the columns of a row, ValueError for other
+    wrong arguments and for files that are no such data.
     """
 
     def __init__(
@@ -209,8 +214,8 @@ class RewardDataset(ListedDataset[RewardRow]):
 
 
 def row_of(place: str, row: object, prompt: str, answer: str, chat: bool) -> tuple[str, RewardRow]:
-    """Reads one row of the data. `prompt` and `answer` name its columns; `chat`: a prompt that is a text is a user's
-    message. Returns the prompt as JSON, and the RewardRow. Raises ValueError that names `place`."""
+    """Reads one row of the data. `prompt` and `answer` name its columns; `chat`: True if a prompt that is a text is a
+    user's message in a chat. Returns the prompt as JSON, and the RewardRow. Raises ValueError, which names `place`."""
     if not isinstance(row, Mapping) or not row.get(prompt):
         raise ValueError(f"{place} has no {prompt!r}, which env.args.prompt names; it is {str(row)[:SHOWN]}")
     question = row[prompt]
@@ -243,7 +248,8 @@ def _refuse_columns(source: str, name: str, row: RewardRow) -> None:
 
 
 def score(file: RewardFile, names: list[str], row: RewardRow, answers: list[Answer]) -> list[dict[str, float]]:
-    """Returns each function's score for each answer. Raises RolloutError that names function and row."""
+    """Returns for each answer {function: its score}. `names`: the functions of `file` to call. Raises RolloutError that
+    names function and row."""
     columns = {name: _scores(file.source, name, row, answers) for name in names}
     return [{name: scores[n] for name, scores in columns.items()} for n in range(len(answers))]
 
@@ -294,5 +300,5 @@ def _calls(function: Callable[..., object], row: RewardRow, answers: list[Answer
 
 
 def takes_completions(function: Callable[..., object]) -> bool:
-    """True if the function has a parameter `completions`: it takes the answers of a whole group as lists."""
+    """Returns True if the function has a parameter `completions`: it takes the answers of a whole group as lists."""
     return "completions" in signature(function).parameters

@@ -25,8 +25,8 @@ P = TypeVar("P")
 
 
 class ListedDataset(RLDataset, Generic[P]):
-    """A dataset of a given list of problems, in an order that follows from `seed`, with `batch_size` problems in a
-    batch. `make` returns the builder of a problem. Raises ValueError for a batch size below 1."""
+    """A dataset of the problems in the list `problems`, in an order that follows from `seed`, with `batch_size`
+    problems in a batch. `make` returns the builder of a problem. Raises ValueError for a batch size below 1."""
 
     def __init__(self, make: Callable[[P], EnvGroupBuilder], problems: list[P], seed: str, batch_size: int) -> None:
         if batch_size < 1:
@@ -49,9 +49,10 @@ def problems_of_split(
 ) -> list[P]:
     """Returns the problems of the context's split, in the order of the files.
 
-    `read` takes the place and the value of a row, and returns the text of its question and the problem. The split
-    `eval` has the rows of `eval_path`; without `eval_path` it has an eighth of the rows of `path`, chosen by the
-    question's text, which training leaves out. Raises ValueError if no problem is left, and errors of `read`.
+    `read` takes the place of a row (a text for messages) and its value, and returns the text of its question and the
+    problem. The split `eval` has the rows of `eval_path`; without `eval_path` it has about an eighth of the rows of
+    `path`, chosen by the question's text, and training leaves these rows out. Raises ValueError if no problem is left,
+    and errors of `read`.
     """
     if eval_path and context.split == "eval":
         source = eval_path
@@ -66,8 +67,9 @@ def problems_of_split(
 
 
 def read_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """Yields the place and the value of each row of the files that `path` names, which may be a pattern or on the hub.
-    Raises ValueError that names the file, or the place, and BadInput where a package is missing."""
+    """Yields for each row of the files that `path` names its place, as text for messages, and its value. `path` may be
+    a pattern, or an `hf://` path. Raises ValueError for a missing file, and for a line that is no JSON, and BadInput
+    where a package is missing."""
     for file in _files(path):
         if file.suffix == ".parquet":
             parquet = require("pyarrow.parquet", extra="parquet", what_for=f"the parquet file {file}")

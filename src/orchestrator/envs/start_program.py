@@ -1,5 +1,5 @@
-"""Starts a program with limits, and leaves none of its processes behind: run as a script, which imports nothing of
-Trireme, so that it takes some milliseconds.
+"""A script that runs a program with a limit on memory, and leaves none of the program's processes behind. It imports
+nothing of Trireme, so that it starts within some milliseconds.
 
     python -I -S start_program.py MEMORY_BYTES PARENT PROGRAM [ARGUMENT ...]
 
@@ -43,8 +43,8 @@ def main(memory_bytes: int, parent: int, command: list[str]) -> int:
 
 
 def become(memory_bytes: int, parent: int, command: list[str]) -> None:
-    """Replaces this process by the program `command`, in a session of its own, so that `kill 0` in a script does not
-    reach `parent`. Does not return."""
+    """Replaces this process by the program `command`. The program leads a session of its own in the sense of Unix
+    (`setsid`), so that `kill 0` in a script does not reach `parent`, the present parent process. Does not return."""
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -59,8 +59,8 @@ def become(memory_bytes: int, parent: int, command: list[str]) -> None:
 
 
 def silence() -> None:
-    """Replaces this process's standard input, output and error by /dev/null: only the program holds the pipes then, and
-    they end with it."""
+    """Replaces this process's standard input, output and error by /dev/null: then only the program holds the pipes, and
+    they are closed when the program ends."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
@@ -94,8 +94,8 @@ def reap() -> list[tuple[int, int]]:
 
 
 def kill_descendants() -> None:
-    """Kills until no descendant is left: the children of a killed process become this process's own, and may make
-    more.
+    """Kills all descendants of this process, again and again until none is left: the children of a killed process
+    become children of this process, and may start more.
     """
     while pids := descendants():
         for pid in pids:
@@ -105,7 +105,7 @@ def kill_descendants() -> None:
 
 
 def descendants() -> list[int]:
-    """Returns all processes below this one."""
+    """Returns the ids of all descendants of this process."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():

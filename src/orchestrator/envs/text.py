@@ -1,7 +1,9 @@
-"""Shared parts of environments: problems made from their number, answers read from tokens, one question and one answer.
+"""Shared parts of environments: problems made from their number, answers read from tokens, and environments with one
+question and one answer.
 
-A new one of the last kind is a subclass of `QuestionDataset`: the question of problem i, and a function that grades an
-answer. `tokenizer` is a `transformers` tokenizer throughout.
+A new environment with one question and one answer is a subclass of `QuestionDataset`: its `question` returns the
+question of problem i, and its `grade` is a function that grades an answer. Each `tokenizer` is a `transformers`
+tokenizer.
 
 The names in docs/api.md are stable.
 """
@@ -25,7 +27,8 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 def is_held_out(text: str) -> bool:
-    """True for a problem of the held-out eighth: the CRC-32 of its text is divisible by 8."""
+    """Returns True for the text of a problem that belongs to evaluations and is never trained on: about an eighth of
+    all texts, the ones for which the CRC-32 is divisible by 8."""
     return zlib.crc32(text.encode()) % HELD_OUT_EVERY == 0
 
 
@@ -38,7 +41,7 @@ class GeneratedDataset(RLDataset):
     """
 
     name: ClassVar[str]
-    """A part of the random seed."""
+    """The name of the environment in the seeds of its random generators."""
     context: EnvContext
     batch_size: int = 16
     num_batches: int = 1000
@@ -64,8 +67,8 @@ class GeneratedDataset(RLDataset):
         return random.Random(f"{self.name}:{self.context.seed}:{self.context.split}:{index}")
 
     def draw(self, index: int, make: Callable[[random.Random], str]) -> str:
-        """Calls `make` with the random generator of problem `index` until a text belongs to the context's split, and
-        returns this text."""
+        """Calls `make` with the random generator of problem `index`, again and again, until the returned text belongs
+        to the context's split (`is_held_out`), and returns this text."""
         rng = self.rng(index)
         while True:
             text = make(rng)
@@ -75,7 +78,8 @@ class GeneratedDataset(RLDataset):
 
 @cache
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """Returns the text of one sampled id; UNKNOWN for an id without a token, since models pad their vocabulary."""
+    """Returns the text of one sampled token id; UNKNOWN for an id that the tokenizer does not have, since models pad
+    their vocabulary."""
     if token < len(tokenizer):
         return tokenizer.decode([token])
     return UNKNOWN
@@ -83,7 +87,7 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 @cache
 def end_of_sequence(tokenizer: Tokenizer) -> int:
-    """Returns the id of the end of sequence. Raises ValueError for a tokenizer without one."""
+    """Returns the id of the end-of-sequence token. Raises ValueError for a tokenizer without such a token."""
     if tokenizer.eos_token_id is None:
         raise ValueError("the model's tokenizer has no end-of-sequence token, which ends an answer")
     return tokenizer.eos_token_id  # slow in transformers, hence the cache
@@ -94,9 +98,9 @@ class Answer:
     """An answer as text."""
 
     text: str
-    """Up to the end of sequence."""
+    """The text before the end-of-sequence token."""
     finished: bool
-    """False without an end of sequence: the answer was cut by its length."""
+    """False if the answer has no end-of-sequence token, because it was cut off by its length."""
 
     @classmethod
     def read(cls, tokenizer: Tokenizer, tokens: Sequence[int]) -> Answer:
@@ -122,8 +126,8 @@ Grader = Callable[[str, Answer], tuple[float, float]]
 
 
 def by_position(target: str, answer: Answer) -> tuple[float, float]:
-    """Returns a reward and 1 or 0 for an exact, finished answer. The reward is half the share of positions that are
-    right, plus half for an exact, finished answer."""
+    """Returns a reward, and 1 for an exact and finished answer, else 0. The reward is half the share of positions with
+    the right character, plus 0.5 for an exact and finished answer."""
     right = sum(map(eq, answer.text, target))
     exact = answer.finished and answer.text == target
     return 0.5 * right / max(len(answer.text), len(target)) + 0.5 * exact, float(exact)
@@ -131,7 +135,7 @@ def by_position(target: str, answer: Answer) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class QuestionEnv(Env):
-    """One answer to one question. Its `prompt` is tokens."""
+    """One answer to one question. `prompt` holds the token ids of the question."""
 
     tokenizer: Tokenizer
     question: Question
@@ -154,7 +158,7 @@ class QuestionEnv(Env):
 @dataclass
 class QuestionDataset(GeneratedDataset):
     """`num_batches` batches of `batch_size` questions. Raises ValueError for sizes below 1, and for a tokenizer without
-    an end of sequence."""
+    an end-of-sequence token."""
 
     grade = staticmethod(by_position)
 

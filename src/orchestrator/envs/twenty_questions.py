@@ -24,7 +24,7 @@ from trireme.renderers import Message
 
 START = "start"
 LONGEST = 120
-"""Most characters of a question; a longer one could name all words."""
+"""The most characters of a question; a longer question could name all words."""
 RULES = (
     "I am thinking of something. Find out what it is by questions that I can answer with yes or no, one at a time. "
     "You have {} questions. When you know it, ask: Is it a ..?"
@@ -44,7 +44,7 @@ needle
 
 
 def yes_or_no(text: str) -> str:
-    """Returns "yes" or "no" if that is the first word of an answer, in any case, else a text that says neither."""
+    """Returns the first word of an answer in lower case if it is "yes" or "no", else a text that says neither."""
     first = re.search(r"[a-z]+", text.casefold())
     if first and first[0] in ("yes", "no"):
         return first[0]
@@ -53,7 +53,8 @@ def yes_or_no(text: str) -> str:
 
 @dataclass
 class TwentyQuestionsEnv(MessageEnv):
-    """One game."""
+    """One game, in which the policy has `max_questions` questions to name the word `secret`. `answerer` answers the
+    questions."""
 
     secret: str
     max_questions: int
@@ -100,9 +101,10 @@ class TwentyQuestionsEnv(MessageEnv):
 class TwentyQuestionsDataset(GeneratedDataset):
     """`num_batches` batches of `batch_size` games. An eighth of the words is for evaluations only.
 
-    `answerer`: `start`, the model that the run starts from (a small one, because it computes on CPUs), or the URL of a
-    server with OpenAI's chat completions, for the model `answerer_model`, with the key in the environment variable
-    `answerer_key_variable`, if set. Raises ValueError for other answerers, and for sizes below 1.
+    `answerer` is `start`, for the model that the run starts from (a small one, because it computes on CPUs), or the URL
+    of a server with OpenAI's chat completions. For a server, `answerer_model` is the name of its model, and
+    `answerer_key_variable` the name of the environment variable with its key, if it needs one. Raises ValueError for
+    other answerers, and for sizes below 1.
     """
 
     name = "twenty"

@@ -4,10 +4,10 @@
                                                                                   |
                               reward, metrics <-- await task.score(trace) <-------+
 
-A task is asked once, by this orchestrator's own token loop: no server stands between the policy and the task. Features
-that this loop lacks would change the task, and are refused at the start: tools, a runtime (sandbox), a harness or an
-Env of the taskset's own, hooks between model and harness, and rewards that are given outside of `task.score`. In 0.4 a
-taskset has no rewards of a group: only an Env compares rollouts.
+The policy answers a task once, in this orchestrator's token loop, without a server between the policy and the task. A
+task that needs features that this loop lacks is refused at the start: tools, a runtime (sandbox), a harness or an Env
+of the taskset, hooks between model and harness, and rewards that are given outside of `task.score`. In 0.4 a taskset
+has no rewards of a group: only an Env compares rollouts.
 
 Scoring may compute for long, and math-verify's own time limit works only in a process's main thread. So it runs in a
 worker process with a time limit (`scoring = "worker"`), to which task and trace are pickled. Rewards that wait rather
@@ -64,12 +64,13 @@ OF_RUNTIMES = ("image", "workdir", "agent_user", "skills", "artifacts")
 
 
 class NotScored(Exception):
-    """A task scored a rollout, but a reward is missing."""
+    """A task scored a rollout, but the value of a reward or a metric is missing, or there is no reward."""
 
 
 async def score(task: Any, trace: Any) -> tuple[float, dict[str, float]]:
-    """Lets the task score. Returns the sum of its weighted rewards, and its metrics with each reward as `score/<name>`.
-    Raises NotScored, and verifiers' TaskError for an error of a reward or metric."""
+    """Lets the task score the rollout in `trace`. Returns the sum of the task's weighted rewards, and its metrics, with
+    each unweighted reward as `score/<name>` among them. Raises NotScored, and verifiers' TaskError for an error of a
+    reward or metric."""
     await task.score(trace)
     missing = [name for name, value in [*trace.rewards.items(), *trace.metrics.items()] if value is None]
     if missing or not trace.rewards:
@@ -90,7 +91,7 @@ def score_alone(task: object, trace: object) -> tuple[float, dict[str, float]]:
 
 
 def spoken(data: Any) -> list[Any]:
-    """Returns the messages that a task begins with, as verifiers' types."""
+    """Returns the messages that a task begins with, as objects of verifiers. `data`: the task's TaskData."""
     if isinstance(data.prompt, str):
         prompt = [vf.UserMessage(content=data.prompt)]
     else:
@@ -101,7 +102,8 @@ def spoken(data: Any) -> list[Any]:
 
 
 def conversation(data: Any) -> list[Message]:
-    """Returns the messages that a task begins with, for a renderer. Raises ValueError for content that is no text."""
+    """Returns the messages that a task begins with, for a renderer. `data`: the task's TaskData. Raises ValueError for
+    a task without a prompt, or with content that is no text."""
     if not data.prompt:
         raise ValueError(
             "has no prompt (another party would have to open the conversation); expected at least one message"
@@ -164,8 +166,8 @@ def make_trace(task: Any, prompt: Sequence[int], action: Sequence[int], message:
 
 
 class TaskEnv(Env):
-    """One answer to one task. A malformed or cut-off answer is scored unchanged; metric `parse_error`: 1 for a
-    malformed answer."""
+    """One answer to one task. A malformed or cut-off answer is scored like any other. Adds the metric `parse_error`: 1
+    for a malformed answer, else 0."""
 
     def __init__(self, task: Any, renderer: Renderer, scoring: Scoring, limit_s: float) -> None:
         self._task = task
@@ -203,10 +205,10 @@ def _named(data: Any) -> str:
 class TasksetDataset(ListedDataset[Any]):
     """The tasks of a taskset, in an order that follows from the seed.
 
-    `args` are the taskset's own; `select` picks among its tasks as verifiers' SelectConfig says (`limit`, `include`,
-    ...). An eighth of them is for evaluations and never trained on; with `hold_out = false` training and evaluations
-    take all, for a taskset that has a split of its own, which `eval.env.args` chooses. `scoring_limit_s` is the limit
-    for scoring where a task has none.
+    `args` are arguments of the taskset; `select` chooses among its tasks, with the keys of verifiers' SelectConfig
+    (`limit`, `include`, ...). About an eighth of the tasks is for evaluations and never trained on. With
+    `hold_out = false` training and evaluations take all tasks, for a taskset that has splits of its own, chosen by
+    `env.args` and `eval.env.args`. `scoring_limit_s`: seconds to score an answer, where the task itself has no limit.
 
     Raises BadInput for a taskset that cannot be found, loaded or played, ValueError for other wrong arguments.
     """
@@ -327,8 +329,8 @@ def _against_type(task: Any) -> Iterator[str]:
 
 
 def _needs_runtime(scorer: Any) -> bool:
-    """True if a scorer has a parameter `runtime` without default. Without a runtime Task.score would skip such a
-    scorer, as if its reward were 0."""
+    """Returns True if a scorer has a parameter `runtime` without default. Without a runtime Task.score would skip such
+    a scorer, as if its reward were 0."""
     parameter = signature(scorer).parameters.get("runtime")
     return parameter is not None and parameter.default is Parameter.empty
 

@@ -1,5 +1,6 @@
-"""The routes of the console, which only read. The page itself is open, because it holds no data; its requests need a
-key.
+"""The routes of the console, which only read.
+
+The page itself is open to all, because it holds no data; the requests that the page makes for data need a key.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class _Console:
         self._reader = reader
 
     async def to_page(self) -> Response:
-        """Redirects the browser to the page. The address is relative, because a proxy may serve the console below
-        another path."""
+        """Redirects the browser to the page, by a relative address, because a proxy may serve the console below another
+        path."""
         return RedirectResponse(f"{CONSOLE.removeprefix('/')}/", headers=dict(HEADERS))
 
     async def page(self) -> Response:
@@ -117,7 +118,7 @@ class _Console:
             return _reply(self._reader.rollouts.tokens(step, group, rollout, start, decode))
 
     def sessions(self) -> Response:
-        """Returns the sessions."""
+        """Returns the list of the run's sessions."""
         with self._reader.lock:
             return _reply(self._reader.sessions.listing())
 
@@ -127,7 +128,7 @@ class _Console:
             return _reply(self._reader.sessions.tree(name))
 
     def node(self, name: Name, node: Number, start: Number = 0) -> Response:
-        """Returns a page of the tokens of a session from its first one up to the end of `node`; the page begins at
+        """Returns a page of the tokens of a session from the root of its tree to the end of `node`; the page begins at
         token `start`."""
         decode = self._reader.decode()
         with self._reader.lock:

@@ -20,9 +20,9 @@ class RunLogs:
         self._root = root
 
     def listing(self) -> list[dict[str, object]]:
-        """Lists the logs of the newest attempts, newest attempt first, with name and size in bytes. `now` is True for
-        logs that running parts write: all logs of the newest attempt, and logs of parts (such as replicas) that an
-        earlier attempt started and that still run."""
+        """Lists the logs of the newest attempts, newest attempt first, with name and size in bytes. The field `now` is
+        True for logs that running parts write: all logs of the newest attempt, and logs of parts (such as replicas)
+        that an earlier attempt started and that still run."""
         files = self._files()
         status = Status.read(self._root)
         if status:
@@ -37,8 +37,9 @@ class RunLogs:
         return entries
 
     def part(self, attempt: int, name: str, end: int | None) -> dict[str, object]:
-        """Returns the lines of a log that end before byte `end` (None: its last lines), at most PART_BYTES bytes of
-        them, as `text`. `start` is the byte at which the text begins. Raises RequestRefused for an unknown log."""
+        """Returns a part of a log: the field `text` has the lines that end before byte `end` (None: the last lines), at
+        most PART_BYTES bytes; the field `start` is the byte at which this text begins. Raises RequestRefused if there
+        is no such log."""
         file = self._files().get((attempt, name))
         if file is None:
             raise missing(f"the log {name!r} of attempt {attempt}", "one that logs/ of the run has")
@@ -58,8 +59,8 @@ class RunLogs:
         }
 
     def _files(self) -> dict[tuple[int, str], Path]:
-        """Returns the log files of the newest attempts by (attempt, name). Links to files outside of the run directory
-        are left out."""
+        """Returns {(attempt, name): file} for the logs of the newest attempts. Links to files outside of the run
+        directory are left out."""
         root = self._root.resolve()
         attempts = {}
         for place in (self._root / "logs").glob("attempt_*"):

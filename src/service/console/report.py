@@ -23,11 +23,11 @@ from trireme.tools.timeline import NEWEST_STEPS
 
 PAGE = Path(__file__).with_name("page")
 CURVES_BYTES = 8_000_000
-"""Metrics are embedded while all answers are shorter than this."""
+"""Further metrics are embedded while all answers together are shorter than this, in bytes."""
 REPORT_BYTES = 18_000_000
-"""Rollouts are embedded while all answers are shorter than this."""
+"""Further rollouts are embedded while all answers together are shorter than this, in bytes."""
 MOST_STEPS = 40
-"""Steps with embedded rollouts, evenly spread from the first to the newest."""
+"""The most steps with embedded rollouts; they are spread evenly from the first step to the newest."""
 SCRIPT = re.compile(r'<script src="files/([\w.]+)" defer></script>\n')
 STYLE = re.compile(r'<link rel="stylesheet" href="files/([\w.]+)">\n')
 
@@ -38,7 +38,7 @@ def page_file(name: str) -> str:
 
 
 class EmbeddedAnswers:
-    """Collects answers by request, as JSON that is safe inside of an HTML script element."""
+    """Collects a server's answers to requests of the page, as JSON that is safe inside of an HTML script element."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -60,7 +60,8 @@ class EmbeddedAnswers:
 
 
 def report_page(reader: RunReader, now: datetime) -> str:
-    """Returns the page of the run that `reader` reads, with its data inside."""
+    """Returns the HTML page of the run that `reader` reads, with the run's data inside. `now`: the time that the page
+    names as the time of the report."""
     reader.read_all()
     run = reader.overview()
     curves = reader.curves()

@@ -13,7 +13,7 @@ from trireme.run.rollout_records import GroupRecord, RolloutRecord, TurnRecord, 
 
 NEWEST_STEPS = 500
 LISTED_BYTES = 64 << 20
-"""Of a longer file the groups in this beginning are listed."""
+"""The most bytes of a file of rollouts that are read for a list of its groups; groups behind them are not listed."""
 
 
 class RecordedRollouts:
@@ -24,13 +24,14 @@ class RecordedRollouts:
         self._last: tuple[tuple[int, int, int], GroupRecord] | None = None
 
     def steps(self, limit: int | None = NEWEST_STEPS) -> dict[str, Any]:
-        """Returns the newest steps that have rollouts, the newest first, and the number of older ones."""
+        """Returns the newest `limit` steps that have recorded rollouts, the newest first, and the number of older
+        ones."""
         steps = list(reversed(recorded_steps(self._directory)))
         newest = steps[:limit]
         return {"steps": newest, "older": len(steps) - len(newest)}
 
     def groups(self, step: int) -> dict[str, Any]:
-        """Lists the groups of a step. Raises RequestRefused."""
+        """Lists the groups of a step. Raises RequestRefused if the step has no recorded rollouts."""
         file = self._file(step)
         groups = [
             {**_about(group), "tokens": sum(map(_length, group["rollouts"]))}
@@ -39,7 +40,8 @@ class RecordedRollouts:
         return {"step": step, "groups": groups, "whole": file.stat().st_size <= LISTED_BYTES}
 
     def group(self, step: int, number: int) -> dict[str, Any]:
-        """Describes one group and its rollouts, without their tokens. Raises RequestRefused."""
+        """Describes group `number` of a step and its rollouts, without their tokens. Raises RequestRefused if there is
+        no such group."""
         group = self._group(step, number)
         scored = zip(group["rollouts"], group["rewards"], group["advantages"], strict=True)
         rollouts = [
@@ -96,7 +98,8 @@ def _length(rollout: RolloutRecord) -> int:
 
 
 def _versions(rollout: RolloutRecord) -> list[tuple[int, int]]:
-    """Returns (version, number of tokens that it sampled in this rollout), the oldest version first."""
+    """Returns (version, number of tokens) for each version that sampled tokens of the rollout, the oldest version
+    first."""
     counts: dict[int, int] = {}
     for turn in rollout["turns"]:
         for version, count in turn["versions"]:

@@ -33,14 +33,14 @@ SESSIONS = "sessions"
 """The directory of the store of sessions, in the run directory."""
 MOST_INCIDENTS = 200
 TIMELINE_S = 2.0
-"""Seconds for which a timeline that was read is good enough."""
+"""Seconds for which a timeline that was read is used again."""
 log = logging.getLogger(__name__)
 
 
 class RunReader:
-    """Reads the run in `root`. `open_tokenizer` is called when tokens are first shown; None: tokens are shown as
-    numbers, and texts come from the records. `sessions` returns the sessions of the service in this process; None:
-    sessions are read from the store in `root`."""
+    """Reads the run in the directory `root`. `open_tokenizer` is called when tokens are first shown; None: tokens are
+    shown as numbers, and texts come from the records of rollouts. `sessions` returns the sessions of the service in
+    this process; None: sessions are read from the store in `root`."""
 
     def __init__(
         self,
@@ -148,8 +148,8 @@ def _shown(names: str, row: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def _stored(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns a row which says, for a run in object storage, that the page shows only the run's local directory; no row
-    for other runs."""
+    """Returns, for a run in object storage, a row of the overview which says that the page shows only the run's local
+    directory; no row for other runs."""
     place = config.get("run", {}).get("output_dir", "")
     if not is_url(place):
         return []

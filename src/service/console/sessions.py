@@ -30,7 +30,7 @@ class StoredSessions:
 
     def __call__(self) -> SessionBook:
         """Returns all stored sessions; reads them again only if the files of the store have changed. Raises
-        StorageFailed."""
+        StorageFailed if the store cannot be read."""
         changed = stamp(self._directory)
         if changed == self._stamp:
             return self._book
@@ -47,13 +47,13 @@ class StoredSessions:
 
 
 class RunSessions:
-    """Describes the sessions that `book` returns for the console; another thread may add to them meanwhile."""
+    """Describes sessions for the console. `book` returns them; another thread may add to them meanwhile."""
 
     def __init__(self, book: Callable[[], SessionBook]) -> None:
         self._book = book
 
     def listing(self) -> JsonObject:
-        """Lists the sessions with the latest activity, the latest first, and counts the others."""
+        """Lists the MOST_SESSIONS sessions with the latest activity, the latest first, and counts the others."""
         newest = sorted(self._book().sessions.values(), key=lambda session: session.last, reverse=True)
         return {
             "sessions": [session.summary() for session in newest[:MOST_SESSIONS]],
@@ -61,14 +61,15 @@ class RunSessions:
         }
 
     def tree(self, name: str) -> JsonObject:
-        """Describes a session and its nodes, without their tokens. Raises RequestRefused."""
+        """Describes a session and the first MOST_NODES nodes of its tree, without their tokens. Raises RequestRefused
+        if there is no such session."""
         session = self._session(name)
         nodes = [_node(session, number) for number in range(min(len(session.tree.nodes), MOST_NODES))]
         return session.summary() | {"nodes": nodes, "nodes_left_out": len(session.tree.nodes) - len(nodes)}
 
     def tokens(self, name: str, node: int, start: int, decode: Decode | None) -> JsonObject:
-        """Returns a page, from token `start` on, of the tokens of a session from its first one up to the end of `node`.
-        Raises RequestRefused if there is no such node."""
+        """Returns a page of the tokens of a session from the root of its tree to the end of `node`; the page begins at
+        token `start`. Raises RequestRefused if there is no such session or node."""
         session = self._session(name)
         nodes = session.tree.nodes
         if not 0 <= node < len(nodes):
@@ -114,7 +115,7 @@ def _versions(node: TreeNode) -> list[tuple[int, int]]:
 
 
 def _preview(message: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the role and the beginning of a message."""
+    """Returns the role and the beginning of the text of a message, with the names of its tool calls."""
     calls = "".join(f" [calls {call['name']}]" for call in message.get("tool_calls") or () if "name" in call)
     return {"role": str(message.get("role", "")), "preview": str(message.get("content", ""))[:PREVIEW_CHARS] + calls}
 

@@ -28,7 +28,7 @@ LIMITS = Limits(body_bytes=0, body_s=5.0, per_minute=None)
 
 
 def is_loopback(host: str) -> bool:
-    """Returns True for a name or an address with which only this machine is reached."""
+    """Returns True if `host` is a name or an address by which only this machine can be reached."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -65,8 +65,8 @@ def make_console_app(reader: RunReader, keys: list[ServiceKey]) -> FastAPI:
 
 
 def console_keys(host: str, file: Path | None) -> list[ServiceKey]:
-    """Returns the keys that open the console at `host`. With a `file`: its keys, with at least one admin key. Without:
-    no key if `host` is loopback, else one new admin key. Raises BadInput."""
+    """Returns the keys that open the console at `host`: the keys in `file`, which needs an admin key. Without `file`:
+    no key if `host` is loopback, else one new admin key. Raises BadInput if the file cannot be used."""
     if file is None:
         if is_loopback(host):
             return []
@@ -82,7 +82,8 @@ def console_keys(host: str, file: Path | None) -> list[ServiceKey]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens. Raises BadInput if the address is not of this machine, or the port is taken."""
+    """Returns a socket that listens at `host` and `port` (0: any free port). Raises BadInput if this machine does not
+    have the address, or the port is taken."""
     try:
         return ports.listen(host, port)
     except OSError as error:
@@ -102,7 +103,9 @@ def address_of(listening: socket.socket, host: str, keys: list[ServiceKey]) -> s
 
 
 def serve_console(reader: RunReader, host: str, port: int, key_file: Path | None, say: Callable[[str], None]) -> None:
-    """Serves until a signal comes. Raises BadInput."""
+    """Serves the console of the run that `reader` reads, until a signal comes. `key_file`: a file of keys (None: a new
+    key, or no key on loopback). `say` gets messages for the user, such as the URL. Raises BadInput if the keys or the
+    address cannot be used."""
     keys = console_keys(host, key_file)
     listening = listen(host, port)
     say(f"{reader.root}: {address_of(listening, host, keys)}")

@@ -16,7 +16,8 @@ TEXT_CHARS = 20_000
 
 
 def missing(subject: str, expected: str) -> RequestRefused:
-    """Returns a refusal (404) of a request for `subject`, which the run does not have or no longer has."""
+    """Returns the refusal (404) of a request for `subject`, which the run does not have, or has no longer. `expected`:
+    a description of subjects that can be requested."""
     return RequestRefused(f"given: {subject}; expected: {expected}; to do: reload the page", status=404)
 
 
@@ -25,25 +26,25 @@ class TokenPiece:
     """Consecutive tokens that were observed together, or sampled together."""
 
     kind: str
-    """`observed` or `sampled`."""
+    """The kind of all its tokens: `observed` or `sampled`."""
     tokens: Sequence[int]
     """[T]."""
     logprobs: Sequence[float] = ()
-    """[T] where it was sampled, else empty."""
+    """The log-probabilities of sampled tokens, [T]; empty for observed tokens."""
     versions: Sequence[tuple[int, int]] = ()
-    """(version, tokens), in order; they cover the sampled tokens."""
+    """(version, number of tokens) for each part of the sampled tokens, in order."""
     text: str | None = None
-    """All of it as text, if that is known without a tokenizer."""
+    """All tokens of the piece as text, if that is known without a tokenizer."""
     note: str = ""
-    """A remark on a line of its own."""
+    """A remark, which the page shows on a separate line."""
 
 
 def tokens_page(
     pieces: Sequence[TokenPiece], start: int, decode: Decode | None, limit: int = PAGE_TOKENS
 ) -> JsonObject:
-    """Returns a page of the tokens of `pieces` as JSON values: at most `limit` tokens from token `start` on. `next` is
-    the number of the token at which the next page begins (None: this is the last page), `total` the number of all
-    tokens."""
+    """Returns a page of the tokens of `pieces` as JSON values: at most `limit` tokens from token `start` on. The field
+    `next` is the number of the token at which the next page begins (None: this is the last page), and the field `total`
+    the number of all tokens."""
     shown = []
     place = 0
     end = start + limit
@@ -57,8 +58,8 @@ def tokens_page(
 
 
 def _part(piece: TokenPiece, first: int, last: int, decode: Decode | None) -> JsonObject:
-    """Returns the tokens `first` to `last` (not included) of a piece as JSON values, with their text if `decode` is
-    there."""
+    """Returns the tokens `first` to `last` (not included) of a piece as JSON values, with their text if there is a
+    `decode`."""
     tokens = [int(token) for token in piece.tokens[first:last]]
     fields: JsonObject = {"kind": piece.kind, "from": first, "tokens": tokens}
     if last == len(piece.tokens):
@@ -75,8 +76,8 @@ def _part(piece: TokenPiece, first: int, last: int, decode: Decode | None) -> Js
 
 
 def _spans(versions: Sequence[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Yields (version, number of tokens) for the tokens `first` to `last` (not included). `versions`: the same for all
-    tokens of the piece."""
+    """Yields (version, number of tokens) for each version in the tokens `first` to `last` (not included) of a piece.
+    `versions`: these pairs for all tokens of the piece."""
     place = 0
     for version, count in versions:
         inside = min(last, place + count) - max(first, place)

@@ -69,7 +69,8 @@ class ChatToolCall(Body):
 
 class ChatMessage(Body):
     """A message of a chat request. In an assistant's message, `token_ids` are its sampled tokens, with the end mark,
-    and `prompt_token_ids` are the prompt that it answered; given both, neither is tokenised again."""
+    and `prompt_token_ids` are the tokens of the prompt that it answered; if both fields are there, neither text is
+    tokenised again."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -85,8 +86,9 @@ class ChatMessage(Body):
     prompt_token_ids: Many[TokenId] | None = None
 
     def message(self, calls: dict[str, str]) -> Message:
-        """Returns the message as renderers take it. `calls` has the names of earlier tool calls by id; the calls of
-        this message are added to it. Raises RequestRefused."""
+        """Returns the message as renderers take it. `calls`: the names of the tools in earlier calls, by the ids of the
+        calls; the calls of this message are added to it. Raises RequestRefused if a field does not fit the role of the
+        message."""
         role = "system" if self.role == "developer" else self.role
         entry: Message = {"role": role, "content": text_of(self.content)}
         if self.model_fields_set <= USUAL_FIELDS:
@@ -160,8 +162,8 @@ class OpenAIBody(SampledBody):
         return self.sampling_params(max_tokens, (*(self.stop_token_ids or ()), *strings))
 
     def head(self, name: str, kind: str) -> JsonObject:
-        """Returns the fields with which an answer, or each event of a stream, begins. `name`: the prefix of its id;
-        `kind`: the value of `object`."""
+        """Returns the fields with which the body of an answer, or each event of a stream, begins. `name`: the prefix of
+        its id; `kind`: the value of its field `object`."""
         return {"id": new_id(name), "object": kind, "created": now_s(), "model": self.model}
 
     async def chunks(
@@ -170,8 +172,8 @@ class OpenAIBody(SampledBody):
         pieces: AsyncIterator[Delta],
         choices: Callable[[Delta], Iterator[JsonObject]],
     ) -> AsyncIterator[str]:
-        """Yields the server-sent events of a stream: one for each choice that `choices` returns for a piece, then the
-        usage if the client asked for it, then the end mark. `head`: fields that each event has."""
+        """Yields the server-sent events of a stream: one event for each choice that `choices` yields for a piece, then
+        the usage if the client requested it, then the end mark. `head`: fields that every event has."""
         answers = []
         async for piece in pieces:
             for choice in choices(piece):
@@ -183,23 +185,23 @@ class OpenAIBody(SampledBody):
         yield END
 
     def usage(self, answers: Sequence[ServiceAnswer]) -> JsonObject:
-        """Returns the field `usage` for whole answers: numbers of tokens, and the newest and oldest version that
-        sampled them."""
+        """Returns the field `usage` for whole answers: the numbers of tokens, and the newest and oldest version that
+        sampled a token of the answers."""
         used = Used(answers, self.n or 1)
         total = used.prompt + used.completion
         counts = {"prompt_tokens": used.prompt, "completion_tokens": used.completion, "total_tokens": total}
         return {**counts, **used.versions}
 
     def ids_of(self, answer: ServiceAnswer) -> JsonObject:
-        """Returns the prompt's token ids and the answer's version spans, for the last piece of an answer; nothing
-        unless the client asked for token ids."""
+        """Returns the fields with the prompt's token ids and the answer's version spans, for the last piece of an
+        answer; no fields unless the client requested token ids."""
         if not self.return_token_ids:
             return {}
         return {"prompt_token_ids": answer.prompt.tolist(), "version_spans": spans_of(answer.sequence.spans)}
 
 
 class ChatRequest(OpenAIBody):
-    """The body of a request."""
+    """The body of a request to `/v1/chat/completions`."""
 
     messages: Annotated[Many[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Tokens | None = None
@@ -253,7 +255,8 @@ class ChatRequest(OpenAIBody):
         return {**head, "message": message, **tokens}
 
     def _tokens(self, piece: Delta | ServiceAnswer, tokenizer: Tokenizer) -> JsonObject:
-        """Returns the fields on a piece's tokens that the client asked for."""
+        """Returns the fields with the log-probabilities and the ids of a piece's tokens, as far as the client requested
+        them."""
         fields: JsonObject = {}
         if self.logprobs:
             fields["logprobs"] = _logprobs(tokenizer, piece)

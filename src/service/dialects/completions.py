@@ -17,12 +17,12 @@ from trireme.core.finite_json import JsonObject
 from trireme.core.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 16
-"""As OpenAI's, when `max_tokens` is left out."""
+"""The limit of tokens when the request leaves out `max_tokens`, as OpenAI has it."""
 MOST_PROMPTS = 1024
 
 
 class CompletionRequest(OpenAIBody):
-    """The body of a request."""
+    """The body of a request to `/v1/completions`."""
 
     prompt: (
         str

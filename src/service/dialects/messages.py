@@ -108,7 +108,7 @@ class AnthropicThinking(Body):
 
 
 class MessagesRequest(SampledBody):
-    """The body of a request."""
+    """The body of a request to `/v1/messages`."""
 
     messages: Annotated[Many[AnthropicMessage], Field(min_length=1)]
     max_tokens: Tokens
@@ -188,8 +188,8 @@ class MessagesRequest(SampledBody):
 
 
 def _assistant(blocks: Sequence[Block], calls: dict[str, str]) -> Message:
-    """Returns `blocks` as one message of the assistant. Adds the names of its tool calls to `calls`, by their ids.
-    Raises RequestRefused for a tool result."""
+    """Returns `blocks` as one message of the assistant. Adds the names of the called tools to `calls`, by the ids of
+    the calls. Raises RequestRefused for a tool result."""
     message: Message = {"role": "assistant", "content": ""}
     for block in blocks:
         if isinstance(block, TextBlock):
@@ -206,7 +206,7 @@ def _assistant(blocks: Sequence[Block], calls: dict[str, str]) -> Message:
 
 def _add_user(blocks: Sequence[Block], messages: list[Message], calls: Mapping[str, str]) -> None:
     """Appends the user's `blocks` to `messages`: one message for each tool result, and one for each text between tool
-    results. `calls`: the names of earlier tool calls by id."""
+    results. `calls`: the names of the tools in earlier calls, by the ids of the calls."""
     text = ""
     for block in blocks:
         if isinstance(block, TextBlock):
@@ -251,8 +251,8 @@ class _Blocks:
         self._open = ""
 
     def add(self, kind: str, text: str, empty: Mapping[str, str]) -> list[str]:
-        """Returns the events that add `text` to a block of this `kind`, and open one with the fields `empty` unless it
-        is open."""
+        """Returns the events that add `text` to the open block. If no block of this `kind` is open, the events first
+        close the open block and open a block of this kind, with the fields `empty`."""
         if not text:
             return []
         if self._open == kind:
@@ -262,7 +262,7 @@ class _Blocks:
         return [*begun, self._delta({"type": f"{kind}_delta", kind: text})]
 
     def finish(self, answer: ServiceAnswer) -> list[str]:
-        """Returns the events that close the open block, and then a block for each tool call of the answer."""
+        """Returns the events that close the open block, and then write one block for each tool call of the answer."""
         events: list[str] = []
         if not self._count and not answer.tool_calls:
             events += self._begin("text", {"type": "text", "text": ""})

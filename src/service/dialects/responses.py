@@ -98,7 +98,7 @@ class TextOptions(Body):
 
 
 class ResponseRequest(SampledBody):
-    """The body of a request."""
+    """The body of a request to `/v1/responses`."""
 
     input: str | Annotated[Many[Item], Field(min_length=1)]
     instructions: str | None = None
@@ -200,7 +200,8 @@ class ResponseRequest(SampledBody):
 
 
 def _add(message: Message, item: InputMessage | InputCall | InputReasoning, calls: dict[str, str]) -> None:
-    """Adds `item` to the assistant's `message`. If it is a tool call, adds its name to `calls`, by its id."""
+    """Adds `item` to the assistant's `message`. If the item is a tool call, also adds the name of the tool to `calls`,
+    by the id of the call."""
     if isinstance(item, InputMessage):
         message["content"] += text_of(item.content)
     elif isinstance(item, InputCall):

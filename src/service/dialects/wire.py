@@ -27,7 +27,7 @@ from trireme.renderers.qwen_tags import read_json
 
 T = TypeVar("T")
 MOST_FIELDS = 100
-"""Most fields of an object; each field may be refused."""
+"""The most fields of an object in a body: pydantic would make an error for each field that it refuses."""
 Temperature = Annotated[float, BOUNDS["temperature"].field]
 TopP = Annotated[float, BOUNDS["top_p"].field]
 MinP = Annotated[float, BOUNDS["min_p"].field]
@@ -49,8 +49,8 @@ SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "see
 
 
 def few(value: T) -> T:
-    """Returns `value`. Raises ValueError if it is an object of more than MOST_FIELDS fields, before pydantic makes an
-    error for each of them."""
+    """Returns `value`. Raises ValueError if the value is an object of more than MOST_FIELDS fields, before pydantic
+    makes an error for each of them."""
     if isinstance(value, dict) and len(value) > MOST_FIELDS:
         raise ValueError(f"an object of {len(value):,} fields; expected at most {MOST_FIELDS}")
     return value
@@ -68,9 +68,9 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def readable(cls, value: T) -> T:
-        """Returns `value`. Raises ValueError for more than MOST_FIELDS fields, and for texts that JSON can write but
-        UTF-8 cannot (half a pair of surrogates). (One function does both, because it is called for each message of a
-        conversation.)"""
+        """Returns `value`, the object that a body or a part of it was sent as. Raises ValueError if it has more than
+        MOST_FIELDS fields, or texts that JSON can write but UTF-8 cannot (half a pair of surrogates). (One function
+        checks both, because it is called for each message of a conversation.)"""
         few(value)
         for name, part in value.items() if isinstance(value, dict) else ():
             if isinstance(part, str) and part.isascii():
@@ -92,17 +92,17 @@ class SampledBody(Body):
     stream: bool | None = None
 
     def sampling_params(self, max_tokens: int | None, stop: Sequence[int | str] = ()) -> SamplingParams:
-        """Returns the sampling parameters; fields that the request leaves out do not change the model's own
-        distribution."""
+        """Returns the sampling parameters of the request, with `max_tokens` and `stop`. Fields that the request leaves
+        out do not change the model's distribution."""
         return SamplingParams(max_tokens, stop=stop, **self.model_dump(include=SAMPLING, exclude_none=True))
 
     @abstractmethod
     def turns(self) -> Sequence[TurnRequest]:
-        """Returns the prompts to answer. Raises RequestRefused."""
+        """Returns the prompts to answer. Raises RequestRefused if the body asks for something that is not supported."""
 
     @abstractmethod
     def whole(self, answers: Sequence[ServiceAnswer], tokenizer: Tokenizer) -> JsonObject:
-        """Returns the body of a reply with all answers, when no stream was asked for."""
+        """Returns the body of a reply with all answers, for a request without `stream`."""
 
     @abstractmethod
     def events(self, pieces: AsyncIterator[Delta], tokenizer: Tokenizer) -> AsyncIterator[str]:
@@ -115,7 +115,7 @@ NoPenalty = Annotated[float | None, Field(ge=0, le=0)]
 
 
 def refusal_of(errors: Sequence[Mapping[str, Any]]) -> RequestRefused:
-    """Turns the errors of pydantic into one refusal, which names each field."""
+    """Returns one refusal for the errors of pydantic (`errors`); its message names each refused field."""
     lines = []
     fields = []
     for error in errors:
@@ -158,12 +158,13 @@ class FunctionCall(Body):
     arguments: str
 
     def call(self) -> ToolCall:
-        """Returns the call as renderers take it. Raises RequestRefused."""
+        """Returns the call as renderers take it. Raises RequestRefused if the arguments are no JSON object."""
         return ToolCall(name=self.name, arguments=arguments_of(self.arguments))
 
 
 def arguments_of(text: str) -> JsonObject:
-    """Returns the arguments in `text`. Raises RequestRefused if it is no JSON object."""
+    """Returns the arguments of a tool call, which the model or a client wrote as `text`. Raises RequestRefused if the
+    text is no JSON object."""
     arguments = read_json(text or "{}")
     if not isinstance(arguments, dict):
         raise RequestRefused(f"the arguments of a call, {text!r:.200}; expected a JSON object", param="arguments")
@@ -189,8 +190,8 @@ def check_tool_choice(choice: object, tools: Iterable[ToolSpec]) -> tuple[ToolSp
 
 
 def tool_answer(content: str | Sequence[HasText] | None, call: str, calls: Mapping[str, str]) -> Message:
-    """Returns the message with a tool's answer to the call with the id `call`. `calls`: the tools' names by the ids of
-    earlier calls. Raises RequestRefused for an id that is not in `calls`."""
+    """Returns the message with a tool's answer (`content`) to the call with the id `call`. `calls`: the names of the
+    tools in earlier calls, by the ids of the calls. Raises RequestRefused for an id that is not in `calls`."""
     if call not in calls:
         raise RequestRefused(f"an answer to the call `{call}`, which no message before it makes", param="messages")
     return {"role": "tool", "content": text_of(content), "name": calls[call]}
@@ -247,8 +248,8 @@ def arguments_text(call: ToolCall) -> str:
 
 
 def spans_of(spans: Sequence[VersionSpan]) -> list[JsonObject]:
-    """Returns the version spans of an answer's tokens as JSON values: for each the weights, and its first token and
-    end."""
+    """Returns the version spans of an answer's tokens as JSON values. Each span has the fields of its weights, its
+    first token, its end (the token after its last one), and whether it is mixed."""
     return [{**vars(span.identity), "start": span.start, "end": span.end, "mixed": span.mixed} for span in spans]
 
 
@@ -262,7 +263,7 @@ class Used:
         versions = [version for answer in answers for version in answer.versions] or [0]
         nodes = [answer.node for answer in answers if answer.node is not None]
         self.versions: dict[str, Any] = {"version": max(versions), "oldest_version": min(versions)}
-        """The newest and the oldest version, as `usage` has them, and the names of a session's answers."""
+        """Fields of `usage`: the newest and the oldest version, and, in a session, the numbers of the answers."""
         if nodes:
             self.versions["answers"] = nodes
 

@@ -15,24 +15,24 @@ import numpy.typing as npt
 GROWTH = 1.5
 """A buffer that is full becomes larger by this factor."""
 FIRST = 256
-"""Tokens for which a new branch has room."""
+"""Number of tokens for which a new branch has memory."""
 
 
 class Branch:
-    """A run of tokens that begins after the end of node `origin` (-1: at the beginning), with a log-probability for
-    each: 0 for tokens that were not sampled."""
+    """A sequence of tokens that begins after the end of node `origin` (-1: at the root of the tree), with a
+    log-probability for each token: 0 for tokens that were not sampled."""
 
     def __init__(self, origin: int) -> None:
         self.origin = origin
         self.length = 0
-        """Number of tokens; the columns have room for more."""
+        """Number of tokens. The arrays `tokens` and `logprobs` are longer."""
         self.nodes: list[int] = []
         self.tokens = np.empty(FIRST, np.int32)
         self.logprobs = np.empty(FIRST, np.float32)
 
     def append(self, node: int, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32] | None) -> None:
-        """Appends the tokens of `node`. `logprobs` None: they were not sampled. Views of earlier tokens stay valid and
-        unchanged."""
+        """Appends the tokens of `node`, [T], and their log-probabilities, [T]; `logprobs` None: the tokens were not
+        sampled. Views of earlier tokens stay valid and unchanged."""
         end = self.length + len(tokens)
         if end > len(self.tokens):
             room = np.empty(max(end, int(len(self.tokens) * GROWTH)) - len(self.tokens), np.int32)

@@ -16,7 +16,7 @@ from trireme.core.finite_json import to_json
 from trireme.renderers import Message, ToolSpec
 
 MessageKey = tuple[str, str, str | None, str]
-"""What two messages are compared by; tool calls as JSON."""
+"""(role, content, name, tool calls as JSON): messages with equal keys count as the same message."""
 
 
 class ChainPoint:
@@ -27,7 +27,8 @@ class ChainPoint:
     def __init__(self, message: Message | None, before: ChainPoint | None) -> None:
         self.message = message
         self.before = before
-        """The last message, and the point of the chain without it; None before the first."""
+        """`message` is the last message of the chain, and `before` the point of the chain without it. Both are None for
+        the empty chain."""
         self.prompts: list[int] = []
         """Nodes of prompts that end with this chain."""
         self.answers: list[int] = []
@@ -53,7 +54,7 @@ class MessageChains:
 
     def walk(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[ChainPoint]:
         """Returns the points of the longest known chain with which `messages` begin, in order; the first one is the
-        point before the first message. Returns none if no conversation has these tools."""
+        point of the empty chain. Returns an empty list if no conversation has these tools."""
         top = next((point for top_tools, point in self._tops if top_tools == list(tools)), None)
         if top is None:
             return []
@@ -68,8 +69,8 @@ class MessageChains:
     def extend(
         self, point: ChainPoint | None, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
     ) -> ChainPoint:
-        """Returns the point of the chain that continues `point` with `messages`; makes missing points. `point` None:
-        the chain begins with `messages`, in a conversation with `tools`."""
+        """Returns the point of the chain that continues `point` with `messages`; adds the points that are missing.
+        `point` None: the chain begins with `messages`, in a conversation with `tools`."""
         if point is None:
             path = self.walk((), tools)
             if not path:

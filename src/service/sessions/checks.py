@@ -12,7 +12,8 @@ from trireme.core.types import SampledSequence
 
 
 class SessionClosed(RequestRefused):
-    """No turn may begin in a session: it has ended, or does not exist. Clients must not try again (status 410)."""
+    """Raised if no turn may begin in a session, because it has ended or does not exist. Clients must not try again
+    (status 410)."""
 
     def __init__(self, session: str, reason: str) -> None:
         super().__init__(f"session {session} is closed: {reason}", status=410, code="session_closed")
@@ -20,8 +21,8 @@ class SessionClosed(RequestRefused):
 
 
 def check_request(request: TurnRequest) -> None:
-    """Raises RequestRefused for a conversation that does not end with a message to answer, or that sends token ids: a
-    session has the tokens of its answers itself."""
+    """Raises RequestRefused for a conversation that does not end with a message to answer, or that has token ids in a
+    message: the session itself has the tokens of its answers."""
     if request.is_prompt:
         return
     if request.messages:

@@ -23,7 +23,7 @@ from service.sessions.tree import ROOT, Match, SessionTree
 from trireme.core.tokenizer import Tokenizer
 
 PROMPT = "prompt"
-"""The role of the message for such a prompt in the chains of a tree. No dialect has it."""
+"""The role of the message that stands for a plain prompt in a session's tree. No dialect has this role."""
 Ids = npt.NDArray[np.int32]
 
 
@@ -37,8 +37,8 @@ def asked_before(tree: SessionTree, text: str, options: str, tokenizer: Tokenize
 
 
 def prompt_ids(tree: SessionTree, text: str, tokenizer: Tokenizer) -> Ids:
-    """Returns the tokens of a prompt with this `text`: for the longest beginning that the session has, up to an answer
-    or a part of one, the session's own tokens; for the rest, or if there is none, the tokenizer's."""
+    """Returns the tokens of a prompt with this `text`. The longest beginning of the text that the session already has,
+    up to the end of an answer or of a part of one, gets the session's tokens; the tokenizer encodes the rest."""
     longest = 0
     ids = np.empty(0, np.int32)
     rest = text
@@ -59,9 +59,9 @@ def prompt_ids(tree: SessionTree, text: str, tokenizer: Tokenizer) -> Ids:
 
 
 def match_ids(tree: SessionTree, ids: Ids) -> Match:
-    """Finds the answer that a prompt `ids` continues: the longest path of the tree, ending in an answer, with which
-    `ids` begin; of equal ones, one that the client has. `matched` counts tokens. For `echo`, an answer also counts
-    without its last token, because clients do not see the token that ended it."""
+    """Returns the place where a prompt `ids` continues: the answer at the end of the longest path of the tree with
+    which `ids` begin; of equal paths, one with an answer that the client has received. `matched` counts tokens. For
+    `echo`, an answer also counts without its last token, because clients do not see the token that ended it."""
     best = ROOT
     matched = 0
     cut = (0, ROOT)
@@ -88,7 +88,8 @@ def match_ids(tree: SessionTree, ids: Ids) -> Match:
 
 
 def is_prompt(tree: SessionTree, node: int) -> bool:
-    """Returns True if a node is a plain prompt (of `/v1/completions`), not of a conversation."""
+    """Returns True if a node is a plain prompt (text or token ids, as of `/v1/completions`), not a prompt of a
+    conversation."""
     message = tree.nodes[node].point.message
     return tree.nodes[node].message is None and message is not None and message["role"] == PROMPT
 
@@ -112,8 +113,8 @@ def text_behind(tree: SessionTree, match: Match, text: str | None, ids: Ids, tok
 
 
 def _text_prompts(tree: SessionTree, text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, str]]:
-    """Yields (prompt node, rest): each plain prompt of the session with which `text` begins (with all prompts and
-    answers before it), and the rest of `text` after it."""
+    """Yields (prompt, rest) for each plain prompt of the session with which `text` begins, together with all prompts
+    and answers before it: the node of the prompt, and the rest of `text` after it."""
     open_ends = [(node, text) for node in _beginnings(tree)]
     while open_ends:
         node, rest = open_ends.pop()
@@ -129,8 +130,8 @@ def _text_prompts(tree: SessionTree, text: str, tokenizer: Tokenizer) -> Iterato
 
 
 def _beginning(tokens: Ids, answer_text: str, text: str, tokenizer: Tokenizer) -> tuple[int, int]:
-    """Returns (tokens, characters): how much of an answer the `text` begins with. `tokens`: the answer's tokens;
-    `answer_text`: their text."""
+    """Returns (tokens, characters): the number of tokens, and of characters, of an answer with which `text` begins.
+    `tokens`: the answer's tokens; `answer_text`: the text of these tokens."""
     if text.startswith(answer_text):
         return len(tokens), len(answer_text)
     matching_chars = next(
@@ -145,7 +146,7 @@ def _beginning(tokens: Ids, answer_text: str, text: str, tokenizer: Tokenizer) -
 
 
 def _beginnings(tree: SessionTree) -> list[int]:
-    """Returns the nodes of prompts that begin a branch with no tokens before it."""
+    """Returns the nodes of prompts that stand at the root of the tree: no tokens come before them."""
     return [branch.nodes[0] for branch in tree.branches if branch.origin == ROOT]
 
 

@@ -21,7 +21,7 @@ from service.store import Row
 from trireme.core.types import VersionSpan, WeightIdentity
 
 FORMAT = "sessions 1"
-"""Names the rows of these records in a store."""
+"""The name and number of the format of these rows, which their store names."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class SessionOpened:
     at: float
     """Seconds of the registry's clock."""
     floor: int
-    """No token of the session is of an older version."""
+    """The floor of the session: no token of the session is of an older version."""
     temperature: float
-    """All answers are sampled at it."""
+    """The temperature at which all answers are sampled."""
     problem: str = ""
-    """The problem of the group that it belongs to; "": none."""
+    """The name of the agent's task; "": it has none."""
     attempt: int = 0
     """The attempt of the run that made the version `floor`."""
 
@@ -61,7 +61,8 @@ class AnswersDelivered:
 
 @dataclass(frozen=True)
 class RewardGiven:
-    """A reward from the owner, for an answer or for the whole session. A later record for the same replaces it."""
+    """A reward from the session's owner, for an answer or for the whole session. A later record for the same answer, or
+    for the session, replaces this one."""
 
     session: str
     at: float

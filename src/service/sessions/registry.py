@@ -6,11 +6,11 @@
               v                    v
            SessionClosed        masked, unless a retry or a later message shows that the client has it
 
-Everything between two awaits is one step: a record is stored before it is applied to the tree, and applied before a
-caller sees its effect. In memory a session's tree is `book.sessions[name].tree`. On disk it is the rows of
+Code between two awaits is one step for other callers: a record is stored before it is applied to the tree, and applied
+before a caller sees its effect. In memory a session's tree is `book.sessions[name].tree`. On disk it is the rows of
 `sessions/store.sqlite` in the run directory (`service.store`), which `restore` applies again. A turn is sampled in a
-task of its own, which is not cancelled when its caller goes away: a client that loses its connection sends the request
-again, and gets the same answer.
+task of its own, which is not cancelled when its caller goes away: a client that loses its connection sends the same
+request again, and gets the same answer.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class SessionRegistry:
         self.book = SessionBook()
 
     def restore(self) -> int:
-        """Opens the store and restores its sessions; must be called once, before any other method. Returns the number
-        of sessions. Raises StorageFailed."""
+        """Opens the store and restores the sessions in it; must be called once, before any other method. Returns the
+        number of sessions. Raises StorageFailed if the store cannot be opened or read."""
         if self._store is not None:
             lost = self._store.open()
             for row in self._store.rows():
@@ -86,7 +86,7 @@ class SessionRegistry:
         return len(self.book.sessions)
 
     async def close(self) -> None:
-        """Cancels the turns that are being sampled, and closes the store. Sessions do not change."""
+        """Cancels the turns that are being sampled, and closes the store. Open sessions stay open in the store."""
         for session in list(self.book.sessions.values()):
             await _cancel(session)
         if self._store is not None:
@@ -109,9 +109,10 @@ class SessionRegistry:
         node: int | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Records a reward for the answer `node`, or for the whole session (None), which may have ended. A second
-        reward for the same replaces the first, so that a request may be repeated. Raises BadInput, and SessionClosed
-        if there is no such session."""
+        """Records a reward for the answer `node`, or, with `node` None, for the whole session, which may have ended. A
+        second reward for the same answer, or for the session, replaces the first, so that a client may repeat its
+        request. Raises BadInput for a value that is not finite or an answer that the session does not have, and
+        SessionClosed if there is no such session."""
         agent_session = self._session(session)
         if not math.isfinite(value):
             raise BadInput(f"session {session} was given the reward {value}; expected a finite number")
@@ -127,21 +128,21 @@ class SessionRegistry:
         await _cancel(agent_session)
 
     def export(self, session: str) -> SessionExport:
-        """Returns the trajectory and the rewards of a session that has ended. Raises BadInput while turns run, and
-        SessionClosed where there is no such session."""
+        """Returns the trajectory and the rewards of a session that has ended. Raises BadInput if the session is open or
+        its turns still run, and SessionClosed if there is no such session."""
         return self._ended_session(session, "exported").export(self._max_steps_off_policy)
 
     def forget(self, session: str) -> None:
         """Removes a session that has ended, with its records; its trajectory can no longer be exported. Raises BadInput
-        while the session is open, and SessionClosed if there is no such session."""
+        if the session is open or its turns still run, and SessionClosed if there is no such session."""
         self._ended_session(session, "forgotten")
         if self._store is not None:
             self._store.remove(session)
         del self.book.sessions[session]
 
     async def sweep(self) -> list[str]:
-        """Ends sessions that are open for too long or silent for too long; forgets sessions that ended long ago.
-        Returns the names of the sessions that it ended."""
+        """Ends sessions that are open, or silent, for longer than the SessionLimits allow; forgets sessions that ended
+        long ago. Returns the names of the sessions that it ended."""
         now = self._clock()
         names = []
         for name, session in list(self.book.sessions.items()):
@@ -162,13 +163,15 @@ class SessionRegistry:
         return names
 
     async def attempt_begins(self, attempt: int, version: int) -> None:
-        """Records that `attempt` begins with `version`, and ends all sessions that have weights given up by it."""
+        """Records that the run's attempt number `attempt` begins with the weights `version`. Ends all sessions with
+        later weights of earlier attempts (as their floor, or in their tokens), because the run has given these weights
+        up."""
         self._history.begin(attempt, version)
         for session in self._end_given_up():
             await _cancel(session)
 
     def _end_given_up(self) -> list[AgentSession]:
-        """Ends all sessions that have given-up weights. Returns them."""
+        """Ends all sessions with weights that the run has given up (`RunHistory`). Returns these sessions."""
         sessions = []
         for session in self.book.sessions.values():
             reason = self._given_up(session)
@@ -178,7 +181,8 @@ class SessionRegistry:
         return sessions
 
     def _given_up(self, session: AgentSession) -> str | None:
-        """Returns why the weights of a session's floor, or of any of its tokens, were given up; None if none were."""
+        """Returns why the run has given up the weights of the session's floor, or of one of its tokens; None if it has
+        given up none of them."""
         floor = session.opened.attempt, session.opened.floor
         reason = self._history.given_up(*floor) or self._history.of(session.tree.weights)
         return reason and f"stale: {reason}"
@@ -186,8 +190,9 @@ class SessionRegistry:
     # ---- verbs of agents
 
     async def turn(self, session: str, request: TurnRequest, on_part: OnPart | None = None) -> AnsweredTurn:
-        """Answers a request; a retry gets the stored answers, or the turn that is being sampled for it. Calls `on_part`
-        with parts of new answers. Raises SessionClosed, RequestRefused, and errors of the sampler and the store."""
+        """Answers a request. A retry gets the answers to its earlier request, also if these are still being sampled.
+        Calls `on_part` with parts of new answers. Raises SessionClosed if the session takes no turn, RequestRefused,
+        and errors of the sampler and the store."""
         agent_session = self._session(session)
         agent_session.heard = self._clock()
         check_request(request)
@@ -216,8 +221,7 @@ class SessionRegistry:
         return _answered(agent_session, params, await self._wait(agent_session, running, on_part))
 
     def delivered(self, session: str, nodes: Sequence[int]) -> None:
-        """Records that the client has received the answers `nodes`. Does nothing if there is no such session (any
-        more)."""
+        """Records that the client has received the answers `nodes`. Does nothing if there is no such session."""
         agent_session = self.book.sessions.get(session)
         if agent_session is not None:
             self._deliver(agent_session, nodes)
@@ -225,8 +229,8 @@ class SessionRegistry:
     # ---- a turn, step by step
 
     def _admit(self, session: AgentSession) -> None:
-        """Raises SessionClosed if no turn may begin. Ends the session first if it has reached a limit or has given-up
-        weights."""
+        """Raises SessionClosed if no turn may begin in the session. Before that, ends the session if it has reached a
+        limit or has weights that the run has given up."""
         if session.end_record is None:
             reason = session.limit_reached(self._limits, self._clock()) or self._given_up(session)
             if reason is not None:
@@ -236,8 +240,8 @@ class SessionRegistry:
             raise SessionClosed(session.opened.session, session.end_record.reason)
 
     def _begin(self, session: AgentSession, placed: PlacedTurn, stream: bool) -> RunningTurn:
-        """Starts a task that samples the answers to a turn, and returns the running turn. `stream`: callers get parts
-        of answers."""
+        """Starts a task that samples the answers to a turn, and returns the running turn. `stream`: True if callers get
+        parts of the answers."""
         callers: list[OnPart | None] = []
         task = asyncio.ensure_future(self._sample(session, placed, callers, stream))
         running = RunningTurn(placed.request, task, callers)
@@ -252,8 +256,8 @@ class SessionRegistry:
         return running
 
     def _params(self, session: AgentSession, request: TurnRequest) -> SamplingParams:
-        """Returns the sampling parameters for a request: the run's, with the request's seed, its stop strings and
-        tokens added, and the smaller `max_tokens`."""
+        """Returns the sampling parameters for a request: the run's parameters, with the request's seed, with its stop
+        strings and stop tokens added, and with the smaller `max_tokens` of the two."""
         run = self._sampling
         theirs = request.params
         return replace(
@@ -265,15 +269,15 @@ class SessionRegistry:
         )
 
     def _overrules(self, params: SamplingParams) -> bool:
-        """Returns True if a request asks for another sampling distribution than the run's, which it will not get:
-        training must know the distribution."""
+        """Returns True if a request wants another sampling distribution than the run's. The request does not get it,
+        because training must know the distribution."""
         return any(getattr(params, n) not in (getattr(USUAL, n), getattr(self._sampling, n)) for n in DISTRIBUTION)
 
     async def _sample(
         self, session: AgentSession, placed: PlacedTurn, callers: Sequence[OnPart | None], stream: bool
     ) -> tuple[int, ...]:
-        """Samples all answers of a turn and records them; returns their nodes. If one fails, none is recorded. If one
-        has weights that the session may not have, ends the session and raises SessionClosed."""
+        """Samples all answers of a turn and records them; returns their nodes. If one answer fails, none is recorded.
+        If an answer has weights that the session may not have, ends the session and raises SessionClosed."""
 
         def on_part(placed: PlacedTurn, number: int, part: SampledPart) -> None:
             if not part.spans or self._unfit(session, part.spans):
@@ -300,8 +304,8 @@ class SessionRegistry:
         return self._write(TurnAnswered(name, self._clock(), replace(placed.turn, answers=tuple(answers))))
 
     def _unfit(self, session: AgentSession, spans: Sequence[VersionSpan]) -> str | None:
-        """Returns why a session may not have an answer with tokens of the weights in `spans` (below its floor, given
-        up, or too old); None if it may."""
+        """Returns why a session may not have an answer with tokens of the weights in `spans`: they are below the
+        session's floor, the run has given them up, or they are too old. Returns None if it may."""
         floor = session.opened.floor
         first = min(span.identity.version for span in spans)
         if first < floor:
@@ -313,8 +317,8 @@ class SessionRegistry:
         return too_old(first if oldest is None else oldest, spans[0].identity.version, self._max_steps_off_policy)
 
     async def _wait(self, session: AgentSession, running: RunningTurn, on_part: OnPart | None) -> tuple[int, ...]:
-        """Waits until a running turn is answered, and returns its nodes; several callers may wait for one turn. Raises
-        SessionClosed if the turn was cancelled because its session ended."""
+        """Waits until a running turn is answered, and returns the nodes of its answers; several callers may wait for
+        one turn. Raises SessionClosed if the turn was cancelled because its session ended."""
         running.callers.append(on_part)
         try:
             return await asyncio.shield(running.task)
@@ -340,7 +344,8 @@ class SessionRegistry:
         return self.book.sessions[session]
 
     def _write(self, record: SessionRecord) -> tuple[int, ...]:
-        """Writes a record to the store, and then applies it to the session. Returns the nodes of the answers in it."""
+        """Writes a record to the store, and then applies it to the session. Returns the nodes of the answers in the
+        record."""
         if self._store is not None:
             self._store.append(encode(record))
         return self.book.apply(record)
@@ -369,7 +374,7 @@ async def _cancel(session: AgentSession) -> None:
 
 
 def _running_retry(session: AgentSession, request: TurnRequest) -> RunningTurn | None:
-    """Returns the running turn of an equal request, which a retry repeats: if there are several, the one with the
-    fewest waiting callers; None if there is none."""
+    """Returns the running turn of an earlier equal request, which the retry `request` repeats; of several such turns,
+    the one with the fewest waiting callers. Returns None if there is none."""
     same = [running for running in session.running if running.request.sameness == request.sameness]
     return min(same, key=lambda running: len(running.callers), default=None)

@@ -24,7 +24,7 @@ class RunHistory:
         self._starts = dict(starts)
 
     def begin(self, attempt: int, version: int) -> None:
-        """Records that `attempt` begins with `version`."""
+        """Records that the attempt number `attempt` of the run begins with the weights `version`."""
         self._starts[attempt] = version
 
     def given_up(self, attempt: int, version: int) -> str | None:
@@ -35,6 +35,7 @@ class RunHistory:
         return None
 
     def of(self, identities: Iterable[WeightIdentity]) -> str | None:
-        """Returns why some of these weights were given up; None if none were."""
+        """Returns why a later attempt has given up some of these weights (the reason for the first of them); None if
+        all of them are still valid."""
         reasons = (self.given_up(identity.attempt, identity.version) for identity in identities)
         return next((reason for reason in reasons if reason), None)

@@ -29,7 +29,7 @@ from trireme.core.agents import AgentTurn
 from trireme.core.staleness import deadline
 
 LOST = "store: the machine was started again, so that turns may be missing"
-"""Ends the sessions that were open where records may be missing."""
+"""The reason for which open sessions end when the store may lack some of their records."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class SessionLimits:
     """The limits of one session."""
 
     turns: int
-    """Requests that are answered."""
+    """The most requests that are answered."""
     tokens: int
-    """Tokens that its tree may hold before a turn begins."""
+    """No turn begins once the session's tree holds this number of tokens."""
     seconds: float
-    """From its opening on."""
+    """Seconds after its opening, after which it is ended."""
     idle_s: float
-    """Seconds without a request, after which it is ended: its agent is gone."""
+    """Seconds without a request, after which it is ended, because its agent seems to be gone."""
     kept_s: float
     """Seconds after its end, after which it is forgotten, exported or not."""
 
@@ -54,11 +54,11 @@ class SessionExport:
 
     problem: str
     temperature: float
-    """All answers were sampled at it."""
+    """The temperature at which all answers were sampled."""
     turns: tuple[AgentTurn, ...]
-    """Segment by segment; none where no request was answered."""
+    """The answers with their prompts, segment by segment; empty if no request was answered."""
     reward: float
-    """The sum of all rewards, which the turns have too."""
+    """The sum of all rewards of the session. Each turn has its part of them."""
     metrics: Mapping[str, float]
 
 
@@ -67,11 +67,11 @@ class RequestCounts:
     """Counts special requests of one session, since this process began."""
 
     retries: int = 0
-    """Retries that got a stored answer, or one that was being sampled."""
+    """Retries that got answers to an earlier request, which were stored or still being sampled."""
     refused: int = 0
-    """Turns that were not begun as the session had ended."""
+    """Turns that were refused because the session had ended, or because it could not have the sampled answers."""
     overruled: int = 0
-    """Requests that asked to be sampled in another way than the session is."""
+    """Requests that wanted another sampling distribution than the run's."""
 
 
 @dataclass(eq=False)
@@ -81,7 +81,8 @@ class RunningTurn:
     request: TurnRequest
     task: asyncio.Task[tuple[int, ...]]
     callers: list[Callable[..., None] | None]
-    """Its waiting callers, and the function that each of them calls with its parts."""
+    """One entry for each caller that waits for the turn: the function that gets parts of the answers for this caller,
+    or None."""
 
 
 @dataclass
@@ -96,12 +97,12 @@ class AgentSession:
     last: float = 0.0
     """The time of its newest record."""
     heard: float = 0.0
-    """The time at which this process last had a request of its agent, or answered one."""
+    """The time at which this process last received a request of the session's agent, or replied to one."""
     requests: RequestCounts = field(default_factory=RequestCounts)
     running: list[RunningTurn] = field(default_factory=list)
 
     def apply(self, record: TurnAnswered | AnswersDelivered | RewardGiven | SessionEnded) -> tuple[int, ...]:
-        """Applies the next record to the session. Returns the nodes of the answers in it."""
+        """Applies the next record to the session. Returns the nodes of the answers in the record."""
         self.last = record.at
         match record:
             case TurnAnswered():
@@ -116,12 +117,13 @@ class AgentSession:
         return ()
 
     def is_answer(self, node: int) -> bool:
-        """Returns True if `node` is an answer of this session."""
+        """Returns True if `node` is the node of an answer in this session's tree."""
         return 0 <= node < len(self.tree.nodes) and self.tree.nodes[node].message is not None
 
     def stored(self, match: Match, options: str) -> tuple[int, ...] | None:
-        """Returns the nodes of the stored answers for a retry. Of several equal requests: the oldest with no delivered
-        answer, else the newest. Returns None if no equal request (same prompt and `options`) was answered."""
+        """Returns the nodes of the stored answers that a retry gets: the answers to an earlier request with the same
+        prompt and the same `options`. Of several such requests, takes the oldest one with no delivered answer, else the
+        newest one. Returns None if no such request was answered."""
         turns = [turn for prompt in match.same for turn in self.tree.nodes[prompt].turns]
         same = [nodes for earlier, nodes in turns if earlier == options]
         undelivered = [nodes for nodes in same if not self.tree.has_any(nodes)]
@@ -132,7 +134,8 @@ class AgentSession:
         return None
 
     def limit_reached(self, limits: SessionLimits, now: float) -> str | None:
-        """Returns why no turn may begin now; None if one may."""
+        """Returns which of its limits the session has reached, as a reason why no further turn may begin at the time
+        `now`; None if it has reached none."""
         turns = self.tree.counts.turns + len(self.running)
         tokens = self.tree.num_tokens
         seconds = now - self.opened.at
@@ -225,7 +228,7 @@ class SessionBook:
         self.sessions: dict[str, AgentSession] = {}
 
     def apply(self, record: SessionRecord) -> tuple[int, ...]:
-        """Applies the next record to its session. Returns the nodes of the answers in it."""
+        """Applies the next record to its session. Returns the nodes of the answers in the record."""
         if isinstance(record, SessionOpened):
             self.sessions[record.session] = AgentSession(record, last=record.at)
             return ()

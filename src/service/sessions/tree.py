@@ -6,9 +6,9 @@ r"""Holds the prompts and answers of a session as a tree, and finds the answer t
                prompt 5 --- answer 6                                         a sub-agent, or a compacted history
 
 A node holds the tokens that it adds to its parent: the new tokens of a prompt, or the sampled tokens of an answer. The
-longest chain of messages that begins a request and ends with an answer picks the answer to continue. The prompt is all
-tokens up to that answer, and then the renderer's tokens for the new messages. Text of sampled answers is never
-tokenised again.
+longest known chain of messages with which a request begins, and which ends with an answer, picks the answer to
+continue. The prompt consists of all tokens up to that answer, and then of the renderer's tokens for the new messages.
+Text of sampled answers is never tokenised again.
 
 A format may show earlier answers in another way than they were sampled, for example without their thinking. Then the
 prompt cannot continue from the sampled tokens. It begins a new branch, which `retokenised` counts, and the sampled
@@ -30,7 +30,7 @@ from trireme.core.types import StopReason, VersionSpan, WeightIdentity
 from trireme.renderers import Message, Renderer, ToolSpec
 
 ROOT = -1
-"""The parent of a node that has none."""
+"""The parent of nodes that begin at the root of the tree, before all tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class SampledAnswer:
     logprobs: npt.NDArray[np.float32]
     """[T]."""
     spans: tuple[VersionSpan, ...]
-    """The weights of the tokens; they cover them in order."""
+    """The weights that sampled each part of the tokens; together the spans cover all tokens, in order."""
     stop_reason: StopReason
 
 
@@ -57,14 +57,14 @@ class TurnGiven:
     parent: int
     """The node with the tokens that begin the prompt: `follows`, or ROOT where the prompt begins anew."""
     messages: tuple[Message, ...]
-    """The messages after the messages of `follows`."""
+    """The messages of the request after the answer `follows`."""
     tools: tuple[ToolSpec, ...]
-    """The tools of a conversation that begins here; none where it follows."""
+    """The tools, if a conversation begins with this request; empty if the request continues an answer."""
     prompt: npt.NDArray[np.int32]
-    """The tokens after the tokens of `parent`."""
+    """The prompt's tokens after the tokens up to `parent`."""
     answers: tuple[SampledAnswer, ...]
     options: str = ""
-    """How the answers were to be sampled; a retry asks for the same."""
+    """`TurnRequest.options` of the request: how to sample its answers. A retry has the same options."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,27 +72,29 @@ class TreeNode:
     """A node of the tree: a prompt or an answer."""
 
     parent: int
-    """The node with the tokens before, or ROOT."""
+    """The node with the tokens directly before this node's tokens, or ROOT."""
     branch: int
     start: int
-    """Where its tokens begin in its branch."""
+    """The index of its first token in its branch; `end` is the index after its last token."""
     end: int
     point: ChainPoint
-    """Its messages, from the first one on."""
+    """The chain of messages, from the first one on, that ends with this node."""
     follows: int
     """For a prompt: the answer that its messages continue, or ROOT. For an answer: its prompt."""
     first_weights: WeightIdentity | None
-    """The weights of the first sampled token up to here; None: there is none."""
+    """The weights of the first sampled token from the root of the tree to the end of this node; None: no token was
+    sampled."""
     children: list[int] = field(default_factory=list)
     message: Message | None = None
     """The answer as the client reads it; None for a prompt."""
     spans: tuple[VersionSpan, ...] = ()
-    """The weights of an answer's tokens, counted from its first one."""
+    """The weights that sampled each part of an answer, counted from its first token; empty for a prompt."""
     stop_reason: StopReason = "stop"
     delivered: bool = False
-    """The client has the answer."""
+    """True if the client has received the answer."""
     turns: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
-    """Of a prompt: its requests in order, each as how it was asked and the nodes of its answers."""
+    """For a prompt: (options, answers) for each of its requests in order: `TurnRequest.options`, and the nodes of the
+    answers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,15 +102,17 @@ class Match:
     """The place in a tree where a request continues."""
 
     node: int
-    """The answer, or ROOT."""
+    """The answer that the request continues, or ROOT."""
     matched: int
-    """Number of messages of the request up to that answer; of tokens, for a prompt that is no conversation."""
+    """Number of messages of the request up to that answer, included; for a plain prompt (text or token ids), number of
+    tokens."""
     prompt: int | None
-    """The prompt of just these messages behind that answer, if there was such a request before."""
+    """The prompt of the newest earlier request with the same messages, if it continues the same answer; None: there is
+    none, or this is a plain prompt."""
     same: tuple[int, ...]
-    """The prompts of all requests with just these messages."""
+    """The prompts of all earlier requests with the same messages, or, for a plain prompt, the same tokens."""
     echo: int
-    """The answer that the request sends back, or ROOT."""
+    """The last answer that the request contains, which shows that the client has received it; or ROOT."""
 
 
 @dataclass
@@ -123,11 +127,11 @@ class TreeCounts:
     forks: int = 0
     """Nodes that got another child."""
     retokenised: int = 0
-    """Prompts that continue in messages, but not in tokens."""
+    """Prompts that continue the messages of an answer, but not its tokens."""
 
 
 class SessionTree:
-    """The prompts and answers of one session as a tree, each token kept once."""
+    """The prompts and answers of one session as a tree, which holds each token once."""
 
     def __init__(self) -> None:
         self.nodes: list[TreeNode] = []
@@ -136,14 +140,14 @@ class SessionTree:
         self.weights: set[WeightIdentity] = set()
         """The weights that sampled any of its tokens."""
         self.texts: dict[int, str] = {}
-        """Answers as text, with special tokens, where that was needed to place a prompt (`prompts`)."""
+        """A cache of answers as text, special tokens included, by node; `service.sessions.prompts` fills it."""
         self._chains = MessageChains()
 
     # ---- reading
 
     def match(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Match:
-        """Finds the last answer in the conversation of a request that the tree has, from which the request continues.
-        Of answers with equal messages, it prefers one that was delivered to the client."""
+        """Returns the place where a conversation continues: the last answer in it that the tree has. Of answers with
+        equal messages, prefers one that was delivered to the client."""
         path = self._chains.walk(messages, tools)
         if len(path) == len(messages) + 1:
             same = tuple(path[-1].prompts)
@@ -162,8 +166,8 @@ class SessionTree:
     def render(
         self, match: Match, messages: Sequence[Message], tools: Sequence[ToolSpec], renderer: Renderer
     ) -> tuple[int, npt.NDArray[np.int32]]:
-        """Returns (node, tokens) for the prompt of a request: the node up to which the prompt's tokens are already kept
-        (ROOT: no token is), and the prompt's tokens after it."""
+        """Returns (node, tokens) for the prompt of a request: the node up to which the tree already has the prompt's
+        tokens (ROOT: it has none of them), and the prompt's tokens after that node."""
         if match.prompt is not None:
             return self.nodes[match.prompt].parent, self.tokens(match.prompt)
         if match.node == ROOT:
@@ -197,11 +201,12 @@ class SessionTree:
         return self.branches[entry.branch].logprobs[entry.start : entry.end]
 
     def path_tokens(self, node: int) -> npt.NDArray[np.int32]:
-        """Returns all tokens from the beginning to the end of a node; none for ROOT."""
+        """Returns all tokens from the root of the tree to the end of a node, [T]; none for ROOT."""
         return self.joined(node, np.empty(0, np.int32))
 
     def joined(self, node: int, behind: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Returns a new array: all tokens from the beginning to the end of a node, and then the tokens `behind`."""
+        """Returns a new array: all tokens from the root of the tree to the end of a node, and then the tokens
+        `behind`."""
         pieces = [behind]
         while node != ROOT:
             branch = self.branches[self.nodes[node].branch]
@@ -210,14 +215,14 @@ class SessionTree:
         return np.concatenate(pieces[::-1])
 
     def first_weights(self, node: int) -> WeightIdentity | None:
-        """Returns the weights of the first sampled token from the beginning to the end of a node; None if there is
-        none."""
+        """Returns the weights of the first sampled token from the root of the tree to the end of a node; None if no
+        token there was sampled."""
         if node == ROOT:
             return None
         return self.nodes[node].first_weights
 
     def has_any(self, answers: Sequence[int]) -> bool:
-        """Returns True if one of these answers was delivered to the client."""
+        """Returns True if at least one of the nodes `answers` was delivered to the client."""
         return any(self.nodes[node].delivered for node in answers)
 
     @property
@@ -226,7 +231,8 @@ class SessionTree:
         return sum(branch.length for branch in self.branches)
 
     def _messages_to(self, node: int) -> list[Message]:
-        """Returns the messages up to the answer `node`, included. Sampled messages have their thinking and tokens."""
+        """Returns the messages of the conversation up to the answer `node`, included. Messages that were sampled have
+        their thinking and their tokens."""
         messages: list[Message] = []
         answer: TreeNode | None = self.nodes[node]
         point: ChainPoint | None = self.nodes[node].point
@@ -257,7 +263,8 @@ class SessionTree:
         return nodes
 
     def _prompt_node(self, turn: TurnGiven, point: ChainPoint) -> int:
-        """Returns the node of the prompt of `turn`: the node of an earlier equal prompt, or else a new node."""
+        """Returns the node of the prompt of `turn`: the node of an earlier prompt with the same tokens and the same
+        place, or else a new node."""
         for candidate in point.prompts:
             node = self.nodes[candidate]
             same = (node.parent, node.follows) == (turn.parent, turn.follows)
@@ -293,8 +300,8 @@ class SessionTree:
         logprobs: npt.NDArray[np.float32] | None,
         point: ChainPoint,
     ) -> int:
-        """Adds a node with these tokens and returns it. The tokens go onto the branch of `parent` if `parent` is the
-        end of its branch, else onto a new branch."""
+        """Adds a node with these tokens and returns it. The tokens are appended to the branch of `parent` if `parent`
+        is the last node of that branch; otherwise they begin a new branch."""
         new_node = len(self.nodes)
         number = len(self.branches)
         if parent != ROOT:

@@ -1,3 +1,2 @@
-"""The server of Tinker's protocol: this cluster's trainer and replicas work on the requests of its client
-(`tinker`).
-"""
+"""The server of Tinker's protocol: the trainer and the replicas of this cluster work on requests from Tinker's client
+(the package `tinker`)."""

@@ -16,7 +16,8 @@ STATES = "tinker://<model>/weights/<name>"
 
 def spec_of(wish: LoraBody | None, lora: LoraConfig) -> AdapterSpec:
     """Returns the adapter that a client requests in `wish`: its rank, and the layers of `lora` that the client wants to
-    train. `lora` must have a seed, for clients that give none. Raises RequestRefused."""
+    train. `lora`: the server's settings, with a seed for clients that give none. Raises RequestRefused if the server
+    cannot train such an adapter."""
     assert lora.rank is not None
     assert lora.seed is not None
     if wish is None:
@@ -37,23 +38,24 @@ def spec_of(wish: LoraBody | None, lora: LoraConfig) -> AdapterSpec:
 
 
 def record_of(spec: AdapterSpec, lora: LoraConfig) -> dict[str, object]:
-    """Returns the record that is saved with an adapter's files: the adapter itself, and the rank and layers of `lora`,
-    which give the sizes of its saved states."""
+    """Returns the record that is saved with an adapter's files: the adapter itself, and the rank and layers in the
+    server's settings `lora`, which give the sizes of its saved states."""
     return {**asdict(spec), "of_rank": lora.rank, "of_targets": list(lora.target_modules)}
 
 
 def exported_spec(path: str, record: Mapping[str, Any] | None) -> AdapterSpec:
-    """Returns the adapter with the weights that were saved at `path` for samplers or for download. These files have the
-    adapter's own rank and layers, so any server can load them that has at least this rank and these layers. Raises
-    RequestRefused for weights of a whole model."""
+    """Returns, by its `record`, the adapter with the weights that were saved at `path` for samplers or for download.
+    The files have the rank and the layers of this adapter alone, so every server can load them that trains at least
+    this rank and these layers. Raises RequestRefused for weights of a whole model."""
     if record is None:
         raise RequestRefused(f"{path} has the weights of a whole model; expected a state ({STATES}) to train from")
     return _spec_in(record)
 
 
 def recorded_spec(path: str, record: Mapping[str, Any] | None, lora: LoraConfig | None) -> AdapterSpec | None:
-    """Returns the adapter of the state saved at `path`; None for the state of a whole model. Raises RequestRefused for
-    a state that a server with this `lora` cannot load."""
+    """Returns the adapter of the state saved at `path`, by its `record`; None for the state of a whole model. `lora`:
+    the server's settings for adapters (None: it trains whole models). Raises RequestRefused for a state that such a
+    server cannot load."""
     if record is None and lora is None:
         return None
     if record is None:

@@ -1,4 +1,4 @@
-"""The HTTP face of the Tinker server: its routes, and the replies for outcomes and refusals."""
+"""The HTTP side of the Tinker server: its routes, and the replies for outcomes and refusals."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ CLIENT_CONFIG = {
     "fwdbwd_max_chunk_len": 4096,
     "create_model_via_load_weights": True,
 }
-"""One open request per sampler, not one per sample; large parts of batches; and, of clients before 0.38, a model that
-begins with a state by one request, for which they need not know a rank."""
+"""Settings that clients get from this server: a client has one open request per sampler, not one per sample; it sends
+large parts of batches; and a client before 0.38 makes a model that begins with a state by one request, for which it
+need not know a rank."""
 
 
 class TinkerRoutes:
@@ -126,7 +127,7 @@ class TinkerRoutes:
         return JsonReply({"supported_models": models})
 
     async def create_session(self, caller: Asking, body: SessionBody) -> JsonReply:
-        """Begins a session."""
+        """Begins a session of a client. Replies with its id."""
         session_id = uuid.uuid4().hex
         metadata = body.model_dump(include={"user_metadata", "display_name", "project_id"})
         self._state.begin_session(session_id, self._server.now(), caller, **metadata, created_s=time.time())
@@ -176,7 +177,8 @@ class TinkerRoutes:
         return JsonReply({"model_id": model.model_id, "model_name": name, "model_data": data, **lora})
 
     async def forward_backward(self, caller: Asking, request: Request) -> JsonReply:
-        """Accepts a forward or backward pass on some datums, in protobuf."""
+        """Accepts a forward, or forward and backward, pass on datums; the body is a protobuf message. Replies with the
+        id of its promise."""
         encoding = request.headers.get("content-encoding")
         if encoding:
             raise RequestRefused(f"a body in the encoding {encoding}; expected none, as client/config says")
@@ -223,11 +225,12 @@ class TinkerRoutes:
         return JsonReply({"sampler_id": sampler_id, "base_model": self._server.offer.base_model, **path})
 
     async def join_sampling_session(self, caller: Asking, body: SamplerIdBody) -> JsonReply:
-        """Returns a number for a clone of a sampler; no other clone of the sampler has it."""
+        """Returns a number for a clone (an unpickled copy of the client's sampler); no other clone of the same sampler
+        has this number."""
         return JsonReply({"client_counter": self._state.join(self._state.sampler(body.sampling_session_id, caller))})
 
     async def asample(self, caller: Asking, body: SampleBody) -> JsonReply:
-        """Accepts a request for samples."""
+        """Accepts a request for samples. Replies with the id of its promise, and with an id for each sample."""
         sampler = self._state.sampler(body.sampling_session_id, caller)
         prompt = ModelInput(body.tokens())
         params = body.params(self._server.offer.room(prompt, body.sampling_params.stop_ids()))
@@ -256,7 +259,8 @@ class TinkerRoutes:
         return JsonReply(outcome.payload)
 
     async def retrieve_futures(self, caller: Asking, body: RetrieveManyBody) -> JsonReply:
-        """Returns the samples of a clone that were done since its last call, by the cursor that the client sends."""
+        """Returns the samples of a clone that were done after the cursor that the client sends, which is from its last
+        call."""
         target = body.target
         retrieved = body.retrieved_request_ids
         sampler = self._state.sampler(target.sampling_session_id, caller)
@@ -306,8 +310,8 @@ def make_tinker_app(server: TinkerServer, keys: ServiceKeys, limits: Limits) -> 
 
 
 def _take_number(server: TinkerServer, caller: Caller, body: dict[str, Any], message: str) -> None:
-    """Takes the number of a refused request to one of this caller's models, with `message` as its failure. Later
-    requests of the model would otherwise wait for that number."""
+    """Records a refused request to one of this caller's models as failed, with `message` as its failure. This uses up
+    the number of the request, for which later requests of the model would otherwise wait."""
     if isinstance(body.get("seq_id"), int):
         with suppress(RequestRefused):
             server.train(str(body.get("model_id")), body["seq_id"], Unusable(error=message), caller)

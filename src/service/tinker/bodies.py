@@ -21,9 +21,9 @@ from trireme.core.types import AdamParams, SamplingParams
 
 Seq = Annotated[int, Field(ge=0, lt=2**53)]
 Seed = Annotated[int, Field(ge=0, lt=2**62)]
-"""Further samples count on from it, below 2^63."""
+"""The seed of the first sample. The seeds of further samples count up from it, and stay below 2^63."""
 Lifetime = Annotated[int, Field(gt=0, le=10**10)]
-"""Seconds; calendars hold the date at their end."""
+"""Seconds for which a saved entry is stored; small enough for a calendar that shows when they end."""
 Labels = Annotated[dict[str, str], Few]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -31,7 +31,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Told(Body):
-    """A body that declares only the fields this server uses; other fields are ignored."""
+    """A body that declares only the fields which this server uses; other fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -182,7 +182,7 @@ class SaveForSamplerBody(SaveBody):
 
     path: str | None = None
     sampling_session_seq_id: Seq | None = None
-    """The number of the sampler, in its session."""
+    """The number of the sampler in its session."""
     kind: Literal["snapshot", "inflight"] = "snapshot"
 
     @model_validator(mode="after")
@@ -275,8 +275,8 @@ class SampleBody(Body):
         return [token for chunk in self.prompt.chunks for token in chunk.tokens]
 
     def params(self, room: int) -> SamplingParams:
-        """Returns the sampling parameters, with a limit of at most `room` tokens. Raises RequestRefused for unsupported
-        fields."""
+        """Returns the sampling parameters, with a `max_tokens` of at most `room` tokens. Raises RequestRefused for
+        unsupported fields."""
         unsupported: Mapping[str, tuple[object, str]] = {
             "topk_sample_logprobs": (
                 self.topk_sample_logprobs,
@@ -309,14 +309,15 @@ class RetrieveBody(Told):
 
 
 class TargetBody(Told):
-    """The clone of a sampler: the sampler's id and the clone's number."""
+    """The clone of a sampler (an unpickled copy in the client): the sampler's id and the clone's number, 0 for the
+    original."""
 
     sampling_session_id: str
     cloned_sampler_id: Seq = 0
 
 
 class RetrieveManyBody(Told):
-    """A request for the samples of a clone that are done."""
+    """A request for the samples of a clone of a sampler that are done."""
 
     target: TargetBody
     prev_cursor: Seq = 0

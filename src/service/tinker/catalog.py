@@ -1,4 +1,4 @@
-"""Saved entries of clients on disk: training runs, their states and weights, found by `tinker://` paths.
+"""Stores what clients save on disk: training runs with their saved entries (states and weights), by `tinker://` paths.
 
     tinker://<model>/weights/<name>            <root>/<model>/weights/<name>/           all that training needs
     tinker://<model>/sampler_weights/<name>    <root>/<model>/sampler_weights/<name>/   a model in Hugging Face layout,
@@ -48,9 +48,9 @@ class SavedRun:
     user_metadata: Mapping[str, object]
     began_s: float
     lora: Mapping[str, Any] | None = None
-    """Its adapter's record by `service.tinker.adapters.record_of`; None: the whole model is trained."""
+    """The record of its adapter, from `service.tinker.adapters.record_of`; None: the whole model is trained."""
     project_id: str = ""
-    """The project of a copy; "": its session's."""
+    """The project of a run that was made by a copy; "": the project of the run's session counts."""
     owner: str = ""
     """The owner of the key with which it was made (`service.tinker.owners`); "": only admin keys open it."""
 
@@ -68,9 +68,9 @@ class SavedWeights:
     files: Mapping[str, int]
     """The size of each file in it, in bytes."""
     request: str = ""
-    """The id of the request that asked for it."""
+    """The id of the request that saved it."""
     public: bool = False
-    """It was published."""
+    """True if every caller with a key may read it."""
 
     @property
     def path(self) -> str:
@@ -117,8 +117,9 @@ class Catalog:
             replace_file(directory / RUN, to_json(asdict(run)).encode())
 
     def staging(self, path: str, overwrite: bool = False) -> Path:
-        """Returns a directory for writing the entry `path` before `keep`; the caller creates it. Removes an unfinished
-        earlier one. Raises RequestRefused for a malformed path, and for an entry that exists unless `overwrite`."""
+        """Returns a directory in which to write the entry `path` before `keep`; the caller creates it. Removes what an
+        unfinished earlier write has left there. Raises RequestRefused for a malformed path, and for an entry that
+        exists unless `overwrite`."""
         if (self._place(path) / MARK).exists() and not overwrite:
             raise RequestRefused(f"{path} is there already; give another name, or overwrite = True")
         staging = self._place(path, STAGING)
@@ -128,7 +129,7 @@ class Catalog:
         return staging
 
     def discard(self, path: str) -> None:
-        """Removes an entry that was not finished (the directory of `staging`)."""
+        """Removes an unfinished entry, with the directory that `staging` returned for it."""
         shutil.rmtree(self._place(path, STAGING), ignore_errors=True)
 
     def saved_by(self, path: str, request: str) -> SavedWeights | None:
@@ -150,9 +151,9 @@ class Catalog:
         user_metadata: Mapping[str, str],
         request: str = "",
     ) -> SavedWeights:
-        """Completes the entry `path` from the directory of `staging`, and replaces an earlier entry there. `sizes`: its
-        files with their bytes; `ttl_s`: seconds for which it is kept (None: for ever); `request`: the id of the
-        request that saves it. Raises StorageFailed."""
+        """Completes the entry `path`: moves the directory of `staging` to its place, and replaces an earlier entry
+        there. `sizes`: the bytes of each file; `ttl_s`: seconds for which the entry is stored (None: for ever);
+        `request`: the id of the request that saves it. Raises StorageFailed."""
         directory = self._place(path)
         staging = self._place(path, STAGING)
         expires_s = self._expiry(ttl_s)
@@ -163,9 +164,9 @@ class Catalog:
         return saved
 
     def copy(self, path: str, model_id: str, ttl_s: int | None, project_id: str, caller: Caller = SERVER) -> str:
-        """Copies the entry `path` into the training run `model_id`, which is made for it and cannot be trained. The
-        copy shares the files of the entry by hard links. Returns the path of the copy; if it exists already, does
-        nothing else. Raises RequestRefused and StorageFailed."""
+        """Copies the entry `path` into the training run `model_id`, which is made for the copy and cannot be trained.
+        The copy shares the files of the entry by hard links. Returns the path of the copy. If the copy exists already,
+        does nothing else. Raises RequestRefused if the caller may not read the entry, and StorageFailed."""
         source, saved = self.find(path, caller=caller)
         copied = path_of(model_id, saved.kind, saved.name)
         if not (self._place(copied) / MARK).exists():
@@ -186,11 +187,13 @@ class Catalog:
         return self._now() + ttl_s
 
     def set_ttl(self, path: str, ttl_s: int | None, caller: Caller = SERVER) -> None:
-        """Sets how many seconds from now an entry is kept; None: for ever. Raises RequestRefused and StorageFailed."""
+        """Sets for how many seconds from now an entry is stored; None: for ever. Raises RequestRefused if the caller
+        has no such entry, and StorageFailed."""
         self._note(path, caller, expires_s=self._expiry(ttl_s))
 
     def set_public(self, path: str, public: bool, caller: Caller) -> None:
-        """Records whether all callers may read an entry. Raises RequestRefused and StorageFailed."""
+        """Records whether all callers may read an entry. Raises RequestRefused if the caller has no such entry, and
+        StorageFailed."""
         self._note(path, caller, public=public)
 
     def _note(self, path: str, caller: Caller, **changed: object) -> None:
@@ -238,8 +241,8 @@ class Catalog:
         return directory, saved
 
     def _look_up(self, path: str, caller: Caller, reads: bool = False) -> SavedWeights:
-        """Returns the record of an entry, without a check of its files. Raises RequestRefused if it is missing, or is
-        another owner's; with `reads`, published entries of others are returned too."""
+        """Returns the record of an entry, without a check of its files. Raises RequestRefused if the entry is missing
+        or belongs to another owner; with `reads`, also returns published entries of other owners."""
         with suppress(FileNotFoundError):
             saved = SavedWeights(**json.loads((self._place(path) / MARK).read_bytes()))
             if (saved.public and reads) or caller.may(self.run(_parts(path)[0]).owner):
@@ -251,7 +254,8 @@ class Catalog:
         return path_in(self._directory(model_id), f"{prefix}{kind}/{name}")
 
     def run(self, model_id: str, caller: Caller = SERVER) -> SavedRun:
-        """Returns the record of a training run. Raises RequestRefused if it is missing or is another owner's."""
+        """Returns the record of a training run. Raises RequestRefused if the run is missing or belongs to another
+        owner."""
         directory = self._directory(model_id)
         if (directory / RUN).exists():
             run = self._run_in(directory)
@@ -303,7 +307,7 @@ def recover(root: Path) -> None:
 
 
 def _move(staging: Path, directory: Path) -> None:
-    """Replaces `directory` by `staging`. If this is interrupted, `staging` still exists and is complete."""
+    """Replaces `directory` by `staging`. After an interruption `staging` still exists and is complete."""
     make_directory(directory.parent)
     shutil.rmtree(directory, ignore_errors=True)
     staging.rename(directory)

@@ -1,5 +1,5 @@
-"""The directories in which the server saves models for itself. Of each model one directory is valid: the one that the
-store names."""
+"""The directories in which the server saves checkpoints of models for itself. For each model, the only valid directory
+is the one that the store names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients in the protocol's state: their sessions, and the models and samplers of these."""
+"""Clients in the protocol's state, with their sessions, models and samplers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from service.tinker.owners import SERVER, Caller
 from service.tinker.promises import Failure, Promise
 
 Ranges = tuple[tuple[int, int], ...]
-"""Numbers, in order: the first and the last of each range without a gap."""
+"""A set of numbers as ranges (first, last), both included, in ascending order."""
 
 
 def with_numbers(ranges: Ranges, numbers: Iterable[int]) -> Ranges:
-    """Returns `ranges` with `numbers` added, adjoining ranges joined. A range is (first, last), both included."""
+    """Returns `ranges` with `numbers` added; adjoining ranges are joined."""
     joined: list[tuple[int, int]] = []
     for first, last in sorted([*ranges, *((number, number) for number in numbers)]):
         if joined and first <= joined[-1][1] + 1:
@@ -32,14 +32,14 @@ class ClientModel:
     model_id: str
     session_id: str
     next_seq: int = 0
-    """The number of the request that comes next."""
+    """The number of the request that the trainer runs next for the model."""
     waiting: dict[int, Promise] = field(default_factory=dict)
     blocked: tuple[object, float] = None, 0.0
-    """The reason for its present wait, and when that was first seen."""
+    """(reason, time): why the model waits at present, and when this reason was first seen."""
     failure: Failure | None = None
-    """The outcome of requests once it cannot be trained any more."""
+    """The outcome of all further requests once the model cannot be trained any more; None: it can be trained."""
     history: ModelHistory = field(default_factory=ModelHistory)
-    """The trainer's steps for it."""
+    """The model's newest checkpoint, and the steps that the trainer has done for the model since then."""
 
     @property
     def ready(self) -> Promise | None:
@@ -55,18 +55,18 @@ class ClientModel:
 
 @dataclass(eq=False)
 class ClientSampler:
-    """A sampling session, which samples from the weights `target`."""
+    """A sampling session of a client, which samples from the weights `target`."""
 
     sampler_id: str
     session_id: str
     target: str
     """The name of its weights."""
     joined: int = 0
-    """How many clones have asked for a number."""
+    """The number of clones (unpickled copies of the client's sampler) that have got a number."""
     retired: Ranges = ()
-    """The numbers of samples with retired promises."""
+    """The numbers of the samples with outcomes that were forgotten."""
     answers: dict[int, Promise] = field(default_factory=dict)
-    """The samples that have their outcome, by their numbers."""
+    """The samples that have an outcome, by their numbers."""
 
     @property
     def settled_count(self) -> int:
@@ -76,17 +76,17 @@ class ClientSampler:
 
 @dataclass(eq=False)
 class ClientSession:
-    """A session: one run of a client program, with its models and samplers."""
+    """A client's session: one run of a client program, with its models and samplers."""
 
     session_id: str
     beat_s: float
-    """When it was last heard of."""
+    """When its client last gave a sign of life, in seconds of the server's clock."""
     caller: Caller = SERVER
-    """The client, who may read the states that its models load."""
+    """The owner of the client's key. The models of the session load only states that this owner may read."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The client's description of it."""
+    """The client's description of the session."""
     end_reason: str = ""
-    """Why it has ended."""
+    """Why the session has ended; "": it has not ended."""
     ended_s: float | None = None
     models: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)

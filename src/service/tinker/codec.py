@@ -28,7 +28,7 @@ DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4", BFLOAT16: "<u2"}
 STOP_REASONS = {"stop": 0, "length": 1}
 NO_TOKEN = 0
 NO_LOGPROB = -99999.0
-"""The value of an empty cell of the likeliest tokens."""
+"""The log-probability in an empty cell of the table of likeliest tokens."""
 THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 SEQUENCE_MASK = "sequence_ratio_mask"
 RECORDED = "stable_reinforce"
@@ -40,7 +40,7 @@ _Response = message_class("SampleResponse")
 
 @dataclass(frozen=True)
 class ForwardBackwardCall:
-    """A request for a forward and backward pass, or a forward pass only. Its data is decoded only when it runs."""
+    """A request for a forward and backward pass, or a forward pass only. Its datums are decoded only when it runs."""
 
     model_id: str
     seq_id: int
@@ -48,11 +48,12 @@ class ForwardBackwardCall:
     loss_fn: str
     loss_fn_config: Mapping[str, float | str]
     encoded: Any
-    """The message."""
+    """The protobuf message of the request, which holds the datums."""
 
     @classmethod
     def of(cls, body: bytes) -> ForwardBackwardCall:
-        """Returns the request in a body. Raises RequestRefused if the body is no such message."""
+        """Returns the request in an HTTP body. Raises RequestRefused if the body is no protobuf message of such a
+        request."""
         message = _Request()
         try:
             message.ParseFromString(body)
@@ -68,7 +69,8 @@ class ForwardBackwardCall:
 
     @property
     def parameters(self) -> dict[str, float]:
-        """The parameters of the loss, by name. Raises RequestRefused."""
+        """The parameters of the loss, by name. Raises RequestRefused for an unknown loss, and for parameters that the
+        loss does not have."""
         if self.loss_fn == RECORDED:
             raise RequestRefused(
                 f"the loss {RECORDED} needs what only its inventor's server records; set loss_fn to one of "
@@ -96,7 +98,8 @@ class ForwardBackwardCall:
         return sum(len(chunk.encoded_text.tokens) // 4 for datum in self.encoded.data for chunk in datum.model_input)
 
     def data(self) -> list[Datum]:
-        """Returns the datums, with the columns that the loss reads. Raises RequestRefused that names the bad datum."""
+        """Returns the datums, with the columns that the loss reads. Raises RequestRefused, which says which datum is
+        bad."""
         return [self._datum(number, datum) for number, datum in enumerate(self.encoded.data)]
 
     def _datum(self, number: int, encoded: Any) -> Datum:
@@ -111,12 +114,12 @@ class ForwardBackwardCall:
 
 
 def columns_of(loss_fn: str, inputs: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, npt.NDArray[np.generic]]:
-    """Returns the columns of `inputs` that the loss reads. Others are left out, because custom losses send columns of
-    their own with `forward`.
+    """Returns the columns of `inputs` that the loss reads. Other columns are left out, because custom losses send
+    further columns with `forward`.
 
-    The protocol has no mask. It is made here: tokens count where the advantage is not 0, which gives the same gradient,
-    or where gspo's `sequence_ratio_mask` says so. Cross-entropy without weights gives all tokens the weight 1. Raises
-    ValueError for missing columns.
+    The protocol has no mask, so this function makes the column `mask`: tokens count where the advantage is not 0, which
+    gives the same gradient, or where gspo's `sequence_ratio_mask` says so. Cross-entropy without weights gives all
+    tokens the weight 1. Raises ValueError for missing columns.
     """
     read = find_loss(loss_fn).columns
     columns = {name: values for name, values in inputs.items() if name in read}
@@ -160,7 +163,8 @@ def _array(name: str, tensor: Any) -> npt.NDArray[np.generic]:
 
 
 def encode_output(output: ForwardBackwardOutput) -> bytes:
-    """Returns the message with the log-probabilities of a pass and its metrics, which are named `name:reduction`."""
+    """Returns, as protobuf bytes, the log-probabilities of a pass and its metrics, which have names like
+    `name:reduction`."""
     message = _Output(loss_fn_output_type="ArrayRecord", metrics=output.metrics)
     record = message.loss_fn_outputs.add(num_datums=len(output.offsets) - 1)
     logprobs = np.ascontiguousarray(output.logprobs, "<f4")
@@ -172,8 +176,8 @@ def encode_output(output: ForwardBackwardOutput) -> bytes:
 
 
 def encode_sample(response: SampleResponse, topk: int = 0) -> bytes:
-    """Returns the message with sampled sequences. `topk`: the number of likeliest tokens that were requested for each
-    place of the prompt."""
+    """Returns sampled sequences as protobuf bytes. `topk`: the number of likeliest tokens that were requested for each
+    place of the prompt; 0: none."""
     message = _Response()
     for sequence in response.sequences:
         encoded = message.sequences.add(stop_reason=STOP_REASONS[sequence.stop_reason])

@@ -10,13 +10,14 @@ from __future__ import annotations
 from service.tinker.codec import ForwardBackwardCall
 
 LEAST = 256
-"""Tokens for which a pass counts at least: a short one takes its time too."""
+"""The least tokens that a pass costs: a short pass takes its time too."""
 REMEMBERED = 64
 """The speed is an average over about this number of passes."""
 
 
 def tokens_of(work: object) -> int:
-    """Returns the tokens that a request costs before it runs: its tokens for a pass, 0 for other requests."""
+    """Returns the tokens that a request costs before it runs: for a pass, the number of its tokens, but at least LEAST;
+    0 for other requests."""
     if isinstance(work, ForwardBackwardCall):
         return max(work.tokens, LEAST)
     return 0

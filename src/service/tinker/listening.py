@@ -21,12 +21,13 @@ from service.tinker.work import TrainingWorker
 
 END_S = 15.0
 IDLE_S = 75
-"""Seconds for which a connection may be idle: a client sends its next request on it."""
+"""Seconds for which a connection may be idle before it is closed; a client uses it for its next request."""
 log = logging.getLogger(__name__)
 
 
 class TinkerListener(threading.Thread):
-    """The thread that listens. `address` is set once the server listens; `failure` is set if it ends by an error."""
+    """The thread that listens. `address` (a URL) is set once the server listens; `failure` is set if the server ends by
+    an error."""
 
     def __init__(self, server: TinkerServer, keys: ServiceKeys, limits: Limits, host: str, port: int) -> None:
         """Opens the socket. Raises RoomFailed if the server cannot listen at `host` and `port`."""
@@ -58,7 +59,7 @@ class TinkerListener(threading.Thread):
 
     def work(self, worker: TrainingWorker, sampler: SamplerVerbs) -> Future[None]:
         """Starts to run clients' requests with this trainer and sampler; may be called once the server listens. The
-        returned future raises the error that ends this, such as the loss of a room."""
+        returned future raises the error that ends the work, such as the loss of a room."""
         assert self._loop, "only once it listens"
         return asyncio.run_coroutine_threadsafe(self._server.run(worker, sampler), self._loop)
 

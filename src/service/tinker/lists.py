@@ -24,7 +24,7 @@ from trireme.core.finite_json import JsonObject
 RUNS = "/api/v1/training_runs"
 SAVED = RUNS + "/{model_id}/checkpoints/{kind}/{name}"
 At = Annotated[str, Depends(path_of)]
-"""The `tinker://` path in the address of such a route."""
+"""The `tinker://` path of the saved entry that the address of a request names."""
 OWNER = "trireme"
 TYPES: dict[SavedKind, str] = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 BILLING = "/api/v1/billing/usage"
@@ -117,8 +117,8 @@ class SavedRoutes:
         return JsonReply({"base_model": run.base_model, **lora_of(run), **trained})
 
     async def copy(self, caller: Asking, body: CopyBody, x_idempotency_key: Annotated[str, Header()] = "") -> JsonReply:
-        """Copies a saved entry into a training run of its own. A repeated request with the same idempotency key gets
-        the same copy."""
+        """Copies a saved entry into a new training run. A repeated request with the same idempotency key gets the same
+        copy."""
         if x_idempotency_key:
             number = uuid.uuid5(uuid.NAMESPACE_URL, f"{caller.owner}/{x_idempotency_key}")
         else:
@@ -165,7 +165,7 @@ class SavedRoutes:
 
 
 def lora_of(run: SavedRun) -> JsonObject:
-    """Returns the fields on a training run's adapter, as clients read them."""
+    """Returns the fields that describe a training run's adapter, as clients read them."""
     if run.lora:
         return {"is_lora": True, "lora_rank": run.lora["rank"]}
     return {"is_lora": False}

@@ -28,7 +28,7 @@ class Step:
     seq: int
     work: Work
     error: str = ""
-    """Why it failed; "": it did not."""
+    """Why the request failed; "": it did not fail."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class ModelHistory:
     """The newest checkpoint of one model, and the trainer's steps for it since then."""
 
     place: str = ""
-    """The directory of its newest checkpoint; "": none."""
+    """The directory of the model's newest checkpoint; "": there is none."""
     steps: tuple[Step, ...] = ()
-    """All since then up to the newest update."""
+    """The steps since that checkpoint, without the steps in `batch`."""
     batch: tuple[Step, ...] = ()
-    """The passes since that, with gradients that are held."""
+    """The passes with a gradient since the newest update; the trainer holds their gradients."""
     began_s: float | None = None
-    """When the first of the steps was done, in seconds of the server's clock."""
+    """When the first step since that checkpoint was done, in seconds of the server's clock; None: there is none."""
 
     def noted(self, step: Step, now: float) -> ModelHistory:
         """Returns the history after a request was done at the time `now`; unchanged if the request need not be
@@ -66,7 +66,7 @@ class ModelHistory:
         return replace(self, steps=steps, batch=batch, began_s=now if self.began_s is None else self.began_s)
 
     def saved(self, place: str) -> ModelHistory:
-        """Returns the history after a checkpoint of all steps in the directory `place`."""
+        """Returns the history after all steps were saved in a checkpoint, in the directory `place`."""
         return replace(self, place=place, steps=(), began_s=None)
 
     def is_due(self, now: float, every_s: float) -> bool:

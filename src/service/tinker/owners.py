@@ -10,9 +10,9 @@ class Caller:
     """The sender of a request, identified by the owner of the key."""
 
     owner: str
-    """To whom all belongs that is made for them."""
+    """The owner of everything that is made for this caller; "": no owner."""
     sees_all: bool = False
-    """They have an admin key."""
+    """True if the caller has an admin key."""
 
     def may(self, owner: str) -> bool:
         """Returns True if the caller may see and change things of `owner`."""

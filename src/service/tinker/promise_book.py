@@ -1,4 +1,5 @@
-"""The part of the protocol's state that keeps promises, and sessions with their models and samplers."""
+"""The part of the protocol's state with promises (accepted requests), and with clients' sessions, models and
+samplers."""
 
 from __future__ import annotations
 
@@ -16,28 +17,31 @@ from service.tinker.rows import Change, Contents, Stored, row_of, work_key, work
 from trireme.core.errors import StorageFailed
 
 KEPT_S = 600.0
-"""Seconds for which an outcome is kept after it was given, as the answer may not have arrived, or after the session."""
+"""Seconds for which an outcome is retained after it was given, because the reply may not have arrived, or after the end
+of its session."""
 UNASKED_S = 3600.0
 """Seconds for which an outcome is kept that its client does not ask for."""
 ENDED_S = 86400.0
 """Seconds for which a session that has ended is kept after it, or a model or a sampler of it, was last used."""
 CLONE = 1_000_000_000
-"""A clone of a sampler numbers its samples from this times its own number."""
+"""The clone number c of a sampler numbers its samples from c times this number on."""
 MACHINE = "the machine was started again, and the last requests before that may be missing; continue from a saved state"
-"""Why a session has ended that the store may hold only in part."""
+"""The reason for the end of sessions that the store may hold only in part."""
 Thing = TypeVar("Thing", ClientSession, ClientModel, ClientSampler)
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class PromiseBook(Contents):
-    """All sessions with their models and samplers, all promises that are kept, and the numbers of retired promises. For
-    a `caller` who does not own an item, the item counts as missing, with the same message."""
+    """All clients' sessions with their models and samplers, all promises (accepted requests) that are not forgotten,
+    and the numbers of forgotten ones. For a `caller` who does not own an item, the item counts as missing, with the
+    same message."""
 
     write: Callable[[Sequence[Change]], None] = lambda changes: None
     """Makes changes durable before they are made here. Raises StorageFailed; then nothing is done."""
     changed: Callable[..., None] = lambda *names: None
-    """Is called when there is more to do, with the ids of a promise that got its outcome and of its owner."""
+    """Called when there is more to do. Its arguments are the ids of a promise that got its outcome, and of the model or
+    sampler to which the promise was made; or nothing."""
     used: set[str] = field(default_factory=set)
     """The sessions that clients have named, directly or by a model or a sampler, since the last `retire_sessions`."""
 
@@ -61,7 +65,7 @@ class PromiseBook(Contents):
     # ---- sessions
 
     def begin_session(self, session_id: str, now: float, caller: Caller = SERVER, **metadata: object) -> None:
-        """Begins a session of `caller`. `metadata`: the client's description of the session."""
+        """Begins a session of the client `caller`. `metadata`: the client's description of the session."""
         session = ClientSession(session_id, now, caller, metadata)
         self.write([row_of(session)])
         self.sessions[session_id] = session
@@ -71,11 +75,12 @@ class PromiseBook(Contents):
         self._change(session, metadata={**session.metadata, **fields})
 
     def session(self, session_id: str, caller: Caller = SERVER) -> ClientSession:
-        """Returns a session, also one that has ended. Raises UnknownId."""
+        """Returns a client's session, also one that has ended. Raises UnknownId if the caller has no such session."""
         return self._look_up("session", self.sessions, session_id, caller)
 
     def living(self, session_id: str, caller: Caller = SERVER) -> ClientSession:
-        """Returns a session that has not ended. Raises UnknownId, and GoneError for one that has ended."""
+        """Returns a client's session that has not ended. Raises UnknownId if the caller has no such session, and
+        GoneError if it has ended."""
         session = self.session(session_id, caller)
         if session.end_reason:
             raise GoneError(
@@ -85,13 +90,13 @@ class PromiseBook(Contents):
         return session
 
     def model(self, model_id: str, caller: Caller = SERVER) -> ClientModel:
-        """Returns a model. Raises UnknownId."""
+        """Returns a client's model. Raises UnknownId if the caller has no such model."""
         return self._look_up("model", self.models, model_id, caller)
 
     def sampler(self, sampler_id: str, caller: Caller = SERVER) -> ClientSampler:
         """Returns a sampling session. Other processes may use it too, also after its session has ended. Raises
-        UnknownId, and GoneError if it was ended by a boot of the machine, which may have lost numbers of its
-        samples."""
+        UnknownId if there is none, and GoneError if a boot of the machine ended its session, because the store may then
+        lack numbers of its samples."""
         sampler = self._look_up("sampler", self.samplers, sampler_id, caller)
         if self.sessions[sampler.session_id].end_reason == MACHINE:
             raise GoneError(f"the sampler {sampler_id!r} has ended: {MACHINE}")
@@ -106,7 +111,8 @@ class PromiseBook(Contents):
     # ---- promises
 
     def _accept(self, promise: Promise, *rows: Change) -> Promise:
-        """Writes a new promise to the store, together with `rows`, and keeps it. Returns it."""
+        """Writes a new promise to the store, in one transaction with `rows`, and adds it to the promises. Returns
+        it."""
         work = [] if promise.outcome else [work_row(promise)]
         self.write([*rows, row_of(promise), *work])
         self.promises[promise.request_id] = promise
@@ -114,8 +120,8 @@ class PromiseBook(Contents):
         return promise
 
     def retire(self, promises: Sequence[Promise]) -> None:
-        """Forgets the outcomes of these promises. Their numbers stay known, so that the requests are never run again.
-        If the store fails, keeps the outcomes."""
+        """Forgets the outcomes of these promises. The numbers of their requests stay known, so that no request is ever
+        run again. If the store fails, retains the outcomes."""
         of_owners = defaultdict[str, list[Promise]](list)
         for promise in promises:
             of_owners[promise.owner_id].append(promise)
@@ -139,8 +145,8 @@ class PromiseBook(Contents):
                     del sampler.answers[promise.number]
 
     def retire_sessions(self, now: float) -> None:
-        """Forgets sessions that ended more than ENDED_S seconds ago and have no promise left, with their models and
-        samplers. If the store fails, keeps them."""
+        """Forgets clients' sessions that ended and were not used for ENDED_S seconds, with their models and samplers,
+        unless one of their promises is left. If the store fails, retains them."""
         used = self.used | {promise.session_id for promise in self.promises.values()}
         self.used = set()
         for session in [candidate for candidate in self.sessions.values() if candidate.end_reason]:
@@ -159,8 +165,8 @@ class PromiseBook(Contents):
                     del self.samplers[sampler_id]
 
     def accepted(self, owner_id: str, seq: int) -> Promise | None:
-        """Returns the promise of request `seq` of a model or sampler if the request was accepted before, else None. For
-        a retired promise, returns one that is marked `forgotten`."""
+        """Returns the promise of request number `seq` of a model or sampler if the request was accepted before, else
+        None. If the outcome was forgotten, returns a promise that is marked as `forgotten`."""
         request_id = f"{owner_id}/{seq}"
         promise = self.promises.get(request_id)
         if promise:
@@ -175,7 +181,7 @@ class PromiseBook(Contents):
         return None
 
     def settle(self, promise: Promise, outcome: Outcome) -> None:
-        """Sets and stores the outcome of a promise."""
+        """Sets and stores the outcome of a promise (an accepted request)."""
         sampler = self.samplers.get(promise.owner_id)
         place = sampler.settled_count if sampler else 0
         self._change(promise, work_key(promise.request_id), outcome=outcome, place=place)
@@ -189,8 +195,8 @@ class PromiseBook(Contents):
         self.changed(promise.request_id, promise.owner_id)
 
     def lose(self, promise: Promise) -> int:
-        """Records that rooms were lost while they worked on a promise. Returns how often that has happened to the
-        promise. If the store fails, the count is kept in memory only."""
+        """Records that rooms were lost while they worked on a promise. Returns how often that has happened to this
+        promise. If the store fails, counts in memory only."""
         promise.losses += 1
         try:
             self.write([row_of(promise)])
@@ -199,8 +205,8 @@ class PromiseBook(Contents):
         return promise.losses
 
     def promise(self, request_id: str, caller: Caller = SERVER) -> Promise:
-        """Returns the promise of a request. Raises UnknownId, and GoneError if its outcome was forgotten, or if a boot
-        of the machine may have lost it."""
+        """Returns the promise of a request. Raises UnknownId if the caller made no such request, and GoneError if its
+        outcome was forgotten, or if a boot of the machine may have lost it."""
         owner_id, _, digits = request_id.rpartition("/")
         seq = count_of(digits)
         owner = self.models.get(owner_id) or self.samplers.get(owner_id)
@@ -223,8 +229,8 @@ class PromiseBook(Contents):
         raise UnknownId(f"the request {request_id!r}; expected one that was accepted here")
 
     def give(self, promise: Promise, now: float) -> Outcome | None:
-        """Returns the outcome of a promise and records that it was given at the time `now`; None if there is no outcome
-        yet."""
+        """Returns the outcome of a promise (an accepted request) and records that the client got it at the time `now`;
+        None if there is no outcome yet."""
         if promise.outcome and promise.given_s is None:
             promise.given_s = now
         return promise.outcome

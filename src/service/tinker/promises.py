@@ -64,18 +64,18 @@ class Promise:
     request_id: str
     session_id: str
     work: Any
-    """The work to do, which is opaque to the state machine; None once it is done."""
+    """The request to run, as a body of `service.tinker.bodies.Work` or as a SampleWork; None once it has an outcome."""
     outcome: Outcome | None = None
     place: int = 0
-    """Of a sample with an outcome: the number of samples of its sampler that had theirs before."""
+    """For a sample with an outcome: the number of samples of the same sampler that had an outcome before it."""
     losses: int = 0
     """How often rooms were lost while they worked on it."""
     settled_s: float | None = None
-    """When its outcome was first seen to be there."""
+    """When the server first noticed that it has an outcome, in seconds of the server's clock."""
     given_s: float | None = None
-    """When its outcome was first given."""
+    """When the client first got its outcome, in seconds of the server's clock."""
     forgotten: bool = False
-    """True: it had an outcome, which is not kept any more."""
+    """True if it had an outcome that the server has forgotten."""
 
     @property
     def owner_id(self) -> str:

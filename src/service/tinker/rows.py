@@ -32,7 +32,7 @@ from trireme.core.types import SamplingParams
 
 FORMAT = "tinker 2"
 Change = Row | str
-"""A row that is added or replaced, or the owner of one that is removed."""
+"""A row to add or to replace, or the key (`Row.owner`) of a row to remove."""
 Stored = ClientSession | ClientModel | ClientSampler | Promise
 
 
@@ -66,7 +66,7 @@ def row_of(thing: Stored) -> Row:
 
 
 def work_row(promise: Promise) -> Row:
-    """Returns the row with the work of a promise, from which the request can be run again."""
+    """Returns the row with the work of a promise (an accepted request), from which the request can be run again."""
     work: Any = promise.work
     rest = b""
     match work:
@@ -87,18 +87,19 @@ def work_key(request_id: str) -> str:
 
 
 def step_row(request_id: str, error: str) -> Row:
-    """Returns the row that records a request as done by the trainer. `error`: why it failed; "": it did not."""
+    """Returns the row which records that the trainer has done a request. `error`: why the request failed; "": it did
+    not."""
     return Row(step_key(request_id), {"kind": "step", "error": error})
 
 
 def step_key(request_id: str) -> str:
-    """Returns the key of the row that records a request as done by the trainer."""
+    """Returns the key of the row which records that the trainer has done a request."""
     return f"{request_id}/step"
 
 
 @dataclass(eq=False)
 class Contents:
-    """The sessions, models, samplers and promises of a store, by id, each in the order in which they were made."""
+    """The clients' sessions, models, samplers and promises of a store, by id, in the order in which they were made."""
 
     sessions: dict[str, ClientSession] = field(default_factory=dict)
     models: dict[str, ClientModel] = field(default_factory=dict)
@@ -106,8 +107,8 @@ class Contents:
     promises: dict[str, Promise] = field(default_factory=dict)
 
     def read(self, rows: Iterable[Row], now: float) -> None:
-        """Adds the items in `rows` to these contents. Sessions count as heard from, or as ended, at the time `now`.
-        Raises StorageFailed."""
+        """Adds the items in `rows` to these contents. Sessions count as active, or as ended, at the time `now`. Raises
+        StorageFailed if a row is damaged."""
         works: dict[str, object] = {}
         errors: dict[str, str] = {}
         for row in rows:

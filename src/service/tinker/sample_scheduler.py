@@ -24,7 +24,7 @@ class LoadWeights:
 
     name: str
     slot: str = ""
-    """The name of the slot that gets them; "": they are all that replicas hold."""
+    """The name of the slot that gets the weights; "": replicas hold one whole model, which the weights replace."""
 
 
 @dataclass(frozen=True)
@@ -40,25 +40,25 @@ class StartSample:
 
     item: Promise
     slot: str = ""
-    """The slot with its weights; "": the weights that all replicas hold."""
+    """The slot with the weights of the sample; "": the weights that replicas hold outside of slots for adapters."""
 
 
 @dataclass(eq=False)
 class Slot:
-    """A place for one set of weights in all replicas."""
+    """A place for one set of weights in all replicas, with the samples that use these weights."""
 
     slot: str
     name: str
-    """Of the weights in it; "" once they are no longer needed."""
+    """The name of the weights in it; "" once they are no longer needed."""
     ready: deque[Promise] = field(default_factory=deque)
     """The samples that may start."""
     running: int = 0
     closing: bool = False
-    """It accepts no new samples: another set of weights is to have its place."""
+    """True if it accepts no new samples, because another set of weights waits for its place."""
     stale: bool = False
-    """Newer weights of its name have to be loaded in place."""
+    """True if newer weights of the same name have to be loaded in their place."""
     used: int = 0
-    """When its last sample began, as a count of samples."""
+    """When its last sample began: the number of samples that had begun by then."""
 
     @property
     def busy(self) -> bool:
@@ -107,7 +107,8 @@ class SampleScheduler:
         return {name for name, _ in self._waiting} | {slot.name for slot in self._slots if slot.name}
 
     def next(self) -> LoadWeights | DropWeights | StartSample | None:
-        """Returns the next action, and counts it as done; None if there is none until a sample is added or ends."""
+        """Returns the next action, and counts it as done; None if there is nothing to do until a sample is added or
+        ends."""
         for slot in self._slots:
             if slot.stale:
                 slot.stale = False
@@ -151,7 +152,7 @@ class SampleScheduler:
         return LoadWeights(name, slot.slot)
 
     def _accept(self, name: str, item: Promise) -> bool:
-        """Lets a sample start if an open slot has the weights `name`; returns False if none has."""
+        """Lets a sample start if an open slot has the weights `name`; returns False if no open slot has them."""
         for slot in (self._base, *self._slots):
             if slot.name == name and not slot.closing:
                 slot.ready.append(item)
@@ -159,8 +160,8 @@ class SampleScheduler:
         return False
 
     def _close_one(self) -> None:
-        """Closes one slot to new samples, if samples wait for a slot, all slots are taken, and none is closing or
-        leaving."""
+        """Closes one slot to new samples, if samples wait for a slot, all slots are taken, and no slot is already
+        closing or about to be emptied."""
         leaving = any(slot.closing or not slot.name for slot in self._slots)
         if self._waiting and len(self._slots) == self._capacity and not leaving:
             min(self._slots, key=lambda slot: (slot.busy, slot.used)).closing = True

@@ -21,13 +21,12 @@ class ServedTinkerModel:
     """Its tokenizer: a directory, or a name on the hub."""
     options: TinkerConfig
     lora: LoraConfig | None = None
-    """The adapters that are trained; None: the whole model is."""
+    """The settings of the adapters that are trained; None: the whole model is trained."""
     places: int = 1
     """The number of models that are trained at the same time; 1 unless they are adapters."""
     slots: int = 0
-    """The number of adapters that replicas hold at the same time in addition to the base; 0: they hold one set of
-    weights.
-    """
+    """The number of adapters that replicas hold at the same time in addition to the base model; 0: they hold the
+    weights of one whole model."""
 
     @property
     def cached_sets(self) -> int:
@@ -61,8 +60,8 @@ class ServedTinkerModel:
         return base_model in self.served.names
 
     def room(self, prompt: ModelInput, stop: Sequence[int]) -> int:
-        """Returns how many tokens may follow a prompt in the model's context. Raises RequestRefused for an empty or too
-        long prompt, and for ids in the prompt or in `stop` that the model does not have."""
+        """Returns the number of tokens that may follow a prompt in the model's context. Raises RequestRefused for an
+        empty or too long prompt, and for ids in the prompt or in `stop` that the model does not have."""
         served = self.served
         tokens = prompt.tokens
         vocabulary = served.vocab_size

@@ -42,10 +42,11 @@ from trireme.core.weights import PublishedWeights
 from trireme.process.faults import fault_point
 
 HOLD_S = 20.0
-"""Seconds for which a question for an outcome is held; the client waits 45 s."""
+"""Seconds for which the server holds a request for an outcome that is not there yet; the client waits 45 s."""
 LOOK_S = 5.0
 TRIES = 2
-"""Tries of a request when rooms are lost while they work on it; then it has failed: it may be the cause."""
+"""How often a request is tried when rooms are lost while they work on it. Then it has failed, because it may be the
+cause."""
 LOST_WEIGHTS = Failure(
     "the weights of this sampler were in memory only, and were lost when the server or one of its rooms was started "
     "again; save weights for samplers again",
@@ -87,13 +88,13 @@ class TinkerServer:
         self._costs = MeasuredCosts()
         self._closing = False
         self.ready = False
-        """The rooms have their former state; before that their weights are unknown."""
+        """True once the rooms have their former state again; before that, it is unknown which weights they have."""
         self.trained = 0
-        """How many requests to train were done."""
+        """The number of requests to models that the trainer has done."""
 
     def begin(self) -> str:
-        """Opens the store, and restores the state in it. Returns a message on the state that an earlier server left; ""
-        if there is none. Raises StorageFailed."""
+        """Opens the store, and restores the state in it. Returns a message for the user on the state that an earlier
+        server left; "" if it left none. Raises StorageFailed if the store cannot be opened or read."""
         lost = self._store.open()
         self.state.write = partial(write, self._store)
         self.state.load(self._store.rows(), self.now())
@@ -110,8 +111,8 @@ class TinkerServer:
     # ---- what clients ask for
 
     def train(self, model_id: str, seq_id: int, work: Work, caller: Caller = SERVER) -> Promise:
-        """Accepts request `seq_id` of a model, and returns its promise. Raises UnknownId, RequestRefused and
-        StorageFailed."""
+        """Accepts request number `seq_id` of a model, and returns its promise. Raises UnknownId if there is no such
+        model, RequestRefused for a number below 1, and StorageFailed."""
         fault_point("tinker.ask")
         promise = self.state.train(model_id, seq_id, work, caller)
         self.state.heard(promise, self.now())
@@ -119,7 +120,7 @@ class TinkerServer:
         return promise
 
     def sample(self, sampler: ClientSampler, seq_id: int, work: SampleWork) -> Promise:
-        """Accepts request `seq_id` of a sampler, and returns its promise. Raises RequestRefused if the sampler's
+        """Accepts request number `seq_id` of a sampler, and returns its promise. Raises RequestRefused if the sampler's
         weights are no longer in memory, and StorageFailed."""
         if not self.state.accepted(sampler.sampler_id, seq_id):
             self.check_held(sampler.target)
@@ -135,7 +136,8 @@ class TinkerServer:
             )
 
     async def outcome(self, promise: Promise) -> Outcome | None:
-        """Waits at most HOLD_S seconds for the outcome of a promise, and returns it; None if there is none by then."""
+        """Waits at most HOLD_S seconds for the outcome of a promise (an accepted request), and returns it; None if
+        there is none by then."""
         self.state.heard(promise, self.now())
         if promise.outcome is None and not promise.forgotten:
             await self._wait(promise.request_id, HOLD_S)
@@ -144,9 +146,9 @@ class TinkerServer:
     async def completions(
         self, sampler: ClientSampler, clone: int, cursor: int, retrieved: list[str], timeout_s: float | None
     ) -> tuple[list[Promise], int]:
-        """Returns (promises, next cursor): a clone's samples that were done after `cursor`. Waits until there is one,
-        for at most `timeout_s` or HOLD_S seconds. `retrieved`: ids of requests with results that the client has;
-        they are forgotten."""
+        """Returns (promises, next cursor): the promises of a clone's samples that were done after `cursor`. Waits until
+        there is one, for at most `timeout_s` or HOLD_S seconds. `retrieved`: ids of requests with results that the
+        client has; the server forgets these results."""
         until = self.now() + min(HOLD_S if timeout_s is None else timeout_s, HOLD_S)
         while True:
             finished, after = self.state.completions(sampler, clone, cursor, retrieved)
@@ -161,7 +163,7 @@ class TinkerServer:
                 await asyncio.wait_for(event.wait(), seconds)
 
     def release(self) -> None:
-        """Makes all waiting calls answer at once with the results so far, because the server ends."""
+        """Makes all calls that wait for outcomes return at once with the results so far, because the server ends."""
         self._closing = True
         self._changed(*self._waiting)
 
@@ -178,8 +180,8 @@ class TinkerServer:
     # ---- rooms
 
     async def run(self, worker: TrainingWorker, sampler: SamplerVerbs) -> None:
-        """Runs clients' requests with this trainer and sampler until one of them is lost. Raises TriremeError:
-        RoomFailed for a loss."""
+        """Runs clients' requests with this trainer and sampler until one of the two is lost. Raises RoomFailed for the
+        loss, and another TriremeError if the state cannot be restored or stored."""
         self._worker = worker
         self._sampler = sampler
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -197,8 +199,8 @@ class TinkerServer:
                 task.cancel()
 
     async def _restore(self) -> None:
-        """Restores all models in the trainer, and all weights for samplers, as far as the state has them. Raises
-        TriremeError."""
+        """Restores, from the protocol's state, all models in the trainer and all weights for samplers. Ends models that
+        cannot be restored. Raises TriremeError."""
         base = await asyncio.to_thread(self._worker.begin)
         self._weight_cache = WeightCache({BASE: base})
         if self.offer.slots:
@@ -269,8 +271,8 @@ class TinkerServer:
                 await self._checkpoint(model)
 
     async def _checkpoint(self, model: ClientModel) -> None:
-        """Saves a model for the server itself. If the disk is full, only logs it: more steps have to be repeated after
-        a loss."""
+        """Saves a checkpoint of a model for the server itself. If the disk is full, only logs the error: more steps
+        have to be repeated after a loss of the trainer."""
         place = await asyncio.to_thread(self._checkpoints.begin, model.model_id, model.next_seq)
         fault_point("tinker.commit")
         try:
@@ -292,8 +294,8 @@ class TinkerServer:
     def _with_weights(
         self, model: ClientModel, work: SaveForSamplerBody, outcome: Outcome, published: PublishedWeights
     ) -> Outcome:
-        """Adds published weights to the cache for samplers. If the request asks for one sampler, begins it, and returns
-        an outcome with its id; else returns `outcome`."""
+        """Adds published weights to the cache for samplers. If the request wants a new sampler for these weights,
+        begins this sampler, and returns an outcome with its id; else returns `outcome`."""
         target = target_of(model.model_id, work)
         if work.sampling_session_seq_id is not None:
             if model.failure and self.state.sessions[model.session_id].end_reason:

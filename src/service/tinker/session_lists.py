@@ -20,7 +20,7 @@ FINISHED = "client_finished"
 
 
 class SessionListRoutes:
-    """The routes of sessions."""
+    """The routes of clients' sessions: lists, searches, descriptions and the end."""
 
     def __init__(self, server: TinkerServer) -> None:
         self._server = server
@@ -50,7 +50,8 @@ class SessionListRoutes:
         return JsonReply({"training_run_ids": session.models, "sampler_ids": session.samplers, **shown})
 
     async def finish(self, caller: Asking, session_id: str, body: FinishBody | None = None) -> None:
-        """Ends a session. If its client gives several reasons in turn, keeps the first one."""
+        """Ends a client's session. If the client gives several reasons one after the other, only the first one
+        counts."""
         session = self._state.session(session_id, caller)
         request = body or FinishBody()
         if not session.end_reason:

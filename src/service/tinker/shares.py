@@ -27,7 +27,8 @@ class TokenShares:
         self._least = 0
 
     def choose(self, ready: Sequence[str]) -> str:
-        """Returns the name in `ready` (at least one) that is served next; of equal accounts the first one."""
+        """Returns the model in `ready` (names of models with a request, at least one) that the trainer serves next; of
+        models with equal accounts, the first one."""
         for name in ready:
             if name not in self._requesting:
                 self._accounts[name] = max(self._accounts.get(name, self._least), self._least - self._quantum)
@@ -39,10 +40,10 @@ class TokenShares:
         return self._last
 
     def charge(self, name: str, tokens: int) -> None:
-        """Adds `tokens` to the account of `name`."""
+        """Adds `tokens` to the account of the model `name`."""
         self._accounts[name] = self._accounts.get(name, 0) + tokens
 
     def forget(self, name: str) -> None:
-        """Removes the account of `name`."""
+        """Removes the account of the model `name`."""
         self._accounts.pop(name, None)
         self._requesting.discard(name)

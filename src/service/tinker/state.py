@@ -50,9 +50,10 @@ class ProtocolState(PromiseBook):
     """The whole state of the protocol. Times are seconds of a clock that does not go back."""
 
     make_turns: Callable[[], SampleScheduler] = SampleScheduler
-    """Decides in which order samples run."""
+    """Makes the scheduler that decides in which order samples run."""
     adapters: bool = False
-    """The models are adapters: many have places, and none ends for another of its session."""
+    """True if the models are adapters: several have places, and no model ends because another model of its session
+    waits."""
     places: int = 1
     """The number of models that are trained at the same time."""
     holders: list[ClientModel] = field(default_factory=list)
@@ -61,15 +62,16 @@ class ProtocolState(PromiseBook):
     running: Promise | None = None
     """The request that the trainer works on."""
     turns: SampleScheduler = field(init=False)
-    """The waiting and running samples."""
+    """The scheduler, with the waiting and running samples."""
     _line: deque[ClientModel] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.turns = self.make_turns()
 
     def load(self, rows: Iterable[Row], now: float) -> None:
-        """Restores sessions, models, samplers and promises from stored `rows`, and fails what waits at failed models.
-        The silence of a session, and the time since its end, count from `now`. Raises StorageFailed."""
+        """Restores sessions, models, samplers and promises from stored `rows`, and fails the pending requests of failed
+        models. The silence of a session, and the time since its end, count from `now`. Raises StorageFailed if a row is
+        damaged."""
         self.read(rows, now)
         for model in self.models.values():
             if model.failure:  # what the trainer worked on then was not finished
@@ -81,14 +83,14 @@ class ProtocolState(PromiseBook):
     # ---- sessions
 
     def finish(self, session: ClientSession, now: float, reason: str, category: Category = "user") -> None:
-        """Ends a session for `reason`, and fails the pending requests of its models."""
+        """Ends a client's session for `reason`, and fails the pending requests of its models."""
         for model_id in session.models:
             self.end_model(self.models[model_id], f"its session has ended: {reason}", category)
         self._change(session, end_reason=reason, ended_s=now)
 
     def finish_all(self, now: float) -> None:
-        """Ends all sessions and fails all pending requests, because the machine was started again: the store may lack
-        results that clients have."""
+        """Ends all clients' sessions and fails all pending requests, because the machine was started again: the store
+        may lack results that clients have."""
         for session in self.sessions.values():
             self.finish(session, now, MACHINE, "server")
         for promise in list(self.promises.values()):
@@ -96,8 +98,8 @@ class ProtocolState(PromiseBook):
                 self.settle(promise, Failure(MACHINE, "server"))
 
     def expire(self, now: float) -> None:
-        """Ends sessions that are silent for too long, and models that wait too long for their next request or a place;
-        forgets outcomes that were given long ago, and sessions that ended long ago."""
+        """Ends clients' sessions that are silent for too long, and models that wait too long for their next request or
+        for a place at the trainer; forgets outcomes that were given long ago, and sessions that ended long ago."""
         for session in self.sessions.values():
             if not session.end_reason and now - session.beat_s > SESSION_S:
                 self.finish(session, now, f"its client was silent for {SESSION_S:g} s")
@@ -190,8 +192,8 @@ class ProtocolState(PromiseBook):
         return [key(request_id) for request_id in requests for key in (work_key, step_key)]
 
     def queued(self, promise: Promise) -> str:
-        """Returns a text that names the models in the trainer's places, if the model of `promise` waits for a place;
-        else ""."""
+        """Returns why the model of `promise` waits for a place at the trainer, as a text for its client; "" if it does
+        not wait for a place."""
         model = self.models.get(promise.owner_id)
         if model is None or model in self.holders:
             return ""
@@ -218,8 +220,9 @@ class ProtocolState(PromiseBook):
     # ---- training
 
     def create_model(self, session_id: str, model_seq: int, work: object, caller: Caller = SERVER) -> Promise:
-        """Accepts a new model, which waits for a place at the trainer, and returns the promise of its creation. The
-        model's id consists of its session's id and `model_seq`. Raises UnknownId and GoneError."""
+        """Accepts a new model, which waits for a place at the trainer, and returns the promise of its creation; a
+        repeated request gets the same promise. The model's id consists of its session's id and `model_seq`. Raises
+        UnknownId if there is no such session, and GoneError if the session has ended."""
         session = self.living(session_id, caller)
         model_id = f"{session_id}:train:{model_seq}"
         if model_id in self.models and (earlier := self.accepted(model_id, 0)):
@@ -233,8 +236,8 @@ class ProtocolState(PromiseBook):
         return promise
 
     def train(self, model_id: str, seq_id: int, work: object, caller: Caller = SERVER) -> Promise:
-        """Accepts request `seq_id` of a model, and returns its promise; a repeated request gets the same promise.
-        Raises UnknownId, and RequestRefused for a number below 1."""
+        """Accepts request number `seq_id` of a model, and returns its promise; a repeated request gets the same
+        promise. Raises UnknownId if there is no such model, and RequestRefused for a number below 1."""
         model = self.model(model_id, caller)
         if seq_id < 1:
             raise RequestRefused(f"seq_id = {seq_id}; expected 1 or more, as 0 is the creation of the model")
@@ -248,8 +251,8 @@ class ProtocolState(PromiseBook):
         return promise
 
     def next_training(self) -> tuple[ClientModel, Promise] | None:
-        """Returns the model and the request that the trainer is to run next, and counts it as running; None if no
-        request is ready or one is running."""
+        """Returns the model and the request that the trainer runs next, and counts this request as running; None if no
+        request is ready or another one is running."""
         if self.running:
             return None
         self._pass_on()
@@ -263,7 +266,7 @@ class ProtocolState(PromiseBook):
         return model, promise
 
     def line_up(self) -> None:
-        """Gives places at the trainer to all models that were created, and puts the others into the line again. Called
+        """Gives places at the trainer to all models that were created; the other models wait for a place again. Called
         after the state was loaded, and after the trainer was lost."""
         self.running = None
         living = [model for model in self.models.values() if not model.failure]
@@ -271,8 +274,9 @@ class ProtocolState(PromiseBook):
         self.holders = [model for model in living if model.next_seq > 0]
 
     def _pass_on(self) -> None:
-        """Gives free places to the next models in the line. Ends a whole model (not an adapter) that has no request, if
-        another model of the same session waits, and gives it the place: the client would otherwise wait for itself."""
+        """Gives free places at the trainer to the models that wait longest. If a whole model (not an adapter) has no
+        request while another model of its session waits, ends it and gives its place to the other: the client would
+        otherwise wait for itself."""
         while self._line and len(self.holders) < self.places:
             self.holders.append(self._line.popleft())
         for before in [model for model in self.holders if not (model.waiting or self.adapters)]:
@@ -288,9 +292,9 @@ class ProtocolState(PromiseBook):
                 self.holders.append(heir)
 
     def trained(self, outcome: Outcome, tokens: int = 0, now: float = 0.0) -> None:
-        """Records the outcome of the running request, and charges its model `tokens` more tokens. If the creation of a
-        model failed, ends the model. Changes of the model's history, with the steps to repeat after a loss of the
-        trainer, are committed together with the outcome."""
+        """Records the outcome of the running request, and charges its model `tokens` more tokens. If the request was
+        the creation of the model and failed, ends the model. The changed history of the model (the steps to repeat
+        after a loss of the trainer) is committed together with the outcome."""
         promise = self.running
         assert promise, "only after next_training"
         model = self.models[promise.owner_id]
@@ -319,7 +323,7 @@ class ProtocolState(PromiseBook):
         self._has_outcome(promise, outcome)
 
     def saved(self, model: ClientModel, place: str) -> None:
-        """Records that the checkpoint in the directory `place` has all steps of a model."""
+        """Records that all steps of a model are saved in the checkpoint in the directory `place`."""
         after = model.history.saved(place)
         self._change(model, *self._removed_steps(model, model.history.numbers - after.numbers), history=after)
 
@@ -327,7 +331,7 @@ class ProtocolState(PromiseBook):
 
     def create_sampler(self, session_id: str, seq: int, target: str) -> ClientSampler:
         """Begins a sampling session with the weights named `target`, and returns it; a repeated call returns the same
-        one. Raises UnknownId and GoneError."""
+        one. Raises UnknownId if there is no such session of a client, and GoneError if that session has ended."""
         session = self.living(session_id)
         sampler_id = f"{session_id}:sample:{seq}"
         if sampler_id not in self.samplers:
@@ -338,12 +342,13 @@ class ProtocolState(PromiseBook):
         return self.samplers[sampler_id]
 
     def join(self, sampler: ClientSampler) -> int:
-        """Returns the next number for a clone of a sampler: 1, 2, ..."""
+        """Returns the next number for a clone (an unpickled copy of the client's sampler): 1, 2, ..."""
         self._change(sampler, joined=sampler.joined + 1)
         return sampler.joined
 
     def sample(self, sampler: ClientSampler, seq_id: int, work: object) -> Promise:
-        """Accepts request `seq_id` of a sampler, and returns its promise; a repeated request gets the same promise."""
+        """Accepts request number `seq_id` of a sampler, and returns its promise; a repeated request gets the same
+        promise."""
         earlier = self.accepted(sampler.sampler_id, seq_id)
         if earlier:
             return earlier
@@ -352,7 +357,7 @@ class ProtocolState(PromiseBook):
         return promise
 
     def sampled(self, promise: Promise, outcome: Outcome) -> None:
-        """Records the outcome of a sample that ran, and frees its turn."""
+        """Records the outcome of a sample that ran; the scheduler counts the sample as ended."""
         self.settle(promise, outcome)
         self.turns.finish(promise)
 
@@ -370,8 +375,9 @@ class ProtocolState(PromiseBook):
     def completions(
         self, sampler: ClientSampler, clone: int, cursor: int, retrieved: Collection[str]
     ) -> tuple[list[Promise], int]:
-        """Returns (promises, next cursor): the samples of a clone that were done after `cursor`. Forgets the results of
-        the requests in `retrieved`, which the client has."""
+        """Returns (promises, next cursor): the promises of the samples that the clone number `clone` of a sampler
+        requested and that were done after `cursor`. Forgets the results of the requests in `retrieved` (ids), because
+        the client has them."""
         promises = [self.promises.get(request_id) for request_id in retrieved]
         self.retire(
             [promise for promise in promises if promise and promise.outcome and promise.owner_id == sampler.sampler_id]

@@ -1,4 +1,4 @@
-"""Runs clients' requests on the trainer, one after the other."""
+"""Runs the requests of Tinker's clients on the trainer, one after the other."""
 
 from __future__ import annotations
 
@@ -39,17 +39,19 @@ from trireme.run.rooms import PendingFiles, Trainer
 
 Payload = dict[str, object]
 Result = tuple[Outcome, PublishedWeights | None]
-"""The result of a request to the trainer, and the weights that samplers may ask for now."""
+"""(outcome, weights): the outcome of a request to the trainer, and the weights that the request made available to
+samplers, else None."""
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Gradient:
-    """The state of a model's gradients since its last update: the number of passes, and whether one failed."""
+    """The state of a model's gradients since the model's last update: the number of passes, and whether a pass
+    failed."""
 
     passes: int = 0
     failed: str | None = None
-    """Why a part of them is missing."""
+    """Why a part of the gradients is missing; None: no part is."""
 
 
 class NotRestored(Exception):
@@ -70,8 +72,8 @@ class TrainingWorker:
         max_len: int,
         lora: LoraConfig | None,
     ) -> None:
-        """`bases`: the names of the base model (clients see the first). `base_state`: a new directory for the base's
-        state. `save_s`: the seconds that a save may take. `max_len`: the most tokens of a datum. `lora`: the
+        """`bases`: the names of the base model (clients see the first). `base_state`: a new directory for the state of
+        the base model. `save_s`: the seconds that a save may take. `max_len`: the most tokens of a datum. `lora`: the
         trainer's settings for adapters, with a seed; None: the whole model is trained."""
         self._trainer = trainer
         self._catalog = catalog
@@ -84,11 +86,11 @@ class TrainingWorker:
         self._gradients: dict[str, Gradient] = {}
         self._closed = False
         self.failure: TriremeError | None = None
-        """Why the trainer cannot be used any more."""
+        """Why the trainer cannot be used any more; None: it can."""
 
     def begin(self) -> PublishedWeights:
-        """Saves the base's state, with which new whole models begin, and returns the base's published weights. Raises
-        TriremeError."""
+        """Returns the published weights of the base model. Without `lora`, first saves the state of the base model,
+        with which new models begin. Raises TriremeError."""
         if not self.lora:  # else the adapter with which the trainer has begun, and which changes nothing, is kept
             self._trainer.save_state(self._base_state).wait(self._save_s)
         return self._publish()
@@ -104,13 +106,13 @@ class TrainingWorker:
             self._trainer.drop_adapter(model_id)
 
     def close(self) -> None:
-        """Prevents a call that still runs, in a thread that nothing waits for, from keeping what it saves: its request
-        is run again."""
+        """Makes a save that still runs in another thread raise RoomFailed, so that the entry does not count as saved:
+        another worker runs the request again."""
         self._closed = True
 
     def checkpoint(self, model_id: str, directory: Path) -> None:
-        """Saves the trainer's state of a model in the new directory `directory`. Without adapters, the model must be
-        the one that the trainer holds. Raises TriremeError."""
+        """Saves the trainer's state of a model in the new directory `directory`. Without adapters, the trainer must
+        hold this model. Raises TriremeError if that fails."""
         self._use(model_id)
         self._trainer.save_state(directory).wait(self._save_s)
 
@@ -119,7 +121,8 @@ class TrainingWorker:
             self._trainer.use_adapter(model_id)
 
     def load_checkpoint(self, model_id: str, directory: Path) -> None:
-        """Restores a model from a directory that `checkpoint` has written. Raises NotRestored and TriremeError."""
+        """Restores a model from a directory that `checkpoint` has written. Raises NotRestored if the trainer's settings
+        do not fit the model, and TriremeError."""
         try:
             spec = recorded_spec(model_id, self._catalog.run(model_id).lora, self.lora)
         except RequestRefused as error:
@@ -128,9 +131,10 @@ class TrainingWorker:
         self._load(model_id, directory)
 
     def again(self, model_id: str, work: Work, error: str, caller: Caller) -> PublishedWeights | None:
-        """Repeats an earlier step of a model, after its checkpoint and earlier steps were restored. `error`: why the
-        step failed the first time, so that it fails again; "": it did not. Returns weights that the step published for
-        samplers, else None. Raises RoomFailed and NotRestored."""
+        """Repeats an earlier step of a model, after the model's checkpoint and its steps before this one were restored.
+        `error`: why the step failed the first time, so that it fails again; "": it did not fail. Returns the weights
+        that the step published for samplers, else None. Raises RoomFailed if the trainer is lost, and NotRestored if
+        the step fails now."""
         if error:  # it must not succeed now: the client was told that it failed
             self._gradients[model_id].failed = error
             return None
@@ -149,8 +153,9 @@ class TrainingWorker:
         return self._publish()
 
     def run(self, model_id: str, work: Work, caller: Caller, request: str = "") -> Result:
-        """Runs a client's request, and returns its outcome, also of an error, with weights that it published for
-        samplers. `request`: the id of the request."""
+        """Runs a client's request. Returns its outcome (a Failure if the request raised an error) and the weights that
+        it published for samplers, else None. Sets `failure` if the trainer is lost. `request`: the id of the
+        request."""
         try:
             if not isinstance(work, NewModelBody):
                 self._use(model_id)
@@ -229,8 +234,8 @@ class TrainingWorker:
         return created
 
     def _add(self, model_id: str, spec: AdapterSpec | None, start: Path | None = None) -> None:
-        """Adds a new model to the trainer and makes it the one in use; `forget` removes it. `start`: saved weights with
-        which its adapter begins."""
+        """Adds a new model to the trainer and makes it the model in use; `forget` removes it. `start`: the directory of
+        saved weights with which its adapter begins."""
         if spec:
             self._trainer.add_adapter(model_id, spec, start)
             self._trainer.use_adapter(model_id)
@@ -243,8 +248,8 @@ class TrainingWorker:
         self._gradients[model_id] = Gradient()
 
     def _source(self, path: str, caller: Caller, kind: SavedKind | None) -> tuple[Path, SavedWeights, SavedRun]:
-        """Returns the directory of a saved entry, its record, and the record of its training run. Raises
-        RequestRefused, also if its base model is not this one."""
+        """Returns the directory of a saved entry, its record, and the record of its training run. Raises RequestRefused
+        if the caller may read no such entry, or if the entry belongs to another base model."""
         directory, saved = self._catalog.find(path, kind, caller)
         run = self._catalog.run(saved.model_id)
         if run.base_model not in self.bases:
@@ -291,7 +296,8 @@ class TrainingWorker:
         return data
 
     def _update(self, model_id: str, work: OptimStepBody) -> Payload:
-        """Applies a model's gradients. If one of its passes failed, drops all gradients and raises RequestRefused."""
+        """Applies a model's gradients in an optimiser update. If a pass since the last update failed, drops all
+        gradients and raises RequestRefused."""
         gradient = self._gradients[model_id]
         self._gradients[model_id] = Gradient()
         if gradient.failed:
@@ -307,8 +313,8 @@ class TrainingWorker:
         return {"metrics": dict(self._trainer.optim_step(work.adam_params.params()).metrics)}
 
     def _save(self, path: str, work: SaveBody, request: str, write: Callable[[Path], PendingFiles]) -> SavedWeights:
-        """Has `write` fill a new directory, and completes it as the entry `path`. If this request had already saved the
-        entry before the server was killed, returns that entry and writes nothing. Raises RoomFailed if the trainer
+        """Has `write` fill a new directory, and completes it as the entry `path`. If the same request had already saved
+        the entry before the server was killed, returns that entry and writes nothing. Raises RoomFailed if the trainer
         was lost."""
         saved = self._catalog.saved_by(path, request)
         if saved:
@@ -340,7 +346,8 @@ def _loss(data: Sequence[Datum], output: ForwardBackwardOutput) -> dict[str, flo
 
 
 def failure_of(error: Exception) -> Failure:
-    """Returns the failure that tells a client of `error`, and whether the user or the server caused it."""
+    """Returns the Failure that a client gets for `error`: a message, and whether the user or the server caused the
+    error."""
     match error:
         case RoomFailed():
             return Failure(f"rooms were lost twice while they worked on this request: {error}", "server")

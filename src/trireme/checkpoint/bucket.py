@@ -27,12 +27,12 @@ from trireme.process.faults import fault_point
 PIECE_BYTES = 8 << 20
 """Size of the pieces in which an object travels."""
 WINDOW = 4
-"""Pieces of a fetched object on the way at once."""
+"""Number of pieces of a fetched object that are on the way at the same time."""
 REQUEST_S = 60.0
 """Time limit of one request, which moves at most PIECE_BYTES."""
 RETRIES = 3
 RETRY_S = 60.0
-"""Seconds after which a request that failed is not sent again."""
+"""Seconds after the first try of a request during which the request is sent again if it fails."""
 PIECE_S = 2 * (REQUEST_S + RETRY_S)
 """Time limit for a piece, with its retries."""
 DELETED_AT_ONCE = 1000
@@ -43,7 +43,7 @@ CONDITIONS = (
 
 
 SILENT = re.compile(r"HTTP error|status code: (429|50[0234])")
-"""Parts of the package's message on a store that was not reached, or was too busy to answer."""
+"""Matches the messages of the package obstore which say that the store was not reached, or was too busy to answer."""
 
 
 class StoreSilent(StorageFailed):
@@ -51,7 +51,8 @@ class StoreSilent(StorageFailed):
 
 
 class PutRefused(Exception):
-    """Raised when a conditional put finds another object than it expects, and changes nothing."""
+    """Raised when the condition of a conditional put does not hold: the store has another object than the caller
+    expects. Nothing has changed."""
 
 
 class Bucket:
@@ -115,16 +116,16 @@ class Bucket:
                 return None
 
     def put(self, key: str, contents: bytes | BinaryIO) -> None:
-        """Puts an object, whole or not at all, and replaces an existing one. A file is uploaded in parts of
-        PIECE_BYTES."""
+        """Puts the object `key`, whole or not at all, and replaces an existing one. `contents`: bytes, or an open file,
+        which is uploaded in parts of PIECE_BYTES."""
         import obstore
 
         with self._storage_errors(key):
             obstore.put(self._store, key, contents, chunk_size=PIECE_BYTES)
 
     def swap(self, key: str, contents: bytes, tag: str | None) -> str:
-        """Replaces the object if it still has the tag `tag`; `tag` None: creates the object if there is none. Returns
-        the new tag. Raises PutRefused if the object has another tag or, with None, exists."""
+        """Replaces the object `key` if it still has the tag `tag`; with `tag` None creates the object if there is none.
+        Returns the new tag. Raises PutRefused if the object has another tag or, with None, exists."""
         import obstore
 
         with self._storage_errors(key):
@@ -134,9 +135,9 @@ class Bucket:
         return str(put["e_tag"])
 
     def fetch(self, key: str, directory: Path, record: FileRecord) -> None:
-        """Downloads an object to `record.path` below `directory`, and verifies its size and checksum. Raises
-        StorageFailed, also if they differ from `record`; a partial or wrong file may then remain. Raises
-        CheckpointInvalid if the path leads out of `directory`."""
+        """Downloads the object `key` to the file `record.path` below `directory`, and verifies the file's size and
+        checksum. Raises StorageFailed, also if they differ from `record`; a partial or wrong file may then remain.
+        Raises CheckpointInvalid if the path leads out of `directory`."""
         import obstore
 
         file = path_in(directory, record.path)
@@ -162,15 +163,15 @@ class Bucket:
             )
 
     def _piece(self, key: str, size: int, offset: int) -> memoryview:
-        """Returns the piece at `offset` of an object of `size` bytes."""
+        """Returns the bytes from `offset` on, at most PIECE_BYTES, of the object `key`, which has `size` bytes."""
         import obstore
 
         with self._storage_errors(key):
             return memoryview(obstore.get_range(self._store, key, start=offset, end=min(offset + PIECE_BYTES, size)))
 
     def keys(self, prefix: str) -> list[str]:
-        """Returns the keys of all objects below `prefix`, which consists of whole names of a path (`a/b` does not find
-        `a/bc`)."""
+        """Returns the keys of all objects below `prefix`, which ends with a whole name of a path: `a/b` matches
+        `a/b/c`, not `a/bc`."""
         import obstore
 
         with self._storage_errors(prefix):

@@ -34,13 +34,14 @@ BLOCK_BYTES = 1 << 20
 """Size of one write: a multiple of every file system's alignment, small enough to stay in a core's cache."""
 HUGE_PAGE = 1 << 21
 CACHED_BYTES = 1 << 19
-"""Bytes that are copied into the block and then hashed there, still in the cache: takes three fifths of the time of a
-whole block."""
+"""Number of bytes that are copied into a block and hashed there before the next bytes are copied: they are still in the
+core's cache when they are hashed. This takes three fifths of the time for copying and hashing whole blocks."""
 BLOCKS = 4
 """Blocks of a large file that are written at the same time: a disk that gets one after the other stands still while the
 next one fills."""
 WORTH_A_THREAD = 1 << 16
-"""Bytes. Handing less to another thread takes longer than the work itself."""
+"""Another thread copies and hashes chunks of at least this many bytes. For fewer bytes the handing over takes longer
+than the work itself."""
 
 
 @dataclass(frozen=True, order=True)
@@ -208,7 +209,7 @@ class HashingWriter:
             self._writers.shutdown()
 
     def _hand_over(self) -> None:
-        """Writes the block that is full, in a thread if the file is large, and continues with the next block."""
+        """Writes the full block to the file, in a thread if the file is large, and continues with the next block."""
         if not self._full:
             self._direct = _set_direct(self.fileno(), True)
         at = self._full * BLOCK_BYTES
@@ -273,8 +274,8 @@ def write_bytes(directory: Path, name: str, *chunks: Chunk) -> FileRecord:
 
 
 def replace_file(file: Path, contents: bytes) -> None:
-    """Replaces the contents of `file` at once: a reader, also after a crash, finds all of the old or all of the new
-    contents. Raises OSError."""
+    """Replaces the contents of `file` at once: a reader, also after a crash, gets either all of the old contents or all
+    of the new ones. Raises OSError."""
     new = file.with_name(f"{file.name}.new")
     with HashingWriter(new) as writer:
         writer.write(contents)

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint. It is written last, and it *is* the checkpoint: each file it names must be there,
-unaltered.
+"""The manifest of a checkpoint. It is written last, and it *is* the checkpoint: every file that the manifest names must
+be there, unaltered.
 
-The manifest's own text is protected too: it holds a checksum over all its values, and only the exact text that this
-module writes for them is accepted.
+The manifest's text is protected, too: it holds a checksum of all values in it, and only the exact text that this module
+writes for these values is accepted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def step_of(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class CheckpointRef:
-    """Names one checkpoint among all checkpoints that a run ever made."""
+    """Names one checkpoint among all that a run ever made."""
 
     lineage: str  # the lineage that wrote it
     step: int
@@ -79,7 +79,7 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files together."""
+        """Number of bytes of all files of the checkpoint together, without the manifest."""
         return sum(record.size for record in self.files)
 
     def to_json(self) -> str:

@@ -30,8 +30,8 @@ def sees(mark: Path, text: str) -> bool:
 
 
 def put_parts(url: str, key: str, draft: Path, files: Sequence[FileRecord]) -> str:
-    """Uploads the `files` that this node has in `draft` to KEY/<path> in the store `url`, then deletes the draft from
-    this disk, also after a failure. Returns the reason of a failure, else ""."""
+    """Uploads the `files` that this node has in `draft`, each to the key `key`/<path> in the store at `url`. Then
+    deletes the draft from this node's disk, also after a failure. Returns the reason of a failure, else ""."""
     try:
         bucket = Bucket(url)
         for record in files:
@@ -53,13 +53,13 @@ class CheckpointSource:
     url: str
     """Where the run is stored."""
     key: str
-    """Its files are KEY/<path>."""
+    """The files of the checkpoint have the keys `key`/<path>."""
     files: tuple[FileRecord, ...]
     """The files that the manifest names."""
     mark: Path
-    """A file in the run directory (`sees`)."""
+    """A file in the run directory. A process that finds `text` in it sees the run directory (`sees`)."""
     text: str
-    """The contents of that file."""
+    """The contents of the file `mark`."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class PartReader:
     """Reads one part of a checkpoint (the directory of one room), from the run directory or from object storage."""
 
     directory: Path
-    """Its files; if there is a source, its fetched files."""
+    """The directory with the files of the part. If there is a `source`, it holds the files that were fetched."""
     source: CheckpointSource | None = None
 
     @classmethod

@@ -1,5 +1,5 @@
-"""Reads and writes row files: text files with one JSON object per line, for one step each. Going back to a checkpoint
-moves the rows of later steps to another file."""
+"""Reads and writes row files: text files with one JSON object per line, where every line belongs to one step. Going
+back to a checkpoint moves the rows of later steps to another file."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TRAINED = "trained.jsonl"
 ROLLOUTS = "rollouts"
 """Directory with a file of rollouts for each step that records some."""
 ROW_FILES = (METRICS, TRAINED)
-"""Row files of a run: the metrics of each step, and its problems (so the order of the data). Going back to the
-checkpoint of step N removes their rows from N on."""
+"""Row files of a run: METRICS has the metrics of each step, and TRAINED its problems (so the order of the data). Going
+back to the checkpoint of step N removes the rows from N on from both."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class StepRow:
 
 
 def shown_step(row: Mapping[str, Any]) -> int:
-    """Returns the number of a row's step as people see it, from 1. A row counts from 0: it holds the version that was
-    trained on. The checkpoint after the step has the number that is returned."""
+    """Returns the number of a row's step as people see it, counted from 1: the checkpoint after the step has the same
+    number. (The row itself counts from 0: it holds the version that was trained on.)"""
     return int(row["step"]) + 1
 
 

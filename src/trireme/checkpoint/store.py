@@ -1,4 +1,4 @@
-"""The checkpoints of one run directory: drafts, publication, retention, lineages, and the way back to an earlier
+"""The checkpoints of one run directory: drafts, completion, retention, lineages, and the way back to an earlier
 checkpoint.
 
     HEAD                                       the current run, lineage and attempt
@@ -8,13 +8,17 @@ checkpoint.
     checkpoints.jsonl                          one row per checkpoint of HEAD's branch, also if retention deleted it
     branches/<lineage>/                        HEAD, checkpoints and rows that were superseded when <lineage> was left
 
+HEAD's branch is the chain of checkpoints, over one or several lineages, that no return to an earlier step has
+superseded.
+
 A crash at any point loses nothing: each change is a rename or the replacement of a whole file, in an order that the
 next opening can complete. Nothing depends on the clock.
 
 On a file system with unreliable locks a driver may lose its lock without noticing. So each start takes a number that
 only one driver can take, and writes it to HEAD; and a look at HEAD precedes each change (`check_owner`). If the other
-driver starts between that look and the change, no harm is done either: its `checkout` removes the drafts of others, so
-their rename fails, and gives the files of rows a new inode, so rows that others still append are lost.
+driver starts between that look and the change, no harm is done either: the new driver's `checkout` removes the drafts
+of other drivers, so their rename fails, and gives the files of rows a new inode, so rows that they still append are
+lost.
 """
 
 from __future__ import annotations
@@ -131,7 +135,8 @@ class CheckpointStore:
         return self.directory / step_name(step)
 
     def branch(self, lineage: str) -> Path:
-        """Returns the directory for files that were superseded when the run left `lineage`; it need not exist."""
+        """Returns the directory for the files that were superseded when the run left `lineage`, because it went back to
+        an earlier step. The directory need not exist."""
         return path_in(self.root / "branches", lineage)
 
     def head(self) -> Head | None:
@@ -143,8 +148,8 @@ class CheckpointStore:
         head.write(self.root / HEAD)
 
     def lineages(self) -> list[Head]:
-        """Returns the last HEAD of each lineage that the run has left, then the current HEAD. `base` of each names the
-        checkpoint that the lineage started from. Raises CheckpointInvalid if a HEAD is damaged."""
+        """Returns the last HEAD of each lineage that the run has left, then the current HEAD. A HEAD's `base` is the
+        checkpoint that its lineage started from. Raises CheckpointInvalid if a HEAD is damaged."""
         earlier = [Head.read(file) for file in sorted(self.root.glob(f"branches/*/{HEAD}"))]
         return [head for head in (*earlier, self.head()) if head]
 
@@ -292,11 +297,11 @@ class CheckpointStore:
         """Goes back to the checkpoint of `step`, and makes it the end of HEAD's branch. Call it before this attempt
         opens its row files.
 
-        Deletes drafts. Moves later checkpoints and damaged ones under `branches/<lineage>/`, the newest first; then
-        moves rows of step >= `step` there (in checkpoints.jsonl: the rows of the moved checkpoints). If anything was
-        moved, HEAD starts a new lineage. HEAD is written last, so another call, also with another step, can complete an
-        interrupted one. Returns a report for people. Raises StorageFailed, LockLost, and CheckpointInvalid without a
-        HEAD.
+        Deletes drafts. Moves later checkpoints and damaged ones to `branches/<lineage>/`, the newest first. Then moves
+        the rows of steps from `step` on there, too (in checkpoints.jsonl: the rows of the moved checkpoints). If
+        anything was moved, HEAD starts a new lineage. HEAD is written last, so another call, also with another step,
+        can complete an interrupted one. Returns lines for people on what was moved. Raises StorageFailed, LockLost, and
+        CheckpointInvalid without a HEAD.
         """
         self.check_owner()
         head = self.head()

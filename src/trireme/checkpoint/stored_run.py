@@ -1,14 +1,15 @@
 """A run in object storage: its HEAD there, and the keys of the objects that HEAD names. This module sends no requests.
 
     HEAD                                           the run, its driver, its checkpoints and files; put only if unchanged
-    commits/000002/step_000020-<lineage>-1/...     the files of a checkpoint of the second driver, of its first attempt
+    commits/000002/step_000020-<lineage>-1/...     files of a checkpoint that driver 2 put in attempt 1
     rows/000002/metrics.jsonl/000000-<checksum>    a part of a file that belongs to no checkpoint
 
 HEAD decides: an object counts once HEAD names it, and HEAD is put after everything that it names. The name of an object
 contains the number of its driver, so no driver overwrites an object of another. An object is deleted only when HEAD no
-longer names it, and one that no HEAD ever named, such as a part of an incomplete checkpoint, later. So a crash between
-any two puts leaves the run as the last HEAD says, and a superseded driver changes nothing that the new one names. When
-checkpoints and rows move to a branch, HEAD gives them another path, and the objects stay where they are.
+longer names it; an object that no HEAD ever named, such as a part of an incomplete checkpoint, is deleted later. So a
+crash between any two puts leaves the run as the last HEAD says, and a superseded driver changes nothing that the HEAD
+of the new driver names. When checkpoints and rows move to `branches/`, HEAD gives them another path, and the objects
+stay where they are.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ class StoredCheckpoint:
     """Where a checkpoint is in object storage."""
 
     key: str
-    """Its files are KEY/<path>, its manifest too."""
+    """The checkpoint's files, also its manifest, have the keys `key`/<path>."""
     manifest: str
     """The checksum of the manifest's text."""
     kept: bool = False
-    """True: it is marked as referred to by something else (`checkpoint.store.KEEP`)."""
+    """True: the checkpoint has a file KEEP, because something else refers to it (`checkpoint.store.KEEP`)."""
 
 
 class FilePart(NamedTuple):
     """A part of a file in object storage: PART_BYTES, or less at the end of the file."""
 
     driver: int
-    """The driver that put it."""
+    """The number of the driver that put the part."""
     size: int
     checksum: str
 
@@ -60,19 +61,19 @@ class StoredRun:
     """The contents of HEAD in object storage: the run's driver, checkpoints and files."""
 
     driver: int
-    """Counts the drivers, from 1."""
+    """The number of the driver that wrote this HEAD; drivers of a run count from 1."""
     token: str
-    """Chosen by the driver at random, so that no other one's HEAD is equal to its own."""
+    """A random text that the driver has chosen, so that no two drivers write equal HEADs."""
     holder: str
-    """The process, for people."""
+    """A text for people that names the driver's process."""
     head: Head
-    """HEAD of the run directory."""
+    """The contents of the file HEAD in the run directory."""
     written: int = 0
-    """Counts the puts of this driver, so that no two HEADs are equal."""
+    """How many HEADs this driver has put, so that no two of them are equal."""
     commits: Mapping[str, StoredCheckpoint] = field(default_factory=dict)
-    """The checkpoints, by their paths in the run directory."""
+    """{path in the run directory: where the checkpoint with this path is in object storage}."""
     files: Mapping[str, tuple[FilePart, ...]] = field(default_factory=dict)
-    """The parts of the other files, by their paths in the run directory."""
+    """{path in the run directory: the parts of this file}, for all files that belong to no checkpoint."""
 
     def to_json(self) -> bytes:
         return to_json({"format": FORMAT, **asdict(self)}).encode()
@@ -120,8 +121,8 @@ def checkpoint_key(driver: int, manifest: Manifest) -> str:
 
 
 def writer_of(key: str) -> tuple[int, int] | None:
-    """Returns (driver, attempt): who put the object at `key`. The attempt is 0 for a part of a file, because its key
-    does not name it. Returns None for a key of another form."""
+    """Returns (number of the driver, attempt) for the object at `key`: who put it. The attempt is 0 for a part of a
+    file, because the key of a part does not name the attempt. Returns None for a key of another form."""
     words = key.split("/")
     if len(words) < 3 or words[0] not in (COMMITS, ROWS) or not words[1].isdecimal():
         return None
@@ -149,9 +150,10 @@ def elsewhere(
     """Returns {path: checkpoint} of the checkpoints that stay in object storage although the run directory does not
     have them.
 
-    `stored`: the run as the store has it. `head`: HEAD of the run directory, and `local` its checkpoints by path.
-    Checkpoints of HEAD's branch are kept by `keep_last` and `keep_every`, as in `CheckpointStore.prune`. If the run has
-    gone back to an earlier step, later checkpoints get a path in the branch that was left.
+    `stored`: the run as the store has it. `head`: HEAD of the run directory. `local`: {path: checkpoint} of the run
+    directory's checkpoints. `keep_last` and `keep_every` decide which checkpoints of HEAD's branch stay, as in
+    `CheckpointStore.prune`. If the run has gone back to an earlier step, later checkpoints get a path below
+    `branches/<lineage>/`, with the lineage that the run left.
     """
     alone: dict[str, StoredCheckpoint] = {}
     on_branch: dict[int, str] = {}

@@ -60,8 +60,9 @@ def show(plan: Plan, config: CommonConfig, console: Console) -> None:
 
 
 def planned(loaded: Loaded[Config], rooms: Sequence[PartKind], console: Console) -> Plan | None:
-    """Returns the plan of a command that starts `rooms` without a run directory, and prints the warnings of its
-    configuration. For a dry run prints the plan and the configuration instead, and returns None. Raises BadInput."""
+    """Returns the plan of a command that starts the rooms `rooms` without a run directory, and prints the warnings of
+    the checks of its configuration. For a dry run, prints the plan and the configuration instead, and returns None.
+    Raises BadInput."""
     config = loaded.config
     facts = ModelFacts.of(config, required=True)
     plan = Plan(config, facts, Resources.of_this_machine(), rooms, notes=check(config, facts))
@@ -90,8 +91,8 @@ def next_steps(root: Path, max_steps: int, seconds: float, plot: str, model: str
 
 
 def from_here(root: Path) -> Path:
-    """Returns `root` relative to the working directory if it lies below it, so that commands with it are short; else
-    `root`."""
+    """Returns `root` relative to the working directory if `root` lies below it, so that commands with the path are
+    short; else `root` itself."""
     if root.is_relative_to(Path.cwd()):
         return root.relative_to(Path.cwd())
     return root

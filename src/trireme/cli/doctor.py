@@ -41,7 +41,7 @@ COMMANDS: dict[str, tuple[type[CommonConfig], Sequence[PartKind]]] = {
 }
 """The configuration of each command, and the parts of its plan that take memory of nodes."""
 PIPE_WIDTH = 160
-"""Columns of the tables where there is no terminal."""
+"""The width of the tables, in characters, where there is no terminal."""
 
 
 def main(argv: Sequence[str], console: Console) -> None:
@@ -72,8 +72,8 @@ def main(argv: Sequence[str], console: Console) -> None:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, CommonConfig | None]:
-    """Parses the arguments. Returns the options of the command, and the configuration of the run that is to start; None
-    without any key of a run. Raises BadInput."""
+    """Parses the arguments. Returns (the options of the command, the configuration of the run that is to start). The
+    configuration is None if the arguments have no key of a run. Raises BadInput."""
     command = argv[0] if argv and argv[0] in COMMANDS else "rl"
     parser = Parser(
         prog="trireme doctor",

@@ -38,18 +38,19 @@ from trireme.launch.service import sessions_factory
 
 UNREAD = Path(__file__).with_name("env.toml")
 WITHOUT_MODEL = ("--model.name", "./assets/sort-base", "--model.max-seq-len", "100000")
-"""The tokenizer of a command that names no model: its tokens are characters."""
+"""Arguments for a command that names no model: they give a tokenizer with characters as tokens."""
 TYPED = WeightIdentity(0, 0, "typed")
 
 
 class Answers:
-    """Stands in for the policy: answers are lines of text. `read` returns the next line, "" or None at the end."""
+    """Takes the place of the policy: the answers are lines of text. `read` returns the next line; "" or None at the
+    end."""
 
     def __init__(self, tokenizer: Tokenizer, read: Callable[[], str | None]) -> None:
         self._tokenizer = tokenizer
         self._read = read
         self.times_s: list[float] = []
-        """When each answer was requested and returned, in turn, on the clock `time.perf_counter`."""
+        """Times on the clock `time.perf_counter`: for each answer when it was requested, then when it was returned."""
 
     async def sample(self, request: SampleRequest, *_on_progress: object) -> SampledSequence:
         """Prints the prompt of `request`, and returns the next answer in the form of a sampled sequence, cut to
@@ -124,8 +125,8 @@ async def _try(config: Config, options: argparse.Namespace) -> None:
 
 
 def report(trajectory: Trajectory, times_s: Sequence[float], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields the lines on each turn for a person: tokens, whether they count in the loss (mask), reward, metrics, and
-    how long the environment took.
+    """Yields lines of text on each turn of `trajectory`: tokens, whether they count in the loss (mask), reward,
+    metrics, and how long the environment took.
 
     `times_s`: seconds on one clock: for each turn when its answer was requested and when it was returned; then the end.
     """

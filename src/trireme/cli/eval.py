@@ -48,7 +48,8 @@ from trireme.tools.export import chosen_checkpoint, export
 from trireme.tools.merge import BASE
 
 AS_LOADED = "as-loaded"
-"""Replaces a digest, because these weights were not published."""
+"""Takes the place of the digest in the identity of weights that a replica loads from files: they were never
+published."""
 UNREAD = Path(__file__).with_name("eval.toml")
 
 
@@ -61,9 +62,10 @@ class Subject:
     identity: WeightIdentity
     """The identity of its weights."""
     run: Path | None
-    """The run of a checkpoint, which provides the configuration."""
+    """The directory of the run that the checkpoint is from, which provides the configuration; None for a model that is
+    no checkpoint."""
     base: str | None = None
-    """The model that the adapters in `model` belong to."""
+    """The model on which the adapters in `model` were trained; None if `model` is a whole model."""
 
     @classmethod
     def of(cls, name: str, step: int | None) -> Subject:
@@ -204,7 +206,7 @@ class Results:
     """The metrics of each subject of a command."""
 
     stored: Evaluations | None
-    """The files in the run directory; None for a Hugging Face model."""
+    """The files of results in the run directory; None for a Hugging Face model."""
     metric: str | None
     """The metric of --keep-best; its full name once there is a row."""
     console: Console
@@ -215,13 +217,15 @@ class Results:
         return cls(Evaluations.of(run, config) if run else None, metric, console)
 
     def begin(self, subjects: Sequence[Subject]) -> None:
-        """Removes what earlier calls that were interrupted evaluated of `subjects`. Raises StorageFailed."""
+        """Removes the stored problems of `subjects` which interrupted calls before this one have evaluated. Raises
+        StorageFailed."""
         for subject in subjects:
             if self.stored:
                 self.stored.drop_lines(subject.identity)
 
     def resume(self, subjects: Sequence[Subject]) -> None:
-        """Takes the stored results of `subjects`. Raises BadInput if `metric` is none of theirs."""
+        """Takes over the stored results of `subjects`, which are then not evaluated again. Raises BadInput if these
+        results do not have the metric `metric`."""
         for subject in subjects:
             row = self.stored.read(subject.identity) if self.stored else None
             if row is not None:
@@ -229,18 +233,20 @@ class Results:
                 self._enter(subject, row)
 
     def lines(self, subject: Subject) -> list[str]:
-        """Returns the problems of `subject` that a call which was interrupted evaluated, as lines of JSON."""
+        """Returns the problems of `subject` that an interrupted call before this one has evaluated, as lines of
+        JSON."""
         if self.stored is None:
             return []
         return self.stored.read_lines(subject.identity)
 
     def add_lines(self, subject: Subject, lines: Sequence[str]) -> None:
-        """Stores problems of `subject` that have been evaluated. Raises StorageFailed."""
+        """Stores `lines`, problems of `subject` that have been evaluated, as lines of JSON. Raises StorageFailed."""
         if self.stored:
             self.stored.append_lines(subject.identity, lines)
 
     def add(self, subject: Subject, row: Mapping[str, float]) -> None:
-        """Prints and stores the metrics of `subject`. Raises BadInput if `metric` is none of them, StorageFailed."""
+        """Prints and stores `row`, the metrics of `subject`. Raises BadInput if `metric` is not among them,
+        StorageFailed."""
         self.console.print(table(row))
         if self.stored:
             self.console.print(f"written to {self.stored.write(subject.identity, row)}")
@@ -253,9 +259,9 @@ class Results:
 
 
 def configured(subject: Subject | None, unread: Path, arguments: Sequence[str]) -> Loaded[Config]:
-    """Returns the configuration of a command that trains nothing. Later ones override earlier ones: the configuration
-    of the run that `subject` comes from; the file `unread`, which sets keys that the command does not read; the keys
-    in `arguments`; the model of `subject`. Raises BadInput."""
+    """Returns the configuration of a command that trains nothing. It merges, in this order, so that later values
+    override earlier ones: the configuration of the run that `subject` comes from; the file `unread`, which sets keys
+    that the command does not read; the keys in `arguments`; the model of `subject`. Raises BadInput."""
     files = ["@", str(unread)]
     model_flags = list[str]()
     if subject:

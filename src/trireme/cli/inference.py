@@ -61,8 +61,9 @@ def _inference(argv: list[str], console: Console) -> None:
 
 
 def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parses a command line. Returns the options (`model`: the first word, unless it is a flag or begins with `@`;
-    `step`: of the checkpoint), and the remaining words, which are keys. Raises BadInput."""
+    """Parses a command line. Returns (the options `model` and `step`, the remaining words, which are keys of the
+    configuration). `model` is the first word, unless that is a flag or begins with `@`; `step` is the step of the
+    checkpoint. Raises BadInput."""
     parser = Parser(
         prog="inference",
         description="Serves a model over HTTP. All keys of `rl` may follow: @ files and --flags, above all service.*",

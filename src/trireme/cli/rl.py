@@ -27,11 +27,10 @@ from trireme.run.rollout_records import newest_prompt
 from trireme.train.kl_reference import resolve_reference
 
 ENVIRONMENTS_S = 30.0
-"""Longest time in seconds that a start waits for a trial construction of its environments. Slower ones are made only
-once.
-"""
+"""Seconds that a start waits at most for its environments to be made on trial. The start does not wait longer for slow
+environments."""
 WAIT_LINE_S = 5.0
-"""Time between the lines that say so."""
+"""Seconds between lines that say that the start waits for its environments."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,8 +74,9 @@ def _rl(argv: list[str], console: Console) -> None:
 
 
 def _waited(are_made: Callable[[float], bool], limit_s: float) -> bool:
-    """Waits until the environments have been made, and prints a line every WAIT_LINE_S. Returns False if they are not
-    made after `limit_s` seconds. `are_made` waits up to its argument, in seconds, and returns whether they are made."""
+    """Waits until the environments have been made, and prints a line every WAIT_LINE_S seconds. Returns False if they
+    are not made after `limit_s` seconds. `are_made` waits up to the seconds in its argument, and returns True if the
+    environments are made."""
     started = time.monotonic()
     while not are_made(min(WAIT_LINE_S, limit_s)):
         waited_s = time.monotonic() - started
@@ -95,8 +95,8 @@ def _next_steps(config: Config, root: Path, seconds: float) -> str:
 
 
 def _ask(weights: Path, prompt: str | None, config: Config) -> str:
-    """Returns Python code that prints an answer of the model in `weights` to `prompt`; None: the code has PROMPT in its
-    place."""
+    """Returns Python code that prints an answer to `prompt` of the model in the directory `weights`. With `prompt`
+    None, the code has the word PROMPT where the prompt belongs."""
     longest = config.inference.sampling.max_tokens
     return (
         f"from transformers import pipeline; print(pipeline('text-generation', '{weights}')("

@@ -43,9 +43,10 @@ PROGRESS_S = 30.0
 STOP_S = 3600.0
 """Seconds after a signal in which the runs write a checkpoint and end; their own deadlines are shorter."""
 NOT_RUN = {"code": None, "seconds": 0.0, "error": ""}
-"""The result of a run before its end: exit code, seconds of its last attempt, the error that it printed."""
+"""The result of a run before it ends, with the keys of all results: exit code, seconds of the last attempt, and the
+error that the run printed."""
 MAX_NAME = 120
-"""Characters of a run's name before the hash."""
+"""The most characters of a run's name before the hash."""
 say = partial(print, flush=True)
 
 
@@ -236,7 +237,7 @@ def read_grid(text: str) -> tuple[str, list[str]]:
 
 
 def value_of(text: str) -> object:
-    """Returns `text` parsed as JSON (a number, for the plot), or `text` itself if it is not JSON."""
+    """Returns the value of `text` parsed as JSON, such as a number for the plot; `text` itself if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:

@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from service.console.run_reader import RunReader
 
 MARKS = ("config.json", "HEAD", "checkpoints")
-"""A run directory holds one of these."""
+"""The names of three entries; a run directory holds at least one of them."""
 
 WEB_HOST = "127.0.0.1"
 WEB_PORT = 8090
-"""Where `trireme watch --web` listens."""
+"""The port at which `trireme watch --web` listens by default."""
 
 PIPE_WIDTH = 200
-"""Columns where there is no terminal, so that a program or a file gets whole lines."""
+"""The width of output, in characters, where there is no terminal, so that a program or a file gets whole lines."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

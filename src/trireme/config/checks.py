@@ -22,9 +22,10 @@ FAST_TOKENS_PER_S = 10_000
 LONG_STEP_DAYS = 0.5
 """Days of a step from which on a configuration is probably a mistake."""
 MOST_PROCESSES = 10_000
-"""Of the trainer, and of the replicas."""
+"""The most processes of the trainer, and the most of all replicas."""
 MOST_ROLLOUTS = 1_000_000
-"""Of a step. Each has an object in the orchestrator's memory, and the problems are built before the rooms start."""
+"""The most rollouts of a step. Each rollout has an object in the orchestrator's memory, and the problems are built
+before the rooms start."""
 EXACT_SAMPLERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -139,7 +140,7 @@ def _batch(config: Config) -> Iterator[Refusal]:
 
 
 def _service(config: Config) -> Iterator[Refusal]:
-    """Refuses a service together with options that cannot hold while chats arrive at any time: `deterministic`, and
+    """Refuses a service in a run with options that cannot be met while chats arrive at any time: `deterministic`, and
     updates that drain."""
     port = f"service.port = {config.service.port} with"
     if config.service.port is None:
@@ -181,7 +182,8 @@ def _ranks(config: Config, facts: ModelFacts | None) -> Iterator[Refusal]:
 
 
 def _encoding(config: Config) -> Iterator[Refusal]:
-    """Refuses changes of what does not travel as changes."""
+    """Refuses `inference.encoding = delta` where weights do not travel as changes: with LoRA adapters, and with any
+    transport but object_store."""
     if config.inference.encoding != "delta":
         return
     if config.trainer.lora.on:

@@ -22,8 +22,8 @@ GIB = 2**30
 GPU_SEQUENCES = 256
 LARGE_GPU_SEQUENCES = 1024
 LARGE_GPU_BYTES = 70 * GIB
-"""Sequences that a server of vLLM 0.32 decodes at the same time on a GPU, and on one of at least that much memory. It
-takes the fewer on an A100 of 80 GiB, too."""
+"""A server of vLLM 0.32 decodes LARGE_GPU_SEQUENCES sequences at the same time on a GPU with at least LARGE_GPU_BYTES
+of memory, and GPU_SEQUENCES on a smaller GPU; also on an A100, even with 80 GiB."""
 CPU_SEQUENCES = 256
 """Default number of sequences that a replica on CPUs decodes at once (docs/internals/benchmarks.md, defaults)."""
 
@@ -45,8 +45,8 @@ class SamplingConfig(Section):
     """Strings that end an answer wherever they appear in it, in addition to the environment's."""
 
     def params(self, seed: int | None, stop: tuple[int | str, ...], room: int) -> SamplingParams:
-        """Returns the parameters of one request. Its answer has at most `room` tokens, and ends at any token or string
-        in `stop`."""
+        """Returns the sampling parameters of one request. Its answer has at most `room` tokens, and ends at any token
+        or string in `stop`, which replaces the option `stop`."""
         overrides = {"max_tokens": min(self.max_tokens, room), "stop": stop}
         return SamplingParams(**(vars(self) | overrides), seed=seed)  # model_dump takes ten times as long
 

@@ -65,7 +65,8 @@ def check_sampler() -> None:
 
 
 def wrong_build(*, on_gpus: bool) -> Refusal:
-    """Returns the refusal of the installed vLLM, the build for the other kind of device than `on_gpus` says."""
+    """Returns the refusal of the installed vLLM: `on_gpus` says that models compute on GPUs and vLLM is built for CPUs,
+    or the reverse."""
     built_for = "CUDA"
     wants = "CPU"
     install = INSTALL_CPU

@@ -20,7 +20,7 @@ from trireme.core.refusals import Refusal
 Path = tuple[str, ...]
 BOOLEANS = ("true", "false")
 LEAST_ALIKE = 0.7
-"""Least similarity of two names, from 0 to 1, for one to be meant by the other."""
+"""The least similarity of two names, from 0 to 1, at which a user who writes one probably means the other."""
 USAGE = """usage: {command} [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--key value ...] [--dry-run] [--verbose]
 
   @ FILE              read a TOML or JSON file; several overlay each other from left to right
@@ -65,8 +65,8 @@ class Key:
 
     @property
     def switch_words(self) -> tuple[str, ...]:
-        """The words, in lower case, that may follow the key's flag if it is a switch (the bare flag means true). Empty
-        for any other key."""
+        """The words, in lower case, that may follow the key's flag if the flag is a switch, which means true without a
+        word. Empty for any other key."""
         choices = get_args(self.field.annotation) or (self.field.annotation,)
         words = tuple(word for choice in choices for word in get_args(choice))
         if bool in choices:
@@ -93,7 +93,8 @@ class Key:
 
     @property
     def entry_type(self) -> Any:
-        """The type of the values in a free-form table (`dict`); None if the key is no such table."""
+        """The type of the values in the key's table, if the key is a free-form table (`dict`); None for any other
+        key."""
         annotation = self.field.annotation
         if get_origin(annotation) is dict:
             return get_args(annotation)[1]
@@ -164,7 +165,8 @@ def _walk(model: type[BaseModel], path: Path) -> Iterator[tuple[Path, FieldInfo,
 
 
 def _entry(field: FieldInfo) -> type[BaseModel] | None:
-    """Returns the section's class if the key is a list of sections (such as `env`); None for any other key."""
+    """Returns the class of the sections in the list if the key `field` is a list of sections (such as `env`); None for
+    any other key."""
     if get_origin(field.annotation) is tuple:
         entry = get_args(field.annotation)[0]
     else:
@@ -266,8 +268,8 @@ class Keys:
         return table is not None and (table.entry_type is Any or len(path) == len(table.path) + 1)
 
     def nearest(self, path: Path) -> Path | None:
-        """Returns the known option or section that looks most like the unknown `path`; None if none is similar. The
-        last part of the path decides; for a path of one part also its similarity to whole paths."""
+        """Returns the known option or section with the name most like the unknown `path`; None if none is similar. The
+        last part of `path` decides. A `path` of one part is also compared with whole paths."""
 
         def alike(candidate: Path) -> tuple[float, float]:
             whole = difflib.SequenceMatcher(None, ".".join(path), ".".join(candidate)).ratio()

@@ -135,7 +135,8 @@ class MergedLayers:
 
 
 def _unwritable(setting: GivenValue) -> Refusal:
-    """Returns the refusal of a value that JSON cannot hold, and so neither config.json nor manifests of checkpoints."""
+    """Returns the refusal of a value that JSON cannot hold: config.json and manifests of checkpoints could not record
+    it."""
     return Refusal(
         f"{'.'.join(setting.spelling)} = {setting.value} ({setting.place})",
         "numbers, text, true, false, lists and tables: nan, inf, dates and times are nothing that JSON has",

@@ -114,8 +114,9 @@ def load_as(schema: type[C], argv: list[str], environ: Mapping[str, str] | None 
 
 
 def _ask_for_trust(line: CommandLine, named: Mapping[str, object], user_named: Mapping[str, object]) -> None:
-    """Refuses code that only recorded configurations (config.json of a run) name; with `--trust-config` prints it
-    instead. `named`: the values that name code in all layers; `user_named`: in the layers that the user wrote."""
+    """Adds a refusal to `line` if code is named only in recorded configurations (config.json of a run), which a
+    stranger may have written. With `--trust-config` prints the values that name this code instead. `named`: the values
+    that name code in all layers; `user_named`: the values that name code in layers that the user wrote."""
     foreign = [f"{key} = {to_json(value)}" for key, value in named.items() if user_named.get(key, ()) != value]
     if foreign and line.trusts:
         print(f"{FLAG}: " + ", ".join(foreign), file=sys.stderr)
@@ -124,8 +125,8 @@ def _ask_for_trust(line: CommandLine, named: Mapping[str, object], user_named: M
 
 
 def _missing(key: Key, named: set[Path], keys: Keys) -> Iterator[Refusal]:
-    """Yields a refusal for each place where the required `key` has no value. `named`: all paths with a value. The first
-    entry of a list is required too."""
+    """Yields a refusal for each place in the configuration where the required `key` has no value. `named`: all paths
+    with a value. In a list of sections, the first entry is required too."""
     if not key.field.is_required():
         return
     expected = f"{key.expected}: {key.description}"
@@ -150,7 +151,8 @@ def _entries(table: Path | None, named: set[Path]) -> list[Path]:
 
 
 def _left_out(tree: Mapping[str, object], place: Path = ()) -> Iterator[Refusal]:
-    """Yields a refusal for each secret that is masked in a recorded configuration: the run did not write it there."""
+    """Yields a refusal for each secret that is masked in a recorded configuration: the run recorded only a mask, so the
+    value is unknown."""
     for name, value in tree.items():
         path = (*place, name)
         if isinstance(value, Mapping):
@@ -198,8 +200,8 @@ def _take_flag(line: CommandLine, word: str, words: list[str], keys: Keys) -> No
 
 
 def _take_value(key: Key | None, words: list[str]) -> str | None:
-    """Returns the value of the flag for `key` from `words`, the words behind the flag, and removes it there. Returns
-    "true" for a bare switch, None if there is no value."""
+    """Removes the value of the flag for `key` from the beginning of `words`, the words behind the flag, and returns it.
+    Returns "true" for a switch without a word, None if there is no value."""
     follows = words[0] if words else "--"
     if key and key.switch_words and follows.lower() not in key.switch_words:
         return "true"

@@ -100,8 +100,8 @@ def _size(text: PretrainedConfig, *names: str) -> int:
 
 
 def _windows(text: PretrainedConfig, layers: int) -> tuple[int | None, ...]:
-    """Returns for each layer with attention the most tokens that a token attends to, itself included; None: all before
-    it."""
+    """Returns for each layer with attention the most tokens that a token attends to, including itself; None for a layer
+    in which a token attends to all tokens before it."""
     kinds = getattr(text, "layer_types", None) or (
         ["attention"] * layers if getattr(text, "num_attention_heads", None) else []
     )

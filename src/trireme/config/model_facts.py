@@ -27,7 +27,7 @@ PLAIN_SIZES = {
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
     *("vocab_size", "max_position_embeddings"),
 }
-"""Models of these types, with these sizes written out, are counted by `_plain_sizes`."""
+"""Of a model of one of these types, `_plain_sizes` counts the parameters if its config.json has all of these sizes."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ModelFacts:
     """Attention heads of keys and values in a layer."""
     head_dim: int
     mlp_size: int
-    """Width of the MLPs that a token passes through in a layer, together."""
+    """The summed width of the MLPs that a token passes through in a layer."""
     num_chosen: int
     """Experts that a token passes through in a layer; 0 without experts."""
     num_parameters: int
@@ -63,7 +63,7 @@ class ModelFacts:
     windows: tuple[int | None, ...]
     """For each layer with attention: how many tokens a token sees at most, itself included; None: all before it."""
     linear_widths: Mapping[str, int] = field(hash=False)
-    """Inputs and outputs of all linear layers of a name, such as q_proj, together."""
+    """{name of a linear layer, such as q_proj: inputs and outputs, summed over all layers of this name}."""
     described: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """The whole config.json."""
 
@@ -93,30 +93,31 @@ class ModelFacts:
 
     @property
     def attention_width(self) -> int:
-        """How many numbers the queries of one token have, in all layers with attention together."""
+        """The number of values in the queries of one token, summed over all layers with attention."""
         return len(self.windows) * self.num_heads * self.head_dim
 
     @property
     def attention_length(self) -> int:
-        """The sequence length, in tokens, at which causal attention costs as many multiplications per token as
-        everything else. With n tokens, a token is multiplied on average with n / 2 keys and n / 2 values in each
+        """The sequence length, in tokens, at which causal attention costs as many multiplications per token as all
+        other computation. With n tokens, a token is multiplied on average with n / 2 keys and n / 2 values in each
         layer, and once with every parameter."""
         return max(1, self.multiplied_parameters // max(1, self.attention_width))
 
     def trained_parameters(self, lora: LoraConfig) -> int:
-        """Returns how many numbers are trained: rank x (inputs + outputs) for every layer with an adapter; without LoRA
-        all parameters."""
+        """Returns the number of trained parameters: with LoRA rank x (inputs + outputs), summed over all layers with an
+        adapter; without LoRA all parameters."""
         if lora.rank is None:
             return self.num_parameters
         return lora.rank * sum(self.linear_widths.get(name, 0) for name in lora.target_modules)
 
     @classmethod
     def of(cls, config: CommonConfig, *, required: bool) -> ModelFacts | None:
-        """Returns the facts of `config.model`: a local directory, a model on the hub, or what `model.facts` says of it.
-        If the hub cannot be reached, returns None unless the facts are `required`.
+        """Returns the sizes of the model `config.model`, which is a local directory or a model on the hub; if
+        `model.facts` names a file, the sizes are read from it. If the hub cannot be reached, returns None unless the
+        sizes are `required`.
 
-        Raises BadInput if there is no such directory, model or file, if its config.json lacks a size, if required facts
-        cannot be read, or if facts of the model itself are required and `model.facts` is set.
+        Raises BadInput if there is no such directory, model or file, if its config.json lacks a size, if required sizes
+        cannot be read, or if sizes of the model itself are required and `model.facts` is set.
         """
         name = config.model.name
         if config.model.facts is not None:

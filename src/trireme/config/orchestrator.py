@@ -50,8 +50,8 @@ class OrchestratorConfig(Section):
 
 
 def _directories(value: Any) -> Any:
-    """Returns a list of directories with absolute paths, as actors may work in another directory. `value`: one
-    directory or a list."""
+    """Returns the absolute paths of directories, because actors may work in another directory. `value`: one directory
+    or a list."""
     directories = [value] if isinstance(value, str) else value
     return [
         str(Path(directory).expanduser().absolute()) if isinstance(directory, str) else directory

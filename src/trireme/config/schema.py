@@ -50,10 +50,12 @@ from trireme.core.tokenizer import looks_like_path
 from trireme.core.types import AdamParams
 
 ANSWER_S = 60.0
-"""Added to the deadlines of replicas, so that their more precise message comes first."""
+"""Seconds that are added to the deadline of a call if a replica has a deadline in it, so that the replica's more
+precise message comes first."""
 MOST_MINIBATCHES = 8
 ROLLOUTS_OF_A_SHARD = 16
-"""`trainer.num_minibatches = auto`: the most parts of a substep, and the least that a part has for each shard."""
+"""With `trainer.num_minibatches = auto` a substep has at most MOST_MINIBATCHES parts, and a part has at least
+ROLLOUTS_OF_A_SHARD rollouts for each shard."""
 
 
 class CommonConfig(Section, ABC):
@@ -87,7 +89,7 @@ class CommonConfig(Section, ABC):
     @property
     @abstractmethod
     def label(self) -> str:
-        """A word for what the run trains on; its default name begins with it."""
+        """A word for the data that the run trains on; the run's default name begins with it."""
 
     def default_name(self, suffix: str) -> str:
         """Returns the name for a run that was given none, from its label, its model and `suffix`."""
@@ -121,7 +123,8 @@ class CommonConfig(Section, ABC):
 
     @property
     def encoding(self) -> str:
-        """Says what travels: whole weights ("dense") or what changed ("delta"); "auto" until the plan has decided."""
+        """What travels: "dense", whole weights, or "delta", what changed since the version before; "auto" until the
+        plan has decided."""
         return "dense"
 
     @property
@@ -258,7 +261,8 @@ class Config(CommonConfig):
 
     @property
     def groups_in_flight(self) -> int:
-        """The most groups that are dispatched while the step that trains on them is not acknowledged yet."""
+        """The most groups that may be dispatched and not yet be part of an acknowledged step: a step is acknowledged
+        when all live replicas have its weights."""
         return (self.max_steps_off_policy + 1) * self.orchestrator.batch_size
 
     @property
@@ -271,14 +275,14 @@ class Config(CommonConfig):
 
     @property
     def patience_s(self) -> float:
-        """Seconds for which requests and updates wait when no replica is left: the time until a lost replica is found
-        to be dead, another process has replaced it, and this process has loaded the newest weights."""
+        """Seconds for which requests and updates wait when no replica is left. In this time a lost replica is
+        recognised as dead, another process replaces it, and this process loads the newest weights."""
         return self.timeouts.heartbeat_s + self.timeouts.start_s + self.timeouts.update_s
 
     @property
     def update_deadline_s(self) -> float:
-        """Seconds until all replicas must have an update. A replica may first finish the update before, and the last
-        one may be lost and be replaced (`patience_s`)."""
+        """Seconds within which all replicas must have an update. The time allows that a replica first finishes the
+        update before, and that the last replica is lost and replaced (`patience_s`)."""
         return 2 * self.timeouts.update_s + self.patience_s + ANSWER_S
 
     @property
@@ -317,7 +321,7 @@ class Config(CommonConfig):
         return self.inference.sampling.model_copy(update={k: v for k, v in overrides.items() if v is not None})
 
     def enough_rollouts(self, places: int) -> int:
-        """Returns how many rollouts keep replicas busy that decode `places` sequences at the same time: a quarter more,
-        so that no place is idle while answers travel, and at least a group. This is the initial value of
-        `max_concurrent = auto`."""
+        """Returns the number of rollouts that keep replicas busy which decode `places` sequences at the same time: a
+        quarter more than `places`, so that no replica waits while answers travel, and at least one group. This is the
+        initial value of `max_concurrent = auto`."""
         return max(places + places // 4, self.largest_group)

@@ -171,12 +171,13 @@ class CommonTrainer(Section):
     every update below 1/256 of a weight."""
 
     def compiles(self, *, on_gpus: bool) -> bool:
-        """Returns True if layers should be compiled. They are then compiled if a trial shows that they can be."""
+        """Returns True if layers should be compiled; they are then compiled only if a trial shows that they can be."""
         return self.compile is True or (self.compile == "auto" and on_gpus and not self.lora.dropout)
 
     @property
     def shares_prefixes(self) -> SharePrefixes:
-        """Returns `share_prefixes`; off with a dropout, which draws anew for each sequence."""
+        """Returns the value of `share_prefixes`, but off if the training has a dropout, which draws anew for each
+        sequence."""
         if self.lora.dropout:
             return "off"
         return self.share_prefixes

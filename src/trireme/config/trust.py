@@ -18,7 +18,7 @@ FLAG = "--trust-config"
 
 
 def named_code(tree: Mapping[str, object], keys: Keys) -> dict[str, object]:
-    """Returns {dotted name: value} for the values in `tree`, a configuration, that name code."""
+    """Returns {dotted name of a key: value} for the values in the configuration `tree` that name code."""
     named: dict[str, object] = {}
     for key in keys.options.values():
         if key.names_code:
@@ -31,8 +31,8 @@ def named_code(tree: Mapping[str, object], keys: Keys) -> dict[str, object]:
 
 
 def _values(tree: object, path: Path, place: Path = ()) -> Iterator[tuple[Path, object]]:
-    """Yields (place, value) for the value at `path` in `tree`; if the path leads into a list, one for each entry.
-    `place`: the path of `tree` itself."""
+    """Yields (place, value) for the value at `path` in `tree`. If the path leads into a list, yields a pair for each
+    entry of the list; the place has the number of the entry. `place`: the path of `tree` itself."""
     if isinstance(tree, list):
         tree = {str(number): entry for number, entry in enumerate(tree)}
     if not path:

@@ -34,4 +34,5 @@ _OF_KEYS = {
     "wandb.project": "wandb_project project_name report_to",
 }
 WORDS = {word: key for key, words in _OF_KEYS.items() for word in words.split()}
-"""The key that somebody probably means by such a name, which is no part of a key here at that place."""
+"""{name in another system: the key of this project that a user of that name probably means}. Each name is used only
+where it is no key here."""

@@ -12,18 +12,18 @@ Result_co = TypeVar("Result_co", covariant=True)
 Actor = TypeVar("Actor")
 
 ActorProxy: TypeAlias = type[Actor]
-"""A handle of an actor of the class `Actor`. As in Ray's own types a proxy is typed as the class: there a remote method
-has `remote`, and cannot be called."""
+"""A handle of an actor of the class `Actor`. As in Ray's own types, a handle is typed as the class itself: a method
+that is read from the class has `remote` (`ActorMethod`), and cannot be called directly."""
 
 
 class ActorOptions(TypedDict, total=False):
-    """Ray's options of an actor: resources, and the place in the cluster."""
+    """Ray's options of an actor: its resources, its environment variables, and its placement in the cluster."""
 
     num_cpus: float
     num_gpus: float
     runtime_env: Mapping[str, Mapping[str, str]]
     scheduling_strategy: Any
-    """One of Ray's."""
+    """A scheduling strategy of Ray, for example for a node or a placement group."""
 
 
 class Ref(Protocol[Value_co]):
@@ -33,19 +33,21 @@ class Ref(Protocol[Value_co]):
 
 
 def as_argument(ref: Ref[Value]) -> Value:
-    """Returns `ref` itself, typed as its value: Ray replaces a reference that is an argument of a remote call."""
+    """Returns `ref` itself, typed as its value, for use as an argument of a remote call: Ray replaces the reference by
+    the value before the method runs."""
     return cast(Value, ref)
 
 
 class RemoteMethod(Protocol[Args, Value_co]):
-    """A method as a proxy has it."""
+    """A method of an actor as the actor's handle (`ActorProxy`) has it."""
 
     def remote(self, *args: Args.args, **kwargs: Args.kwargs) -> Ref[Value_co]:
         """Calls the method in the actor's process, and does not wait."""
 
 
 class ActorMethod(Protocol[Args, Result_co, Value_co]):
-    """A method of an actor's class: an instance calls it, and gets `Result_co`; a proxy calls its `remote`."""
+    """A method of an actor's class. On an instance of the class it is called as usual, and returns `Result_co`. On a
+    handle (`ActorProxy`) its `remote` is called, and returns a reference to `Value_co`."""
 
     @overload
     def __get__(self, instance: None, owner: type) -> RemoteMethod[Args, Value_co]: ...
@@ -65,5 +67,6 @@ def remote_method(method: Callable[Concatenate[Never, Args], Value]) -> ActorMet
 
 
 def remote_method(method: object) -> object:
-    """Marks a method that other processes call."""
+    """Marks a method of an actor's class that other processes call. Returns `method` itself; only its type changes, to
+    `ActorMethod`."""
     return method

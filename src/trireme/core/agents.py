@@ -24,7 +24,7 @@ class AgentAccess:
     anthropic_base_url: str
     """For Anthropic's client."""
     api_key: str = field(repr=False)
-    """The key of its session alone."""
+    """The key by which the service accepts this session's requests; no other session has it."""
     model: str = "policy"
     """The name of the model to ask for."""
 
@@ -40,7 +40,7 @@ class AgentTurn:
     follows: bool
     """True if the prompt begins with the prompt and the answer of the turn before."""
     answer: int
-    """The number of the answer in its session: later answers have larger ones."""
+    """The number of the answer in its session: later answers have larger numbers."""
     tokens: npt.NDArray[np.int32]
     """[T], of the answer."""
     logprobs: npt.NDArray[np.float32]
@@ -53,12 +53,13 @@ class AgentTurn:
     delivered: bool
     """False if the agent never got the answer, which then must not count in the loss."""
     in_bound: bool
-    """False if part of the answer was sampled beyond the bound on staleness; then it must not count either."""
+    """False if weights beyond the staleness bound sampled a part of the answer; also then the answer must not count in
+    the loss."""
 
 
 @dataclass(frozen=True, eq=False)
 class PlayedSession:
-    """The result of a session that has ended."""
+    """The result of a session that has ended: the answers that its agent got, and metrics."""
 
     turns: Sequence[AgentTurn]
     metrics: Mapping[str, float]

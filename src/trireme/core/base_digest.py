@@ -56,8 +56,8 @@ def stored_shapes(name: str) -> dict[str, tuple[int, ...]] | None:
 
 def stored_dtypes(name: str) -> set[str]:
     """Returns the dtypes, such as BF16, of the tensors of the model `name` (a directory or a name on the hub), from the
-    headers of its safetensors files; empty if it has no such files. Raises BadInput for a model that lacks some
-    files."""
+    headers of its safetensors files; an empty set if the model has no such files. Raises BadInput for a model that
+    lacks some of its files."""
     return {entry["dtype"] for entry in (_stored(name) or {}).values()}
 
 

@@ -1,8 +1,8 @@
 """Batches of datums: whole, as parts in the object store, and as the part of one rank.
 
-    TokenBatch    all columns of all datums, in the process that has it
-    StoredBatch   lengths and references; each process of the trainer fetches its own part
-    BatchPart     what one process of the trainer computes with
+    TokenBatch    tokens and columns of all datums, in the memory of this process
+    StoredBatch   lengths, and references to all else; each process of the trainer fetches its own part
+    BatchPart     the datums that one process of the trainer computes with
 
 Which datum belongs to which part follows from the lengths and the shared prefixes alone (`trireme.core.prefixes`), by a
 function that the trainer gives (`Assign`). So another process can lay out the parts, and no process needs to hold or
@@ -25,10 +25,11 @@ from trireme.core.prefixes import Forest, Numbers
 Value = TypeVar("Value")
 Column = npt.NDArray[np.number]
 Assign = Callable[[Forest], Sequence[Numbers]]
-"""Takes the forest of all datums. Returns, for each process of the trainer, the numbers of its own, ascending."""
+"""Takes the forest of all datums of a batch. Returns for each process of the trainer the numbers of the datums that it
+computes, ascending."""
 PIECE_TOKENS = 1 << 20
-"""Tokens that are laid out and stored together. Few, so that no call of numpy holds Python's lock for long; enough, so
-that the calls cost less than the numbers."""
+"""The most tokens that are laid out and stored together: few, so that no call of numpy holds Python's lock for long;
+enough, so that the calls take less time than the work in them."""
 
 
 class Fetch(Protocol):
@@ -52,7 +53,8 @@ class TokenBatch:
     columns: Mapping[str, Column]  # [T] each, in the order of the tokens
     temperatures: npt.NDArray[np.float32]  # [D]
     sequences: Numbers = field(default=None)  # type: ignore[arg-type]
-    """[D], equal for datums with tokens of the same rollout; by default each datum is a sequence of its own."""
+    """[D], the number of each datum's sequence. It is equal for datums with tokens of the same rollout; by default each
+    datum is a sequence by itself."""
 
     def __post_init__(self) -> None:
         if self.sequences is None:
@@ -60,8 +62,8 @@ class TokenBatch:
 
     @classmethod
     def from_datums(cls, data_D: Sequence[Datum]) -> TokenBatch:
-        """Concatenates datums to a batch. Raises ValueError for a datum without tokens, or with other columns than the
-        first one."""
+        """Concatenates datums into a batch, in which each datum is a sequence by itself. Raises ValueError if there are
+        no datums, and for a datum that has no tokens or has other columns than the first datum."""
         if not data_D:
             raise ValueError("a batch needs at least one datum, got none")
         names = set(data_D[0].loss_fn_inputs)
@@ -81,8 +83,8 @@ class TokenBatch:
 
     @classmethod
     def of(cls, data: TokenBatch | Sequence[Datum]) -> TokenBatch:
-        """Returns `data` itself if it is a batch already, else a batch of these datums. Raises ValueError
-        (`from_datums`)."""
+        """Returns `data` itself if it is a TokenBatch, else a batch of its datums. Raises ValueError as `from_datums`
+        does."""
         if isinstance(data, TokenBatch):
             return data
         return cls.from_datums(data)
@@ -142,11 +144,13 @@ class TokenBatch:
 
 
 BatchMap = Callable[[TokenBatch], TokenBatch]
-"""Gives datums other columns, each datum on its own: it is called with the datums of a part. Must be picklable."""
+"""A function that returns the same datums with other columns. It is called with the datums of one part of a batch, so
+the columns of a datum may depend on that datum alone. Must be picklable."""
 LayOut = Callable[[Numbers], TokenBatch]
-"""Takes the numbers of some datums of a batch, ascending. Returns these datums."""
+"""Takes numbers of datums of a batch, ascending. Returns these datums as a batch."""
 Summary = Callable[[TokenBatch], npt.NDArray[np.float64]]
-"""Returns K numbers about each datum, [K, D], each from that datum alone. Must be picklable."""
+"""A function that returns K numbers for each datum, float64 [K, D]. The numbers of a datum may depend on that datum
+alone. Must be picklable."""
 
 
 @dataclass(frozen=True)
@@ -155,11 +159,11 @@ class BatchPart:
     a process with nothing left to compute repeats with weight 0."""
 
     forest: Forest
-    """Of all datums of the batch: all processes make the same plan from it."""
+    """The forest of all datums of the batch. From it every process makes the same plan of the computation."""
     datums: Numbers
-    """[N], ascending: the numbers in the batch of the datums that are here."""
+    """[N], the numbers of the datums of this part in the whole batch, ascending."""
     batch: TokenBatch
-    """These N datums."""
+    """The N datums of this part."""
 
     @classmethod
     def of(cls, data: BatchPart | TokenBatch) -> BatchPart:
@@ -170,7 +174,7 @@ class BatchPart:
 
     @property
     def lengths(self) -> Numbers:
-        """Tokens of each datum of the batch, int64 [D]."""
+        """The number of tokens of each datum of the whole batch, int64 [D]."""
         return self.forest.lengths
 
     def places(self, datums: Sequence[int]) -> Numbers:
@@ -198,7 +202,8 @@ class PartPieces:
     because storing holds Python's lock while it copies."""
 
     def opened(self, fetch: Fetch, owner: str) -> BatchPart:
-        """Fetches all pieces and returns the part. `fetch`, `owner`: see `StoredPart`."""
+        """Fetches all pieces, and returns the part. `fetch` fetches a piece from `owner`, the process that keeps the
+        pieces."""
         pieces = [piece if isinstance(piece, TokenBatch) else fetch(piece, owner) for piece in self.pieces]
         return BatchPart(self.forest, self.datums, TokenBatch.join(pieces))
 
@@ -209,17 +214,17 @@ class StoredPart:
     fetching."""
 
     part: Ref[PartPieces] | PartPieces
-    """A reference to its PartPieces, or these themselves."""
+    """The pieces of the part, or a reference to them."""
     owner: str
-    """Names the process that keeps it."""
+    """The name of the process that keeps the stored values of the part."""
     columns: tuple[tuple[str, Ref[Column]], ...] = ()
     """Names of further columns of this part, and references to their values."""
     maps: tuple[BatchMap, ...] = ()
     """Functions to apply to the fetched part, in this order."""
 
     def opened(self, fetch: Fetch) -> BatchPart:
-        """Fetches the part, adds its further columns, applies its maps in order, and returns it. `fetch`
-        fetches each value."""
+        """Fetches the part, adds its further columns, applies `maps` to it in order, and returns it. `fetch` fetches
+        each stored value."""
         if isinstance(self.part, PartPieces):
             stored = self.part
         else:
@@ -254,9 +259,9 @@ class StoredBatch:
         put: Put = lambda value: value,
         owner: str = "driver",
     ) -> StoredBatch:
-        """Lays out and stores a batch, part after part. `lay_out` makes the pieces; `put` stores a piece or a part and
-        returns a reference. `assign` says which datums belong to which part. `owner`: the process that keeps the
-        stored parts.
+        """Lays out and stores a batch, part after part. `assign` says which datums belong to which part; `lay_out`
+        returns the datums of a piece of a part; `put` stores a piece or a part, and returns a reference to it. `owner`:
+        the name of the process that keeps the stored values.
 
         `forest` and `sequences` cover all datums. At any time only one piece is in the memory of this process.
         """
@@ -273,7 +278,7 @@ class StoredBatch:
 
     @property
     def lengths(self) -> Numbers:
-        """Tokens of each datum, int64 [D]."""
+        """The number of tokens of each datum, int64 [D]."""
         return self.forest.lengths
 
     @property
@@ -294,7 +299,7 @@ class StoredBatch:
         )
 
     def whole(self, fetch: Fetch) -> TokenBatch:
-        """Fetches all parts, and returns all datums in their order as one batch. `fetch`: see `StoredPart.opened`."""
+        """Fetches all parts, and returns all datums in their order as one batch. `fetch` fetches each stored value."""
         parts = [part.opened(fetch) for part in self.parts_R]
         numbers, first = np.unique(np.concatenate([part.datums for part in parts]), return_index=True)
         assert len(numbers) == len(self), "every datum is in a part"
@@ -307,8 +312,9 @@ Data = Batch | Sequence[Datum]
 
 
 def cut_pieces(datums: Numbers, lengths: Numbers) -> Iterator[Numbers]:
-    """Cuts `datums` (numbers, [N]) into runs of at most PIECE_TOKENS tokens; a longer datum is a run by itself. Yields
-    the numbers of each run. `lengths`: tokens of all datums of the batch."""
+    """Cuts `datums` (numbers of datums, [N]) into consecutive pieces of at most PIECE_TOKENS tokens; a longer datum is
+    a piece by itself. Yields the numbers of the datums of each piece. `lengths`: [D], the number of tokens of each
+    datum of the batch."""
     ends = np.cumsum(lengths[datums])
     first = 0
     while first < len(datums):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAMED = 3
-"""How many tensors of each kind an error names."""
+"""The most tensors that an error names for each kind of fault."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,12 @@ def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def differences(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> Differences:
-    """Compares the tensors that `model` saves with `stored`, {name: shape} of the tensors in files.
+    """Returns the differences between the tensors that `model` saves and `stored`, {name: shape} of the tensors in its
+    files.
 
-    One tensor of a tied pair is enough, and files may leave out the prefix of the base model. Stored tensors that the
-    class leaves out knowingly, such as layers for speculative decoding, are not compared.
+    Of tensors that are tied to each other one is enough in the files, and files may leave out the prefix of the base
+    model in names. Tensors in the files that the class leaves out knowingly, such as layers for speculative decoding,
+    are not compared.
     """
     import torch
     from transformers.core_model_loading import revert_weight_conversion
@@ -81,8 +83,9 @@ def differences(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -
 
 
 def refuse_kinds(label: str, model: PreTrainedModel, kinds: Mapping[str, Collection[str]], advice: str) -> None:
-    """Raises BadInput if there are wrong tensors. `kinds`: {the fault, such as "lacks": names of tensors}. The error
-    names the files by `label`, the class of `model` and the tensors, and says what to do (`advice`)."""
+    """Raises BadInput if `kinds` names any tensor. `kinds`: {a fault, such as "lacks": the names of the tensors with
+    this fault}. The error begins with `label`, which names the files, then names the class of `model` and the tensors,
+    and ends with `advice`, which says what to do."""
     wrong = [f"{kind} {len(names)}: {', '.join(sorted(names)[:NAMED])}" for kind, names in kinds.items() if names]
     if wrong:
         raise Refusal(

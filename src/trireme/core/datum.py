@@ -30,8 +30,10 @@ LOSS_FN_INPUT_DTYPES: dict[str, TensorDtype] = {
     "sequence_log_ratio": "float32",
     "versions": "int32",
 }
-"""Per-token columns that a datum may have. `versions`: the version that sampled the token, -1 for observed tokens.
-`sequence_log_ratio`: see `trainer.losses`; the trainer adds it where it is needed."""
+"""The columns of numbers for each token that a datum may have, with their dtypes. `versions`: the version that sampled
+the token, -1 for tokens that the policy did not sample. `sequence_log_ratio`: the mean log-ratio of trainer and sampler
+over the token's sequence, for a sequence in several datums (`trainer.losses`); the trainer adds it where it is
+needed."""
 
 
 class TensorData:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 TAUGHT_BY = 10
-"""How many must have been seen before a deadline differs from the configured one."""
+"""The number of durations that must have been noted before a deadline differs from the configured one."""
 TIMES_SLOWEST = 10.0
 LEAST_S = 5.0
 
 
 class LearnedDeadline:
-    """A time limit for something that a run does again and again: ten times the slowest so far, at least 5 s and at
-    most `configured_s`. Until ten times have been noted, `configured_s`."""
+    """A time limit for something that a run does again and again. It is `configured_s` until TAUGHT_BY durations have
+    been noted; then it is ten times the longest duration so far, but at least 5 s and at most `configured_s`."""
 
     def __init__(self, configured_s: float) -> None:
         self.configured_s = configured_s
@@ -18,7 +18,7 @@ class LearnedDeadline:
         self._slowest_s = 0.0
 
     def note(self, took_s: float) -> None:
-        """Records one more time that the thing took, in seconds."""
+        """Records how long the run took to do it once more, in seconds."""
         self._count += 1
         self._slowest_s = max(self._slowest_s, took_s)
 

@@ -47,12 +47,12 @@ class Sums:
         return Sums((self.first + other.first) % MODULUS, (self.second + other.second) % MODULUS)
 
     def __str__(self) -> str:
-        """Returns both sums as 32 hex digits, as they are in the table of tensors."""
+        """Returns both sums as 32 hex digits, the form of a tensor's hash (`trireme.core.weights.TensorEntry`)."""
         return f"{self.first:016x}{self.second:016x}"
 
     @classmethod
     def parse(cls, text: str) -> Sums:
-        """Returns the sums whose text is `text`."""
+        """Returns the sums that `text` stands for, the 32 hex digits that `str(sums)` returned."""
         return cls(int(text[:16], 16), int(text[16:], 16))
 
     @property

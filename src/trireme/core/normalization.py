@@ -41,16 +41,18 @@ class Normalization:
 
     kind: LossNormalization
     longest: int | None
-    """C, in tokens."""
+    """C of the module, the most tokens that a sequence may have; None if it is unknown."""
 
     def apply(self, batch: TokenBatch, column: str) -> tuple[TokenBatch, float]:
-        """Returns the minibatch `batch`, with the token weights m_t in its float32 column `column` changed as this kind
-        of normalisation needs, and the number that the minibatch adds to the divisor of its substep."""
+        """Returns (the minibatch `batch` with changed token weights, the number that the minibatch adds to the divisor
+        of its substep). The float32 column `column` of `batch` holds the token weights m_t; they are changed as this
+        kind of normalisation needs (`weigh`)."""
         return self.weigh(batch, column), self.divisor(_totals(batch, column))
 
     def weigh(self, batch: TokenBatch, column: str) -> TokenBatch:
-        """Returns `batch` with its token weights, the float32 `column`, changed as this kind needs. All datums of a
-        sequence must be in `batch`."""
+        """Returns `batch` with the token weights m_t that this kind of normalisation needs. The float32 column `column`
+        of `batch` holds the weights; for `sequence_mean_token_mean` each weight is divided by L_i of its sequence, for
+        all other kinds the weights stay as they are. All datums of a sequence must be in `batch`."""
         if self.kind != "sequence_mean_token_mean":
             return batch
         total_N = _totals(batch, column)
@@ -58,8 +60,8 @@ class Normalization:
         return replace(batch, columns={**batch.columns, column: share.astype(np.float32)})
 
     def divisor(self, total_N: npt.NDArray[np.float64]) -> float:
-        """Returns the number that N sequences add to the divisor of their substep; 0 if this kind divides by nothing.
-        `total_N`: the sum of the token weights of each sequence (L_i)."""
+        """Returns the number that N sequences add to the divisor of their substep; 0 if this kind of normalisation
+        divides by nothing. `total_N`: L_i of each sequence, the sum of its token weights."""
         number = float(np.count_nonzero(total_N))
         if self.kind == "token_mean":
             return float(total_N.sum())
@@ -76,6 +78,6 @@ def _sequence_of_tokens(batch: TokenBatch) -> Numbers:
 
 
 def _totals(batch: TokenBatch, column: str) -> npt.NDArray[np.float64]:
-    """Returns the sum of the token weights, the `column`, of each sequence (L_i), float64 [number of the last sequence
-    + 1]."""
+    """Returns L_i of each sequence, the sum of its token weights in the column `column`: float64, indexed by the
+    sequence's number in `batch.sequences`."""
     return np.bincount(_sequence_of_tokens(batch), batch.columns[column]).astype(np.float64, copy=False)

@@ -1,8 +1,8 @@
-"""Which datums of a batch begin with the same tokens.
+"""Finds the datums of a batch that begin with the same tokens.
 
 Datums are put in the order of a dictionary, so that equal beginnings follow each other. Then one number for each datum
-is enough: with how many tokens of the datum before it it begins. A tree is a run of the order between two datums for
-which this number is 0, and cutting a tree at any place leaves two trees: the prefix is computed in both.
+is enough: how many tokens at its beginning it shares with the datum before it. Where this number is 0, a tree begins,
+which ends before the next 0. Cutting a tree between any two datums leaves two trees: the prefix is computed in both.
 
     tokens   order   shared   own tokens
     A B C      0        0     A B C
@@ -28,11 +28,12 @@ class Forest:
     """The lengths of D datums, and the tokens with which they begin alike."""
 
     lengths: Numbers
-    """[D], the tokens of each datum."""
+    """[D], the number of tokens of each datum."""
     order: Numbers
-    """[D], the numbers of the datums; those with equal beginnings follow each other."""
+    """[D], the numbers of the datums in an order in which datums with equal beginnings follow each other."""
     shared: Numbers
-    """[D], in this order: with how many tokens of the datum before it a datum begins; 0 for the first one."""
+    """[D], in this order: how many tokens at its beginning a datum shares with the datum before it; 0 for the first
+    datum, and if they are fewer than FEWEST_SHARED."""
 
     @classmethod
     def flat(cls, lengths: Numbers) -> Forest:
@@ -41,8 +42,8 @@ class Forest:
 
     @classmethod
     def find(cls, tokens_D: Sequence[npt.NDArray[np.int32]]) -> Forest:
-        """Compares the tokens of all datums, int32 [T] each. Datums with the same tokens keep the order of their
-        numbers."""
+        """Returns the forest of D datums with the tokens `tokens_D`, int32 [T] for each datum. Datums with the same
+        tokens keep the order of their numbers."""
         keys = [tokens.astype(">i4").tobytes() for tokens in tokens_D]  # compared as bytes, they order as their tokens
         order = np.asarray(sorted(range(len(keys)), key=keys.__getitem__), np.int64)
         shared = np.zeros(len(order), np.int64)
@@ -53,7 +54,8 @@ class Forest:
 
     @classmethod
     def find_in_groups(cls, tokens_N: Sequence[Sequence[npt.NDArray[np.int32]]]) -> Forest:
-        """Compares the tokens of datums of the same group only. Datums are numbered group after group."""
+        """Returns the forest of the datums of N groups, in which only datums of the same group share prefixes.
+        `tokens_N`: for each group the tokens of its datums. Datums are numbered group after group."""
         forests = [cls.find(tokens_D) for tokens_D in tokens_N]
         firsts = np.cumsum([0, *(len(forest) for forest in forests)])
         return cls(
@@ -67,7 +69,7 @@ class Forest:
 
 
 def _common_length(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
-    """Returns the number of tokens with which both begin."""
+    """Returns the length of the longest prefix that both have, in tokens."""
     length = min(len(one), len(other))
     differing = np.flatnonzero(one[:length] != other[:length])
     if len(differing):

@@ -14,7 +14,8 @@ from typing import Any
 MASK = "(secret, left out)"
 CERTAIN = r"(?:api_?key|access_?key|secret(?:_?key)?|private_?key|auth_?key|password|passwd|credentials?)"
 NAME = rf"(?:{CERTAIN}|(?<![a-z])token)"
-"""Models also read tokens, so only a random text with this name is a secret."""
+"""A pattern for names like a secret's. Models read tokens too, so a name with `token` makes only a random text a
+secret."""
 _certain, _names = (re.compile(rf"{name}$", re.IGNORECASE) for name in (CERTAIN, NAME))
 _formats = re.compile(
     r"hf_[A-Za-z0-9]{30,}|sk-[\w-]{20,}|gh[oprsu]_\w{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|xox[abeoprs]-[\w-]{10,}"

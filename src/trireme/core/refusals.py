@@ -24,7 +24,8 @@ class Refusal(BadInput):
 
 
 def refuse(refusals: Sequence[Refusal]) -> None:
-    """Raises the one of `refusals`, or one BadInput that lists them all; does nothing when there is none."""
+    """Raises the refusal in `refusals` if there is one, or a BadInput that lists them all if there are several. Does
+    nothing if `refusals` is empty."""
     if len(refusals) == 1:
         raise refusals[0]
     if refusals:

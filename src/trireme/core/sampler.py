@@ -22,15 +22,15 @@ class ReplicaStats:
     running: int
     """Sequences that it decodes."""
     waiting: int
-    """Sequences that wait for a place."""
+    """Sequences that wait until the replica can decode them."""
     kv_used: float
     """Share of its KV cache that is in use, 0 to 1."""
     preemptions: int
-    """How often it dropped a sequence's KV for lack of space since it started."""
+    """How often the replica dropped the KV of a sequence for lack of space, since the replica started."""
     places: int | None = None
-    """Sequences that it can decode at the same time; None: it does not say."""
+    """Sequences that the replica can decode at the same time; None: the replica does not report it."""
     weights: WeightIdentity | None = None
-    """Its weights; None: it has none yet, or does not say."""
+    """The weights of the replica; None: it has none yet, or does not report them."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,13 @@ class Heartbeat:
     pids: tuple[int, ...]
     """Process ids of the actor and its children."""
     node: str
-    """Ray's id of their node."""
+    """Ray's id of the node of these processes."""
     behind_s: float = 0.0
-    """Seconds for which a process that the actor started, and that has work, has not answered, or made no progress."""
+    """Seconds for which a process that the actor has started, such as an engine, has not answered or made no progress,
+    although it has work."""
     limit_s: float = math.inf
-    """After this time the actor kills it, and its heartbeat fails."""
+    """The limit of `behind_s`: after this many seconds the actor kills that process, and the actor's heartbeats
+    fail."""
 
 
 class SampledPart(Protocol):
@@ -62,9 +64,10 @@ class SampledPart(Protocol):
 
 OnProgress = Callable[[SampledPart], None]
 Sample = Callable[..., Awaitable[SampledSequence]]
-"""Samples a SampleRequest, as `Sampler.sample` does, and calls an OnProgress meanwhile, if it gets one too."""
+"""A function that takes a SampleRequest, and an OnProgress if the caller has one. Samples a sequence as
+`Sampler.sample` does."""
 OnVersions = Callable[[dict[int, int]], object]
-"""Takes {replica: acknowledged version} of all live replicas."""
+"""Takes {number of a replica: the version that it has acknowledged} of all live replicas."""
 
 
 class Sampler(Protocol):
@@ -72,29 +75,29 @@ class Sampler(Protocol):
     samples with the replicas of one set, later with the replicas of the next."""
 
     async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None, /) -> SampledSequence:
-        """Samples one sequence for `request` on some replica. Continues through updates of weights; the result's spans
-        say which weights sampled each token. Calls `on_progress` whenever there are more tokens. If the caller is
-        cancelled, the replica stops.
+        """Samples one sequence for `request` on some replica. Sampling continues while the replica's weights are
+        updated; the spans of the result say which weights sampled each token. Calls `on_progress` whenever there are
+        more tokens. If the caller is cancelled, the replica stops sampling.
 
         Raises RoomFailed if no replica can finish the sequence, BadRequest if no replica accepts the request.
         """
 
     def follow(self, source: Any) -> None:
-        """Makes all requests from now on go to the replicas of another replica set. `source`: the object through which
-        a router reads that replica set."""
+        """Sends all later requests to the replicas of another replica set (the replicas that one actor manages).
+        `source`: the object through which a router reads that replica set."""
 
     async def stats(self) -> dict[int, ReplicaStats]:
-        """Returns {replica: utilisation}. A replica that does not answer is not used any more. Raises RoomFailed if
-        none is left."""
+        """Returns {number of a replica: its utilisation}. A replica that does not answer is no longer used. Raises
+        RoomFailed if no replica is left."""
 
     async def updated(self, identity: WeightIdentity) -> Sequence[UpdateReport]:
-        """Waits until the update of the replicas to `identity` has ended. Returns each replica's report, or raises the
-        update's error."""
+        """Waits until the update of the replicas to `identity` has ended. Returns the report of each replica. If the
+        update failed, raises its error."""
 
     async def asleep(self) -> None:
-        """Waits until all replicas sleep. In deterministic mode raises why a replica is gone."""
+        """Waits until all replicas sleep. If a replica was lost, in deterministic mode raises the error of its loss."""
 
 
 MakeSampler = Callable[[OnVersions], Sampler]
-"""Makes a sampler that calls its argument whenever a replica joins, leaves, fails or acknowledges a version, and at the
-end of an update, before `Sampler.updated` returns."""
+"""Takes an OnVersions, and returns a sampler. The sampler calls the OnVersions whenever a replica joins, leaves, fails
+or acknowledges a version; it also does so at the end of an update, before `Sampler.updated` returns."""

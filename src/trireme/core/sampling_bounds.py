@@ -19,7 +19,7 @@ class Bound:
     least: float
     largest: float
     above: bool = False
-    """A value must be above the least one."""
+    """True: a value must be larger than the least one; False: it may be equal."""
 
     def __contains__(self, value: float) -> bool:
         return (self.least < value if self.above else self.least <= value) and value <= self.largest
@@ -46,10 +46,13 @@ BOUNDS: Mapping[str, Bound] = {
 """The bounds of the numbers of `SamplingParams` that change the distribution."""
 MOST_ANSWERS = 128
 MOST_SAMPLES = 1024
-"""Answers to one prompt by the dialects of chats, and by Tinker's. Each is a request of its own for vLLM."""
+"""The most answers to one prompt: MOST_ANSWERS in a request by OpenAI's or Anthropic's clients, MOST_SAMPLES in a
+request by Tinker's. Each answer is a request of its own for vLLM."""
 MOST_PROMPT_LOGPROBS = 20
-"""The likeliest tokens at each place of a prompt: the default of vLLM's `max_logprobs`."""
+"""The most tokens, of the likeliest ones, that a request may get for each place of a prompt: the default of vLLM's
+`max_logprobs`."""
 MOST_STOPS = 64
 LONGEST_STOP = 256
 MOST_STOP_IDS = 1024
-"""Strings, and characters of each: a replica searches each token's text for all of them."""
+"""The most stop strings of a request, the most characters of each string, and the most stop token ids. A replica
+searches the text of each new token for all stop strings."""

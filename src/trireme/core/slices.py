@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
-"""Gives the published tensors, by name, of a model's tensors."""
+"""A function that takes a model's tensors by name. Returns the published tensors by name, which it makes of them."""
 _ALIAS = torch.ops.aten.alias.default
 _COPY = torch.ops.aten.clone.default
 _RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
@@ -43,27 +43,29 @@ class Slice:
 
     @property
     def steps(self) -> list[int]:
-        """The dimensions of the published tensor along which one goes from row to row of the source; other dimensions
-        stay within a row."""
+        """The dimensions of the published tensor in which a step leads from one row of the source to another; a step in
+        any other dimension stays within a row."""
         return [d for d, stride in enumerate(self.strides) if self.shape[d] > 1 and stride >= self.row]
 
     @property
     def is_rectangle_of_rows(self) -> bool:
-        """True if any range of rows of the source holds a rectangular part of the published tensor."""
+        """True if, for any range of rows of the source, the elements of the published tensor in these rows form a
+        rectangle of the published tensor."""
         steps = self.steps
         inner = sum((self.shape[d] - 1) * self.strides[d] for d in range(len(self.shape)) if d not in steps)
         whole_rows = all(self.strides[d] % self.row == 0 for d in steps)
         return len(steps) <= 1 and whole_rows and self.offset % self.row + inner < self.row
 
     def of_whole(self, whole: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Returns the published tensor as a view of `whole`, the source with all its values, and the indices at which
-        the view begins in the published tensor (zeros)."""
+        """Returns (the published tensor as a view of `whole`, the indices at which the view begins in the published
+        tensor: zeros). `whole`: the source with all its values."""
         view = whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
         return view, (0,) * len(self.shape)
 
     def of_rows(self, local: Tensor, begin: int, end: int) -> tuple[Tensor, tuple[int, ...]]:
-        """Returns a view of `local`, the rows `begin : end` of the source, that holds the published tensor's part in
-        these rows, and the indices at which the view begins in the published tensor."""
+        """Returns (a view of `local`, the indices at which the view begins in the published tensor). `local`: the rows
+        `begin : end` of the source. The view is the part of the published tensor that lies in these rows; it has no
+        elements if there is no such part."""
         assert len(local) == end - begin, f"rows {begin} to {end} of a tensor are {len(local)} here"
         shape, start, row = list(self.shape), [0] * len(self.shape), self.row
         first, within = divmod(self.offset, row)
@@ -108,9 +110,9 @@ def _storage(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def find_slices(tensors: Mapping[str, Tensor], convert: Convert) -> dict[str, Slice | None]:
-    """Returns {published tensor: the part of one of `tensors` that it is}, or None for a tensor that has to be
-    gathered. `tensors`: the model's, by name; they may be sharded, and their values are not read. `convert` makes
-    the published tensors of them."""
+    """Returns {name of a published tensor: the slice of one of `tensors` that it equals}, with None for a published
+    tensor that has to be gathered. `tensors`: the model's tensors by name; they may be sharded, and their values are
+    not read. `convert` makes the published tensors of the model's tensors."""
     empty = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     sources = {_storage(tensor): tensors[name] for name, tensor in empty.items()}
     with _CopiesAsViews() as copies:
@@ -122,8 +124,8 @@ def find_slices(tensors: Mapping[str, Tensor], convert: Convert) -> dict[str, Sl
 
 
 def _slice(published: Tensor, source: Tensor | None) -> Slice | None:
-    """Returns the part of `source` that `published` is; both have the same storage. Returns None if there is no source,
-    if the two differ in dtype, or if some shard of the source does not hold a rectangle of `published`."""
+    """Returns the slice of `source` that `published` is; both have the same storage. Returns None if there is no
+    source, if the two differ in dtype, or if some shard of the source does not hold a rectangle of `published`."""
     if source is None or published.dtype != source.dtype or published.is_conj() or published.is_neg():
         return None
     part = Slice(source, tuple(published.shape), published.stride(), int(published.storage_offset()))

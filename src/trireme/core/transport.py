@@ -9,15 +9,16 @@ checkpoints too (they write files from the bytes). Whatever the transport, a rec
 and each replica's canary proves their use. A new transport is a module in `trireme.transports` and a line in
 `TRANSPORTS`.
 
-*Sessions.* Some transports send to a fixed group of replicas. The trainer makes an `Offer`, the replica set asks the
-replicas and answers with the `Session` of those that are ready in time; the others are left out before anything is
-sent. A replica outside the session, and a checkpoint, open the same source, which also serves single buckets on demand.
+*Sessions.* A `Session` here is the transfer of one version to a fixed group of replicas. Some transports need it. The
+trainer makes an `Offer`; the replica set asks the replicas, and answers with a session of the replicas that are ready
+in time. All others are left out before anything is sent. A replica outside the session, and a checkpoint, open the same
+source, which also serves single buckets on demand.
 
 *Groups.* The replicas of a node follow each other in the chain of one rank, so that one copy of the bytes reaches the
 node, however many replicas it has (`servers_of`). The nodes are shared out over one rank of each training node.
 
-*Tensor-parallel receivers.* The ranks of an engine share a node. Its rank 0 alone receives, into memory that the others
-map: the bytes arrive once, and vLLM's loaders keep each rank's part.
+*Tensor-parallel receivers.* The ranks of an engine share a node. Its rank 0 alone receives, into memory that the other
+ranks map: the bytes arrive once, and vLLM's loaders keep each rank's part.
 
 *Memory.* A sender has two buckets in addition to the buckets that it keeps for later receivers. A receiver holds a
 whole version in host memory, in addition to the loaded one: it could load each bucket as it arrives only while its
@@ -52,25 +53,25 @@ class TransportKind:
     """The facts about a transport that configuration and plan need, so that they do not import its module."""
 
     module: str
-    """Implements `Transport`; imported when used."""
+    """The name of the module that implements `Transport`; it is imported when it is first used."""
     stored: bool = False
     """True: versions lie in Ray's object store, whole on each machine with a replica. False: each rank of the trainer
     keeps its share of them in its own memory."""
     received: bool = False
-    """True: a replica receives a version into memory of its own. False: it maps that of the sender, unless changes
-    travel."""
+    """True: a replica receives a version into memory of its own. False: it maps the stored version, and needs memory of
+    its own only if changes travel."""
 
 
 TRANSPORTS = {
     "object_store": TransportKind("trireme.transports.object_store", stored=True),
     "broadcast": TransportKind("trireme.transports.broadcast", received=True),
 }
-"""Transports by the name that `inference.transport` chooses."""
+"""{value of `inference.transport`: the transport}."""
 
 Endpoint = tuple[str, int]
 """The address of a node, and a port."""
 READY_PART = 10
-"""The part of an offer's time in which replicas say that they are ready."""
+"""Replicas have one READY_PART-th of an offer's time to report that they are ready."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +83,17 @@ class Offer:
     sizes: tuple[int, ...]
     """Bytes of each bucket, in the order in which they are sent."""
     endpoints_R: tuple[Endpoint, ...]
-    """Where each rank of the trainer can be found: the address of its node, and a port."""
+    """For each rank of the trainer, the address of its node and a port at which receivers find it."""
     timeout_s: float
     """Seconds from the offer until all is sent, or sending is abandoned."""
     server: int = 0
-    """The rank that sends to the replica that is asked; the replica set, which knows all replicas, tells each one."""
+    """The rank of the trainer that will send to the replica that gets this offer. The replica set, which knows all
+    replicas and their nodes, sets it for each replica."""
 
     @property
     def senders(self) -> list[int]:
-        """The ranks that send: the first one of each node. More of them would send more copies through the network card
-        of their node, and a chain takes as long for many replicas as for one.
+        """The ranks that send: the first rank of each node of the trainer. If more ranks of a node sent, more copies
+        would go through the node's network card; and a chain of many replicas takes as long as a chain of one.
 
         >>> Offer(1, 0, (), (("a", 1), ("a", 2), ("b", 1)), 1.0).senders
         [0, 2]
@@ -101,33 +103,36 @@ class Offer:
 
     @property
     def ready_s(self) -> float:
-        """Seconds in which replicas have to say that they are ready. Short, because an engine needs one step for it,
-        the trainer stands still meanwhile, and most of the time is for sending."""
+        """Seconds in which replicas have to report that they are ready. It is a short part of `timeout_s`, because an
+        engine needs one step for the report, the trainer stands still meanwhile, and most of the time is for
+        sending."""
         return self.timeout_s / READY_PART
 
 
 @dataclass(frozen=True)
 class Session:
-    """The replicas that take part in the sending of one version, and the rank that sends to each."""
+    """The transfer of one version to fixed replicas: the replicas that take part, and the rank that sends to each of
+    them. (It is no session of an agent.)"""
 
     attempt: int
     epoch: int
-    """Higher than in the last session if the members differ: then new groups are made, else groups are reused. A
-    successor of a replica is another member under the same number."""
+    """The number of the communication groups: higher than in the transfer before if the members differ, because new
+    groups are made then; otherwise equal, and the groups are used again. A process that replaces a lost replica is a
+    different member, although it has the replica's number."""
     servers: Mapping[int, int]
-    """{number of a replica that reported ready in time: the rank that sends to it}, in the order in which the members
-    of a group follow each other."""
+    """{number of a replica that reported ready in time: the rank that sends to it}. The replicas of a rank are in the
+    order in which they follow each other in its chain."""
     left_s: float = 0.0
-    """Seconds until sending is abandoned, from when the trainer's ranks learn of the session; the trainer's handle,
-    which made the offer, knows them."""
+    """Seconds from the moment when the trainer's ranks get this object until sending is abandoned. The trainer's
+    handle, which made the offer, sets it."""
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The numbers of the replicas, ascending."""
+        """The numbers of the replicas that take part, ascending."""
         return tuple(sorted(self.servers))
 
     def served_by(self, rank: int) -> tuple[int, ...]:
-        """Returns the members that rank `rank` sends to, in order.
+        """Returns the numbers of the replicas that rank `rank` sends to, in the order in which they follow each other.
 
         >>> Session(1, 0, {0: 0, 3: 1, 1: 1, 4: 0}).served_by(1)
         (3, 1)
@@ -149,15 +154,16 @@ def servers_of(nodes: Mapping[int, str], ranks: Sequence[int]) -> dict[int, int]
 
 
 class Epochs:
-    """Numbers the epochs of sessions: a new one begins when a session has other members than the last session."""
+    """Numbers the epochs of transfers (`Session.epoch`): a new epoch begins when a transfer has other members than the
+    transfer before."""
 
     def __init__(self) -> None:
         self.number = 0
         self._last: object = None
 
     def begins(self, members: object) -> bool:
-        """Records the members of a session, given as any value that is equal for equal members. Returns True, and
-        counts a new epoch, if they differ from the last session's."""
+        """Records the members of a transfer, given as any value that is equal for equal members. If they differ from
+        the members of the transfer before, counts a new epoch and returns True; otherwise returns False."""
         begins = members != self._last
         self.number += begins
         self._last = members
@@ -166,16 +172,16 @@ class Epochs:
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """A source of buckets and of changes, with references that can be awaited."""
+    """A source that consists of references, which can be awaited, to the buckets of a version and to their changes."""
 
     buckets: tuple[BucketRef, ...]
     changes: tuple[BucketRef | None, ...]
-    """What changed in each bucket since the version that the manifest names as base; None: there is no such version, or
-    the whole bucket is not much larger."""
+    """For each bucket a reference to what changed since the base, the earlier version that the manifest names. None:
+    there is no such version, or the changes are not much smaller than the whole bucket."""
 
     async def open_changes(self) -> list[npt.NDArray[np.uint8]]:
-        """Returns for each bucket what leads from the base of the version to the version: its changes, or the whole
-        bucket."""
+        """Returns for each bucket, uint8, what turns the base of the version into the version: the bucket's changes, or
+        the whole bucket if it has none."""
         return list(
             await asyncio.gather(*(changes or whole for whole, changes in zip(self.buckets, self.changes, strict=True)))
         )
@@ -193,26 +199,28 @@ class Sender(Protocol):
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """Where replicas that receive find it, for `Offer.endpoints_R`; None if the transport has no sessions."""
+        """The address and the port at which receiving replicas find this rank, for `Offer.endpoints_R`; None if the
+        transport sends to any replica that opens the source, without a `Session`."""
 
     def send(
         self, version: int, layout: Layout, units: Iterable[Sequence[tuple[str, Tensor]]], session: Session | None
     ) -> object:
-        """Sends the tensors of `version`; returns this rank's part of the source. `units`: lists of (name, tensor), in
-        the order of `layout`; the tensors of a unit live until the next unit is taken. `session`: the replicas to
-        send to; None: none. Collective: every rank calls it and takes each unit once, in turn, because gathering a
-        unit is collective too."""
+        """Sends the tensors of `version`, and returns this rank's part of the source. `units`: lists of (name, tensor)
+        in the order of `layout`; the tensors of a unit live until the next unit is taken. `session`: the replicas to
+        send to; None: no replicas take part, and they only open the source. Collective: every rank calls it and takes
+        each unit once, in turn, because gathering a unit is collective too."""
 
 
 class Transport(Protocol):
     """A module in `trireme.transports`, with the functions of both ends."""
 
     def make_sender(self, rank: int, size: int, ports: Sequence[int] = (), *, delta: bool = False) -> Sender:
-        """Makes the sending end for rank `rank` of `size`. If it listens, it does so at one of `ports`
-        (`cluster.ports`). `delta`: it also sends what changed since the version before."""
+        """Makes the sending end for rank `rank` of the trainer's `size` ranks. If it listens, it listens at one of
+        `ports` (`cluster.ports`). `delta`: it also sends what changed since the version before."""
 
     def join(self, parts_R: Sequence[object]) -> object:
-        """Returns the source of a version. `parts_R`: what `Sender.send` returned on each rank."""
+        """Returns the source of a version, from which `open` gets the bytes. `parts_R`: what `Sender.send` returned on
+        each rank."""
 
     async def open(self, source: object) -> Sequence[npt.NDArray[np.uint8]]:
         """Waits until all bytes of `source` are in this process, which is a replica or writes a checkpoint. Returns the

@@ -77,8 +77,8 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop: Sequence[int | str] | str | None = None
-    """Token ids or strings that end the sequence, besides the model's end-of-sequence token. A string ends it anywhere
-    in the text, with the token that completes it."""
+    """Token ids or strings that end the sequence, in addition to the model's end-of-sequence token. A string ends the
+    sequence wherever it is in the text; the token that completes the string is the last one."""
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -118,16 +118,20 @@ class SampleRequest:
     prompt_logprobs: bool = False  # also return the log-probability of each token of the prompt
     topk_prompt_logprobs: int = 0  # also return this many likeliest tokens at each place of the prompt
     began: WeightIdentity | None = None
-    """The weights that sampled the first token since the trajectory's prompts continue each other; None: none has. With
-    `inference.on_update = "keep_kv"` keys and values in the prefix cache may be as old as these."""
+    """The weights that sampled the first token of the conversation that the prompt continues; None: no token of it has
+    been sampled. With `inference.on_update = "keep_kv"` keys and values in the prefix cache may come from weights as
+    old as these."""
     adapter: str = ""
-    """The name of an adapter that the replicas have in addition to the updated weights; "": the updated weights."""
+    """The name of the adapter to sample with, which the replicas have in addition to the updated weights; "": sample
+    with the updated weights."""
     chat: bool = False
-    """It is a chat alongside a run: the run's requests enter an engine before it."""
+    """True: the request is a chat alongside a run, and an engine takes requests of the run first."""
     floor: int | None = None
-    """The lowest version that it may be sampled from; None: any. A replica refuses it below that (`ReplicaBehind`)."""
+    """The lowest version that the request may be sampled from; None: any version. A replica with a lower version
+    refuses the request (`ReplicaBehind`)."""
     attempt: int = 0
-    """Set by the router: the attempt of `floor`, which weights of an earlier one are below."""
+    """The attempt to which `floor` belongs, set by the router. Weights of an earlier attempt are below `floor`, for any
+    version of theirs."""
 
     def __post_init__(self) -> None:
         prompt = self.prompt
@@ -161,24 +165,29 @@ class SampleResponse:
 
     sequences: Sequence[SampledSequence]
     prompt_logprobs: PromptLogprobs | None = None
-    """The log-probability of each token of the prompt given all earlier ones, at temperature 1; None for the first."""
+    """The log-probability of each token of the prompt given all earlier tokens, at temperature 1; None for the first
+    token."""
     topk_prompt_logprobs: TopkPromptLogprobs | None = None
-    """The likeliest tokens at each place and their log-probabilities, likeliest first."""
+    """For each token of the prompt the likeliest tokens at its place, as (token id, log-probability) pairs, likeliest
+    first; None for the first token."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Which versions sampled a minibatch; the trainer checks this before it trains."""
+    """Says which versions sampled the tokens of a minibatch. The trainer checks it before it trains on the
+    minibatch."""
 
     step: int  # training steps completed before this one
     floors: npt.NDArray[np.int32]
-    """[D], the floor of each datum's group: the lowest version acknowledged by a live replica at its dispatch."""
+    """[D], the floor of each datum's group: the lowest of the versions that live replicas had acknowledged when the
+    group was dispatched."""
     identities: tuple[WeightIdentity, ...]  # all that the tokens name
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """The data of one call to the trainer: a whole substep, or a part of it when streaming."""
+    """The data of one call to the trainer: a whole substep, or one of the parts in which a substep is trained on as its
+    groups finish."""
 
     batch: Batch  # from an orchestrator in its own process one whose tokens stay in the object store
     provenance: Provenance
@@ -202,8 +211,8 @@ class AdamParams:
 
 @dataclass(frozen=True)
 class ForwardBackwardOutput:
-    """The result of a pass over a batch. For a gradient of a `StoredBatch`, `logprobs` and `offsets` carry nothing: the
-    log-probabilities stay with the parts."""
+    """The result of a pass over a batch. After a pass with gradients over a `StoredBatch`, `logprobs` is empty and
+    `offsets` is [0]: the log-probabilities stay with the parts of the batch."""
 
     logprobs: npt.NDArray[np.float32]  # [T], the trainer's log-probability of each target
     offsets: npt.NDArray[np.int64]  # [D + 1]; datum d is at `offsets[d]:offsets[d + 1]`
@@ -215,7 +224,8 @@ class ForwardBackwardOutput:
 
     @property
     def loss_fn_outputs(self) -> list[dict[str, TensorData]]:
-        """For each datum, {"logprobs": its log-probabilities}."""
+        """For each datum {"logprobs": the log-probabilities of its targets, float32 [tokens of the datum]}, as Tinker
+        returns them."""
         bounds = itertools.pairwise(self.offsets.tolist())
         return [{"logprobs": TensorData(self.logprobs[start:end])} for start, end in bounds]
 
@@ -225,7 +235,7 @@ class OptimStepResponse:
     """The result of an optimiser step."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """`lr`, and `grad_norm` of the normalised gradient before clipping."""
+    """The metrics `lr`, the learning rate, and `grad_norm`, the norm of the normalised gradient before clipping."""
 
 
 @dataclass(frozen=True)
@@ -234,6 +244,6 @@ class StepSummary:
 
     metrics: dict[str, float]
     trained: list[dict[str, object]]
-    """Problem, index and floor of each group, in the order in which they were taken."""
+    """The problem, index and floor of each group that was trained on, in the order in which the groups were taken."""
     records: list[str]
-    """Records of some of the groups (`orchestrator.recorder`)."""
+    """JSON texts that record some of the groups (`orchestrator.recorder`)."""

@@ -29,11 +29,12 @@ from trireme.core.errors import WeightsRefused
 from trireme.core.types import WeightIdentity
 
 ALIGNMENT = 64
-"""Bytes; of the tensors in a bucket."""
+"""Each tensor in a bucket begins at a multiple of this many bytes."""
 PIECE_BYTES = 2**24
-"""Bytes of a tensor that one thread sums at a time: a tenth of an embedding is still a millisecond's work."""
+"""The most bytes of a tensor that one thread sums at a time: about a tenth of an embedding, and still a millisecond's
+work."""
 NAMED = 3
-"""Names that `gathered_text` gives as examples."""
+"""The most names that `gathered_text` gives as examples."""
 
 
 class TensorPlace(NamedTuple):
@@ -57,7 +58,7 @@ class TensorEntry:
     offset: int
     nbytes: int
     hash: str
-    """Of its bytes: the sums of `trireme.core.digest`, 32 hex digits."""
+    """The hash of the tensor's bytes: the sums of `trireme.core.digest`, as 32 hex digits."""
 
     @property
     def place(self) -> TensorPlace:
@@ -69,7 +70,8 @@ class Layout:
     """Says where each tensor that a run publishes lies in the buckets: the same for every version."""
 
     entries: tuple[TensorEntry, ...]
-    """In the order in which tensors are gathered, which is the order of their places. Hashes are empty."""
+    """One entry for each tensor, in the order in which tensors are gathered and lie in the buckets. Hashes are
+    empty."""
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -80,11 +82,13 @@ class Layout:
         return tuple(sizes)
 
     def share(self, rank: int, size: int) -> set[str]:
-        """Returns the names of the tensors in the buckets that belong to rank `rank` of `size`."""
+        """Returns the names of the tensors in the share of rank `rank` of `size`: bucket b belongs to rank b mod
+        `size`."""
         return {entry.name for entry in self.entries if entry.bucket % size == rank}
 
     def with_hashes(self, hashes: Mapping[str, str]) -> tuple[TensorEntry, ...]:
-        """Returns the entries for one version. `hashes`: {tensor: its hash in this version}."""
+        """Returns the entries for one version, with its hashes. `hashes`: {name of a tensor: its hash in this
+        version}."""
         return tuple(replace(entry, hash=hashes[entry.name]) for entry in self.entries)
 
 
@@ -112,13 +116,13 @@ class AdapterSpec:
     """Describes one LoRA adapter, where several are trained on one base."""
 
     rank: int
-    """At most `trainer.lora.rank`."""
+    """The rank of the adapter, at most `trainer.lora.rank`."""
     alpha: float
-    """Its output is scaled by alpha / rank."""
+    """The output of the adapter is scaled by alpha / rank."""
     targets: tuple[str, ...]
     """Names of the linear layers that it adapts, among the layers of `trainer.lora`."""
     seed: int
-    """Its first values follow from this."""
+    """The seed of the adapter's initial values."""
 
 
 @dataclass(frozen=True)
@@ -127,20 +131,23 @@ class Adapter:
     weight."""
 
     base: str
-    """Digest of the weights that it was trained on (`trireme.core.base_digest.base_digest`)."""
+    """The digest of the weights that the adapter was trained on (`trireme.core.base_digest.base_digest`)."""
     rank: int
     alpha: float
     spec: AdapterSpec | None = None
-    """For one of several adapters: `rank` is their common rank. Zeros in its tensors pad its own rank, and the layers
-    that it does not adapt. None: all of the tensors are its own."""
+    """The rank, alpha, layers and seed of this adapter, where several adapters are trained on one base. Then `rank`
+    above is the rank of all published tensors; zeros fill the rows and columns beyond the adapter's rank, and the
+    tensors of layers that it does not adapt. None: the adapter is the only one, and none of its tensors are filled
+    up."""
 
     def __str__(self) -> str:
         return f"adapter of rank {self.rank} and alpha {self.alpha:g} on base {self.base}"
 
 
 def weights_digest(entries: Sequence[TensorEntry], adapter: Adapter | None = None) -> str:
-    """Returns the digest of a version (32 hex digits) from its tensors' names, dtypes, shapes and hashes
-    (`trireme.core.digest`), and its adapter. It does not depend on the order and the places of the tensors."""
+    """Returns the digest of a version (32 hex digits): it covers names, dtypes, shapes and hashes
+    (`trireme.core.digest`) of the tensors, and `adapter`. It does not depend on the order of `entries` or on the places
+    of tensors in buckets."""
     return table_digest(entries, SCHEME, *([str(adapter)] if adapter else []))
 
 
@@ -172,24 +179,27 @@ class Drift:
 
 
 EXACT = Drift(1e-4, 1e-4)
-"""Largest drift of models in float32."""
+"""The largest drift that a replica may have with a model in float32."""
 ROUNDED = Drift(0.2, 3.0)
-"""Largest drift of models in 16 bits at the first update of a run. The mean tells faults (0.7 and more in the random
-models of two layers that were tried) from rounding (up to 0.09); single tokens moved by up to 1.55, because rounding
-may change their experts (docs/internals/benchmarks.md)."""
+"""The largest drift that a replica may have with a model in 16 bits at the first update of a run. The mean tells faults
+(0.7 and more in the random models of two layers that were tried) from rounding (up to 0.09); single tokens moved by up
+to 1.55, because rounding may change their experts (docs/internals/benchmarks.md)."""
 LEAST = Drift(0.05, ROUNDED.largest)
 GROWTH = 5.0
-"""At later updates a model in 16 bits may have GROWTH times the drift of the first, and LEAST in any case. Where
-rounding changes experts, the drift of a right model grows in training: one of two layers went from 0.012 to 0.087 in 82
-updates. So it may also have GROWTH times the largest drift so far, up to ROUNDED, which a resumed run has at once."""
+"""At later updates the drift of a model in 16 bits may be GROWTH times the drift at the first update, and LEAST in any
+case. Where rounding changes experts, the drift of a right model grows in training: in a model of two layers it went
+from 0.012 to 0.087 in 82 updates. So the mean may also be GROWTH times the largest mean so far, up to ROUNDED. (The
+first update of a resumed run is bounded by ROUNDED.)"""
 
 
 DECODED = 4
-"""Tokens that a replica samples in decode steps after the canary's; one more before them is sampled in the prefill."""
+"""The number of tokens that a replica samples in decode steps after the canary. One more token, between the canary and
+these tokens, is sampled in the canary's prefill."""
 AFTER_CANARY = DECODED + 2
-"""Tokens that must fit after the canary's: all of these, and one that the prefill of them samples."""
+"""The number of tokens for which the sequence must have space after the canary: the DECODED + 1 sampled tokens, and one
+token that a prefill of all these samples."""
 SHORTEST_CANARY = 2
-"""Tokens of a canary at least: one with a log-probability, and the one before it."""
+"""The fewest tokens of a canary: one with a log-probability, and the token before it."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +211,8 @@ class Canary:
     logprobs: npt.NDArray[np.float32]
     """float32 [T - 1], of tokens[1:] given the tokens before each."""
     bound: Drift
-    """Largest drift that a replica may have: EXACT or ROUNDED, or a bound from the drift of the first update."""
+    """The largest drift that a replica may have: EXACT, ROUNDED, or a bound that follows from the drifts of earlier
+    updates (`PublishedWeights.bounded_by`)."""
 
 
 @dataclass(frozen=True)
@@ -212,10 +223,10 @@ class WeightsManifest:
     entries: tuple[TensorEntry, ...]
     canary: Canary
     adapter: Adapter | None = None
-    """The tensors are a LoRA adapter's, under peft's names; None: they are the whole model."""
+    """The adapter, if the tensors are a LoRA adapter's, with peft's names; None: the tensors are the whole model."""
     base: WeightIdentity | None = None
-    """The version before it, to which changes apply if they travel (`trireme.transports.delta`); None: none is
-    known."""
+    """The version before this one, to which changes apply if changes travel (`trireme.transports.delta`); None: no
+    earlier version is known."""
 
 
 @dataclass(frozen=True)
@@ -231,8 +242,8 @@ class PublishedWeights:
         return self.manifest.identity
 
     def bounded_by(self, first: Drift, largest: Drift) -> PublishedWeights:
-        """Returns the same weights with another bound for the canary. It follows from `first`, the drift of the first
-        update, and `largest`, the largest drift so far."""
+        """Returns the same weights with another bound of the canary's drift, which follows from `first`, the drift at
+        the first update, and `largest`, the largest drift so far. The bound EXACT does not change."""
         canary = self.manifest.canary
         if canary.bound == EXACT:
             return self
@@ -247,26 +258,26 @@ class PublishedWeights:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """A replica's report after an update: it now samples from `identity`. Times are in seconds."""
+    """A replica's report after an update: the replica now samples from `identity`. Times are in seconds."""
 
     replica: int
     identity: WeightIdentity
     drift: Drift
-    """Drift of this replica's canary."""
+    """The drift of the canary in this replica."""
     reprefill_tokens: int
-    """Tokens in flight with a KV cache that is computed again."""
+    """The number of tokens in flight for which KV is computed again."""
     seconds: float
     """Duration of the whole update."""
     wait_s: float = 0.0
-    """Part of `seconds` that it waited for the step in progress."""
+    """The part of `seconds` in which the replica waited for the engine's step in progress."""
     pause_s: float = 0.0
-    """Part of `seconds` that the engine stood still."""
+    """The part of `seconds` in which the engine stood still."""
     node: str = ""
     """Ray's id of the replica's node."""
     received: int = 0
-    """Bytes that arrived: of changes, or of whole buckets."""
+    """The number of bytes that arrived, as changes or as whole buckets."""
     refused: bool = False
-    """True if it took the version whole because changes did not lead to the published bytes."""
+    """True if the replica received the whole version because the changes did not lead to the published bytes."""
 
 
 def check_received(
@@ -275,9 +286,9 @@ def check_received(
     known_sums: Mapping[TensorPlace, str] = MappingProxyType({}),
     threads: int = 1,
 ) -> None:
-    """Raises WeightsRefused unless the bytes in `buckets` are the published ones, by the hashes and the digest in
-    `manifest`. `known_sums`: {place: hash} of tensors that are summed already and need not be read again. `threads`:
-    how many read at the same time."""
+    """Raises WeightsRefused unless the bytes in `buckets` are the published bytes, by the hashes and the digest in
+    `manifest`. `known_sums`: {place: hash} of tensors with hashes that are known already, so their bytes are not read
+    again. `threads`: the number of threads that compute hashes at the same time."""
     version = manifest.identity.version
     digest = manifest.identity.digest
     if weights_digest(manifest.entries, manifest.adapter) != digest:
@@ -298,8 +309,8 @@ def check_received(
 
 
 def _piece_sums(buckets: Sequence[npt.NDArray[np.uint8]], piece: tuple[TensorEntry, int]) -> Sums:
-    """Returns the sums of a piece of a tensor, of at most PIECE_BYTES. `piece`: the tensor's entry, and the byte of the
-    tensor at which the piece begins."""
+    """Returns the sums of a piece of at most PIECE_BYTES of a tensor. `piece`: (the tensor's entry, the byte within the
+    tensor at which the piece begins)."""
     entry, at = piece
     begin = entry.offset + at
     end = entry.offset + min(at + PIECE_BYTES, entry.nbytes)
@@ -307,8 +318,8 @@ def _piece_sums(buckets: Sequence[npt.NDArray[np.uint8]], piece: tuple[TensorEnt
 
 
 def check_canary(manifest: WeightsManifest, logprobs: npt.NDArray[np.float32]) -> Drift:
-    """Returns the drift of a replica, from its log-probabilities of the canary's tokens, float32 [T - 1]. Raises
-    WeightsRefused if the drift is beyond the canary's bound or NaN."""
+    """Returns the drift of a replica. `logprobs`: the replica's log-probabilities of the canary's tokens, float32 [T -
+    1]. Raises WeightsRefused if the drift is beyond the canary's bound or NaN."""
     canary, bound = manifest.canary, manifest.canary.bound
     difference = np.abs(logprobs - canary.logprobs)
     drift = Drift(float(difference.mean()), float(difference.max()))
@@ -325,10 +336,10 @@ def check_canary(manifest: WeightsManifest, logprobs: npt.NDArray[np.float32]) -
 def check_decoding(
     manifest: WeightsManifest, decoded: npt.NDArray[np.float32], prefilled: npt.NDArray[np.float32]
 ) -> None:
-    """Compares a replica's log-probabilities of the DECODED tokens that it sampled after the canary, float32 [DECODED]:
-    `decoded` by decode steps and `prefilled` by a prefill. Raises WeightsRefused beyond the canary's bound, or for NaN.
-    The bound of the mean holds for the median here: the mean of so few tokens depends on single ones, of which rounding
-    may change the experts."""
+    """Compares two log-probabilities of the DECODED tokens that a replica sampled after the canary, float32 [DECODED]:
+    `decoded` from decode steps, `prefilled` from a prefill of the same tokens. Raises WeightsRefused if they differ by
+    more than the canary's bound, or are NaN. Here the bound of the mean applies to the median, because a mean of few
+    tokens depends on single tokens, and rounding may change the experts of a token."""
     bound = manifest.canary.bound
     difference = np.abs(decoded - prefilled)
     middle = float(np.median(difference))

@@ -61,7 +61,7 @@ class Examination:
     silent: Mapping[str, str] = field(default_factory=dict)
     """The nodes that are alive by the cluster's state and did not answer, with the reason."""
     links: Sequence[Link] = ()
-    """The result for each direction between two nodes, and each endpoint."""
+    """The results of connecting: for each ordered pair of nodes, one for each endpoint of the second node."""
     sender: str = ""
     """The node of the trainer, if rates were measured from it; else ""."""
     rates: Mapping[str, float] = field(default_factory=dict)

@@ -17,7 +17,7 @@ class Finding:
     node: str
     """The name of the node; CLUSTER for a finding about all nodes."""
     check: str
-    """A word for the check that failed."""
+    """A word for the check that failed, such as "port"."""
     actual: str
     """The state of the node."""
     expected: str

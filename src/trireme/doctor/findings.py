@@ -11,7 +11,7 @@ from trireme.doctor.link_findings import link_findings
 from trireme.plan.needs import gib
 
 MAX_NAMES = 3
-"""Names of a list that a finding shows."""
+"""The most names of a list that a finding shows."""
 HARMLESS = frozenset({"driver", "pydantic", "numpy"})
 """Packages that may differ in version with only a warning. (A difference in another package, or in this project's
 source, changes the results, or how processes understand each other.)"""
@@ -175,7 +175,8 @@ def _model(name: str, facts: NodeFacts, driver: NodeFacts, expected: Expected) -
 
 
 def _run_directory(name: str, facts: NodeFacts, expected: Expected) -> Iterator[Finding]:
-    """Yields a fault if the node does not see the run directory, and one of its processes writes there."""
+    """Yields a fault if the node `name` does not see the run directory although a process of the run on this node
+    writes there."""
     if name in expected.writers and not facts.shares_run_directory:
         yield Finding(
             name,

@@ -13,7 +13,7 @@ from trireme.doctor.links import Link
 SLOW = 12.5e6
 """Bytes per second (100 Mbit/s) below which a connection is slow for any run."""
 VERSION_S = 10.0
-"""Seconds that a version of the weights may be on the wire."""
+"""Seconds. A connection is too slow if one version of the weights takes longer to travel over it."""
 
 
 def link_findings(examination: Examination, expected: Expected) -> Iterator[Finding]:

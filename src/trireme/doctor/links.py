@@ -24,7 +24,7 @@ SEND_S = 0.3
 """Seconds for which bytes are sent to measure a rate."""
 CHUNK = bytes(2**18)
 SEND_BUFFER_BYTES = 2**20
-"""The most that the kernel buffers before it sends, which bounds the delay by a slow link."""
+"""Bytes that the kernel buffers at most before it sends, which bounds the delay by a slow link."""
 ANSWER_S = 20.0
 """Time limit for the answer of a slow link."""
 COUNT_BYTES = 8

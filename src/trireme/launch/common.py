@@ -18,7 +18,7 @@ UNPACKED = "/runtime_resources/working_dir_files/"
 """Part of the path at which Ray unpacks the files of a submitted job (`ray job submit --working-dir .`)."""
 PROGRESS_EVERY_S = 5.0
 LONGEST_LINE = 100
-"""Characters of the log of a process that are shown."""
+"""Number of characters of a log's last line that are shown."""
 ACTOR = re.compile(r"(?P<room>trainer|inference|orchestrator)( (shard|replica) (?P<number>\d+))?")
 """The name of an actor of a room."""
 BEGINNING = re.compile(r"\S+ \S+ [A-Z]+ [\w.]+: ")
@@ -45,8 +45,8 @@ def prepare_cluster(config: CommonConfig, plan: Plan) -> None:
 
 
 class StartProgress:
-    """Prints every few seconds of a long start which actors are waited for, and the last line of each log. Used as
-    `on_tick` of waits, it also raises Stopped after a signal."""
+    """Reports a long start: prints every few seconds which actors are waited for, and the last line of each actor's
+    log. Used as `on_tick` of a wait, which calls it about once a second; also raises Stopped after a signal."""
 
     def __init__(self, console: Console, logs: Path | None = None, roster: Roster | None = None) -> None:
         """`logs`: the directory with the logs of the awaited processes. `roster`: also gets the last log line of each

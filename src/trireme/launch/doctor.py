@@ -32,7 +32,7 @@ Value = TypeVar("Value")
 REPORT_S = 60.0
 """Time limit for a node's report: its process starts, and imports this project, on a machine that may be busy."""
 LINKS_S = 30.0
-"""Time limit for the connections of a node to all others, and for one rate."""
+"""Time limit for a node to try its connections to all others, and for one node to measure the network's rate."""
 TOKEN_BYTES = 16
 MAX_WARNINGS = 8
 """Warnings that the start of a run shows; `trireme doctor` shows all."""
@@ -98,9 +98,9 @@ def _is_head(node: Mapping[str, Any]) -> bool:
 
 
 def examine(config: CommonConfig | None, among: Collection[str] = (), trainer: str = "") -> Examination:
-    """Examines all nodes of the cluster, or with `among` (Ray's ids) only these and the head. `config`: the run that
-    the nodes are examined for; None: any run. `trainer`: Ray's id of the trainer's node, which measures the network;
-    "": the first node with GPUs, else the head."""
+    """Examines all nodes of the cluster, or with `among` (Ray's ids of nodes) only these nodes and the head. `config`:
+    the configuration of the run for which the nodes are examined; None: any run. `trainer`: Ray's id of the trainer's
+    node, which measures the network's rate; "": the first node with GPUs measures it, else the head."""
     if config:
         output_dir = absolute(config.run.directory)
     else:
@@ -133,8 +133,8 @@ def examine(config: CommonConfig | None, among: Collection[str] = (), trainer: s
 
 
 def _sender(nodes: Sequence[Declared], trainer: str) -> str:
-    """Returns the name of the node that measures the network: the one with the id `trainer`, else the first with GPUs,
-    else the first; "" if there is no node."""
+    """Returns the name of the node that measures the network's rate: the node with the id `trainer`, else the first
+    with GPUs, else the first; "" if `nodes` is empty."""
     nodes = [node for node in nodes if node.id == trainer] or [node for node in nodes if node.gpus] or nodes
     if nodes:
         return nodes[0].name

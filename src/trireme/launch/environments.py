@@ -1,5 +1,5 @@
-"""Makes the environments of a run once before the run starts, as its orchestrator will. A process of its own does this,
-because code of environments may do anything. Imports no Ray."""
+"""Makes the environments of a run once before the run starts, in the way in which the run's orchestrator will. A
+separate process does this, because code of environments may do anything. Imports no Ray."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from trireme.core.own_packages import ENTRY
 from trireme.core.tokenizer import load_tokenizer
 
 LAST_WORDS = 300
-"""Characters of the output of a process that ended unexpectedly, in the refusal."""
+"""Number of characters, from the end of the process's output, that the error shows if the process ended
+unexpectedly."""
 MARK = "\x00"
-"""Separates the output of environments from the refusal."""
+"""Separates what environments print from the error message, in the output of the process."""
 WARNING = "warning: "
-"""Begins the lines that environments log, which the driver shows."""
+"""Begins the lines of the output that environments log; the driver shows them."""
 
 
 @contextmanager
 def checked_environments(config: Config) -> Iterator[Callable[[float], bool]]:
     """Starts a process that makes the environments of `config`, and kills it after the block. Yields a function that
-    waits for the process, up to the given seconds. The function returns True if all is well, False if the process
-    has not ended yet, and raises BadInput if an environment cannot be made or its first problem cannot be built."""
+    waits for the process, up to the given seconds. The function returns True if all environments could be made, False
+    if the process has not ended yet, and raises BadInput if an environment cannot be made or its first problem cannot
+    be built."""
     with tempfile.TemporaryFile("w+") as config_file, tempfile.TemporaryFile("w+") as output:
         config_file.write(config.model_dump_json())
         config_file.seek(0)
@@ -69,8 +71,9 @@ def checked_environments(config: Config) -> Iterator[Callable[[float], bool]]:
 
 
 def main() -> None:
-    """Runs the process: makes the environments of the configuration, which it reads as JSON from stdin. If one cannot
-    be made, prints MARK and the reason, and exits with EXIT_BAD_INPUT."""
+    """Does the work of the process that `checked_environments` starts: makes the environments of the configuration,
+    which it reads as JSON from stdin. If an environment cannot be made, prints MARK and the reason, and exits with
+    EXIT_BAD_INPUT."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(f"{WARNING}%(message)s"))
     logging.getLogger("orchestrator").addHandler(handler)
@@ -94,8 +97,8 @@ async def _try_first_problems(config: Config, datasets: Sequence[RLDataset], lim
 
 
 async def try_first_problem(env: EnvConfig, dataset: RLDataset, limits: RolloutLimits, tries: int) -> None:
-    """Builds the first problem of `dataset`, up to its first prompt within `limits`, and closes it. Does not run an
-    agent's program. Raises BadInput if all `tries` fail."""
+    """Builds the first problem of `dataset` and the problem's first prompt, which must be within `limits`, and closes
+    the problem again. Does not run an agent's program. Raises BadInput if all `tries` fail."""
     for remaining in reversed(range(tries)):
         try:
             await _build_first(env.id, dataset, limits)

@@ -68,8 +68,9 @@ class RlRun(TrainingRun):
         return {ON_UPDATE: self.plan.resolved(self.config).inference.on_update}
 
     def enter(self, run: RunDir) -> None:
-        """Protects the checkpoint with the reference's weights from deletion, keeps what the run decided before, and
-        reads or makes the keys of the service: before Ray starts, which takes a while. Raises BadInput."""
+        """Marks the checkpoint with the reference's weights, so that no run deletes it; keeps the value of ON_UPDATE
+        that the run decided before; and reads or makes the keys of the service. Does all this before Ray starts, since
+        that takes a while. Raises BadInput."""
         keep_reference(self.config)
         inference = self.config.inference
         manifest = run.start.manifest
@@ -83,8 +84,8 @@ class RlRun(TrainingRun):
             self._keys = keys_of(self.config, run.root, self._say)
 
     def start_lasting(self, run: RunDir, roster: Roster, ending: ExitStack) -> ElasticReplicas:
-        """Starts the replicas, which take longest, and the service if it has a port. `ending` gets their stops. Returns
-        the replicas, in a form that can change their number."""
+        """Starts the replicas, which take longest, and the service if it has a port. Returns the replicas, in a form
+        that can change their number. `ending` gets the calls that stop all of these actors."""
         config = self.plan.resolved(self.config)
         places = PlacePool(self.plan.added_replica_options, ending)
         self.inference = InferenceHandle.start(config, self.places["inference"], run.logs)
@@ -154,8 +155,9 @@ class RlRun(TrainingRun):
 def evaluation_rooms(
     config: Config, plan: Plan, identity: WeightIdentity, log_dir: Path, console: Console, ending: ExitStack
 ) -> OrchestratorHandle:
-    """Starts the orchestrator and replicas for an evaluation, and waits until they are ready. The replicas keep the
-    weights that they load from disk, which get the name `identity`. `ending` gets the stops of all actors."""
+    """Starts the orchestrator and replicas for an evaluation, and waits until they are ready. Returns the orchestrator.
+    The replicas keep the weights that they load from disk, which get the name `identity`. `ending` gets the calls that
+    stop all actors."""
     progress = StartProgress(console, log_dir)
     places = reserve_places(plan, progress, console, ending).rooms
     config = plan.resolved(config)

@@ -44,20 +44,22 @@ from trireme.train.guards import RefusedSteps
 from trireme.train.steps import Attempt
 
 CLUSTER = "cluster"
-"""The part for incidents of Ray's services."""
+"""The name under which the roster records incidents of Ray's services."""
 
 
 @dataclass(frozen=True)
 class Core:
-    """The rooms that an attempt starts, and the parts of a checkpoint that they save and load."""
+    """The rooms that an attempt starts, and what else has a part in each checkpoint."""
 
     trainer: TrainerHandle
     other_rooms: Mapping[str, StatefulRoom]
-    """The others with a part in each checkpoint, by its name."""
+    """{name of a part of each checkpoint: the room that saves and loads it}, without the trainer. For `sft` the data
+    take the place of a room."""
     rooms: Sequence[Room]
-    """Their handles."""
+    """The handles of all rooms that the attempt starts."""
     replica_set: ReplicaSetRoom | None = None
-    """The handle of the actor that owns the replicas; it learns of each ready replica."""
+    """The handle of the replica set: the actor that brings weights to the replicas and says which serve. Ready replicas
+    join it. None: the command has no replicas."""
 
 
 class TrainingRun(ABC):
@@ -65,17 +67,18 @@ class TrainingRun(ABC):
     values that a resume must find unchanged."""
 
     core: str
-    """Names the rooms that are rebuilt together."""
+    """The name, in messages, of the rooms that are built again together."""
     places: Mapping[str, list[ActorOptions]]
-    """Ray's options of each actor in its place, by room: once they are reserved."""
+    """{room: Ray's options of each of its actors, with the actor's place}; set once the places are reserved."""
     lasting: frozenset[str] = frozenset()
     """The rooms that outlive attempts."""
     saving: tuple[str, ...] = ("trainer",)
     """The rooms with actors that write parts of checkpoints."""
     far: FarNodes | None = None
-    """The nodes of the attempt where they do not see the run directory."""
+    """The nodes that write parts of checkpoints but do not see the run directory; None: there is no such node."""
     guard: type[RefusedSteps] = RefusedSteps
-    """Makes the guard of an attempt."""
+    """The class of the guard of an attempt, which stops the run when its training goes wrong
+    (`trireme.train.guards`)."""
 
     def __init__(self, config: CommonConfig, facts: ModelFacts, plan: Plan, fixed: Mapping[str, object]) -> None:
         self.config = config
@@ -85,21 +88,22 @@ class TrainingRun(ABC):
 
     @property
     def decided(self) -> Mapping[str, object]:
-        """The values that this run decided for keys with the value auto, by key. A resume keeps them."""
+        """{key: the value that this run decided} for keys with the value auto. A resume keeps these values."""
         return {}
 
     def enter(self, run: RunDir) -> None:  # noqa: B027  most commands need nothing here
-        """Prepares the run before Ray starts. May change `config` by what it finds in `run`."""
+        """Prepares the run before Ray starts. May change `config` to suit the state of the run directory `run`."""
 
     def start_lasting(self, run: RunDir, roster: Roster, ending: ExitStack) -> ElasticReplicas | None:
         """Starts the actors that outlive attempts. Returns the replicas, or None if the command has none. `roster` gets
-        the health of actors that the supervisor does not watch, `ending` the stops of all."""
+        the health of actors that the supervisor does not watch; `ending` gets the calls that stop all started
+        actors."""
         return None
 
     @abstractmethod
     def start(self, run: RunDir, ending: ExitStack) -> Core:
-        """Starts the rooms of an attempt side by side, and returns them before they are ready. `ending` gets their
-        stops."""
+        """Starts the rooms of an attempt in parallel, and returns them before they are ready. `ending` gets the calls
+        that stop them."""
 
     @abstractmethod
     def train(self, core: Core, attempt: Attempt, journal: Journal) -> None:
@@ -177,11 +181,11 @@ def in_cluster(training: TrainingRun, newest: Newest, roster: Roster, console: C
 
 @dataclass
 class Newest:
-    """Holds the newest attempt of a run, while attempts follow each other."""
+    """Holds the newest attempt of a run, while attempts follow one another."""
 
     run: RunDir
     rebuilt: bool = False
-    """True: an attempt came before it in this command."""
+    """True: it is not the first attempt of this command."""
 
     def begin_next(self, training: TrainingRun, say: Callable[[str], None]) -> None:
         """Begins the next attempt, from the newest checkpoint, and prints notes on it with `say`."""
@@ -248,9 +252,9 @@ def attempts(
 
 @contextmanager
 def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, place: str, console: Console) -> Iterator[Core]:
-    """Starts the rooms of an attempt and makes them load its checkpoint; yields them when they can train. Waits for all
-    replicas in the first attempt of the command and in deterministic mode, else for one. Stops the rooms after the
-    block, however it ends. `place`: a text on where the rooms are."""
+    """Starts the rooms of an attempt and makes them load the attempt's checkpoint. Yields the rooms when they can
+    train, and stops them after the block, however it ends. Waits for all replicas in the first attempt of the command
+    and in deterministic mode, else for one replica. `place`: a text on where the rooms are."""
     started = time.monotonic()
     log_dir = run.logs
     start = run.start
@@ -312,7 +316,7 @@ def load(
     core: Core, checkpoint: Path, manifest: Manifest, source: CheckpointSource | None, roster: Roster, console: Console
 ) -> list[str]:
     """Makes all rooms load their parts of `checkpoint`; nodes that do not see its directory read the parts from
-    `source`. Returns what the rooms other than the trainer say about unfinished work that they continue."""
+    `source`. Returns the messages of the rooms other than the trainer on unfinished work that they continue."""
     unfinished = []
     message = core.trainer.load_state(checkpoint / "trainer", manifest.identities, source)
     if message:
@@ -334,7 +338,7 @@ def train_and_save(
     console: Console,
 ) -> None:
     """Runs the training loop of an attempt, and takes a last checkpoint: at the last step, after a signal, or when the
-    run reaches a limit of its own. `sinks`: the trackers that get each row."""
+    run reaches one of its limits. `sinks`: the trackers that get the metrics of each step."""
     config = training.config
     facts = training.facts
     say = console.print

@@ -34,7 +34,7 @@ from trireme.supervision.supervisor import ElasticReplicas, Supervisor
 
 KEYS = "service.keys"
 SESSIONS = "sessions"
-"""The directory of their store, in the run directory."""
+"""Name of the directory in the run directory that stores the service's sessions."""
 POLICY = "policy"
 TICK_S = 0.2
 
@@ -74,8 +74,8 @@ def keys_of(config: Config, directory: Path, say: Callable[[str], None], prefix:
 
 
 def sessions_factory(config: Config, facts: ModelFacts | None) -> Callable[[], AgentSessions] | None:
-    """Returns a function, which can be pickled, that makes the sessions for a run's agents; None if no environment is
-    an agent. Raises BadInput if the longest sequence of the model is not known."""
+    """Returns a function, which can be pickled, that makes the service for the sessions of a run's agents; None if no
+    environment is an agent. Raises BadInput if the longest sequence of the model is not known."""
     if not any(env.id.startswith(AGENT) for env in (*config.env, *config.eval_envs)):
         return None
     assert facts is not None, "what starts actors has read the model's config.json"

@@ -30,7 +30,8 @@ class SftRun(TrainingRun):
         self._data = data
 
     def enter(self, run: RunDir) -> None:
-        """Sets the place in the data at which the run starts, and with it the number of steps in `config`."""
+        """Moves the data to the example at which the run starts. If the number of steps is not given, sets it in
+        `config` so that the run ends with the last epoch."""
         self._data.load_state(run.start.checkpoint and run.start.checkpoint / "data")
         self.config = self._data.cursor.with_steps(self.config, run.start.step)
 

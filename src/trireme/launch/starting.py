@@ -3,9 +3,9 @@
     prepare_cluster(config, plan)                  refuses what this machine lacks; sets what Ray reads at its import
     with joined(plan) as plan:                     starts Ray here or joins it; checks the plan against its machines
         places = reserve_places(plan, ..., ending) a place for each actor; the nodes with places are examined
-        TrainerHandle.start(places.rooms[...])     the rooms start side by side; `ending` gets their stops
+        TrainerHandle.start(places.rooms[...])     the rooms start in parallel; `ending` gets the calls that stop them
         await_ready(starting, plan, logs, progress) each has loaded its model, or the error names the late room
-        publish_weights, load_state                the first weights of replicas that do not sample from their own
+        publish_weights, load_state                the first weights, unless replicas keep the weights that they loaded
 
 `prepare_cluster` (`trireme.launch.common`) comes before the import of this module, which imports Ray.
 """

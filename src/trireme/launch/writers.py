@@ -1,4 +1,4 @@
-"""Finds out which nodes with processes that write to the run directory do not see it, and moves their files.
+"""Finds the nodes whose processes write to the run directory but do not see it, and moves the files of these nodes.
 
 Shards of the trainer and the orchestrator write their parts of a checkpoint there, and read them at a resume. On a node
 that does not see the directory these parts travel through object storage (`trireme.checkpoint.parts`), if the run is
@@ -35,7 +35,8 @@ from trireme.run.rundir import RunDir
 SEEN_S = 30.0
 """Seconds until a file that the driver has just written is visible on a node: NFS keeps directories for that long."""
 STORED_SEEN_S = 3.0
-"""The same for a run in object storage, where a node that sees the file too late only takes the longer way."""
+"""The same for a run in object storage: there a node that sees the file too late only sends its files the longer way,
+through the store."""
 TICK_S = 0.5
 
 
@@ -48,7 +49,7 @@ class Sight:
     sees: bool
     """True: the run directory is there."""
     problem: str = ""
-    """Why object storage does not help a node that does not see it."""
+    """Why a node that does not see the run directory cannot use object storage instead; "" if it can."""
 
 
 def look(mark: Path, text: str, url: str | None, limit_s: float) -> Sight:
@@ -79,9 +80,9 @@ def look(mark: Path, text: str, url: str | None, limit_s: float) -> Sight:
 
 @dataclass(frozen=True)
 class FarNodes:
-    """The nodes with writers that do not see the directory of `run`, which is kept in object storage; brings their
-    parts of checkpoints. `nodes`: {Ray's id: the node's name in errors}. `timeout_s`: seconds for all parts of a
-    checkpoint."""
+    """The nodes with writers that do not see the directory of `run`. Their parts of checkpoints travel through the
+    object storage that also stores the run; this class moves them. `nodes`: {Ray's id: the node's name in errors}.
+    `timeout_s`: seconds for all parts of a checkpoint."""
 
     run: RunDir
     mirror: Mirror

@@ -16,36 +16,40 @@ from trireme.config.trainer import CommonTrainer, LoraConfig
 
 GIB = 2**30
 SHARD_BASE_GIB = 0.6
-"""Measured memory of a shard without weights, after its first step. Of the code of libraries, 0.5 GiB, each of two
-shards counts half."""
+"""Measured memory of a shard without weights, after its first step. The 0.5 GiB of libraries' code in it are shared by
+two shards on a machine, so half of them counts for each shard."""
 LOGIT_BYTES = 12
-"""Bytes of each logit of a chunk in the backward pass: the chunk before and this one in float32, and their gradient."""
+"""Bytes that the backward pass holds for each logit of a chunk, in float32: the logits of this chunk and of the chunk
+before, and the gradient of the logits."""
 CPU_LOGITS = 2**24
 MOST_LOGITS = 2**30
-"""Logits of a chunk: on a CPU, where larger chunks are no faster; and at most, on a GPU with enough memory beyond the
-plan. (2^24 are 110 tokens of a vocabulary of 152,000: too few rows for a GPU.)"""
+"""The number of logits of a chunk: CPU_LOGITS on a CPU, where larger chunks are no faster; up to MOST_LOGITS on a GPU
+that has enough memory beyond the plan. (2^24 logits are 110 tokens of a vocabulary of 152,000: too few rows for a
+GPU.)"""
 LARGEST_KEPT = 32 * 2**20
 KEPT_BYTES = 64 * 2**20
 KEPT_OF_LAYERS = 17
 KEPT_OF_LARGE = 192 * 2**20
-"""What glibc keeps on a host of freed tensors, a fit to measurements of models up to 70 million parameters
-(docs/internals/memory.md): it gives back what has more than LARGEST_KEPT bytes. If a layer has not more, it keeps
-KEPT_BYTES, and KEPT_OF_LAYERS for each parameter of the layers; else KEPT_OF_LARGE."""
+"""Bytes of freed tensors that glibc does not give back on a host, a fit to measurements of models up to 70 million
+parameters (docs/internals/memory.md). glibc gives back tensors of more than LARGEST_KEPT bytes. If a layer has at most
+LARGEST_KEPT bytes, glibc keeps KEPT_BYTES, and KEPT_OF_LAYERS bytes for each parameter of the layers; if it has more,
+KEPT_OF_LARGE bytes."""
 FLAT_TOKENS = 8
-"""With shared prefixes, the most places in a column of a micro-batch, for each of its distinct tokens, counted as if a
-column had a row for each datum (with a user's own loss it has). Keys of a layer are gathered for the tokens of all
-datums at once (64 answers to 30,000 tokens have 2 million)."""
+"""A plan counts on at most FLAT_TOKENS tokens in all datums of a micro-batch for each of its distinct tokens: a shared
+prefix is distinct once, but is in each datum that begins with it. Columns are counted as if they had a row for each
+datum (with a user's own loss they have it). Keys of a layer are gathered for the tokens of all datums at once (64
+answers to 30,000 tokens have 2 million)."""
 PLACE_BYTES = 96
-"""Bytes of each of these places: columns, log-probabilities and their gradient, and what losses and monitors compute
-with them (counted in `tests/unit/trainer/test_shard_prefixes.py`)."""
+"""Bytes for each of these tokens of all datums: columns, log-probabilities and their gradient, and what losses and
+monitors compute with them (counted in `tests/unit/trainer/test_shard_prefixes.py`)."""
 GPU_ALLOWANCES = {"CUDA context": GIB // 2, "NCCL": GIB, "workspaces": GIB // 2}
-"""Bytes that a shard takes of its GPU in addition to tensors. They are allowances: nothing was measured on a GPU."""
+"""{purpose: bytes} that a shard takes of its GPU in addition to tensors. These are allowances: nothing was measured on
+a GPU."""
 GPU_SHARE = 0.85
 HOST_SHARE = 0.5
-"""The share of a GPU's free memory, and of a process's part of a host, that a shard plans to fill. The rest covers
-errors of the estimate and losses of allocators, and on a host copies of checkpoints, the replicas' caches and the
-system.
-"""
+"""The shares that a shard plans to fill: GPU_SHARE of a GPU's free memory, HOST_SHARE of a process's part of a host's
+memory. The rest covers errors of the estimate and losses of allocators, and on a host also copies of checkpoints, the
+replicas' caches and the system."""
 
 
 def gpu_room(free_bytes: int, memory_bytes: int, replica_share: float = 0.0) -> int:
@@ -79,29 +83,33 @@ class ShardMemory:
     state: int
     """The shard's part of weights, gradients and moments."""
     gathered: int
-    """Weights, gradients and buffers of collectives that are whole at the same time."""
+    """Bytes of weights, gradients and buffers of collectives that a shard holds whole (gathered from all shards) at the
+    same time."""
     activations: int
-    """Values that a full micro-batch keeps from the forward to the backward pass."""
+    """Bytes of the values that a full micro-batch keeps from the forward to the backward pass."""
     logits: int
     """Planned bytes for a chunk of logits on a CPU. On a GPU larger chunks take up to half of the remaining free
     memory, at most MOST_LOGITS * LOGIT_BYTES = 12 GiB (`trainer.logprobs`)."""
     freed: int
-    """What the allocator keeps of freed tensors; 0 on GPUs, where it is in the part that is not planned for."""
+    """Bytes of freed tensors that the allocator does not give back; 0 on GPUs, where they are in the part of the memory
+    that is not planned for."""
     flat: int
-    """What a micro-batch that shares prefixes has for the tokens of all its datums: columns, and keys and values of one
-    layer, with their gradients."""
+    """Bytes that a micro-batch with shared prefixes takes for the tokens of all its datums (a prefix counts for each
+    datum): columns, and keys and values of one layer, with their gradients."""
     kept_tokens: int | None
-    """The most tokens of a micro-batch without activation checkpointing: the backward pass does not compute its layers
-    again. None: no micro-batch uses it. It changes no bit of the results."""
+    """The most tokens that a micro-batch may have without activation checkpointing; the layers of a larger micro-batch
+    are computed again in the backward pass. None: no micro-batch uses activation checkpointing. The number changes no
+    bit of the results."""
     again: bool
     """True: layers are computed again in the backward pass of a full micro-batch."""
     whole: bool
     """True: every shard keeps the whole model over the micro-batches of a batch, so that weights are gathered and
     gradients are summed over shards once per batch. False: once per micro-batch and layer. With several shards and
-    micro-batches it decides the order in which gradients are added, and so their last bits."""
+    micro-batches the choice decides the order in which gradients are added, and so their last bits."""
     weights_stay: bool
     """True: every shard keeps all weights over the micro-batches of a batch, so that they are gathered once per batch
-    (ZeRO-2; with `whole` also their gradients). False: layer by layer in each pass (ZeRO-3). It changes no bit."""
+    (ZeRO-2; with `whole` also their gradients). False: weights are gathered layer by layer in each pass (ZeRO-3). The
+    choice changes no bit of the results."""
     offloaded: bool
     """True: the state is in host memory, and models compute on GPUs."""
 
@@ -141,11 +149,11 @@ class ModelMemory:
     """True: models compute on GPUs."""
 
     def shard(self, options: CommonTrainer, tokens: int, state_bytes: int, room: int) -> ShardMemory:
-        """Returns the memory of a shard that may fill `room` bytes. `tokens`: of a full micro-batch; `state_bytes`:
-        weights, gradients and moments of the whole model, over all shards.
+        """Returns the memory of a shard that may fill `room` bytes. `tokens`: the tokens of a full micro-batch;
+        `state_bytes`: weights, gradients and moments of the whole model, over all shards.
 
-        The room that the state leaves goes to activations first, as computing layers twice costs more than gathering
-        them again. The rest is for keeping the whole model gathered, or at least all weights.
+        The bytes that the state leaves go to activations first, because computing layers twice costs more than
+        gathering weights again. The rest is for keeping the whole model gathered, or at least all weights.
         """
         offloaded = self.on_gpus and options.offload == "cpu"
         state = state_bytes // options.mesh.parts
@@ -178,9 +186,10 @@ class ModelMemory:
         return LOGIT_BYTES * min(CPU_LOGITS, tokens * self.facts.vocab_size)
 
     def flat(self, tokens: int) -> int:
-        """Returns the most bytes of `ShardMemory.flat`, for a micro-batch of `tokens` distinct tokens. On a CPU keys
-        are gathered for datums of the same sizes at a time only. On a GPU, FlashAttention 2 makes the gradients of keys
-        and values for each query head, before it adds those of heads with the same key."""
+        """Returns the most bytes that `ShardMemory.flat` can have for a micro-batch of `tokens` distinct tokens, in
+        which a shared prefix counts once. On a CPU less is needed, because keys are gathered for datums of equal sizes
+        at a time. On a GPU, FlashAttention 2 makes the gradients of keys and values for each query head, before it adds
+        up the gradients of query heads with the same key."""
         facts = self.facts
         heads = 4 * facts.num_kv_heads
         if self.on_gpus and facts.num_heads != facts.num_kv_heads:
@@ -200,7 +209,7 @@ class ModelMemory:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes for each token that a decoder layer keeps for its backward pass: outputs of both norms and of every
+        """Bytes that a decoder layer keeps for its backward pass, for each token: outputs of both norms and of every
         product; queries, keys and values with their norms; the gate and its function. Norms keep their input in
         float32. With experts, the input and output of each chosen expert are added."""
         facts = self.facts
@@ -211,8 +220,8 @@ class ModelMemory:
         return values * self.dtype_bytes + (2 * facts.hidden_size + queries + keys) * 4
 
     def activations(self, tokens: int, again: bool) -> int:
-        """Returns the bytes that all layers keep of `tokens` until the backward pass. `again`: layers are computed
-        twice, so only the input of each layer is kept, and all values of one layer."""
+        """Returns the bytes that all layers keep for `tokens` tokens until the backward pass. `again`: layers are
+        computed twice, so they keep only the input of each layer, and all values of one layer."""
         layers = self.facts.num_layers
         inputs = self.facts.hidden_size * self.dtype_bytes
         return tokens * (layers * inputs + self.layer_bytes if again else layers * self.layer_bytes)
@@ -242,9 +251,9 @@ class ModelMemory:
         return dtype * self.facts.embedding_parameters + max(of_head, of_layer)
 
     def gathered_alone(self, lora: LoraConfig) -> int:
-        """Returns the most bytes of gathered weights and buffers while no activations are held: embeddings and output
-        matrix are copied, either with the first layer out of the buffer in which they were gathered, or with their
-        gradients into the float32 buffer."""
+        """Returns the most bytes of gathered weights and buffers while no activations are held, the larger of two:
+        embeddings, output matrix and first layer, both in the buffer in which they were gathered and as copies; or
+        embeddings and output matrix with their gradients, and the float32 buffer to which the gradients are copied."""
         dtype = self.dtype_bytes
         root = self.facts.embedding_parameters
         return max(2 * dtype * (root + self._layer), 0 if lora.on else (2 * dtype + 4) * root)
@@ -273,7 +282,7 @@ class ModelMemory:
 
 def shard_memory(config: CommonConfig, facts: ModelFacts, *, on_gpus: bool, room: int) -> ShardMemory:
     """Returns the memory of a shard that may fill `room` bytes (from `gpu_room` or `host_room`). The plan calls this
-    with the room that nodes report; the shards decide with the room that they find."""
+    with the free memory that nodes report, the shards with the free memory that they see themselves."""
     dtype_bytes = config.model.dtype_bytes(on_gpus=on_gpus)
     state = bytes_per_trained(config) * facts.trained_parameters(config.trainer.lora)
     state += bytes_per_parameter(config, dtype_bytes) * facts.num_parameters
@@ -287,7 +296,7 @@ def bytes_per_trained(config: CommonConfig) -> int:
 
 
 def bytes_per_parameter(config: CommonConfig, dtype_bytes: int) -> int:
-    """Returns the bytes of state for each parameter of the model that are not for training it: a frozen base under
-    LoRA, in the dtype that computes, and a KL reference that is another model."""
+    """Returns the bytes for each parameter of the model that the state has in addition to trained numbers: for the
+    frozen base under LoRA, in the dtype that computes, and for a KL reference that is another model."""
     base = dtype_bytes if config.trainer.lora.on else 0
     return base + (DTYPE_BYTES[config.trainer.master_dtype] if config.loads_reference else 0)

@@ -20,23 +20,24 @@ HOST_TOLERANCE = 2.0
 """A run that needs more than this multiple of a machine's memory is refused; below, it only warns. On a GPU tensors are
 counted, to about 15 %. On a host processes share much of the counted memory, or never touch it."""
 ASSUMED_GPU = Gpu(80 * GIB, 80 * GIB)
-"""The GPU that is planned for where no driver tells of one."""
+"""The GPU that a plan assumes where no driver describes one."""
 HOST_OF_CUDA_GIB = 2.5
 """Host memory of a process that uses CUDA, without tensors. It is an allowance: nothing was measured on a GPU."""
 VERSIONS = "two versions of the weights"
-"""The newest and the one before it, in Ray's object store: all of them on each machine with a replica, which maps them;
-elsewhere the shares of the trainer's ranks."""
+"""The purpose of the memory for the newest version of the weights and the version before it in Ray's object store. A
+machine with a replica has both versions whole, and the replica maps them; any other machine has the shares of its ranks
+of the trainer."""
 SAMPLER_WEIGHTS = "weights for samplers"
-"""Weights of the base and of `service.tinker.snapshots` samplers, which `trireme serve` keeps next to these versions.
-"""
+"""The purpose of the memory for the weights of the base and of `service.tinker.snapshots` samplers, which `trireme
+serve` keeps in addition to the two versions."""
 SERVICES_GIB = 0.4
 """Measured memory of Ray's services on a machine."""
 KEPT_VERSIONS = 2
 """Versions that live at the same time: the newest, and the one before it, until all replicas have the newest."""
 BUFFERS = 2
 BUCKET_BYTES = 64 * 2**20
-"""How many buckets of published weights a rank has on their way, and the size of a usual one (`BUFFERS` and
-`BUCKET_BYTES` of `trireme.transports.packing`, which imports torch)."""
+"""The number of buckets of published weights that a rank sends at the same time, and the bytes of a usual bucket
+(`BUFFERS` and `BUCKET_BYTES` of `trireme.transports.packing`, which imports torch)."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,13 @@ class Need:
     gpu: Mapping[str, int] = field(default_factory=dict)
     """Bytes of memory on each of its GPUs, by purpose."""
     resting: Mapping[str, int] | None = None
-    """The part of `gpu` that it keeps while it rests, in a colocated run; None: it never rests."""
+    """The part of `gpu` that the actor keeps while it rests in a colocated run, by purpose; None: the actor never
+    rests."""
     shared: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of its machine's memory that actors share: each name counts once for a machine."""
+    """Bytes of memory that the actors of a machine share, by purpose: each purpose counts once for a machine."""
     parts: Mapping[str, int] = field(default_factory=dict)
-    """Its part of what others have in `shared`: parts of one name add up, and are in the whole where that is too."""
+    """Bytes of the actor's part of memory that other actors have in `shared`, by purpose. The parts of a machine's
+    actors add up; if an actor there has the same purpose in `shared`, these bytes include the parts."""
     gpu_share: float = 0.0
     """The share of all memory of each of its GPUs that must be free when it starts."""
     shm_free: int = 0
@@ -80,7 +83,7 @@ class NodeNeeds:
     actors: Mapping[str, Need]
     """The needs of its actors by name."""
     shares_gpu: bool
-    """True: its actors with a model have one GPU together."""
+    """True: all actors on the machine that hold a model use one GPU."""
 
     @property
     def host(self) -> dict[str, int]:
@@ -104,7 +107,8 @@ class NodeNeeds:
 
     @property
     def phases(self) -> dict[str, dict[str, int]]:
-        """Bytes on the GPU that actors share, {actor that works: {purpose: bytes}}. The others rest, or work too."""
+        """{actor that works: {purpose: bytes}} on the GPU that actors share: the bytes of all its actors while this
+        actor works. The others rest, or work too if they never rest."""
         needs = {name: need for name, need in self.actors.items() if need.gpu}
         resting = {name: need.gpu if need.resting is None else need.resting for name, need in needs.items()}
         return {
@@ -116,7 +120,8 @@ class NodeNeeds:
 
     @property
     def phase_texts(self) -> list[str]:
-        """A text for each actor that works while others rest on its GPU: what all hold there."""
+        """A text for each actor that shares a GPU with resting actors: what all of them hold on the GPU while this
+        actor works. Empty if no actor ever rests."""
         if not any(need.resting is not None for need in self.actors.values()):
             return []
         return [f"while {name} works, {_parts_text(parts)}" for name, parts in self.phases.items()]
@@ -195,7 +200,8 @@ def check_shm(machines: Sequence[NodeNeeds]) -> None:
 
 
 def memory_text(node: Node) -> str:
-    """Returns "A has 16.00 GiB of memory", or where something runs "A has 3.10 GiB of 16.00 GiB of memory free"."""
+    """Returns a text such as "A has 16.00 GiB of memory", or "A has 3.10 GiB of 16.00 GiB of memory free" if a part of
+    the memory is in use."""
     return f"{node.name} has {_free_text(node)} of memory{' free' * (node.free_bytes < node.memory_bytes)}"
 
 
@@ -232,12 +238,12 @@ def distribute(
     shares_gpu: bool,
     placed: Mapping[str, str],
 ) -> list[NodeNeeds]:
-    """Assigns actors to machines. Returns the machines that have any, each with the needs of its actors and only the
+    """Assigns actors to machines. Returns the machines that have actors, each with the needs of its actors and only the
     GPUs that they take.
 
-    `needs`: by the actor's name; `options`: Ray's options of each actor, in the same order; `sizes`: lengths of the
+    `needs`: {actor: its need}; `options`: Ray's options of each actor, in the same order; `sizes`: lengths of the
     blocks of consecutive actors that are on one machine; `placed`: {actor: Ray's id of its machine}. Actors that are
-    not in `placed` are assumed to be on as few machines as possible; Ray, too, packs them, though in an order of its
+    not in `placed` are assumed to be on as few machines as possible. Ray packs actors too, though in an order of its
     own.
     """
     ends = list(accumulate(sizes))
@@ -262,8 +268,9 @@ def distribute(
 
 
 def _place(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Node]) -> list[int]:
-    """Returns an index into `nodes` for each bundle: the first node already used that has room for it, else the
-    emptiest node."""
+    """Returns for each of `bundles` the index of its node in `nodes`: the first node already used that has enough free
+    cores and GPUs for the bundle, else the emptiest node. A bundle is what a block of actors needs, with the keys
+    `num_cpus` and `num_gpus`."""
     free = [{"num_gpus": float(node.num_gpus), "num_cpus": float(node.cpus)} for node in nodes]
     places: list[int] = []
     used: dict[int, None] = {}

@@ -26,17 +26,17 @@ class Part(ABC):
     resources: Resources
     """The machines."""
     shares_gpu: bool = field(default=False, kw_only=True)
-    """True: its one actor shares a GPU with the one of another room; `Plan.parts` decides it."""
+    """True: the part's only actor shares a GPU with the only actor of another room. `Plan.parts` decides it."""
     colocated: bool = field(default=False, kw_only=True)
     """True: trainer and replicas take turns on the same devices; `Plan.parts` decides it."""
     taken_share: float = field(default=0.0, kw_only=True)
-    """The share of that GPU that the actor of the other room takes while this part's actor works; 0 where none is
+    """The share of a shared GPU that the actor of the other room takes while this part's actor works; 0 if no GPU is
     shared. `Plan.parts` decides it."""
 
     room: ClassVar[str]
-    """Its name in `Plan.by_room`."""
+    """The name of the room, the key of its values in `Plan.by_room`."""
     size_key: ClassVar[str] = ""
-    """The key that says how many of its actors hold a model; empty: none does."""
+    """The key of the configuration that says how many of the part's actors hold a model; empty: none of them does."""
 
     @property
     def actors(self) -> list[str]:
@@ -88,7 +88,8 @@ class Part(ABC):
 
     @property
     def encoding(self) -> str:
-        """The value of `inference.encoding`, with auto decided. Within a machine nothing is gained by sending less."""
+        """The value of `inference.encoding`, with auto decided. On a single machine auto is not delta, because nothing
+        is gained by sending less."""
         chosen = self.config.encoding
         if chosen != "auto":
             return chosen
@@ -134,4 +135,5 @@ class Part(ABC):
 
     @abstractmethod
     def rows(self, device_text: str) -> list[tuple[str, str]]:
-        """Returns the part's rows as (what, text) pairs. `device_text`: what an actor with a model computes on."""
+        """Returns the rows of the plan that this part prints, as (name of the row, text) pairs. `device_text`: a text
+        on the device with which an actor with a model computes."""

@@ -29,10 +29,11 @@ QUEUE_BYTES = 10 * (24 * 2**20 + 2)
 pages of them, so that ranks that have started leave as much free for the next ones."""
 
 ARRIVING = "arriving weights"
-"""A version that is received while another is loaded, in memory that the ranks of the replica map. Changes turn the one
-version into the next there."""
+"""The purpose of a replica's host memory for a version that it receives while another one is loaded. The ranks of the
+replica map this memory. If changes travel, they turn one version into the next in this memory."""
 FORWARD_PASSES = 3
-"""Arithmetic of training on a token, in forward passes: the backward pass is two."""
+"""The arithmetic of training on a token, in forward passes: one is the forward pass, and the backward pass costs
+two."""
 KEEP_SHARE = 0.3
 """Above this `recompute_share` `inference.on_update = "auto"` keeps KV caches on GPUs."""
 DEAR_SHARE = 2.0
@@ -134,7 +135,8 @@ class InferencePart(Part):
 
     @property
     def _most_share(self) -> float:
-        """The most that a replica may take of its GPU: what is configured, less what a resting shard keeps there."""
+        """The largest share of its GPU, 0 to 1, that a replica may take: the configured share, less the share that a
+        resting shard keeps there."""
         return self.config.inference.gpu_memory_utilization - self.taken_share
 
     def _useful_cache(self, facts: ModelFacts) -> int:
@@ -181,9 +183,10 @@ class InferencePart(Part):
         return (ENGINE_BYTES + self._weight_bytes // self.ranks + self._sequence_cache(self.facts)) / self.gpu_bytes
 
     def decided(self) -> dict[str, object]:
-        """See `Part.decided`. Sets the size of the KV cache where the engine can use less than its share of a GPU
-        leaves, and on a GPU shared with the trainer, where vLLM would measure free memory while the trainer takes
-        some. Decides `on_update`."""
+        """Returns {key or section: value} of the values that the machines decide: the section `inference`, and
+        `placement`. Sets the size of the KV cache where the engine can use less than its share of a GPU leaves; also on
+        a GPU shared with the trainer, where vLLM would measure free memory while the trainer takes some. Decides
+        `on_update` and `encoding`."""
         inference = self.config.inference
         changes: dict[str, object] = {"on_update": self.on_update, "encoding": self.encoding}
         if self.on_gpus:
@@ -404,7 +407,7 @@ class ServicePart(Part):
 RL_ROOMS = (TrainerPart, InferencePart, OrchestratorPart, ServicePart)
 """The rooms of a run of `rl`."""
 LOOP_ROOMS = (TrainerPart, InferencePart)
-"""The rooms of a loop of one's own that samples."""
+"""The rooms of a user's own training loop that samples."""
 EVALUATION_ROOMS = (InferencePart, OrchestratorPart)
 """The rooms of an evaluation."""
 SERVED_ROOMS = (InferencePart, ServicePart)

@@ -11,7 +11,8 @@ from trireme.plan.rl import InferencePart
 from trireme.plan.trainer import TrainerPart
 
 WAITING_ADAPTERS = "adapters that wait"
-"""Their values, both moments and gradients, which are in host memory while another adapter is trained."""
+"""The purpose of the host memory for adapters that wait while another adapter is trained: their values, both moments
+and gradients."""
 
 
 def sets_of_weights(config: Config) -> int:
@@ -33,7 +34,8 @@ class ServedTrainerPart(TrainerPart):
 
     @property
     def needs(self) -> list[Need] | None:
-        """The memory of each shard."""
+        """The memory that each shard needs, with its share of the weights of the base, of samplers and of waiting
+        adapters."""
         needs = super().needs
         if needs is None:
             return None
@@ -68,7 +70,7 @@ class ServedInferencePart(InferencePart):
 
     @property
     def needs(self) -> list[Need] | None:
-        """The memory of each replica."""
+        """The memory that each replica needs, with all sets of weights in Ray's object store on its machine."""
         needs = super().needs
         if needs is None or not self.transport.stored:
             return needs

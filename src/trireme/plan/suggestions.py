@@ -17,7 +17,7 @@ ADAPTER_RANK = 32
 SMALLEST_MICRO_BATCH = 1024
 """Tokens of the micro-batch that is suggested, unless a sequence is longer."""
 Sections = Mapping[str, Mapping[str, Any]]
-"""Changes of a configuration by section and key."""
+"""{section: {key: new value}} of a changed configuration."""
 
 
 def suggestions(plan: Plan) -> list[str]:

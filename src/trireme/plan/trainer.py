@@ -34,7 +34,8 @@ from trireme.plan.whole import count
 ON_THEIR_WAY = "buckets on their way"
 COPIES = "copies for checkpoints"
 SHARES = "shares of two versions of the weights"
-"""Where no store has them, each rank keeps those buckets of both that belong to it."""
+"""The purpose of a rank's host memory for published weights if no object store has them: the rank keeps its own buckets
+of both versions."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,8 @@ class TrainerPart(Part):
         return {**state, **GPU_ALLOWANCES}
 
     def _send_buffers(self, facts: ModelFacts, *, embeddings: bool) -> int:
-        """Returns the bytes of host memory through which a rank sends its buckets on. `embeddings`: as for
-        `_largest_bucket`."""
+        """Returns the bytes of host memory through which a rank sends its buckets. `embeddings`: the rank's share of
+        the buckets has the embeddings, or an output matrix of its own."""
         largest = self._largest_bucket(facts, embeddings=embeddings)
         if self.on_gpus and largest:  # PyTorch gives page-locked memory in powers of two
             largest = 1 << (largest - 1).bit_length()
@@ -169,7 +170,7 @@ class TrainerPart(Part):
 
     @property
     def _room(self) -> int:
-        """Bytes that a shard may fill, on the node that has least memory."""
+        """Bytes that a shard may fill on the node with the least memory."""
         if not self.on_gpus:
             return host_room(min(node.memory_bytes for node in self.resources.nodes), self.config)
         gpus = [node.smallest_gpu for node in self.resources.nodes if node.smallest_gpu]

@@ -72,10 +72,11 @@ SUGGESTIONS = 3
 SHARED_GPU_UTILIZATION = 0.5
 """The most that a replica may take of a GPU that it shares with the trainer."""
 TURNS = frozenset({"trainer", "inference"})
-"""The rooms that can take turns on the same devices. In a run of `rl` they do by themselves, with an orchestrator."""
+"""The rooms that can take turns on the same devices. With `placement = auto` they do so only in a run with an
+orchestrator."""
 
 PartKind = Callable[[Any, ModelFacts | None, Resources], Part]
-"""Makes a part of a plan."""
+"""A class or function that makes a part of a plan from the configuration, the sizes of the model and the machines."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Plan:
     resources: Resources
     """The machines."""
     kinds: Sequence[PartKind]
-    """Makes each part of the run."""
+    """For each part of the run, the class or function that makes it."""
     run_dir: Path | None = None
     """The run directory; None if there is none yet, in a dry run."""
     notes: Sequence[str] = ()
@@ -118,8 +119,8 @@ class Plan:
 
     @property
     def _placement(self) -> str:
-        """The configured `placement`; "split" for a command without replicas, and instead of auto if replicas are to
-        keep their KV caches, which they drop when they sleep."""
+        """The configured `placement`: "auto", "split" or "colocated". It is "split" for a command without replicas, and
+        instead of "auto" if replicas are configured to keep their KV caches, which they drop when they sleep."""
         placement: str = getattr(self.config, "placement", "split")
         if placement == "auto" and getattr(self.config, "inference").on_update == "keep_kv":  # noqa: B009  it has one
             return "split"
@@ -303,8 +304,8 @@ class Plan:
 
     def check_replicas(self, target: int, added: int) -> None:
         """Raises BadInput if the machines cannot hold `target` replicas, by the estimates of memory and the number of
-        GPUs. `added` of these replicas have to start; also raises BadInput if too little memory of hosts and GPUs is
-        free for them. Missing cores are no reason: a replica then waits for a node."""
+        GPUs. `added`: the number of these replicas that have to start; raises BadInput also if too little memory of
+        hosts and GPUs is free for them. Missing cores are no reason: a replica then waits for a node."""
         inference = getattr(self.config, "inference")  # noqa: B009  only runs with replicas are scaled
         config = self.config.model_copy(update={"inference": inference.model_copy(update={"replicas": target})})
         larger = replace(self, config=config, resources=self.resources.emptied)  # what is taken may be this run's
@@ -399,8 +400,8 @@ class Plan:
         return texts
 
     def rows(self) -> list[tuple[str, str]]:
-        """Returns the plan as (what, text) pairs. Texts that several parts have for the same row are joined in one
-        pair."""
+        """Returns the rows of the plan as (name of the row, text) pairs. If several parts have a text for the same row,
+        their texts are joined."""
         if self.colocated and self.on_gpus:
             share = "one GPU in turns"
         elif self.colocated:

@@ -1,8 +1,8 @@
-"""The only place that decides on which device a process computes: on the device that the plan of the run chose, or
-none.
+"""Decides on which device (CPU or GPU) a process computes; no other module does.
 
-`Plan.resolved` writes the choice into the configuration that every process gets. A process that holds a model calls
-`find_device`; an actor sees no GPUs but its own (`ray_cluster.see_own_gpus`).
+`Plan.resolved` writes the device that the plan of the run chose into the configuration that every process gets. A
+process that holds a model calls `find_device`. An actor sees only the GPUs that Ray has given it, perhaps none
+(`ray_cluster.see_own_gpus`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trireme.process.machine import VISIBLE
 
 Device = Literal["cpu", "gpu"]
 DRIVER = Path("/proc/driver/nvidia/version")
-"""Names the version of NVIDIA's driver, once that is loaded."""
+"""The file that names the version of NVIDIA's driver, once this driver is loaded."""
 
 
 def choose_device(option: Literal["auto", "cpu", "gpu"], gpus: int, *, deterministic: bool = False) -> Device:
@@ -54,8 +54,8 @@ def has_gpu() -> bool:
 
 
 def require_gpu(process: str, key: str = "cluster.device") -> None:
-    """Raises BadInput, with the facts about GPUs, if PyTorch can use no GPU in this process. The error names this
-    process as `process`, and `key`, the option that requires a GPU."""
+    """Raises BadInput, with the facts about GPUs, if PyTorch can use no GPU in this process. `process`: the name of
+    this process in the error. `key`: the option that requires a GPU, also for the error."""
     import torch
 
     if has_gpu():

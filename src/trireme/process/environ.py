@@ -18,7 +18,7 @@ from trireme.process.device import choose_device
 from trireme.process.machine import Node, this_machine
 
 STACKS = signal.SIGUSR1
-"""Makes a process write the stacks of all its threads to its log (`redirect_output`)."""
+"""The signal at which a process writes the stacks of all its threads to its log (`redirect_output`)."""
 STACKS_S = 0.5
 """Time for a process to write its stacks before it is killed."""
 LOG_LINES = 20
@@ -32,9 +32,9 @@ class Resources:
     """The machines of a run, with their cores, memory and GPUs."""
 
     nodes: tuple[Node, ...]
-    """Each machine."""
+    """The machines."""
     source: str
-    """Where they are, as part of a sentence ("this machine")."""
+    """Where the machines are, as part of a sentence ("this machine", "the Ray cluster")."""
 
     @classmethod
     def of_this_machine(cls) -> Resources:
@@ -91,14 +91,18 @@ def keep_compiled_code() -> None:
 
 
 def prepare_ray_environment(address: str | None, threads: int, deterministic: bool) -> None:
-    """Sets the variables that Ray reads when it is imported, for the cluster at `address` or one started here (None).
+    """Sets the variables that Ray reads when it is imported. `address`: the cluster to join; None: Ray will be started
+    on this machine, with `threads` threads for each process.
 
-    All processes of a cluster started here inherit these variables. They set: `threads` for each process (unless
-    OMP_NUM_THREADS is set; `deterministic` overrides it); the usual CPU priority (Ray's default for workers, nice 15,
-    leaves no room below it for work that can wait); an authentication token (else Ray writes one into the home
-    directory and prints that at every start); and 127.0.0.1 as the only address at which processes listen, the
-    trainer's store and Ray's metrics too (the variable's name is for the systems on which this is Ray's default). Other
-    clusters ask for a token by default, but a driver only sends its token if a variable tells it to.
+    All processes of a cluster started here inherit the variables. The variables set the number of threads (unless
+    OMP_NUM_THREADS is set; `deterministic` overrides it) and the usual CPU priority (Ray's default for workers is nice
+    15, below which there is hardly a priority for work that can wait). They give Ray an authentication token; without
+    one Ray writes one into the home directory and prints that at every start. They also make 127.0.0.1 the only address
+    at which processes listen, the trainer's store and Ray's metrics too (the variable's name is for the systems on
+    which this is Ray's default).
+
+    For a cluster to join, makes the driver send its token, if there is one: other clusters ask for a token by default,
+    but a driver sends it only if a variable says so.
     """
     if address is not None:
         if "RAY_AUTH_TOKEN" in os.environ or (Path.home() / ".ray" / "auth_token").is_file():
@@ -131,9 +135,9 @@ def redirect_output(log_dir: Path | None, name: str) -> None:
 
 
 def end_of_far_log(log_dir: Path | None, name: str) -> str:
-    """Returns the last LOG_LINES lines of `log_dir/name.log` with the file's place, for an error that is read on
-    another node. Returns "" if there is no log, or if the driver sees the log itself (the file DRIVER_MARK is in
-    `log_dir`)."""
+    """Returns the last LOG_LINES lines of `log_dir/name.log`, with the file's path and this node's name, for an error
+    that people read on another node. Returns "" if there is no log, or if the driver sees the log itself (the file
+    DRIVER_MARK is in `log_dir`)."""
     if log_dir is None or (log_dir / DRIVER_MARK).is_file():
         return ""
     log = log_dir / f"{name}.log"
@@ -152,7 +156,7 @@ def yield_to_others() -> None:
     """Permanently gives the calling thread only CPU time that other threads leave. Call it in a thread that hardly ever
     holds the GIL: while such a thread waits for a core with the GIL, no other thread runs Python.
 
-    Uses SCHED_IDLE, not a high nice value, because any thread that wakes up then takes the core immediately, not at the
-    end of a turn. (Training waits often and briefly: for another shard, for a message.)
+    Uses SCHED_IDLE, not a high nice value: any thread that wakes up then takes the core from this one immediately, not
+    at the end of a time slice. (Training waits often and briefly: for another shard, for a message.)
     """
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # 0: this thread

@@ -7,7 +7,7 @@ time that a process passes the point (default 1); `@n+`: that time and each late
 Actions here: `raise`; `full` (the OSError of a full disk); `kill` (the process sends SIGKILL to itself); `stop`
 (SIGSTOP to itself, until SIGCONT); and `freeze`, which makes the file `TRIREME_FAULT_REACHED` (if that is a directory,
 a file in it named like the item) and sleeps until a test has removed it, so that the test can kill processes at exactly
-this point. Any other word is returned to the caller.
+this point. Any other word, such as `corrupt`, is returned to the caller, which acts on it.
 
 With `TRIREME_FAULT_ONCE`, a directory that all processes share, each item acts in one process only, so that the
 successor of a killed process passes the point. With `TRIREME_FAULTS` unset a point costs one dictionary look-up.
@@ -57,8 +57,8 @@ class ArmedFault:
         return cls(item, match["name"], match["number"], int(match["passage"] or 1), bool(match["on"]), match["action"])
 
     def claim(self) -> bool:
-        """Returns True if this process is to act. With TRIREME_FAULT_ONCE only the first process that calls this for an
-        item acts."""
+        """Returns True if this process is to carry out the fault. With TRIREME_FAULT_ONCE that is only the first
+        process that calls this for an item."""
         once = os.environ.get("TRIREME_FAULT_ONCE")
         if not once or self.item in _claimed:
             return True
@@ -85,13 +85,15 @@ class ArmedFault:
 
 
 def number_process(number: int) -> None:
-    """Gives this process, and its future children, the number that it has in its room."""
+    """Gives this process, and its future children, the number that the process has in its room: the `[n]` of an
+    item."""
     os.environ[_NUMBER] = str(number)
 
 
 def fault_point(name: str) -> str | None:
-    """Marks the place `name` in the code. If a test has armed it for this passage, acts as armed (may raise or kill),
-    and returns the action; else returns None."""
+    """Marks the place `name` in the code, at which tests can inject faults. If TRIREME_FAULTS arms the place for this
+    passage of it, carries out the action, which may raise or kill the process, and returns the action's name. Else
+    returns None."""
     spec = os.environ.get("TRIREME_FAULTS")
     if not spec:
         return None

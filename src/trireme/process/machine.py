@@ -1,5 +1,5 @@
 """Reads the resources of one machine for a run: cores, memory and GPUs. Imports nothing heavy, because the start of a
-run and a short task on each node of a cluster call it."""
+run calls it, and so does a short task on each node of a cluster."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ MIB = 2**20
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SMI = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits")
 SMI_S = 20.0
-"""Time limit for the driver's answer. Without persistence mode it first initialises each GPU, for seconds."""
+"""Time limit for the answer of nvidia-smi. Without persistence mode NVIDIA's driver first initialises each GPU, which
+takes seconds."""
 STORE_SHARE = 0.3
 STORE_BYTES = 200 * 10**9
 STORE_ON_DISK = 10**10
-"""Ray's object store takes this share of a machine's memory, up to a number of bytes. Where /dev/shm is too small for
-it, it is a file in Ray's temporary directory, of at most the last number of bytes
+"""Ray's object store takes the share STORE_SHARE of a machine's memory, at most STORE_BYTES. Where /dev/shm is too
+small for the store, the store is a file in Ray's temporary directory, of at most STORE_ON_DISK bytes
 (`ray._private.utils.resolve_object_store_memory`)."""
 
 
@@ -40,7 +41,7 @@ class Node:
     """A machine of a run, with its resources."""
 
     name: str
-    """Its name in sentences: "this machine", or its address in the cluster."""
+    """The machine's name in sentences: "this machine", or its address in the cluster."""
     cpus: int
     """Cores that the run may use."""
     num_gpus: int
@@ -48,20 +49,21 @@ class Node:
     memory_bytes: int
     """Memory of the machine, or the limit of its control group if that is less."""
     free_bytes: int
-    """The memory that no process has taken, by the system and by the control group."""
+    """Memory that no process has taken: what the system has left, or what the control group has left if that is
+    less."""
     shm_bytes: int
     """Size of /dev/shm."""
     store_bytes: int
     """Size of Ray's object store."""
     gpus: tuple[Gpu, ...] = ()
-    """The memory of each GPU; fewer than `num_gpus` where the driver does not report it. On a cluster's node the GPU
-    with most free memory comes first: Ray assigns GPUs that no actor has."""
+    """The memory of each GPU; fewer entries than `num_gpus` where NVIDIA's driver does not report the memory. On a
+    cluster's node the GPU with most free memory comes first: Ray assigns GPUs that no actor has."""
     id: str = ""
-    """Ray's id of it; "" for a machine that is in no cluster."""
+    """Ray's id of the machine; "" for a machine that is in no cluster."""
 
     @property
     def smallest_gpu(self) -> Gpu | None:
-        """The GPU with the least free memory; None if the driver reported none."""
+        """The GPU with the least free memory; None if NVIDIA's driver reported no GPU."""
         return min(self.gpus, key=lambda gpu: gpu.free_bytes, default=None)
 
 
@@ -98,7 +100,7 @@ def _chosen(visible: str) -> list[str]:
 
 def _ask_driver(visible: str | None) -> tuple[Gpu, ...]:
     """Returns the memory of each GPU in `visible`, the value of CUDA_VISIBLE_DEVICES (indices, or beginnings of UUIDs;
-    None: all GPUs). Asks nvidia-smi, which comes with the driver. Returns () if it does not answer."""
+    None: all GPUs). Asks nvidia-smi, which comes with NVIDIA's driver. Returns () if nvidia-smi does not answer."""
     try:
         answer = subprocess.run(SMI, capture_output=True, text=True, timeout=SMI_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):

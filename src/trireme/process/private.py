@@ -3,7 +3,7 @@ and for the files of one download.
 
     /tmp/trireme-RANDOM     0700
         owner               held by flock while its process lives
-        r/                  Ray's, which it opens to all users; its token does not cover unix sockets
+        r/                  Ray's files; Ray opens r/ to all users, and its token does not protect unix sockets
 
 A user who can rename a socket could replace it. What a killed process leaves is removed by the next one that makes such
 a directory at the same place.
@@ -23,13 +23,14 @@ from pathlib import Path
 PREFIX = "trireme-"
 LOCK = "owner"
 LONGEST_BASE = 24
-"""Bytes of the directory in which it lies. The name takes 17, Ray's directory 2, and Ray's sockets below it 64; the
-system allows 107."""
+"""Longest path, in bytes, of a directory in which a private directory is made. The private directory's name adds 17
+bytes, Ray's directory 2, and Ray's sockets below it 64; the system allows 107 bytes for the path of a socket."""
 
 
 @contextmanager
 def private_directory() -> Iterator[Path]:
-    """Makes the directory of a driver for the time of the block, as `held_directory` does, and yields its path."""
+    """Makes a private directory for the files of this driver, for the time of the block, as `held_directory` does.
+    Yields its path."""
     base = Path(tempfile.gettempdir())
     if len(os.fsencode(base)) > LONGEST_BASE:
         base = Path("/tmp")
@@ -39,8 +40,8 @@ def private_directory() -> Iterator[Path]:
 
 @contextmanager
 def held_directory(base: Path, prefix: str) -> Iterator[Path]:
-    """Makes a private directory in `base` for the time of the block, and yields its path; its name begins with
-    `prefix`. Also removes such directories of processes that were killed. Raises OSError."""
+    """Makes a private directory in `base`, with a name that begins with `prefix`, for the time of the block. Yields its
+    path. Also removes such directories that processes left when they were killed. Raises OSError."""
     for directory in base.glob(f"{escape(prefix)}*"):
         with suppress(OSError):  # of another user, of a process that lives, or of something else
             _sweep(directory)

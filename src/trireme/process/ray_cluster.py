@@ -1,4 +1,8 @@
-"""Runs Ray for the time of a run, reserves places for its actors, and reaches processes on other nodes."""
+"""Runs Ray for the time of a run, reserves places for its actors, and reaches processes on other nodes.
+
+A place is a bundle of one of Ray's placement groups: cores and GPUs, reserved on a node for an actor, or for several
+actors that must share the node.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,7 @@ log = logging.getLogger(__name__)
 
 SHUTDOWN_S = 15.0
 RAY_STARTS = 2
-"""Attempts to start Ray. The second finds its programs and libraries in memory."""
+"""Attempts to start Ray. In the second one Ray's programs and libraries are in memory already."""
 
 REACH_S = 5.0
 PLACE_TICK_S = 1.0
@@ -51,7 +55,7 @@ OBITUARY = "A worker died or was killed"
 
 
 def _without_obituaries() -> None:
-    """Keeps Ray from printing a page about each process that was killed (Ray has no option for this), and errors of
+    """Keeps Ray from printing a page about each process that was killed (Ray has no option for this), and the errors of
     calls with results that nothing needs any longer. The caller that waited for the process reports its death in one
     line."""
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
@@ -66,9 +70,9 @@ def _without_obituaries() -> None:
 
 @contextmanager
 def ray_cluster(config: CommonConfig, local: Resources) -> Iterator[Resources]:
-    """Connects to the cluster at `cluster_address`, or starts Ray on this machine with the cores of `local`, for the
-    time of the block. A cluster that it started leaves no processes and files behind. Yields the resources of the
-    cluster."""
+    """Connects to the cluster at `cluster_address`, or starts Ray on this machine with the cores of `local`, this
+    machine's resources, for the time of the block. Yields the resources of the cluster. A cluster that was started here
+    leaves no processes and no files behind."""
     address = cluster_address(config)
     if address is None:
         _without_obituaries()
@@ -87,8 +91,9 @@ def cluster_resources(timeout_s: float) -> Resources:
 
 @contextmanager
 def connected(address: str, config: CommonConfig | None) -> Iterator[None]:
-    """Connects to the running cluster at `address` for the time of the block. Processes there get the variables and the
-    code of a run of `config`; None: neither. Raises BadInput if no cluster answers."""
+    """Connects to the running cluster at `address` for the time of the block. Processes of this driver there get the
+    environment variables and the code of a run of `config`; with None they get neither. Raises BadInput if no cluster
+    answers."""
     _without_obituaries()
     _refuse_unless_reachable(address)
     os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # else Ray refuses variables that a submitted job also sets
@@ -172,8 +177,8 @@ def _remove(group: PlacementGroup) -> None:
 
 @contextmanager
 def _local_cluster(cpus: int) -> Iterator[None]:
-    """Runs Ray with `cpus` cores on this machine for the time of the block. If an error of the block comes from the end
-    of Ray's services, raises ServicesLost instead."""
+    """Runs Ray with `cpus` cores on this machine for the time of the block. If the block fails because Ray's services
+    have ended, raises ServicesLost instead of the block's error."""
     before = _children()
     keep_compiled_code()  # TMPDIR ends with this block. (vLLM's own cache is in ~/.cache.)
     with private_directory() as directory:
@@ -192,9 +197,8 @@ def _local_cluster(cpus: int) -> Iterator[None]:
 
 
 def _start_ray(cpus: int, directory: str) -> None:
-    """Starts Ray with `cpus` cores and its files in `directory`. Tries a second time if Ray's services are not up
-    within the 30 s that Ray gives them, however busy the machine is (`ray._private.node.Node`). Then raises
-    RoomFailed.
+    """Starts Ray with `cpus` cores and its files in `directory`. If that fails, tries a second time, then raises
+    RoomFailed. (Ray gives its services 30 s to start, however busy the machine is: `ray._private.node.Node`.)
 
     The services get process groups of their own, so that signals to the driver's group do not reach them. A SIGTERM
     would end them before the driver could write a checkpoint; the driver would hang for a minute without them, and Ray
@@ -249,13 +253,14 @@ def reserve(
     ending: ExitStack,
     blocks: Sequence[int] = (),
 ) -> tuple[PlacementGroup, list[ActorOptions]]:
-    """Reserves places for all actors together, on as few nodes as possible. `resources`: Ray's options with the
-    resources of each actor. Returns the group of the places, and Ray's options of each actor in its place. `ending`
-    gives the places back. `progress` is called about once a second while it waits.
+    """Reserves places for all actors together, in one placement group, on as few nodes as possible. `resources`: Ray's
+    options with the resources of each actor. Returns the placement group, and for each actor its options with the
+    scheduling strategy that puts it into its place. `ending` gives the places back to Ray. `progress` is called about
+    once a second during the wait.
 
-    `blocks`: sizes of groups of actors, from the first actor on, that must be on one node each; the other actors are
-    placed one by one. Raises BadInput if no node is large enough for a block, or for an actor with several GPUs, and
-    RoomFailed after `timeout_s` seconds.
+    `blocks`: sizes of blocks of actors, counted from the first actor on, that must share a node: with [2, 2] the first
+    two actors share one, and so do the next two. The other actors are placed one by one. Raises BadInput if no node is
+    large enough for a block, or for an actor with several GPUs, and RoomFailed after `timeout_s` seconds.
     """
     blocks = [*blocks, *[1] * (len(resources) - sum(blocks))]
     bundles = [_bundle(*resources[end - size : end]) for size, end in zip(blocks, accumulate(blocks), strict=True)]
@@ -275,8 +280,8 @@ class PlacePool:
     """Reserves places for actors that are added later, and takes them back. `resources`: Ray's options with the
     resources of one actor. `ending` gives all places back to Ray.
 
-    A place that `reserve` made cannot be given back to Ray without its whole group: the pool keeps it for the next
-    actor.
+    A place that `reserve` made cannot be given back to Ray without its whole placement group: the pool keeps it for the
+    next actor.
     """
 
     def __init__(self, resources: ActorOptions, ending: ExitStack) -> None:
@@ -291,7 +296,7 @@ class PlacePool:
 
     def take(self) -> ActorOptions:
         """Returns Ray's options for one more actor, in a free place of the pool or a new one. An actor in a new place
-        waits until the cluster has room for it."""
+        waits until the cluster has the resources free."""
         if self._free:
             return self._free.pop()
         group = placement_group([_bundle(self._resources) or {"CPU": 0.001}])
@@ -300,7 +305,8 @@ class PlacePool:
         return {**self._resources, "scheduling_strategy": strategy}
 
     def give_back(self, options: ActorOptions) -> None:
-        """Frees the placement group of an actor that has ended. `options`: the actor's options, from `take`."""
+        """Gives the place of an actor that has ended back to Ray, or keeps it for the next actor if `reserve` made it.
+        `options`: Ray's options of the actor, with its place."""
         group = options["scheduling_strategy"].placement_group
         if group in self._groups:
             self._groups.remove(group)
@@ -310,14 +316,15 @@ class PlacePool:
 
     @staticmethod
     def are_there(options_N: Sequence[ActorOptions]) -> list[bool]:
-        """Returns for each actor, given by Ray's options, whether Ray has its place on a live node. A new place may
-        still be waited for, and the place of a lost node is gone. Asks Ray once for each group of places."""
+        """Returns for each actor True if its place is on a live node; False while a new place waits for resources, and
+        after the place's node was lost. `options_N`: Ray's options of the N actors, with their places. Sends Ray one
+        request for each placement group."""
         return [node is not None for node in actor_nodes(options_N)]
 
 
 def nodes_of(options: Mapping[str, Sequence[ActorOptions]]) -> dict[str, list[str]]:
     """Returns {Ray's id of a node: rooms with actors on it}. `options`: {room: Ray's options of its actors}. Leaves out
-    actors without a place."""
+    actors without a place on a live node."""
     rooms_by_node: dict[str, list[str]] = {}
     for room, actors in options.items():
         for node in {node: None for node in actor_nodes(actors) if node}:
@@ -326,7 +333,8 @@ def nodes_of(options: Mapping[str, Sequence[ActorOptions]]) -> dict[str, list[st
 
 
 def actor_nodes(options_N: Sequence[ActorOptions]) -> list[str | None]:
-    """Returns for each actor, given by Ray's options, Ray's id of its node; None if it has no place on a live node."""
+    """Returns for each actor Ray's id of the node with its place; None if its place is not on a live node. `options_N`:
+    Ray's options of the N actors, with their places."""
     strategies = [options["scheduling_strategy"] for options in options_N]
     groups = {strategy.placement_group.id: strategy.placement_group for strategy in strategies}
     tables = {name: placement_group_table(group) for name, group in groups.items()}
@@ -339,9 +347,9 @@ def actor_nodes(options_N: Sequence[ActorOptions]) -> list[str | None]:
 
 
 def await_places(options: Mapping[str, Sequence[ActorOptions]], timeout_s: float, progress: Progress) -> None:
-    """Waits until Ray has a place for each actor, since nodes may have been lost after `reserve`. `options`: {room:
-    Ray's options of its actors}. Calls `progress` once a second while a place is missing. Raises RoomFailed after
-    `timeout_s` seconds."""
+    """Waits until each actor has a place on a live node, since nodes may have been lost after `reserve`. `options`:
+    {room: Ray's options of its actors}. Calls `progress` once a second while a place is missing. Raises RoomFailed
+    after `timeout_s` seconds."""
     started = time.monotonic()
     waited = 0.0
     while names := _without_place(options):
@@ -364,14 +372,15 @@ def _without_place(options: Mapping[str, Sequence[ActorOptions]]) -> list[str]:
 
 
 def create_actor(kind: Callable[Args, Actor], **options: object) -> Callable[Args, ActorProxy[Actor]]:
-    """Returns a function that creates an actor of the class `kind` from the arguments of its constructor, and does not
-    wait. `options`: Ray's options of the actor, at least one."""
+    """Returns a function that starts an actor of the class `kind` with the arguments of the class's constructor, and
+    returns the actor's handle at once. `options`: Ray's options of the actor, at least one."""
     create: Callable[Args, ActorProxy[Actor]] = ray.remote(**options)(kind).remote
     return create
 
 
 def in_group(name: str) -> Callable[[Method], Method]:
-    """Returns a decorator: Ray runs the method in the concurrency group `name` of its actor."""
+    """Returns a decorator for a method of an actor: Ray runs calls of the method in the actor's concurrency group
+    `name`."""
     decorate: Callable[[Method], Method] = ray.method(concurrency_group=name)
     return decorate
 
@@ -384,7 +393,8 @@ def see_own_gpus() -> None:
 
 
 def on_node(node: str) -> object:
-    """Returns the option `scheduling_strategy` that places an actor on the node with the Ray id `node`, or nowhere."""
+    """Returns a value of Ray's option `scheduling_strategy`: it places an actor on the node with the Ray id `node`, and
+    on no other node."""
     return NodeAffinitySchedulingStrategy(node, soft=False)
 
 

@@ -57,8 +57,8 @@ sends to all processes, into a SIGTERM."""
 
 
 def _end_at_the_next(first: int) -> None:
-    """Makes the next signal end the process immediately. A signal that comes so soon after the signal `first` that both
-    are one request (SAME_S, BOTH_S) is ignored."""
+    """Makes the next signal end the process immediately. Ignores a signal that comes so soon after the signal `first`
+    that both are one request (SAME_S, BOTH_S)."""
     arrived = time.monotonic()
 
     def end(signum: int, _frame: FrameType | None) -> None:
@@ -70,7 +70,7 @@ def _end_at_the_next(first: int) -> None:
 
 
 _received: list[int] = []
-"""The exit code of the signal that raised Stopped."""
+"""Empty, or the exit code of the signal for which Stopped was raised."""
 
 
 def _say(text: str) -> None:
@@ -114,7 +114,8 @@ def arm() -> None:
 
 
 class Stop:
-    """Only notes a signal during its `with` block, so that training stops where it can be saved (`check`).
+    """A context manager around training: during its block SIGTERM and Ctrl-C are only noted, so that training stops
+    where the run can be saved (`check`).
 
     Raises StoppedWithoutCheckpoint in the main thread if the block has not ended `grace_s` seconds after the signal. A
     second signal (see SAME_S) ends the process immediately. A room that fails after a signal is not built again: its
@@ -162,7 +163,7 @@ class Stop:
 
 def end_after(close: Callable[[], Awaitable[object]]) -> None:
     """Makes SIGTERM end this process, an actor, only after `close()`, which must limit its own time. Call it in the
-    actor's event loop. Ray's own handler, which exits whatever runs in that loop, is called last.
+    actor's event loop. Ray's handler, which ends the process even in the middle of work in that loop, is called last.
 
     A handler in Python is not possible: it needs the main thread, which Ray occupies. faulthandler's handler runs in
     whichever thread gets the signal, and its output wakes the event loop.

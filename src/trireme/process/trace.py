@@ -3,8 +3,8 @@
     <run>/trace/attempt_1/trainer_0.json     the events of one process; named like its log
 
     with trace.span("publish", version=3):   spans of one track nest
-    with trace.overlapping("step", "env"):   spans that run many at once; spans under a millisecond are left out
-    with trace.life("group", 17):            begin and end are events of their own: seen from the start, also by a kill
+    with trace.overlapping("step", "env"):   spans of one track may overlap; under a millisecond: left out
+    with trace.life("group", 17):            begin and end are separate events: a killed process leaves the begin
     busy = trace.Busy("sampling"); with busy: one span from the first block that begins until the last one ends
 
 Each process calls `start` once, next to where it opens its log; until then, and with `trace.max_mb` = 0, a span is only
@@ -42,7 +42,7 @@ MB = 1_000_000
 LAST_LINE_BYTES = 300
 FULL = "the trace ends here: it has trace.max_mb megabytes"
 ROOMS = ("driver", "orchestrator", "trainer", "inference")
-"""Rooms in the order in which viewers show them."""
+"""The driver and the rooms, in the order in which viewers show their processes."""
 
 _log = logging.getLogger(__name__)
 _numbers = count()
@@ -99,9 +99,9 @@ def overlapping(name: str, track: str, **args: object) -> Iterator[None]:
 
 @contextmanager
 def life(name: str, number: int, **args: object) -> Iterator[JsonObject]:
-    """Records the `with` block as the life of one thing, such as a group: `name` is its kind, `number` tells it from
-    others. `args` are recorded at the begin. Yields a dict; the entries that the block puts into it are recorded at
-    the end."""
+    """Records the `with` block as the life of one thing, such as a group. `name`: the kind of thing; `number` tells it
+    from others of this kind. `args` are recorded at the begin. Yields a dict; the entries that the block puts into it
+    are recorded at the end."""
     ending: JsonObject = {}
     writer = _writer
     if writer:
@@ -114,7 +114,8 @@ def life(name: str, number: int, **args: object) -> Iterator[JsonObject]:
 
 
 class Busy:
-    """Counts the concurrent `with busy:` blocks, and records one span, on a track called `name`, while there is any."""
+    """Records one span, on a track called `name`, from the begin of the first `with busy:` block until no concurrent
+    block is left. Also records the number of concurrent blocks, as a counter."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -161,8 +162,8 @@ def _now() -> int:
 
 
 class TraceWriter:
-    """Writes the trace file of one process in a thread. `counters` {name: value}: values that changed since the last
-    write are written too."""
+    """Writes the trace file of one process in a thread. `counters` {name: value}: the values are written whenever they
+    have changed since the last write."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self.counters: dict[str, int] = {}

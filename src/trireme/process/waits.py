@@ -25,8 +25,8 @@ COLOURS = re.compile(r"\x1b\[\d+m")
 
 
 def failure(error: BaseException, owner: str, log: Path | None) -> TriremeError:
-    """Returns the error that a person reads for `error`, with which Ray answered a call to the process `owner`. `log`:
-    the process's log, which the error names."""
+    """Converts `error`, which Ray raised for a call to the process `owner`, into the error that people read: the
+    TriremeError that the call itself raised, else a RoomFailed. `log`: the process's log, which the error names."""
     log_note = f"; its log: {log}" if log else ""
     if isinstance(error, RayTaskError):
         cause = error.cause
@@ -74,9 +74,9 @@ def get_all(
     limit: str = "",
 ) -> list[Value]:
     """Waits for all `refs` and returns their values. `owners` names the process of each. Raises the error of the first
-    that fails, without waiting for others (which may hang in a collective); RoomFailed after `timeout_s` seconds.
-    Calls `on_tick` about once a second with the names still waited for and the seconds waited. `log` and `limit`,
-    the origin of the time limit, are named in errors."""
+    that fails, without waiting for others (which may hang in a collective); RoomFailed after `timeout_s` seconds. Calls
+    `on_tick` about once a second with the names still waited for and the seconds waited. Errors name `log`, and
+    `limit`, a text that says where the time limit comes from."""
     started = time.monotonic()
     pending = list(refs)
     owner = dict(zip(refs, owners, strict=True))
@@ -126,8 +126,8 @@ class LongWait:
 
 
 def ready(refs: Mapping[Ref[Value], str], timeout_s: float) -> dict[Ref[Value], Value | TriremeError]:
-    """Waits up to `timeout_s` seconds until any of `refs` {reference: name of its process} is ready. Returns {ready
-    reference: its value or its TriremeError}."""
+    """Waits up to `timeout_s` seconds until at least one of `refs` {reference: name of its process} is ready. Returns
+    {reference: its value, or the TriremeError of its call} for all references that are ready then."""
     if not refs:
         time.sleep(timeout_s)
         return {}
@@ -153,8 +153,8 @@ def died(error: BaseException) -> bool:
 
 def unreached(error: BaseException) -> bool:
     """Returns True if `error` says that a call did not reach its actor, and Ray does not know yet whether the actor
-    lives. On a lost node this lasts until Ray has given up the node; a successor started before would be placed
-    there."""
+    lives. On a lost node this lasts until Ray has given up the node; before that, Ray would place the actor's successor
+    on the lost node."""
     return isinstance(error.__cause__, ActorUnavailableError)
 
 

@@ -1,8 +1,9 @@
 """Chooses what a run takes to the nodes of a cluster: environment variables, and code that is not installed there.
 Ray's runtime environment carries both. Imports no Ray.
 
-Without it an actor has the variables with which its node's Ray was started, and can import only packages installed on
-that node. A cluster that a run starts for itself needs none of this: its processes inherit the driver's environment.
+Without a runtime environment an actor has the variables with which its node's Ray was started, and can import only
+packages installed on that node. A cluster that a run starts for itself needs no runtime environment: its processes
+inherit the driver's variables.
 
 Ray logs the variables of a runtime environment on every node, and shows them in its dashboard. So secrets travel in
 another way: in a function that Ray keeps as bytes in memory, and calls at the start of each process.
@@ -33,7 +34,7 @@ from trireme.core.refusals import Refusal
 PREFIXES = ("HF_", "WANDB_", "NCCL_", "GLOO_", "VLLM_", "TRIREME_", "PYTORCH_", "TORCH", "TRITON_")
 """Prefixes of the variables of libraries in actors: hub, W&B, collectives, vLLM, this project."""
 OF_ONE_NODE = "VLLM_HOST_IP"
-"""The address of the process itself, as vLLM reads it: another one on each node."""
+"""The variable from which vLLM reads the address of its process: it differs between nodes, so it does not travel."""
 NAMES = ("PYTHONPATH", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM", "CUBLAS_WORKSPACE_CONFIG")
 """Further variables that decide which code is found and what it computes."""
 STORES = ("AWS_", "GOOGLE_", "AZURE_")
@@ -55,16 +56,16 @@ class WorkerEnvironment:
     """The variables and the code that actors get from the driver."""
 
     variables: Mapping[str, str]
-    """Values by name."""
+    """{name: value} of the variables that are no secrets."""
     secrets: Mapping[str, str] = field(repr=False)
-    """The same for secrets. Their values are neither printed nor written anywhere."""
+    """{name: value} of the variables that are secrets. The values are neither printed nor written anywhere."""
     modules: tuple[Path, ...] = ()
     """Top-level packages (directories) and modules (files)."""
 
     @classmethod
     def of(cls, config: CommonConfig, environ: Mapping[str, str]) -> WorkerEnvironment:
-        """Chooses variables and code by the configuration, from `environ`, the driver's environment. Raises BadInput if
-        the configuration names a variable that is not set."""
+        """Returns the variables and the code that a run of `config` takes along. `environ`: the driver's environment
+        variables. Raises BadInput if the configuration names a variable that is not set."""
         of_environments = [name for name in config.env_variables if name in environ]  # their check refuses others
         chosen = _chosen([*config.cluster.variables, *of_environments], environ)
         named = named_code(config.model_dump(mode="json"), keys_of(type(config))).values()
@@ -91,8 +92,8 @@ class WorkerEnvironment:
         return "; ".join(f"{label} {', '.join(names)}" for label, names in parts if names) or "nothing but the run"
 
     def runtime_env(self, environ: Mapping[str, str]) -> dict[str, object]:
-        """Returns the runtime environment for `ray.init`. `environ`: the driver's environment; if the driver was
-        started by a submitted job, the modules of the job are kept."""
+        """Returns the runtime environment for `ray.init`. `environ`: the driver's environment variables. If a submitted
+        job started the driver, the runtime environment also holds the Python modules of that job."""
         job = (json.loads(environ.get(JOB_CONFIG) or "{}").get("runtime_env") or {}).get("py_modules") or []
         options: dict[str, object] = {"env_vars": dict(self.variables), "excludes": ["__pycache__"]}
         modules = [*map(str, self.modules), *job]
@@ -119,8 +120,9 @@ def _beginning(secrets: Mapping[str, str]) -> Callable[[], None]:
 
 
 def _chosen(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of `environ` that travel, {name: value}: those in PREFIXES and NAMES, and `names`. Relative
-    entries of PYTHONPATH become absolute. Raises BadInput if one of `names` is not set."""
+    """Returns {name: value} of the variables in `environ` that travel: variables with a prefix of PREFIXES (without
+    KEYS and OF_ONE_NODE), variables in NAMES, and the variables `names`. Relative entries of PYTHONPATH become
+    absolute. Raises BadInput if one of `names` is not set."""
     for name in names:
         if name not in environ:
             raise Refusal(
@@ -155,8 +157,9 @@ def modules_not_installed(names: Iterable[str]) -> tuple[Path, ...]:
 
 
 def _places(name: str) -> list[Path]:
-    """Returns the file of the top-level module `name`, or the directories of a package. Returns none if it is built in
-    or is not found (actors then report that). Also searches the working directory, as Ray's workers do."""
+    """Returns the paths of the top-level module `name`: its file, or the directories of a package. Returns an empty
+    list if the module is built in or is not there (actors then report that). Also searches the working directory, as
+    Ray's workers do."""
     spec = None
     with suppress(ValueError):  # __main__
         spec = importlib.util.find_spec(name) or PathFinder.find_spec(name, [os.getcwd()])

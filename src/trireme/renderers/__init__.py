@@ -1,4 +1,5 @@
-"""Turns chat messages into tokens and back: `types.py` defines a renderer, `make_renderer` makes one.
+"""Turns chat messages into tokens and back: `conversation.py` defines the interface of a renderer, `make_renderer`
+makes a renderer.
 
 The names in docs/api.md are stable.
 """

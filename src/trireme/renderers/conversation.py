@@ -15,8 +15,8 @@ import numpy.typing as npt
 TrainOn = Literal[
     "last_assistant_message", "all_assistant_messages", "all_user_and_system_messages", "all_messages", "all_tokens"
 ]
-"""Which tokens of a conversation have weight 1. A message's text and the token that ends it count, its header (who
-speaks) does not; `all_tokens` has no exception."""
+"""The messages of a conversation that are trained on. In such a message the text and the token that ends it have weight
+1; the header (who speaks) and all other messages have weight 0. With `all_tokens` every token has weight 1."""
 
 
 class ToolCall(TypedDict):
@@ -76,7 +76,7 @@ class Renderer(Protocol):
         """Returns the ids of the tokens that end an assistant's message; each one alone does."""
 
     def stop_condition(self) -> tuple[int | str, ...]:
-        """Returns all that ends an assistant's message: the ids of stop tokens, and stop strings."""
+        """Returns everything that ends an assistant's message: the ids of stop tokens, and stop strings."""
         return self.stop_tokens()
 
     def finished(self, tokens: Sequence[int]) -> bool:
@@ -84,14 +84,14 @@ class Renderer(Protocol):
         return len(tokens) > 0 and tokens[-1] in self.stop_tokens()
 
     def closed(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the tokens of a sampled message with the end that the renderer itself writes: where a stop string
-        ended the message, a token replaces it."""
+        """Returns the tokens of a sampled message with the end that the renderer itself writes: if a stop string ended
+        the message, the renderer's end token replaces this string."""
         return list(tokens)
 
     def parse_response(self, tokens: Sequence[int], tools: Sequence[ToolSpec] = ()) -> tuple[Message, bool]:
-        """Parses sampled `tokens`, their end mark included. Returns the assistant's message, and True if it is whole,
-        False if it was cut off or is malformed (thinking or a tool call without an end, a call that is not JSON). Never
-        raises.
+        """Parses sampled `tokens`, including the stop token or string at their end. Returns the assistant's message,
+        and True if it is whole, False if it was cut off or is malformed (thinking or a tool call without an end, a call
+        that is not JSON). Never raises.
 
         `tools`: their schemas give the types of arguments where a format writes arguments as plain text.
         """

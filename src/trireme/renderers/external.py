@@ -1,8 +1,8 @@
 """Chat formats of the package `renderers`, an extra: Llama 3, Qwen 3.5, DeepSeek, Kimi, GLM, gpt-oss, Gemma and others.
 
-The package writes prompts token by token, and extends a sampled sequence by the next messages. It cannot extend one
-where thinking leaves the history: then it renders the whole conversation again, and this module puts the sampled tokens
-of each sampled message back in.
+The package writes prompts token by token, and extends a sampled sequence by the next messages. It cannot extend a
+sequence from which earlier thinking has to be removed. In that case the package renders the whole conversation again,
+and this module puts the sampled tokens of each sampled message back in.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from trireme.renderers.text_renderer import PROBE, PROBE_TOOL, trained_messages
 
 PACKAGE = "renderers"
 THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""Names under which the package's formats know `renderer.enable_thinking`."""
+"""The names of the option, in the package's formats, that corresponds to `renderer.enable_thinking`."""
 QUESTION = "What is 2 + 2?"
 PLAIN = 4
-"""Messages at the beginning of the probe that use no tool."""
+"""Number of messages at the beginning of PROBE, a test conversation, that use no tool."""
 
 
 class PackageRenderer(Renderer):
@@ -120,11 +120,12 @@ class PackageRenderer(Renderer):
         return tokens, owners, says
 
     def _as_shown(self, sampled: list[int], shown: list[int]) -> list[int]:
-        """Returns the tokens that stand for a sampled message in a conversation: `sampled`, without thinking where
-        `shown` (the message as the package renders it) has none, and with the end token of `shown` if sampling was
-        cut off.
+        """Returns the tokens that stand for a sampled message in a conversation. `sampled`: the message's sampled
+        tokens. `shown`: the tokens of the message as the package renders it. The result is `sampled` without thinking
+        if `shown` has none, and with the end token of `shown` if sampling was cut off.
 
-        The thinking is cut off at a special token. If no cut leaves the text of `shown`, all tokens stay.
+        The cut that removes the thinking is before or after a special token. If no such cut leaves the text of `shown`,
+        all tokens stay.
         """
         cuts = sorted(n + after for n, token in enumerate(sampled) if token in self._special for after in (0, 1))
         text = self._text(shown)
@@ -167,7 +168,8 @@ class PackageRenderer(Renderer):
 
 def suitable(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None) -> PackageRenderer:
     """Returns the package's renderer for the tokenizer's model: the format that the package names for this model, else
-    the first format that agrees with the tokenizer's chat template. Raises BadInput if there is none."""
+    the first format that writes a test conversation as the tokenizer's chat template does. `strip`: True removes
+    thinking from before the last question. Raises BadInput if there is no such format."""
     if tokenizer.chat_template is None and Path(tokenizer.name_or_path).is_dir():
         raise BadInput(
             f"{tokenizer.name_or_path} has no chat template, with which a format of the package {PACKAGE} could be "
@@ -189,8 +191,8 @@ def suitable(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None) ->
 
 
 def _writes_template(renderer: PackageRenderer, tokenizer: Tokenizer, enable_thinking: bool | None) -> bool:
-    """Returns True if the renderer's tokens of PROBE, a test conversation, equal the tokens of the chat template. Parts
-    with tools are skipped where the template supports none."""
+    """Returns True if the renderer's tokens of PROBE, a test conversation, equal the tokens of the chat template. Skips
+    the parts of the conversation with tools if the template supports no tools."""
     if enable_thinking is None:
         options = {}
     else:
@@ -264,7 +266,7 @@ def _schemas(tools: Sequence[ToolSpec]) -> list[JsonObject] | None:
 
 
 def _call(call: Any) -> ToolCall | None:
-    """Converts a tool call that the package has parsed. Returns None if it is malformed."""
+    """Converts `call`, a tool call as the package has parsed it. Returns None if the call is malformed."""
     if call.status == "ok":
         arguments = read_json(to_json(call.arguments))
     else:

@@ -29,9 +29,9 @@ def make_renderer(
 ) -> Renderer:
     """Returns the renderer `name` for a `transformers` tokenizer.
 
-    With `name` auto: the renderer of `kinds` that agrees with the tokenizer's chat template; else the format of the
-    package `renderers` for the model (`external.suitable`); else the template itself. For a tokenizer without a
-    template: the format that the package names for the model, else role_colon.
+    With `name` auto: the renderer in `kinds` that writes the same text as the tokenizer's chat template; else the
+    format of the package `renderers` for the model (`external.suitable`); else the template itself. For a tokenizer
+    without a template: the format that the package names for the model, else role_colon.
 
     `strip_thinking_from_history`: prompts show no thinking from before the last question, if the format strips it.
     `enable_thinking` False: prompts ask for an answer without thinking, as Qwen3's template does; None: the format's

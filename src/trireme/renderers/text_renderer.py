@@ -2,10 +2,10 @@
 tokens.
 
     messages --text()--> one string --encode--> tokens                        no message was sampled
-    prompt + sampled tokens + encode(text after the sampled message)          one was: its tokens do not change
+    prompt + sampled tokens + encode(text after the sampled message)          a message was sampled as these tokens
 
 The text after a message is found by writing a mark where the message's content was. Where a prompt leaves out the
-thinking of earlier messages (`history.py`), the thinking is cut out of their tokens.
+thinking of earlier messages (`history.py`), the thinking is cut out of the tokens of these messages.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ PROBE: Sequence[Message] = (
     {"role": "tool", "content": "r"},
     {"role": "assistant", "content": "b"},
 )
-"""A conversation in which formats differ: tools, thinking before and after the last question, an answer without any."""
+"""A test conversation that tells formats apart: it has tools, thinking before and after the last question, and an
+answer without thinking."""
 
 
 class TextRenderer(Renderer):
@@ -55,9 +56,11 @@ class TextRenderer(Renderer):
     """
 
     thinking_is_open = False
-    """The prompt itself opens the assistant's thinking."""
+    """True: the prompt ends with the opening tag of the thinking, so the sampled text begins with the thinking
+    itself."""
     no_thinking = ""
-    """Ends a prompt that asks for an answer without thinking: an empty block of it."""
+    """The empty thinking block at the end of a prompt that asks for an answer without thinking; "": prompts end with no
+    such block."""
     stop_strings: tuple[str, ...] = ()
     """Strings that end the assistant's message, in addition to the stop tokens."""
 
@@ -79,7 +82,8 @@ class TextRenderer(Renderer):
 
     def thinking_from(self, messages: Sequence[Message], generate: bool) -> int:
         """Returns an index into `messages`: the text shows no thinking of messages before it. If the conversation ends
-        with an assistant's message (and not `generate`), the index is the one for that message's prompt."""
+        with an assistant's message (and not `generate`), the index is the same as in the prompt that asks for this
+        message."""
         speaks = bool(messages) and messages[-1]["role"] == "assistant" and not generate
         return self._boundary(messages[:-1] if speaks else messages)
 
@@ -95,8 +99,8 @@ class TextRenderer(Renderer):
     # ---- prompts
 
     def generation_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        """See `Renderer`. The prompt extends the `prompt` of the last sampled message, unless thinking must be stripped
-        there."""
+        """See `Renderer`. If the last sampled message has its `prompt`, the result extends this prompt, unless thinking
+        must be stripped from it."""
         sampled = [i for i, m in enumerate(messages) if "tokens" in m]
         if not sampled:
             return self.encode(self.text(messages, tools, True))
@@ -121,8 +125,8 @@ class TextRenderer(Renderer):
 
     def _from_last(self, messages: Sequence[Message], tools: Sequence[ToolSpec], cut: list[int]) -> list[int] | None:
         """Returns the tokens of the next prompt from the last sampled message on, this message included. Returns None
-        if no message was sampled, or if the next prompt begins in another way than the last sampled message's
-        prompt, because thinking is stripped that was still there.
+        if no message was sampled. Also returns None if the next prompt begins in another way than the prompt of the
+        last sampled message, because thinking is now stripped that this earlier prompt still showed.
 
         `cut`: the result of `_cut_turns` for `messages`.
         """
@@ -132,8 +136,8 @@ class TextRenderer(Renderer):
         return self._followed_by(list(messages[last]["tokens"]), self.text_behind(messages, last, tools))
 
     def _cut_turns(self, messages: Sequence[Message]) -> list[int]:
-        """Returns the indices of the sampled messages from which the next prompt cuts the thinking, or the empty
-        thinking block in front."""
+        """Returns the indices of the sampled messages from which the next prompt cuts the thinking, or in front of
+        which it omits the empty thinking block."""
         earlier = messages[: self._boundary(messages)]
         return [i for i, m in enumerate(earlier) if "tokens" in m and (self.no_thinking or "thinking" in m)]
 
@@ -143,8 +147,8 @@ class TextRenderer(Renderer):
         return without_thinking(self._tokenizer, list(message["tokens"]), self._think_end, self.thinking_is_open)
 
     def _followed_by(self, sampled: list[int], after: str) -> list[int]:
-        """Returns the tokens `sampled` of a message and the encoded text `after` it, without repeating the token that
-        ends the message."""
+        """Returns `sampled`, the tokens of a sampled message, followed by the encoded text `after`. If `sampled` and
+        `after` have the token that ends the message, it stands only once."""
         tokens = self.encode(after)
         ends_itself = sampled and sampled[-1] in self._stop and tokens[:1] == sampled[-1:]
         return sampled + (tokens[1:] if ends_itself else tokens)

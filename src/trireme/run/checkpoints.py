@@ -1,9 +1,9 @@
 """Takes the checkpoints of an attempt. Training continues while a checkpoint is written; one at a time is in flight.
 
     with Checkpoints(...) as checkpoints:        the end of the block takes the last checkpoint, also after a signal
-        checkpoints.at_boundary(version)     a step is released: makes a draft; snapshots of the trainer and other rooms
-        checkpoints.seal()                   its row is written: in the background all parts, manifest, rename, prune
-        checkpoints.leave_boundary()         the trainer is about to change
+        checkpoints.at_boundary(version)     between two steps: makes a draft, for which all rooms take snapshots
+        checkpoints.seal()                   the step's row is written: completes the draft in the background, prunes
+        checkpoints.leave_boundary()         the trainer is about to change its weights
 
 If a part fails, the draft is removed, the checkpoint counts as missed, and an incident is recorded. On a full disk old
 checkpoints are deleted except the newest that verifies, only one checkpoint is kept from then on, and the next boundary
@@ -42,15 +42,16 @@ from trireme.run.rundir import RunDir
 
 log = logging.getLogger(__name__)
 END_S = 30.0
-"""How long a run that failed waits for a checkpoint in flight, because all its parts may be there."""
+"""Seconds for which a run that failed waits for a checkpoint that is being written, because all its parts may be on the
+disk already."""
 
 
 class FarParts(Protocol):
     """The parts of checkpoints that are written on nodes that do not see the run directory."""
 
     def gather(self, draft: Path, manifest: Manifest) -> None:
-        """Brings the files of a checkpoint that are on other nodes into `draft` in the run directory. Raises
-        StorageFailed, RoomFailed."""
+        """Copies the files of the checkpoint `manifest` that other nodes have written to `draft`, its directory in the
+        run directory. Raises StorageFailed, RoomFailed."""
 
     def discard(self, draft: Path) -> None:
         """Deletes the parts of `draft` on the nodes that wrote them. Raises RoomFailed."""
@@ -58,21 +59,22 @@ class FarParts(Protocol):
 
 @dataclass(frozen=True)
 class CheckpointDraft:
-    """A checkpoint that is being written: its directory, its parts and the weights that they are written from."""
+    """A checkpoint that is being written: its directory, its parts, and the published weights from which the part
+    `inference` is written."""
 
     version: int
     path: Path
     identities: tuple[WeightIdentity, ...]
     parts: Mapping[str, PendingFiles]
     weights: PublishedWeights
-    """Held as long as they are read."""
+    """The weights of `version`; the draft holds them so that they exist as long as they are read."""
 
 
 class Checkpoints:
-    """Makes the checkpoints of one attempt. `fixed`: the values that a resume must find unchanged. `decided`: what
-    keys with the value auto meant, by key. `other_rooms`: the rooms that, like the trainer, have a part in each
-    checkpoint, by the part's name. `note` records an incident. `far` collects the parts that other nodes wrote; None if
-    all nodes see the run directory."""
+    """Makes the checkpoints of one attempt. `fixed`: the values that a resume must find unchanged. `decided`: {key of
+    the configuration with the value auto: what auto was decided to mean}. `other_rooms`: {name of the part: room} of
+    the rooms that, like the trainer, have a part in each checkpoint. `note` records an incident. `far` collects the
+    parts that other nodes wrote; None if all nodes see the run directory."""
 
     def __init__(
         self,
@@ -111,10 +113,10 @@ class Checkpoints:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """Takes the last checkpoint, after training to the end and, if the run is at a boundary, after a signal or a
-        limit. A missed last checkpoint raises, unless old checkpoints can be deleted to make room for another try.
-        After any other error, waits up to END_S for a checkpoint in flight. Raises StorageFailed, RoomFailed,
-        LockLost."""
+        """Takes the last checkpoint if training has reached its end or, at a boundary between two steps, if a signal or
+        a limit stops the run. If the last checkpoint is missed, raises, unless old checkpoints can be deleted to make
+        room for another try. After any other error, waits up to END_S for a checkpoint in flight. Raises StorageFailed,
+        RoomFailed, LockLost."""
         may_save = isinstance(error, Stopped | LimitReached) and not isinstance(error, StoppedWithoutCheckpoint)
         try:
             if error is None or may_save:
@@ -157,13 +159,14 @@ class Checkpoints:
             self._save()
 
     def leave_boundary(self) -> None:
-        """Ends the boundary. Call it when the trainer is about to change its weights: until the next boundary there is
-        nothing to save."""
+        """Ends the boundary between two steps. Call it when the trainer is about to change its weights: until the next
+        boundary there is nothing to save."""
         self._boundary = None
 
     def seal(self) -> None:
-        """Makes the draft of this boundary, if there is one, a checkpoint: in a background thread, or before it returns
-        without `checkpoint.async_save`. Call it when the rows up to this boundary are written."""
+        """Turns the draft of this boundary, if there is one, into a checkpoint. Does it in a background thread; without
+        `checkpoint.async_save` it returns when the checkpoint is complete. Call it when the rows of metrics up to this
+        boundary are written."""
         draft = self._draft
         self._draft = None
         if draft is None:
@@ -177,8 +180,8 @@ class Checkpoints:
         self._identities = [i for i in self._identities if i.version >= oldest] + [identity]
 
     def _save(self) -> None:
-        """Makes a draft, and takes snapshots of all rooms for it. Returns when training may continue; without
-        `checkpoint.async_save` that is when all files are written."""
+        """Makes a draft, and takes snapshots of all rooms for it. Returns when training may continue: without
+        `checkpoint.async_save` not before all files are written."""
         assert self._boundary
         version, weights = self._boundary
         self._settle()
@@ -263,8 +266,8 @@ class Checkpoints:
         )
 
     def _settle(self) -> None:
-        """Waits for the checkpoint in flight, if there is one, and counts it as missed if its storage failed. Raises
-        RoomFailed if it takes too long, and the errors of `_miss`."""
+        """Waits for the checkpoint that is being written, if there is one, and counts it as missed if its storage
+        failed. Raises RoomFailed if it takes too long, and StorageFailed or LockLost as `_miss` does."""
         sealing = self._sealing
         self._sealing = None
         if sealing is None:
@@ -321,9 +324,9 @@ class Checkpoints:
         self._run.store.check_owner()
 
     def make_room(self) -> None:
-        """Frees space for a row: waits for the checkpoint in flight, and deletes old checkpoints. If there is none to
-        delete, deletes the draft of this boundary, which counts as a missed checkpoint. Raises StorageFailed after too
-        many missed checkpoints."""
+        """Frees space for a row of metrics: waits for the checkpoint in flight, and deletes old checkpoints. If there
+        are none to delete, deletes the draft of this boundary, which counts as a missed checkpoint. Raises
+        StorageFailed after too many missed checkpoints."""
         self._settle()
         if not self._prune_for_room() and self._draft:
             draft = self._draft
@@ -343,8 +346,8 @@ def _check_loaded(published: WeightIdentity, checkpoint: Manifest) -> None:
 
 
 def _in_background(work: Callable[[], None], name: str) -> Future[None]:
-    """Runs `work` in a daemon thread called `name`. Returns a future for its end. Unlike an executor's thread, one that
-    hangs does not keep the process from ending."""
+    """Runs `work` in a daemon thread called `name`. Returns a future that is done when `work` ends, and has its error.
+    Unlike a thread of an executor, a daemon thread that hangs does not keep the process from ending."""
     future: Future[None] = Future()
 
     def run() -> None:

@@ -24,7 +24,7 @@ from trireme.run.rollout_records import write_records
 from trireme.run.sink import MetricsSink
 
 TOO_EASY = 0.8
-"""Share of problems that are always solved at the start above which there is little left to learn."""
+"""If more than this share of the problems is always solved at the start, there is little left to learn."""
 _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
 
 
@@ -68,7 +68,7 @@ class Clock:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def timed(self, name: str, items: Iterator[Any]) -> Iterator[Any]:
-        """Yields the items of `items`, and adds the time of waiting for each to `seconds[name]`."""
+        """Yields the items of `items`, and adds the seconds of waiting for each item to `seconds[name]`."""
         end = object()
         while True:
             with self(name):
@@ -79,9 +79,9 @@ class Clock:
 
 
 class Journal:
-    """Writes the results of each step of the run in `root`: the metrics to metrics.jsonl, to `sinks` and, as the
-    text that `line(row)` returns, to `out`; the problems to trained.jsonl; and records of some rollouts. `checkpoints`
-    makes room on a full disk. Close it at the end, as `closing` does."""
+    """Writes the results of each step of the run in `root`. The metrics go to metrics.jsonl, to `sinks`, and to `out`
+    as the text that `line(row)` returns; the problems go to trained.jsonl, and records of some rollouts to `rollouts/`.
+    `checkpoints` makes room on a full disk. Close the journal at the end, as `closing` does."""
 
     def __init__(
         self,
@@ -99,9 +99,9 @@ class Journal:
         self._files = {name: path_in(root, name).open("ab", buffering=0) for name in (METRICS, TRAINED)}
 
     def write(self, row: Mapping[str, Any], trained: Mapping[str, Any], records: Sequence[str] = ()) -> None:
-        """Writes one step: `row` has the metrics, `trained` the `groups` or `examples` that were trained on, `records`
-        a JSON object for each recorded group. On return the operating system has each line. Raises LockLost, and
-        StorageFailed if there is no room even after old checkpoints were deleted."""
+        """Writes the results of one step. `row` has the metrics; `trained` has, under the key `groups` or `examples`,
+        what was trained on; `records` has a JSON text for each recorded group. On return the operating system has each
+        line. Raises LockLost, and StorageFailed if there is no room even after old checkpoints were deleted."""
         self._checkpoints.check_owner()
         self._with_room(partial(self._append, TRAINED, {"step": row["step"], "attempt": row["attempt"], **trained}))
         self._with_room(partial(write_records, self._root / ROLLOUTS, row["step"], records))
@@ -149,8 +149,8 @@ class Journal:
 
 
 def evaluation_text(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a line for each evaluation in a row. At version 0 a warning follows if the problems are too hard or too
-    easy to learn from."""
+    """Yields a line of text for each evaluation in `row`, the metrics of a step. At version 0 a warning follows if the
+    problems are too hard or too easy to learn from."""
     places = [name.removesuffix("version") for name in row if name.startswith("eval/") and name.endswith("/version")]
     for place in places:
         version, n, failed = (int(row[place + name]) for name in ("version", "n", "failed"))
@@ -170,7 +170,8 @@ def evaluation_text(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def step_line(row: Mapping[str, Any], max_steps: int) -> str:
-    """Returns the text for the terminal on a step of `rl`: a line, and one for each evaluation in its row."""
+    """Returns the text for the terminal on a step of `rl`: a line with metrics of `row`, and a line for each evaluation
+    in it."""
     return "\n".join(
         [
             f"step {shown_step(row):>{len(str(max_steps))}}/{max_steps}"

@@ -47,25 +47,27 @@ TREES = (ROLLOUTS, "logs", "trace", "tensorboard", "wandb")
 LOOK_S = 1.0
 """Seconds between looks for a new checkpoint."""
 EVERY_S = 60.0
-"""Seconds after which rows and logs are brought without a checkpoint, and HEAD is looked at."""
+"""Seconds between two uploads while there is no new checkpoint. Each upload brings rows and logs, and finds out whether
+HEAD in the store is still this driver's."""
 RETRY_S = 30.0
 """Seconds until a failed upload is tried again."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The part of a run directory that changes only when an attempt starts: HEAD, and the checkpoints in branches."""
+    """The part of a run directory that changes only when an attempt starts: HEAD, and the checkpoints in
+    `branches/`."""
 
     head: Head
     parked: frozenset[str]
-    """The paths of checkpoints of branches that were left."""
+    """The paths of the checkpoints in `branches/`, which a resume from an earlier step has put aside."""
 
 
 class Mirror:
-    """Uploads the files of the run directory `root` to `bucket`, in a thread. HEAD in the store was put by this driver:
-    it holds `stored` and has the tag `tag`.
+    """Uploads the files of the run directory `root` to `bucket`, in a thread. This driver has put HEAD in the store,
+    with the contents `stored`; `tag` is the tag that the store gave HEAD, and changes with HEAD's contents.
 
-    `limit_s`: seconds in which an upload of everything new must be done. `note` records an incident.
+    `limit_s`: seconds within which an upload of everything new must be done. `note` records an incident.
     """
 
     def __init__(
@@ -108,7 +110,8 @@ class Mirror:
             raise StorageFailed(self._failure_text(self._failed))
 
     def draft_key(self, manifest: Manifest) -> str:
-        """Returns the key that the checkpoint of `manifest` will have in the store."""
+        """Returns the key that the checkpoint with this `manifest`, which may still be a draft, will have in the
+        store."""
         return checkpoint_key(self._stored.driver, manifest)
 
     def await_key(self, checkpoint: Path, limit_s: float) -> str:
@@ -127,8 +130,8 @@ class Mirror:
             time.sleep(LOOK_S)
 
     def close(self, limit_s: float) -> None:
-        """Makes the thread upload everything new for the last time and end; waits for it up to `limit_s` seconds.
-        Raises LockLost, and StorageFailed if the upload failed or is not done by then."""
+        """Makes the thread upload everything new for the last time, and then end. Waits for the thread up to `limit_s`
+        seconds. Raises LockLost, and StorageFailed if the upload failed or is not done by then."""
         self._ending.set()
         self._thread.join(limit_s)
         if self._lost:
@@ -144,15 +147,15 @@ class Mirror:
         )
 
     def _follow(self) -> None:
-        """Runs the thread. Keeps an error that ends it, which `check` and `close` raise."""
+        """The function of the thread. Stores an error that ends the thread; `check` and `close` raise it."""
         try:
             self._bring_what_comes()
         except BaseException as error:  # that of the package's compiled code is no Exception
             self._lost = error
 
     def _bring_what_comes(self) -> None:
-        """Uploads new checkpoints at once, and everything else every EVERY_S, until `close`. After a failed upload the
-        next one follows RETRY_S later. Uploads once more at the end."""
+        """Until `close` is called, uploads everything new: at once when there is a new checkpoint, else every EVERY_S
+        seconds. After a failed upload the next one follows RETRY_S later. Uploads once more at the end."""
         full_at = time.monotonic()
         retry_at = 0.0
         while not self._lost and not self._ending.wait(LOOK_S):
@@ -321,8 +324,8 @@ class Mirror:
             self.bucket.delete(self.bucket.keys(key))
 
     def _settle(self) -> StoredRun:
-        """Reads HEAD again, since a put may succeed although its answer is lost. Returns HEAD if this driver put it.
-        Raises LockLost if another driver did, or if it is missing."""
+        """Reads HEAD in the store again, since a put may succeed although its answer is lost. Returns HEAD if this
+        driver put it. Raises LockLost if another driver put it, or if it is missing."""
         head_object = self.bucket.read(HEAD)
         if head_object:
             stored = StoredRun.from_json(head_object[0])

@@ -34,9 +34,10 @@ from trireme.run.mirror import Mirror
 from trireme.run.rundir import BEFORE_MARKS, RunDir, locked, named_root
 
 RECORD = "STORE"
-"""File of a run directory that is kept in object storage: the tokens of the HEADs there that it has everything of."""
+"""The name of a file in the run directory of a run that is kept in object storage. It lists tokens of HEADs in the
+store: the run directory has everything that these HEADs name."""
 ARRIVING = ".arriving"
-"""The end of the name of a run directory that is not whole yet."""
+"""The suffix of the name of a run directory while it is being downloaded."""
 
 
 class RemoteRun:
@@ -59,7 +60,7 @@ class RemoteRun:
             self._prepare(root)
 
     def _look(self, name: str) -> Bucket:
-        """Reads HEAD of the run `name` from the store, if there is one. Returns the bucket of the run. Raises
+        """Reads HEAD of the run `name` from the store, if there is such a run. Returns the bucket of the run. Raises
         CheckpointInvalid if HEAD is damaged."""
         self._bucket = bucket = Bucket(f"{self._url}/{name}")
         head_object = bucket.read(HEAD)
@@ -72,9 +73,9 @@ class RemoteRun:
         return bucket
 
     def _prepare(self, root: Path) -> None:
-        """Makes the run directory `root` ready for the start. For a resume of the run in the store, keeps a directory
-        that is up to date, else moves it aside and downloads the run. Raises BadInput for a new run with a name that
-        the store has, without --clean."""
+        """Makes the run directory `root` ready for the start. To resume the run in the store, leaves the directory
+        unchanged if it is up to date; else moves it aside and downloads the run. Raises BadInput for a new run with a
+        name that the store has, without --clean."""
         resume = self._config.resume
         stored = self._in_store
         if stored is None:
@@ -184,8 +185,8 @@ class RemoteRun:
         write_bytes(checkpoint, MANIFEST, text[0])
 
     def claim(self, run: RunDir, note: Callable[[str], None]) -> Mirror:
-        """Takes over HEAD in the store for `run`. Returns the mirror that uploads `run`, not started yet; `note`
-        records its incidents. Raises BadInput if another driver was faster, StorageFailed."""
+        """Takes over HEAD in the store for `run`. Returns the mirror that uploads `run`, which is not started yet;
+        `note` records incidents of the mirror. Raises BadInput if another driver was faster, StorageFailed."""
         bucket = self._bucket or self._look(run.root.name)
         if self._in_store and self._in_store.head.run_id == run.start.run_id:
             before = self._in_store
@@ -213,9 +214,9 @@ class RemoteRun:
     @contextmanager
     def mirrored(self, run: RunDir, note: Callable[[str], None]) -> Iterator[RunDir]:
         """Takes over HEAD in the store for `run`, which is uploaded there during the block and once more at its end.
-        Yields the run with its mirror: once another driver takes HEAD over, this run may not write either. `note`
-        records incidents. Raises BadInput if another driver was faster; LockLost; StorageFailed if the last upload
-        is not done in time."""
+        Yields the run with its mirror: once another driver has taken over HEAD, writes to the run directory raise
+        LockLost too. `note` records incidents. Raises BadInput if another driver was faster; LockLost; StorageFailed if
+        the last upload is not done in time."""
         mirror = self.claim(run, note)
         limit_s = self._config.timeouts.checkpoint_s
         mirror.start()
@@ -258,8 +259,8 @@ def _is_up_to_date(root: Path, stored: StoredRun) -> bool:
 
 
 def _set_aside(root: Path, driver: int) -> Path | None:
-    """Renames the directory `root` to <name>.before-<driver>-<random>, if it exists, and returns the new path. Returns
-    None if there was none, or one without a run, which is deleted. Raises BadInput if its driver is alive, OSError."""
+    """Renames the directory `root` to <name>.before-<driver>-<random>, and returns the new path. Returns None if there
+    is no such directory, or if it holds no run and is deleted. Raises BadInput if its driver is alive, OSError."""
     if not root.exists():
         return None
     if {entry.name for entry in root.iterdir()} <= set(BEFORE_MARKS):

@@ -11,7 +11,7 @@ from trireme.checkpoint.rows import ROLLOUTS, shown_step
 
 
 class RecordedTexts(TypedDict, total=False):
-    """The texts of a turn, where the recorder had a tokenizer."""
+    """The texts of a turn, which are there if the recorder had a tokenizer."""
 
     observation_text: str
     action_text: str
@@ -40,7 +40,7 @@ class RolloutRecord(TypedDict):
 
 
 class GroupRecord(TypedDict):
-    """A recorded group: one line of a file."""
+    """A recorded group: one line of a file of records."""
 
     step: int
     why: str
@@ -53,8 +53,8 @@ class GroupRecord(TypedDict):
 
 
 def write_records(directory: Path, step: int, records: Sequence[str]) -> None:
-    """Writes the file of a step at once, one of `records` (JSON) a line; does nothing if there are none. Raises
-    OSError."""
+    """Writes the file of a step, which appears only when it is complete: each of `records`, a group as JSON, is a line.
+    Does nothing if there are no records. Raises OSError."""
     if not records:
         return
     directory.mkdir(exist_ok=True)
@@ -80,7 +80,8 @@ def records_in(file: Path, most_bytes: int | None = None) -> Iterator[GroupRecor
 
 
 def newest_prompt(root: Path) -> str | None:
-    """Returns the prompt of a rollout that the run in `root` recorded last, as text; None if it recorded none."""
+    """Returns the text of the first prompt in the newest file of records of the run in `root`; None if there is no such
+    file, or if it has no texts."""
     files = sorted((root / ROLLOUTS).glob("step_*.jsonl"))
     prompts = (read_records(file)[0]["rollouts"][0]["turns"][0].get("observation_text") for file in files[-1:])
     return next(prompts, None)

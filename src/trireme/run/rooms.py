@@ -38,12 +38,12 @@ class StatefulRoom(Protocol):
     """A room other than the trainer with a part in each checkpoint."""
 
     def save_state(self, path: Path) -> PendingFiles:
-        """Saves the state that the room has at the call to the directory `path`. Returns when training may continue;
-        files may be written after that."""
+        """Saves the state that the room has at the moment of the call to the directory `path`. Returns when training
+        may continue; the files may be written after that."""
 
     def load_state(self, path: Path, source: CheckpointSource | None, /) -> str | None:
-        """Continues from the part at `path`; nodes that do not see it read the part from `source`. Returns a message
-        for the log, if any."""
+        """Loads the room's part of a checkpoint, the directory `path`. A node that does not see `path` reads the part
+        from `source`. Returns a message for the log, or None."""
 
 
 class Trainer(Protocol):

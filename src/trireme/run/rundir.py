@@ -38,11 +38,11 @@ from trireme.run.mirror import Mirror
 
 CONFIG = RECORD
 MARKS = (CONFIG, METRICS)
-"""A run directory holds at least one of these files."""
+"""The names of two files; a run directory holds at least one of them."""
 PLACES = ("PYTHONPATH", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "RAY_ADDRESS")
-"""Variables without which the same command may not find its modules, devices, models or cluster."""
+"""Environment variables without which the same command may not find its modules, devices, models or cluster."""
 BEFORE_MARKS = (LOCK, *(f"{mark}.new" for mark in MARKS))
-"""Files of a start that was killed before it left a mark."""
+"""Files that a start may leave if it is killed before it has written one of MARKS."""
 
 
 def command_of(root: Path) -> str:
@@ -72,8 +72,8 @@ def rerun_command(root: Path, *flags: str, trusted: bool = False) -> str:
 
 
 def resume_command(root: Path, longer: int | None = None, *, trusted: bool = False) -> str:
-    """Returns the shell command that resumes the run in `root`, up to step `longer` if given. `trusted`: see
-    `rerun_command`."""
+    """Returns the shell command that resumes the run in `root`, up to step `longer` if given. `trusted`: this user has
+    just run it, as in `rerun_command`."""
     steps = ["--max-steps", str(longer)] if longer else []
     output_dir = json.loads((root / CONFIG).read_bytes()).get("run", {}).get("output_dir", "")
     directory = ("--run.local-dir" if is_url(output_dir) else "--run.output-dir", str(root.parent))
@@ -117,12 +117,12 @@ class RunDir:
         checkpoint to start from; writes HEAD (which claims the attempt), config.json and code.diff. With `--resume
         auto` the directory decides: a run that has begun there, and so has a HEAD, is resumed.
 
-        `fixed`: nested dict of JSON values that must equal the checkpoint's, unless forced. Files of earlier attempts
-        do not change until `checkout`.
+        `fixed`: nested dict of JSON values that must equal the values in the checkpoint, unless `--resume.force` is
+        given. Files of earlier attempts do not change until `checkout`.
 
         Raises BadInput for a directory that is in use by another run or driver, is no run directory or cannot be
-        written, for nothing to resume, and for a checkpoint that does not verify or fit; StorageFailed and
-        CheckpointInvalid if the checkpoint of a fork cannot be made.
+        written; also if there is nothing to resume, or if the checkpoint does not verify or fit. Raises StorageFailed
+        and CheckpointInvalid if the checkpoint of a fork cannot be made.
         """
         root, root_notes = _root(config)
         config = config.model_copy(update={"resume": config.resume.settled(begun=(root / HEAD).exists())})
@@ -150,7 +150,7 @@ class RunDir:
         return run
 
     def checkout(self) -> list[str]:
-        """Sets aside all checkpoints and rows after the checkpoint that this attempt starts from
+        """Moves all checkpoints and rows after the checkpoint from which this attempt starts to `branches/`
         (`CheckpointStore.checkout`). Call it when all rooms have loaded the checkpoint, before any row file is opened.
         Returns a report for people. Raises StorageFailed, LockLost."""
         return self.store.checkout(self.start.step)
@@ -219,7 +219,7 @@ def _output_dir(config: CommonConfig) -> Path:
 
 
 def _root(config: CommonConfig) -> tuple[Path, tuple[str, ...]]:
-    """Returns the run directory, and a note if it had to be searched for. Raises BadInput."""
+    """Returns (the run directory, notes for people: one if the directory had to be searched for). Raises BadInput."""
     root = named_root(config)
     if root:
         return root, ()
@@ -244,8 +244,8 @@ def _latest_run(output_dir: Path, prefix: str) -> Path:
 
 
 def _start(config: CommonConfig, root: Path, fixed: Mapping[str, object], source: VerifiedCheckpoint | None) -> Start:
-    """Finds where the attempt starts, and claims the attempt. `source`: the checkpoint to fork, if any. `fixed`: values
-    that must equal the checkpoint's. Raises BadInput, OSError."""
+    """Finds the checkpoint or step from which the attempt starts, and claims the attempt. `source`: the checkpoint to
+    fork, if any. `fixed`: values that must equal the values in the checkpoint. Raises BadInput, OSError."""
     store = CheckpointStore(root)
     if source:
         return _fork(config, store, source)
@@ -269,8 +269,8 @@ def _go_on(
     fixed: Mapping[str, object],
     chosen: VerifiedCheckpoint | None,
 ) -> Start:
-    """Starts the attempt that follows the one in `head`, from the checkpoint `chosen` or, if it is None, from step 0.
-    Raises BadInput if `fixed` differs from the checkpoint's values."""
+    """Claims the attempt that follows the attempt in `head`. Returns its start: the checkpoint `chosen` or, if that is
+    None, step 0. Raises BadInput if `fixed` differs from the checkpoint's values."""
     if chosen:
         notes = check_fixed(chosen, fixed, config.resume.force)
     else:
@@ -352,7 +352,7 @@ def _clear(root: Path, clean: bool) -> None:
 
 @contextmanager
 def _writable(root: Path) -> Iterator[None]:
-    """Turns an OSError in the block into a BadInput that names `root`."""
+    """A context manager that turns an OSError in its block into a BadInput that names `root`."""
     try:
         yield
     except OSError as error:

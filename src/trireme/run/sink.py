@@ -27,14 +27,14 @@ from trireme.run.trackers import Tracker, connections
 from trireme.supervision.roster import Incident, Roster
 
 PENDING = 200
-"""Steps and incidents that wait for a tracker. Later ones are dropped."""
+"""The most steps and incidents that wait for a tracker. Later ones are dropped."""
 SILENT_S = 60.0
-"""A call to a tracker that takes longer is an incident."""
+"""Seconds. A call to a tracker that takes longer is an incident."""
 CLOSE_S = 30.0
-"""The time in which a tracker gets its last steps at the end of a command."""
+"""Seconds in which a tracker can get its last steps at the end of a command."""
 
 LONGEST_REASON = 300
-"""Characters of an error that are shown."""
+"""The most characters of an error that are shown."""
 
 Value = TypeVar("Value")
 
@@ -76,12 +76,14 @@ class MetricsSink:
             self._fail(f"{PENDING} steps and incidents wait for it")
 
     def alert(self, roster: Roster, incident: Incident | None) -> None:
-        """Gives the tracker an incident of any part but itself. The roster calls this after each change."""
+        """Gives the tracker `incident`, unless there is none or the tracker itself caused it. The roster, which has the
+        states of all parts of the run, calls this after each change."""
         if incident and incident.part != self._name and self._items.qsize() < PENDING:
             self._items.put(incident)
 
     def close(self) -> None:
-        """Waits until the tracker has all steps and is closed, for at most CLOSE_S seconds. Says what it lacks."""
+        """Waits until the tracker has all steps and is closed, for at most CLOSE_S seconds. Prints how many steps the
+        tracker lacks, and why."""
         self._items.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
@@ -94,7 +96,7 @@ class MetricsSink:
             self._say(f"! {self._name} may lack the last steps: {self._reason}. metrics.jsonl has all")
 
     def _watch(self) -> None:
-        """Notes an incident once if the present call to the tracker takes long."""
+        """Notes an incident if the present call to the tracker has taken longer than SILENT_S; once for each call."""
         start = self._call_began
         if start and time.monotonic() - start > SILENT_S and not self._noted_silence:
             self._noted_silence = True
@@ -141,8 +143,8 @@ class MetricsSink:
         self._closed = True
 
     def _fail(self, reason: str) -> None:
-        """Notes an incident after 1, 2, 4, 8 ... failures, so that a tracker that always fails makes few of them, and
-        none after `close`."""
+        """Counts a failure with this `reason`. Notes an incident after 1, 2, 4, 8 ... failures, so that a tracker that
+        always fails makes few incidents. Does nothing after `close` has given up the tracker."""
         if self._abandoned:
             return
         self._failures += 1

@@ -19,13 +19,13 @@ from trireme.run.rollout_records import TABLE_COLUMNS, table_rows
 from trireme.supervision.roster import Incident
 
 LONGEST_TITLE = 63
-"""Characters of the title of a W&B alert."""
+"""The most characters of the title of a W&B alert."""
 FINISH_S = 25.0
-"""W&B gets this long to connect, and to upload the last rows; less than `sink.CLOSE_S`."""
+"""Seconds that W&B has to connect, and to upload the last rows; less than `sink.CLOSE_S`."""
 MLFLOW_MARK = "trireme.run_id"
 """The tag by which a resume finds the run in MLflow."""
 MLFLOW_BATCH = 100
-"""Parameters that MLflow takes at a time."""
+"""The most parameters that MLflow takes at a time."""
 _NOT_IN_MLFLOW = re.compile(r"[^/\w.\- :]")
 """Characters that MLflow refuses in names."""
 _LOGIN = re.compile(r"://[^/@]+@")
@@ -52,8 +52,8 @@ class Tracker(Protocol):
 
 
 class TensorboardTracker:
-    """Writes metrics for TensorBoard to the directory `tensorboard` of the run in `root`. `start`: the completed steps;
-    TensorBoard drops later steps that an earlier attempt has written."""
+    """Writes metrics for TensorBoard to the directory `tensorboard` of the run in `root`. `start`: the number of
+    completed steps. An earlier attempt may have written later steps, which TensorBoard then drops."""
 
     def __init__(self, root: Path, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -121,7 +121,7 @@ class WandbTracker:
         self._run.log({**row, "step": shown_step(row)})
 
     def alert(self, incident: Incident) -> None:
-        """W&B drops equal titles within a minute."""
+        """Sends `incident` as a W&B alert. W&B drops an alert with the same title as another one within a minute."""
         message = f"{incident.part}: {incident.what}"
         self._run.alert(message[:LONGEST_TITLE], f"{message}\n\nat step {incident.step}", level="WARN")
 
@@ -133,8 +133,9 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """Writes to a run of an MLflow experiment, which all attempts share by a tag with `run_id`. A step that is done
-    again is there twice. In names `_` replaces the characters that MLflow refuses: `avg@4` is `avg_4`."""
+    """Writes to a run of an MLflow experiment. All attempts use the same MLflow run, which they find by a tag with
+    `run_id`. A step that is done again is there twice. In names of metrics `_` replaces the characters that MLflow
+    refuses: `avg@4` is `avg_4`."""
 
     def __init__(self, config: CommonConfig, run_id: str, root: Path) -> None:
         from mlflow import MlflowClient
@@ -171,7 +172,7 @@ class MlflowTracker:
             self._client.log_text(self._run, _rollouts_text(records), f"rollouts/step_{step:06d}.md")
 
     def alert(self, incident: Incident) -> None:
-        """MLflow has no alerts: the newest incident is a tag."""
+        """Sets a tag of the MLflow run to `incident`, because MLflow has no alerts. The tag has the newest incident."""
         text = f"{incident.part}: {incident.what}, at step {incident.step}"
         self._client.set_tag(self._run, "trireme.newest_incident", text)
 
@@ -220,8 +221,8 @@ class TrackioTracker:
 
 
 def connections(config: CommonConfig, run_id: str, root: Path, start: int) -> dict[str, Callable[[], Tracker]]:
-    """Returns the configured trackers of the run in `root`, which `start` completed steps precede: by name, a function
-    that connects to the tracker."""
+    """Returns {name of a configured tracker: a function that connects to it}, for the run in `root`. `start`: the
+    number of steps that the run has completed before."""
     connecting: dict[str, Callable[[], Tracker]] = {}
     if config.wandb.project:
         connecting["wandb"] = partial(WandbTracker, config, run_id, root)
@@ -246,11 +247,11 @@ def _mlflow_name(name: str) -> str:
 
 
 def _rollouts(records: Sequence[str]) -> list[list[Any]]:
-    """Returns a row of TABLE_COLUMNS for each rollout of `records`."""
+    """Returns a row with the columns TABLE_COLUMNS for each rollout in `records`, which are groups as JSON texts."""
     return table_rows([json.loads(record) for record in records])
 
 
 def _rollouts_text(records: Sequence[str]) -> str:
-    """Returns the rollouts of `records` as Markdown."""
+    """Returns the rollouts in `records`, which are groups as JSON texts, as Markdown."""
     rows = [dict(zip(TABLE_COLUMNS, row, strict=True)) for row in _rollouts(records)]
     return "\n\n---\n\n".join(f"reward {row['reward']:g}\n\n{row['prompt']}{row['conversation']}" for row in rows)

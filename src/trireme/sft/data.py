@@ -142,9 +142,9 @@ class ExampleCursor:
         return self._order[1]
 
     def with_steps(self, config: SftConfig, start: int) -> SftConfig:
-        """Returns `config` with `max_steps` set to the step at which `data.epochs` are over, counted on from step
-        `start`. The cursor then ends with the last epoch, so the last step may be smaller. If `max_steps` is given,
-        returns `config` unchanged."""
+        """Returns `config` with `max_steps` set so that a run that goes on at step `start` ends with the last of
+        `data.epochs`. The cursor then ends with this epoch, so the last step may have fewer examples. If `max_steps` is
+        given, returns `config` unchanged."""
         if config.max_steps:
             return config
         self.end = config.data.epochs * self.size
@@ -177,8 +177,8 @@ class SftData:
 
     @classmethod
     def load(cls, config: SftConfig, facts: ModelFacts, say: Callable[[str], None]) -> SftData:
-        """Reads all examples that `config` names, and splits off test examples. `say` gets the progress. Raises
-        BadInput."""
+        """Reads all examples in the files that `config` names, and splits off test examples if `data.test_examples` is
+        set. `say` gets the progress. Raises BadInput if files are missing or have bad examples."""
         options = config.data
         limit = config.seq_limit(facts)
         assert limit is not None, "the model has one"

@@ -32,7 +32,7 @@ TooLong = Literal["refuse", "truncate", "drop"]
 
 ROLES = ("system", "user", "assistant", "tool")
 ARRAYS = {"tokens": "iu", "weights": "iuf", "offsets": "iu"}
-"""Arrays of an npz file, and the kinds of numbers that they may hold."""
+"""{array of an npz file: numpy's codes for the kinds of numbers that the array may hold}."""
 MOST_PROBLEMS = 10
 """Number of refusals after which reading stops: a mistake in a script is usually in every line."""
 SAY_EVERY = 10_000
@@ -85,10 +85,11 @@ def files_of(key: str, pattern: str) -> list[Path]:
 def read_examples(
     files: Sequence[Path], rules: ExampleRules, say: Callable[[str], None] = lambda _: None
 ) -> tuple[list[Example], list[str]]:
-    """Reads all examples of `files` in order. Returns them, and notes that count cut and omitted ones. `say` gets the
-    progress.
+    """Reads all examples of `files` in order. Returns the examples, and notes that say how many were cut or omitted
+    because they are too long. `say` gets the progress.
 
-    Raises BadInput that lists bad examples, the first MOST_PROBLEMS over all files, or if there is no example.
+    Raises BadInput if there are bad examples, and lists at most the first MOST_PROBLEMS over all files; also if there
+    is no example at all.
     """
     examples: list[Example] = []
     refusals: list[Refusal] = []

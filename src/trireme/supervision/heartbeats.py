@@ -24,8 +24,8 @@ AGAIN_S = 0.2
 SUSPECT = 1 / 3
 """Part of the time limit after which a silent process is suspect."""
 LONGEST_GAP = 1 / 4
-"""Part of `heartbeat_s`: the most that counts of the time between two looks. This process, or its machine, may have
-been stopped itself, and must not take all others for silent."""
+"""Part of `heartbeat_s`: the most that the time between two calls of `look` counts as. In a longer time this process,
+or its machine, may have been stopped itself, and must not take all others for silent."""
 
 Value = TypeVar("Value")
 Lost = Callable[[str, TriremeError, bool], None]
@@ -57,9 +57,9 @@ class HeartbeatMonitor:
     """Asks processes for heartbeats, and waits for other answers from them. Not thread-safe.
 
     Calls `lost(name, failure, died)` once for each lost process; `died` is False if the process itself reported that it
-    failed. A process is lost after `heartbeat_s` seconds of silence. The replica's actor watches its engine, which
-    answers only between two steps: the actor's heartbeat says how long the engine has been silent, and fails when that
-    is too long.
+    failed. A process is lost after `heartbeat_s` seconds of silence. An engine of vLLM answers only between two of its
+    forward passes, so the replica's actor watches it: the actor's heartbeat says how long the engine has been silent,
+    and fails when that is too long.
     """
 
     def __init__(self, roster: Roster, heartbeat_s: float, lost: Lost) -> None:
@@ -108,8 +108,8 @@ class HeartbeatMonitor:
             handle(outcome)
 
     def look(self) -> list[Silent]:
-        """Sends the requests that are due, and marks silent processes as suspect in the roster. Returns the processes
-        that were silent for too long, each once: `kill` them, then call `end`."""
+        """Sends the heartbeat requests that are due, and marks silent processes as suspect in the roster. Returns the
+        processes that were silent for too long, every process only once: `kill` them, then call `end`."""
         now = self._awake()
         for name, process in self._monitored.items():
             if not process.pending and process.next <= now:
@@ -172,8 +172,8 @@ class HeartbeatMonitor:
 
 
 def kill(silent: Sequence[Silent]) -> None:
-    """Makes silent processes write the stacks of their threads to their logs, and kills them. If nodes do not answer,
-    takes some seconds, however many nodes there are."""
+    """Makes silent processes write the stacks of their threads to their logs, and kills them. This takes some seconds
+    if nodes do not answer, however many nodes there are."""
     parts = [process.part for process in silent if process.part]
     send(parts, STACKS)
     time.sleep(STACKS_S)

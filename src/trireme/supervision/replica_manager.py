@@ -6,6 +6,9 @@ STARTING --its start ends, join--> CATCHING_UP <--tables say who serves--> HEALT
 
 After the budget is used up, a lost replica is left out, if at least cluster.min_replicas others are left. Another one
 is started in its place after cluster.restart_window_s.
+
+Replicas join the replica set, an actor that keeps a table of them: the table says which replicas serve
+(`inference.replica_set`).
 """
 
 from __future__ import annotations
@@ -30,24 +33,25 @@ from trireme.supervision.heartbeats import HeartbeatMonitor, Lost
 from trireme.supervision.roster import PartHealth, Roster
 
 SECOND_OPINION_S = 3.0
-"""Time between a table that says why a replica is gone and its replacement. In it, a failure of trainer or orchestrator
-may turn out to be the cause."""
+"""Time between a table that says why a replica is gone and the replica's replacement. In this time, a failure of
+trainer or orchestrator may turn out to be the cause."""
 PREFIX = "inference_"
 TABLES = "replica_set_0 (its table)"
 TABLE_S = 20.0
-"""Longest wait for a newer table at a time."""
+"""Longest wait of one request for a newer table of the replica set."""
 ALIVE_S = 3.0
-"""Time for the actor of a lost replica to say that it lost nothing but its engine; on a busy machine an answer may take
+"""Time for the actor of a lost replica to answer whether it lost only its engine; on a busy machine an answer may take
 a second."""
 ASLEEP = "sleeps until the next update"
 ASLEEP_S = 0.5
-"""Time between two looks whether the replicas sleep, while a lost one waits for its successor."""
+"""Time after which the start of a successor is tried again, if it waits because the replicas sleep."""
 PLACES_S = 1.0
-"""Time between two looks at the places of replicas that start, which ask Ray's head."""
+"""Time between two checks whether starting replicas have their places in the cluster; a check sends requests to Ray's
+head."""
 
 
 Number = tuple[int, int]
-"""Names a replica for ever, or orders tables."""
+"""Names one life of a replica for ever, as its generation; or orders tables."""
 
 
 class ReplicaTable(Protocol):
@@ -113,9 +117,11 @@ class ReplicaLimits:
     """Decides whether a lost replica may be started again."""
 
     again: Lost
-    """Called with a replica's name before a successor is started; raises if there must be none."""
+    """Called with a replica's name, the failure, and True if the process died, before a successor is started. Raises an
+    error if there must be no successor."""
     again_on: Callable[[str, TriremeError], None]
-    """The same, called with the Ray id of the node where the replica was."""
+    """Also called before a successor is started: with the Ray id of the lost replica's node, and the failure. Raises an
+    error if there must be no successor."""
 
 
 @dataclass
@@ -123,20 +129,21 @@ class _Life:
     """One life of a replica: from the start of its process, or of its successor's, until it is lost."""
 
     generation: Number
-    """Its name in tables."""
+    """Names this life in tables of the replica set."""
     state: PartHealth
     since: float
-    """When it was started, or last found without a place."""
+    """When the process was started, or when it last had no place in the cluster; seconds of the monotonic clock."""
     successor: bool
-    """It replaces another and has not served yet."""
+    """True: the process replaces a lost replica, and has not served yet."""
     placeless: bool = False
-    """It waits for a place in the cluster."""
+    """True: the process waits for a place in the cluster."""
     deciding_until: float = math.inf
-    """Until when its actor, which is lost, may answer what it has lost, or its successor waits for others to wake."""
+    """After the replica's loss: until when its actor may answer whether it lost only its engine, or when the start of
+    the successor is tried again because the replicas slept. Infinite at all other times."""
     lost_engine: bool = False
-    """Its actor lives: it has lost nothing but its engine."""
+    """True: the replica's actor lives, and has lost only its engine."""
     gone_since: float = math.inf
-    """When a table said first that it is gone."""
+    """When a table first reported the replica as gone; infinite if none has."""
 
 
 def _part_name(index: int) -> str:
@@ -192,8 +199,8 @@ class ReplicaManager:
         self._await_table(replica_set, (0, 0))
 
     def begin_set_again(self, replica_set: ReplicaSetRoom) -> Ref[None]:
-        """Starts a new incarnation of `replica_set`, after its loss, with all replicas that had joined. Returns a
-        reference that is ready when the set has started."""
+        """Starts the actor of `replica_set` again after its loss, as a new incarnation with all replicas that had
+        joined. Returns a reference that is ready when the set has started."""
         members = self._of(PartHealth.CATCHING_UP, PartHealth.HEALTHY, PartHealth.DRAINING)
         clients = {index: self._replicas.client(index) for index in members}
         started = replica_set.begin_again(clients, {index: self._lives[index].generation for index in members})
@@ -217,8 +224,8 @@ class ReplicaManager:
         self._replicas.abort_all()
 
     def missing(self, all_of_them: bool) -> list[str]:
-        """Returns the names of the replicas that do not serve yet. With `all_of_them` False, returns none as soon as
-        one serves."""
+        """Returns the names of the replicas that do not serve yet. With `all_of_them` False, returns an empty list as
+        soon as one replica serves."""
         if not all_of_them and self._of(PartHealth.HEALTHY):
             return []
         waited_for = self._of(PartHealth.STARTING, PartHealth.CATCHING_UP)
@@ -231,8 +238,8 @@ class ReplicaManager:
 
     def look(self) -> None:
         """Does the work that is due: replaces replicas that the replica set has reported as gone for SECOND_OPINION_S
-        (not while Ray does not know whether they live), ends starts that take too long, and tries replicas again
-        that were left out."""
+        (but not while Ray does not know whether they live), fails replicas that take too long to start, and starts
+        other replicas for replicas that were left out."""
         now = time.monotonic()
         for index in self._of(PartHealth.CATCHING_UP, PartHealth.HEALTHY):
             reason = self._reason(index)
@@ -258,7 +265,8 @@ class ReplicaManager:
 
     def lost(self, index: int, failure: TriremeError, died: bool) -> None:
         """Replaces replica `index`, which was lost with `failure`, or leaves it out if the restart budget is used up.
-        Raises the error that ends the run if neither is possible. `died`: its process ended."""
+        If the replica was leaving, only removes it. Raises the error that ends the run if the replica can neither be
+        replaced nor be left out. `died`: the replica's process ended."""
         if self._replica_set:
             self._replica_set.leave(index, str(failure))
         life = self._lives[index]
@@ -290,7 +298,7 @@ class ReplicaManager:
 
     @property
     def running(self) -> int:
-        """Number of replicas that take memory: all states, leaving ones included."""
+        """Number of replicas that take memory: replicas in all states, also in DRAINING."""
         return len(self._lives)
 
     def added(self, target: int) -> int:
@@ -325,9 +333,10 @@ class ReplicaManager:
 
     def _succeed(self, index: int, lost_engine: object = False) -> None:
         """Starts the successor of replica `index`. `lost_engine` True: the replica's actor lives and has lost only its
-        engine, so it starts another one; anything else: a new actor is started.
+        engine, so this actor starts another engine; anything else: a new actor is started.
 
-        While replicas sleep the trainer has the memory that an engine needs to start: then `look` tries it again.
+        While the replicas sleep, the trainer has the memory that an engine needs to start. Then nothing is started yet,
+        and `look` tries again later.
         """
         if self._table and self._table.asleep:
             life = self._lives[index]
@@ -385,7 +394,8 @@ class ReplicaManager:
                 self._roster.note(_part_name(index), f"its successor serves, {took:.1f} s after it was started")
 
     def _reason(self, index: int) -> TriremeError | None:
-        """Returns why replica `index` is gone, by the newest table; None if it is not."""
+        """Returns the error with which the newest table reports replica `index` as gone; None if no table reports
+        this."""
         if self._table is None:
             return None
         return self._table.reason(index, self._lives[index].generation)
@@ -435,8 +445,8 @@ class ReplicaManager:
                 self._fail(index, f"it did not start within {limit:g} s ({START_LIMIT})")
 
     def _can_spare(self) -> bool:
-        """Returns True if a replica may be left out: there are more than `cluster.min_replicas`, and restarts are
-        allowed."""
+        """Returns True if a lost replica may be left out: counting it there are more than `cluster.min_replicas`,
+        restarts are allowed, and the run is not deterministic."""
         cluster = self._config.cluster
         if self._config.deterministic or not cluster.max_restarts:
             return False

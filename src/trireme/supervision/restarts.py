@@ -11,7 +11,8 @@ NUMBERS = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+")
 ONE_EVENT_S = 60.0
 """Losses on one node within this time of the first are one event: the node, a network or a driver failed once."""
 COMPARED = 400
-"""Number of characters of two reasons that are compared: a reason begins with the event, and ends with its place."""
+"""Number of characters of two errors' messages that are compared: a message begins with what happened, and ends with
+where."""
 
 
 class Restarts:

@@ -18,7 +18,8 @@ from enum import StrEnum
 RETAINED = 200
 """Number of incidents that are kept in memory; the file has all."""
 LONGEST = 500
-"""Characters of a line that gives a reason; the rest of a long traceback is in the log."""
+"""Number of characters of the text that an incident or a part's health gives as its reason; the rest of a long
+traceback is in the log."""
 
 
 class PartHealth(StrEnum):
@@ -168,7 +169,7 @@ class Roster:
 
     def note_return(self, part: str, took_s: float, *retained: str) -> None:
         """Records an incident: `part` is ready again after `took_s` seconds and an attempt begins. `retained`: texts on
-        unfinished work that was kept."""
+        unfinished work that the attempt continues."""
         begins = f"ready again after {took_s:.1f} s: attempt {self.attempt} continues from step {self.step}"
         self.note(part, "; ".join([begins, *retained]))
 

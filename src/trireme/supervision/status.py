@@ -42,7 +42,7 @@ RECENT = 10
 """Number of incidents in STATUS."""
 JOIN_S = 5.0
 HOLDER = re.compile(r"pid (\d+) on ([^\s,]+)")
-"""Contents of the lock file."""
+"""The pattern of the text in the lock file."""
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +87,9 @@ def read_incidents(root: Path) -> list[Incident]:
 
 
 class StatusWriter:
-    """Writes STATUS and incidents.jsonl of the run in `root` whenever `roster` changes, and at the end of the block how
-    it ended. Enter it in the process that holds the run's lock. Once another driver has taken the lock file, it
-    writes nothing more.
+    """Writes STATUS and incidents.jsonl of the run in `root` whenever `roster` changes. At the end of the block writes
+    how the command ended into STATUS. Enter it in the process that holds the run's lock. Once another driver has taken
+    the lock file, it writes nothing more.
 
     A file that cannot be written causes one warning and does not end the run.
     """
@@ -177,8 +177,8 @@ def _driver_of(root: Path) -> str:
 
 
 def _replace_json(file: Path, value: dict[str, object]) -> None:
-    """Replaces `file` at once by `value` as JSON, so that no reader sees half of it. Does not force the file onto the
-    disk: after a crash of the machine it is out of date anyway. Raises OSError."""
+    """Replaces the contents of `file` with `value` as JSON at once, so that no reader sees half of it. Does not force
+    the file onto the disk: after a crash of the machine it is out of date anyway. Raises OSError."""
     new = file.with_name(f"{file.name}.new")
     new.write_text(to_json(value, indent=1) + "\n")
     new.replace(file)

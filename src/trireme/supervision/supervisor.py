@@ -46,7 +46,7 @@ from trireme.supervision.status import ScaleRequests
 TICK_S = 0.2
 REPLICA_SET = "replica_set_0"
 ROUND_S = 2 * EVERY_S
-"""Within this time each process has been asked once more."""
+"""Within this time every process gets another heartbeat request."""
 log = logging.getLogger(__name__)
 
 
@@ -70,15 +70,15 @@ class ElasticReplicas:
     requests: ScaleRequests  # for more or fewer replicas
     places: PlacePool  # for added replicas
     check_number: Callable[[int, int], None]
-    """Raises BadInput for a number of replicas, or of added ones among them, that the machines cannot hold, RoomFailed
-    where that is unknown. It may ask nodes."""
+    """Called with the number of all replicas and the number of replicas to add. Raises BadInput if the machines cannot
+    hold them, RoomFailed if that is unknown. May take seconds, because it may send requests to nodes."""
 
 
 class Supervisor:
     """Monitors the actors of a run in a thread (see the module). Enter and call it only from the driver's main thread.
 
-    `core`: what messages call the rooms that are built again together. `roster` gets the health of parts and incidents.
-    `elastic`: the replicas; None if the run has none.
+    `core`: the name, in messages, of the rooms that are built again together. `roster` gets the health of parts, and
+    incidents. `elastic`: the replicas; None if the run has none.
     """
 
     def __init__(self, config: CommonConfig, roster: Roster, core: str, elastic: ElasticReplicas | None = None) -> None:
@@ -182,9 +182,9 @@ class Supervisor:
             self.roster.note_return(self._core, time.monotonic() - self._ended_at, *retained)
 
     def detach(self, failure: BaseException | None) -> None:
-        """Ends the attempt before its rooms are stopped: stops monitoring them. `failure`: what ended the attempt; None
-        if it came to its end. If a room hangs, first makes all monitored processes write the stacks of their threads
-        to their logs."""
+        """Ends the attempt before its rooms are stopped: stops monitoring them. `failure`: the error that ended the
+        attempt; None if the attempt reached its end. If a room hangs, first makes all monitored processes write the
+        stacks of their threads to their logs."""
         self._ended_at = time.monotonic()
         if isinstance(failure, StoppedWithoutCheckpoint):
             failure = failure.failure or failure

@@ -21,9 +21,9 @@ from trireme.tools.following import LineFollower
 from trireme.tools.standing import age_of
 
 LOOK_BYTES = 16 << 20
-"""Bytes of a file that one look reads."""
+"""The most bytes of a file that one call of `look` reads."""
 FRESH_S = 5.0
-"""Seconds for which the panels that were drawn last are good enough."""
+"""Seconds for which `panels` may return the charts that it drew last, although there are new rows."""
 NO_CURVES = ("step", "version", "progress", "attempt", "time/unix")
 CURVE_BUCKETS = 400
 MOST_CURVES = 8
@@ -39,7 +39,7 @@ FIRST_CURVES = (
     "optim/entropy",
     "time/step",
 )
-"""The first curves; the others follow in order of name."""
+"""The metrics of the first curves; the curves of all other metrics follow in order of name."""
 
 WASTE = {
     "expired_running": "of groups given up while they ran",
@@ -47,10 +47,11 @@ WASTE = {
     "filtered": "of filtered groups",
     "failed": "of what failed",
 }
-"""Why tokens are not trained on: the metrics `waste/*`."""
+"""{cause: text for people}, the reasons why sampled tokens are not trained on. The metric `waste/<cause>` counts the
+tokens."""
 
 SUMMED = ("perf/tokens", "perf/rollouts", *(f"waste/{cause}" for cause in WASTE))
-"""Metrics that are reported as sums over all rows, where a row has all of them."""
+"""Metrics that are summed over all rows of a run; rows that lack one of these metrics do not count."""
 
 PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
     ("Reward", "", {"reward/total": "mean reward"}),
@@ -137,8 +138,8 @@ class RunCurves:
         return self._lines.unread
 
     def look(self, most_bytes: int | None = LOOK_BYTES) -> None:
-        """Reads the new rows, from at most `most_bytes` of the file (None: all). Reads all rows again after the run has
-        gone back to a checkpoint."""
+        """Reads the new rows, from at most `most_bytes` of the file (None: the whole file). If the run has gone back to
+        a checkpoint, begins again with the first row."""
         restarted, lines = self._lines.poll(most_bytes)
         if restarted:
             self._restart()
@@ -194,7 +195,8 @@ class RunCurves:
         return panels
 
     def curve(self, name: str) -> list[tuple[float, float]]:
-        """Returns (step, value) pairs of the metric `name`, thinned by `thinned`; empty if there is no such metric."""
+        """Returns (step, value) pairs of the metric `name`, thinned to what a chart needs (`thinned`); empty if there
+        is no such metric."""
         return thinned(self.points(name))
 
     def values(self, name: str) -> Sequence[float]:
@@ -257,8 +259,8 @@ class GroupAges:
 
 
 def _curve(name: str, points: Sequence[tuple[float, float]], smooth: bool) -> JsonObject:
-    """Returns a curve as JSON values, thinned. `smooth`: adds a second curve, at each step the mean of the last
-    SMOOTHED steps."""
+    """Returns a curve as JSON values, thinned to the points that a chart needs (`thinned`). `smooth`: adds a second
+    curve, which has at each step the mean of the last SMOOTHED steps."""
     if not smooth:
         return {"name": name, "points": thinned(points)}
     steps, values = zip(*points, strict=True)
@@ -267,7 +269,7 @@ def _curve(name: str, points: Sequence[tuple[float, float]], smooth: bool) -> Js
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Returns for each value the mean of it and up to `window - 1` values before it.
+    """Returns for each value the mean of this value and up to `window - 1` values before it.
 
     >>> moving_mean([1.0, 2.0, 6.0], 2)
     [1.0, 1.5, 4.0]
@@ -276,8 +278,8 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def thinned(points: Sequence[tuple[float, float]], buckets: int = CURVE_BUCKETS) -> list[tuple[float, float]]:
-    """Returns fewer of `points`, so that a curve through them looks alike: the first, the last, and the lowest and the
-    highest of each of `buckets` groups of neighbours. Few points are all returned.
+    """Returns fewer of `points`, such that a curve through them looks alike: the first and the last point, and the
+    lowest and the highest point in each of `buckets` groups of neighbours. Returns all points if they are few.
 
     >>> thinned([(0, 1.0), (1, 5.0), (2, 3.0), (3, 2.0)], buckets=1)
     [(0, 1.0), (1, 5.0), (3, 2.0)]

@@ -29,7 +29,8 @@ NO_MATTER: dict[str, Any] = {
     "inference": {"replicas"},
     "model": {"name"},
 }
-"""Keys that change neither problems nor samples of an evaluation; the checkpoint stands for the model's name."""
+"""{section or key: True for all of it, or the names of keys in the section} of what changes neither problems nor
+samples of an evaluation. The model's name is among it because the checkpoint takes the place of the model."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Evaluations:
 
     directory: Path
     options: str
-    """A hash of the configuration without NO_MATTER, 32 hex digits."""
+    """A hash, 32 hex digits, of the configuration without the keys in NO_MATTER."""
 
     @classmethod
     def of(cls, run: Path, config: Config) -> Evaluations:
@@ -52,7 +53,7 @@ class Evaluations:
         return self.directory / f"step_{identity.version:06d}-{number}.json"
 
     def read(self, identity: WeightIdentity) -> Mapping[str, float] | None:
-        """Returns the metrics of the weights `identity`; None if they have not been evaluated this way."""
+        """Returns the metrics of the weights `identity`; None if they have not been evaluated with these options."""
         file = self.file(identity)
         if not file.exists():
             return None
@@ -70,8 +71,8 @@ class Evaluations:
         return file
 
     def read_lines(self, identity: WeightIdentity) -> list[str]:
-        """Returns the lines that `append_lines` wrote for the weights `identity`. Removes a last one that a kill cut
-        off, so that the next line does not continue it. Raises StorageFailed."""
+        """Returns the lines that `append_lines` wrote for the weights `identity`. Removes the last line from the file
+        if a kill cut it off, because the next line would continue it. Raises StorageFailed."""
         file = self._lines_file(identity)
         if not file.exists():
             return []
@@ -83,7 +84,8 @@ class Evaluations:
         return whole.decode().splitlines()
 
     def append_lines(self, identity: WeightIdentity, lines: Sequence[str]) -> None:
-        """Adds lines of JSON for evaluated problems. Raises StorageFailed."""
+        """Adds `lines`, JSON texts of problems that have been evaluated with the weights `identity`, to the file of
+        these weights. Raises StorageFailed."""
         if not lines:
             return
         file = self._lines_file(identity)
@@ -93,7 +95,7 @@ class Evaluations:
                 out.writelines(f"{line}\n" for line in lines)
 
     def drop_lines(self, identity: WeightIdentity) -> None:
-        """Removes the lines of the weights `identity`. Raises StorageFailed."""
+        """Removes the lines that `append_lines` wrote for the weights `identity`. Raises StorageFailed."""
         file = self._lines_file(identity)
         with storage_errors(file):
             file.unlink(missing_ok=True)
@@ -103,7 +105,8 @@ class Evaluations:
 
 
 def full_name(metric: str, row: Mapping[str, float]) -> str:
-    """Returns the name in `row` of the metric that a user names, with or without `eval/`. Raises BadInput."""
+    """Returns the name in `row` of the metric `metric`, which a user may name with or without `eval/`. Raises BadInput
+    if there is no such metric."""
     for name in (metric, f"eval/{metric}"):
         if name in row:
             return name
@@ -116,8 +119,8 @@ def full_name(metric: str, row: Mapping[str, float]) -> str:
 
 
 def best(rows: Mapping[str, Mapping[str, float]], metric: str) -> str:
-    """Returns the label of the row with the highest `metric`, the first one of equals. Raises BadInput if none has it,
-    because all of its rollouts failed."""
+    """Returns the label of the row with the highest `metric`; the first of several equal rows. Raises BadInput if no
+    row has the metric, because all of its rollouts failed. `rows`: {label of a checkpoint: its metrics}."""
     having = {label: row[metric] for label, row in rows.items() if metric in row}
     if not having:
         raise Refusal(f"--keep-best {metric}, which no checkpoint has", "rollouts that count", "look at `failed`")
@@ -125,14 +128,15 @@ def best(rows: Mapping[str, Mapping[str, float]], metric: str) -> str:
 
 
 def keep(checkpoint: Path, metric: str) -> None:
-    """Marks a checkpoint so that its run never deletes it. Raises StorageFailed."""
+    """Writes a file KEEP to the directory `checkpoint`, so that its run never deletes the checkpoint. `metric`: the
+    reason in this file. Raises StorageFailed."""
     with storage_errors(checkpoint):
         (checkpoint / KEEP).write_text(f"the best by {metric} of `trireme eval`\n")
 
 
 def comparison(rows: Mapping[str, Mapping[str, float]], metric: str | None) -> Table:
-    """Returns a table with a line for each checkpoint and a column for each task: the mean reward with its 95 %
-    interval. `metric`: one more column, and the best one in it is marked."""
+    """Returns a table with a line for each checkpoint, and a column for each task: the mean reward with its 95 %
+    interval. `metric`: a metric that gets one more column, in which the best value is marked; None: no such column."""
     names = list(dict.fromkeys(name for row in rows.values() for name in row if _is_mean(name)))
     if metric and metric not in names:
         names.append(metric)

@@ -22,7 +22,7 @@ from trireme.core.refusals import Refusal
 from trireme.tools.merge import ADAPTER, merged_files
 
 DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-"""As safetensors writes them, and as torch does."""
+"""{name of a dtype in safetensors: its name in torch}."""
 DTYPES = tuple(DTYPE_NAMES.values())
 PART = "inference/"
 CONFIG = "config.json"
@@ -125,7 +125,7 @@ def chosen_checkpoint(root: Path, step: int | None) -> VerifiedCheckpoint:
 
 
 def _exported(checkpoint: Path, out: Path) -> ExportedModel:
-    """Describes the complete export of `checkpoint` in the directory `out`."""
+    """Returns a description of the complete export of `checkpoint` in the directory `out`."""
     tables = [read_header(file)[1] for file in sorted(out.glob("*.safetensors"))]
     first = next(about["dtype"] for table in tables for name, about in table.items() if name != "__metadata__")
     files = sum(file.is_file() for file in out.rglob("*"))
@@ -133,8 +133,8 @@ def _exported(checkpoint: Path, out: Path) -> ExportedModel:
 
 
 def _write_beside(out: Path, files: Iterable[tuple[str, bytes]], dtype: str | None) -> None:
-    """Writes all `files`, (path below `out`, contents), to a directory next to `out`, then renames this directory to
-    `out`. Casts tensors to `dtype` (None: no cast)."""
+    """Writes all `files`, (path below `out`, contents), to a new directory next to `out`, then renames this directory
+    to `out`. Casts floating-point tensors to `dtype` (None: no cast)."""
     draft = out.with_name(f"{out.name}.partial-{secrets.token_hex(4)}")
     try:
         tensor_bytes = 0
@@ -173,8 +173,8 @@ def _write(file: Path, data: bytes) -> None:
 
 
 def _edit(file: Path, changes: Mapping[str, object]) -> None:
-    """Sets `changes` in a JSON file. Does nothing if the file does not exist: an adapter has no model configuration, a
-    small model no index."""
+    """Sets the keys in `changes` to their values in a JSON file. Does nothing if the file does not exist: an adapter
+    has no model configuration, a small model no index."""
     if not file.exists():
         return
     values = json.loads(file.read_bytes())

@@ -21,14 +21,14 @@ class LineFollower:
 
     file: Path
     unread: int = 0
-    """Bytes after the last ones that `poll` has read."""
+    """The number of bytes of the file that `poll` has left unread."""
     _inode: int = 0
     _position: int = 0
 
     def poll(self, most_bytes: int | None = None) -> tuple[bool, list[bytes]]:
-        """Returns (restarted, the new whole lines), from at most the next `most_bytes` of the file (None: all). True
-        for restarted: the file was replaced or cut, for example by a run that goes back to a checkpoint, and the lines
-        begin with its first line."""
+        """Returns (restarted, the new whole lines), from at most the next `most_bytes` of the file (None: all).
+        `restarted` is True if the file was replaced or cut, for example by a run that goes back to a checkpoint; then
+        the lines begin with the first line of the file."""
         if not self.file.exists():
             return False, []
         with self.file.open("rb") as lines:

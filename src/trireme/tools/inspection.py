@@ -21,12 +21,12 @@ from trireme.supervision.roster import Incident
 from trireme.supervision.status import INCIDENTS, Status, read_incidents
 
 MOST_INCIDENTS = 10
-"""Shown to a person; JSON has all."""
+"""The most incidents that are shown to a person; JSON has all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectedCheckpoint:
-    """A checkpoint of a run, and whether it verifies. Fields that are read from its manifest are None if that is
+    """A checkpoint of a run, and whether it verifies. Fields that come from its manifest are None if the manifest is
     unreadable."""
 
     path: str  # relative to the run

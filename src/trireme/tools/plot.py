@@ -19,9 +19,9 @@ from trireme.tools.curves import RunCurves, moving_mean
 COLORS = ("#2f81f7", "#d97706", "#2da44e", "#bf3989", "#8250df", "#cf222e")
 GREY = "#7d8590"
 AVERAGED = "seed"
-"""Runs that differ only in this key are one point against a knob."""
+"""Runs that differ only in this key are one point of a line in `draw_knob`, at the mean of their metrics."""
 LOG_FROM = 8
-"""A knob is drawn by its logarithm from this ratio of the largest to the smallest value on."""
+"""The axis of a knob is logarithmic if the ratio of the largest to the smallest value is at least this."""
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "trireme",
@@ -74,10 +74,11 @@ def read_curve(root: Path, key: str) -> tuple[Sequence[float], Sequence[float]]:
 
 
 def draw_knob(points: Sequence[tuple[Mapping[str, object], float]], *, knob: str, metric: str) -> bytes:
-    """Draws the metric `metric` of several runs against the key `knob`, which differs between them. Returns the SVG
-    file. Each run is a dot; the lines of `lines_of` go through the means.
+    """Draws the metric `metric` of several runs against the knob `knob`, a key of the configuration that differs
+    between them. Returns the SVG file. Each run is a dot. Lines go through the means of runs that differ only in the
+    seed, as `lines_of` groups them.
 
-    `points`: for each run its values of all keys that differ, and the metric.
+    `points`: for each run ({key: value} of all keys that differ between the runs, the metric).
     """
     lines = lines_of(points, knob)
     places, scale = axis_of(list(dict.fromkeys(values[knob] for values, _ in points)))
@@ -96,9 +97,9 @@ def draw_knob(points: Sequence[tuple[Mapping[str, object], float]], *, knob: str
 
 
 def lines_of(points: Sequence[tuple[Mapping[str, object], float]], knob: str) -> dict[str, dict[object, list[float]]]:
-    """Groups the metrics of runs into the lines of a plot. Returns {label: {value of the knob: metrics of its runs}},
-    with a line for each combination of the other keys except the seed; one line for all if there are more
-    combinations than colours."""
+    """Groups the metrics of runs into the lines of a plot. Returns {label of a line: {value of the knob: metrics of its
+    runs}}. There is a line for each combination of values of the other keys except the seed, or a single line if there
+    are more combinations than colours."""
     names = [
         ", ".join(
             f"{key.rpartition('.')[2]} = {knob_text(values[key])}" for key in values if key not in (knob, AVERAGED)

@@ -5,8 +5,8 @@
 The card claims the repository for the run, so it goes first. A push that was interrupted is repeated: it uses the
 export on disk again, and sends only what the hub lacks. A repository that holds anything else stays unchanged.
 
-Large files go by Xet, which the hub's client takes where hf_xet is installed, and to a storage that sends no block
-twice; with HF_HUB_DISABLE_XET=1 they go by git-lfs, and no file twice. Xet gives up a storage that it cannot reach
+Where hf_xet is installed, the hub's client sends large files by Xet, which sends no block twice. With
+HF_HUB_DISABLE_XET=1 it sends them by git-lfs, which sends no file twice. If Xet cannot reach its storage, it gives up
 after about four minutes.
 """
 
@@ -28,7 +28,7 @@ from trireme.tools.export import CARD
 from trireme.tools.following import run_config
 
 SILENT_S = 60.0
-"""Longest silence of the hub within a request. Its client has no limit of its own."""
+"""Seconds of the longest silence of the hub within a request. The hub's client has no limit of its own."""
 MARK = "trireme"
 """A tag of the card, and the key of its metadata that names the run."""
 OF_THE_HUB = {".gitattributes"}
@@ -39,9 +39,9 @@ LOG_IN = "uv run --no-sync hf auth login, or set HF_TOKEN to a token that may wr
 
 
 def model_card(root: Path, dtype: str | None, checkpoint: VerifiedCheckpoint, kind: str) -> str:
-    """Returns the model card for an export of `checkpoint` of the run in `root`: metadata and a text. `dtype` as in
-    `export`; `kind`: `adapter` or `whole model`. The card has the name of the model that the run started from, and
-    nothing else of the run's configuration."""
+    """Returns the model card for an export of `checkpoint` of the run in `root`: metadata and a text. `dtype`: the
+    dtype of the export, None without a cast; `kind`: `adapter` or `whole model`. The card names the model that the run
+    started from, and has nothing else of the run's configuration."""
     from huggingface_hub import ModelCardData
 
     model = run_config(root).get("model", {})
@@ -78,7 +78,7 @@ class HubRepository:
     """A model repository of the hub that gets exports of one run."""
 
     name: str
-    """ORG/NAME."""
+    """The name of the repository, ORG/NAME."""
     api: Any
     """The client of the hub."""
 
@@ -135,7 +135,7 @@ def _run_id(root: Path) -> str:
 
 
 def _client() -> Any:
-    """Returns the hub's HTTP client, with a limit of time."""
+    """Returns the HTTP client of the hub's library, with the time limit SILENT_S."""
     from huggingface_hub.utils._http import default_client_factory  # the public way begins with a bare client
 
     client = default_client_factory()
@@ -144,20 +144,21 @@ def _client() -> Any:
 
 
 def _belongs(api: Any, name: str, files: set[str], run_id: str) -> bool:
-    """Returns True if the repository is new, or has a card of the run."""
+    """Returns True if the repository `name`, which has `files`, is new or has a card of the run `run_id`."""
     if CARD not in files:
         return files <= OF_THE_HUB
     return _run_row(run_id) in Path(api.hf_hub_download(name, CARD)).read_text(errors="replace")
 
 
 def _run_row(run_id: str) -> str:
-    """Returns the line of a card by which a later push knows it."""
+    """Returns the line of a model card by which a later push recognises the card of the run `run_id`."""
     return f"| run id | `{run_id}` |"
 
 
 @contextmanager
 def hub_errors(name: str) -> Iterator[None]:
-    """Raises BadInput for an error of the hub's client in the block, with what to do."""
+    """A context manager that turns an error of the hub's client in its block into a BadInput, which says what to do.
+    `name`: the repository."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
     request = f"--push {name}"
@@ -178,7 +179,8 @@ def hub_errors(name: str) -> Iterator[None]:
 
 
 def _answered(request: str, error: Any) -> Refusal:
-    """Returns the refusal for an answer of the hub that is an error."""
+    """Returns the refusal for `error`, an answer of the hub with an error status. `request`: the request as the user
+    wrote it."""
     status = error.response.status_code
     answer = redact(error.server_message or str(error).splitlines()[0])
     if status == 401:

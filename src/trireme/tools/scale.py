@@ -17,18 +17,18 @@ from trireme.supervision.status import DriverProcess, Status, request_scale
 
 POLL_S = 0.2
 SHOWN = 4
-"""Replicas that do not serve, and are named."""
+"""The most replicas that do not serve and are named in a text."""
 PATIENCE_S = 1.0
-"""A wait is reported only if it takes longer."""
+"""Seconds. A wait is reported only if it takes longer."""
 T = TypeVar("T")
 
 
 def scale(root: Path, replicas: int, wait: bool, say: Callable[[str], None]) -> None:
-    """Asks the driver of the run in `root` to have `replicas` replicas, and waits until it agrees; with `wait`, until
-    all of them serve. `say` gets lines of progress.
+    """Requests `replicas` replicas from the driver of the run in `root`, and waits until the driver agrees; with
+    `wait`, until all of these replicas serve. `say` gets lines of progress.
 
-    Raises BadInput if the run cannot have that many replicas, RoomFailed if its driver ends or does not answer in time,
-    or if the replicas do not serve in time.
+    Raises BadInput if the run cannot have that many replicas. Raises RoomFailed if its driver ends or does not answer
+    in time, or if the replicas do not serve in time.
     """
     config = _checked(root, replicas)
     timeouts = config["timeouts"]
@@ -80,9 +80,9 @@ def _checked(root: Path, replicas: int) -> dict[str, Any]:
 def _until(
     root: Path, end: float, say: Callable[[str], None], poll: Callable[[], T | None], describe: Callable[[], str]
 ) -> T:
-    """Calls `poll` until it returns anything but None, and returns that value. `describe` returns a text on the awaited
-    event; `say` gets the text after a second, and whenever it changes. Raises RoomFailed if the driver of the run in
-    `root` ends, or at the monotonic time `end`."""
+    """Calls `poll` until it returns a value other than None, and returns this value. `describe` returns a text on the
+    awaited event; `say` gets the text after PATIENCE_S seconds, and whenever it changes. Raises RoomFailed if the
+    driver of the run in `root` ends, or at the monotonic time `end`."""
     message = ""
     start = time.monotonic()
     while (value := poll()) is None:
@@ -112,7 +112,7 @@ def _replicas(root: Path) -> list[RunPart]:
 
 
 def standing(root: Path, target: int) -> str:
-    """Returns a text on how many of the `target` replicas serve, and the states of the others.
+    """Returns a text on how many of the `target` replicas serve, and on the states of the others, for example:
 
     2 of 4 replicas serve; inference_2 catching up, inference_3 starting (it waits for a place in the cluster)
     """

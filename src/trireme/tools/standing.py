@@ -29,7 +29,7 @@ ROOMS = {
 """The metrics of the newest row that show how each room is doing, separated by spaces."""
 
 SILENT_S = 30.0
-"""A driver that works writes STATUS more often than this."""
+"""Seconds. A driver that works writes the file STATUS more often than this."""
 
 
 def target_of(config: Mapping[str, object], row: Row | None) -> str:
@@ -41,8 +41,8 @@ def target_of(config: Mapping[str, object], row: Row | None) -> str:
 
 
 def headline(config: Mapping[str, object], newest: Row, driver: str) -> str:
-    """Returns one line with the newest step of the last one, attempt, reward and driver. `newest`: the newest row,
-    empty if there is none; `driver`: from `driver_state`."""
+    """Returns one line of text: the newest step and the run's last step, the attempt, the reward and the driver.
+    `newest`: the newest row, empty if there is none; `driver`: a text from `driver_state`."""
     target = target_of(config, newest)
     if not newest:
         return f"step 0/{target}  {driver}"
@@ -64,8 +64,8 @@ def troubles(status: Status | None, now: float) -> str:
 
 
 def standing(status: Status | None, driver: str) -> str:
-    """Returns a text that says how the run ended, or why the states of its parts are not current; "" if they are
-    current. `driver`: from `driver_state`."""
+    """Returns a text that says how the run ended, or why the recorded states of its parts are not current; "" if they
+    are current. `driver`: a text from `driver_state`."""
     if status is None:
         return "this run says nothing of its parts: it has not begun, or has no supervisor"
     restarting = is_live(driver) and not driver.endswith(f"process {status.pid}")

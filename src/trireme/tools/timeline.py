@@ -19,7 +19,7 @@ from trireme.core.finite_json import JsonObject, to_json
 from trireme.process.trace import ROOMS
 
 NEWEST_STEPS = 50
-"""Steps in a report: a screen cannot show more."""
+"""The most steps in a report: a screen cannot show more."""
 MOST_SPANS = 12_000
 MOST_ROWS = 48
 MOST_PROCESSES = 40
@@ -42,17 +42,18 @@ KINDS = {
     "finish_save": "commits",
     "save_weights": "commits",
 }
-"""The colour of a span by its name, else by its track; anything else is "other"."""
+"""{name of a span: its kind, which decides its colour}. A span with any other name has the kind of its track
+(KINDS_OF_TRACKS), else "other"."""
 KINDS_OF_TRACKS = {"update": "update", "environment": "environment"}
 
 LIVE_BYTES = 32 << 20
 """Most bytes of all traces that are read for the newest steps of a run."""
 BEGINNING_BYTES = 1 << 16
 OTHER_TRACK = "other"
-"""The track of spans with their own track named in a part of the trace that is not read."""
+"""The name of the track for a span if the part of the trace that names its track is not read."""
 NEVER = 1 << 62
 SHORTEST_US = 10
-"""Shorter spans are not read: they cannot be seen."""
+"""Microseconds. Shorter spans are not read: they cannot be seen."""
 
 Window = tuple[int, int]
 """Start and end, in microseconds since 1970."""
@@ -115,8 +116,9 @@ def traces(root: Path) -> dict[int, list[Path]]:
 
 
 def _outlived(by_attempt: Mapping[int, Sequence[Path]], attempt: int) -> list[Path]:
-    """Returns trace files of earlier attempts, one for each replica that may still run in `attempt`: a replica outlives
-    the attempt in which it was started, and still writes there."""
+    """Returns trace files of attempts before `attempt`, one for each replica that may still run in `attempt`: a replica
+    outlives the attempt in which it was started, and still writes to the trace file of that attempt. `by_attempt`:
+    {attempt: its trace files}."""
     names = {file.name for file in by_attempt[attempt]}
     older = {file.name: file for earlier in by_attempt if earlier < attempt for file in by_attempt[earlier]}
     return [file for name, file in older.items() if name.startswith("inference_") and name not in names]
@@ -172,9 +174,9 @@ def export_trace(root: Path, out: Path) -> int | None:
 
 
 def timeline(root: Path, steps: int = NEWEST_STEPS, most_bytes: int = LIVE_BYTES) -> Timeline | None:
-    """Returns the newest `steps` steps of the newest attempt, read from at most `most_bytes` of its traces. Returns
-    None if there is no trace. The time after these steps is included; the time before them only if they are all the
-    steps that were read."""
+    """Returns the activities in the newest `steps` steps of the newest attempt, read from at most `most_bytes` of its
+    traces. Returns None if there is no trace. The time after these steps is included; the time before them is included
+    only if no earlier step was read."""
     by_attempt = traces(root)
     if not by_attempt:
         return None
@@ -210,7 +212,7 @@ def timeline(root: Path, steps: int = NEWEST_STEPS, most_bytes: int = LIVE_BYTES
 
 
 def _steps(files: Sequence[Path], most_bytes: int) -> dict[int, Window]:
-    """Returns {step, counted from 1: when it began and ended}, from the driver's trace among `files`."""
+    """Returns {step: when it began and ended} from the driver's trace, one of `files`. Steps are counted from 1."""
     drivers = [file for file in files if file.stem == "driver_0"]
     spans = [event for file in drivers for event in json_lines(file, most_bytes) if event["name"] == "step"]
     return {shown_step(event["args"]): (event["ts"], event["ts"] + event["dur"]) for event in spans}
@@ -281,8 +283,8 @@ def _end(span: Span) -> int:
 
 
 def _bound(processes: Sequence[Process]) -> int:
-    """Leaves out the shortest spans, in place, so that at most MOST_SPANS stay. Returns the length of the shortest span
-    that stays, in microseconds; 0 if all stay."""
+    """Removes the shortest spans from `processes`, so that at most MOST_SPANS stay. Returns the length in microseconds
+    of the shortest span that stays; 0 if all stay."""
     spans = _spans(processes)
     if len(spans) <= MOST_SPANS:
         return 0
@@ -298,7 +300,7 @@ def _length(span: Span) -> int:
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Returns at most MOST_POINTS of `points`: the highest one of each group of neighbours."""
+    """Returns at most MOST_POINTS of `points`: the highest point of each group of neighbours."""
     size = -(-len(points) // MOST_POINTS)
     return [max(points[i : i + size], key=itemgetter(1)) for i in range(0, len(points), size or 1)]
 

@@ -23,7 +23,7 @@ from trireme.tools.standing import age_of, headline, standing, troubles
 REFRESH_S = 1.0
 NEWEST_INCIDENTS = 8
 AVERAGED = 10
-"""Steps in the mean that is shown next to the newest value."""
+"""The number of steps in the mean that is shown next to the newest value."""
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 40
 """Columns of a drawn curve."""

@@ -13,9 +13,10 @@ from trireme.core.errors import LimitReached, NonFiniteGradient
 from trireme.core.types import OptimStepResponse
 
 NAMED = 8
-"""Suspects that a message names."""
+"""The most problems that a message names."""
 ALIKE_STEPS = 5
-"""Steps in a row, with equal rewards in nearly all groups, before a warning: that is no accident."""
+"""Steps in a row before a warning in which the rollouts of nearly all groups are all bad, or all good: enough to be no
+accident."""
 NEARLY_ALL = 0.9
 KL = "optim/kl_sample_train_v2"
 
@@ -30,9 +31,9 @@ class RefusedSteps:
         self._refused = 0
 
     def update(self, update: Callable[[], OptimStepResponse], name: str, suspects: Sequence[str]) -> float:
-        """Calls the optimiser by `update`, which messages call `name`. Returns the norm of the gradient; NaN if the
-        trainer refused the update because the gradient is not finite. Then the weights do not change, and the run
-        continues. `suspects`: the problems of datums with a loss that was not finite."""
+        """Updates the weights by calling `update`, which messages call `name`. Returns the norm of the gradient; NaN if
+        the trainer refused the update because the gradient is not finite. Then the weights do not change, and the run
+        continues. `suspects`: the problems of the datums whose loss was not finite."""
         try:
             return update().metrics["grad_norm"]
         except NonFiniteGradient as error:
@@ -42,7 +43,8 @@ class RefusedSteps:
             return nan
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """Checks the row of a finished step. Raises LimitReached after too many steps in a row with refused updates."""
+        """Checks the row of metrics of a finished step. Raises LimitReached after too many steps in a row with refused
+        updates."""
         if row["optim/refused"]:
             self._refused += 1
         else:
@@ -57,9 +59,9 @@ class RefusedSteps:
 
 
 class Guard(RefusedSteps):
-    """Guards a run of `rl`: in addition to counting refused updates it warns, or stops the run, when trainer and
-    sampler are too far apart; and warns, once per stretch, when nearly all problems of an environment are too hard
-    or too easy to learn from."""
+    """Guards a run of `rl`. In addition to counting refused updates, it warns, or stops the run, when trainer and
+    sampler are too far apart; and it warns when over several steps nearly all problems of an environment are too hard,
+    or too easy, to learn from."""
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
         super().__init__(config, say)
@@ -70,8 +72,8 @@ class Guard(RefusedSteps):
         self._alarmed = False
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """Checks the row of a finished step. Raises LimitReached after too many steps in a row with refused updates,
-        and if the KL between sampler and trainer exceeds `trainer.kl.stop`."""
+        """Checks the row of metrics of a finished step. Raises LimitReached after too many steps in a row with refused
+        updates, and if the KL between sampler and trainer exceeds `trainer.kl.stop`."""
         super().check(row)
         self._check_difficulty(row)
         kl = row[KL]
@@ -90,8 +92,9 @@ class Guard(RefusedSteps):
         self._alarmed = kl > limits.alarm
 
     def _check_difficulty(self, row: Mapping[str, Any]) -> None:
-        """Counts for each environment the steps in a row in which nearly all groups were all bad or all good, and warns
-        when there are ALIKE_STEPS of them. A step without groups of the environment changes nothing."""
+        """Counts for each environment the steps in a row in which the rollouts of nearly all groups were all bad; also
+        the steps in a row in which they were all good. Warns when a count reaches ALIKE_STEPS. A step without groups of
+        the environment changes no count."""
         for env in self._envs:
             for kind, instead in (("bad", "easier"), ("good", "harder")):
                 share = row.get(f"env/{env}/by_group/frac_all_{kind}")

@@ -30,9 +30,11 @@ REFERENCE = "reference_logprobs"
 
 
 class KlPenalty:
-    """Adds the penalty to the minibatches of a step; without a `coef` it passes them on. Keeps dbar for the row.
+    """Adds the penalty to the advantages of the minibatches of a step; if `coef` is 0, passes the minibatches on
+    unchanged. Remembers the mean distance dbar of each substep for the metrics of the step.
 
-    `update_every`: steps after which the reference becomes the policy; 0 = never.
+    `update_every`: the number of steps after which the policy's weights become the reference, again and again; 0:
+    never.
     """
 
     def __init__(self, trainer: Trainer, coef: float, discount: float, update_every: int = 0) -> None:
@@ -69,7 +71,8 @@ class KlPenalty:
             self._trainer.update_reference()
 
     def take(self) -> dict[str, float]:
-        """Returns {`kl_policy_base`: the mean dbar of the substeps since the last call}; empty without a penalty."""
+        """Returns the metric `kl_policy_base`: the mean of dbar over the substeps since the last call. Without a
+        penalty returns no metric."""
         means = self._means
         self._means = []
         if means:
@@ -78,14 +81,15 @@ class KlPenalty:
 
 
 def sum_distances(batch: TokenBatch) -> Floats:
-    """Returns for each datum the sum of d_t, and its number of action tokens, float64 [2, D]. The column REFERENCE of
-    the batch has the reference's log-probabilities."""
+    """Returns for each datum the sum of d_t = q_t - ref_t over its action tokens (mask not 0), and the number of these
+    tokens, float64 [2, D]. The column REFERENCE of the batch has the reference's log-probabilities ref_t."""
     starts = batch.offsets[:-1]
     return np.stack([np.add.reduceat(_distances(batch), starts), np.add.reduceat(1.0 * _acts(batch), starts)])
 
 
 def with_penalty(batch: TokenBatch, mean: float, coef: float, discount: float) -> TokenBatch:
-    """Returns the batch with the penalty added to its advantages, and without the column REFERENCE. `mean`: dbar."""
+    """Returns the batch with the penalty added to its advantages, and without the column REFERENCE. `mean`: dbar, the
+    mean of d_t over all action tokens of the substep."""
     added = coef * _acts(batch) * (mean - _distances(batch))
     if discount:
         added = _acts(batch) * discounted_future_sum(added, batch.offsets, discount)
@@ -98,7 +102,7 @@ def _acts(batch: TokenBatch) -> npt.NDArray[np.bool_]:
 
 
 def _distances(batch: TokenBatch) -> Floats:
-    """Returns d_t (see the module's docstring) of all tokens of the batch, float64 [T]."""
+    """Returns d_t = q_t - ref_t for each token of the batch, float64 [T]; 0 where the mask is 0."""
     sampled = batch.columns["logprobs"].astype(np.float64)
     return np.where(_acts(batch), sampled - batch.columns[REFERENCE], 0.0)
 

@@ -35,8 +35,8 @@ def resolve_reference(config: Config, facts: ModelFacts) -> Config:
 
 
 def weights_of(path: str) -> Path:
-    """Returns the directory of the Hugging Face weights in the checkpoint at `path`; `path` itself if it is no
-    checkpoint."""
+    """Returns the directory of the Hugging Face weights in the checkpoint at `path`; `path` itself if no checkpoint is
+    there."""
     directory = Path(path).expanduser()
     if (directory / MANIFEST).exists():
         return directory / INFERENCE

@@ -32,14 +32,16 @@ class StepPhases:
     record: StepRecord
 
     def sample(self, substep: int) -> Iterator[Minibatch]:
-        """Yields the minibatches of a substep as they are sampled. The replicas do not wait for this call."""
+        """Yields the minibatches of a substep as they are sampled. The replicas sample without waiting for this
+        call."""
         on_tick = self.attempt.check if substep == 0 else self.attempt.check_rooms  # later ones cannot be given up
         return self.record.clock.timed(
             "wait_for_batch", self.rooms.orchestrator.minibatches(self.record.step, substep, on_tick)
         )
 
     def finish_sampling(self) -> None:
-        """Waits until all groups that the bound allows are sampled, and puts the replicas to sleep."""
+        """Waits until all groups that the staleness bound allows are sampled. Then puts the replicas to sleep, and
+        waits until they sleep."""
         orchestrator = self.rooms.orchestrator
         with self.record.clock("wait_for_batch"):
             orchestrator.finish_sampling(self.attempt.check)
@@ -67,7 +69,8 @@ class StepPhases:
             record.update(self.attempt.guard, partial(trainer.optim_step, self.attempt.adam_params(record.step)))
 
     def publish(self) -> PublishedWeights:
-        """Makes the new weights available to the replicas."""
+        """Makes the new weights available to the replicas, and returns them. If an update of the KL reference is due,
+        the reference becomes the new policy."""
         version = self.record.step + 1
         with self.record.clock("publish"):
             weights = self.rooms.trainer.publish_weights(version)
@@ -80,7 +83,8 @@ StepOrder = Callable[[StepPhases], PublishedWeights]
 
 
 def step_order(config: Config) -> StepOrder:
-    """Returns the order of phases in an attempt, by `placement`."""
+    """Returns the function that runs each step of an attempt: an `Alternation` if trainer and replicas are colocated,
+    else `overlap`."""
     if config.colocated:
         return Alternation(config)
     return overlap
@@ -99,9 +103,9 @@ def overlap(step: StepPhases) -> PublishedWeights:
 class Alternation:
     """Runs the steps of an attempt while trainer and replicas take turns on the same devices.
 
-    A sampling phase ends when all groups that the bound allows are sampled: (max_steps_off_policy + 1) batches. So no
-    rollout is interrupted, and the devices change hands once in max_steps_off_policy + 1 steps. They change hands
-    earlier if the new version has to be evaluated; the next phase then samples what is missing.
+    A sampling phase ends when all groups that the staleness bound allows are sampled: max_steps_off_policy + 1 batches.
+    So no rollout is interrupted, and the devices change hands once in max_steps_off_policy + 1 steps. They change hands
+    earlier if the new version has to be evaluated; the next sampling phase then samples what is missing.
     """
 
     def __init__(self, config: Config) -> None:
@@ -132,8 +136,8 @@ class Alternation:
 
 
 def update_replicas(rooms: Rooms, attempt: Attempt, weights: PublishedWeights) -> None:
-    """Begins the replicas' update to `weights`, after the update before it, and the evaluation of that version, have
-    ended."""
+    """Waits until the replicas' update to the version before has ended, and the evaluation of that version if there is
+    one. Then begins the replicas' update to `weights`."""
 
     def on_tick() -> None:
         attempt.check_rooms()

@@ -14,8 +14,8 @@ from trireme.train.steps import Attempt, Rooms, StepRecord
 def train(config: Config, rooms: Rooms, attempt: Attempt, journal: Journal) -> None:
     """Runs the steps of an attempt. Step s trains version s of the weights on one batch, which makes version s + 1.
 
-    Raises TriremeError when a room fails or a limit of the run is reached, and Stopped after a signal: between steps,
-    or while nothing of a step has been applied.
+    Raises TriremeError when a room fails or a limit of the run is reached. Raises Stopped after a signal: between
+    steps, or within a step that has not changed the weights yet.
     """
     kl = config.trainer.kl
     penalty = KlPenalty(rooms.trainer, kl.coef, kl.discount, kl.reference.update_every)
@@ -49,7 +49,8 @@ def train(config: Config, rooms: Rooms, attempt: Attempt, journal: Journal) -> N
 
 
 def rates(seconds: Mapping[str, float], rollouts: Mapping[str, float]) -> dict[str, float]:
-    """Returns `perf/*` of a step, from the driver's clock and the orchestrator's metrics of its rollouts."""
+    """Returns the metrics `perf/*` of a step: tokens and rollouts per second, and the shares of the step in which
+    trainer and replicas were idle. `seconds`: from the driver's clock; `rollouts`: the orchestrator's metrics."""
     step_s = seconds["step"]
     idle_s = seconds["wait_for_batch"] + seconds.get("hand_over", 0.0) + seconds["update_replicas"]
     return {

@@ -89,8 +89,8 @@ def nll_of(batch: TokenBatch, logprobs: npt.NDArray[np.float32]) -> float:
 
 
 def evaluate(trainer: Trainer, held_out: Examples | None, version: int, clock: Clock) -> dict[str, float]:
-    """Returns {`test/nll`: the mean of -log p over the tokens of the held-out examples, by weight, under the weights of
-    `version`}."""
+    """Returns two metrics: `test/nll`, the mean of -log p over the tokens of the held-out examples, weighted by their
+    loss weights; and `test/version`, which is `version`, the version of the trainer's weights."""
     assert held_out is not None, "checked with the configuration"
     loss = weight = 0.0
     with clock("evaluation"):

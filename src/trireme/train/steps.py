@@ -48,7 +48,7 @@ class Attempt:
     stop: Stop
     roster: Roster
     check_rooms: Callable[[], None]
-    """Raises the failure of a room, if one was found. Called often while the driver waits."""
+    """Raises the failure of a room, if a room has failed. The driver calls it often while it waits."""
 
     def steps(self) -> Iterator[int]:
         """Yields the numbers of the steps from `start` up to `max_steps`. Before each step raises Stopped after a
@@ -60,7 +60,7 @@ class Attempt:
         self.roster.at_step(self.config.max_steps)
 
     def check(self) -> None:
-        """Raises Stopped after a signal, and the failure of a room if one was found."""
+        """Raises Stopped after a signal, and the failure of a room if a room has failed."""
         self.stop.check()
         self.check_rooms()
 
@@ -80,13 +80,15 @@ class Attempt:
         }
 
     def end_step(self, row: Mapping[str, object]) -> None:
-        """Seals the checkpoint of a step after its row is written. Raises LimitReached if training goes wrong."""
+        """Ends a step whose `row` is written: makes the step's draft, if there is one, a checkpoint, and checks the
+        row. Raises LimitReached if training goes wrong."""
         self.checkpoints.seal()
         self.guard.check(row)
 
 
 class StepRecord:
-    """Adds up the trainer's outputs of a step, for the normaliser of its update and for its row."""
+    """Adds up the trainer's outputs of a step, for the divisor of each substep's gradient and for the metrics in the
+    step's row."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -100,8 +102,9 @@ class StepRecord:
         self._divisors = [0.0]  # of the summed gradient of each substep
 
     def add(self, output: ForwardBackwardOutput, divisor: float, names_D: Sequence[str]) -> None:
-        """Adds the output for one minibatch. `divisor`: what it adds to the divisor of the substep's gradient.
-        `names_D`: the name of each datum's problem or example, for messages about a loss that is not finite."""
+        """Adds the output for one minibatch. `divisor`: what the minibatch adds to the divisor of the substep's
+        gradient. `names_D`: the name of each datum's problem or example, for messages about a loss that is not
+        finite."""
         self._outputs.append(output.metrics)
         self._peak_s += output.peak_s
         self._tokens += output.tokens
@@ -110,8 +113,9 @@ class StepRecord:
         self._divisors[-1] += divisor
 
     def update(self, guard: RefusedSteps, optim_step: Callable[[float], OptimStepResponse]) -> None:
-        """Ends a substep: calls `optim_step` with the divisor of the substep's summed gradient; `guard` bears a
-        refusal."""
+        """Ends a substep: calls `optim_step` with the divisor of the substep's summed gradient. If the trainer refuses
+        the update, because the gradient is not finite, `guard` catches the error: the weights do not
+        change."""
         suspects = self._suspects
         self._suspects = []
         name = f"step {self.step + 1}, update {len(self._grad_norms) + 1}"
@@ -130,8 +134,9 @@ class StepRecord:
         }
 
     def optim_metrics(self) -> dict[str, float]:
-        """Returns `optim/*` of the step: the loss divided by the divisors of its substeps, other sums divided by the
-        number of loss tokens, and for example `ratio:max` as `ratio_max`."""
+        """Returns the metrics `optim/*` of the step: the loss divided by the sum of its substeps' divisors, other sums
+        divided by the number of loss tokens, and other metrics unchanged, for example `ratio:max` as
+        `optim/ratio_max`."""
         sums = reduce_metrics(self._outputs)
         loss = sums.pop("loss:sum") / (sum(self._divisors) or 1.0)
         tokens = max(sums.pop("loss_tokens:sum"), 1.0)
@@ -143,12 +148,13 @@ class StepRecord:
         }
 
     def time_metrics(self) -> dict[str, float]:
-        """Returns `time/*` of the driver in seconds."""
+        """Returns the metrics `time/*` of the step: the seconds that the driver spent in each phase."""
         return {f"time/{name}": seconds for name, seconds in self.clock.seconds.items()}
 
     def perf_metrics(self) -> dict[str, float]:
-        """Returns `perf/prefix_saving`, the tokens of all datums for each one that was computed; and `perf/mfu`, the
-        share of the GPUs' peak that training used (`trainer.mfu`), if the peak of the trainer's GPUs is known."""
+        """Returns two metrics of the step: `perf/prefix_saving`, the number of tokens of all datums divided by the
+        number of tokens that were computed; and `perf/mfu`, the share of the GPUs' peak that training used
+        (`trainer.mfu`), if the peak of the trainer's GPUs is known."""
         metrics = {}
         seconds = self.clock.seconds
         if self._distinct:

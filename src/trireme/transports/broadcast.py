@@ -29,7 +29,7 @@ ANSWER_S = 30.0
 
 @dataclass(frozen=True)
 class KeptPart:
-    """The part of a version that one rank keeps."""
+    """One trainer rank's part of the source of a version: where the rank keeps its share of the buckets."""
 
     version: int
     session: Session | None
@@ -38,7 +38,7 @@ class KeptPart:
     holder: Any
     """Handle of the actor that keeps this rank's share."""
     failure: str = ""
-    """Why not all of the rank's members have got all bytes from it; "" if they have, as far as the rank knows."""
+    """Why not all replicas that this rank sends to have got all bytes; "" if they have, as far as the rank knows."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class Source:
 
     version: int
     session: Session | None
-    """The session that received them; None if no replica did."""
+    """The replicas to which the version was sent; None if it was sent to none."""
     buckets: int
-    """How many there are."""
+    """Number of buckets."""
     holders_R: tuple[Any, ...]
-    """Handles of the actors that keep them: bucket b is the share of actor b mod R."""
+    """For each trainer rank the handle of the actor that keeps its share: bucket b is in the share of rank b mod R."""
 
 
 def make_sender(rank: int, size: int, ports: Sequence[int] = (), *, delta: bool = False) -> Sender:
-    """Makes the sender of trainer rank `rank` of `size`, within its actor, which also serves its kept buckets. `ports`:
-    where the sender may listen; empty: any."""
+    """Makes the sender of trainer rank `rank` of `size`, within the rank's actor, which also serves the buckets that it
+    keeps. `ports`: where the sender may listen; empty: any. `delta`: must be False."""
     from trireme.transports.sending import BroadcastSender  # imports torch, which receivers do not need
 
     assert not delta, "refused with the configuration"
@@ -89,14 +89,14 @@ async def open(source: Source) -> list[npt.NDArray[np.uint8]]:
 
 
 def lease(source: Source) -> None:
-    """Has each rank keep its share of the version until `release`. Raises WeightsGone if a rank no longer has the
-    version, and RoomFailed."""
+    """Makes each trainer rank keep its share of the version until `release`. Raises WeightsGone if a rank no longer has
+    the version, and RoomFailed if a rank fails or does not answer."""
     leases = [holder.lease.remote(source.version) for holder in source.holders_R]
     owners = [f"trainer shard {rank}, asked to keep version {source.version}" for rank in range(len(leases))]
     waits.get_all(leases, owners=owners, timeout_s=ANSWER_S)
 
 
 def release(source: Source) -> None:
-    """Ends a lease, without waiting."""
+    """Ends one lease of the version on each trainer rank, without waiting."""
     for holder in source.holders_R:
         holder.release.remote(source.version)

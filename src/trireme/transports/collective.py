@@ -23,8 +23,8 @@ from trireme.process.interfaces import gloo_interface
 
 ROOT = 0
 LOOKS = 8
-"""NCCL is looked at again after this part of the time that a call has lasted: so a bucket is late by an eighth at most,
-and not by a whole pause."""
+"""A call that has lasted t seconds is looked at again after t / LOOKS seconds: so its end is noticed late by an eighth
+of its time at most, and not by a whole pause."""
 SHORTEST_S = 2e-5
 LONGEST_S = 0.001
 """Bounds of the pause between two looks, in seconds."""
@@ -35,12 +35,12 @@ member that died after it had sent its address."""
 
 
 class GlooCollective:
-    """A group over TCP, along a chain: each member passes on arrived bytes, in pieces, so one copy leaves the root and
-    each member but the last. (gloo's own broadcast is a tree of whole messages: log2 of the group's size copies leave
-    the root.) Constructing it is collective.
+    """A group over TCP, as a chain: each member passes arrived bytes on to the next member, in pieces, so that at most
+    one copy leaves each member. (gloo's own broadcast is a tree of whole messages: log2 of the group's size copies
+    leave the root.) Constructing the object is collective.
 
-    If a member's successor is lost, the member still receives; members behind it do not. A send to a stopped process
-    cannot be aborted and ends at its deadline. The sockets of the group end with the last reference to it.
+    If a member's successor is lost, the member still receives; members behind the successor do not. A send to a stopped
+    process cannot be aborted and ends at its deadline. The sockets of the group end with the last reference to it.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float, interface: str) -> None:
@@ -141,7 +141,9 @@ class NcclCollective:
         return torch.cuda.stream(self._stream)
 
     def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
-        """Does what `GlooCollective.broadcast` does. Waits for the present stream first."""
+        """Sends the root's `buffer` (uint8) to the other members, which receive it into their own `buffer`; first
+        waits, on the GPU, for the work in the present CUDA stream. Raises RoomFailed after `timeout_s` seconds, or for
+        an error of NCCL. Call `abort` then."""
         deadline = time.monotonic() + timeout_s
         finished = torch.cuda.Event()
         self._stream.wait_stream(torch.cuda.current_stream())  # which has filled the buffer
@@ -154,7 +156,7 @@ class NcclCollective:
         """Does nothing: NCCL passes all bytes on before `broadcast` returns."""
 
     def abort(self) -> None:
-        """Ends the group, and a `broadcast` of another thread."""
+        """Ends the group, and a `broadcast` that another thread is in."""
         comm = self._comm
         self._comm = ctypes.c_void_p()
         if comm:
@@ -162,7 +164,7 @@ class NcclCollective:
 
     def _await(self, condition: Callable[[], bool], deadline: float, label: str) -> None:
         """Waits until NCCL has no call in progress and `condition()` is true. Raises RoomFailed at the monotonic time
-        `deadline`, for an error of NCCL, and after `abort`; `label` says in its message what was waited for."""
+        `deadline`, for an error of NCCL, and after `abort`. `label` says in the message what was waited for."""
         started = time.monotonic()
         while True:
             if not self._comm:
@@ -213,8 +215,8 @@ class Nccl:
         return bytes(identity)
 
     def init_rank(self, comm: ctypes.c_void_p, size: int, unique_id: bytes, rank: int) -> None:
-        """Begins to join the group `unique_id` of `size` members as `rank`, and writes its handle to `comm`;
-        `async_error` says when joining has ended."""
+        """Begins to join the group `unique_id` of `size` members as `rank`, and writes NCCL's handle of the group to
+        `comm`; `async_error` says when joining has ended."""
         config = _Config(ctypes.sizeof(_Config), self.MAGIC, self.VERSION, 0)
         named = _UniqueId.from_buffer_copy(unique_id)
         self._check(self._library.ncclCommInitRankConfig(ctypes.byref(comm), size, named, rank, ctypes.byref(config)))

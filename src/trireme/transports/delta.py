@@ -31,12 +31,12 @@ BLOCK_BYTES = 8
 LARGEST_SHARE = 0.5
 """Changes of more than this share of a bucket's bytes are not worth their time: the bucket travels whole."""
 BLOCK_TOKENS_BYTES = 4 * 12
-"""Bytes, of the tokens of a block at most."""
+"""Most bytes that the tokens of one block can have."""
 
 
 def encode(base: Bytes, bucket: Bytes) -> Bytes | None:
-    """Returns the changes that make `bucket` of `base`, contiguous uint8 arrays of the same size; None if the changes
-    have more than LARGEST_SHARE of its bytes. Releases the GIL."""
+    """Returns the changes that turn `base` into `bucket`, as uint8 [n]. Both are contiguous uint8 arrays of the same
+    size. Returns None if the changes have more than LARGEST_SHARE of the bucket's bytes. Releases the GIL."""
     changes = np.empty(int(len(bucket) * LARGEST_SHARE) + BLOCK_TOKENS_BYTES, np.uint8)
     size = _kernels()[0](base.view(np.uint64), bucket.view(np.uint64), changes)
     if size < 0:
@@ -45,9 +45,10 @@ def encode(base: Bytes, bucket: Bytes) -> Bytes | None:
 
 
 def apply(changes: Bytes, bucket: Bytes, offsets: Sequence[int]) -> list[Sums]:
-    """Applies `changes` to the base in `bucket`, a contiguous writable uint8 array. `offsets`: where the tensors begin
-    in the bucket, in bytes, ascending. Returns, for each tensor, what must be added to its sums. Releases the GIL.
-    Raises WeightsRefused for changes that do not fit the bucket, which may be changed in part then."""
+    """Applies `changes` to `bucket`, a contiguous writable uint8 array, which holds the bytes of the base. `offsets`:
+    where the tensors begin in the bucket, in bytes, ascending. Returns, for each tensor, what must be added to its
+    sums. Releases the GIL. Raises WeightsRefused for changes that do not fit the bucket, which may be changed in part
+    then."""
     added = np.zeros((len(offsets), 2), np.uint64)
     starts = np.asarray(offsets, np.int64) // WORD_BYTES
     if not _kernels()[1](changes, bucket.view(np.uint16), starts, added):
@@ -93,7 +94,8 @@ _WORD = _U(0xFFFF)
 
 
 def _encode(base: Any, bucket: Any, changes: Any) -> Any:
-    """Writes to `changes` the tokens of `encode`. Returns their number of bytes, or -1 if they do not fit."""
+    """Writes the changes from `base` to `bucket`, both uint64 [blocks], to `changes`, uint8, in the format of this
+    module. Returns their number of bytes, or -1 if they do not fit."""
     limit = changes.shape[0] - BLOCK_TOKENS_BYTES
     size = 0
     expected = 0  # the word after the last one that changed
@@ -129,8 +131,9 @@ def _encode(base: Any, bucket: Any, changes: Any) -> Any:
 
 
 def _apply(changes: Any, words: Any, starts: Any, added: Any) -> Any:
-    """Applies tokens to `words`, and adds to `added`, [tensors, 2], what they add to both sums of each tensor.
-    `starts`: the tensors' first words. Returns False for tokens that do not fit."""
+    """Applies `changes`, uint8 in the format of this module, to `words`, uint16. Adds to `added`, uint64 [tensors, 2],
+    what the changes add to both sums of each tensor. `starts`: the number of each tensor's first word. Returns False
+    for changes that do not fit `words`."""
     position = -1
     tensor = 0
     at = 0

@@ -5,9 +5,9 @@ are merged that are evenly spaced both in memory and in the whole. A program tak
 few times and never for an element. Programs add their two sums to the job's row of the result by atomic additions,
 which are exact modulo 2^64 in any order.
 
-Jobs that need different code (`Variant`) are launched separately: a few launches, however many tensors. What the kernel
-does not know, of which no published model has any, is summed on the host. The oracle of the tests has the same sums by
-tensor operations.
+Jobs that need different code (`Variant`) are launched separately: a few launches, however many tensors. Parts that the
+kernel cannot sum (more dimensions, other dtypes) are summed on the host; no published model has any. Tests compare the
+kernel with an oracle that computes the same sums by tensor operations.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ NARROW = 256
 """Elements that a program sums at once: NARROW in a tensor of more than FEW_ROWS rows that are shorter than WIDE."""
 FEW_ROWS = 64
 STEPS = 16
-"""How often a program does that along its row, at most."""
+"""Most pieces, each of WIDE or NARROW elements, that one program sums along its row."""
 WARPS = 4
 ALIGNMENT = 16
 """Bytes that a thread loads at once, and the alignment that this needs."""
 MAX_OUTER = 4
-"""Dimensions of a job around its rows that the kernel knows."""
+"""Most dimensions of a job, in addition to the one along its rows, that the kernel can handle."""
 FIELDS = 10 + 3 * MAX_OUTER
-"""Numbers of a job as the kernel reads it (`_job`)."""
+"""Length of the list of numbers that describes a job to the kernel (`_job`)."""
 PROGRAMS = 8
-"""Where among them the number of its programs is."""
+"""Index, in the numbers that describe a job, of the number of programs that sum the job."""
 CONVERTED = {torch.float32, torch.float16, torch.bfloat16}
 """Dtypes between which the kernel converts, exactly as PyTorch does."""
 
@@ -69,12 +69,12 @@ class Variant(NamedTuple):
     source: torch.dtype
     """The dtype that is loaded: an integer of the same size, unless elements are converted."""
     target: torch.dtype | None
-    """The dtype that elements are converted to before they are summed; None: they are not."""
+    """The dtype that elements are converted to before they are summed; None: elements are not converted."""
     words: int
-    """Words of an element that is summed; 0: it is half a word."""
+    """16-bit words of an element that is summed; 0: an element is half a word."""
     contiguous: bool
-    """True: rows are contiguous in memory and in the whole; each begins at a multiple of ALIGNMENT bytes, and is a
-    multiple of them long."""
+    """True: rows are contiguous in memory and in the whole tensor, begin at multiples of ALIGNMENT bytes, and have a
+    length that is a multiple of ALIGNMENT bytes."""
     columns: int
     """Elements that a program sums at once."""
 
@@ -89,8 +89,9 @@ def _key(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _find_job(program: tl.tensor, ends: tl.tensor, count: tl.tensor, halvings: tl.tensor) -> tl.tensor:
-    """Returns the number of the job that the program number `program` belongs to, by bisection of `ends`. `count` and
-    `halvings`: see `sum_kernel`."""
+    """Returns the number of the job to which program number `program` belongs, by bisection of `ends`, int32 [count]:
+    for each job the number of programs of all jobs up to and including it. `halvings`: how often `count` is halved
+    until one is left."""
     low = program * 0
     high = low + count - 1
     for _ in range(halvings):
@@ -141,9 +142,10 @@ def sum_kernel(
     CONTIGUOUS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Adds the sums of one program's piece of a row to `out`, int64 [rows, 2]. `jobs`: int64 [count, FIELDS]. `ends`:
-    int32 [count], for each job the number of programs of all jobs up to and including it. `halvings`: how often
-    `count` is halved until one is left. Capitals: see `Variant`."""
+    """Adds the sums of one program's piece of a row to `out`, int64 [rows, 2]. `jobs`: int64 [count, FIELDS], from
+    `_job`. `ends`: int32 [count], for each job the number of programs of all jobs up to and including it. `halvings`:
+    how often `count` is halved until one is left. The arguments in capitals are the fields of `Variant` with these
+    names."""
     program = tl.program_id(0)
     number = _find_job(program, ends, count, halvings)
     job = jobs + number.to(tl.int64) * _FIELDS
@@ -214,8 +216,8 @@ def device_sums(parts: Sequence[TensorPart]) -> Tensor:
 
 
 def jobs_of(parts: Sequence[TensorPart]) -> tuple[dict[Variant, list[list[int]]], dict[int, TensorPart]]:
-    """Returns the jobs of all parts by variant, and the parts that the kernel does not know, by the row of the result
-    for the first tensor of each."""
+    """Returns {variant: its jobs, each a list of FIELDS numbers} for the parts that the kernel can sum, and {row: part}
+    for the other parts. `row` is the row of the result for the part's first tensor."""
     by_variant: defaultdict[Variant, list[list[int]]] = defaultdict(list)
     host_parts = {}
     row = 0
@@ -243,7 +245,8 @@ def constants(variant: Variant) -> dict[str, object]:
 
 
 def _job(part: TensorPart, dimensions: Sequence[tuple[int, int, int]], out: int) -> tuple[Variant, list[int]]:
-    """Returns the variant and the FIELDS numbers of a part's job. `out`: the row of the result for the part's first
+    """Returns the variant of a part's job and the FIELDS numbers that describe the job to the kernel. `dimensions`:
+    (size, distance in memory, distance in the whole), from `merged`. `out`: the row of the result for the part's first
     tensor."""
     inner, *outer = dimensions
     rows = prod(size for size, _, _ in outer)

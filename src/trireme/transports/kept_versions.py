@@ -14,8 +14,8 @@ Bucket = npt.NDArray[np.uint8]
 
 
 class KeptVersions:
-    """Keeps a rank's share of the last two versions, and of older versions that are leased. Its methods are
-    thread-safe."""
+    """Keeps a rank's share of the buckets of the last two versions, and of older versions that are leased. Its methods
+    are thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,7 +34,7 @@ class KeptVersions:
             self._versions[version][number] = bucket
 
     def bucket(self, version: int, number: int) -> Bucket:
-        """Returns a bucket of this rank's share. Raises WeightsGone."""
+        """Returns a bucket of this rank's share. Raises WeightsGone if the version is not kept any more."""
         with self._lock:
             if version in self._versions:
                 return self._versions[version][number]

@@ -40,7 +40,7 @@ class BroadcastGroup:
     name: str
     epoch: int
     members: tuple[int, ...]
-    """Numbers of the replicas, in order of their ranks, which begin at 1: each passes on to the next."""
+    """Numbers of the replicas, in order of their ranks, which begin at 1. Each replica passes bytes on to the next."""
     kind: str
     """The library that sends: "nccl" or "gloo"."""
     collective: Collective
@@ -57,14 +57,14 @@ def open_store(host: str, port: int, listening: int | None = None, timeout_s: fl
 
 
 def own_gpu() -> str:
-    """Returns the identity of this process's GPU; empty if it has none."""
+    """Returns the identity (UUID) of this process's GPU; "" if it has none."""
     if has_gpu():
         return str(torch.cuda.get_device_properties(0).uuid)
     return ""
 
 
 class GroupRoot:
-    """The root's side of a meeting: calls the `members`, and decides about the group that sends `version`."""
+    """The root's side of a meeting: calls the replicas `members`, and decides about the group that sends `version`."""
 
     def __init__(self, store: Store, host: str, version: int, session: Session, members: Sequence[int]) -> None:
         self._store = store
@@ -76,8 +76,8 @@ class GroupRoot:
 
     def meet(self, last: BroadcastGroup | None, deadline: float) -> tuple[BroadcastGroup, tuple[int, ...]]:
         """Returns the group to send by, and the members that did not answer in time. The group is `last` if its epoch
-        is the present one and exactly its members answer and still have it; else a new one. Raises RoomFailed when
-        none answers or the group is not complete by `deadline`."""
+        is the present one and exactly its members answer and still have it; else a new group. Raises RoomFailed when no
+        member answers, or when the group is not complete by `deadline`, in seconds of the monotonic clock."""
         if last and last.epoch != self._session.epoch:
             last = None
         self._set("call", members=self._members)
@@ -138,8 +138,8 @@ class GroupMember:
         self._given_up = given_up
 
     def meet(self, last: BroadcastGroup | None, deadline: float) -> BroadcastGroup:
-        """Returns the group to receive by: `last` if the root says so, else a new one. Raises RoomFailed if this member
-        is left out or is late for the monotonic time `deadline`."""
+        """Returns the group to receive by: `last` if the root says so, else a new group. Raises RoomFailed if the root
+        leaves this member out, or if the meeting is not over at the monotonic time `deadline`."""
         if self._number not in self._await("call", deadline)["members"]:
             raise RoomFailed(
                 f"member {self._number} was not ready in time for the broadcast of this version, which began without it"

@@ -22,13 +22,14 @@ from trireme.process import waits
 from trireme.transports import delta as codec
 
 BASE_S = 60.0
-"""Time limit for the bucket of the version before, which is in this node's memory unless Ray moved it to a disk."""
+"""Seconds. Time limit for reading a bucket of the version before, which is in this node's memory unless Ray moved it to
+a disk."""
 Bucket = npt.NDArray[np.uint8]
 
 
 class ChangesStore:
-    """Puts the buckets of a rank into Ray's object store, and what changed in them since the version before. `put` and
-    `get` bring an array there and back."""
+    """Puts the buckets of a rank into Ray's object store, and what changed in them since the version before. `put`
+    stores an array and returns a reference; `get` returns the array of a reference."""
 
     def __init__(self, put: Callable[[Bucket], BucketRef], get: Callable[[BucketRef], Bucket]) -> None:
         codec.warm_up()
@@ -37,7 +38,8 @@ class ChangesStore:
         self._before: dict[int, BucketRef] = {}
 
     def put(self, number: int, bucket: Bucket) -> tuple[BucketRef, BucketRef | None]:
-        """Returns references to bucket `number` and to its changes, for `StoredVersion`."""
+        """Stores `bucket`, and its changes since the version before. Returns references to both, for `StoredVersion`;
+        None for the changes if there was no version before, or if they are not much smaller than the bucket."""
         before = self._before.get(number)
         self._before[number] = stored = self._put(bucket)
         changes = codec.encode(self._get(before), bucket) if before is not None else None
@@ -70,7 +72,7 @@ async def open(source: StoredVersion | Sequence[BucketRef]) -> list[Bucket]:
 
 
 def lease(source: object) -> None:
-    """Does nothing: the references that a receiver holds keep the bytes."""
+    """Does nothing: the bytes stay as long as somebody holds the references in `source`, as the caller does."""
 
 
 def release(source: object) -> None:

@@ -35,7 +35,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""By their names in safetensors. Parameters have the first three; buffers can have any."""
+"""PyTorch's dtypes by their names in safetensors. Parameters have one of the first three; buffers can have any."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FUSED = re.compile(r"\b(?:[qkv]|gate|up)_proj\b")
 
@@ -47,8 +47,8 @@ Units = Iterable[Sequence[tuple[str, Tensor]]]
 
 
 def fused_group(name: str) -> str:
-    """Returns a key of the tensor `name` that is equal for tensors that must stay together: q, k and v of a layer; its
-    gate and up.
+    """Returns a key for the tensor `name`. Tensors that must share a bucket have equal keys: q, k and v of a layer;
+    gate and up of a layer.
 
     >>> fused_group("layers.0.mlp.gate_proj.weight"), fused_group("layers.0.self_attn.k_proj.bias")
     ('layers.0.mlp.', 'layers.0.self_attn.')
@@ -82,7 +82,7 @@ def lay_out(units: Units, bucket_bytes: int = BUCKET_BYTES) -> Layout:
 
 
 def tensor_of(entry: TensorEntry, buckets: Mapping[int, Bucket | Tensor] | Sequence[Bucket]) -> Tensor:
-    """Returns the tensor that `entry` describes, as a view of its bucket."""
+    """Returns the tensor that `entry` describes, as a view of its bucket in `buckets`, by number."""
     if not entry.nbytes:  # which cannot be viewed as another dtype
         return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
     part = buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]
@@ -100,10 +100,10 @@ def fill(
     buffer: Callable[[int], Buffer],
     on_full: Callable[[int, Buffer], None],
 ) -> None:
-    """Copies the tensors of the buckets `selected` from `units` into memory. `buffer` returns the array for a bucket,
-    by number, at least as large as the bucket; `on_full` gets each full bucket, in the order of numbers, in which
-    receivers expect buckets. Goes through all units, also through units without a selected tensor. Raises
-    TriremeError if the tensors do not match the layout."""
+    """Copies the tensors of the buckets `selected` from `units` into memory. `buffer(number)` returns an array for a
+    bucket, at least as large as the bucket. `on_full` gets the number and the memory of each full bucket, in ascending
+    order, in which receivers expect buckets. Goes through all units, also through units without a selected tensor.
+    Raises TriremeError if the tensors do not match the layout."""
     places = {entry.name: entry for entry in layout.entries}
     missing = defaultdict[int, int](int)
     for bucket in (entry.bucket for entry in layout.entries):
@@ -143,9 +143,9 @@ def host_memory(nbytes: int, *, pinned: bool) -> Bucket:
 
 
 class Packer(Generic[Stored]):
-    """A `trireme.core.transport.Sender` that puts buckets where receivers fetch them; each rank packs its share. `put`
-    copies a bucket, by number, to such a place and returns a reference; it runs in a thread. `send` returns the rank's
-    part, {number of a bucket: its reference}."""
+    """A `trireme.core.transport.Sender` that puts buckets where receivers fetch them; each rank packs its share of the
+    buckets. `put(number, bucket)` copies a bucket to such a place and returns a reference to the copy; it runs in a
+    thread. `send` returns the rank's part, {number of a bucket: its reference}."""
 
     endpoint = None
 
@@ -198,8 +198,8 @@ class Packer(Generic[Stored]):
 def pack(
     units: Units, put: Callable[[Bucket], Stored], bucket_bytes: int = BUCKET_BYTES
 ) -> tuple[tuple[TensorEntry, ...], tuple[Stored, ...]]:
-    """Packs tensors that are all in this process. Returns their entries, with hashes, and the references that `put`
-    returned for the buckets."""
+    """Packs tensors that are all in this process into buckets, and calls `put` with each bucket. Returns the tensors'
+    entries, with hashes, and the references that `put` returned."""
     tensors = [list(unit) for unit in units]
     layout = lay_out(tensors, bucket_bytes)
     references = join_parts([Packer(lambda _, full: put(full)).send(0, layout, tensors, None)])

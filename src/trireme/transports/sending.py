@@ -35,8 +35,9 @@ log = logging.getLogger(__name__)
 
 
 class Sending:
-    """The broadcast of one version to `members`, in a thread. `group` and `before`, the group and its root, come from
-    the meeting for the previous version.
+    """Broadcasts one version to the replicas `members`, in a thread. `group`: the group that sent the previous version,
+    which is used again if its members stay the same. `before`: this rank's side of the meeting for the previous
+    version; its messages are removed.
 
     The thread owns the group. It ends at the deadline at the latest, also after a failure, and the group's sockets end
     with it.
@@ -54,7 +55,7 @@ class Sending:
         self.group: BroadcastGroup | None = group
         self.root: GroupRoot | None = None
         self.failure = ""
-        """Why sending was abandoned."""
+        """Why sending was abandoned; "" while it was not."""
         self.late: tuple[int, ...] = ()
         """Members that did not connect in time, and were left out."""
         self.deadline = time.monotonic() + session.left_s
@@ -64,8 +65,8 @@ class Sending:
         threading.Thread(target=self._run, name=f"broadcast of version {version}", daemon=True).start()
 
     def hand_over(self, bucket: Buffer, sent: Callable[[], None]) -> bool:
-        """Hands a full bucket to the thread, which calls `sent` when it has read it. Returns False if sending was
-        abandoned; then `sent` may never be called."""
+        """Hands a full bucket to the thread, which calls `sent` when it no longer reads the bucket. Returns False if
+        sending was abandoned; then `sent` may never be called."""
         return self.wait(lambda: self._accepts((bucket, sent)))
 
     def finish(self) -> bool:
@@ -138,11 +139,12 @@ class Sending:
 
 
 class Packing:
-    """The buckets of one version in a rank: which ones it fills, in which memory, and where they go.
+    """The buckets of one version in a rank: which buckets the rank fills, in which memory, and where they go.
 
-    The rank keeps the buckets of its share in host memory. With a GPU all buckets are packed on the GPU, and the share
-    is copied to the host while the buckets are sent. Without one, a bucket of the share is packed in the memory where
-    it is kept. All other buckets are packed in `free` buffers, which are used again.
+    The rank keeps the buckets of its share (bucket b is in the share of rank b mod R) in host memory. With a GPU all
+    buckets are packed on the GPU, and the share is copied to the host while the buckets are sent. Without a GPU, a
+    bucket of the share is packed in the memory where it is kept. All other buckets are packed in `free` buffers, which
+    are used again.
     """
 
     def __init__(
@@ -178,8 +180,8 @@ class Packing:
         return taken[0]
 
     def finish(self, number: int, bucket: Buffer) -> None:
-        """Takes the full bucket `number`: hands it to the sending thread, and keeps it if it belongs to the rank's
-        share."""
+        """Takes the full bucket `number`: hands it to the sending thread, and stores it in `buckets` if it belongs to
+        the rank's share."""
         borrowed = self._borrowed.pop(number, None)
         free = self.free
 
@@ -200,8 +202,8 @@ class Packing:
                 sent()
 
     def _copy(self, bucket: Tensor) -> Bucket:
-        """Returns a copy of a bucket in pinned host memory. The copy has a stream of its own, and the GPU computes
-        meanwhile."""
+        """Returns a copy of a bucket in pinned host memory. The copy runs in a CUDA stream of its own, and the GPU
+        computes meanwhile."""
         assert self._copies is not None
         copy = torch.empty(bucket.shape, dtype=torch.uint8, pin_memory=True)
         self._copies.wait_stream(torch.cuda.current_stream())  # which has filled the bucket
@@ -245,7 +247,8 @@ class BroadcastSender:
         listening = listen(host, ports)
         self._store = open_store(host, listening.getsockname()[1], listening.detach())
         self.endpoint: tuple[str, int] = host, self._store.port
-        """Where the members of its groups find it. Engines get it, which know nothing of Ray: no handle is in it."""
+        """Address and port at which replicas connect to this sender. It has no Ray handle in it, because engines get
+        it, which know nothing of Ray."""
         self._holder = holder
         self.versions = KeptVersions()
         self._group: BroadcastGroup | None = None

@@ -34,7 +34,8 @@ def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def rectangle(whole: Sequence[int], start: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """Returns `first` and `strides` of a part that begins at `start` of a tensor of shape `whole`.
+    """Returns `first` and `strides` of a TensorPart that is a rectangle of a tensor of shape `whole`. `start`: the
+    index of the rectangle's first element.
 
     >>> rectangle((4, 6), (1, 2))
     (8, (6, 1))
@@ -44,9 +45,9 @@ def rectangle(whole: Sequence[int], start: Sequence[int]) -> tuple[int, tuple[in
 
 
 def merged(dimensions: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Returns dimensions (size, distance in one memory, distance in another) that reach the same elements as
-    `dimensions`, as few as possible but at least one; the dimension with the smallest distance in the first memory
-    comes first.
+    """Joins dimensions of a tensor that lies in two memories. Each of `dimensions` is (size, distance from one element
+    to the next in the first memory, the same distance in the second memory). Returns as few dimensions as possible, at
+    least one, that reach the same elements; the dimension with the smallest distance in the first memory comes first.
 
     >>> merged([(5, 24, 24), (3, 8, 8), (8, 1, 1)]), merged([(5, 24, 80), (3, 8, 8), (1, 8, 8), (8, 1, 1)])
     ([(120, 1, 1)], [(24, 1, 1), (5, 24, 80)])
@@ -61,16 +62,17 @@ def merged(dimensions: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, i
 
 
 class TensorPart(NamedTuple):
-    """Tensors of one storage, with equal shapes and strides, each at the same place of its whole."""
+    """Tensors of one storage to sum, with equal shapes and strides. Each is the same part of a larger tensor, its
+    whole."""
 
     tensor: Tensor
-    """The first of them."""
+    """The first of the tensors."""
     first: int
-    """The place of its first element in its whole, in elements."""
+    """The place of a tensor's first element in its whole, in elements."""
     strides: Sequence[int]
-    """The strides of its whole, in elements."""
+    """For each dimension of a tensor, the distance in its whole from one element to the next, in elements."""
     dtype: torch.dtype
-    """The dtype in which it is summed."""
+    """The dtype in which the tensors are summed."""
     tensors: int = 1
     """Number of tensors."""
     pace: int = 0
@@ -80,9 +82,9 @@ class TensorPart(NamedTuple):
 def equal_parts(
     tensors: Sequence[Tensor], first: int, strides: Sequence[int], dtype: torch.dtype | None = None
 ) -> list[TensorPart]:
-    """Returns `tensors`, which have one storage, shape and strides, as parts in order: one part if they are evenly
-    spaced in memory (experts of a stack), else one part each. `first`, `strides`: place and strides in the whole
-    tensor, in elements. `dtype`: in which they are summed (None: their own)."""
+    """Returns `tensors`, which have one storage, shape and strides, as parts in order: one TensorPart for all if they
+    are evenly spaced in memory (experts of a stack), else one for each tensor. `first`, `strides`: place and strides of
+    each tensor in its whole, in elements. `dtype`: in which they are summed (None: their own)."""
     start = tensors[0].detach()
     target = dtype or tensors[0].dtype
     paces = {int(b.storage_offset() - a.storage_offset()) for a, b in pairwise(tensors)} or {0}
@@ -143,8 +145,8 @@ def _pieces(part: Tensor, first: int, strides: Sequence[int], limit: int) -> Ite
 
 
 def _piece_sums(piece: Tensor, first: int, strides: Sequence[int]) -> Sums:
-    """Returns the sums of a contiguous piece on the CPU. `first`, `strides`: place and strides in the whole tensor, in
-    elements."""
+    """Returns the sums of `piece`, a contiguous CPU tensor. `first`, `strides`: the place of its first element, and its
+    strides, in the whole tensor, in elements."""
     if piece.element_size() == 1:  # halves of words; zeros between them add nothing
         ends = ((size - 1) * stride for size, stride in zip(piece.shape, strides, strict=True))
         spread = torch.zeros(first % WORD_BYTES + sum(ends) + 1, dtype=torch.uint8)

@@ -13,14 +13,15 @@ from trireme.renderers.text_renderer import MARK, TextRenderer
 
 SWITCH = "enable_thinking"
 NO_THINKING = re.compile(rf"(?:{THINK}\s*{THINK_END}\s*)?\Z")
-"""The empty block at the end of a prompt that asks for an answer without thinking, if the template writes one."""
+"""Matches the empty thinking block, if the template writes one, at the end of a prompt that asks for an answer without
+thinking."""
 QUESTION: Message = {"role": "user", "content": "?"}
 ANSWER: Message = {"role": "assistant", "content": MARK}
 
 
 class ChatTemplateRenderer(TextRenderer):
     """A renderer that writes conversations with the tokenizer's chat template. An assistant's message ends with the
-    token that the template puts after it, or with the end of sequence.
+    special token that the template puts after it, or with the end-of-sequence token.
 
     Tool calls are parsed if the template writes them as `<tool_call>` blocks, and stay in the content otherwise.
     `enable_thinking` is passed to the template. Raises BadInput for a tokenizer without a template, for a template that

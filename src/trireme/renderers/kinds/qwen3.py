@@ -57,8 +57,8 @@ class Qwen3Renderer(TextRenderer):
         return f"{END}\n{self._from(messages, i + 1, True)}"
 
     def _from(self, messages: Sequence[Message], first: int, generate: bool) -> str:
-        """Returns the text of the messages from index `first` on. `generate`: followed by the header of the assistant's
-        next message."""
+        """Returns the text of the messages from index `first` on. With `generate` the header of the assistant's next
+        message follows."""
         boundary = self.thinking_from(messages, generate)
         query = last_query(messages)
         blocks = []
@@ -86,8 +86,9 @@ def _opening(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
 
 
 def _assistant(message: Message, shows_thinking: bool, answers_last: bool) -> str:
-    """Returns the text of an assistant's message. `answers_last`: the message is the conversation's last one and
-    follows the last question; then it has a thinking block even without thinking."""
+    """Returns the text of an assistant's message. `shows_thinking`: True writes the message's thinking. `answers_last`:
+    True if the message is the conversation's last one and follows the last question; with `shows_thinking` it then has
+    a thinking block even without thinking."""
     content = message["content"]
     thinking = message.get("thinking", "")
     if "thinking" not in message and THINK_END in content:  # separated as the template does

@@ -16,13 +16,14 @@ OTHER_SPEAKERS = ("User", "System", "Tool")
 
 
 class RoleColonRenderer(TextRenderer):
-    """A renderer that writes `Speaker: text` with an empty line between messages. The end of sequence ends an answer.
+    """A renderer that writes `Speaker: text` with an empty line between messages. The end-of-sequence token ends
+    an answer.
 
         System: Be brief.\n\nUser: 2 + 2?\n\nAssistant: 4<eos>\n\nUser: 3 + 3?\n\nAssistant:
 
-    A base model seldom writes the end of sequence, but continues with another speaker, such as `\n\nUser:`. This string
-    is a stop string too. If the user does speak next, the prompt extends the sampled tokens of the string. Raises
-    BadInput for a tokenizer without an end of sequence, and if `enable_thinking` is given.
+    A base model seldom writes this token, but continues with another speaker, such as `\n\nUser:`. This string is a
+    stop string too. If the user does speak next, the prompt extends the sampled tokens of the string. Raises
+    BadInput for a tokenizer without an end-of-sequence token, and if `enable_thinking` is given.
     """
 
     stop_strings = tuple(f"\n\n{speaker}:" for speaker in OTHER_SPEAKERS)
@@ -69,7 +70,8 @@ class RoleColonRenderer(TextRenderer):
         return super()._followed_by(self.closed(sampled), after)
 
     def _next_speaker(self, sampled: list[int]) -> str:
-        """Returns the end of a sampled message's text, from the stop string that ended it; "" if no stop string did."""
+        """Returns the end of a sampled message's text that begins with the stop string; "" if no stop string ended the
+        message."""
         text = str(self._tokenizer.decode(sampled))
         place = first_of(self.stop_strings, text)
         if place is None:
