@@ -328,8 +328,8 @@ class Router:
             del target.requests[request.request_id]
 
     def _on_the_wire(self, request: SampleRequest) -> SampleRequest:
-        """Returns the request as it is sent to a replica: with this router's attempt, and under a unique id, because a
-        replica may get the same request again, also from another process."""
+        """Returns the request as it is sent to a replica: with the attempt of the run that this router belongs to, and
+        under a unique id, because a replica may get the same request again, also from another process."""
         name = f"{request.request_id}@{self._name}-{next(self._numbers)}"
         return replace(request, request_id=name, attempt=self._attempt)
 

@@ -130,7 +130,8 @@ class GroupRunner:
 
     async def _end(self, envs: GroupEnvs, tasks: set[asyncio.Task[object]], place: str) -> None:
         """Closes the environments of a group and lets its builder clean up. Then cancels the tasks in `tasks` that the
-        environments have left running, and reports them as one LeakedTasks error. `place` names the group in it."""
+        environments have left running, and counts them as one failed try, by a LeakedTasks error for `self.note` that
+        names the group by `place`. Raises nothing."""
         with TaskOwner(tasks):
             await envs.end()
         unfinished = sorted(task.get_coro().__qualname__ for task in tasks)  # type: ignore[union-attr]

@@ -382,7 +382,7 @@ class Ledger:
         ahead = {replica: version for replica, version in self.replicas.items() if version > self.released}
         if ahead or self.floor > self.released:
             raise ValueError(
-                f"{self.released} batches are released, but all replicas had {self.floor}, and some hold {ahead}"
+                f"{self.released} batches are released, but replicas have later versions: all {self.floor}; {ahead}"
             )
         groups = sorted([*self._in_training(), *self.active.values()], key=lambda group: group.index)
         return {

@@ -76,8 +76,9 @@ class Row:
 
 
 class Store:
-    """The sqlite store in `directory`; call `open` first. `row_format`: name and number of the format of its rows.
-    `boot`: the id of the machine's present boot (None: read from the system)."""
+    """A sqlite file in `directory` with the rows that a service needs after a restart; call `open` first. `row_format`:
+    name and number of the format of its rows. `boot`: the id of the machine's present boot, by which the store knows
+    that the machine was started anew and may have lost the last rows (None: read from the system)."""
 
     def __init__(self, directory: Path, row_format: str, boot: str | None = None) -> None:
         self.path = directory / FILE

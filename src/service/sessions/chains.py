@@ -41,7 +41,7 @@ class ChainPoint:
         return self.after.get(_key(message))
 
     def add(self, message: Message) -> ChainPoint:
-        """Adds and returns a new point, for the chain that continues this one with `message`."""
+        """Adds the point of a longer chain, this one and then `message`. Returns the new point."""
         point = self.after[_key(message)] = ChainPoint(message, self)
         return point
 

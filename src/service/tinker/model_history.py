@@ -70,9 +70,9 @@ class ModelHistory:
         return replace(self, place=place, steps=(), began_s=None)
 
     def is_due(self, now: float, every_s: float) -> bool:
-        """Returns True if the model should be saved now: one of its steps loaded a saved state, which its client
-        may delete; or the first step is at least `every_s` seconds old, and the last one is an update. Always False
-        while gradients are held."""
+        """Returns True if the model should be saved now: one of the operations in this history loaded a saved state,
+        which its client may delete; or the oldest operation is at least `every_s` seconds old, and the newest is an
+        update by the optimiser. Always False while gradients are held."""
         if self.batch or not self.steps:
             return False
         if any(isinstance(step.work, LoadModelBody | LoadWeightsBody) for step in self.steps):

@@ -43,7 +43,8 @@ def interface_towards(host: str) -> str:
     names = [name for name, addresses in by_interface.items() if address in addresses]
     if not names:
         raise RoomFailed(
-            f"this node reaches {host}, where a trainer shard is, from {address}, an address of none of {by_interface}"
+            f"this node reaches {host}, where a trainer shard is, from its address {address}, which none of its "
+            f"network interfaces has: {by_interface}. Name the interface by {GLOO}"
         )
     return names[0]
 

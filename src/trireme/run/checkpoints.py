@@ -306,9 +306,9 @@ class Checkpoints:
             raise error
 
     def _prune_for_room(self) -> list[str]:
-        """Deletes all checkpoints except the newest that verifies, checkpoints kept by `checkpoint.keep_every`, and
-        checkpoints with a file KEEP. Returns the deleted names; after deleting some, only one checkpoint is kept from
-        then on."""
+        """Frees disk space: deletes all checkpoints except the newest that verifies, checkpoints kept by
+        `checkpoint.keep_every`, and checkpoints with a file KEEP. Returns the deleted names. If there are any, the run
+        acts from then on as if `checkpoint.keep_last` were 1."""
         try:
             deleted = self._run.store.prune(1, self._config.checkpoint.keep_every)
         except StorageFailed as error:

@@ -538,7 +538,7 @@ def test_auto(tokenizer: Any, template: str | None, kind: type) -> None:
 def test_what_does_not_suit_is_refused() -> None:
     with pytest.raises(BadInput, match=r"renderer\.name = 'qwen'; expected one of auto, chat_template"):
         make_renderer("qwen", bpe())
-    with pytest.raises(BadInput, match="chat_template with a tokenizer that has none"):
+    with pytest.raises(BadInput, match="chat_template with a tokenizer that has no chat"):
         make_renderer("chat_template", characters())
     with pytest.raises(BadInput, match=r"no token <\|im_start\|> and no <\|im_end\|>"):
         make_renderer("qwen3", characters())

@@ -32,8 +32,9 @@ class ChatTemplateRenderer(TextRenderer):
         template = tokenizer.chat_template
         if not isinstance(template, str):
             raise BadInput(
-                f"renderer.name = chat_template with a tokenizer that has {'none' if template is None else 'several'}; "
-                "expected one: give --model.tokenizer a tokenizer with it, or set --renderer.name role_colon"
+                f"renderer.name = chat_template with a tokenizer that has {'no' if template is None else 'several'} "
+                "chat template; expected one: set --model.tokenizer to a tokenizer with one, or set --renderer.name to "
+                "role_colon"
             )
         if enable_thinking is not None and SWITCH not in template:
             raise BadInput(
