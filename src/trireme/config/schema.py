@@ -123,8 +123,8 @@ class CommonConfig(Section, ABC):
 
     @property
     def encoding(self) -> str:
-        """How weights travel: "dense", whole, or "delta", as changes since the version before; "auto" until the plan has
-        decided."""
+        """How weights travel: "dense", whole, or "delta", as changes since the version before; "auto" until the plan
+        has decided."""
         return "dense"
 
     @property
