@@ -41,6 +41,7 @@ def types(monkeypatch: pytest.MonkeyPatch) -> Types:
 def files(tmp_path: Path) -> Path:
     (tmp_path / "data.jsonl").write_text('{"prompt": "2 + 2 = ", "question": "2 + 2?", "answer": "4"}\n' * 2)
     (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "sevens.py").write_text(TASKSET)
     (tmp_path / "mine.py").write_text("def score(said, answer): return said == answer\ndef none(said): return None\n")
     return tmp_path
 
@@ -75,6 +76,7 @@ TYPED = {
     ),
     "a chat": (["higher_lower:HigherLower", "--env.path", "examples/envs"], ["none"], "reward 0  parse_error 0"),
     "a generator": (["reasoning_gym:gcd"], ["none"], "reward 0  parse_error 0"),
+    "a taskset": (["verifiers:sevens", "--env.path", "{files}"], ["7"], "reward 1  parse_error 0"),
     "a server": (["{server}"], [call("add", '{"a": 1, "b": 2}'), "none"], "reward 0  parse_error 0  success 0"),
     "a program": (
         [
@@ -93,6 +95,23 @@ TYPED = {
 }
 
 
+TASKSET = """
+import verifiers.v1 as vf
+
+__all__ = ["Sevens"]
+
+
+class Says(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == "7")
+
+
+class Sevens(vf.Taskset[Says]):
+    def load(self):
+        for n in range(24):
+            yield Says(vf.TaskData(prompt=f"3 + 4, for the time {n}?"), self.config.task)
+"""
 AGENT = """
 import json, os, sys
 from urllib.request import Request, urlopen
