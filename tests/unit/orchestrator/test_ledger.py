@@ -318,7 +318,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_boundary())
     @rule()
     def no_state_beyond_a_boundary(self) -> None:
-        with pytest.raises(ValueError, match="and replicas hold"):
+        with pytest.raises(ValueError, match="but replicas have later versions"):
             self.ledger.state_dict()
 
     def load(self, fresh: Ledger, state: Any, retained: set[int]) -> tuple[list[Group], set[int]]:

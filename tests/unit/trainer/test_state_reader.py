@@ -69,7 +69,7 @@ def test_what_dcp_saves_is_read(saved):
 def test_a_pickle_in_the_metadata_does_not_run(saved, canary, function):
     change(saved, lambda metadata: setattr(metadata, "planner_data", Payload(function, str(canary))))
     name = f"{function.__module__}.{function.__qualname__}".replace(".", r"\.")
-    with pytest.raises(CheckpointInvalid, match=rf"\.metadata.* names {name}"):
+    with pytest.raises(CheckpointInvalid, match=rf"\.metadata.* refers to {name}"):
         load(saved)
 
 
