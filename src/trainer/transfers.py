@@ -1,4 +1,4 @@
-"""Copies tensors between host and device. Only here does the code of a pass wait for its device.
+"""Copies tensors between host and device. In a forward and backward pass no other module waits for the device.
 
 A copy to the device is queued behind earlier work, and the host goes on. A copy to the host waits until the device has
 done all earlier work. Both are counted, so that a test can limit the waits of a micro-batch.

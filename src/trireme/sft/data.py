@@ -142,9 +142,9 @@ class ExampleCursor:
         return self._order[1]
 
     def with_steps(self, config: SftConfig, start: int) -> SftConfig:
-        """Returns `config` with `max_steps` set so that a run that goes on at step `start` ends with the last of
-        `data.epochs`. The cursor then ends with this epoch, so the last step may have fewer examples. If `max_steps` is
-        given, returns `config` unchanged."""
+        """Returns a copy of `config` whose `max_steps` is the number of steps after which all `data.epochs` are over,
+        for a run that continues at step `start`. The last step may have fewer examples. Returns `config` itself if it
+        has `max_steps`."""
         if config.max_steps:
             return config
         self.end = config.data.epochs * self.size

@@ -1,4 +1,4 @@
-"""Encodes the changes of a bucket between two versions, and applies them to the bucket of the older version.
+"""Encodes how a bucket of weights differs between two versions, and makes the newer bucket from the older one.
 
 A bucket is a sequence of 16-bit words, whatever the dtypes of its tensors, and words are compared as integers: no value
 is special. Training with a small learning rate changes few words of weights in 16 bits, and most of these by one unit

@@ -1,4 +1,5 @@
-"""Sends weights through Ray's object store. Each rank stores its buckets, and each node fetches one copy of all.
+"""Sends weights through Ray's object store. Each rank of the trainer stores its buckets, and each node that has
+replicas fetches one copy of every bucket.
 
 The source of a version is the tuple of references to its buckets. The bytes live as long as a process holds the
 references, so a replica that joins late and a checkpoint can read them too.
@@ -72,7 +73,7 @@ async def open(source: StoredVersion | Sequence[BucketRef]) -> list[Bucket]:
 
 
 def lease(source: object) -> None:
-    """Does nothing: the bytes stay as long as somebody holds the references in `source`, as the caller does."""
+    """Does nothing, because Ray keeps the bytes while the caller holds the references in `source`."""
 
 
 def release(source: object) -> None:
