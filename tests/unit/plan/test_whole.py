@@ -48,9 +48,7 @@ class TestDevices:
         small = plan(shards=1, replicas=1, resources=gpus(2), inference={"tensor_parallel": 4})
         assert any("needs 5 GPUs, this machine has 2" in warning for warning in small.warnings)
         spread = plan(shards=1, resources=cluster(gpus(4), gpus(4)), inference={"tensor_parallel": 6})
-        with pytest.raises(
-            BadInput, match=r"needs 6 GPUs on one node(.|\n)*at most 4, the number of GPUs"
-        ):
+        with pytest.raises(BadInput, match=r"needs 6 GPUs on one node(.|\n)*at most 4, the number of GPUs"):
             spread.check_resources()
 
     def test_one_gpu_is_shared(self) -> None:
