@@ -547,7 +547,7 @@ class ReplicaActor:
                 await step("pause", self.pause())
                 self.asleep = True
                 self.identity = None
-                self._updates = OnceForEach[UpdateReport]()
+                self._updates.forget()
                 if self.config.cluster.device == "gpu":
                     await step("release memory", self.engine.release_kv_cache_memory())
 
@@ -570,7 +570,8 @@ class ReplicaActor:
     @remote_method
     async def load_adapter(self, name: str, published: PublishedWeights) -> None:
         """Loads an adapter in addition to the current weights, for requests that name it; other requests do not pause.
-        Raises and breaks this replica as `load_weights` does, also when the adapter's canary does not agree."""
+        Raises WeightsRefused or RoomFailed if that fails, or if the adapter's canary does not agree with the trainer;
+        this replica then takes no more requests, as after a failed `load_weights`."""
         step = partial(self._step, deadline=time.monotonic() + self.config.timeouts.update_s)
         async with self._received(published, step):
             from inference.adapter import request_of  # imports vLLM

@@ -25,6 +25,10 @@ class OnceForEach(Generic[Value]):
             self._newest = identity, asyncio.create_task(begin())
         return await asyncio.shield(self._newest[1])
 
+    def forget(self) -> None:
+        """Forgets the newest work, so that the next call starts its work anew, also for the same identity."""
+        self._newest = None
+
 
 def _has_failed(task: asyncio.Task[object]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)

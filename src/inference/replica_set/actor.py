@@ -325,6 +325,7 @@ class ReplicaSet:
         async with self._changing:
             self._bring_newest = self._put_to_sleep
             self._sleeping = True
+            self._updates.forget()  # the same weights wake them: the reports of their last update are no answer
             self._publish()
             await asyncio.gather(*map(self._begin_to_catch_up, self._by_index.values()))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import accumulate
 
 from trireme.core.actors import ActorOptions
@@ -46,6 +46,7 @@ class Need:
 
     host: Mapping[str, int]
     """Bytes of its machine's memory, by purpose."""
+    _: KW_ONLY
     gpu: Mapping[str, int] = field(default_factory=dict)
     """Bytes of memory on each of its GPUs, by purpose."""
     resting: Mapping[str, int] | None = None

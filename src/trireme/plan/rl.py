@@ -108,12 +108,12 @@ class InferencePart(Part):
             gpu = {**self.resting, "its KV cache": cache}
             resting = self.resting if self.colocated else None
             host = {"processes": cuda, **arriving}
-            need = Need(host, gpu, resting, shared, gpu_share=self.gpu_share, shm_free=queues)
+            need = Need(host, gpu=gpu, resting=resting, shared=shared, gpu_share=self.gpu_share, shm_free=queues)
             return [need] * self.config.inference.replicas
         base = int(self._base_gib * GIB)
         cache = int(self.config.inference.memory_gb * GIB)
         host = {"processes": base, "the replicas' weights": weights, "KV caches": cache, **arriving}
-        return [Need(host, {}, shared, shm_free=queues)] * self.config.inference.replicas
+        return [Need(host, shared=shared, shm_free=queues)] * self.config.inference.replicas
 
     @property
     def resting(self) -> Mapping[str, int]:

@@ -91,10 +91,12 @@ class TrainerPart(Part):
             of_layers = {ON_THEIR_WAY: self._send_buffers(self.facts, embeddings=False)}
             of_embeddings = {ON_THEIR_WAY: self._send_buffers(self.facts, embeddings=True)}
         resting = self.resting if self.colocated else None
-        first = Need({**host, "loading": self._loading(host), **of_embeddings}, gpu, resting, parts=parts)
-        rest = [Need({**host, **of_layers}, gpu, resting, parts=parts)] * (self.config.trainer.mesh.processes - 1)
+        first = Need({**host, "loading": self._loading(host), **of_embeddings}, gpu=gpu, resting=resting, parts=parts)
+        rest = [Need({**host, **of_layers}, gpu=gpu, resting=resting, parts=parts)] * (
+            self.config.trainer.mesh.processes - 1
+        )
         if rest and not self.facts.tied_embeddings:
-            rest[-1] = Need({**host, **of_embeddings}, gpu, resting, parts=parts)
+            rest[-1] = Need({**host, **of_embeddings}, gpu=gpu, resting=resting, parts=parts)
         return [first, *rest]
 
     @property

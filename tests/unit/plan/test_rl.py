@@ -14,6 +14,7 @@ from trireme.config import installed
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts
 from trireme.plan.memory import GIB, gpu_room
+from trireme.plan.needs import VERSIONS
 from trireme.plan.rl import BLOCK_TOKENS, ENGINE_BYTES, RL_ROOMS
 from trireme.plan.whole import Plan
 
@@ -39,6 +40,12 @@ class TestNumbers:
     def test_memory_of_a_replica(self) -> None:
         expected = int((1.4 + 2) * GIB) + 4 * 1_000_000
         assert inference(plan(inference={"memory_gb": 2})).replica_bytes == expected
+
+    @pytest.mark.parametrize(("gpus", "bytes_a_value"), [(0, 4), (3, 2)])
+    def test_two_versions_are_in_the_memory_of_its_machine(self, gpus: int, bytes_a_value: int) -> None:
+        (need,) = inference(plan(resources=machines(gpus=gpus))).needs
+        assert need.shared == {VERSIONS: 2 * bytes_a_value * 1_000_000}
+        assert need.resting is None
 
     def test_too_little_memory_warns(self) -> None:
         assert any("of memory" in w for w in plan(resources=machines(memory_bytes=GIB)).warnings)
