@@ -125,7 +125,7 @@ class CopyWatch(TorchDispatchMode):
         return self._computed.get(_memory(tensor), set())
 
     def _name(self, tensor: Tensor) -> str | None:
-        """Returns the name of the published tensor that has the memory of `tensor`; None if there is none."""
+        """Returns the name of the published tensor that shares its memory with `tensor`; None if none does."""
         if tensor.is_meta or not (address := tensor.data_ptr()):
             return None
         at = bisect_right(self._addresses, (address, LAST_NAME)) - 1

@@ -228,10 +228,12 @@ class Evaluator:
         except TimeoutError:
             missing = [f"{e.missing} of {len(e.problems_P)} problems of environment {e.env.label}" for e in evaluations]
             errors = sum((errors for e in evaluations for errors in e.errors.values()), Counter[str]())
+            failed = ", ".join(f"{number} {name}" for name, number in errors.items())
             raise RoomFailed(
-                f"waited {limit_s:g} s (timeouts.batch_s) for the evaluation of version {version}: "
-                f"{', '.join(missing)}, with {self._config.eval.samples} rollouts each, are not done. "
-                f"Failed tries so far: {dict(errors)}. Lower eval.problems or eval.samples, or raise the deadline"
+                f"waited {limit_s:g} s (timeouts.batch_s) for the evaluation of version {version}; not finished: "
+                f"{', '.join(missing)}, with {self._config.eval.samples} rollouts for each problem. "
+                f"Failed tries so far: {failed or 'none'}. Lower eval.problems or eval.samples, or raise "
+                "timeouts.batch_s"
             ) from None
         finally:
             self._running = ()

@@ -296,8 +296,8 @@ class GroupRunner:
             )
         if versions[0] < group.floor:
             raise ProvenanceError(
-                f"problem {group.problem} was dispatched when all replicas had version {group.floor}, but a token of "
-                f"it was sampled by version {versions[0]}"
+                f"problem {group.problem} was dispatched when every replica had version {group.floor} or a later one, "
+                f"but one of its tokens was sampled by version {versions[0]}. This is an error of the router: report it"
             )
 
     async def _rewards(self, group: Group, builder: EnvGroupBuilder, trajectories_G: list[Trajectory]) -> ScoredGroup:

@@ -262,11 +262,11 @@ class Ledger:
         return groups, self._cut() if self.lacking == 0 else []
 
     def takeable(self, limit: int) -> int:
-        """Returns the number of groups to take now, at most `limit`.
+        """Returns how many groups to take now, at most `limit`.
 
-        Under `drop` this is the number of finished groups. If that is below `limit`, one place of the batch stays free
-        for each running group with an older floor than the present one, because such a group would be dropped when the
-        batch is complete.
+        Under `wait` these are all groups that may be taken. Under `drop` these are the finished groups; if they are
+        fewer than `limit`, one place of the batch stays free for each running group with a floor below the ledger's
+        floor, because such a group would be dropped when the batch is complete.
         """
         count = len(self._takeable(limit))
         if self.policy == "wait" or count == limit:

@@ -124,8 +124,8 @@ COLUMNS = {"tokens": "I32", "logprobs": "F32"}
 
 
 def _arrays(trajectories: Sequence[Trajectory]) -> Iterator[Chunk]:
-    """Yields, in chunks, a safetensors file of all trajectories. The package's own `save` would copy all columns
-    twice."""
+    """Yields, chunk by chunk, the bytes of one safetensors file with all trajectories. `safetensors.numpy.save` would
+    copy all columns twice."""
     ends = np.cumsum([len(t.tokens) for t in trajectories], dtype=np.int64)
     header = {"ends": {"dtype": "I64", "shape": [len(ends)], "data_offsets": [0, ends.nbytes]}}
     end = ends.nbytes

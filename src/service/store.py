@@ -195,9 +195,9 @@ class Store:
 
 
 def read_copy(directory: Path, row_format: str) -> tuple[list[Row], bool]:
-    """Returns (rows, booted): the rows of the store in `directory`, and True if the machine has booted since they were
-    written; ([], False) if there is no store. Changes no file. Raises StorageFailed, also if a service holds the store
-    so that other processes cannot read it."""
+    """Reads the store in `directory` without changing a file. Returns (rows, booted): its rows, and True if the machine
+    was booted after they were written; ([], False) if there is no store. Raises StorageFailed if the store cannot be
+    read, for example because a service has locked it, or if its rows are not in the format `row_format`."""
     path = directory / FILE
     if not path.exists():
         return [], False

@@ -5,8 +5,9 @@
     BadInput          a token is not in the vocabulary; a column that the loss needs is missing; a token has an
                       advantage, but mask 0
 
-Sampled log-probabilities are checked where they arrive, in `orchestrator.rollout`. If a loss or a gradient is not
-finite, `nonfinite_datums` names the datums that made it so.
+Each of them ends the run. What a replica sampled, tokens and log-probabilities, is checked where it arrives, in
+`orchestrator.rollout`. If a loss or a gradient is not finite, `nonfinite_datums` names the datums that made it so.
+`docs/asynchrony.md` lists all reasons why a token is not trained on.
 
 A rank sees its own part of a batch. If one rank refuses its part, all refuse, before the first pass (`Mesh.agree`), so
 the shards stay usable after a refusal.

@@ -258,7 +258,7 @@ class TrainerHandle:
         return self._call(VERBS.optim_step, adam_params, normalizer)[0]
 
     def drop_gradients(self) -> None:
-        """Forgets the gradients that were added since the last update."""
+        """Discards the gradients that were accumulated since the last step of the optimiser."""
         self._call(VERBS.drop_gradients)
 
     def reset_optimizer(self) -> None:

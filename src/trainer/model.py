@@ -195,12 +195,12 @@ class Sharding:
 
     @contextmanager
     def accumulating(self, model: PreTrainedModel) -> Iterator[Callable[[bool], None]]:
-        """Encloses the passes that accumulate one gradient. Yields a function to call before each pass; its argument is
-        true for the last pass.
+        """The context in which passes accumulate one gradient. Yields a function to call before each pass; its argument
+        is true for the last pass.
 
-        Where memory allows (`ShardMemory`) the weights stay gathered from pass to pass. With `whole`, gradients stay
-        whole on each rank too, and are summed over ranks only in the last pass. At the end of the block nothing is left
-        gathered, also after an error.
+        Where memory allows (`ShardMemory`) the weights stay gathered from pass to pass. If `self.whole` is true, each
+        rank also keeps the gradients of all parameters, and they are summed over ranks in the last pass alone. At the
+        end of the block nothing is left gathered, also after an error.
         """
         root = fsdp_units(model)[0]
         frees = not (self.whole or self.memory.weights_stay)
@@ -219,11 +219,11 @@ class Sharding:
 
 
 def load_source(name: str) -> PreTrainedModel:
-    """Opens a model, a local directory or a name on the hub, in host memory, with the values of its files.
+    """Loads a model into host memory, with the weights of its files. `name` is a local directory or a name on the hub.
 
-    If all tensors are stored as bfloat16, or all as float16, they have this dtype. They stay in the mapped files until
-    they are copied, which reads and casts their bytes once. Otherwise they are float32. They are float32 also if the
-    model makes a buffer in the dtype of its weights, because the buffer's value would be rounded.
+    The weights have their stored dtype if all are bfloat16, or all are float16. They stay in the mapped files until
+    they are copied, so their bytes are read and cast once. Otherwise the weights are float32. They are float32 too if
+    the model computes a buffer in the dtype of its weights, because 16 bits would round the buffer's values.
 
     Raises BadInput unless the tensors that the model would publish have the names and shapes of the tensors in its
     files.

@@ -341,7 +341,7 @@ class Shard(AdapterVerbs):
         return OptimStepResponse({"lr": float(adam.learning_rate), "grad_norm": float(grad_norm)})
 
     def drop_gradients(self) -> None:
-        """Forgets the gradients that were added since the last update."""
+        """Discards the gradients that were accumulated since the last step of the optimiser."""
         self._optimizer.zero_grad()
 
     def reset_optimizer(self) -> None:

@@ -47,7 +47,7 @@ class Member:
 
     @property
     def waits(self) -> bool:
-        """True if nothing brings weights to the replica at present, so that it waits for the next update."""
+        """True if no weights are on their way to the replica; it keeps its version until the next update."""
         return self.catching_up is None or self.catching_up.done()
 
     @property

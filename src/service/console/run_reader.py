@@ -114,8 +114,8 @@ class RunReader:
             return {"title": name, "unit": "", "curves": [{"name": name, "points": points}] if points else []}
 
     def read_all(self) -> None:
-        """Reads all metrics and ages at once. Without this call, each request reads only a bounded further part of
-        their files."""
+        """Reads the files of metrics and ages to their ends. Without this call, each request reads the next part of
+        them, of limited size."""
         with self.lock:
             self._curves.look(most_bytes=None)
             self._ages.look(most_bytes=None)

@@ -7,10 +7,13 @@
            SessionClosed        masked, unless a retry or a later message shows that the client has it
 
 Code between two awaits is one step for other callers: a record is stored before it is applied to the tree, and applied
-before a caller sees its effect. In memory a session's tree is `book.sessions[name].tree`. On disk it is the rows of
-`sessions/store.sqlite` in the run directory (`service.store`), which `restore` applies again. A turn is sampled in a
-task of its own, which is not cancelled when its caller goes away: a client that loses its connection sends the same
-request again, and gets the same answer.
+before a caller sees its effect. In memory a session's tree is `book.sessions[name].tree` (`service.sessions.tree`); its
+tokens lie in one array for each branch (`service.sessions.branches`). On disk there is no tree: the session's records
+(`service.sessions.records`) are the rows of `sessions/store.sqlite` in the run directory (`service.store`), and
+`restore` applies them again in order. Sessions of agents that a run plays itself are not on disk (`store` is None).
+
+A turn is sampled in a task of its own, which is not cancelled when its caller goes away: a client that loses its
+connection sends the same request again, and gets the same answer.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class TurnGiven:
 
 @dataclass(slots=True, eq=False)
 class TreeNode:
-    """A node of the tree: a prompt or an answer."""
+    """A node in the tree of a session's messages: a prompt, or an answer to it."""
 
     parent: int
     """The node with the tokens directly before this node's tokens, or ROOT."""

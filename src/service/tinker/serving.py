@@ -287,7 +287,7 @@ class TinkerServer:
         await self._remove_old_checkpoints()
 
     async def _remove_old_checkpoints(self) -> None:
-        """Removes the server's own checkpoints from which no model would be restored."""
+        """Removes the checkpoints that the server took for itself and that no model needs after a restart."""
         retained = {model.history.place for model in self.state.models.values() if not model.failure}
         await asyncio.to_thread(self._checkpoints.remove, retained)
 

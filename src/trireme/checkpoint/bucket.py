@@ -220,7 +220,8 @@ class Bucket:
         with suppress(StorageFailed):
             self.delete([key])
         raise Refusal(
-            f"run.output_dir = {self.url}, a store that took a put with `{condition}` although that does not hold",
+            f"run.output_dir = {self.url}, a store that accepted a write with `{condition}` although this condition "
+            "was false",
             CONDITIONS,
             "take another store, or a newer version of it, or a directory as --run.output-dir",
         )

@@ -156,5 +156,5 @@ def _check_file(directory: Path, record: FileRecord, contents: bool) -> None:
         raise CheckpointInvalid(f"{record.path} has {size} bytes, it was written with {record.size}")
     if checksum != record.checksum:
         raise CheckpointInvalid(
-            f"the contents of {record.path} were altered: checksum {checksum}, it was written with {record.checksum}"
+            f"the contents of {record.path} were altered: their checksum is {checksum}, expected {record.checksum}"
         )

@@ -106,9 +106,9 @@ def check_fixed(chosen: VerifiedCheckpoint, fixed: Mapping[str, object], force: 
     changed = differences(chosen.manifest.fixed, fixed)
     if changed and not force:
         raise Refusal(
-            f"to resume from {chosen.path} with other values of what a run is made of:\n    " + "\n    ".join(changed),
+            f"to resume from {chosen.path} with settings other than the checkpoint's:\n    " + "\n    ".join(changed),
             "the same model, tokenizer, loss and data order as in the checkpoint",
-            "give the values of the checkpoint, start a new run, or resume in spite of this with --resume.force",
+            "give the values of the checkpoint, start a new run, or resume with --resume.force",
         )
     return tuple(f"changed, and forced: {line}" for line in changed)
 

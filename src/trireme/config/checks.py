@@ -57,8 +57,8 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
 
 
 def _counts(config: CommonConfig) -> Iterator[Refusal]:
-    """Refuses numbers of processes or rollouts beyond any cluster, before a plan lists each process and a trial builds
-    each problem."""
+    """Yields a refusal for each number of processes or rollouts that is too large for any cluster. It comes first,
+    because the plan has an entry for each process, and the start builds each problem of a batch."""
     processes = f"{MOST_PROCESSES:,} processes"
     rollouts = f"{MOST_ROLLOUTS:,} rollouts of a step"
     limits = [("trainer.shards * trainer.replicate", config.trainer.mesh.processes, MOST_PROCESSES, processes)]

@@ -43,12 +43,12 @@ class Resources:
 
     @property
     def cpus(self) -> int:
-        """Number of cores of all machines that the run may use."""
+        """Number of CPU cores that the run may use, on all machines together."""
         return sum(node.cpus for node in self.nodes)
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of all machines that the run may use."""
+        """Number of GPUs that the run may use, on all machines together."""
         return sum(node.num_gpus for node in self.nodes)
 
     @property

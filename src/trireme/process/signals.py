@@ -1,11 +1,12 @@
 """Handles SIGTERM and Ctrl-C, which end a run in order.
 
     signal    `Stop` notes it, prints a line, and sets an alarm for `checkpoint.grace_s` seconds
-    boundary  the driver works on to the next place where the run can be saved, between two steps or before the first
-              minibatch of one; there `Stop.check` raises Stopped (`trireme.train.steps`)
+    boundary  the driver works on to the next place where the run can be saved: between two steps, or within a step that
+              has not changed the weights; there `Attempt.check` raises Stopped (`trireme.train.steps`, called by
+              `trireme.train.phases`)
     saved     `trireme.run.checkpoints.Checkpoints.__exit__` takes a checkpoint, unless this version has one
     ended     rooms, replicas and Ray stop (`trireme.launch.run`), and the command prints the command that resumes;
-              its exit code is 75 after SIGTERM, 130 after Ctrl-C
+              its exit code is 75 after SIGTERM, 130 after Ctrl-C (`trireme.cli.common.run_command`)
 
 If the alarm comes first, or a room fails meanwhile, StoppedWithoutCheckpoint ends the run in the same way, without a
 checkpoint. Before and after training a signal raises Stopped at once (`arm`). A second signal ends the process

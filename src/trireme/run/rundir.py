@@ -320,9 +320,10 @@ def _begun(store: CheckpointStore) -> Head | None:
     except CheckpointInvalid as error:
         problem = str(error)
     raise Refusal(
-        f"a run to resume, of which {problem}",
-        "the HEAD of a run; where a fork was interrupted there is none yet",
-        f"repeat the fork with its --resume.dir, or fork this run: --resume.dir {store.root} with another --run.name",
+        f"a run that cannot be resumed: {problem}",
+        "a run with the file HEAD, which a fork writes last",
+        "if a fork was interrupted here, give the same command with its --resume.dir again; else begin a new run from "
+        f"this one: --resume.dir {store.root} with another --run.name",
     )
 
 

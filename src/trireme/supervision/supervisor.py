@@ -176,8 +176,8 @@ class Supervisor:
             time.sleep(TICK_S)
 
     def goes_on(self, *retained: str) -> None:
-        """Records, from the second attempt on, that the attempt has loaded its checkpoint. `retained`: texts on
-        unfinished work in the checkpoint that the attempt continues."""
+        """Adds to the incident of the loss that the new attempt has loaded its checkpoint; does nothing in the first
+        attempt. `retained`: texts that describe the unfinished work, stored in the checkpoint, that it continues."""
         if self._attempts > 1:
             self.roster.note_return(self._core, time.monotonic() - self._ended_at, *retained)
 

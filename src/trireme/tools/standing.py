@@ -33,8 +33,8 @@ SILENT_S = 30.0
 
 
 def target_of(config: Mapping[str, object], row: Row | None) -> str:
-    """Returns the number of the run's last step as text, "?" if it is unknown. A run that counts epochs (`max_steps` =
-    0) has it computed from `row`, its newest row."""
+    """Returns the number of the step at which the run will end, as text, or "?" if it is unknown. For a run that counts
+    epochs (`max_steps` = 0) the number is computed from `row`, the newest row."""
     if config.get("max_steps") or not row or not row.get("progress"):
         return str(config.get("max_steps") or "?")
     return str(round(shown_step(row) / row["progress"]))

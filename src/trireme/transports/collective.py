@@ -56,7 +56,7 @@ class GlooCollective:
         try:
             self._group: Any = ProcessGroupGloo(store, rank, size, options)
         except RuntimeError as error:
-            raise RoomFailed(f"the members of a group of {size} did not all connect: {error}") from error
+            raise RoomFailed(f"the {size} processes of a broadcast of weights did not all connect: {error}") from error
 
     def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
         """Sends the root's `buffer` (uint8) to the other members, which receive it into their own `buffer`.
