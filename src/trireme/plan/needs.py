@@ -30,6 +30,8 @@ of the trainer."""
 SAMPLER_WEIGHTS = "weights for samplers"
 """The purpose of the memory for the weights of the base and of `service.tinker.snapshots` samplers, which `trireme
 serve` keeps in addition to the two versions."""
+KV_CACHE = "its KV cache"
+"""The purpose of a replica's GPU memory for keys and values."""
 SERVICES_GIB = 0.4
 """Measured memory of Ray's services on a machine."""
 KEPT_VERSIONS = 2

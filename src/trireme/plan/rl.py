@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import Config
 from trireme.plan.memory import GIB
-from trireme.plan.needs import HOST_OF_CUDA_GIB, KEPT_VERSIONS, VERSIONS, Need, gib
+from trireme.plan.needs import HOST_OF_CUDA_GIB, KEPT_VERSIONS, KV_CACHE, VERSIONS, Need, gib
 from trireme.plan.part import Part
 from trireme.plan.trainer import TrainerPart
 from trireme.plan.whole import SHARED_GPU_UTILIZATION, count
@@ -105,7 +105,7 @@ class InferencePart(Part):
         if self.on_gpus:
             cuda = (1 + self.ranks) * int(HOST_OF_CUDA_GIB * GIB)  # the actor, and each process of its engine
             cache = self._gpu_cache(self.facts)
-            gpu = {**self.resting, "its KV cache": cache}
+            gpu = {**self.resting, KV_CACHE: cache}
             resting = self.resting if self.colocated else None
             host = {"processes": cuda, **arriving}
             need = Need(host, gpu=gpu, resting=resting, shared=shared, gpu_share=self.gpu_share, shm_free=queues)

@@ -23,6 +23,7 @@ from trireme.core.refusals import Refusal
 from trireme.plan.needs import (
     GPU_TOLERANCE,
     HOST_TOLERANCE,
+    KV_CACHE,
     NodeNeeds,
     check_shm,
     distribute,
@@ -71,6 +72,8 @@ SUGGESTIONS = 3
 """The most suggestions that a refusal has."""
 SHARED_GPU_UTILIZATION = 0.5
 """The most that a replica may take of a GPU that it shares with the trainer."""
+SUGGESTED_UTILIZATION = 0.4
+"""What a plan suggests that a replica takes of such a GPU."""
 TURNS = frozenset({"trainer", "inference"})
 """The rooms that can take turns on the same devices. With `placement = auto` they do so only in a run with an
 orchestrator."""
@@ -373,7 +376,7 @@ class Plan:
             return
         ways = [f"lower {keys}", "use a larger cluster", "--cluster.device cpu"]
         if _models(self.parts) == [1, 1] and self.resources.gpus == 1:
-            ways.insert(0, f"let both share it: --inference.gpu-memory-utilization {SHARED_GPU_UTILIZATION - 0.1:g}")
+            ways.insert(0, f"let both share it: --inference.gpu-memory-utilization {SUGGESTED_UTILIZATION:g}")
             ways.insert(0, "let them take turns: --placement colocated")
         raise Refusal(
             f"{sizes}, which need {self.gpus_needed} GPUs",
@@ -440,7 +443,7 @@ class Plan:
                 f"{gib(resources.memory_bytes)} of memory on {count(len(resources.nodes), 'node')}; models compute on "
                 f"{'GPU' if self.on_gpus else 'CPU'}s",
             ),
-            *([("placement", self._placement_text())] if self.colocated else []),
+            *([("placement", self._placement_text())] if self.colocated or (self.shares_gpu and self.machines) else []),
             ("packages", ", ".join(f"{name} {number}" for name, number in package_versions().items())),
             *([("travels", travels_text(self.config))] if cluster_address(self.config) else []),
             ("model", self._model_text()),
@@ -455,14 +458,57 @@ class Plan:
         ]
 
     def _placement_text(self) -> str:
-        """Returns a text on a colocated run: why it is one, and who holds what of a GPU in which phase."""
-        if self._placement == "auto":
-            why = f" (placement = auto: a split needs {count(sum(_models(self.parts)), 'GPU')})"
-        else:
+        """Returns a text on a run whose trainer and replicas have the same devices: how and why they share them, what
+        that needs of a GPU, and what the other placement would need."""
+        if self.colocated:
             why = ""
-        text = f"colocated{why}: the replicas sleep while the trainer trains"
-        phases = [phase for machine in self.machines for phase in machine.phase_texts]
-        return "; ".join([text, *phases])
+            if self._placement == "auto":
+                why = f" (placement = auto: a split needs {count(sum(_models(self.parts)), 'GPU')})"
+            phases = [phase for machine in self.machines for phase in machine.phase_texts]
+            texts = [f"colocated{why}: the replicas sleep while the trainer trains", *phases]
+        else:
+            texts = [f"split, on the same GPU: {self._gpu_text()}"]
+        return "; ".join([*texts, *self._other_texts()])
+
+    def _other_texts(self) -> list[str]:
+        """Returns a text on the same run in the other placement: its flags, and what it would need of a GPU. Returns an
+        empty list if it is not possible on GPUs, or if the sizes of the model are unknown."""
+        if not (self.machines and self.shares_gpu and _models(self.parts) == [1, 1]):
+            return []
+        inference = getattr(self.config, "inference")  # noqa: B009  it has one
+        share = inference.gpu_memory_utilization
+        if self.colocated:
+            placement = "split"
+            if self.resources.gpus < 2:
+                share = min(share, SUGGESTED_UTILIZATION)
+        elif inference.on_update == "keep_kv" or self.config.transport == "broadcast":
+            return []
+        else:
+            placement = "colocated"
+            share = type(inference).model_fields["gpu_memory_utilization"].default
+        inference = inference.model_copy(update={"gpu_memory_utilization": share})
+        other = replace(self, config=self.config.model_copy(update={"placement": placement, "inference": inference}))
+        flags = f"--placement {placement} --inference.gpu-memory-utilization {share:g}"
+        return [f"with {flags}: {other._gpu_text()}"]
+
+    def _gpu_text(self) -> str:
+        """Returns a text on the fullest GPU: the bytes that are needed, in each phase of a colocated run; whether they
+        are free; and the size of the KV cache. Only for a run that has replicas and a model of known sizes."""
+        machine = max(self.machines, key=lambda machine: sum(machine.gpu.values()))
+        needed = sum(machine.gpu.values())
+        if self.colocated:
+            phases = [f"{gib(sum(parts.values()))} while {name} works" for name, parts in machine.phases.items()]
+        else:
+            phases = [gib(needed)]
+        gpu = machine.node.smallest_gpu
+        if gpu is None:
+            fit = "on a GPU of unknown size"
+        elif needed > gpu.free_bytes:
+            fit = f"{gib(needed - gpu.free_bytes)} more than are free"
+        else:
+            fit = "; ".join(self.shortages(hopeless=False)) or "it fits"
+        cache = max(need.gpu[KV_CACHE] for need in self._replicas.needs or ())
+        return ", ".join([*phases, fit, f"KV cache {gib(cache)}"])
 
     def _model_text(self) -> str:
         facts = self.facts

@@ -1,18 +1,24 @@
 """The plan of any run: devices, shares of cores, and refusals for lack of GPUs."""
 
+import json
 import os
 import re
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 from model_support import FACTS
 from plan_support import cluster, gpus, inference, machines, plan, text_of, trainer
 from rich.console import Console
 
+from gpu_check.shapes import SHAPES
 from trireme.config import installed
+from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput
 from trireme.plan.memory import GIB
+from trireme.plan.needs import gib
 from trireme.plan.rl import EVALUATION_ROOMS, LOOP_ROOMS
+from trireme.plan.whole import Plan
 from trireme.process.environ import Resources
 from trireme.process.machine import Gpu
 
@@ -353,3 +359,88 @@ class TestPlacement:
         automatic = replace(plan(shards=1, resources=gpus(1)), kinds=LOOP_ROOMS)
         with pytest.raises(BadInput, match=r"which need 2 GPUs(.|\n)*let them take turns: --placement colocated"):
             automatic.check_resources()
+
+
+class TestOtherPlacement:
+    """The row `placement` compares turns with halves of a GPU, by the plans of both."""
+
+    FACTS = ModelFacts.from_json(
+        "m",
+        json.dumps({**SHAPES["0.6b"], "num_hidden_layers": 36, "max_position_embeddings": 1024, "dtype": "bfloat16"}),
+    )
+    """A model of .72 billion parameters: state of 10.8 GiB."""
+    SHARES: ClassVar = {"split": 0.4, "colocated": 0.9}
+
+    def planned(self, placement: str, share: float, gpu_gib: int, **options: Any) -> Plan:
+        resources = machines(gpus=1, memory_bytes=64 * GIB, gpu_bytes=gpu_gib * GIB)
+        options = {"resources": resources, "facts": self.FACTS} | options
+        inference_options = {"gpu_memory_utilization": share, **options.pop("inference", {})}
+        return plan(shards=1, placement=placement, inference=inference_options, **options)
+
+    @pytest.mark.parametrize("gpu_gib", [22, 79])
+    @pytest.mark.parametrize("automatic", [True, False], ids=["auto", "explicit"])
+    @pytest.mark.parametrize(("decided", "alternative"), [("colocated", "split"), ("split", "colocated")])
+    def test_numbers_are_those_of_its_own_plan(
+        self, decided: str, alternative: str, automatic: bool, gpu_gib: int
+    ) -> None:
+        placement = "auto" if automatic else decided
+        row = dict(self.planned(placement, self.SHARES[decided], gpu_gib).rows())["placement"]
+        assert row.startswith(decided)
+        assert ("placement = auto: a split needs 2 GPUs" in row) == (automatic and decided == "colocated")
+        flags = f"with --placement {alternative} --inference.gpu-memory-utilization {self.SHARES[alternative]}: "
+        before, text = row.split(flags)
+        other = self.planned(alternative, self.SHARES[alternative], gpu_gib)
+        (machine,) = other.machines
+        cache = other.resolved(other.config).inference.gpu_cache_gb  # type: ignore[attr-defined]
+        fit = "it fits"
+        if alternative == "split":
+            needs = gib(sum(machine.gpu.values()))
+            if gpu_gib == 22:
+                fit = f"{gib(sum(machine.gpu.values()) - 22 * GIB)} more than are free"
+        else:
+            training, sampling = (gib(sum(parts.values())) for parts in machine.phases.values())
+            needs = f"{training} while trainer shard 0 works, {sampling} while inference replica 0 works"
+        assert text == f"{needs}, {fit}, KV cache {cache:.2f} GiB"
+        assert bool(other.shortages(hopeless=False)) == (fit != "it fits")
+        if decided == "split":
+            assert before.startswith("split, on the same GPU: ")
+            assert ("more than are free, KV cache" in before) == (gpu_gib == 22)
+
+    def test_a_gpu_for_each_is_the_other_of_turns_on_several(self) -> None:
+        resources = machines(gpus=2, memory_bytes=64 * GIB, gpu_bytes=22 * GIB)
+        row = dict(self.planned("colocated", 0.9, 22, resources=resources).rows())["placement"]
+        other = self.planned("split", 0.9, 22, resources=resources)
+        assert [machine.shares_gpu for machine in other.machines] == [False]
+        cache = other.resolved(other.config).inference.gpu_cache_gb  # type: ignore[attr-defined]
+        assert cache is None, "vLLM measures it"
+        room = inference(other)._gpu_cache(self.FACTS)
+        flags = "with --placement split --inference.gpu-memory-utilization 0.9: "
+        assert row.endswith(f"{flags}{gib(sum(other.machines[0].gpu.values()))}, it fits, KV cache {gib(room)}")
+        assert "placement" not in dict(other.rows())
+
+    def test_a_shortage_of_another_kind_is_said(self) -> None:
+        resources = machines(gpus=1, memory_bytes=16 * GIB, gpu_bytes=79 * GIB)
+        row = dict(self.planned("colocated", 0.9, 79, resources=resources).rows())["placement"]
+        _, text = row.split("--inference.gpu-memory-utilization 0.4: ")
+        assert "this machine has 16.00 GiB of memory, " in text
+        assert "it fits" not in text
+
+    def test_a_gpu_that_no_driver_describes(self) -> None:
+        row = dict(self.planned("auto", 0.9, 80, resources=gpus(1)).rows())["placement"]
+        assert "on a GPU whose size no driver told, KV cache" in row
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"inference": {"on_update": "keep_kv"}}, {"inference": {"transport": "broadcast"}}],
+        ids=["caches are kept", "NCCL"],
+    )
+    def test_halves_that_cannot_take_turns_have_no_other(self, options: Any) -> None:
+        row = dict(self.planned("split", 0.4, 79, **options).rows())["placement"]
+        assert row.startswith("split, on the same GPU")
+        assert "--placement" not in row
+
+    def test_nothing_is_compared_on_cpus_or_without_sizes(self) -> None:
+        assert "placement" not in dict(plan().rows())
+        assert "placement" not in dict(self.planned("split", 0.4, 79, facts=None).rows())
+        for planned in (plan(shards=1, placement="colocated"), self.planned("colocated", 0.9, 79, facts=None)):
+            assert dict(planned.rows())["placement"] == "colocated: the replicas sleep while the trainer trains"
