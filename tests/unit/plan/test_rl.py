@@ -1,6 +1,7 @@
 """The plan of `rl`: replicas, tokens, staleness, what is in flight, and the text."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,37 +183,84 @@ CONFIGS = {
     "qwen3-0.6b-1gpu": (1, 1, SHAPES["0.6b"]),
     "qwen3-4b-lora-1gpu": (1, 1, SHAPES["4b"]),
     "qwen3-0.6b-colocated-1gpu": (1, 1, SHAPES["0.6b"]),
+    "qwen3-4b-lora-colocated-1gpu": (1, 1, SHAPES["4b"]),
     "qwen3-8b-lora-colocated-1gpu": (1, 1, SHAPES["8b"]),
+    "qwen3-4b-colocated-1gpu": (1, 1, SHAPES["4b"]),
     "qwen3-0.6b-8gpu": (1, 8, SHAPES["0.6b"]),
     "qwen3-8b-2x8gpu": (2, 8, SHAPES["8b"]),
 }
 """For each: nodes, GPUs of a node, and the sizes of its model."""
-SMALLER_GPUS = {"qwen3-0.6b-colocated-1gpu": 22 * GIB, "qwen3-8b-lora-colocated-1gpu": 44 * GIB}
-"""The memory of GPUs that are sold as 24 and 48 GB."""
+COLOCATED_GPUS = {
+    "qwen3-0.6b-colocated-1gpu": 22 * GIB,
+    "qwen3-4b-lora-colocated-1gpu": 22 * GIB,
+    "qwen3-8b-lora-colocated-1gpu": 44 * GIB,
+    "qwen3-4b-colocated-1gpu": 79 * GIB,
+}
+"""The memory that drivers report of GPUs that are sold as 24, 48 and 80 GB."""
+
+
+def configured(name: str, gpu_bytes: int, *flags: str) -> Plan:
+    """Returns the plan of a shipped configuration on GPUs of `gpu_bytes`."""
+    nodes, per_node, sizes = CONFIGS[name]
+    config = load(["@", str(ROOT / "configs" / f"{name}.toml"), *flags], {}).config
+    facts = ModelFacts.from_json(config.model.name, json.dumps({**sizes, "dtype": "bfloat16"}))
+    assert facts.num_parameters == pytest.approx(float(name.split("-")[1].removesuffix("b")) * 1e9, rel=0.05)
+    per_machine = machines(cpus=12 * per_node, gpus=per_node, memory_bytes=per_node * HOST_BYTES, gpu_bytes=gpu_bytes)
+    return Plan(config, facts, cluster(*[per_machine] * nodes), RL_ROOMS)
+
+
+def cache_gib(planned: Plan) -> float:
+    cache = planned.resolved(planned.config).inference.gpu_cache_gb  # type: ignore[attr-defined]
+    assert cache is not None
+    return float(cache)
 
 
 def test_all_are_here() -> None:
     assert {path.stem for path in (ROOT / "configs").glob("*gpu.toml")} == set(CONFIGS)
+    assert {name for name in CONFIGS if "colocated" in name} == set(COLOCATED_GPUS)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_it_fits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_fits(name: str) -> None:
     """All GPUs are used, and the plan warns of no shortage on GPUs or hosts."""
-    monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
-    nodes, per_node, sizes = CONFIGS[name]
-    config = load(["@", str(ROOT / "configs" / f"{name}.toml")], {}).config
-    facts = ModelFacts.from_json(config.model.name, json.dumps({**sizes, "dtype": "bfloat16"}))
-    assert facts.num_parameters == pytest.approx(float(name.split("-")[1].removesuffix("b")) * 1e9, rel=0.05)
-    gpu_bytes = SMALLER_GPUS.get(name, GPU_BYTES)
-    per_machine = machines(cpus=12 * per_node, gpus=per_node, memory_bytes=per_node * HOST_BYTES, gpu_bytes=gpu_bytes)
-    planned = Plan(config, facts, cluster(*[per_machine] * nodes), RL_ROOMS)
+    nodes, per_node, _ = CONFIGS[name]
+    planned = configured(name, COLOCATED_GPUS.get(name, GPU_BYTES))
     assert planned.gpus_needed == nodes * per_node
     planned.check_resources()
     assert planned.shortages(hopeless=False) == []
     assert sum(len(machine.actors) for machine in planned.machines) == len(planned.actor_names)
 
 
-QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
+@pytest.mark.parametrize("name", COLOCATED_GPUS)
+def test_a_colocated_configuration_says_what_is_planned(name: str) -> None:
+    planned = configured(name, COLOCATED_GPUS[name])
+    (machine,) = planned.machines
+    header = (ROOT / "configs" / f"{name}.toml").read_text().partition("#   uv run")[0].replace("\n# ", " ")
+    numbers = re.search(r"trains ([\d.]+) GiB of (\d+) .* samples ([\d.]+)\b.* KV cache of ([\d.]+)\b", header)
+    assert numbers is not None
+    training, sampling = (sum(parts.values()) / GIB for parts in machine.phases.values())
+    expected = [training, COLOCATED_GPUS[name] / GIB, sampling, cache_gib(planned)]
+    assert [float(number) for number in numbers.groups()] == pytest.approx(expected, abs=0.06)
+    assert "Not run on a GPU yet." in header
+
+
+def test_4b_needs_its_state_in_host_memory_on_24_gb() -> None:
+    name = "qwen3-4b-lora-colocated-1gpu"
+    for tokens in ("8192", "2048"):
+        flags = ["--trainer.offload", "none", "--trainer.micro-batch-tokens", tokens]
+        assert configured(name, COLOCATED_GPUS[name], *flags).shortages(hopeless=False)
+
+
+def test_8b_has_a_larger_cache_on_80_gb() -> None:
+    """The trainer needs no more there for its state, so the replica gets most of the difference."""
+    name = "qwen3-8b-lora-colocated-1gpu"
+    small, large = (configured(name, gpu_bytes) for gpu_bytes in (COLOCATED_GPUS[name], GPU_BYTES))
+    assert large.shortages(hopeless=False) == []
+    difference = 0.95 * (GPU_BYTES - COLOCATED_GPUS[name]) / GIB
+    assert cache_gib(large) - cache_gib(small) == pytest.approx(difference, abs=0.01)
+
+
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
 LARGE = machines(gpus=1, gpu_bytes=140 * GIB)
 
 
