@@ -186,7 +186,7 @@ class NodeNeeds:
             if gpu:
                 free_text = f"where {gib(gpu.free_bytes)} are free"
             else:
-                free_text = "whose size no driver told"
+                free_text = "of unknown size"
             text += f", and {gib(used)} on the fullest GPU, {free_text}"
         return f"{text} ({', '.join(f'{label} {gib(n)}' for label, n in _largest(self.host))})"
 

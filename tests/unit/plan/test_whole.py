@@ -427,7 +427,7 @@ class TestOtherPlacement:
 
     def test_a_gpu_that_no_driver_describes(self) -> None:
         row = dict(self.planned("auto", 0.9, 80, resources=gpus(1)).rows())["placement"]
-        assert "on a GPU whose size no driver told, KV cache" in row
+        assert "on a GPU of unknown size, KV cache" in row
 
     @pytest.mark.parametrize(
         "options",
