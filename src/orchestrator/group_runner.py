@@ -167,6 +167,9 @@ class GroupRunner:
                 for rollout in unfinished:
                     rollout.cancel()
                 await uninterrupted(asyncio.wait(unfinished, timeout=self.env.close_s))
+            for rollout in rollouts:  # only the first error is raised: asyncio would log all others, with tracebacks
+                if rollout.done() and not rollout.cancelled():
+                    rollout.exception()
         return [rollout.result() for rollout in rollouts]
 
     async def _rollout(

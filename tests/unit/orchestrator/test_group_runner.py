@@ -21,6 +21,7 @@ from orchestrator.env import Env, EnvGroupBuilder, StepResult, StopCondition, Tr
 from orchestrator.message_env import MessageEnv, MessageStep, RenderedEnv
 from orchestrator.watch import LAG_TICK_S
 from trireme.core.errors import BadRequest, LimitReached, RoomFailed
+from trireme.core.types import SampledSequence
 from trireme.renderers import Message, make_renderer
 
 BAD = 1
@@ -250,6 +251,25 @@ async def test_a_batch_that_environments_hold_for_too_long_is_said_to_be_theirs(
     async with Run(small_config(4, timeout_s=0.3, max_steps_off_policy=0), Faulty(Fault(step=hangs))) as run:
         with pytest.raises(RoomFailed, match="the environments hold it: no request is with a replica"):
             await run.pipeline.next_minibatch(0, 0)
+
+
+async def test_a_group_that_loses_its_replicas_raises_one_error_and_logs_no_other() -> None:
+    """asyncio logs each exception that nobody has read, with a traceback, when its task is freed."""
+
+    async def lost(_request: object) -> SampledSequence:
+        raise RoomFailed("no inference replica is left")
+
+    logged: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _loop, context: logged.append(context["message"]))
+    async with Run(small_config(4)) as run:
+        run.sampler.sample = lost  # type: ignore[method-assign]
+        with pytest.raises(RoomFailed, match="no inference replica is left"):
+            await run.pipeline.next_minibatch(0, 0)
+    del run
+    await quiesce()
+    gc.collect()
+    assert logged == []
 
 
 @pytest.mark.parametrize("one_by_one", [False, True], ids=["make_envs", "make_env"])
