@@ -92,12 +92,12 @@ def _broadcast(owner: Any, port: int, rank: int, size: int, nbytes: int) -> Took
 class ReplicaActor(inference.actor.ReplicaActor):
     """A replica with an engine that has `bare_reload` and `bare_member`."""
 
-    async def start(self) -> inference.actor.ReplicaInfo:
+    async def start(self) -> None:
         from inference.worker import WorkerExtension
 
         for part in (bare_reload, bare_member):
             setattr(WorkerExtension, part.__name__, part)  # the engine is forked from here
-        return await super().start()
+        await super().start()
 
     async def bare(self, part: str, *args: object) -> Took:
         """Does a part in rank 0 of the engine, and nothing in others: there are none."""

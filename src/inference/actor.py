@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -113,18 +113,6 @@ KV_CACHE = "kv_cache"
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ReplicaInfo:
-    """The processes and the weights of a replica that works."""
-
-    engine_pid: int
-    """Process id of the replica's engine."""
-    ranks: tuple[int, ...]
-    """Process ids of the engine's ranks, in order. A single rank is the engine's process itself."""
-    identity: WeightIdentity | None
-    """The weights that the replica samples from; None before the first update."""
-
-
 class ReplicaActor:
     """The Ray actor of one replica, with many concurrent calls. `start` must have returned before any other method is
     called.
@@ -193,9 +181,9 @@ class ReplicaActor:
         return self.engine_killed or self.engine.errored or any(map(has_ended, (self._engine_pid, *self.ranks)))
 
     @remote_method
-    async def restart(self) -> ReplicaInfo:
-        """Starts a new engine after the old one was lost, and returns the replica's info. This is quick, because vLLM
-        is already imported, which is most of a start."""
+    async def restart(self) -> None:
+        """Starts a new engine after the old one was lost. This is quick, because vLLM is already imported, which is
+        most of a start."""
         log.info("process %d starts another engine for %s", os.getpid(), self.name)
         lost = {self._engine_pid, *self.ranks}
         self._forget_ranks()
@@ -207,7 +195,7 @@ class ReplicaActor:
         async with self.updating:  # an update of the lost engine ends first: it would take the next one for its own
             self.engine.shutdown()
             self._begin_anew()
-            return await self.start()
+            await self.start()
 
     async def _await_end(self, pids: Iterable[int]) -> None:
         """Waits up to GONE_S seconds for `pids`, the processes of the lost engine, to end and free their memory: there
@@ -222,13 +210,13 @@ class ReplicaActor:
                 )
 
     @remote_method
-    async def start(self) -> ReplicaInfo:
+    async def start(self) -> None:
         """Starts the engine and samples once, because the first logprobs compile a function for which a request would
-        have to wait. Returns the replica's info."""
+        have to wait. Raises RoomFailed when this replica is broken after that."""
         with self._log_in_errors():
-            return await self._start()
+            await self._start()
 
-    async def _start(self) -> ReplicaInfo:
+    async def _start(self) -> None:
         fault_point("inference.start")
         log.info("importing vLLM and loading %s", self.config.model.name)
         self.engine = start_engine(self.config, self.name)
@@ -251,14 +239,8 @@ class ReplicaActor:
         self.proved.set()
         spare_collector()  # its passes over the same objects took nearly a quarter of this thread's time
         self.node = ray.get_runtime_context().get_node_id()
-        log.info("ready")
-        return await self.health()
-
-    async def health(self) -> ReplicaInfo:
-        """Returns the replica's info. Raises RoomFailed or WeightsRefused, with the reason, when this replica is
-        broken."""
         self._raise_if_broken()
-        return ReplicaInfo(self._engine_pid, self.ranks, self.identity)
+        log.info("ready")
 
     @remote_method
     async def heartbeat(self) -> Heartbeat:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import ray
 
-from inference.actor import ReplicaActor, ReplicaInfo
+from inference.actor import ReplicaActor
 from inference.batching_client import BatchingClient
 from inference.handover import Outcome, Progress
 from inference.messages import Reply, pack_requests
@@ -23,7 +23,7 @@ from inference.router import Router
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.actors import ActorOptions, ActorProxy, Ref
-from trireme.core.errors import RoomFailed
+from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat, ReplicaStats
 from trireme.core.transport import Offer
 from trireme.core.types import SampleRequest, WeightIdentity
@@ -180,8 +180,8 @@ class InferenceHandle:
         gathers = not self.config.deterministic
         return ReplicaClient(self.replicas[index], self.name(index), log_file, answer_s, update_s, gathers)
 
-    def ready_ref(self, index: int) -> Ref[ReplicaInfo]:
-        """Returns a reference that resolves (to `ReplicaInfo`) when replica `index` can take weights."""
+    def ready_ref(self, index: int) -> Ref[None]:
+        """Returns a reference that resolves when replica `index` can take weights."""
         return self._ready[index]
 
     def heartbeat_ref(self, index: int) -> Ref[Heartbeat]:
@@ -192,11 +192,11 @@ class InferenceHandle:
     def lost_engine_ref(self, index: int) -> Ref[bool] | None:
         """Asks replica `index` whether it has lost its engine while its actor lives. Returns a Ray reference to a bool;
         None if the replica has not started."""
-        if self._info(index):
+        if self._has_started(index):
             return self.replicas[index].has_lost_engine.remote()
         return None
 
-    def replace(self, index: int, *, same_actor: bool) -> Ref[ReplicaInfo]:
+    def replace(self, index: int, *, same_actor: bool) -> Ref[None]:
         """Starts a new replica as number `index`; returns its `ready_ref`. `same_actor`: the actor lives and starts
         another engine; else the actor is killed and a new actor is created."""
         replica = self.replicas[index]
@@ -220,15 +220,15 @@ class InferenceHandle:
         del self._ready[index]
         return self._options.pop(index)
 
-    def _start(self, index: int) -> Ref[ReplicaInfo]:
+    def _start(self, index: int) -> Ref[None]:
         self.replicas[index] = _create(self.config, index, self._options[index], self.log_dir)
         self._ready[index] = self.replicas[index].start.remote()
         return self._ready[index]
 
-    def _info(self, index: int) -> ReplicaInfo | None:
-        """Returns the ReplicaInfo of replica `index` from its start; None if it has not started, or could not."""
+    def _has_started(self, index: int) -> bool:
+        """Returns True if replica `index` has started; False if it has not yet, or could not."""
         outcomes = ready({self._ready[index]: self.name(index)}, timeout_s=0.0)
-        return next((info for info in outcomes.values() if isinstance(info, ReplicaInfo)), None)
+        return any(not isinstance(outcome, TriremeError) for outcome in outcomes.values())
 
     # ----------------------------------------------------------------------------------------------------------- all
 
@@ -275,7 +275,7 @@ class InferenceHandle:
     def stop(self) -> None:
         """Ends all replicas and their engine processes. Kills replicas that do not end within STOP_S, and replicas that
         are still starting, because they answer nothing while they import vLLM."""
-        started = {index: handle for index, handle in self.replicas.items() if self._info(index)}
+        started = {index: handle for index, handle in self.replicas.items() if self._has_started(index)}
         starting = [handle for index, handle in self.replicas.items() if index not in started]
         for handle in starting:
             ray.kill(handle)  # its engine process, if it has one, dies with it

@@ -18,6 +18,7 @@ from inference.handle import MAX_CALLS, InferenceHandle, ReplicaClient
 from inference.router import Router
 from trireme.config import Config
 from trireme.core.digest import sums_of
+from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
 from trireme.core.weights import (
     EXACT,
@@ -191,8 +192,8 @@ def start_rooms(
     rooms = {}
     for name, group in groups.items():
         references, owners = group.ready_refs()
-        (health,) = get_all(references, owners=owners, timeout_s=START_S, log=directory / "logs" / name)
-        rooms[name] = Room(*kinds[name], group, group.router_factory(group.replica_set())(), health.engine_pid)
+        get_all(references, owners=owners, timeout_s=START_S, log=directory / "logs" / name)
+        rooms[name] = Room(*kinds[name], group, group.router_factory(group.replica_set())(), engine_pid(group))
     return rooms
 
 
@@ -207,11 +208,11 @@ def start_pair(directory: Path) -> tuple[InferenceHandle, dict[str, Room]]:
     replicas = {i: actor.remote(config, i, directory / "logs" / "pair") for i, config in enumerate(configs.values())}
     group = InferenceHandle(configs["drain"], replicas, directory / "logs" / "pair", dict.fromkeys(replicas, options))
     references, owners = group.ready_refs()
-    pids = [health.engine_pid for health in get_all(references, owners=owners, timeout_s=START_S)]
+    get_all(references, owners=owners, timeout_s=START_S)
     clients = {i: ReplicaClient(handle, f"replica {i}", None, 120, 60, gathers=True) for i, handle in replicas.items()}
     members = {"keep_kv": [0], "drain": [1], "both": [0, 1]}
     routers = {name: router_of({i: clients[i] for i in chosen}) for name, chosen in members.items()}
-    return group, {name: Room("qwen3", False, group, router, pids[0]) for name, router in routers.items()}
+    return group, {name: Room("qwen3", False, group, router, engine_pid(group)) for name, router in routers.items()}
 
 
 def make_config(model: Path, deterministic: bool, **inference: Any) -> Config:
@@ -228,8 +229,14 @@ def make_config(model: Path, deterministic: bool, **inference: Any) -> Config:
     )
 
 
-def health(room: Room) -> Any:
-    return get(room.group.replicas[0].health.remote(), owner="replica", timeout_s=60)
+def engine_pid(group: InferenceHandle) -> int:
+    """Process id of the engine of the first replica."""
+    return get(group.heartbeat_ref(0), owner="replica", timeout_s=60).pids[1]
+
+
+def stats(room: Room) -> ReplicaStats:
+    """Of the first replica; raises why it is broken."""
+    return get(room.group.replicas[0].stats.remote(), owner="replica", timeout_s=60)
 
 
 def asked_of(room: Room, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[SampleRequest]]:

@@ -21,7 +21,7 @@ from inference_support import (
     asked_of,
     begin,
     check_continued,
-    health,
+    engine_pid,
     kept_kv_logprobs,
     prompt_of,
     reference_logprobs,
@@ -29,6 +29,7 @@ from inference_support import (
     some_tokens_later,
     start_pair,
     start_rooms,
+    stats,
 )
 from replica_support import joined, losses
 from run_support import shm_left_since
@@ -78,7 +79,7 @@ async def test_after_every_update_logprobs_are_those_of_the_published_model(room
         report = await room.update()
         assert 0 < report.drift.largest < TOLERANCE
         assert room.router.acknowledged() == {0: report.identity.version}
-        assert health(room).identity == report.identity
+        assert stats(room).weights == report.identity
         prompts = [prompt_of(length, seed=length) for length in (1, 7, 200)]
         answers = await asyncio.gather(*begin(room, [request(f"p{len(p)}", p, 24) for p in prompts]))
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -354,7 +355,7 @@ def refused_update(room: Room, reason: str) -> None:
 
     asyncio.run(run())
     with pytest.raises(WeightsRefused, match=reason):
-        health(room)
+        stats(room)
 
 
 def test_tied_output_heads_still_need_packing_again(rooms: dict[str, Room]) -> None:
@@ -392,7 +393,7 @@ async def test_a_killed_engine_fails_running_requests_and_updates(rooms: dict[st
         await room.router.sample(request("later", prompt_of(5), 8))
     assert room.router.acknowledged() == {}
     with pytest.raises(RoomFailed, match="its engine process died"):
-        health(room)
+        stats(room)
 
 
 @pytest.mark.long
@@ -432,10 +433,10 @@ def test_what_a_lost_replica_has_begun_is_finished_by_the_other(
         assert versions[1:-1] in ([], [(newest, True)]), "on the keys and values of the version before"
 
     async def is_drained() -> list[Any]:
-        successor = get(group.replace(0, same_actor=True), owner="the successor", timeout_s=START_S)
-        pids = get(group.heartbeat_ref(0), owner="the successor", timeout_s=60).pids
-        assert pids == (actor, successor.engine_pid), "the same actor has another engine"
-        assert successor.engine_pid != room.engine_pid
+        get(group.replace(0, same_actor=True), owner="the successor", timeout_s=START_S)
+        successor = psutil.Process(engine_pid(group))
+        assert successor.ppid() == actor, "the same actor has another engine"
+        assert successor.pid != room.engine_pid
         await joined(router.source, 0, group.client(0))
         assert router.acknowledged() == {0: newest, 1: newest}
         running = begin(room, [request(f"drained {i}", prompt, 900, seed=i) for i, prompt in enumerate(prompts)])

@@ -16,7 +16,7 @@ from inference_support import (
     Room,
     accept_again,
     begin,
-    health,
+    engine_pid,
     kept_kv_logprobs,
     make_config,
     prompt_of,
@@ -24,6 +24,7 @@ from inference_support import (
     reference_logprobs,
     request,
     some_tokens_later,
+    stats,
 )
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model, get_peft_model_state_dict
@@ -118,9 +119,9 @@ def start_room(name: str, kind: Any, directory: Path, ranks: int = 1) -> Adapter
     logs = directory / "logs" / name
     group = InferenceHandle.start(config, [options], logs)
     references, owners = group.ready_refs()
-    (ready,) = get_all(references, owners=owners, timeout_s=START_S, log=logs)
+    get_all(references, owners=owners, timeout_s=START_S, log=logs)
     router = group.router_factory(group.replica_set())()
-    return AdapterRoom(family, tied, group, router, ready.engine_pid, lora=options_of, base=directory / name)
+    return AdapterRoom(family, tied, group, router, engine_pid(group), lora=options_of, base=directory / name)
 
 
 def test_at_first_the_adapted_model_is_the_base(everywhere: AdapterRoom) -> None:
@@ -191,7 +192,7 @@ def check_three_adapters(room: AdapterRoom) -> None:
             report = await room.update()
             assert report.drift.largest < TOLERANCE
             assert report.reprefill_tokens >= len(prompts) * 16
-            assert health(room).identity == report.identity
+            assert stats(room).weights == report.identity
         return await asyncio.gather(*running)
 
     answers = asyncio.run(run())

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from inference_support import START_S, Room, make_config, prompt_of, random_model, request
+from inference_support import START_S, Room, engine_pid, make_config, prompt_of, random_model, request
 from replica_support import joined, losses, next_loss, router_of
 from run_support import shm_left_since
 
@@ -33,7 +33,7 @@ def replica(family: str, directory: Path) -> Iterator[Room]:
     options = {"num_cpus": RANKS, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
     group = InferenceHandle.start(config, [options], directory / "logs")
     references, owners = group.ready_refs()
-    (info,) = get_all(references, owners=owners, timeout_s=START_S, log=directory / "logs")
+    get_all(references, owners=owners, timeout_s=START_S, log=directory / "logs")
     try:
         assert not {name for name in set(os.listdir("/dev/shm")) - shared_memory if name.startswith("psm_")}
         yield Room(
@@ -41,7 +41,7 @@ def replica(family: str, directory: Path) -> Iterator[Room]:
             False,
             group,
             router_of({}, patience_s=config.patience_s, update_s=config.timeouts.update_s),
-            info.engine_pid,
+            engine_pid(group),
         )
     finally:
         group.stop()

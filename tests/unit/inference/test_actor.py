@@ -155,7 +155,7 @@ def test_a_broken_replica_refuses_every_request_with_the_reason() -> None:
     answers, failure = asyncio.run(exchanged(broken, requests_of("a", "b")))
     assert "tensor w" in str(failure), "so the router uses it no more"
     assert [len(answer.tokens) for answer in answers] == [0, 0], "another one may sample them"
-    for verb in (broken.health, broken.heartbeat, partial(broken.progress, {})):
+    for verb in (broken.heartbeat, broken.stats, partial(broken.progress, {})):
         with pytest.raises(WeightsRefused, match="tensor w"):
             asyncio.run(verb())
 
@@ -488,7 +488,6 @@ async def test_an_update_of_a_lost_engine_spares_its_successor(monkeypatch: pyte
     still pending: whether vLLM saw its death (`errored`) or not, the next engine is not the one that did not answer."""
     monkeypatch.setattr("inference.actor.HEALTH_TICK_S", 0.01)
     monkeypatch.setattr("inference.stalls.QUIET_S", 0.02)
-    info = SimpleNamespace()
 
     class Restarting(UpdatingReplica):
         hangs = True
@@ -510,20 +509,19 @@ async def test_an_update_of_a_lost_engine_spares_its_successor(monkeypatch: pyte
                 await asyncio.sleep(3600)
             return await super()._in_engine(method, args)
 
-        async def start(self) -> Any:
+        async def start(self) -> None:
             self.engine, self.hangs = EngineOfRequests(), False
             time.sleep(1.2)  # noqa: ASYNC251 (as vLLM's start does)
             self.call_deadline = LearnedDeadline(1.0)
             await asyncio.sleep(0.05)
             self.proved.set()
-            return info
 
     restarting = Restarting("recompute_kv")
     restarting.engine.shutdown = lambda: None
     restarting.call_deadline = LearnedDeadline(1.0)
     update = asyncio.create_task(restarting.load_weights(published(version=1)))
     await received(restarting)
-    assert await asyncio.wait_for(restarting.restart(), 10.0) is info
+    await asyncio.wait_for(restarting.restart(), 10.0)
     with pytest.raises(RoomFailed):
         await update
     assert (restarting.kills, restarting.broken) == (0, None)

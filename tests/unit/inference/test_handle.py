@@ -7,7 +7,6 @@ import pytest
 from config_support import small
 
 from inference import handle as group_module
-from inference.actor import ReplicaInfo
 from inference.handle import InferenceHandle
 from trireme.config import Config
 from trireme.core.errors import RoomFailed
@@ -37,7 +36,7 @@ class World:
         config = small(inference={"replicas": 2})
         self.group = InferenceHandle.start(config, [{"num_cpus": 2, "num_gpus": 1}] * 2, None)
         for index in range(2):
-            self.answers[self.group.ready_ref(index)] = ReplicaInfo(100 + index, (100 + index,), None)
+            self.answers[self.group.ready_ref(index)] = None
 
     def _create(self, _config: Config, index: int, options: dict[str, Any], _log_dir: None) -> Actor:
         self.actors.append(Actor(index, options))
