@@ -76,6 +76,13 @@ class Landing:
             self.whole = np.memmap(self.path, np.uint8, "r+", shape=(max(end, 1),))
         return [Region(self.path, offset, size) for offset, size in zip(offsets, sizes, strict=True)]
 
+    def copy(self, buckets: Sequence[npt.NDArray[np.uint8]]) -> list[Region]:
+        """Copies `buckets` into the file and returns their regions. Call it in a thread: copying blocks."""
+        regions = self.regions([len(bucket) for bucket in buckets])
+        for region, bucket in zip(regions, buckets, strict=True):
+            self.whole[region.offset : region.offset + region.nbytes] = bucket
+        return regions
+
 
 def regions_of(buckets: Sequence[npt.NDArray[np.uint8]], holders: Sequence[int]) -> list[Region] | None:
     """Returns the place of each contiguous bucket in a file that one of the processes `holders` (ids) has open. Returns

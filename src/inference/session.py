@@ -189,11 +189,9 @@ class Broadcasts:
             yield Arrived(mapped, buckets)
             return
         self._warn_of_copies()
-        file, regions = await asyncio.to_thread(copy_to_memory, buckets)
-        try:
-            yield Arrived(regions, [region.map() for region in regions])
-        finally:
-            os.close(file)
+        landing = Landing()  # the file exists as long as this
+        regions = await asyncio.to_thread(landing.copy, buckets)
+        yield Arrived(regions, [region.map() for region in regions])
 
     async def _why_not(self, number: int, source: Any) -> str:
         """Waits until the version of `source` has arrived by broadcast to replica `number`, and returns "". Returns a
@@ -247,22 +245,3 @@ class Broadcasts:
             message = json.loads(line)
             if self._incoming and self._incoming.serial == message["serial"]:
                 self._incoming.hear(message)
-
-
-def copy_to_memory(buckets: Sequence[npt.NDArray[np.uint8]]) -> tuple[int, list[Region]]:
-    """Copies buckets into one new file without a name, in memory. Returns the file's descriptor, and the buckets'
-    regions in it.
-
-    The file exists until its descriptor is closed and no process maps it. Call it in a thread: copying blocks.
-    """
-    file = os.memfd_create("weights")
-    regions = []
-    end = 0
-    for bucket in buckets:
-        regions.append(Region(f"/proc/{os.getpid()}/fd/{file}", end, len(bucket)))
-        view = bucket.data
-        while view:  # a call writes at most 2 GiB
-            written = os.pwrite(file, view, end)
-            view = view[written:]
-            end += written
-    return file, regions

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.session import Broadcasts, copy_to_memory
+from inference.mapping import Landing
+from inference.session import Broadcasts
 from trireme.core.errors import RoomFailed
 from trireme.core.finite_json import to_json
 from trireme.core.transport import Offer, Session
@@ -34,15 +35,14 @@ def left_open(before: set[str]) -> set[str]:
 def test_what_the_engine_process_maps_is_whole_and_private_and_leaves_nothing_behind() -> None:
     buckets = [np.arange(200, dtype=np.uint8), np.zeros(0, np.uint8), np.full(5000, 7, np.uint8)]
     open_before = set(os.listdir("/proc/self/fd"))
-    file, regions = copy_to_memory(buckets)
+    landing = Landing()
+    regions = landing.copy(buckets)
     received = [region.map() for region in regions]
     received[0][3] = 99
     again = [region.map() for region in regions]
-    os.close(file)
     assert [a.tolist() for a in again] == [b.tolist() for b in buckets]
     assert received[0][3] == 99
-    del received, again  # mappings hold descriptors of their own
-    assert not os.path.exists(regions[0].path)
+    del landing, received, again  # mappings hold descriptors of their own
     assert left_open(open_before) == set()
 
 
@@ -52,7 +52,8 @@ class Engine:
     def __init__(self) -> None:
         self.offered: list[int] = []
         self.serial, self.pipe = 0, ""
-        self.file, regions = copy_to_memory(SENT)
+        self.landing = Landing()
+        regions = self.landing.copy(SENT)
         self.arrival = {"path": regions[0].path, "offsets": [region.offset for region in regions]}
 
     async def start(self, offer: Offer, serial: int, pipe: str) -> None:
@@ -98,7 +99,7 @@ def played(play: Any) -> Replica:
         async with asyncio.timeout(20):
             await play(replica)
         replica.broadcasts.close()
-        os.close(replica.engine.file)
+        del replica.engine.landing
         return replica
 
     before = set(os.listdir("/proc/self/fd"))
