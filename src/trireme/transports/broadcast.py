@@ -37,8 +37,6 @@ class KeptPart:
     """Number of all buckets of the version."""
     holder: Any
     """Handle of the actor that keeps this rank's share."""
-    failure: str = ""
-    """Why not all replicas that this rank sends to have got all bytes; "" if they have, as far as the rank knows."""
 
 
 @dataclass(frozen=True)
