@@ -93,6 +93,8 @@ class ReplicaActors(Protocol):
     @property
     def indices(self) -> Sequence[int]: ...
 
+    def name(self, index: int, /) -> str: ...
+
     def ready_ref(self, index: int, /) -> Ref[object]: ...
 
     def heartbeat_ref(self, index: int, /) -> Ref[Heartbeat]: ...
@@ -228,13 +230,12 @@ class ReplicaManager:
         soon as one replica serves."""
         if not all_of_them and self._of(PartHealth.HEALTHY):
             return []
-        waited_for = self._of(PartHealth.STARTING, PartHealth.CATCHING_UP)
-        return [f"inference replica {index}" for index in waited_for]
+        return [self._replicas.name(index) for index in self._of(PartHealth.STARTING, PartHealth.CATCHING_UP)]
 
     def placeless(self) -> list[str]:
         """Returns the names of the starting replicas that wait for a place in the cluster."""
         starting = self._of(PartHealth.STARTING)
-        return [f"inference replica {index}" for index in starting if self._lives[index].placeless]
+        return [self._replicas.name(index) for index in starting if self._lives[index].placeless]
 
     def look(self) -> None:
         """Does the work that is due: replaces replicas that the replica set has reported as gone for SECOND_OPINION_S
@@ -277,7 +278,7 @@ class ReplicaManager:
             raise failure
         part = self._roster.part(_part_name(index))
         try:
-            self._limits.again(f"inference replica {index}", failure, died)
+            self._limits.again(self._replicas.name(index), failure, died)
             if part and part.node:
                 self._limits.again_on(part.node, failure)
         except TriremeError as refusal:
@@ -461,7 +462,7 @@ class ReplicaManager:
         self._roster.note(_part_name(index), f"is left out{place}; {goes_on}: {refusal}")
 
     def _fail(self, index: int, reason: str, failure: TriremeError | None = None) -> None:
-        name = f"inference replica {index}"
+        name = self._replicas.name(index)
         failure = failure or RoomFailed(reason if reason.startswith(name) else f"{name}: {reason}")
         self._monitor.drop(_part_name(index))
         self._roster.set(_part_name(index), PartHealth.DEAD, str(failure))

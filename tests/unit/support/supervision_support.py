@@ -123,6 +123,9 @@ class Room:
     def heartbeat_ref(self, index: int) -> Ref:
         return Ref("heartbeat", index)
 
+    def name(self, index: int) -> str:
+        return f"inference replica {index}"
+
     def client(self, index: int) -> str:
         return f"client {index}"
 
