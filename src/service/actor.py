@@ -106,6 +106,8 @@ class ServiceActor:
         options = self._config.service.sessions
         defaults = self._config.inference.sampling
         sampling = replace(defaults.params(0, tuple(defaults.stop), self._models.max_len), seed=None)
+        if not self._trains:  # the command `inference`: max_tokens is the longest answer that a run trains on
+            sampling = replace(sampling, max_tokens=None)
         registry = SessionRegistry(
             turns,
             Store(self._directory, FORMAT),

@@ -8,8 +8,22 @@ import pytest
 
 from service import actor
 from service.actor import ServiceActor
+from service.keys import ServiceKeys
 from service.requests import ServedModels
+from trireme.config.load import load
 from trireme.core.errors import RoomFailed
+
+
+@pytest.mark.parametrize(("trains", "longest"), [(True, 10), (False, None)])
+async def test_the_longest_answer_of_a_run_bounds_its_sessions_and_no_others(
+    tmp_path: Path, trains: bool, longest: int | None
+) -> None:
+    """The command `inference` trains on nothing, and its configuration has 1 where a run has its longest answer."""
+    config = load(["@", "configs/quickstart.toml"], {}).config
+    service = ServiceActor(config, Starting, ServedModels(("policy",), 99, 99), [], trains, tmp_path, None)  # type: ignore[arg-type]
+    turns: Any = None
+    gateway = service._make_gateway(turns, ServiceKeys([]))
+    assert gateway.registry._sampling.max_tokens == longest
 
 
 class Starting:
