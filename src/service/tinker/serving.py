@@ -37,7 +37,7 @@ from service.tinker.state import MACHINE, ProtocolState
 from service.tinker.verbs import SamplerVerbs
 from service.tinker.weight_cache import BASE, WeightCache, following, target_of
 from service.tinker.work import NotRestored, TrainingWorker, failure_of
-from trireme.core.errors import RoomFailed, StorageFailed
+from trireme.core.errors import RoomFailed, StorageFailed, TriremeError
 from trireme.core.weights import PublishedWeights
 from trireme.process.faults import fault_point
 
@@ -335,12 +335,19 @@ class TinkerServer:
             outcome = Success(encode_sample(response, work.topk))
         except Exception as error:  # else this client and those of other weights would wait for ever
             if isinstance(error, RoomFailed) and self.state.lose(promise) < TRIES:
-                if not self._lost.done():
-                    self._lost.set_exception(error)
+                self._end(error)
                 return
             outcome = failure_of(error)
         fault_point("tinker.sampled")
-        self.state.sampled(promise, outcome)
+        try:
+            self.state.sampled(promise, outcome)
+        except StorageFailed as error:  # else its client would wait for ever; the next server samples it again
+            self._end(error)
+
+    def _end(self, error: TriremeError) -> None:
+        """Makes `run` raise `error`, or the first of several errors."""
+        if not self._lost.done():
+            self._lost.set_exception(error)
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)

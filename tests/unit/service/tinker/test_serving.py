@@ -23,7 +23,7 @@ from waiting import wait_for
 
 from service.tinker.catalog import Catalog
 from trireme.checkpoint.files import FileRecord, write_bytes
-from trireme.core.errors import BadRequest, DiskFull, RoomFailed
+from trireme.core.errors import BadRequest, DiskFull, RoomFailed, StorageFailed
 from trireme.core.types import AdamParams, OptimStepResponse, SampleResponse
 from trireme.launch.tinker import BASE, RUNS, clear
 
@@ -124,6 +124,26 @@ def test_a_sample_is_asked_again_once(tmp_path: Path) -> None:
         error = result(served.url, sample)
         assert (error["category"], "lost twice" in error["error"]) == ("server", True)
         assert not served.working.done(), "other samples may do well"
+
+
+def test_a_sample_that_cannot_be_stored_ends_the_server_and_is_sampled_again_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tinker_server(tmp_path) as served:
+        session, _ = begun(served.url)
+        base = sampler_of(served.url, session, 0, base_model=BASE_MODEL)
+
+        def full(*_: Any) -> None:
+            raise StorageFailed("no space left")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(served.server.state, "sampled", full)
+            sample = accepted(served.url, "asample", sampling(base, 0))
+            wait_for(served.working.done, "the end of the server")
+        with pytest.raises(StorageFailed, match="no space left"):
+            served.working.result()
+        served.work()
+        assert isinstance(result(served.url, sample), bytes)
 
 
 class RefusingSampler(UnigramSampler):
