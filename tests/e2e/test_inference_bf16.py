@@ -129,17 +129,30 @@ def test_each_fault_is_found_at_version_0_and_later_and_by_the_canary_alone(ray_
         room.group.stop()
 
 
+def packs_in_bfloat16() -> bool:
+    """Tries whether vLLM multiplies by a packed copy of a bfloat16 matrix: on CPUs without AVX-512 it has none, and
+    takes the matrix itself."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    layer = torch.nn.Linear(64, VOCAB, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    layer.weight.data.zero_()
+    product = layer.cpu_linear(torch.ones(3, 64, dtype=torch.bfloat16), layer.weight, None)  # type: ignore[operator]
+    return bool(product.any())
+
+
 @pytest.mark.long
 def test_logits_in_float32_drift_less_and_a_stale_packed_head_is_found(ray_cluster: str, tmp_path: Path) -> None:
     """With tied embeddings. vLLM uses the packed output matrix for logits in bfloat16 alone; there the canary finds one
-    that is not packed again, at version 0 and later."""
+    that is not packed again, at version 0 and later. On a CPU where nothing is packed nothing can be stale."""
+    packs = packs_in_bfloat16()
     updates, skipped = 6, "inference.repack@1=skip,inference.repack@3=skip"
     rooms = {head: Rounded("qwen3", True, head, skipped, tmp_path / head) for head in ("float32", "model")}
 
     async def run() -> None:
         for number in range(3):
             await rooms["float32"].update()
-            if number == 1:
+            if number == 1 or not packs:
                 await rooms["model"].update()
             else:
                 print(await rooms["model"].refused())
