@@ -79,8 +79,10 @@ class Landing:
     def copy(self, buckets: Sequence[npt.NDArray[np.uint8]]) -> list[Region]:
         """Copies `buckets` into the file and returns their regions. Call it in a thread: copying blocks."""
         regions = self.regions([len(bucket) for bucket in buckets])
-        for region, bucket in zip(regions, buckets, strict=True):
-            self.whole[region.offset : region.offset + region.nbytes] = bucket
+        with open(self._file, "wb", closefd=False) as file:  # page faults of `whole` would take as long as the copy
+            for region, bucket in zip(regions, buckets, strict=True):
+                file.seek(region.offset)
+                file.write(bucket.data)
         return regions
 
 
