@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -96,10 +96,26 @@ def sums_of_rows(words: npt.NDArray[np.uint16], first_word: int, step: int = 0) 
 
 def key(index: int, k: int) -> int:
     """Returns key_k(i) of the module, the factor of word `index` in sum `k` (0 or 1): odd, from 1 to 2^64 - 1."""
-    z = (2 * index + k + GOLDEN) % MODULUS
-    z = (z ^ (z >> 30)) * MIX_1 % MODULUS
-    z = (z ^ (z >> 27)) * MIX_2 % MODULUS
-    return (z ^ (z >> 31)) | 1
+    with np.errstate(over="ignore"):
+        return int(key_of(np.uint64((2 * index + k + GOLDEN) % MODULUS)))
+
+
+def key_of(x: Any) -> Any:
+    """Returns splitmix64(x - GOLDEN) | 1, a uint64. `x`: a uint64 of NumPy, or of numba in a kernel that `compiler`
+    compiles."""
+    z = (x ^ (x >> 30)) * MIX_1
+    z = (z ^ (z >> 27)) * MIX_2
+    return (z ^ (z >> 31)) | np.uint64(1)
+
+
+@cache
+def compiler() -> Callable[..., Any]:
+    """Returns numba's `njit`, for kernels that release the GIL and may call `key_of`."""
+    from numba import njit  # an import of a quarter of a CPU second
+    from numba.extending import register_jitable
+
+    register_jitable(key_of)
+    return partial(njit, nogil=True)
 
 
 def warm_up() -> None:
@@ -111,41 +127,27 @@ def warm_up() -> None:
 def _kernel() -> Callable[..., tuple[np.uint64, np.uint64]]:
     """Compiles `_add_rows` for this CPU and returns it. It takes arrays that may be read-only and begin at any
     address."""
-    from numba import njit, types  # an import of a quarter of a CPU second
+    from numba import types
 
     words = types.Array(types.uint16, 2, "C", readonly=True, aligned=False)
     signature = types.UniTuple(types.uint64, 2)(words, types.uint64, types.uint64)
-    compiled: Any = njit(signature, nogil=True)(_add_rows)
+    compiled: Any = compiler()(signature)(_add_rows)
     return compiled
 
 
-_U = np.uint64  # numba makes a float of a uint64 and a plain number
-_GOLDEN = _U(GOLDEN)
-_MIX_1 = _U(MIX_1)
-_MIX_2 = _U(MIX_2)
-_1 = _U(1)
-_2 = _U(2)
-_27 = _U(27)
-_30 = _U(30)
-_31 = _U(31)
+_U = np.uint64  # numba makes an int64 of a uint64 and a plain number, unless that shifts it or is above 2^63
 
 
 def _add_rows(words: Any, first_word: Any, step: Any) -> Any:
-    """Computes both sums of `sums_of_rows`. In this form LLVM vectorises the inner loop; with a function for the key
-    the code would be as fast, but take longer to compile."""
+    """Computes both sums of `sums_of_rows`. In this form LLVM vectorises the inner loop."""
     first = _U(0)
     second = _U(0)
     for r in range(words.shape[0]):
         row = words[r]
-        start = _2 * (first_word + _U(r) * step) + _GOLDEN
+        start = _U(2) * (first_word + _U(r) * step) + GOLDEN
         for i in range(row.shape[0]):
             word = _U(row[i])
-            x = start + _2 * _U(i)
-            z = (x ^ (x >> _30)) * _MIX_1
-            z = (z ^ (z >> _27)) * _MIX_2
-            first += word * ((z ^ (z >> _31)) | _1)
-            x += _1
-            z = (x ^ (x >> _30)) * _MIX_1
-            z = (z ^ (z >> _27)) * _MIX_2
-            second += word * ((z ^ (z >> _31)) | _1)
+            x = start + _U(2) * _U(i)
+            first += word * key_of(x)
+            second += word * key_of(x + _U(1))
     return first, second

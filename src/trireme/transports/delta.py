@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trireme.core.digest import GOLDEN, MIX_1, MIX_2, WORD_BYTES, Sums
+from trireme.core.digest import GOLDEN, WORD_BYTES, Sums, compiler, key_of
 from trireme.core.errors import WeightsRefused
 
 Bytes = npt.NDArray[np.uint8]
@@ -67,7 +67,7 @@ def warm_up() -> None:
 def _kernels() -> tuple[Callable[..., int], Callable[..., bool]]:
     """Compiles `_encode` and `_apply` for this CPU and returns them. They take arrays that may be read-only and begin
     at any address."""
-    from numba import njit, types  # an import of a quarter of a CPU second
+    from numba import types
 
     def array(of: Any, dimensions: int = 1, *, readonly: bool = False) -> Any:
         return types.Array(of, dimensions, "C", readonly=readonly, aligned=False)
@@ -77,19 +77,10 @@ def _kernels() -> tuple[Callable[..., int], Callable[..., bool]]:
     sums = array(types.uint64, 2)
     changes = array(types.uint8, readonly=True)
     applying = types.boolean(changes, array(types.uint16), array(types.int64), sums)
-    return njit(encoding, nogil=True)(_encode), njit(applying, nogil=True)(_apply)
+    return compiler()(encoding)(_encode), compiler()(applying)(_apply)
 
 
-_U = np.uint64  # numba makes a float of a uint64 and a plain number
-_GOLDEN = _U(GOLDEN)
-_MIX_1 = _U(MIX_1)
-_MIX_2 = _U(MIX_2)
-_1 = _U(1)
-_2 = _U(2)
-_27 = _U(27)
-_30 = _U(30)
-_31 = _U(31)
-_16 = _U(16)
+_U = np.uint64  # as in `trireme.core.digest`
 _WORD = _U(0xFFFF)
 
 
@@ -110,7 +101,7 @@ def _encode(base: Any, bucket: Any, changes: Any) -> Any:
             difference = (new - old) & _WORD
             if difference:
                 # Written without branches, which a CPU would often guess wrong: signs and lengths are random.
-                kind = 2 - 2 * (difference == _1) - (difference == _WORD)
+                kind = 2 - 2 * (difference == _U(1)) - (difference == _WORD)
                 token = 4 * (word - expected) + kind
                 expected = word + 1
                 while token >= 1 << 14:
@@ -123,10 +114,10 @@ def _encode(base: Any, bucket: Any, changes: Any) -> Any:
                 size += 1 + continues
                 if kind == 2:
                     changes[size] = new & _U(255)
-                    changes[size + 1] = (new >> _U(8)) & _U(255)
+                    changes[size + 1] = (new >> 8) & _U(255)
                     size += 2
-            old >>= _16
-            new >>= _16
+            old >>= 16
+            new >>= 16
     return size
 
 
@@ -154,19 +145,16 @@ def _apply(changes: Any, words: Any, starts: Any, added: Any) -> Any:
             return False
         old = _U(words[position])
         if kind == 2:
-            new = _U(changes[at]) | _U(changes[at + 1]) << _U(8)
+            new = _U(changes[at]) | _U(changes[at + 1]) << 8
             at += 2
         elif kind == 0:
-            new = (old + _1) & _WORD
+            new = (old + _U(1)) & _WORD
         else:
-            new = (old - _1) & _WORD
+            new = (old - _U(1)) & _WORD
         words[position] = new
         while tensor + 1 < starts.shape[0] and starts[tensor + 1] <= position:
             tensor += 1
-        x = _2 * _U(position - starts[tensor]) + _GOLDEN
-        for k in range(2):
-            z = (x ^ (x >> _30)) * _MIX_1
-            z = (z ^ (z >> _27)) * _MIX_2
-            added[tensor, k] += (new - old) * ((z ^ (z >> _31)) | _1)
-            x += _1
+        x = _U(2) * _U(position - starts[tensor]) + GOLDEN
+        added[tensor, 0] += (new - old) * key_of(x)
+        added[tensor, 1] += (new - old) * key_of(x + _U(1))
     return True
