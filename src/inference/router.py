@@ -357,22 +357,18 @@ class Router:
                     target.calls.add(self._spawn(self._follow(target)))
 
     async def _stream(self, target: Target, group: list[RoutedRequest]) -> None:
-        """Sends a group of requests to a replica and hands out the outcomes. Requests that have no outcome at the end
-        are handed over to other replicas."""
-        silent = set(group)
-        name = target.client.name
+        """Sends a group of requests to a replica and hands out the outcomes. Requests that the replica gave up, with
+        Progress as their outcome, are handed over to other replicas."""
         try:
             async for index, outcome in target.client.sample([routed.request for routed in group]):
                 await self._check_issued(target, outcome)
                 self._hand_out(target, group[index], outcome)
-                silent.discard(group[index])
-            if any(not routed.future.done() for routed in silent):
-                raise RoomFailed(f"{name} ended its answers before this one")
         except TriremeError as failure:
             self._fail(target, failure)
         for routed in group:
             if not routed.future.done():
-                routed.settle(HandoverNeeded(RoomFailed(f"{name} gave up request {routed.request.request_id}")))
+                gave_up = f"{target.client.name} gave up request {routed.request.request_id}"
+                routed.settle(HandoverNeeded(RoomFailed(gave_up)))
 
     async def _check_issued(self, target: Target, outcome: Outcome) -> None:
         """Raises ProvenanceError when `outcome` names weights that the replica was not given."""

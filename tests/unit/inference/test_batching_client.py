@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -227,6 +228,32 @@ async def test_requests_learn_of_a_message_that_cannot_be_made() -> None:
     line = Replica().line()
     with pytest.raises(RoomFailed, match=r"replica, sampling: .* pickle"):
         await sampled(line, impossible)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sets(st.integers(0, 2)), st.booleans()), max_size=4), st.booleans())
+def test_a_group_ends_with_an_outcome_of_each_request_or_with_an_error(
+    replies: list[tuple[set[int], bool]], gathers: bool
+) -> None:
+    """Whatever the replies bring, the router need not look for requests without an outcome. `replies`: the requests
+    that each one answers, and whether it says that the replica is broken; after the last one nothing answers."""
+    left = list(replies)
+
+    async def exchange(_caller: str, _requests: list[SampleRequest], _timeout_s: float) -> Reply:
+        if not left:
+            raise RoomFailed("it died")
+        answered, broken = left.pop(0)
+        outcomes: list[tuple[str, Outcome]] = [(str(number), NOTHING) for number in answered]
+        return Reply(outcomes, RoomFailed("it is broken") if broken else None)
+
+    async def run() -> None:
+        client = BatchingClient(exchange, name="replica", answer_s=ANSWER_S, gathers=gathers)
+        answered = set().union(*(reply[0] for reply in replies))
+        complete = answered == {0, 1, 2} and not any(broken for _, broken in replies)
+        with suppress(RoomFailed) if not complete else nullcontext():
+            await sampled(client, *(request(str(number)) for number in range(3)))
+
+    virtual_time.run(run())
 
 
 CONVERSATIONS = st.lists(
