@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from inference.mapping import Landing, Region, regions_of
 from trireme.core.errors import RoomFailed
-from trireme.core.transport import Offer, StoredVersion, Transport
+from trireme.core.transport import Offer, Transport
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import Layout, PublishedWeights
 
@@ -92,9 +92,9 @@ class _Incoming:
                 future.set_exception(RoomFailed(reason))
                 future.exception()  # nobody may ever ask for it
 
-    def is_of(self, source: Any) -> bool:
-        """Returns True if the offered version is the version of `source`, a `PublishedWeights.source`."""
-        return (self.offer.attempt, self.offer.version) == (source.session.attempt, source.version)
+    def is_of(self, identity: WeightIdentity) -> bool:
+        """Returns True if the offered version is the version of the weights `identity`."""
+        return (self.offer.attempt, self.offer.version) == (identity.attempt, identity.version)
 
     @staticmethod
     def _settle(future: asyncio.Future[Value], value: Value) -> None:
@@ -149,32 +149,28 @@ class Broadcasts:
         `number` or, if they do not arrive, bytes that are fetched on demand. Fetches only the changes if `landing`
         holds the version to which they apply, unless `whole`. Other processes can map the bytes until the end of the
         block. Raises RoomFailed when the bytes are not available."""
-        source: Any = published.source
-        session = getattr(source, "session", None)  # None: another transport, or a loop that makes no offers
-        if session:
-            refusal = await self._why_not(number, source)
-        else:
-            refusal = "there is no session"
+        version = published.identity.version
+        refusal = await self._why_not(number, published)
         if not refusal:
             async with self._mapping:
                 incoming = self._incoming
-                if incoming and incoming.is_of(source):
-                    log.info("inference replica %d takes version %d as it was broadcast", number, source.version)
+                if incoming and incoming.is_of(published.identity):
+                    log.info("inference replica %d takes version %d as it was broadcast", number, version)
                     regions = incoming.arrived.result()
                     yield Arrived(regions, [region.map() for region in regions])
                     return
             refusal = "another version was offered"
-        if session:
-            log.warning("inference replica %d takes version %d on demand: %s", number, source.version, refusal)
-        is_base = self.base is not None and self.base == published.manifest.base
-        applies = is_base and isinstance(source, StoredVersion) and not whole
-        if applies:
-            buckets = await source.open_changes()
+        if published.session:
+            log.warning("inference replica %d takes version %d on demand: %s", number, version, refusal)
+        stored = self._transport.with_changes(published.source)
+        applies = not whole and self.base is not None and self.base == published.manifest.base
+        if stored and applies:
+            buckets = await stored.open_changes()
         else:
-            buckets = list(await self._transport.open(source))
+            buckets = list(await self._transport.open(published.source))
         async with self._mapped(buckets) as arrived:
-            if isinstance(source, StoredVersion):
-                pairs = zip(arrived.regions, source.changes, strict=True)
+            if stored:
+                pairs = zip(arrived.regions, stored.changes, strict=True)
                 steps = tuple(BucketStep(region, applies and changes is not None) for region, changes in pairs)
                 regions = self.landing.regions(Layout(published.manifest.entries).sizes)
                 arrived = Arrived(regions, arrived.buckets, steps)
@@ -193,13 +189,15 @@ class Broadcasts:
         regions = await asyncio.to_thread(landing.copy, buckets)
         yield Arrived(regions, [region.map() for region in regions])
 
-    async def _why_not(self, number: int, source: Any) -> str:
-        """Waits until the version of `source` has arrived by broadcast to replica `number`, and returns "". Returns a
-        reason if it does not arrive."""
-        if number not in source.session.members:
+    async def _why_not(self, number: int, published: PublishedWeights) -> str:
+        """Waits until `published` has arrived by broadcast to replica `number`, and returns "". Returns a reason if it
+        does not arrive."""
+        if published.session is None:  # another transport, or a loop that makes no offers
+            return "there is no session"
+        if number not in published.session.members:
             return "it is not in the session: it joined later, or was not ready in time"
         incoming = self._incoming
-        if incoming is None or not incoming.is_of(source):
+        if incoming is None or not incoming.is_of(published.identity):
             return "its engine was started anew, or another version was offered"
         await asyncio.wait({incoming.arrived}, timeout=max(incoming.deadline + GRACE_S - time.monotonic(), 0.0))
         if not incoming.arrived.done():

@@ -292,7 +292,7 @@ class TrainerHandle:
         session = self._session(version)
         published_R = self._call(VERBS.publish_weights, version, session)
         parts_R = [published.source for published in published_R]
-        return replace(published_R[0], source=self._transport.join(parts_R))
+        return replace(published_R[0], source=self._transport.join(parts_R), session=session)
 
     def free_memory(self) -> None:
         """Gives the memory of freed tensors on GPUs back, so that the replicas there can have it."""

@@ -227,6 +227,10 @@ class Transport(Protocol):
         buckets, uint8 arrays that may be read-only. Raises if the bytes cannot be had, for example because the
         sender is dead."""
 
+    def with_changes(self, source: object) -> StoredVersion | None:
+        """Returns `source` if it has, in addition to the buckets, what changed in them; None if it has only the
+        buckets."""
+
     def lease(self, source: object) -> None:
         """Keeps the bytes of `source` until `release`, even if newer versions are published: a checkpoint reads them
         later, alongside training. Raises WeightsGone if they are gone already."""

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,9 @@ import numpy.typing as npt
 from trireme.core.digest import SCHEME, WORD_BYTES, Sums, sums_of
 from trireme.core.errors import WeightsRefused
 from trireme.core.types import WeightIdentity
+
+if TYPE_CHECKING:
+    from trireme.core.transport import Session
 
 ALIGNMENT = 64
 """Each tensor in a bucket begins at a multiple of this many bytes."""
@@ -236,6 +239,8 @@ class PublishedWeights:
     manifest: WeightsManifest
     source: Any
     """How a receiver gets the bytes; only the transport that made it reads it (`trireme.core.transport`)."""
+    session: Session | None = None
+    """The replicas to which the version was sent; None if it was sent to none."""
 
     @property
     def identity(self) -> WeightIdentity:

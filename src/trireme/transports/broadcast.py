@@ -3,7 +3,7 @@ buckets.
 
 Each rank keeps its share of the last two versions in its own memory, for checkpoints, for replicas that join and for
 replicas that were left out. They fetch single buckets on demand (`trainer.actor.ShardActor.bucket`). The source of a
-version names its session and the actors that keep its buckets.
+version names the actors that keep its buckets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import ray
 from ray.exceptions import RayError
 
-from trireme.core.transport import Sender, Session
+from trireme.core.transport import Sender
 from trireme.process import waits
 
 AT_ONCE = 4
@@ -32,7 +32,6 @@ class KeptPart:
     """One trainer rank's part of the source of a version: where the rank keeps its share of the buckets."""
 
     version: int
-    session: Session | None
     buckets: int
     """Number of all buckets of the version."""
     holder: Any
@@ -44,8 +43,6 @@ class Source:
     """Says where receivers find the bytes of a published version."""
 
     version: int
-    session: Session | None
-    """The replicas to which the version was sent; None if it was sent to none."""
     buckets: int
     """Number of buckets."""
     holders_R: tuple[Any, ...]
@@ -65,7 +62,7 @@ def make_sender(rank: int, size: int, ports: Sequence[int] = (), *, delta: bool 
 
 def join(parts_R: Sequence[KeptPart]) -> Source:
     first = parts_R[0]
-    return Source(first.version, first.session, first.buckets, tuple(part.holder for part in parts_R))
+    return Source(first.version, first.buckets, tuple(part.holder for part in parts_R))
 
 
 async def open(source: Source) -> list[npt.NDArray[np.uint8]]:
@@ -84,6 +81,10 @@ async def open(source: Source) -> list[npt.NDArray[np.uint8]]:
             return bucket
 
     return list(await asyncio.gather(*map(take, range(source.buckets))))
+
+
+def with_changes(source: Source) -> None:
+    """Returns None: only whole buckets travel."""
 
 
 def lease(source: Source) -> None:

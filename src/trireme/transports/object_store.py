@@ -72,6 +72,10 @@ async def open(source: StoredVersion | Sequence[BucketRef]) -> list[Bucket]:
     return list(await asyncio.gather(*(source.buckets if isinstance(source, StoredVersion) else source)))
 
 
+def with_changes(source: object) -> StoredVersion | None:
+    return source if isinstance(source, StoredVersion) else None
+
+
 def lease(source: object) -> None:
     """Does nothing, because Ray keeps the bytes while the caller holds the references in `source`."""
 

@@ -282,4 +282,4 @@ class BroadcastSender:
             self._free = None
         elif sending:
             self._group = sending.group
-        return KeptPart(version, session, len(layout.sizes), self._holder)
+        return KeptPart(version, len(layout.sizes), self._holder)

@@ -16,10 +16,9 @@ from trireme.core.finite_json import to_json
 from trireme.core.transport import Offer, Session
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest
-from trireme.transports.broadcast import Source
 
 OFFER = Offer(attempt=1, version=5, sizes=(64, 0, 128), endpoints_R=(None,), timeout_s=30.0)
-SOURCE = Source(5, Session(1, 0, {0: 0, 2: 0}), 3, ())
+SESSION = Session(1, 0, {0: 0, 2: 0})
 SENT = [np.arange(64, dtype=np.uint8), np.zeros(0, np.uint8), np.full(128, 7, np.uint8)]
 
 
@@ -73,10 +72,12 @@ class OnDemand:
         self.fetched += 1
         return SENT
 
+    def with_changes(self, source: Any) -> None: ...
 
-def published(source: Any) -> PublishedWeights:
+
+def published(version: int = 5, session: Session | None = SESSION) -> PublishedWeights:
     canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
-    return PublishedWeights(WeightsManifest(WeightIdentity(1, 5, "d"), (), canary), source)
+    return PublishedWeights(WeightsManifest(WeightIdentity(1, version, "d"), (), canary), "source", session)
 
 
 class Replica:
@@ -84,8 +85,8 @@ class Replica:
         self.engine, self.on_demand = Engine(), OnDemand()
         self.broadcasts = Broadcasts(self.on_demand, self.engine.start)
 
-    async def bytes_of(self, source: Any = SOURCE, number: int = 2) -> list[Any]:
-        async with self.broadcasts.fetched(number, published(source)) as arrived:
+    async def bytes_of(self, number: int = 2, **options: Any) -> list[Any]:
+        async with self.broadcasts.fetched(number, published(**options)) as arrived:
             mapped = [region.map().tolist() for region in arrived.regions]
         assert [bucket.tolist() for bucket in arrived.buckets] == mapped
         return mapped
@@ -177,7 +178,7 @@ def test_nobody_waits_for_a_version_once_a_later_one_is_offered(caplog: pytest.L
         await waiting
         replica.engine.say(serial=first, failed="a later version was offered")  # by the thread that was given up
         replica.engine.say(arrived=replica.engine.arrival)
-        await replica.bytes_of(replace(SOURCE, version=6))
+        await replica.bytes_of(version=6)
 
     assert played(play).on_demand.fetched == 1
     assert "version 5 on demand: version 6 was offered" in caplog.text
@@ -188,7 +189,7 @@ def test_the_next_version_does_not_take_the_memory_of_one_that_is_being_mapped()
     async def play(replica: Replica) -> None:
         await replica.broadcasts.offer(OFFER)
         replica.engine.say(arrived=replica.engine.arrival)
-        async with replica.broadcasts.fetched(2, published(SOURCE)) as arrived:
+        async with replica.broadcasts.fetched(2, published()) as arrived:
             offered = asyncio.create_task(replica.broadcasts.offer(replace(OFFER, version=6)))
             await asyncio.sleep(0.1)
             assert replica.engine.offered == [5], "it has not begun, so the file of version 5 is still there"
@@ -199,12 +200,11 @@ def test_the_next_version_does_not_take_the_memory_of_one_that_is_being_mapped()
     assert played(play).on_demand.fetched == 0
 
 
-def test_a_source_without_session_is_fetched_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_version_without_session_is_fetched_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     """That of another transport, or of a loop that makes no offers."""
 
     async def play(replica: Replica) -> None:
-        for source in ("references", replace(SOURCE, session=None)):
-            await replica.bytes_of(source)
+        await replica.bytes_of(session=None)
 
-    assert played(play).on_demand.fetched == 2
+    assert played(play).on_demand.fetched == 1
     assert "on demand" not in caplog.text

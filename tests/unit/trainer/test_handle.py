@@ -15,6 +15,7 @@ from trainer.batching import RankAssignment, ShardOutput, SummarizedOutput
 from trainer.handle import TrainerHandle
 from trireme.core.batch import StoredBatch
 from trireme.core.transport import Session
+from trireme.core.weights import PublishedWeights
 
 
 def test_options_for_another_number_of_processes_are_refused():
@@ -51,6 +52,15 @@ def test_sending_is_given_up_before_a_gather_that_waits_for_it(within_s, sends_f
     session = trainer._session(7)
     assert [offer.timeout_s for offer in offers] == [sends_for_s]
     assert sends_for_s - 5.0 < session.left_s <= sends_for_s
+
+
+def test_replicas_learn_in_which_session_a_version_was_sent(monkeypatch):
+    trainer = TrainerHandle(make_config("m"), [], [], None, offer=lambda _: Session(1, 0, {0: 0}))
+    trainer._terms_R = [((64,), ("host", 1))]
+    monkeypatch.setattr(trainer, "_call", lambda _verb, _version, session: [PublishedWeights(None, {0: session})])
+    published = trainer.publish_weights(7)
+    assert published.session.members == (0,)
+    assert published.source == (published.session,), "which the shards sent it in"
 
 
 ASSIGN = RankAssignment(2, 100, "auto")
