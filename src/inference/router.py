@@ -246,12 +246,6 @@ class Router:
             raise table.update.failure
         return table.update.reports
 
-    async def asleep(self) -> None:
-        table = await self._newest.wait_until(lambda table: table.asleep)
-        gone = [departure for index, departure in table.departed.items() if index not in table.rows]
-        if self._fixed and gone:
-            raise gone[0].reason
-
     # ------------------------------------------------------------------------------------------------------ sampling
 
     async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None) -> SampledSequence:

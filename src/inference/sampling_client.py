@@ -92,7 +92,7 @@ class SamplingClient:
     def sleep(self) -> None:
         """Puts every replica to sleep, and waits until all sleep: on GPUs they give back the memory of their KV caches.
         Requests in flight wait until the next `update_weights`, which wakes the replicas. Needs `placement` =
-        colocated."""
+        colocated. In deterministic mode raises the failure of a replica."""
         self._begin(self._replicas.sleep()).result()
 
     def load_adapter(self, name: str, weights: PublishedWeights) -> None:

@@ -102,10 +102,6 @@ class OrchestratorActor:
         await self._pipeline.finish_sampling()
 
     @remote_method
-    async def await_sleep(self) -> None:
-        await self._pipeline.await_sleep()
-
-    @remote_method
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
         return await self._pipeline.next_minibatch(step, substep)
 

@@ -121,10 +121,6 @@ class OrchestratorHandle:
         )
         self._wait(self._actor.finish_sampling.remote(), "the end of sampling", limit_s, on_tick)
 
-    def await_sleep(self, on_tick: Callable[[], None] = lambda: None) -> None:
-        """Waits until all replicas sleep. `on_tick`: see `end_version`."""
-        self._wait(self._actor.await_sleep.remote(), "the replicas' sleep", self._config.update_deadline_s, on_tick)
-
     def minibatches(self, step: int, substep: int, on_tick: Callable[[], None] = lambda: None) -> Iterator[Minibatch]:
         """Yields the minibatches of a substep, each as soon as enough groups have finished: several when streaming,
         else one. During each wait for a minibatch `on_tick` is called about once a second. If `on_tick` raises, the

@@ -179,18 +179,6 @@ class Pipeline:
                     await self._groups_change()
                     self._background.raise_error()
 
-    async def await_sleep(self) -> None:
-        """Waits until all replicas sleep. Raises RoomFailed if that takes too long."""
-        limit_s = self._config.update_deadline_s
-        try:
-            async with asyncio.timeout(limit_s):
-                await self.sampler.asleep()
-        except TimeoutError:
-            raise RoomFailed(
-                f"waited {limit_s:g} s (timeouts.update_s for each replica, and time to start a lost one again) for "
-                "the replicas to sleep. See the logs of the replicas, or raise timeouts.update_s"
-            ) from None
-
     async def evaluate(self, version: int, lines: Sequence[str]) -> dict[str, float]:
         """Evaluates weights that the replicas have loaded from disk, without training before or after. Returns the
         metrics. `lines`: groups that an earlier evaluation has sampled, as lines of JSON (see `Evaluator.evaluate`)."""

@@ -742,7 +742,6 @@ async def train(pipeline: Pipeline, outcome: Outcome, checkpoints: list[Checkpoi
         if scenario.colocated and not sampled:
             await pipeline.finish_sampling()
             await pipeline.sampler.source.sleep()
-            await pipeline.await_sleep()
             sampled = scenario.max_steps_off_policy + 1
         outcome.minibatches.append([])
         for substep in range(scenario.substeps):

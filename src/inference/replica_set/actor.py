@@ -320,14 +320,19 @@ class ReplicaSet:
 
     @remote_method
     async def sleep(self) -> None:
-        """Puts all members to sleep until the next update. The set's table says when all of them sleep. A member that
-        fails is removed."""
+        """Puts all members to sleep until the next update, and returns when all sleep, which the set's table says too.
+        A member that fails is removed; in deterministic mode its failure is raised."""
         async with self._changing:
             self._bring_newest = self._put_to_sleep
             self._sleeping = True
             self._updates.forget()  # the same weights wake them: the reports of their last update are no answer
             self._publish()
-            await asyncio.gather(*map(self._begin_to_catch_up, self._by_index.values()))
+            members = list(self._by_index.values())
+            while not self._newest_table.table.asleep:  # again for one that joins
+                await asyncio.wait(map(self._begin_to_catch_up, self._by_index.values()))
+        failures = [member.failure for member in members if member.failure]
+        if self._fixed and failures:
+            raise failures[0]
 
     @property
     def _serving(self) -> list[Member]:

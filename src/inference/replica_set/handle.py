@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +33,7 @@ WAIT_S = 20.0
 ANSWER_S = 30.0
 """Seconds that an answer of the replica set may take in addition to the work itself."""
 AGAIN_S = 1.0
-"""Seconds between a request for a table that failed and the next request."""
+"""Seconds between a request that failed, because the set was lost, and the next request."""
 NAME = "replica set"
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class RemoteSet:
 
 
 class ReplicaSetHandle:
-    """The driver's handle of the replica set's actor. Only `offer` waits for the actor."""
+    """The driver's handle of the replica set's actor. Only `offer` and `sleep` wait for the actor."""
 
     def __init__(
         self,
@@ -140,11 +141,28 @@ class ReplicaSetHandle:
         self._sleeping = False
         self.actor.try_update.remote(weights)
 
-    def sleep(self) -> None:
-        """Begins to put the replicas to sleep until the next update; does not wait. A table says when all sleep, also
-        if a later incarnation puts them to sleep."""
+    def sleep(self, on_tick: Callable[[], None]) -> None:
+        """Puts the replicas to sleep until the next update, and waits until all sleep, also if a later incarnation puts
+        them to sleep. Calls `on_tick`, which may raise, about once a second. Raises RoomFailed if that takes too long;
+        in deterministic mode raises the failure of a replica."""
         self._sleeping = True  # first: as above
-        self.actor.sleep.remote()
+        deadline = time.monotonic() + self._config.update_deadline_s
+        while True:
+            try:
+                waits.get_all(
+                    [self.actor.sleep.remote()],
+                    owners=[f"{NAME} (which puts the replicas to sleep)"],
+                    timeout_s=max(deadline - time.monotonic(), 0.0),
+                    log=self._log,
+                    on_tick=lambda *_: on_tick(),
+                    limit="timeouts.update_s for each replica, and time to start a lost one again",
+                )
+                return
+            except RoomFailed as failure:
+                if not waits.died(failure):
+                    raise
+            on_tick()  # first: it may have raised this failure
+            time.sleep(AGAIN_S)  # the set is lost, and has a successor soon
 
     def join(self, index: int, client: ReplicaClient, generation: Generation | None = None) -> None:
         """Adds replica `index`, which has started."""

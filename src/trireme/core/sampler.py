@@ -94,9 +94,6 @@ class Sampler(Protocol):
         """Waits until the update of the replicas to `identity` has ended. Returns the report of each replica. If the
         update failed, raises its error."""
 
-    async def asleep(self) -> None:
-        """Waits until all replicas sleep. If a replica was lost, in deterministic mode raises the error of its loss."""
-
 
 MakeSampler = Callable[[OnVersions], Sampler]
 """Takes an OnVersions, and returns a sampler. The sampler calls the OnVersions whenever a replica joins, leaves, fails

@@ -42,12 +42,10 @@ class StepPhases:
     def finish_sampling(self) -> None:
         """Waits until all groups that the staleness bound allows are sampled. Then puts the replicas to sleep, and
         waits until they sleep."""
-        orchestrator = self.rooms.orchestrator
         with self.record.clock("wait_for_batch"):
-            orchestrator.finish_sampling(self.attempt.check)
+            self.rooms.orchestrator.finish_sampling(self.attempt.check)
         with self.record.clock("hand_over"):
-            self.rooms.sleep()
-            orchestrator.await_sleep(self.attempt.check)
+            self.rooms.sleep(self.attempt.check)
 
     def train_on_substeps(self) -> None:
         """Updates the weights by the minibatches of each substep, as they are sampled."""

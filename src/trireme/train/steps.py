@@ -28,8 +28,9 @@ class Rooms:
     orchestrator: Orchestrator
     update: Callable[[PublishedWeights], None]
     """Begins to bring the replicas to a version, and wakes them if they sleep."""
-    sleep: Callable[[], None]
-    """Begins to put the replicas to sleep, until the next update."""
+    sleep: Callable[[Callable[[], None]], None]
+    """Puts the replicas to sleep until the next update, and waits until all sleep. Calls its argument about once a
+    second."""
 
 
 @dataclass(frozen=True)

@@ -65,11 +65,8 @@ class StandIns(SimpleNamespace):
     def finish_sampling(self, _on_tick: object) -> None:
         self.asked.note("finish sampling")
 
-    def sleep(self) -> None:
+    def sleep(self, _on_tick: object) -> None:
         self.asked.note("sleep")
-
-    def await_sleep(self, _on_tick: object) -> None:
-        self.asked.note("await sleep")
 
     def free_memory(self) -> None:
         self.asked.note("free memory")
@@ -142,7 +139,7 @@ def test_a_colocated_step_trains_while_the_replicas_sleep() -> None:
     run_config = small(max_steps=1, placement="colocated", orchestrator={"max_steps_off_policy": 0})
     all_ = StandIns(1)
     run(all_, run_config, RefusedSteps(run_config, print))
-    sampled = ["finish sampling", "sleep", "await sleep"]
+    sampled = ["finish sampling", "sleep"]
     trained = ["wait for 0.0.0", "forward_backward 0.0.0", "leave boundary", "optim_step", "publish 1", "free memory"]
     end = ["end version", "update 1", "begin version 1", "release 0", "at boundary 1", "row 0 ['{}']", "seal"]
     assert all_.asked[5:] == [*sampled, *trained, *end]

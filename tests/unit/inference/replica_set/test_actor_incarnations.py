@@ -115,8 +115,7 @@ async def test_a_set_that_is_lost_while_its_replicas_sleep_lets_them_sleep() -> 
     await router.source.sleep()
     waiting = sampling(router, "a")
     successor = await next_incarnation(router, None, weights(3).identity, sleeps=True)
-    await router.asleep()
-    await turns()
+    await successor._newest_table.wait_until(lambda table: table.asleep)
     assert serving(successor) == []
     assert [replica.identity for replica in replicas] == [None, None]
     await successor.update(weights(4))

@@ -1,6 +1,7 @@
 """All replicas sleep from the end of a sampling phase to the next update; requests wait meanwhile."""
 
 import asyncio
+from contextlib import nullcontext
 
 import pytest
 from replica_support import LoadingReplica, fleet, in_background, joined, router_of, sampling, serving, weights
@@ -10,27 +11,23 @@ from inference.router import Router
 from trireme.core.errors import RoomFailed
 
 
-async def asleep(router: Router) -> bool:
-    """Returns True if the router knows that all sleep."""
-    waiting = asyncio.create_task(router.asleep())
-    await turns()
-    done = waiting.done()
-    waiting.cancel()
-    return done
+def asleep(router: Router) -> bool:
+    """Returns True if the set's table says that all sleep."""
+    return router.source._newest_table.table.asleep
 
 
 async def test_requests_wait_until_an_update_wakes_the_replicas() -> None:
     router, replicas = await fleet(2)
-    assert not await asleep(router)
+    assert not asleep(router)
     await router.source.sleep()
-    assert await asleep(router)
+    assert asleep(router)
     assert [replica.identity for replica in replicas] == [None, None]
     assert router.acknowledged() == {0: 3, 1: 3}, "what they had frees slots as before"
     waiting = sampling(router, "a")
     await turns()
     assert not waiting.done()
     await router.source.update(weights(4))
-    assert not await asleep(router)
+    assert not asleep(router)
     assert [span.identity.version for span in (await waiting).spans] == [4]
 
 
@@ -50,39 +47,70 @@ async def test_one_that_takes_weights_goes_to_sleep_when_it_has_them_and_one_tha
     second.going.clear()
     in_background(router.source.update(weights(4)))
     await turns()
-    in_background(router.source.sleep())
+    falling_asleep = asyncio.create_task(router.source.sleep())
     await turns()
-    assert not await asleep(router)
+    assert not asleep(router)
     second.going.set()
-    await turns()
-    assert await asleep(router)
+    await falling_asleep
+    assert asleep(router)
     late = LoadingReplica(2)
     await joined(router.source, 2, late)
-    assert await asleep(router)
+    assert asleep(router)
     assert serving(router.source) == []
     await router.source.update(weights(5))
     assert serving(router.source) == [0, 1, 2]
     assert first.identity == second.identity == late.identity == weights(5).identity
 
 
+class Sleepless(LoadingReplica):
+    """Falls asleep once `going` is set, or fails."""
+
+    async def sleep(self) -> None:
+        await self.going.wait()
+        if self.fails:
+            raise self.fails
+
+
 @pytest.mark.parametrize("fixed", [False, True])
-async def test_one_that_does_not_fall_asleep_is_out(fixed: bool) -> None:
-    """In deterministic mode, where fewer replicas sample something else, the wait for their sleep says why."""
-
-    class Sleepless(LoadingReplica):
-        async def sleep(self) -> None:
-            raise RoomFailed("replica 1: no answer for update step 'pause'")
-
-    router = router_of({0: LoadingReplica(0), 1: Sleepless(1)}, fixed=fixed)
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_one_that_does_not_fall_asleep_is_out(fixed: bool, leaves: bool) -> None:
+    """Whether its call fails or its death is known first. In deterministic mode, where fewer replicas sample something
+    else, that is raised."""
+    sleepless = Sleepless(1)
+    router = router_of({0: LoadingReplica(0), 1: sleepless}, fixed=fixed)
     await router.source.update(weights(3))
-    await router.source.sleep()
-    if fixed:
-        with pytest.raises(RoomFailed, match="replica 1: no answer for update step 'pause'"):
-            await router.asleep()
+    sleepless.going.clear()
+    sleepless.fails = RoomFailed("replica 1: no answer for update step 'pause'")
+    falling_asleep = asyncio.create_task(router.source.sleep())
+    await turns()
+    if leaves:
+        router.source.leave(1, "replica 1: no answer for update step 'pause'")
     else:
-        await router.asleep()
+        sleepless.going.set()
+    with pytest.raises(RoomFailed, match="replica 1: no answer for update step 'pause'") if fixed else nullcontext():
+        await falling_asleep
+    assert asleep(router)
     await router.source.update(weights(4))
     assert serving(router.source) == [0]
+
+
+async def test_the_set_sleeps_only_when_one_that_joins_meanwhile_sleeps() -> None:
+    late = Sleepless(1)
+    late.going.clear()
+
+    class First(LoadingReplica):
+        async def sleep(self) -> None:
+            if 1 not in router.source._by_index:
+                router.source.join(1, late)
+
+    router = router_of({0: First(0)})
+    await router.source.update(weights(3))
+    falling_asleep = asyncio.create_task(router.source.sleep())
+    await turns()
+    assert not falling_asleep.done()
+    late.going.set()
+    await falling_asleep
+    assert asleep(router)
 
 
 async def test_no_request_gives_up_because_replicas_sleep_longer_than_one_would_be_waited_for() -> None:
