@@ -559,9 +559,13 @@ class ReplicaActor:
             from inference.adapter import request_of  # imports vLLM
 
             if self.identity is None:
-                raise WeightsRefused(f"adapter {name!r} for a replica without weights; expected an update before it")
+                raise WeightsRefused(
+                    f"adapter {name!r} came to a replica without weights; expected an update of the weights first"
+                )
             if published.manifest.adapter is None:
-                raise WeightsRefused(f"whole weights as adapter {name!r}; expected a published LoRA adapter")
+                raise WeightsRefused(
+                    f"adapter {name!r} is the weights of a whole model; expected a published LoRA adapter"
+                )
             self._adapter_number += 1
             request = request_of(name, self._adapter_number)
             await step("add adapter", self._in_engine("add_adapter", (request.lora_int_id,)))
@@ -649,7 +653,7 @@ class ReplicaActor:
         if manifest.adapter and manifest.adapter.base != self.base:
             raise WeightsRefused(
                 f"version {manifest.identity.version} is an {manifest.adapter}, but the files of "
-                f"{self.config.model.name} here have digest {self.base}: every node needs the same ones"
+                f"{self.config.model.name} here have digest {self.base}: every node needs the same files"
             )
         self.broadcasts.base = None
         pickled = pickle.dumps((manifest, arrived.regions, arrived.steps))
@@ -672,7 +676,7 @@ class ReplicaActor:
                 raise RoomFailed(
                     f"{self.name} could not take version {identity.version} within {limit:g} s: it waited for "
                     f"{len(self.running)} requests in flight ({', '.join(sorted(self.running)[:NAMED])}). Raise "
-                    "timeouts.update_s, or let updates come in flight: inference.on_update = recompute_kv"
+                    "timeouts.update_s, or let requests continue during updates: inference.on_update = recompute_kv"
                 )
             tasks = [running.task for running in self.running.values()]
             await asyncio.wait(tasks, timeout=min(remaining_s, HEALTH_TICK_S))

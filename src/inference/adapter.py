@@ -53,7 +53,9 @@ def add_adapter(runner: ModelRunner, number: int, tensors: Mapping[str, torch.Te
     """Gives vLLM's model runner one more adapter, between two steps. `number`: a number that no adapter has had.
     `tensors`: {peft's name: tensor}, copied here. Raises WeightsRefused for an adapter of the output matrix."""
     if any(name in tensors for name in map(_HEAD.format, "AB")):
-        raise WeightsRefused("an adapter of lm_head alongside others: the output matrix has one for all requests")
+        raise WeightsRefused(
+            "a second adapter has tensors of lm_head; the output matrix can have one adapter, for all requests"
+        )
     manager = runner.lora_manager._adapter_manager
     dtype = manager.lora_config.lora_dtype
     assert isinstance(dtype, torch.dtype), "vLLM replaces `auto` and names as it starts"

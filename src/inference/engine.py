@@ -251,7 +251,9 @@ def sampled_sequence(
     """
     completion = output.outputs[0]
     if completion.finish_reason in GIVEN_UP:
-        raise ValueError(f"its engine ended it with {completion.finish_reason!r}; the log of the replica tells why")
+        raise ValueError(
+            f"the engine ended the request with {completion.finish_reason!r}; the log of the replica says why"
+        )
     tokens = np.asarray(completion.token_ids, dtype=np.int32)
     logprobs = sampled_logprobs(completion.logprobs, 0, list(completion.token_ids))
     identities = [WeightIdentity.parse(span.version) for span in completion.weight_versions or ()]

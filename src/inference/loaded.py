@@ -128,7 +128,7 @@ class EngineTensors:
         disordered = sorted({name for following in followings_R for name in following.disordered})
         if disordered:
             raise WeightsRefused(
-                f"version {version}: {some(disordered)} were loaded to places in another order than their numbers"
+                f"version {version}: the engine has loaded {some(disordered)} in another order than their numbers"
             )
         missing = [name for name in self._names if name not in self._unfollowed and loaded[name] < sizes[name]]
         if missing:
@@ -171,7 +171,7 @@ class EngineTensors:
             for index in np.flatnonzero(wrong & self._proved)
         ]
         raise WeightsRefused(
-            f"version {manifest.identity.version}: the engine has loaded other values than were published of "
+            f"version {manifest.identity.version}: the engine has loaded values that differ from the published ones: "
             f"{some(differing)}"
         )
 

@@ -129,7 +129,7 @@ class Target:
             raise RoomFailed(
                 f"{self.client.name} gave {SENSELESS} answers in a row that make no sense: the last one has "
                 f"{len(tokens)} tokens ({tokens[:SHOWN].tolist()} ..) and {finite} finite log-probabilities; expected "
-                f"as many of both, and tokens of a vocabulary of {vocab_size}"
+                f"equally many of both, and tokens of a vocabulary of {vocab_size}"
             )
         return False
 

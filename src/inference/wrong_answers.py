@@ -17,7 +17,7 @@ BEYOND = 2**20
 
 async def wrong_answer(answer: SampledSequence, action: str) -> SampledSequence:
     """Returns `answer` spoilt as `action` says: "late", "garbage" (tokens), "nan" (logprobs) or "stranger" (weights).
-    Raises ValueError for an unknown action: a fault that never comes would be a test that cannot fail."""
+    Raises ValueError for an unknown action: a test whose fault never happens proves nothing."""
     match action:
         case "late":
             await asyncio.sleep(LATE_S)

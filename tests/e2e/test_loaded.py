@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 STEP = 1e-6
 CHECKS = {
     "arrived": r"arrived with hash",
-    "loaded": r"the engine has loaded|were loaded to places in another order",
+    "loaded": r"the engine has loaded",
     "canary": r"canary of version \d+: the replica's logprobs",
     "decoded": r"canary of version \d+: logprobs of 4 tokens in decode steps",
 }

@@ -266,7 +266,7 @@ class TestAsynchronous:
 
     def test_a_fault_in_a_room_stops_a_run_without_restarts_with_its_reason(self, chain: Chain) -> None:
         assert chain.failed.code == EXIT_FAILED, chain.failed.out
-        assert "the engine has loaded other values than were published" in chain.failed.out.replace("\n", " ")
+        assert "the engine has loaded values that differ from the published ones" in chain.failed.out.replace("\n", " ")
         chain.failed.assert_nothing_left()
 
     def test_a_signal_saves_and_says_how_to_go_on(self, chain: Chain) -> None:

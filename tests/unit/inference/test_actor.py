@@ -356,7 +356,7 @@ async def test_deterministic_requests_enter_in_order_while_the_engine_stands_sti
         ("impossible", "Refused: too long"),
         ("unsendable", "OverflowError: int too big to convert"),
         ("raising", "KeyError: 'in a logits processor'"),
-        ("given up", "its engine ended it with 'error'"),
+        ("given up", "the engine ended the request with 'error'"),
     ],
 )
 async def test_an_exception_about_one_request_is_its_own_while_the_engine_answers(name: str, reason: str) -> None:

@@ -59,7 +59,7 @@ def test_it_acts_at_its_passages_alone(monkeypatch: pytest.MonkeyPatch, armed: s
 
 @pytest.mark.parametrize("spec", ["here", "here=", "here@x=kill", "here@+=kill", "here[a]=kill", "here kill"])
 def test_what_cannot_be_read_is_refused(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault that never comes would be a test that cannot fail."""
+    """A test whose fault never happens proves nothing."""
     monkeypatch.setenv("TRIREME_FAULTS", spec)
     with pytest.raises(ValueError, match="TRIREME_FAULTS"):
         fault_point("here")
