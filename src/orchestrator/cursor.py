@@ -144,9 +144,9 @@ class Mix:
         names = [name for name, _ in state["cursors"]]
         if len(names) != len(self._names) or (len(names) > 1 and names != self._names):
             raise BadInput(
-                f"the checkpoint is of a run on {', '.join(names)}, this one is on {', '.join(self._names)}; "
-                "expected the environments that the run began with, in the same order. Correct env, or start another "
-                "run"
+                f"the checkpoint is of a run with the environments {', '.join(names)}, but this run has "
+                f"{', '.join(self._names)}; expected those of the checkpoint, in the same order. Correct env, or start "
+                "another run"
             )
         self._drawn = state["drawn"]
         for cursor, (_, values) in zip(self._cursors.values(), state["cursors"], strict=True):

@@ -399,7 +399,7 @@ def _find_class(env_id: str, section: str) -> Callable[..., RLDataset]:
         raise Refusal(
             f"{section}.id = {env_id}, which is not built in",
             f"{section}.id = {example}, the class in {file} of the repository",
-            f"set it so, and --env.path {file.rpartition('/')[0]}",
+            f"set {section}.id to this, and --env.path to {file.rpartition('/')[0]}",
         )
     built_in = ", ".join(BUILT_IN)
     expected = (
@@ -448,7 +448,7 @@ def named_function(kind: str, source: str, name: str) -> Callable[..., Any]:
             f"env.id = {kind}:{source}:{name}, where {source or 'no module'} has no function "
             f"{name or '(none is named)'}: {in_short(error)}",
             "reward:FILE.py:FUNCTION (or several, with commas), or agent:MODULE:FUNCTION of a module with `problems`",
-            "correct the name, or what it names; let PYTHONPATH have the directory of a module",
+            "correct the name or the file; the directory of a module must be in PYTHONPATH",
         ) from error
     return function
 

@@ -344,7 +344,7 @@ class Ledger:
             if version < self.floor:
                 raise ProvenanceError(
                     f"replica {replica} serves version {version}, but groups in flight were promised version "
-                    f"{self.floor} or later: a replica may join only once it holds that"
+                    f"{self.floor} or later: a replica may join only once it has that version"
                 )
         self.replicas = dict(replicas)
         self.floor = min(replicas.values(), default=self.floor)
@@ -382,7 +382,8 @@ class Ledger:
         ahead = {replica: version for replica, version in self.replicas.items() if version > self.released}
         if ahead or self.floor > self.released:
             raise ValueError(
-                f"{self.released} batches are released, but replicas have later versions: all {self.floor}; {ahead}"
+                f"{self.released} batches are released, but replicas have later versions: all had {self.floor}, and "
+                f"ahead are {ahead}; expected at most version {self.released}"
             )
         groups = sorted([*self._in_training(), *self.active.values()], key=lambda group: group.index)
         return {

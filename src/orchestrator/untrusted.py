@@ -115,9 +115,9 @@ async def run_code(
         machine = await this_machine()
         if limits.limit_processes and not machine.limits_processes:
             raise Refusal(
-                "run_code on a machine that cannot limit the number of processes of a program: it lends neither user "
-                "namespaces nor, to root, other user ids",
-                "a limit, without which one program can take all processes of this user, those of the run included",
+                "run_code on a machine that cannot limit the number of processes of a program: it allows neither user "
+                "namespaces nor a change to another user id",
+                "a limit: without one, a program can use up the processes that this user may have, and stop the run",
                 "allow user namespaces there (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone), run "
                 "as root in a container, or set limit_processes = False if the programs are harmless",
             )

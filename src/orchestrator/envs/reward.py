@@ -109,7 +109,7 @@ class RewardProblem(EnvGroupBuilder):
         except Exception as error:
             raise BadInput(
                 f"{', '.join(self.weights)} of {self.source}, tried with {self.row.place}: {error}; expected a finite "
-                "number for each answer, whatever a model writes, in env.args.limit_s: correct the function"
+                "number for each answer, whatever a model writes, within env.args.limit_s: correct the function"
             ) from error
 
     async def score_alone(self, answer: Answer) -> Scored:
@@ -238,9 +238,9 @@ def _refuse_columns(source: str, name: str, row: RewardRow) -> None:
             signature(function).bind(*call.args, **call.keywords)
     except TypeError as error:
         raise Refusal(
-            f"the reward function {name} of {source}, for {row.place} with {', '.join(row.columns)}: {error}",
+            f"the reward function {name} of {source}, for {row.place} with columns {', '.join(row.columns)}: {error}",
             "a function of an answer, or of `completions`, whose other parameters are `prompts` or columns of each row",
-            "add the column, give the parameter a default, or rename the first one where `**` takes its column",
+            "add the column, give the parameter a default, or rename the first parameter if a column has its name",
         ) from None
 
 

@@ -46,7 +46,7 @@ try:
     from verifiers.v1.utils.decorators import discover_decorated
 except ImportError as error:
     raise BadInput(
-        f"environments `verifiers:<taskset>` take the package verifiers {SUPPORTED}x: {error}; "
+        f"environments `verifiers:<taskset>` need the package verifiers {SUPPORTED}x: {error}; "
         "`uv sync --extra verifiers` installs it"
     ) from error
 
@@ -127,7 +127,7 @@ def _message(source: Any) -> Message:
 def _arguments(call: Any) -> dict[str, object]:
     arguments = json.loads(call.arguments)
     if not isinstance(arguments, dict):
-        raise ValueError(f"has a call of the tool {call.name} in its prompt without a JSON object as arguments")
+        raise ValueError(f"has a call of the tool {call.name} in its prompt, with arguments that are no JSON object")
     return arguments
 
 
@@ -226,7 +226,7 @@ class TasksetDataset(ListedDataset[Any]):
     ) -> None:
         if scoring not in get_args(Scoring) or scoring_limit_s <= 0:
             raise ValueError(
-                f"scoring = {scoring!r}, scoring_limit_s = {scoring_limit_s}; expected 'worker' or 'loop', more than 0"
+                f"scoring = {scoring!r}, scoring_limit_s = {scoring_limit_s}; expected 'worker' or 'loop', above 0 s"
             )
         loaded = load_tasks(taskset_id, args, select or {})
         # The split follows from the text of a task, not from its place: equal tasks are on the same side.

@@ -83,7 +83,7 @@ def test_a_mix_goes_on_where_another_stood(before: int, weights: list[float]) ->
 def test_other_environments_are_refused() -> None:
     state = mix([1, 1]).state_dict()
     for other in (mix([1]), mix([1, 1, 1]), Mix({"b": Problems(), "a": Problems()}, [1, 1], 0)):
-        with pytest.raises(BadInput, match="the checkpoint is of a run on a, b, this one is on"):
+        with pytest.raises(BadInput, match="the checkpoint is of a run with the environments a, b, but this run has"):
             other.load_state_dict(state)
     with pytest.raises(BadInput, match=r"problem c/0\.0\.0 is of environment c; expected one of a, b"):
         mix([1, 1]).builder("c/0.0.0")
