@@ -81,7 +81,7 @@ class ServiceKeys:
         """Returns the secret key of a session. Raises BadInput if there is no admin key to sign it."""
         if self._signs is None:
             raise Refusal(
-                "a file of keys without an admin key, and a session to be opened",
+                "a session to be opened, with no admin key in the file of keys",
                 "an admin key, which signs the keys of sessions",
                 "write a line `admin KEY` into the file of service.keys",
             )

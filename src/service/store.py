@@ -310,6 +310,8 @@ def _store_errors(path: Path) -> Iterator[None]:
         if code in DAMAGED:
             raise StorageFailed(f"{path} is damaged ({error}); {_remedy(path)}") from error
         if code == sqlite3.SQLITE_BUSY:
-            raise StorageFailed(f"{path} is held by another process for more than {BUSY_S:g} s ({error})") from error
+            raise StorageFailed(
+                f"{path} has been held by another process for more than {BUSY_S:g} s ({error})"
+            ) from error
         with storage_errors(path):
             raise OSError(ENOSPC if code == sqlite3.SQLITE_FULL else 0, str(error)) from error

@@ -75,8 +75,8 @@ def console_keys(host: str, file: Path | None) -> list[ServiceKey]:
     if not any(key.role == "admin" for key in keys):
         raise Refusal(
             f"--keys {file}, which has no admin key",
-            "a line `admin KEY`: logs and sessions are not for clients",
-            "add one",
+            "a line `admin KEY`: client keys do not open logs and sessions",
+            "add such a line",
         )
     return keys
 

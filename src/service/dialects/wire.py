@@ -79,7 +79,7 @@ class Body(BaseModel):
             try:
                 "".join(texts).encode()
             except UnicodeEncodeError:
-                raise ValueError(f"`{name}` with half a pair of surrogates, which UTF-8 cannot hold") from None
+                raise ValueError(f"`{name}` has half of a surrogate pair, which UTF-8 cannot encode") from None
         return value
 
 

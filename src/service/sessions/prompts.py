@@ -130,8 +130,8 @@ def _text_prompts(tree: SessionTree, text: str, tokenizer: Tokenizer) -> Iterato
 
 
 def _beginning(tokens: Ids, answer_text: str, text: str, tokenizer: Tokenizer) -> tuple[int, int]:
-    """Returns (tokens, characters): the number of tokens, and of characters, of an answer with which `text` begins.
-    `tokens`: the answer's tokens; `answer_text`: the text of these tokens."""
+    """Compares the beginning of `text` with an answer. Returns how many of the answer's first tokens `text` repeats,
+    and the number of characters in them. `tokens`: the answer's tokens; `answer_text`: the text of these tokens."""
     if text.startswith(answer_text):
         return len(tokens), len(answer_text)
     matching_chars = next(

@@ -120,7 +120,9 @@ class SessionRegistry:
         if not math.isfinite(value):
             raise BadInput(f"session {session} was given the reward {value}; expected a finite number")
         if node is not None and not agent_session.is_answer(node):
-            raise BadInput(f"session {session} was given a reward for answer {node}; expected one that it has")
+            raise BadInput(
+                f"session {session} was given a reward for answer {node}; expected an answer of this session"
+            )
         self._write(RewardGiven(session, self._clock(), float(value), node, dict(metrics or {})))
 
     async def end(self, session: str, reason: str) -> None:
@@ -338,7 +340,7 @@ class SessionRegistry:
     def _ended_session(self, session: str, verb: str) -> AgentSession:
         agent_session = self._session(session)
         if agent_session.end_record is None or agent_session.running:
-            raise BadInput(f"session {session} was to be {verb} while it is open; expected one that was ended")
+            raise BadInput(f"session {session} is open and cannot be {verb}: end it first")
         return agent_session
 
     def _session(self, session: str) -> AgentSession:

@@ -146,7 +146,7 @@ def _tokens(chunk: Any) -> npt.NDArray[np.int32]:
 def _array(name: str, tensor: Any) -> npt.NDArray[np.generic]:
     if tensor.HasField("sparse_csr") or len(tensor.shape) > 1:
         raise ValueError(
-            f"{name} of shape {list(tensor.shape)}; expected one number for each token: several targets at a place "
+            f"{name} of shape {list(tensor.shape)}; expected one number for each token: several targets for one token "
             "(top-k distillation) are not supported"
         )
     if tensor.dtype not in DTYPES:

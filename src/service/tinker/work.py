@@ -326,7 +326,7 @@ class TrainingWorker:
             self._catalog.discard(path)  # a disk that is full would stay so
             raise
         if self._closed:
-            raise RoomFailed("the trainer was lost; what it wrote is written again")
+            raise RoomFailed("the trainer was lost while it saved; the save is repeated")
         sizes = {file.path.partition("/")[2]: file.size for file in files}  # it stands below its directory's name
         saved = self._catalog.keep(path, sizes, work.ttl_seconds, work.user_metadata or {}, request)
         fault_point("tinker.save.kept")

@@ -41,7 +41,7 @@ def test_the_key_of_a_session_says_whose_it_is_and_is_signed() -> None:
 
 
 def test_without_an_admin_key_no_session_has_a_key() -> None:
-    with pytest.raises(BadInput, match="without an admin key"):
+    with pytest.raises(BadInput, match="no admin key in the file of keys"):
         ServiceKeys([ServiceKey("client", "c" * 20)]).of_session("s-1")
 
 
