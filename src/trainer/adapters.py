@@ -90,7 +90,7 @@ class Adapters:
             )
         other = sorted(set(spec.targets) - set(targets)) or ([] if spec.targets else ["no layers"])
         if other:
-            raise BadInput(f"an adapter of {', '.join(other)}; expected some of {', '.join(targets)} (trainer.lora)")
+            raise BadInput(f"an adapter for {', '.join(other)}; expected some of {', '.join(targets)} (trainer.lora)")
         alpha = spec.alpha / spec.rank * rank
         values = [self._of_rank(parameter, whole) for parameter, whole in self._start_values(spec, start)]
         state = [
@@ -133,12 +133,12 @@ class Adapters:
         """Forgets the adapter `name`; if it is in use, the model first takes the adapter FIRST. Raises BadInput for
         FIRST and for an unknown name."""
         if name == FIRST:
-            raise BadInput("the first adapter was to be dropped; expected the name of one that was added")
+            raise BadInput("the first adapter cannot be dropped; expected the name of one that was added")
         if name == self.name:
             self.use(FIRST)
         if self._waiting.pop(name, None) is None:
             raise BadInput(
-                f"an adapter {name!r} was to be dropped; expected one of {', '.join(map(repr, self._waiting))}"
+                f"there is no adapter {name!r} to drop; expected one of {', '.join(map(repr, self._waiting))}"
             )
 
     @property

@@ -65,7 +65,7 @@ class PublishedVersions:
         for d in np.flatnonzero((ages > self._max_steps) | (ages < 0)):
             raise ProvenanceError(
                 f"datum {d} of step {provenance.step} has floor {provenance.floors[d]}, age {ages[d]}; "
-                f"ages must be within 0 and max_steps_off_policy = {self._max_steps}"
+                f"ages must be from 0 to max_steps_off_policy = {self._max_steps}"
             )
 
 

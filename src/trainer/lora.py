@@ -185,7 +185,7 @@ def read_adapter(
     ]
     if wrong:
         raise BadInput(
-            f"the adapter {directory} does not have the tensors of one of rank {spec.rank} for "
+            f"the adapter {directory} has other tensors than an adapter of rank {spec.rank} for "
             f"{', '.join(spec.targets)} of this model; the first that differs: {sorted(wrong)[0]}"
         )
     return renamed

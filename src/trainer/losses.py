@@ -302,7 +302,9 @@ def surrogate(
     weights_D = [np.zeros(len(p), np.float32) if p.grad is None else -p.grad.numpy() for p in p_D]
     for d, weights in enumerate(weights_D):
         if not np.isfinite(weights).all():
-            raise ValueError(f"the gradient of the custom loss by the log-probabilities of datum {d} is not finite")
+            raise ValueError(
+                f"the gradient of the custom loss with respect to the log-probabilities of datum {d} is not finite"
+            )
     columns = {"target_tokens": batch.columns["target_tokens"], "weights": np.concatenate(weights_D)}
     return replace(batch, columns=columns), {**metrics, "loss:sum": float(value.detach())}
 

@@ -445,9 +445,9 @@ def prove_reload(model: PreTrainedModel) -> None:
         distance = _distance(*(_chosen(own_logits(candidate, sample), sample) for candidate in (model, opened)))
     if not distance <= RELOADED:
         raise Refusal(
-            f"{type(model).__name__}: what is written of it, and opened again by Hugging Face's transformers, computes "
+            f"{type(model).__name__}: saved, and opened again by Hugging Face's transformers, it computes "
             f"log-probabilities that differ by {distance:.3g}",
-            f"the same ones, within {RELOADED:g}",
+            f"the same log-probabilities, within {RELOADED:g}",
             "train another model, or update transformers",
         )
 

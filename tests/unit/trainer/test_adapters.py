@@ -274,11 +274,11 @@ def test_an_adapter_is_dropped_and_its_name_is_free(make: Make) -> None:
 REFUSED: dict[str, Callable[[Shard], None]] = {
     "'a' is there already.*another name": lambda s: s.add_adapter("a", SPECS["small"]),
     r"rank 9; expected 1 to 8.*trainer\.lora\.rank": lambda s: s.add_adapter("b", AdapterSpec(9, 1.0, ALL, 0)),
-    "of lm_head; expected some of q_proj": lambda s: s.add_adapter("b", AdapterSpec(8, 1.0, UNEMBED, 0)),
-    "of no layers": lambda s: s.add_adapter("b", AdapterSpec(8, 1.0, (), 0)),
+    "for lm_head; expected some of q_proj": lambda s: s.add_adapter("b", AdapterSpec(8, 1.0, UNEMBED, 0)),
+    "for no layers": lambda s: s.add_adapter("b", AdapterSpec(8, 1.0, (), 0)),
     "'b'; expected one of '', 'a'": lambda s: s.use_adapter("b"),
-    "'b' was to be dropped; expected one of 'a'": lambda s: s.drop_adapter("b"),
-    "the first adapter was to be dropped": lambda s: s.drop_adapter(""),
+    "no adapter 'b' to drop; expected one of 'a'": lambda s: s.drop_adapter("b"),
+    "the first adapter cannot be dropped": lambda s: s.drop_adapter(""),
 }
 """Calls by their refusals."""
 
