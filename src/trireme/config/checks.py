@@ -222,13 +222,13 @@ def _names(config: Config) -> Iterator[Refusal]:
         if twice:
             yield Refusal(
                 f"{section} has {labels.count(twice[0])} environments of the name {twice[0]!r}",
-                "a name for each of several environments: metrics are kept by name",
+                "a different name for each environment: metrics are kept by name",
                 f"give one of them another: `{section}.{labels.index(twice[0])}.name = ...`",
             )
         if "all" in labels:
             yield Refusal(
                 f"{section} has an environment of the name 'all'",
-                "another name: env/all/* is what all environments have together",
+                "another name: env/all/* are the metrics of all environments together",
                 f"set `{section}.{labels.index('all')}.name`",
             )
 
@@ -249,7 +249,8 @@ def _eval_envs(config: Config) -> Iterator[Refusal]:
 def _fewest_replicas(config: Config) -> Iterator[Refusal]:
     if config.cluster.min_replicas > config.inference.replicas:
         yield Refusal(
-            f"cluster.min_replicas = {config.cluster.min_replicas} with {config.inference.replicas} that sample",
+            f"cluster.min_replicas = {config.cluster.min_replicas} with "
+            f"inference.replicas = {config.inference.replicas}",
             "at most as many as inference.replicas",
             f"set --cluster.min-replicas to {config.inference.replicas} or less, or ask for more replicas",
         )
@@ -367,7 +368,7 @@ def _timeouts(config: Config) -> Iterator[Refusal]:
             f"orchestrator.generation_timeout_s = {rollout_s:g} with timeouts.batch_s = {batch_s:g}",
             "a limit for one rollout below the deadline for a whole batch: else the run stops for a batch whose "
             "rollouts are all within their limit",
-            "lower --orchestrator.generation-timeout-s, raise --timeouts.batch-s, or leave that out: then it follows",
+            "lower --orchestrator.generation-timeout-s, or raise --timeouts.batch-s or leave it out",
         )
 
 
@@ -456,5 +457,5 @@ def _held_out_data(config: SftConfig) -> Iterator[Refusal]:
         yield Refusal(
             "held-out data (data.test or data.test_examples) with eval.every = 0",
             "how often it is evaluated",
-            "add --eval.every N, or leave it out",
+            "add --eval.every N, or leave the held-out data out",
         )

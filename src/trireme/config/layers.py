@@ -139,7 +139,7 @@ def _unwritable(setting: GivenValue) -> Refusal:
     it."""
     return Refusal(
         f"{'.'.join(setting.spelling)} = {setting.value} ({setting.place})",
-        "numbers, text, true, false, lists and tables: nan, inf, dates and times are nothing that JSON has",
+        "numbers, text, true, false, lists and tables: JSON has no nan, inf, dates or times",
         "write it as text, in quotes, or leave it out",
     )
 

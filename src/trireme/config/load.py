@@ -38,7 +38,7 @@ class Loaded(Generic[C]):
 
 @dataclass
 class CommandLine:
-    """The parts of a command line: files, flags with their values, switches, and refusals."""
+    """The parts of a command line: files, flags with their values, and switches; and a refusal of each wrong word."""
 
     files: list[tuple[Path, File]] = field(default_factory=list)
     """Files, each with the section at which its keys are rooted."""
@@ -226,10 +226,10 @@ def _read_file(root: Path, file: File, refusals: list[Refusal], keys: Keys) -> l
     kind, read = ("JSON", json.loads) if file.suffix == ".json" else ("TOML", tomllib.loads)
     if not file.is_file():
         if file.is_absolute():
-            seen_from = ""
+            where = ""
         else:
-            seen_from = f", seen from {File.cwd()}"
-        expected = f"a TOML or JSON file; there is none of that name{seen_from}"
+            where = f" in {File.cwd()}"
+        expected = f"a TOML or JSON file; there is none of that name{where}"
         refusals.append(Refusal(f"`@ {file}`", expected, "correct the path"))
         return []
     try:

@@ -224,7 +224,7 @@ def _read_facts(file: str, required: bool) -> str:
         raise Refusal(
             f"model.facts = {file}, which cannot be read: {error}",
             "a file with the config.json of model.name",
-            f"correct the path, which is seen from {Path.cwd()}",
+            f"correct the path; a relative path begins in {Path.cwd()}",
         ) from None
 
 
@@ -237,7 +237,7 @@ def _read_local(name: str) -> str:
     if file.parent.is_dir():
         problem = "a directory without config.json"
     else:
-        problem = f"no directory, seen from {Path.cwd()}"
+        problem = f"no directory (relative paths begin in {Path.cwd()})"
     if (file.parent / "adapter_config.json").is_file():
         problem = "a LoRA adapter without the model it belongs to (trireme export RUN --merge makes a whole one)"
     raise Refusal(
@@ -261,7 +261,7 @@ def _read_hub(name: str, required: bool) -> str | None:
             if not required:
                 return None
             raise Refusal(
-                f"model.name = {name}: no directory of that name, seen from {directory}; not in the local cache; "
+                f"model.name = {name}: no directory of that name in {directory}; not in the local cache; "
                 f"and {endpoint} cannot be reached",
                 "a local directory, a cached model, or a reachable hub",
                 f"give a directory, or run `hf download {name}` where there is a network and copy the cache (HF_HOME) "
@@ -275,7 +275,7 @@ def _read_hub(name: str, required: bool) -> str | None:
     except (HfHubHTTPError, HFValidationError) as error:
         raise Refusal(
             f"model.name = {name}: {str(error).splitlines()[0]}",
-            f"a model on {endpoint}, or a directory (none of that name, seen from {directory})",
+            f"a model on {endpoint}, or a directory (there is none of that name in {directory})",
             "correct the name; for a gated model accept its licence and log in with `hf auth login`",
         ) from None
 

@@ -62,7 +62,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         {"trainer": {"kl": {"reference": {"update_every": 3}}}},
         ["trainer.kl.reference.update_every with trainer.kl.coef = 0"],
     ),
-    ({"cluster": {"min_replicas": 3}, "inference": TWO}, ["cluster.min_replicas = 3 with 2 that"]),
+    ({"cluster": {"min_replicas": 3}, "inference": TWO}, ["cluster.min_replicas = 3 with inference.replicas = 2"]),
     ({"trainer": {"shards": 10**6}}, ["trainer.shards * trainer.replicate = 1,000,000", "at most 10,000 processes"]),
     ({"trainer": {"replicate": 10**12}}, ["trainer.shards * trainer.replicate = 1,000,000,000,000"]),
     (
