@@ -102,7 +102,7 @@ def new_directory(path: Path) -> Path:
         raise Refusal(
             f"the directory {path}, which is in use (it holds {', '.join(names[:3])}{', ..' if names[3:] else ''})",
             "a new or an empty directory",
-            "choose another --run.name or --run.output-dir, or delete that one",
+            "choose another --run.name or --run.output-dir, or delete that directory",
         )
     path.mkdir(parents=True, exist_ok=True)
     return path

@@ -48,7 +48,7 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     assert str(refused.value).splitlines() == [
         f"given: the directory {tmp_path}/loop, which is in use (it holds metrics.jsonl)",
         "  expected: a new or an empty directory",
-        "  to do: choose another --run.name or --run.output-dir, or delete that one",
+        "  to do: choose another --run.name or --run.output-dir, or delete that directory",
     ]
     for name in ("rl_loop", "sl_loop"):
         text = (ROOT / "examples" / f"{name}.py").read_text()

@@ -38,7 +38,7 @@ PIECE_S = 2 * (REQUEST_S + RETRY_S)
 DELETED_AT_ONCE = 1000
 CONDITIONS = (
     "object storage that refuses a put whose condition does not hold (If-None-Match, If-Match), as Amazon's S3 does: "
-    "only by that two drivers of one run notice each other"
+    "without this two drivers of one run would not notice each other"
 )
 
 
@@ -157,8 +157,8 @@ class Bucket:
         written = writer.record(record.path)
         if written != record:
             raise StorageFailed(
-                f"{self.url}/{key} arrived with checksum {written.checksum}, it was written with {record.checksum}: it "
-                "was altered in the store, or on the way. Try again; if the checksum is the same, the object is "
+                f"{self.url}/{key} arrived with checksum {written.checksum}, but was written with {record.checksum}: "
+                "it was altered in the store, or on the way. Try again; if the checksum is the same, the object is "
                 "damaged: resume from an earlier step (--resume.step)"
             )
 

@@ -61,7 +61,7 @@ def _of_step(store: CheckpointStore, step: int, flag: str, newest: str) -> Verif
     raise Refusal(
         f"{flag} {step}, {wrong}",
         f"the step of a checkpoint that is whole and not superseded; there are: {steps}",
-        f"choose one of these, or the newest that verifies with {newest}",
+        f"choose one of these, or use {newest} to take the newest checkpoint that passes verification",
     )
 
 
@@ -106,7 +106,8 @@ def check_fixed(chosen: VerifiedCheckpoint, fixed: Mapping[str, object], force: 
     changed = differences(chosen.manifest.fixed, fixed)
     if changed and not force:
         raise Refusal(
-            f"to resume from {chosen.path} with settings other than the checkpoint's:\n    " + "\n    ".join(changed),
+            f"a resume from {chosen.path} with settings that differ from the checkpoint's:\n    "
+            + "\n    ".join(changed),
             "the same model, tokenizer, loss and data order as in the checkpoint",
             "give the values of the checkpoint, start a new run, or resume with --resume.force",
         )

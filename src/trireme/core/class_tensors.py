@@ -89,7 +89,7 @@ def refuse_kinds(label: str, model: PreTrainedModel, kinds: Mapping[str, Collect
     wrong = [f"{kind} {len(names)}: {', '.join(sorted(names)[:NAMED])}" for kind, names in kinds.items() if names]
     if wrong:
         raise Refusal(
-            f"{label}, whose files differ from what {type(model).__name__} computes with and saves: of these tensors "
+            f"{label}, whose files have other tensors than {type(model).__name__} computes with and saves: "
             f"it {'; it '.join(wrong)}",
             "the tensors of its class, by name and shape; what is missing would be computed with initial values",
             advice,

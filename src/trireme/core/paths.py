@@ -25,7 +25,7 @@ def names_of(path: object) -> list[str]:
         names = [""]
     if not {"", ".", ".."}.isdisjoint(names) or PureWindowsPath(str(path)).drive or UNUSABLE.search(str(path)):
         raise CheckpointInvalid(
-            f"the path {path!r} leads out of its directory, or is none; expected names joined by slashes"
+            f"the path {path!r} leads out of its directory, or is no path; expected names joined by slashes"
         )
     return str(path).split("/")
 

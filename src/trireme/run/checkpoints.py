@@ -341,7 +341,7 @@ def _check_loaded(published: WeightIdentity, checkpoint: Manifest) -> None:
     if published.digest != expected:
         raise WeightsRefused(
             f"the trainer loaded step {checkpoint.step} and published weights with digest {published.digest}; "
-            f"the checkpoint was made of {expected}"
+            f"the checkpoint has weights with digest {expected}"
         )
 
 

@@ -137,8 +137,8 @@ class Journal:
                 write()
         except StorageFailed as error:
             refusal = Refusal(
-                f"rows of a step in {self._root}, which have no room: {error}",
-                "some kilobytes for each step, beside the newest checkpoint",
+                f"the rows of a step, for which {self._root} has no room: {error}",
+                "room for the newest checkpoint, and for some kilobytes in each step",
                 "make room, then resume: a step without its rows is no part of a run",
             )
             raise StorageFailed(str(refusal)) from error

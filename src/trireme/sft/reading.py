@@ -75,7 +75,7 @@ def files_of(key: str, pattern: str) -> list[Path]:
         files = sorted(Path(name) for name in glob(str(exact)) if Path(name).is_file())
     if not files:
         raise Refusal(
-            f"{key} = {pattern}, which is no file, seen from {Path.cwd()}",
+            f"{key} = {pattern}, which matches no file (relative paths begin in {Path.cwd()})",
             "a file of conversations or tokens (.jsonl, .npz), or a pattern that files match",
             "correct the path",
         )
@@ -111,7 +111,7 @@ def read_examples(
     refuse(refusals)
     if not examples:
         names = ", ".join(map(str, files))
-        raise Refusal(f"{names}: no example in it", "at least one", "give another file, or fill it")
+        raise Refusal(f"no example in {names}", "at least one", "give another file, or fill it")
     return examples, [
         f"{number} examples longer than {rules.max_seq_len} tokens were {action} (data.too_long = {rules.too_long})"
         for action, number in sorted(shortened.items(), reverse=True)

@@ -123,7 +123,9 @@ def best(rows: Mapping[str, Mapping[str, float]], metric: str) -> str:
     row has the metric, because all of its rollouts failed. `rows`: {label of a checkpoint: its metrics}."""
     having = {label: row[metric] for label, row in rows.items() if metric in row}
     if not having:
-        raise Refusal(f"--keep-best {metric}, which no checkpoint has", "rollouts that count", "look at `failed`")
+        raise Refusal(
+            f"--keep-best {metric}, which no checkpoint has", "rollouts that did not all fail", "look at `failed`"
+        )
     return max(having, key=having.__getitem__)
 
 

@@ -172,7 +172,8 @@ def hub_errors(name: str) -> Iterator[None]:
         raise _answered(request, error) from None
     except (HTTPError, OSError, RuntimeError, ValueError) as error:  # the network, hf_xet, an answer that is no JSON
         raise Refusal(
-            f"{request}: the hub cannot be reached, or is none ({redact(str(error)) or type(error).__name__})",
+            f"{request}: the hub cannot be reached, or did not answer as a hub "
+            f"({redact(str(error)) or type(error).__name__})",
             "a network connection to the hub until all files are there",
             "push again: files that the hub has are not sent again",
         ) from None

@@ -55,7 +55,7 @@ def keep_reference(config: Config) -> None:
         raise Refusal(
             f"trainer.kl.reference.load_checkpoint_path in {Path(path).parent}, where no file can be made ({error})",
             f"a checkpoint that can be marked with a file {KEEP}, so that its run does not prune it",
-            f"make files possible there, or copy its {INFERENCE}/ elsewhere and set the key to the copy",
+            f"permit writing there, or copy its {INFERENCE}/ elsewhere and set the key to the copy",
         ) from None
 
 

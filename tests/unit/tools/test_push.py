@@ -192,7 +192,7 @@ def test_a_hub_that_is_gone_or_broken_or_off(
     hub.broken = True
     assert "the hub answered 503" in refused(store, capsys)
     hub.gone_after_puts = 0
-    assert f"the hub cannot be reached, or is none ({hub.address})" in refused(store, capsys)
+    assert f"the hub cannot be reached, or did not answer as a hub ({hub.address})" in refused(store, capsys)
     hub.gone_after_puts = None
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "the hub cannot be reached" in refused(store, capsys)
