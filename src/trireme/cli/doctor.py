@@ -67,7 +67,7 @@ def main(argv: Sequence[str], console: Console) -> None:
     if errors:
         nodes = ", ".join(dict.fromkeys(errors))
         raise BadInput(
-            f"{len(errors)} of {len(problems)} findings would stop a run ({nodes}): do what stands under `what to type`"
+            f"{len(errors)} of {len(problems)} findings would stop a run ({nodes}): follow the column `what to type`"
         )
 
 

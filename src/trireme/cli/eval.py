@@ -75,7 +75,7 @@ class Subject:
         if (path / HEAD).exists():
             return cls._of_checkpoint(chosen_checkpoint(path, step))
         if step is not None:
-            raise Refusal(f"--step {step} for {name}", "the directory of a run before it", "leave --step out")
+            raise Refusal(f"--step {step} for {name}, which is no run", "the directory of a run", "leave --step out")
         for checkpoint in (path, path.parent):
             if (checkpoint / MANIFEST).exists():
                 return cls._of_checkpoint(_verified(checkpoint))

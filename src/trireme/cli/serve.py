@@ -65,6 +65,6 @@ def _refuse_what_is_not_served(config: Config) -> None:
     if "lm_head" in config.trainer.lora.target_modules and config.trainer.lora.on:
         raise Refusal(
             "trainer.lora with an adapter for lm_head and `trireme serve`",
-            "adapters for other layers: of the output matrix replicas have one adapter, for all requests alike",
+            "adapters for other layers: a replica has only one adapter of the output matrix, for all requests",
             "leave --trainer.lora.train-unembed out",
         )

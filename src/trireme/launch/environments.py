@@ -113,7 +113,7 @@ async def try_first_problem(env: EnvConfig, dataset: RLDataset, limits: RolloutL
                     reason = in_short(error)
                 raise BadInput(
                     f"env.id = {env.id!r}: its first problem cannot be built: {reason}; expected "
-                    "get_batch(0), make_env(0) and initial_observation() without an error, and from the last a prompt "
+                    "get_batch(0), make_env(0) and initial_observation() to succeed, and the last to return a prompt "
                     "and what ends its answer: correct the environment"
                 ) from error
 

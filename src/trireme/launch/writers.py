@@ -185,8 +185,9 @@ def _unseen(root: Path, blind: Sequence[str]) -> Refusal:
 
 def _unreached(root: Path, url: str, problems: Sequence[str]) -> Refusal:
     return Refusal(
-        f"run.output_dir, which is {url}, from where it cannot be read: {'; '.join(problems)}",
-        f"object storage that each node with a shard of the trainer or the orchestrator reaches, or sees {root}",
+        f"run.output_dir = {url}, which cannot be read on {'; '.join(problems)}",
+        f"object storage that each node with a shard of the trainer or the orchestrator can read, or {root} on a file "
+        "system that these nodes share",
         "correct the network or the package there (`uv sync --extra s3`); keys, region and endpoint are those of the "
         "driver's environment; or put --run.local-dir on a file system that these nodes share",
     )

@@ -44,7 +44,7 @@ def interface_towards(host: str) -> str:
     if not names:
         raise RoomFailed(
             f"this node reaches {host}, where a trainer shard is, from its address {address}, which none of its "
-            f"network interfaces has: {by_interface}. Name the interface by {GLOO}"
+            f"network interfaces has: {by_interface}. Set {GLOO} to the name of the interface"
         )
     return names[0]
 

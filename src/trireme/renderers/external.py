@@ -51,7 +51,7 @@ class PackageRenderer(Renderer):
         self._special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
         self._question_tokens = self.generation_prompt([{"role": "user", "content": QUESTION}])
         if QUESTION not in tokenizer.decode(self._question_tokens):
-            raise BadInput(f"renderer.name = {PACKAGE}:{name}, whose tokens are not those of this tokenizer")
+            raise BadInput(f"renderer.name = {PACKAGE}:{name}, a format with other tokens than this tokenizer's")
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(PackageRenderer, name=self.name), self._settings
@@ -87,7 +87,7 @@ class PackageRenderer(Renderer):
         weights = [owner in trained and says_it for owner, says_it in zip(owners, says, strict=True)]
         last = max((n for n, weight in enumerate(weights) if weight), default=None)
         if last is None:
-            raise ValueError(f"the format {self.name} does not tell which tokens are those of train_on = {train_on}")
+            raise ValueError(f"the format {self.name} does not say which tokens train_on = {train_on} selects")
         if messages[-1]["role"] == "assistant" and trained[-1] == len(messages) - 1 and tokens[last] not in self._stop:
             tokens = [*tokens, self._stop[0]]
             weights = [*weights, True]  # GLM ends a message by the next one's header
@@ -173,7 +173,7 @@ def suitable(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None) ->
     if tokenizer.chat_template is None and Path(tokenizer.name_or_path).is_dir():
         raise BadInput(
             f"{tokenizer.name_or_path} has no chat template, with which a format of the package {PACKAGE} could be "
-            "compared; name one: --renderer.name renderers:FORMAT"
+            "compared; name a format: --renderer.name renderers:FORMAT"
         )
     formats = require(f"{PACKAGE}.base", extra=PACKAGE, what_for="the chat format of a model").MODEL_RENDERER_MAP
     named = formats.get(tokenizer.name_or_path)

@@ -85,7 +85,7 @@ class GroupRoot:
         present = tuple(answers)
         late = tuple(member for member in self._members if member not in answers)
         if not present:
-            raise RoomFailed(f"{named(late)} were ready to receive, and did not answer in the TCPStore of the trainer")
+            raise RoomFailed(f"{named(late)} were ready to receive, but did not answer in the TCPStore of the trainer")
         gpus = [own_gpu(), *(answer["gpu"] for answer in answers.values())]
         if all(gpus) and len(set(gpus)) == len(gpus):
             kind = "nccl"

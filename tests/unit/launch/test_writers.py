@@ -82,7 +82,7 @@ def test_with_object_storage_it_need_not_see_it(check: Check, mark: Path) -> Non
 def test_a_node_that_sees_neither_the_directory_nor_the_store_is_refused(check: Check) -> None:
     with pytest.raises(BadInput) as refused:
         check("b", url=URL, problem="403 Forbidden")
-    assert f"run.output_dir, which is {URL}" in str(refused.value)
+    assert f"run.output_dir = {URL}, which cannot be read on" in str(refused.value)
     assert "host-b (trainer): 403 Forbidden" in str(refused.value)
 
 
