@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md"}
 PAGES |= {"SECURITY.md": "SECURITY.md", "CHANGELOG.md": "CHANGELOG.md"}
 """The site's page for each page outside docs/, by its path in the repository."""
-LINK = re.compile(r"(?<!`)\[([^\]\n]+)\]\(([^)\s]+)\)")
+LINK = re.compile(r"(?<!`)\[((?:[^\]\n]|\n(?!\n))+)\]\(([^)\s]+)\)")
+"""A link; its text may be broken over lines."""
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LIST = re.compile(r"^(?!\s*(?:[-*]|\d+\.) |\s)(.+)\n(?=(?:[-*]|1\.) )", re.MULTILINE)
 
