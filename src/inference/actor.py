@@ -114,12 +114,11 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaActor:
-    """The Ray actor of one replica, with many concurrent calls. `start` must have returned before any other method is
-    called.
+    """The Ray actor of one replica. Call `start` first, and wait for it; then methods may be called concurrently.
 
-    After WeightsRefused, a failed update or the death of the engine every further call raises with the reason. The
-    replica must then be replaced: a failed update is never repeated. If only the engine was lost (`has_lost_engine`),
-    `restart` starts another one in this actor.
+    After WeightsRefused, a failed update or the death of the engine this replica is broken: it samples no more, and
+    `heartbeat` raises the reason. A failed update is never repeated, so the replica must be replaced. If only the
+    engine was lost (`has_lost_engine`), `restart` starts another engine in this actor.
     """
 
     engine: AsyncLLM
@@ -182,8 +181,8 @@ class ReplicaActor:
 
     @remote_method
     async def restart(self) -> None:
-        """Starts a new engine after the old one was lost. This is quick, because vLLM is already imported, which is
-        most of a start."""
+        """Starts a new engine after the old one was lost. This actor has already imported vLLM, which takes most of the
+        time of a start."""
         log.info("process %d starts another engine for %s", os.getpid(), self.name)
         lost = {self._engine_pid, *self.ranks}
         self._forget_ranks()
@@ -198,8 +197,8 @@ class ReplicaActor:
             await self.start()
 
     async def _await_end(self, pids: Iterable[int]) -> None:
-        """Waits up to GONE_S seconds for `pids`, the processes of the lost engine, to end and free their memory: there
-        is not enough for two engines. Logs a warning for each that has not ended."""
+        """Waits up to GONE_S seconds for `pids`, the processes of the lost engine, to end and free their memory,
+        because two engines do not fit in memory. Logs a warning for each process that has not ended."""
         for pid, has_ended in zip(pids, await asyncio.gather(*map(_has_ended, pids)), strict=True):
             if not has_ended:
                 log.warning(
@@ -211,8 +210,8 @@ class ReplicaActor:
 
     @remote_method
     async def start(self) -> None:
-        """Starts the engine and samples once, because the first logprobs compile a function for which a request would
-        have to wait. Raises RoomFailed when this replica is broken after that."""
+        """Starts the engine and samples once: the first logprobs compile a function, for which a request would
+        otherwise have to wait. Raises RoomFailed if this replica is broken after that."""
         with self._log_in_errors():
             await self._start()
 
@@ -244,9 +243,9 @@ class ReplicaActor:
 
     @remote_method
     async def heartbeat(self) -> Heartbeat:
-        """Returns the process ids of this actor and its engine, their node, and the engine's silence with its limit
-        (`behind`), without waiting. Raises RoomFailed or WeightsRefused, with the reason, when this replica is broken;
-        an engine that has been silent for too long is killed first."""
+        """Returns, without waiting, a Heartbeat: the process ids of this actor and its engine, their node, and the
+        engine's silence with its limit (see `behind`). Raises RoomFailed or WeightsRefused, with the reason, if this
+        replica is broken. Kills an engine that has been silent for too long, and then raises RoomFailed."""
         with self._log_in_errors():
             self._raise_if_broken()
         node = ray.get_runtime_context().get_node_id()
@@ -284,10 +283,9 @@ class ReplicaActor:
         return replace(stats, weights=self.identity)
 
     async def sample(self, requests: list[SampleRequest], give: Give) -> None:
-        """Samples all `requests` at the same time. Returns when they have entered the engine; raises when the engine
-        can take none of them. Calls `give` with each request's name and outcome, a sequence or an error, as soon as the
-        request has one. A request that is aborted, or that this replica cannot finish because it broke, ends as
-        Progress with its tokens so far."""
+        """Begins to sample all `requests` together. Returns once they have entered the engine; raises if the engine can
+        take no requests at all. When a request ends, calls `give` with its id and its outcome: a sequence or an error.
+        If a request is aborted, or this replica breaks, the outcome is Progress with the tokens so far."""
         fault_point("inference.sample")
         era = self._era
         refused: dict[str, Exception] = {}
@@ -334,8 +332,8 @@ class ReplicaActor:
         return {name: progress for name, progress in progress_of.items() if len(progress.tokens)}
 
     def _progress_of(self, entry: EngineRequest, start: int = 0) -> Progress:
-        """Returns the tokens of an unfinished request from number `start` on, without the tokens of weights that are
-        not yet proved."""
+        """Returns the tokens of an unfinished request from index `start` on. Leaves out tokens sampled by weights that
+        are not yet proved."""
         # Public ways are answers at their end, or a message for each token.
         state = self.engine.output_processor.request_states.get(entry.collector.request_id)
         if state is None:
@@ -348,10 +346,11 @@ class ReplicaActor:
     async def _entering(self) -> AsyncIterator[None]:
         """Lets requests enter the engine within the block.
 
-        With `inference.on_update` = drain the block first waits for a running update, which itself waits for the engine
-        to be empty. In deterministic mode the engine stands still within the block, so that all requests start in one
-        step, in order of entry. Then the requests alone decide the composition of each step, and so the order in which
-        numbers are added up; otherwise the first would run ahead by a number of steps that depends on the machine.
+        With `inference.on_update` = drain, the block begins after a running update, which waits until the engine is
+        empty. In deterministic mode the engine is paused within the block, so that all requests start in the same step,
+        in order of entry. The composition of each batch, and so the order of floating-point additions, then depends on
+        the requests alone. Without the pause, the first request would be ahead by a number of steps that depends on the
+        machine.
         """
         async with AsyncExitStack() as stack:
             if self.config.deterministic or self._drains:
@@ -404,8 +403,8 @@ class ReplicaActor:
         )
 
     async def _answer(self, request: SampleRequest, entry: EngineRequest) -> SampledSequence | Progress:
-        """Waits for the answer to a request in the engine, and returns it. Returns its tokens so far if the request is
-        aborted or this replica broke. Raises vLLM's exception for the request itself."""
+        """Waits for the answer to a request in the engine, and returns it. If the request is aborted or this replica
+        breaks, returns the request's tokens so far. If the request itself makes vLLM fail, raises vLLM's exception."""
         try:
             with self.sampling:
                 output = await answer_of(entry.collector)
@@ -477,8 +476,8 @@ class ReplicaActor:
 
     @remote_method
     async def abort_all(self) -> None:
-        """Ends all requests, also those still entering the engine. Returns when the requests that had entered have left
-        it."""
+        """Ends all requests, also those still entering the engine. Returns once all requests that were in the engine
+        have left the engine."""
         self._era += 1
         self._give_up_all()
         while self.running:
@@ -513,11 +512,12 @@ class ReplicaActor:
 
     @remote_method
     async def sleep(self) -> None:
-        """Pauses the engine and drops its KV cache; on a GPU also gives the memory of the cache back. From then on this
-        replica has no weights: it samples again once it has taken an update, even if that brings the weights that it
-        had before. Requests in flight stay, and are then computed again. Does nothing if this replica sleeps.
+        """Pauses the engine and drops its KV cache; on a GPU also frees the memory of the cache. From then on this
+        replica has no weights: it samples again after the next update, even if this brings the weights that the replica
+        had before. Requests in flight stay in the engine; the update makes it compute their KV cache again. Does
+        nothing if this replica sleeps already.
 
-        Raises RoomFailed, breaks this replica and ends its requests when the engine does not answer.
+        If the engine does not answer, raises RoomFailed, breaks this replica and ends its requests.
         """
         step = partial(self._step, deadline=time.monotonic() + self.config.timeouts.update_s)
         async with self.updating, self.pausing:
@@ -536,9 +536,9 @@ class ReplicaActor:
     @remote_method
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
         """Loads `published` while requests are in flight, and returns a report. A second call for the newest weights
-        returns the same report. Raises RoomFailed, with nothing changed, when the bytes cannot be fetched. Any other
-        failure raises WeightsRefused or RoomFailed, breaks this replica and ends its requests: no token of unproved
-        weights leaves it."""
+        returns the same report. If the bytes cannot be fetched, raises a TriremeError (WeightsGone if they no longer
+        exist); nothing has changed then. Any other failure raises WeightsRefused or RoomFailed, breaks this replica and
+        ends its requests. Tokens of unproved weights never leave this replica."""
         return await self._updates.run(published.identity, partial(self._load_weights, published))
 
     async def _load_weights(self, published: PublishedWeights) -> UpdateReport:
@@ -587,10 +587,10 @@ class ReplicaActor:
 
     @asynccontextmanager
     async def _received(self, published: PublishedWeights, step: Step) -> AsyncIterator[dict[str, Any]]:
-        """Fetches the bytes of `published` and brings them into the engine process; the block then loads them. Yields
-        two fields of an UpdateReport by name: `received`, the number of bytes, and `refused`, whether a delta was
-        refused. A failed fetch only raises. A later failure, also one in the block, breaks this replica and raises. If
-        a delta does not lead to the published bytes, fetches the whole weights before it fails."""
+        """Fetches the bytes of `published` and maps them into the engine process; the block then loads them. Yields two
+        fields of an UpdateReport by name: `received`, the number of bytes, and `refused`, whether a delta was refused.
+        If a delta does not yield the published bytes, fetches the whole weights instead. If the first fetch fails,
+        raises, with nothing changed. Any later failure, also one in the block, breaks this replica and raises."""
         self._raise_if_broken()
         stack = AsyncExitStack()
         try:
@@ -639,8 +639,8 @@ class ReplicaActor:
 
     @remote_method
     async def adopt(self, identity: WeightIdentity) -> None:
-        """Gives the name `identity` to the weights that the engine loaded from disk, instead of a first update. Raises
-        RoomFailed when this replica is broken or its engine does not answer."""
+        """Gives the name `identity` to the weights that the engine loaded from disk, so that this replica needs no
+        first update. Raises RoomFailed if this replica is broken or its engine does not answer."""
         self._raise_if_broken()
         label = self.engine.update_weight_version(str(identity))
         await self._guarded("a name for its weights", label, self.config.timeouts.update_s)
@@ -648,8 +648,8 @@ class ReplicaActor:
 
     async def _receive(self, manifest: WeightsManifest, arrived: Arrived, step: Step) -> str:
         """Maps the bytes `arrived` into the engine process and waits until they are checked; the engine continues to
-        sample. Returns why the bytes do not match the manifest, "" if they do. Raises WeightsRefused for an adapter
-        that was trained on other files of the base model than this replica has loaded."""
+        sample. Returns "" if the bytes match the manifest, else why they do not. Raises WeightsRefused for an adapter
+        if the files of the base model that it was trained on differ from this replica's."""
         if manifest.adapter and manifest.adapter.base != self.base:
             raise WeightsRefused(
                 f"version {manifest.identity.version} is an {manifest.adapter}, but the files of "
@@ -665,8 +665,8 @@ class ReplicaActor:
         return str(refusal)
 
     async def _drained(self, identity: WeightIdentity, started: float) -> None:
-        """Waits until no request is in flight; new requests wait in `_entering`. Raises RoomFailed when the requests in
-        flight last longer than `timeouts.update_s` seconds after `started`. `identity`: the weights that wait, for the
+        """Waits until no request is in flight; new requests wait in `_entering`. Raises RoomFailed if requests are
+        still in flight `timeouts.update_s` seconds after `started`. `identity`: the weights to be loaded, for the
         message."""
         limit = self.config.timeouts.update_s
         while self.running:
@@ -718,12 +718,12 @@ class ReplicaActor:
         return UpdateReport(self.index, manifest.identity, drift, prefilled, seconds, waited, paused, self.node)
 
     def _cleared(self) -> int:
-        """Returns how many tokens must be prefilled again after the KV cache was cleared: prompt and answer of each
-        request that has made a token.
+        """Notes for the statistics that the KV cache was cleared. Returns how many tokens must be prefilled again:
+        prompt and answer of each request that has made a token.
 
-        A request that only waits in the queue does not count, nor does one in chunked prefill before its last chunk. A
-        request that vLLM preempted for lack of space counts: vLLM does not say which, and it must be prefilled again
-        too.
+        A request without a token does not count: it waits in the queue, or is in chunked prefill before its last chunk.
+        A request that vLLM preempted for lack of space counts, because it must be prefilled again too, and vLLM does
+        not say which requests it preempted.
         """
         states = self.engine.output_processor.request_states.values()
         self.engine_stats.cache_cleared(len(states))
@@ -741,8 +741,9 @@ class ReplicaActor:
     ) -> RequestOutputCollector:
         """Adds the canary of `manifest` to the engine's queue; returns where its answer will come. The answer has the
         logprobs of the canary's tokens and of the tokens that are sampled after them: one token in the prefill and, if
-        `decodes`, DECODED more in decode steps. `sampled`: the tokens that an earlier canary sampled; they then end the
-        prompt, so that a prefill computes their logprobs. `adapter`: None: the weights of the newest update."""
+        `decodes`, DECODED more in decode steps. `sampled`: tokens that an earlier canary sampled; they are appended to
+        the prompt, so that a prefill computes their logprobs. `adapter`: the adapter to test; None: the weights of the
+        newest update."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         in_decode_steps = DECODED if decodes and not sampled else 0
@@ -816,8 +817,8 @@ class ReplicaActor:
         return pid
 
     def kill_engine(self) -> None:
-        """Kills an engine process that stands still, after it had STACKS_S seconds to write its stacks. `restart` can
-        start another one."""
+        """Kills an engine process that hangs, STACKS_S seconds after asking it to write its stack traces; does not wait
+        for that. `restart` can start another engine."""
         log.warning("process %d, the engine of %s, stands still: it is killed", self._engine_pid, self.name)
         self.engine_killed = True
         with suppress(ProcessLookupError):
@@ -860,10 +861,10 @@ class ReplicaActor:
         self._step_deadline.note(self._stalls.answered(silent_s))
 
     def behind(self) -> tuple[float, float]:
-        """Returns how long the engine has been silent, and the limit for that, both in seconds. There are two such
-        pairs: the time since the engine's last answer, and the time without progress on CPU or GPU (`StallClock`);
-        returns the pair that is closer to its limit. The silence is 0 if the engine has no work. At the limit kills the
-        engine and raises RoomFailed."""
+        """Returns how long the engine has been silent, and the limit for that, both in seconds. Two silences are
+        measured, each with its own limit: the time since the engine's last answer, and the time without progress on CPU
+        or GPU (`StallClock`). Returns the silence that is closer to its limit; 0 if the engine has no work or is
+        paused. At the limit, kills the engine and raises RoomFailed."""
         # Nothing is expected of the engine while it stands still for an update, which has a deadline of its own.
         works = (self._has_requests or self.halting) and not self.standing
         silent_s = self.engine_stats.silent_s if works else 0.0
@@ -883,9 +884,9 @@ class ReplicaActor:
         self, subject: str, awaitable: Awaitable[Value], timeout_s: float, usual: LearnedDeadline | None = None
     ) -> Value:
         """Waits for `awaitable`, a call to the engine, and returns its value. `subject` names the call in messages.
-        vLLM leaves calls pending for ever when its engine process is dead, so this also watches the process. Raises
-        RoomFailed when the engine died or was replaced, after `timeout_s` seconds, or when the engine made no progress
-        for `usual.seconds`; give `usual` only for work of the engine itself."""
+        Also watches the engine process, because vLLM leaves calls pending for ever when that process is dead. Raises
+        RoomFailed if the engine died or was replaced, after `timeout_s` seconds, or if the engine made no progress for
+        `usual.seconds`. Give `usual` only for a call in which the engine itself does the work."""
         task = asyncio.ensure_future(awaitable)
         engine = self.engine
         started = time.monotonic()
@@ -958,8 +959,8 @@ class ReplicaActor:
 
 
 async def answer_of(collector: RequestOutputCollector) -> RequestOutput:
-    """Waits for vLLM's final answer to a request, and returns it. The request is for tokens: pooling models give
-    another kind of answer."""
+    """Waits for vLLM's final answer to a request for tokens, and returns it. (A request to a pooling model would get an
+    answer of another type.)"""
     return cast("RequestOutput", await collector.get())
 
 
@@ -983,8 +984,8 @@ async def _has_ended(pid: int) -> bool:
 
 
 def has_ended(pid: int) -> bool:
-    """Returns True if a process has ended and has freed its memory and devices. A zombie may still have a thread that
-    holds them: its last thread frees them."""
+    """Returns True if a process has ended and has freed its memory and devices. A zombie counts as ended only when none
+    of its other threads is left, because such a thread still holds memory and devices."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE and len(os.listdir(f"/proc/{pid}/task")) == 1
     except (psutil.NoSuchProcess, FileNotFoundError):

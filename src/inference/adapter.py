@@ -51,7 +51,8 @@ def request_of(name: str, number: int) -> LoRARequest:
 
 def add_adapter(runner: ModelRunner, number: int, tensors: Mapping[str, torch.Tensor], adapter: Adapter) -> None:
     """Gives vLLM's model runner one more adapter, between two steps. `number`: a number that no adapter has had.
-    `tensors`: {peft's name: tensor}, copied here. Raises WeightsRefused for an adapter of the output matrix."""
+    `tensors`: {peft's name: tensor}; their values are copied. Raises WeightsRefused if the adapter has tensors for the
+    output matrix."""
     if any(name in tensors for name in map(_HEAD.format, "AB")):
         raise WeightsRefused(
             "a second adapter has tensors of lm_head; the output matrix can have one adapter, for all requests"
@@ -74,8 +75,8 @@ def drop_adapter(runner: ModelRunner, number: int) -> None:
 
 
 def stacks(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns {name: tensor} of the tensors from which a layer computes its adapters in vLLM: stacks of A and of B for
-    all adapters."""
+    """Returns {name: tensor} of the tensors in which a layer of vLLM holds its adapters: the A matrices of all adapters
+    are stacked in some of them, the B matrices in others."""
     kinds = ("lora_a_stacked", "lora_b_stacked")
     return {f"{kind}.{i}": tensor for kind in kinds for i, tensor in enumerate(getattr(layer, kind, ()))}
 
@@ -89,9 +90,9 @@ def take_adapter(
     traced: bool,
 ) -> dict[str, str]:
     """Replaces the values of the policy's adapter in vLLM's model runner, while the scheduler is paused. `tensors`:
-    {peft's name: tensor}. `follower`, made for `stacks`, follows the tensors. `traced`: an earlier update has recorded
-    which elements the loaders copy where, and the record was accepted. Returns {tensor that cannot be followed:
-    why}."""
+    {peft's name: tensor}. `follower`, made with `stacks`, finds and sums their values in the model. `traced`: an
+    earlier update has recorded which elements the loaders copy where, and the record was accepted. Returns {tensor
+    whose values cannot be found in the model: reason}."""
     # vLLM's public way, `add_lora`, reads files of a directory: a second copy on a disk, which has no digest.
     manager = runner.lora_manager._adapter_manager
     dtype = manager.lora_config.lora_dtype

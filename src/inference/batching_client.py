@@ -50,8 +50,9 @@ class BatchingClient:
     loop. `exchange` sends requests and waits for a reply; once it raises TriremeError, each `sample` raises the same
     error.
 
-    `answer_s`: seconds to wait for the outcome of a request. `gathers`: requests may wait some milliseconds to travel
-    together; else the requests of each `sample` travel at once and alone, as deterministic runs need it.
+    `answer_s`: seconds to wait for the outcome of a request. If `gathers`, requests may wait some milliseconds, so that
+    several travel in one call. Otherwise the requests of each `sample` travel immediately, in a call of their own,
+    which deterministic runs need.
     """
 
     def __init__(self, exchange: Exchange, *, name: str, answer_s: float, gathers: bool) -> None:

@@ -60,9 +60,9 @@ class Outbox:
         self._is_due_after(0.0)
 
     async def fetch(self) -> Reply:
-        """Waits until outcomes are due, and returns and removes them. A second call ends the first, which returns the
-        outcomes so far, perhaps none: the caller makes a second call to bring requests, and needs only one call that
-        waits."""
+        """Waits until outcomes are due, then removes and returns them. Only one call waits at a time: a second call
+        makes the first return the outcomes so far, perhaps none. (A caller makes a second call to send further
+        requests.)"""
         if self._fetching and not self._fetching.done():
             self._fetching.set_result(None)
         fetching = self._fetching = asyncio.get_running_loop().create_future()
@@ -103,8 +103,9 @@ class Outbox:
 class BatchingServer:
     """Takes requests from all callers of one replica, and hands out their outcomes.
 
-    `sample` samples requests at the same time: it returns, or raises, once they have entered the engine, and delivers
-    each outcome immediately. `failure` returns why the replica is broken, None if it is not.
+    `sample` begins to sample a list of requests together. It returns, or raises, once they have entered the engine, and
+    passes the outcome of each request to its second argument as soon as the request ends. `failure` returns why the
+    replica is broken; None if it is not.
     """
 
     def __init__(
@@ -118,8 +119,9 @@ class BatchingServer:
         self._entering: set[asyncio.Task[None]] = set()
 
     async def exchange(self, caller: str, message: bytes) -> bytes:
-        """Begins to sample the packed requests in `message`. Waits until this `caller` has outcomes, of any of its
-        requests, or makes another call. Returns them as a packed reply."""
+        """Begins to sample the packed requests in `message`. Waits until any of this `caller`'s requests, also of
+        earlier calls, has an outcome, or until the caller makes another call. Returns the outcomes as a packed
+        `Reply`."""
         outbox = self._outbox(caller)
         requests = unpack_requests(message)
         if requests:

@@ -81,8 +81,7 @@ def can_wait(output: EngineCoreOutput) -> bool:
 
 
 def joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
-    """Returns one output that stands for `outputs` of one request, in their order. All but the last satisfy
-    `can_wait`."""
+    """Joins `outputs`, successive outputs of one request, into one output. All but the last satisfy `can_wait`."""
     if len(outputs) == 1:
         return outputs[0]
     logprobs = [output.new_logprobs for output in outputs]
@@ -99,11 +98,11 @@ def joined(outputs: Sequence[EngineCoreOutput]) -> EngineCoreOutput:
 
 
 def joined_logprobs(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
-    """Returns the logprobs of one request from several steps, joined along the tokens; None if `parts`, one for each
-    step, is empty.
+    """Joins the logprobs of one request from several steps along the token axis. `parts`: the logprobs from each step.
+    Returns None if `parts` is empty.
 
-    A step has as many columns as its most demanding request needs; this request's logprobs are the first columns of
-    each.
+    A step has as many columns as its most demanding request needs. This request's logprobs are the first columns of
+    each step.
     """
     if not parts:
         return None
@@ -116,15 +115,17 @@ def joined_logprobs(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
 
 
 class CoalescingScheduler(Scheduler):
-    """vLLM's scheduler, except for two things. It leaves a place for the canary. And it holds outputs back, so that
-    several travel in one message: it sends them as soon as a request ends or an output may not wait, and at the latest
-    HOLD_S seconds after the first of them."""
+    """vLLM's scheduler, except for two things. It keeps a place in the batch free for the canary. And it holds back the
+    outputs of requests, so that several travel in one message. When a request ends, or has an output that may not wait,
+    its held outputs are sent. All held outputs are sent at a pause, and at the first step that ends HOLD_S seconds or
+    more after this was last done."""
 
     _all_sent = 0.0
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Schedules a step. RESERVED places are for requests that go before all others: an update waits for its canary,
-        and an engine that is always full would let it wait until another request ends."""
+        """Schedules a step. Only requests that go before all others, such as the canary of an update, get the last
+        RESERVED places: in an engine that is always full, the canary would otherwise wait until another request
+        ends."""
         is_urgent = bool(self.waiting) and self.waiting.peek_request().priority < 0
         if is_urgent:
             self.max_num_active_reqs = self.max_num_running_reqs

@@ -214,11 +214,11 @@ def vllm_params(request: SampleRequest, end_ids: list[int]) -> SamplingParams:
 
 
 def sampled_logprobs(logprobs: SampleLogprobs | None, start: int, tokens: list[int]) -> npt.NDArray[np.float32]:
-    """Returns the logprobs of `tokens`, T successive tokens of an answer, as float32 [T]. `start`: the number of the
-    first of them in the answer.
+    """Returns the logprobs of `tokens`, T successive tokens of an answer, as float32 [T]. `start`: the index in the
+    answer of the first of `tokens`.
 
-    `logprobs`: vLLM's, of a request for the sampled token alone, so that they have one entry for each token. Raises
-    RoomFailed if they belong to other tokens.
+    `logprobs`: vLLM's logprobs of the whole answer, one entry for each token, because the request asked for no
+    alternative tokens. Raises RoomFailed if the entries belong to other tokens.
     """
     flat = cast("FlatLogprobs", logprobs)  # as `vllm_params` asks for
     end = start + len(tokens)
@@ -244,10 +244,10 @@ def sampled_sequence(
     request: SampleRequest, output: RequestOutput, kept_from: WeightIdentity | None
 ) -> SampledSequence:
     """Converts vLLM's final RequestOutput to the project's type. Raises RoomFailed unless its version spans cover every
-    token, and ValueError for a request that the engine has dropped.
+    token, and ValueError if the engine itself ended the request.
 
-    `kept_from`: with `keep_kv`, the weights under which the request entered, because its KV cache outlives them; else
-    None.
+    `kept_from`: with `inference.on_update` = keep_kv, the oldest weights that may have computed a part of the request's
+    KV cache, which outlives updates; a span of other weights is marked as mixed. Otherwise None.
     """
     completion = output.outputs[0]
     if completion.finish_reason in GIVEN_UP:

@@ -47,9 +47,9 @@ def die_with_parent() -> None:
 
 
 def forget_shared_memory(maps: str) -> None:
-    """Removes the names in /dev/shm of the queues of vLLM's ranks that appear in `maps`, the text of a process's
-    /proc/PID/maps. Python's resource tracker would do that once all processes of the engine have ended, but Ray may
-    kill it first."""
+    """Removes the names in /dev/shm of the queues of vLLM's ranks. `maps`: the text of a process's /proc/PID/maps,
+    which lists the queues. Python's resource tracker would remove the names once all processes of the engine have
+    ended, but Ray may kill the tracker first."""
     names = {line.split(maxsplit=PATH_COLUMN)[PATH_COLUMN] for line in maps.splitlines() if QUEUES in line}
     for path in [Path(name) for name in names if not name.endswith(DELETED)]:
         with suppress(FileNotFoundError):  # another rank was faster
@@ -114,8 +114,8 @@ def _start_ranks_by(method: str | None) -> None:
 
 
 class LogOnce(logging.Filter):
-    """A log filter: passes only the first record of each message, whatever its arguments, and no message that begins
-    with `without`."""
+    """A log filter: passes only the first record of each message, whatever its arguments. Also drops every message that
+    begins with `without`, unless this is empty."""
 
     def __init__(self, without: str = "") -> None:
         super().__init__()
@@ -131,19 +131,20 @@ class LogOnce(logging.Filter):
 
 
 def quieten_vllm() -> None:
-    """Silences two messages of an engine in this process, or forked from it. The one about each tensor that is loaded
-    in another dtype is logged once; the one that OMP_NUM_THREADS is set, never, because Ray or the plan sets it."""
+    """Silences two messages of an engine in this process, or forked from it. The message about a tensor that is loaded
+    in another dtype is logged only once. The message that OMP_NUM_THREADS is set is never logged, because Ray or the
+    plan sets this variable."""
     logging.getLogger("vllm.model_executor.models.utils").addFilter(LogOnce())
     logging.getLogger("vllm.utils.torch_utils").addFilter(LogOnce("OMP_NUM_THREADS="))
 
 
 def choose_method(*, on_cpu: bool, ranks: int) -> str:
-    """Returns how to start the process of an engine with `ranks` ranks: "fork" or "spawn". A fork spares it a second
-    import of vLLM, 9 CPU seconds of each start (`inference.cpu`).
+    """Returns how to start the process of an engine with `ranks` ranks: "fork" or "spawn". A forked engine need not
+    import vLLM again, which takes 9 CPU seconds of each start (`inference.cpu`).
 
     vLLM spawns its engine inside Ray actors, because a forked child cannot use Ray; our engine does not use Ray. CUDA
-    does not survive a fork: this process has no CUDA context, unless some code made one, and then the engine is
-    spawned, with a warning. An engine with ranks on several GPUs is spawned, as in vLLM.
+    does not survive a fork. Normally this process has no CUDA context; if some code made one, the engine is spawned,
+    with a warning. An engine with ranks on several GPUs is spawned, as in vLLM.
     """
     if on_cpu:
         return "fork"

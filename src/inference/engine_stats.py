@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class EngineStats(PrometheusStatLogger):
-    """Keeps the newest statistics of vLLM's engine. It derives from the Prometheus logger only so that vLLM adds no
-    real one, which enters every token of every sequence in histograms that nothing reads."""
+    """Keeps the newest statistics of vLLM's engine. Derives from the Prometheus logger only so that vLLM adds no
+    Prometheus logger of its own, which would record every token of every sequence in histograms that nothing reads."""
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
         self.running = 0

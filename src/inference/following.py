@@ -60,8 +60,9 @@ def own_tensors(layer: nn.Module) -> dict[str, Tensor]:
 
 
 class TensorFollower:
-    """Follows the published tensors of each update into the parameters of one model, and sums them there; one for each
-    rank of an engine. `tensors_of(layer)` returns the tensors of a layer to follow, by name."""
+    """Finds the values of published tensors in the parameters of one model, and sums these values at each update. Each
+    rank of an engine has one follower. `tensors_of(layer)` returns {name: tensor} of the tensors of a layer that
+    published values may be loaded into."""
 
     def __init__(self, model: nn.Module, tensors_of: Callable[[nn.Module], Mapping[str, Tensor]] = own_tensors) -> None:
         self._model = model
@@ -89,12 +90,14 @@ class TensorFollower:
         factors: Mapping[str, float] = MappingProxyType({}),
         copied: frozenset[str] = frozenset(),
     ) -> Iterator[Iterator[tuple[str, Tensor]]]:
-        """Follows `tensors` through a load within the block. Yields an iterator from which vLLM's loaders take (name,
-        tensor); begin it once vLLM has prepared its parameters. The tensors must live until `loaded` is called.
+        """Observes a load of `tensors` by vLLM's loaders within the block, so that `loaded` can sum the loaded values.
+        Yields an iterator of (name, tensor) for the loaders; begin it once vLLM has prepared its parameters. The
+        tensors must live until `loaded` is called.
 
-        `traced`: an earlier update recorded the loaders' copies, and the record was accepted; tensors of other shapes
-        are recorded again all the same. `factors`: {tensor: power of two by which it was multiplied since it was
-        published}. `copied`: the tensors that `copy` has loaded, which loaders do not get.
+        `traced`: an earlier update recorded the loaders' copies, and the record was accepted. If `traced` is False, or
+        if the tensors' names, shapes or dtypes differ from the recorded ones, the copies are recorded in this block.
+        `factors`: {tensor: power of two by which it was multiplied since it was published}. `copied`: the tensors that
+        `copy` has loaded; the loaders do not get them.
         """
         table = _table_of(tensors, factors)
         self._sums.clear()
@@ -117,8 +120,8 @@ class TensorFollower:
                 self._watch.idle = True
 
     def copied(self, tensors: Mapping[str, Tensor], *, traced: bool) -> frozenset[str]:
-        """Returns the names of the published `tensors` that `copy` loads with the same result as vLLM's loaders; the
-        loaders have to load the others. Returns no names if the parameters do not lie in memory as they did at the
+        """Returns the names of the published `tensors` that `copy` can load with the same result as vLLM's loaders; the
+        loaders have to load the others. Returns no names if the parameters' layout in memory has changed since the
         first update, or if nothing is recorded for tensors of these shapes. `traced`: as for `following`."""
         model_tensors = self._model_tensors()
         lies = all(
@@ -129,9 +132,9 @@ class TensorFollower:
         return frozenset()
 
     def copy(self, groups: Iterable[Mapping[str, Tensor]]) -> None:
-        """Copies published tensors that `copied` names into the parameters. Each of `groups` is {name: tensor}; its
-        memory may be used again once the next group is taken. Call `loaded` afterwards, or `following` if loaders have
-        to load other tensors."""
+        """Copies published tensors, named by `copied`, into the parameters. Each of `groups` is {name: tensor}; the
+        memory of a group may be used again once the next group is taken. Call `loaded` afterwards. If loaders have to
+        load other tensors, call `following` before `loaded`."""
         self._sums.clear()
         self._factors = MappingProxyType({})
         model_tensors = self._model_tensors()
@@ -151,8 +154,9 @@ class TensorFollower:
         yield from tensors.items()
 
     def pack(self, when: str, pack: Callable[[nn.Module], None], layer: nn.Module) -> None:
-        """Calls `pack(layer)`, which may change the layer's parameters for its kernels, and sums the parameters that it
-        changes before that. `when`: in which phase of a load it is called, WITHIN or AFTER."""
+        """Calls `pack(layer)`, which may rearrange the layer's parameters for its kernels. Before that, sums the
+        parameters that `pack` changes. `when`: the phase of the load in which it is called, WITHIN or AFTER the
+        reload."""
         if self._watch is None:
             for name, tensor in self._tensors_of_layer(layer).items():
                 if self._packed.get(name) == when:
@@ -166,8 +170,8 @@ class TensorFollower:
             self._pack_watched(when, pack, layer)
 
     def _pack_watched(self, when: str, pack: Callable[[nn.Module], None], layer: nn.Module) -> None:
-        """Does the work of `pack` at the first update, when it is not yet known which parameters `pack` changes: sums
-        of all of them before and after show that."""
+        """Does the work of `pack` at the first update, when it is not yet known which parameters `pack` changes. Finds
+        them by sums of all the layer's parameters before and after."""
         before = {name: tensor for name, tensor in self._tensors_of_layer(layer).items() if name not in self._packed}
         memory = {name: tensor.data_ptr() for name, tensor in before.items()}
         plain = {name: self._sum(name, tensor) for name, tensor in before.items()}
@@ -215,10 +219,10 @@ class TensorFollower:
         return LoadedSums(sums.numpy().view(np.uint64), following)
 
     def _only_copied(self, copies: Sequence[Copy]) -> frozenset[str]:
-        """Returns the names of the published tensors that later updates may copy in place, without vLLM's loaders; none
-        except on CUDA. vLLM loads all of a layer or nothing of it: if one tensor of a layer needs the loaders, so do
-        all tensors of this layer, and all layers that have a part of one of these tensors. `copies`: the copies that
-        the loaders made at the first update."""
+        """Returns the names of the published tensors that later updates may copy in place, without vLLM's loaders.
+        Returns no names unless the platform is CUDA. vLLM loads a layer whole or not at all. So if one tensor of a
+        layer needs the loaders, all tensors of this layer need them, and so does every other layer that has a part of
+        one of these tensors. `copies`: the copies that the loaders made at the first update."""
         if not current_platform.is_cuda():
             return frozenset()
         layers = {self._prefixes[layer] for layer in self._prefixes if computes(layer)}
@@ -275,15 +279,16 @@ class TensorFollower:
 
 
 def computes(layer: nn.Module) -> bool:
-    """Returns True if vLLM may compute something else from the weights of `layer` itself when it has loaded them. On
-    CUDA linear layers, embeddings and experts that are not quantised have nothing but their weights, packed or not."""
+    """Returns True if vLLM may derive further values from the weights of `layer` itself once it has loaded them. On
+    CUDA, linear layers, embeddings and experts that are not quantised have no derived values: they only hold their
+    weights, packed or not."""
     method = getattr(layer, "quant_method", None)
     return isinstance(method, QuantizeMethodBase) and type(method).process_weights_after_loading not in PLAIN
 
 
 def derives(model: nn.Module) -> bool:
-    """Returns True if attention in `model` computes something from weights at the end of a load, also from weights of
-    other layers, as attention with latent keys does."""
+    """Returns True if an attention layer of `model` derives values from weights at the end of a load, also from weights
+    of other layers. Attention with latent keys does."""
     for module in model.modules():
         if isinstance(module, Attention):
             attends = type(module)

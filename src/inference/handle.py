@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 @dataclass
 class ReplicaClient:
     """Calls one replica actor for a router or replica set. Each method raises TriremeError when its call fails in the
-    replica, or when the replica is dead. The replica itself enforces `update_s` and says which step was late; calls
-    here wait a little longer, for a replica that cannot answer at all."""
+    replica, or when the replica is dead. The replica enforces `update_s` itself, and its error names the step that was
+    late. Calls here wait a little longer, so they time out only if the replica cannot answer at all."""
 
     handle: ActorProxy[ReplicaActor]
     name: str
@@ -82,8 +82,8 @@ class ReplicaClient:
         return {name: outcome for name, outcome in Reply.unpack(packed).outcomes if isinstance(outcome, Progress)}
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
-        """Loads `published` and returns a report. Raises WeightsGone, with nothing changed, when the bytes are nowhere
-        any more."""
+        """Loads `published` and returns a report. If the bytes no longer exist anywhere, raises WeightsGone, with
+        nothing changed."""
         doing = f"taking version {published.identity.version}"
         return await self._get(self.handle.load_weights.remote(published), doing, self.update_s + GRACE_S)
 
@@ -244,8 +244,8 @@ class InferenceHandle:
 
     def router_factory(self, source: ReplicaSet | RemoteSet, attempt: int = 0) -> partial[Router]:
         """Returns a function that makes a router over `source` in the process that calls it; picklable if `source` is.
-        `attempt`: the attempt in which the floors of requests count; weights of an earlier attempt are below these
-        floors."""
+        `attempt`: the attempt that the versions in the requests' floors belong to; weights of an earlier attempt are
+        below every floor."""
         facts = ModelFacts.of(self.config, required=False)
         return partial(
             Router,
@@ -258,7 +258,8 @@ class InferenceHandle:
 
     def chat_router_factory(self) -> Callable[[], Router]:
         """Returns a picklable function that makes a router for chats; call the router's `follow` with a replica set.
-        This router asks for progress every CHAT_PROGRESS_S seconds, and does not report replicas that fail it."""
+        This router asks for progress every CHAT_PROGRESS_S seconds, and does not report failed replicas to the replica
+        set."""
         facts = ModelFacts.of(self.config, required=False)
         return partial(
             Router,

@@ -43,11 +43,11 @@ class Progress:
     def of_state(
         cls, start: int, state: RequestState, kept_from: WeightIdentity | None, unproved: WeightIdentity | None
     ) -> Progress:
-        """Returns the tokens of a request, from number `start` on, that vLLM's RequestState has. Tokens sampled by
-        `unproved` weights are left out.
+        """Returns the tokens of a request from index `start` on, taken from `state`, vLLM's record of the request.
+        Leaves out tokens sampled by `unproved` weights.
 
-        `kept_from`: with `keep_kv`, the weights under which the request entered, because its KV cache outlives them;
-        else None.
+        `kept_from`: with `inference.on_update` = keep_kv, the oldest weights that may have computed a part of the
+        request's KV cache, which outlives updates; a span of other weights is marked as mixed. Otherwise None.
         """
         detokenizer = state.detokenizer
         logprobs_processor = state.logprobs_processor
@@ -72,9 +72,10 @@ NOTHING = Progress(0, np.zeros(0, np.int32), np.zeros(0, np.float32), ())
 
 
 class Handover:
-    """Keeps the tokens that replicas have reported of one request, so that another replica can finish it. Take the
-    request for the next replica from `next_request`, and give the replica's reports to `add`; they count tokens from
-    the replica's own first one. `on_progress` is called with all kept tokens after each `add`."""
+    """Collects the tokens that replicas have reported for one request, so that another replica can finish it. Send the
+    next replica the request that `next_request` returns, and give the replica's reports to `add`. A report numbers its
+    tokens from the first token that this replica sampled. `on_progress` is called with all collected tokens after each
+    `add`."""
 
     __slots__ = ("_base", "_on_progress", "_progress", "_request")
 
@@ -115,8 +116,8 @@ class Handover:
         )
 
     def add(self, progress: Progress) -> None:
-        """Keeps a report of the replica at work: its tokens replace kept ones with the same numbers. Ignores a report
-        that would leave a gap."""
+        """Adds a report of the replica at work. Its tokens replace the collected tokens from the report's first token
+        on. Ignores a report that is empty or would leave a gap."""
         if self._base + progress.start <= len(self) and len(progress.tokens):
             self._progress = self._followed_by(progress)
             if self._on_progress:

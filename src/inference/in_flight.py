@@ -39,8 +39,8 @@ class EngineRequest:
     """The adapter that samples the request; None: the weights of updates sample it."""
 
     def named(self, answer: Answer) -> Answer:
-        """Returns `answer` with spans that name the request's adapter as the weights; `answer` itself if the request
-        names no adapter, because the engine already names the weights of updates."""
+        """Returns `answer` with the identity of the request's adapter in all spans. If the request names no adapter,
+        returns `answer` itself, in which vLLM has already named the weights."""
         if self.adapter is None:
             return answer
         spans = tuple(replace(span, identity=self.adapter.identity, mixed=False) for span in answer.spans)

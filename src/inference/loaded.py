@@ -101,12 +101,13 @@ class LoadedProof:
 
 
 class EngineTensors:
-    """Says which published tensor each row of the ranks' sums belongs to, and checks the sums. The rows of all ranks
-    follow each other, rank after rank."""
+    """Knows which published tensor each row of the ranks' sums belongs to, and checks the sums. The rows of rank 0 come
+    first, then the rows of rank 1, and so on."""
 
     def __init__(self, followings_R: Sequence[Following], manifest: WeightsManifest) -> None:
-        """`followings_R`: what each rank recorded at the first update. Raises WeightsRefused if a tensor of `manifest`,
-        or a part of it, was loaded by no rank, or if tensors were loaded in another order than their numbers."""
+        """`followings_R`: the record that each rank made at the first update. Raises WeightsRefused if a tensor of
+        `manifest`, or a part of it, was loaded by no rank, or if numbered tensors (layers, experts) were loaded in
+        another order than their numbers."""
         self._names = [entry.name for entry in manifest.entries]
         numbers = {name: number for number, name in enumerate(self._names)}
         sizes = {entry.name: prod(entry.shape) for entry in manifest.entries}
@@ -136,7 +137,8 @@ class EngineTensors:
             raise WeightsRefused(f"version {version}: the engine has loaded only a part, or nothing, of {some(parts)}")
 
     def warn(self, replica_name: str) -> None:
-        """Logs a warning that names the tensors for which only the canary proves that they are used."""
+        """Logs a warning with the names of the tensors that cannot be summed in the parameters, so that only the canary
+        proves their use. Also logs how many parts vLLM packs after they were summed."""
         if self._unfollowed:
             log.warning(
                 "%s: %d of %d published tensors cannot be followed into vLLM's parameters. Only the canary proves that "

@@ -47,8 +47,8 @@ class Receiving:
         self._places: Sequence[TensorPlace] = ()
 
     def start(self, offer: Offer, number: int, serial: int, pipe: str) -> None:
-        """Begins to receive the version of `offer`, in a thread, for replica `number`, and gives up an older one. The
-        thread's messages carry `serial` and go to the pipe at the path `pipe`."""
+        """Begins to receive the version of `offer`, in a thread, for replica `number`. Gives up an older version that
+        has not arrived. The thread's messages carry `serial` and go to the pipe at the path `pipe`."""
         last = self._current
         if last:
             last.given_up.set()
@@ -57,8 +57,9 @@ class Receiving:
         self._current = Broadcast(offer, number, serial, pipe, last, spare, self._places)
 
     def sums(self, paths: Set[str]) -> dict[TensorPlace, str]:
-        """Returns {place: sums} of the tensors that were summed as they arrived, if `paths` has only the file into
-        which the newest version is received; else {}. Waits for sums that are not ready: call it in a thread."""
+        """Returns {place: sums} of the tensors that were summed as they arrived. Returns {} unless the file into which
+        the newest version is received is the only one in `paths`. Waits for sums that are not ready: call it in a
+        thread."""
         current = self._current
         landing = current.landing if current else None
         if current and landing and paths == {landing.path}:
@@ -68,8 +69,8 @@ class Receiving:
     def forget(self, version: int, places: Sequence[TensorPlace], *, copied: bool) -> None:
         """Releases the memory of `version`, which the engine has loaded. `places`: where the version's tensors were;
         the next version is expected to have the same places. `copied`: no rank uses the memory any more, so the next
-        version is received into it. New memory would cost several times as much as receiving, because the system gives
-        it page by page."""
+        version is received into it. New memory would take several times as long as the receiving, because the system
+        provides it page by page."""
         self._places = places
         if self._current and self._current.version == version:
             landing = self._current.landing
@@ -84,10 +85,10 @@ def sums_at(bucket: npt.NDArray[np.uint8], places: Sequence[TensorPlace]) -> dic
 
 
 class Broadcast:
-    """Receives the version of `offer` in a thread of its own, for replica `number`. Uses the communication group of the
-    previous version, `before`, again if possible. The thread's messages carry `serial` and go to the pipe at the path
-    `pipe`. `landing`: memory to receive into; None: new memory. `places`: the tensors that are summed as they
-    arrive."""
+    """Receives the version of `offer` in a thread of its own, for replica `number`. If possible, uses the communication
+    group of `before`, the broadcast of the previous version, again. The thread's messages carry `serial` and go to the
+    pipe at the path `pipe`. `landing`: memory to receive into; None: new memory. `places`: the tensors that are summed
+    as they arrive."""
 
     def __init__(
         self,
@@ -143,8 +144,8 @@ class Broadcast:
             self.group = group
 
     def _last_group(self) -> BroadcastGroup | None:
-        """Returns the group by which the previous version arrived. Returns None if there is none, or if its thread does
-        not end within PASS_ON_S."""
+        """Returns the group by which the previous version arrived. Returns None if there is none, or if the thread that
+        received this version does not end within PASS_ON_S seconds."""
         before = self._before
         self._before = None
         if before is None:

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 class HandoverNeeded(Exception):
     """Raised when a replica does not finish a request, so that another replica has to. `reason`: why. `lost`: the
-    replica failed while it had the request, which may be the cause."""
+    replica failed while it had the request, so the request may be the cause of the failure."""
 
     def __init__(self, reason: TriremeError, *, lost: bool = False) -> None:
         self.reason = reason
@@ -134,7 +134,7 @@ class Target:
         return False
 
     def is_lost_by(self, reason: TriremeError | None) -> bool:
-        """Returns True if the requests of a replica that is gone may have caused `reason`: a RoomFailed, while the
+        """Returns True if this replica's requests may have caused its loss: if `reason` is a RoomFailed, and the
         replica was neither leaving nor taking weights."""
         return type(reason) is RoomFailed and not (self.row.draining or self.row.updating)
 
@@ -159,12 +159,13 @@ class Router:
     a replica that is not taking weights, if there is one, and among several to one with the fewest requests in flight.
 
     A replica that fails gets no further requests, and is reported to the replica set. Another replica finishes its
-    requests from their tokens so far (`inference.handover`), except a request that has already lost a replica before.
-    When no replica is left, requests wait for one to join. A replica that refuses a request, because its weights are
-    older than the request's floor, gets no requests before a newer table comes.
+    requests from their tokens so far (`inference.handover`). But a request that was in flight on MOST_LOSSES replicas
+    when these were lost fails, because it may be the cause. When no replica is left, requests wait for one to join. A
+    replica that refuses a request, because its weights are older than the request's floor, gets no requests before a
+    newer table comes.
 
-    In deterministic mode routes are forgotten whenever nothing is in flight: requests that are then made in one turn of
-    the event loop go where their own order says, whatever came before or in an earlier process.
+    In deterministic mode routes are forgotten whenever no request is in flight. Requests that are then made in one turn
+    of the event loop are routed by their own order alone: earlier requests, or an earlier process, have no influence.
     """
 
     def __init__(
@@ -184,14 +185,14 @@ class Router:
         acknowledges a version, and at the end of an update.
         `fixed`: deterministic mode; a lost replica's failure is raised.
         `one_version`: no sequence has tokens of two versions; after a loss a sequence is sampled again from its prompt.
-        `vocab_size`: the model's (None: not known). A replica has failed if several answers in a row have tokens
+        `vocab_size`: the model's (None: not known). A replica has failed if SENSELESS answers in a row have tokens
         outside of the vocabulary, or log-probabilities that are not finite.
-        `progress_s`: seconds between two questions for new tokens of requests that are read while they are sampled
+        `progress_s`: seconds between polls for new tokens of requests whose answers are read while they are sampled
         (None: PROGRESS_S).
         `reports`: failures of replicas are reported to the replica set. False: another router uses the same replicas
-        and reports them. Then a replica that fails this router is tried again after a while, and may name any weights;
-        requests may come before a run has published weights, and wait for them.
-        `attempt`: the attempt in which the floors of requests count.
+        and reports them. This router then tries a failed replica again after AGAIN_S seconds, and does not check which
+        weights a replica names. Its requests may come before a run has published weights, and wait for them.
+        `attempt`: the attempt that the versions in the requests' floors belong to.
         """
         self._newest = NewestTable()
         self._targets: dict[int, Target] = {}
@@ -252,9 +253,9 @@ class Router:
         """Samples one sequence. Cancelling the caller aborts the request on its replica. `on_progress` is called with
         all tokens so far whenever there are more.
 
-        Raises RoomFailed or WeightsRefused when no replica is left, WeightsGone when no replica has the newest weights
-        and none can have them any more, and BadRequest when replicas refuse the request, or several were lost while
-        they had it.
+        Raises RoomFailed or WeightsRefused if no replica is left, and WeightsGone if no replica has the newest weights
+        or can still get them. Raises BadRequest if a replica refuses the request, or if several replicas were lost
+        while they had it.
         """
         handover = Handover(request, on_progress)
         losses = 0
@@ -294,8 +295,8 @@ class Router:
         return [target for target in self._targets.values() if target.serves]
 
     async def _wait_for_serving(self) -> list[Target]:
-        """Waits until some replica takes requests, and returns all that do. Raises RoomFailed, WeightsRefused or
-        WeightsGone if none does and none can be waited for (`NewestTable.wait_for_serving`)."""
+        """Waits until some replica takes requests, and returns all that do. If there is no replica to wait for, raises
+        RoomFailed, WeightsRefused or WeightsGone (`NewestTable.wait_for_serving`)."""
         while not self._any_serves:
             self._changed.clear()
             await self._newest.wait_for_serving()
@@ -305,7 +306,7 @@ class Router:
 
     async def _sample_on(self, target: Target, handover: Handover) -> SampledSequence:
         """Gives a request to the replica `target` and returns its answer. Raises HandoverNeeded if the replica does not
-        finish it, and the replica's error for the request itself."""
+        finish the request. If the replica refuses the request, raises the replica's error."""
         request = self._on_the_wire(handover.next_request())
         loop = asyncio.get_running_loop()
         routed = RoutedRequest(request, handover, loop.create_future(), loop.time())
@@ -448,8 +449,8 @@ class Router:
         self.take(await self.source.table((0, 0), 0.0))
 
     def _leave(self, target: Target, reason: TriremeError | None) -> None:
-        """Gives up a replica that is not in the newest table. `reason`: why it is gone; None: it lives on in another
-        replica set, and its requests from this router are aborted there."""
+        """Gives up a replica that is not in the newest table. `reason`: why it is gone. None: it may live on as a
+        member of another replica set, so this router's requests are aborted there."""
         if target.calls.failure:
             return
         if reason is None and target.requests:

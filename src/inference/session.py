@@ -121,13 +121,14 @@ class Broadcasts:
 
     @cached_property
     def landing(self) -> Landing:
-        """Memory for a version, which changes turn into the next version. The engine's rank 0 writes to this memory,
-        and all ranks map it."""
+        """Memory that holds a whole version; a delta that is applied to it makes the next version. The engine's rank 0
+        writes to this memory, and all ranks map it."""
         return Landing()
 
     async def offer(self, offer: Offer) -> None:
         """Makes the engine begin to receive the version of `offer`, and gives up an older version that has not arrived.
-        Returns when the engine is ready. Raises RoomFailed when it cannot, or not within `offer.timeout_s`."""
+        Returns when the engine is ready. Raises RoomFailed if the engine cannot receive it, or is not ready within
+        `offer.timeout_s` seconds."""
         if self._incoming:
             self._incoming.fail(f"version {offer.version} was offered")
         try:
@@ -145,10 +146,10 @@ class Broadcasts:
 
     @asynccontextmanager
     async def fetched(self, number: int, published: PublishedWeights, *, whole: bool = False) -> AsyncIterator[Arrived]:
-        """Yields the bytes of `published` once they are in this node's memory: the bytes that were broadcast to replica
-        `number` or, if they do not arrive, bytes that are fetched on demand. Fetches only the changes if `landing`
-        holds the version to which they apply, unless `whole`. Other processes can map the bytes until the end of the
-        block. Raises RoomFailed when the bytes are not available."""
+        """Yields the bytes of `published` once they are in this node's memory. Takes the bytes that were broadcast to
+        replica `number`; if these do not arrive, fetches bytes on demand. If `landing` holds the base of a delta,
+        fetches only the delta, unless `whole`. Other processes can map the bytes until the end of the block. Raises
+        RoomFailed if the bytes are not available."""
         version = published.identity.version
         refusal = await self._why_not(number, published)
         if not refusal:
@@ -178,8 +179,8 @@ class Broadcasts:
 
     @asynccontextmanager
     async def _mapped(self, buckets: list[npt.NDArray[np.uint8]]) -> AsyncIterator[Arrived]:
-        """Yields fetched `buckets` with the regions where other processes can map them until the end of the block;
-        copies the buckets if they lie where other processes cannot."""
+        """Yields fetched `buckets` with the regions where other processes can map them until the end of the block. If
+        other processes cannot map the buckets where they lie, copies them first."""
         mapped = await asyncio.to_thread(regions_of, buckets, [os.getpid(), os.getppid()])  # the parent: the raylet
         if mapped is not None:
             yield Arrived(mapped, buckets)

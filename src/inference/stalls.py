@@ -35,9 +35,9 @@ class StallClock:
     The processes answer together: one that stands still holds up the others, which keep using CPU time while they wait.
     Call `look` about once a second.
 
-    `cpu_s` returns the CPU seconds that each process has used so far, and `computes` for each process True if its GPU
-    has just computed. The argument `silent_s` is always the time in seconds since the processes last answered, or since
-    the call began to which their answer is awaited.
+    `cpu_s` returns the CPU seconds that each process has used so far. `computes` returns for each process True if its
+    GPU has just computed. The argument `silent_s` is always a time in seconds: since the processes last answered or, if
+    a call to them is pending, since this call began.
     """
 
     def __init__(self, cpu_s: Callable[[], Sequence[float]], computes: Callable[[], Sequence[bool]]) -> None:
@@ -68,8 +68,8 @@ class StallClock:
         return self._stalled_s
 
     def answered(self, silent_s: float) -> float:
-        """Ends the silence, because the processes have answered. Returns the longest time without progress in it, in
-        seconds. Time in which `look` was not called counts as time without progress."""
+        """Ends the silence, because the processes have answered. Returns the longest time without progress within the
+        silence, in seconds. Time in which `look` was not called counts as time without progress."""
         longest_s = max(self._longest_s, min(silent_s, time.monotonic() - self._progressed))
         self._longest_s = self._stalled_s = 0.0
         return longest_s

@@ -138,10 +138,10 @@ class CopyWatch(TorchDispatchMode):
 
 
 def disordered(copies: Sequence[Copy]) -> list[str]:
-    """Returns the names of tensors with numbers (of layers, or of experts in one parameter) that were copied to places
-    in another order than their numbers.
+    """Returns the names of numbered tensors (of layers, or of experts in one parameter) that were copied to places in
+    another order than their numbers.
 
-    Later updates follow the record of the first update, so two tensors that the loaders exchanged then would stay
+    Later updates follow the record of the first update. So if the loaders exchanged two tensors then, these would stay
     exchanged.
     """
     kinds: defaultdict[tuple[str, str], list[tuple[list[int], list[int], str]]] = defaultdict(list)

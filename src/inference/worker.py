@@ -98,10 +98,10 @@ def copy_weights(
     entries: Iterable[TensorEntry],
     buckets: list[npt.NDArray[np.uint8]],
 ) -> None:
-    """Copies the tensors `entries` from `buckets` to the parameters, for tensors that vLLM's loaders would only copy.
-    Each bucket travels to the device as a whole, and from there to the parameters in one launch of a kernel. Copying
-    each tensor from the host would wait, each time, until the device has time for this process, while the trainer's
-    process may have it."""
+    """Copies the tensors `entries` from `buckets` to the parameters. They must be tensors that vLLM's loaders would
+    only copy (`TensorFollower.copied`). Each bucket travels to the device as a whole, and from there to the parameters
+    in one launch of a kernel. Copies of single tensors from the host would each wait for the device, which the
+    trainer's process may be using."""
     by_bucket: defaultdict[int, list[TensorEntry]] = defaultdict(list)
     for entry in entries:
         by_bucket[entry.bucket].append(entry)
@@ -131,9 +131,9 @@ def load_version(
     traced: bool,
 ) -> None:
     """Loads the version with the tensors `entries` in `buckets`: copies the tensors that vLLM's loaders would only
-    copy, and then calls the loaders for the rest. The loaders come second, because at their end they compute something
-    from all weights. `carrier` returns what brings buckets to the device. `traced`: an earlier update has recorded
-    which elements the loaders copy where, and the record was accepted."""
+    copy, and then calls the loaders for the rest. The loaders come second, because at their end they derive values from
+    all weights. `carrier` returns the Carrier that brings buckets to the device. `traced`: an earlier update has
+    recorded which elements the loaders copy where, and the record was accepted."""
     tensors = {entry.name: tensor_of(entry, buckets) for entry in entries}
     copied = follower.copied(tensors, traced=traced)
     if copied:
@@ -166,9 +166,10 @@ def _corrupt(model: torch.nn.Module) -> None:
 
 
 def _decode_with_old(runner: ModelRunner, *, shifted: bool) -> None:
-    """Makes all later steps of one token compute with the embedding as it is now, whatever is loaded afterwards, as a
-    CUDA graph would that has captured other memory. A fault that tests inject. `shifted`: each token gets the row of
-    another token, so that results differ even where a version is nearly the one before it."""
+    """Injects a fault for tests: until the next update, steps of one token compute with the embedding's present values,
+    although newer values are loaded after this call. A CUDA graph that reads outdated memory has the same effect.
+    `shifted`: each token gets the row of another token, so that results differ even if the two versions are nearly
+    equal."""
     embedding = next(module for module in runner.get_model().modules() if isinstance(module, VocabParallelEmbedding))
     old = embedding.get_parameter("weight").detach().roll(int(shifted), 0)
     execute = runner.execute_model
@@ -244,9 +245,9 @@ class WorkerExtension:
 
     def settle(self, delta: bool) -> int:
         """Prepares this rank after the start; returns its process id. Removes the names in /dev/shm of the shared
-        memory by which ranks communicate: the ranks have found each other, and killed ranks would leave the names
-        there. Compiles the checks of weights and, if `delta`, the code that applies changes, so that no update waits
-        for that."""
+        memory by which ranks communicate: all ranks have opened it by now, and killed ranks would leave the names
+        there. Compiles the code that checks weights and, if `delta`, the code that applies changes, so that no update
+        waits for a compilation."""
         digest.warm_up()
         if delta and self.rank == 0:
             codec.warm_up()

@@ -87,14 +87,14 @@ class OrchestratorActor:
 
     @remote_method
     async def begin_version(self, identity: WeightIdentity) -> None:
-        """Lets the pipeline begin the version of the weights `identity`, to which the replicas update now (see
+        """Starts the replicas' update to the weights `identity`, and lets the pipeline begin their version (see
         `Pipeline.begin_version`)."""
         await self._pipeline.begin_version(identity.version, self._pipeline.sampler.updated(identity))
 
     @remote_method
     async def follow(self, source: Any) -> None:
-        """Samples from now on with the replicas of another replica set, which replaces the last one. `source`: the
-        object through which a router reads the new set."""
+        """Switches sampling to the replicas of a new replica set, which replaces the previous set. `source`: the object
+        through which a router reads the new set."""
         self._pipeline.sampler.follow(source)
 
     @remote_method
@@ -136,12 +136,12 @@ class OrchestratorActor:
 
     @remote_method
     async def take_snapshot(self) -> None:
-        """Holds the state at the last boundary between two steps, for `write_snapshot`."""
+        """Stores the state of the last boundary between two steps in memory, for `write_snapshot`."""
         self._snapshot = self._pipeline.snapshot()
 
     @remote_method
     async def write_snapshot(self, path: Path) -> list[FileRecord]:
-        """Writes the state that `take_snapshot` holds to directory `path`, in a thread. Returns the records of the
+        """Writes the state that `take_snapshot` stored to directory `path`, in a thread. Returns the records of the
         written files. Raises StorageFailed."""
 
         def write() -> list[FileRecord]:
@@ -152,9 +152,9 @@ class OrchestratorActor:
 
     @remote_method
     async def load_state(self, path: Path, source: CheckpointSource | None = None) -> str:
-        """Continues from the state that `write_snapshot` wrote to directory `path`. Where this node does not see
-        `path`, reads the state from object storage, `source`. Returns a text on how many unfinished rollouts continue;
-        "" if the state has none."""
+        """Continues from the state that `write_snapshot` wrote to directory `path`. If this node cannot see `path`,
+        reads the state from the object storage `source`. Returns a message that says how many unfinished rollouts
+        continue; "" if the state has none."""
 
         def read() -> OrchestratorState:
             with PartReader.opened(path, source) as part:

@@ -62,8 +62,8 @@ class Gate:
         return self._first() is not None
 
     async def enter(self, kind: Kind, rollouts: int) -> Permit:
-        """Waits until `rollouts` more rollouts fit within the limit, and returns a permit for them. A request for more
-        than the limit waits until no rollout is in flight."""
+        """Waits until `rollouts` more rollouts fit within the limit, and returns a permit for them. If `rollouts`
+        exceeds the limit itself, waits until no rollout is in flight."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting[kind].append((rollouts, turn))
         self._admit()
@@ -129,16 +129,16 @@ class Permit:
 
 
 class Backpressure:
-    """Holds the gate of a run, and adapts its limit to the replicas' load when `max_concurrent = "auto"`.
+    """Holds the gate of a run. If `max_concurrent = "auto"`, adapts the gate's limit to the replicas' load.
 
     The limit starts a quarter above the number of sequences that the replicas decode in parallel. The configuration
-    sets this number; where vLLM chooses it, the number is first LEAST_PLACES per replica, then the most that the
-    replicas report. The limit falls when a replica has preempted a sequence (given up its KV for lack of space), but
-    not again before the rollouts in flight have come down to the limit. The limit grows by one group at each `look` if
-    a request waits at the gate, no replica has a queue, and no replica is near its KV capacity.
+    sets this number; if vLLM chooses it, the number is first LEAST_PLACES per replica, then the most that the replicas
+    report. The limit falls when a replica has preempted a sequence (dropped its KV for lack of space). It falls again
+    only after the rollouts in flight have come down to the limit. At each `look`, the limit grows by one group if a
+    request waits at the gate, no replica has a queue, and no replica is near its KV capacity.
 
-    A group is better held at the gate than in a replica's queue: it gets its floor only when it starts, so it is
-    younger.
+    A group should wait at the gate, not in a replica's queue: it gets its floor only when it starts, so it is younger
+    when it is trained on.
     """
 
     def __init__(self, config: Config) -> None:
@@ -157,7 +157,7 @@ class Backpressure:
         self._preemptions = 0
 
     def look(self, loads: Mapping[int, ReplicaStats]) -> None:
-        """Sets the limit by `loads`, the present load of each live replica."""
+        """Adjusts the limit to `loads`, the present load of each live replica."""
         preemptions = sum(max(load.preemptions - self._preempted.get(replica, 0), 0) for replica, load in loads.items())
         self._preempted = {replica: load.preemptions for replica, load in loads.items()}
         kv_used = max(load.kv_used for load in loads.values())
@@ -189,8 +189,8 @@ class Backpressure:
         self.gate.set_limit(max(limit, least))
 
     def take(self) -> dict[str, float]:
-        """Returns metrics for a row: the gate's limit now (if it has one), and since the last call the largest share of
-        a KV cache in use and the number of preemptions."""
+        """Returns metrics for a row: the gate's present limit (if it has one), the highest KV cache usage since the
+        last call, and the number of preemptions since then."""
         row = {"perf/kv_used": self._kv_used, "perf/preemptions": float(self._preemptions)}
         self._kv_used = self._kv_now
         self._preemptions = 0

@@ -84,11 +84,11 @@ class WeightedTrajectory:
 def lay_out(weighted: Sequence[WeightedTrajectory]) -> TokenBatch:
     """Lays out trajectories as one batch: each segment is a datum, and the datums of a trajectory are one sequence.
     Each sampled token is a target exactly once. If both its trajectory and its turn count in the loss, its mask is 1
-    and its advantage is the advantage of the trajectory; else both are 0.
+    and its advantage is that of the trajectory; else both are 0.
 
-    The inputs of a datum are its tokens without the last one; its columns belong to its tokens without the first one.
-    On observed tokens `logprobs`, `advantages` and `mask` are 0 and `versions` is -1. Raises ValueError for an empty
-    observation at a datum's start: nothing would predict the first sampled token.
+    The inputs of a datum are all its tokens except the last. Its columns have values for all its tokens except the
+    first. On observed tokens `logprobs`, `advantages` and `mask` are 0 and `versions` is -1. Raises ValueError if a
+    datum begins with an empty observation: no token would predict the first sampled token.
     """
     segments = [one.trajectory.num_segments for one in weighted]
     total = sum(len(one.trajectory.tokens) for one in weighted) - sum(segments)
@@ -193,8 +193,8 @@ class ScoredGroup:
 
 
 class Segments:
-    """The datums of a minibatch, one for each segment of the trajectories `weighted`. Any part of them can be laid out
-    as a batch, on demand."""
+    """The datums of a minibatch, one for each segment of the trajectories `weighted`. `lay_out` makes a batch of any
+    subset of the datums, on demand."""
 
     def __init__(self, weighted: Sequence[WeightedTrajectory], normalization: Normalization) -> None:
         self._weighted = weighted
@@ -204,8 +204,8 @@ class Segments:
 
     @property
     def divisor(self) -> float:
-        """Returns the number that these trajectories add to the divisor of their substep's gradient. It follows from
-        the normalisation, and from how many sampled tokens of each trajectory count in the loss."""
+        """Returns the number that these trajectories add to the divisor of their substep's gradient. It depends on the
+        normalisation, and on the number of sampled tokens of each trajectory that count in the loss."""
         total_N = [
             sum(turn.sampled for turn in one.trajectory.turns if one.counts and turn.in_loss) for one in self._weighted
         ]
@@ -218,8 +218,8 @@ class Segments:
         return Forest.find_in_groups([[d for part in islice(inputs_N, count) for d in part] for count in counts_P])
 
     def lay_out(self, datums: Numbers) -> TokenBatch:
-        """Returns a batch of the datums with the indices `datums`, which ascend. First lays out the whole trajectories
-        of these datums, because the weight of a token in the loss may depend on all segments of its trajectory."""
+        """Returns a batch of the datums with the indices `datums`, in ascending order. The weight of a token in the
+        loss may depend on all segments of its trajectory, so this first lays out the whole trajectories."""
         chosen = np.unique(self.sequences[datums])
         batch = self._normalization.weigh(lay_out([self._weighted[n] for n in chosen]), "mask")
         numbers = np.flatnonzero(np.isin(self.sequences, chosen))
@@ -251,7 +251,7 @@ def build_minibatch(
     keep: Keep = keep_whole,
 ) -> Minibatch:
     """Builds the minibatch of the groups `scored_P`, in that order, with advantages and provenance. `keep` decides
-    where its tokens are held; `last`: True if the minibatch is the last one of its substep.
+    where the minibatch's tokens are held. `last`: True if the minibatch is the last of its substep.
 
     With `orchestrator.overlong_filter` a rollout counts in the loss only if its stop reason is `stop`: the final reward
     of a rollout that was cut off is unknown.

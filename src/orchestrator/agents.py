@@ -41,9 +41,9 @@ _current: AgentSessions | None = None
 
 @asynccontextmanager
 async def agent_sessions(factory: Callable[[], AgentSessions]) -> AsyncIterator[None]:
-    """Makes an AgentSessions object by `factory`, starts it, and stops it at the end of the block. Within the block
-    `play_session` opens and closes a session for each rollout with this object. A run enters the block once, for its
-    whole time."""
+    """Makes an AgentSessions object by `factory` and starts it, and stops it at the end of the block. Within the block,
+    `play_session` uses this object to open and close a session for each rollout. A run enters the block once and stays
+    in it until the run ends."""
     global _current
     _current = started = factory()
     await started.start()
@@ -123,7 +123,7 @@ class SessionTurns:
 
 
 def is_of_a_room(error: Exception | None) -> bool:
-    """Returns True if `error` is an error of a room (a TriremeError that is no BadInput), not of one request."""
+    """Returns True if `error` is an error of a room (any TriremeError except BadInput), not of a single request."""
     return isinstance(error, TriremeError) and not isinstance(error, BadInput)
 
 
@@ -135,8 +135,8 @@ async def play_session(
     sampling: SamplingConfig,
     run_seed: int | None,
 ) -> Trajectory:
-    """Lets the agent `env` play one episode, with answers from `sample`, and closes its session, however the episode
-    ended. Returns the trajectory. Raises RolloutError, errors of the agent, and errors of the rooms even if the
+    """Opens a session, lets the agent `env` play one episode in it with answers from `sample`, and always closes the
+    session. Returns the trajectory. Raises RolloutError and errors of the agent. Raises errors of the rooms even if the
     agent hides them."""
     fault_point("orchestrator.rollout")
     sessions = _current  # an agent that ignores its cancellation may outlast the block of `agent_sessions`
@@ -169,8 +169,8 @@ async def play_session(
 
 
 def _reward(played: Any) -> tuple[Any, Any]:
-    """Splits the result of an agent's `play` into reward and metrics: a pair is both, anything else is a reward without
-    metrics. Checks neither; `check_report` does."""
+    """Splits the result of an agent's `play` into reward and metrics. A pair has both; anything else is a reward
+    without metrics. Checks neither value; `check_report` does."""
     if isinstance(played, tuple) and len(played) == 2:
         return played
     return (played, {})

@@ -111,10 +111,11 @@ class StepResult:
 
 
 class Resumable:
-    """The state of an environment in a checkpoint, with which a rollout that has begun continues after a resume.
+    """Base class of environments whose state a checkpoint may save, so that an unfinished rollout continues after a
+    resume.
 
-    A subclass overrides both methods or none. Python refuses to define a class that overrides only `state_dict`, with
-    TypeError: otherwise only a resume would show the mistake.
+    A subclass overrides both methods or neither. Defining a class that overrides only `state_dict` raises TypeError,
+    because otherwise the mistake would show only at a resume.
     """
 
     def __init_subclass__(cls, **options: object) -> None:
@@ -125,15 +126,15 @@ class Resumable:
 
     def state_dict(self) -> Mapping[str, object] | None:
         """Returns everything that another environment of this rollout needs to continue the episode from here: JSON
-        values and numpy arrays, which are copied. Unless overridden, None: a checkpoint then keeps nothing of the
-        rollout, which starts again after a resume. Called between turns, never while another method runs."""
+        values and numpy arrays, which are copied. Called between turns, never while another method runs. Unless
+        overridden, returns None: a checkpoint then saves nothing of the rollout, which starts over after a resume."""
         return None
 
     async def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continues an episode from `state`, the result of `state_dict` of another environment of this rollout, perhaps
-        in another process; called instead of the method that gives the first observation. Tuples have become lists.
-        Unless overridden, raises TypeError: the environment had these methods when the checkpoint was made, and has
-        them no longer."""
+        """Continues an episode from `state`, which `state_dict` of another environment of this rollout returned,
+        perhaps in another process. Called instead of the method that gives the first observation. Tuples in the state
+        have become lists. Unless overridden, raises TypeError: the class had these methods when the checkpoint was
+        made, but no longer has them."""
         raise TypeError(
             f"the checkpoint has a state of {type(self).__name__} with {', '.join(state)}; expected its class to have "
             "load_state_dict, as it had when the checkpoint was made"
@@ -166,7 +167,7 @@ class Env(Resumable, ABC):
 
     async def close(self) -> None:
         """Releases the environment's resources, within `env.close_s` seconds. Called exactly once for each environment,
-        used or not, after its rollout. It overlaps with another method of the environment only if that method has
+        used or not, after its rollout. No other method of the environment runs at the same time, unless that method has
         ignored its cancellation for `env.close_s` seconds."""
         return
 
@@ -186,22 +187,22 @@ class AgentEnv(ABC):
 
 
 class EnvGroupBuilder:
-    """One problem, as an object that can be pickled. A subclass has `make_env`; or `make_envs`, where the environments
-    of a group are made together because they share something."""
+    """One problem, as an object that can be pickled. A subclass defines `make_env`. If the environments of a group
+    share something and have to be made together, it defines `make_envs` instead."""
 
     async def make_env(self, sample: int) -> Env | AgentEnv:
         """Makes a new environment for a try of rollout `sample` of the group, 0 <= sample < group_size."""
         raise self._lacks("make_env")
 
     async def make_envs(self) -> Sequence[Env]:
-        """Makes a new environment for each rollout of the group, in order. Called again when a rollout is retried: then
-        the run stores the environments of the other rollouts for their retries."""
+        """Makes a new environment for each rollout of the group, in order. Called again when a rollout is retried. The
+        run then stores the new environments of the other rollouts for later retries."""
         raise self._lacks("make_envs")
 
     @property
     def makes_one(self) -> bool:
-        """True if environments are made one by one: the first class in the order of inheritance that defines `make_env`
-        or `make_envs` defines `make_env`. Raises BadInput if no class defines either."""
+        """True if environments are made one by one: the first class in the method resolution order that defines
+        `make_env` or `make_envs` defines `make_env`. Raises BadInput if no class defines either."""
         nearest = next(kind for kind in type(self).__mro__ if {"make_env", "make_envs"} & vars(kind).keys())
         if nearest is EnvGroupBuilder:
             raise self._lacks("make_env or make_envs")
@@ -222,9 +223,9 @@ class EnvGroupBuilder:
 
     @property
     def scores_in_any_process(self) -> bool:
-        """True if another builder of this problem, also in another process, may compute the group's rewards from the
-        trajectories alone. A checkpoint then keeps the finished rollouts of a group while others still run. By default
-        False where `compute_group_rewards` is overridden."""
+        """True if the group's rewards can be computed from the trajectories alone, by another builder of this problem
+        and also in another process. A checkpoint then keeps the finished rollouts of a group while its other rollouts
+        still run. By default, False if `compute_group_rewards` is overridden, else True."""
         return type(self).compute_group_rewards is EnvGroupBuilder.compute_group_rewards
 
     async def try_rewards(self) -> None:
@@ -350,8 +351,8 @@ def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> R
 
 
 async def result_of(method: Callable[P, Awaitable[T]], *args: P.args, **options: P.kwargs) -> T:
-    """Calls `method`, a method of an environment, a MessageEnv or a builder, with the other arguments, and returns the
-    awaited result. Raises TypeError if the method is no coroutine function."""
+    """Calls `method`, a method of an environment, a MessageEnv or a builder, with `args` and `options`, and returns the
+    awaited result. Raises TypeError if the method does not return an awaitable."""
     returned: object = method(*args, **options)
     if not inspect.isawaitable(returned):
         name = getattr(method, "__qualname__", repr(method))
@@ -467,8 +468,8 @@ def _is_message_env(value: object) -> bool:
 
 
 def in_short(error: Exception) -> str:
-    """Returns an error as text on one line, which ends with the file and line of the innermost frame outside Python's
-    import machinery and this module, if there is such a frame."""
+    """Returns an error as text on one line. The text ends with the file and line of the innermost frame that is neither
+    in Python's import machinery nor in this module, if there is such a frame."""
     summary = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"

@@ -110,7 +110,7 @@ class Schedule:
         return evaluated is None or owed or version % self.every == 0 or version == self.last
 
     def row(self, version: int) -> int:
-        """Returns the step with the row of metrics that holds the evaluation of `version`."""
+        """Returns the step whose row of metrics holds the evaluation of `version`."""
         return min(version, self.last - 1)
 
 
@@ -148,7 +148,7 @@ class Evaluator:
         )
 
     def begin(self, version: int, spawn: Spawn) -> None:
-        """Begins the evaluation of `version`, which all replicas hold, if this evaluation is due. `spawn` starts a
+        """If the evaluation of `version` is due, begins it. All replicas must hold `version`. `spawn` starts a
         coroutine as a background task with a name."""
         if self._schedule.due(version, self._evaluated, self._owed):
             self._owed = True
@@ -385,7 +385,7 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
 
 def _with_interval(name: str, values_P: Sequence[float]) -> dict[str, float]:
     """Returns {`name`: the mean of `values_P`, `name`/ci95: half the width of the mean's 95 % interval}, from one value
-    for each problem. The mean is missing without values, the interval with fewer than two values."""
+    for each problem. Leaves the mean out if there are no values, and the interval if there are fewer than two."""
     row = {name: float(np.mean(values_P))} if values_P else {}
     if len(values_P) > 1:
         row[f"{name}/ci95"] = float(CI95 * np.std(values_P, ddof=1) / sqrt(len(values_P)))

@@ -29,7 +29,8 @@ def scored_to_json(scored: ScoredGroup) -> JsonObject:
 
 
 def scored_from_json(values: Mapping[str, Any], trajectory_from_json: TrajectoryFromJson) -> ScoredGroup:
-    """Returns the group that `scored_to_json` turned into `values`. `trajectory_from_json` adds the arrays."""
+    """Returns the group that `scored_to_json` converted to `values`. `trajectory_from_json` makes each trajectory, with
+    its arrays."""
     return ScoredGroup(
         group=Group(**values["group"]),
         trajectories_G=tuple(map(trajectory_from_json, values["rollouts"])),
@@ -78,7 +79,8 @@ def _from_null(metrics: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def readable(logged: object) -> object:
-    """Returns a value in an environment's logs as JSON values; a value that JSON does not know becomes text."""
+    """Returns `logged`, a value in an environment's logs, as JSON values. A value of a type that JSON does not have
+    becomes text."""
     if isinstance(logged, Mapping):
         return {str(name): readable(value) for name, value in logged.items()}
     if isinstance(logged, list | tuple):

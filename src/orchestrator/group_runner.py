@@ -52,7 +52,8 @@ class GroupOutcome:
 
 
 def never_due(group: Group) -> bool:
-    """Returns False, as the `is_due` of evaluations and tests: no batch waits for their groups."""
+    """Returns False for every group. Evaluations and tests use this function as `is_due`, because no batch waits for
+    their groups."""
     return False
 
 
@@ -88,8 +89,9 @@ class GroupRunner:
 
     @property
     def _seed(self) -> int | None:
-        """The run's seed, from which each request gets a seed, in evaluations and in deterministic mode. Else None:
-        requests have no seeds, and vLLM draws for all sequences of a step at once, instead of one after the other."""
+        """The run's seed, from which each request gets its own seed, in evaluations and in deterministic mode.
+        Otherwise None: requests without seeds let vLLM draw the tokens of all sequences of a decode step at once, which
+        is faster."""
         if self.evaluates or self.config.deterministic:
             return self.config.seed
         return None
@@ -112,9 +114,9 @@ class GroupRunner:
         over: Callable[[], object],
         progress: GroupProgress | None = None,
     ) -> GroupOutcome:
-        """Runs all rollouts of `group`, scores them and cleans up. A rollout with progress in `progress` continues from
-        there. Each rollout that ends gives its place in `permit` back; `tokens` counts the sampled tokens. `over` is
-        called before the cleanup, however the group ended. A cancellation does not interrupt the cleanup."""
+        """Runs all rollouts of `group`, scores them and cleans up. Rollouts that have progress in `progress` continue
+        from it. Each rollout that ends gives back its place in `permit`. `tokens` counts the sampled tokens. `over` is
+        always called before the cleanup, even after an error. A cancellation does not interrupt the cleanup."""
         progress = progress or GroupProgress(keeps_finished=False)
         started: set[asyncio.Task[object]] = set()
         place = f"environment {self.env.label}, problem {group.problem}"
@@ -129,9 +131,9 @@ class GroupRunner:
         return GroupOutcome(outcomes_G, scored)
 
     async def _end(self, envs: GroupEnvs, tasks: set[asyncio.Task[object]], place: str) -> None:
-        """Closes the environments of a group and lets its builder clean up. Then cancels the tasks in `tasks` that the
-        environments have left running, and counts them as one failed try, by a LeakedTasks error for `self.note` that
-        names the group by `place`. Raises nothing."""
+        """Closes the environments of a group and lets its builder clean up. Then cancels the tasks in `tasks` that
+        still run. If there are any, reports one LeakedTasks error by `self.note`, which counts as one failed try.
+        `place` names the group in this error. Raises nothing."""
         with TaskOwner(tasks):
             await envs.end()
         unfinished = sorted(task.get_coro().__qualname__ for task in tasks)  # type: ignore[union-attr]
@@ -148,8 +150,8 @@ class GroupRunner:
     async def _rollouts(
         self, group: Group, envs: GroupEnvs, permit: Permit, tokens: GroupTokens, progress: GroupProgress
     ) -> list[Trajectory | Exception]:
-        """Runs all rollouts, and returns a trajectory or the last error of each. If one of them raises, or this call is
-        cancelled, cancels the unfinished rollouts and awaits them for at most `env.close_s` seconds."""
+        """Runs all rollouts. Returns for each rollout its trajectory or its last error. If a rollout raises, or this
+        call is cancelled, cancels the unfinished rollouts and waits at most `env.close_s` seconds for them."""
         rollouts = [
             start_contained(self._rollout(group, envs, sample, permit, counted, progress))
             for sample, counted in enumerate(tokens.rollouts_G)
@@ -183,8 +185,8 @@ class GroupRunner:
     ) -> Trajectory | Exception:
         """Runs one rollout with its retries, each with an environment of its own. Returns the trajectory, or the last
         error. All tries share one time limit, so that an environment that hangs delays a batch by at most
-        `generation_timeout_s`. There is no further try after a refused prompt or request, nor, in a group that the next
-        batch waits for, after an error of the environment."""
+        `generation_timeout_s`. A PromptTooLong or BadRequest is not retried. If the batch that is being assembled waits
+        for the group, only a BadSample is retried."""
         if sample in progress.finished:
             return progress.finished[sample]
         tries = self.config.orchestrator.retries + 1
@@ -238,10 +240,10 @@ class GroupRunner:
     async def _attempt(
         self, work: Coroutine[object, object, T], deadline: asyncio.Timeout, place: object
     ) -> T | Exception:
-        """Awaits an environment's `work` until `deadline`, and returns its result. Reports an exception of the work by
-        `note`, and returns it. Raises errors of the rooms (TriremeError), for the driver; but BadRequest, which
-        concerns this rollout alone, is returned. The work has a task of its own, so that a cancellation of the present
-        task never comes from the environment. `place` names the work in messages."""
+        """Awaits an environment's `work` until `deadline`, and returns its result. If the work raises an exception,
+        reports it by `note` and returns it. Errors of the rooms (TriremeError) are raised, for the driver; but
+        BadRequest concerns only this rollout and is returned. The work runs in a task of its own, so that a
+        cancellation of the present task never comes from the environment. `place` names the work in messages."""
         try:
             async with deadline:
                 return await start_contained(work)

@@ -68,21 +68,21 @@ class OrchestratorHandle:
         return [self._started], ["orchestrator"]
 
     def end_version(self, on_tick: Callable[[], None] = lambda: None) -> None:
-        """Waits until the last update of the replicas has ended, and then the evaluation of its version if there is
-        one. Raises the error of the update or the evaluation. `on_tick` is called about once a second, and may raise:
-        then the wait ends with its error."""
+        """Waits until the last update of the replicas has ended, and then for the evaluation of its version if there is
+        one. Raises the error of the update or the evaluation. `on_tick` is called about once a second. If it raises,
+        the wait ends with its error."""
         self._await_update(self._actor.end_version.remote(), on_tick)
 
     def begin_version(self, identity: WeightIdentity, on_tick: Callable[[], None] = lambda: None) -> None:
         """Begins the version of the weights `identity`: its groups are sampled once the replicas have these weights.
-        Waits until the update ends if it is the first or the last of a run, or if `max_steps_off_policy` is 0. Waits
-        for the evaluation of the version if it is the last one, or in deterministic mode. `on_tick`: see
+        Waits for the update to end if the version is the first or the last of the run, or if `max_steps_off_policy` is
+        0. Waits for the version's evaluation if the version is the last, or in deterministic mode. `on_tick`: see
         `end_version`."""
         self._await_update(self._actor.begin_version.remote(identity), on_tick)
 
     def follow(self, source: Any) -> None:
-        """Makes the orchestrator sample from now on with the replicas of another replica set, which replaces the last
-        one. `source`: the object through which a router reads the new set. Does not wait."""
+        """Switches the orchestrator's sampling to the replicas of a new replica set, which replaces the previous set.
+        `source`: the object through which a router reads the new set. Does not wait."""
         self._actor.follow.remote(source)
 
     def give_up_evaluation(self) -> None:
@@ -122,9 +122,9 @@ class OrchestratorHandle:
         self._wait(self._actor.finish_sampling.remote(), "the end of sampling", limit_s, on_tick)
 
     def minibatches(self, step: int, substep: int, on_tick: Callable[[], None] = lambda: None) -> Iterator[Minibatch]:
-        """Yields the minibatches of a substep, each as soon as enough groups have finished: several when streaming,
-        else one. During each wait for a minibatch `on_tick` is called about once a second. If `on_tick` raises, the
-        step cannot continue: do not request another minibatch of it."""
+        """Yields the minibatches of a substep, each as soon as enough groups have finished. There are several
+        minibatches when streaming, else one. During each wait `on_tick` is called about once a second. If `on_tick`
+        raises, the step cannot continue: do not request another minibatch of this step."""
         last = False
         while not last:
             ref = self._actor.next_minibatch.remote(step, substep)
@@ -139,10 +139,10 @@ class OrchestratorHandle:
         return self._wait(released, f"the release of step {step + 1}", self._config.timeouts.step_s)
 
     def save_state(self, path: Path) -> waits.Pending[FileRecord]:
-        """Copies the orchestrator's state of the last boundary between two steps before it returns, and writes this
-        state to directory `path` in the background.
+        """Saves the orchestrator's state of the last boundary between two steps to directory `path`. The state is
+        copied before this call returns; the copy is written in the background.
 
-        May be called until the next update begins, also in the middle of a step that will not be finished. A wait for
+        May be called until the next update begins, also in the middle of a step that will not be finished. Waiting for
         the returned Pending gives the FileRecords of the written files, or raises StorageFailed.
         """
         self._wait(self._actor.take_snapshot.remote(), "a snapshot of its state", self._config.timeouts.checkpoint_s)
@@ -151,10 +151,10 @@ class OrchestratorHandle:
         )
 
     def load_state(self, path: Path, source: CheckpointSource | None = None) -> str:
-        """Continues from a state that `save_state` wrote to `path`. Where the orchestrator's node does not see `path`,
-        the state is read from object storage, `source`. Call it when the actor is ready, before the first
-        `begin_version`. Returns a text on how many unfinished rollouts continue ("" if there were none). Raises
-        BadInput when the dataset lacks a problem of the state."""
+        """Continues from a state that `save_state` wrote to `path`. If the orchestrator's node cannot see `path`, the
+        state is read from the object storage `source`. Call it when the actor is ready, before the first
+        `begin_version`. Returns a message that says how many unfinished rollouts continue ("" if there were none).
+        Raises BadInput when the dataset lacks a problem of the state."""
         loaded = self._actor.load_state.remote(path, source)
         return self._wait(loaded, f"its state from {path}", self._config.timeouts.checkpoint_s)
 

@@ -29,8 +29,8 @@ async def build_here(build: Build) -> Minibatch:
 
 
 class LayoutThread:
-    """A `BuildOn` that builds one minibatch after the other in a thread of its own, with tokens where `keep` puts
-    them."""
+    """A `BuildOn` that builds minibatches in a thread of its own, one at a time. `keep` decides where their tokens are
+    held."""
 
     def __init__(self, keep: Keep) -> None:
         self._keep = keep

@@ -189,18 +189,19 @@ class Ledger:
         return deadline(group.floor, self.max_steps_off_policy)
 
     def can_dispatch(self) -> bool:
-        """True if a slot is free, a replica is live, and one more group can still be used before the last batch."""
+        """True if a slot is free, a replica is live, and the remaining batches of the run have a place for one more
+        group."""
         return self._has_place and bool(self.replicas)
 
     @property
     def is_sampled(self) -> bool:
-        """True if all groups that the staleness bound allows have finished: no group runs, and no further group has a
-        free slot and a place in a batch of the run."""
+        """True if all groups that the staleness bound allows have finished: no group is running, and no other group can
+        get both a free slot and a place in a batch of the run."""
         return not self._has_place and all(group.finished for group in self.active.values())
 
     @property
     def _has_place(self) -> bool:
-        """True if a slot is free, and one more group can still be used before the last batch."""
+        """True if a slot is free, and the remaining batches of the run have a place for one more group."""
         useful = len(self.active) + self.assembled < (self.max_steps - self.batch) * self.batch_size
         return useful and self.slots_taken < self.slots
 
@@ -239,11 +240,11 @@ class Ledger:
 
     def take(self, step: int, count: int) -> tuple[list[Group], list[Group]] | None:
         """Takes the next `count` groups into batch `step`. Returns the taken groups and the dropped groups, or None
-        while fewer than `count` may be taken. The caller stops the rollouts of the dropped groups.
+        while fewer than `count` groups may be taken. The caller stops the rollouts of the dropped groups.
 
         May be called several times for one batch. The call that takes the last group of the batch also drops the groups
-        that would be too old for the next batch. Raises ProvenanceError for a group that is too old, ValueError if
-        `step` is not the batch being assembled or `count` exceeds the groups that this batch lacks.
+        that would be too old for the next batch. Raises ProvenanceError for a group that is too old; ValueError if
+        `step` is not the batch that is being assembled, or if this batch lacks fewer than `count` groups.
         """
         if step != self.batch or not 0 < count <= self.lacking:
             raise ValueError(f"asked for {count} groups of batch {step}; batch {self.batch} lacks {self.lacking}")
@@ -297,9 +298,9 @@ class Ledger:
         return taken
 
     def _spare_places(self) -> list[int]:
-        """Returns for each d = 0 .. K the number of places in the batches up to `batch + d` that are left over when
-        each active group with a deadline up to `batch + d` has a place there. No number is negative, by the inequality
-        (feasible) in the module's docstring."""
+        """Returns for each d = 0 .. K a number of places in the batches up to `batch + d`: the places that are left
+        over after each active group with a deadline up to `batch + d` has got a place there. No number is negative, by
+        the inequality (feasible) in the module's docstring."""
         due = Counter(max(self.deadline(group) - self.batch, 0) for group in self.active.values())
         spare = []
         needed = 0
@@ -323,9 +324,9 @@ class Ledger:
         return dropped
 
     def release(self, step: int) -> list[Group]:
-        """Records that batch `step` has been trained on, and returns its groups. Their slots are free once all replicas
-        have acknowledged the version that the batch made. Raises ValueError for another batch than the next to be
-        released, or one that is not complete."""
+        """Records that batch `step` has been trained on, and returns its groups. Their slots become free once all
+        replicas have acknowledged the version that the batch made. Raises ValueError unless `step` is the next batch to
+        release and is complete."""
         if step != self.released or step >= self.batch:
             raise ValueError(f"batch {step} cannot be released: {self.released} are, {self.batch} are cut")
         groups = self.consumed[step]
@@ -338,7 +339,7 @@ class Ledger:
         """Sets the live replicas, with the version that each has acknowledged. Replicas that are missing in `replicas`
         have left.
 
-        Raises ProvenanceError when one of them is below the version that all live replicas had acknowledged before.
+        Raises ProvenanceError if a replica is below the version that all live replicas had acknowledged before.
         """
         for replica, version in replicas.items():
             if version < self.floor:
@@ -377,8 +378,8 @@ class Ledger:
 
     def state_dict(self) -> LedgerState:
         """Returns the ledger's state at the last boundary between two steps, as JSON values (see Resume in the module's
-        docstring). Raises ValueError if a replica has acknowledged a version of a later boundary, or all replicas had
-        before they left: then no run can continue from this one."""
+        docstring). Raises ValueError if the replicas are ahead of this boundary: a live replica has acknowledged a
+        later version, or all replicas had done so before they left. No run could continue from such a state."""
         ahead = {replica: version for replica, version in self.replicas.items() if version > self.released}
         if ahead or self.floor > self.released:
             raise ValueError(
@@ -397,9 +398,9 @@ class Ledger:
         """Continues from `state`, the result of `state_dict`; call it before any other method. Groups that are not
         accepted are resampled (see Resume in the module's docstring).
 
-        `retained`: indices of running groups with tokens that the caller still has. Returns the retained indices of
-        groups that keep their floors, and so their tokens. Raises ProvenanceError when the numbers of groups in the
-        state violate the conservation equation.
+        `retained`: indices of the running groups whose sampled tokens the caller still has. Returns the indices among
+        them of the groups that keep their floors, and therefore their tokens. Raises ProvenanceError if the numbers of
+        groups in the state violate the conservation equation.
         """
         self.batch = state["released"]
         self.released = state["released"]
@@ -428,8 +429,8 @@ class Ledger:
         return {g.index for g in running if g.index in retained and g.floor == floors[g.index]}
 
     def _accepted(self, groups: list[Group]) -> set[int]:
-        """Returns the indices of the groups that are accepted: they get a slot, and a place in a batch before they are
-        too old. `groups`: the groups of a checkpoint, in order of dispatch."""
+        """Returns the indices of the groups that are accepted. An accepted group gets a slot, and a place in a batch
+        that comes no later than its deadline. `groups`: the groups of a checkpoint, in order of dispatch."""
         if self.in_order:
             in_order = groups
         else:

@@ -35,8 +35,8 @@ _owner: ContextVar[set[asyncio.Task[object]] | None] = ContextVar("owner", defau
 
 
 def end_deadline_s(config: Config) -> float:
-    """Returns the seconds within which all groups of a run end once they are cancelled: three times the largest
-    `env.close_s`, for the end of the rollouts, of `close()` and of `cleanup()`."""
+    """Returns a deadline in seconds: once all groups of a run are cancelled, they end within this time. It is three
+    times the largest `env.close_s`: for the end of the rollouts, of `close()` and of `cleanup()`."""
     return 3 * max(env.close_s for env in (*config.env, *config.eval_envs))
 
 
@@ -45,9 +45,9 @@ class LeakedTasks(Exception):
 
 
 class TaskOwner:
-    """Context manager: tasks that are started within the block, and tasks that these start, are in the set `tasks`
-    until they end. With `tasks` = None they belong to no group. A class, because a context manager made of a generator
-    would take three times as long."""
+    """Context manager that tracks tasks in the set `tasks`. Tasks that are started within the block, and tasks that
+    these start, are in the set until they end. With `tasks` = None they are not tracked. It is a class because a
+    context manager made of a generator would take three times as long."""
 
     __slots__ = ("_tasks", "_token")
 
@@ -62,8 +62,8 @@ class TaskOwner:
 
     @staticmethod
     def watch(loop: asyncio.AbstractEventLoop) -> None:
-        """Makes `loop` put each new task into the set of the block in which it is started. In such tasks an exception
-        that would end the event loop becomes EnvExited (see `contained`)."""
+        """Makes `loop` add each new task to the set of the TaskOwner block in which it is started. If such a task
+        raises an exception that would end the event loop, the exception becomes EnvExited (see `contained`)."""
 
         def start(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
             tasks = _owner.get()
@@ -78,9 +78,9 @@ class TaskOwner:
 
 
 async def contained(work: Awaitable[T]) -> T:
-    """Awaits the `work` of an environment and returns its result. Raises EnvExited instead of an exception that is no
-    subclass of Exception, except CancelledError: KeyboardInterrupt and SystemExit in a task would end the event
-    loop."""
+    """Awaits the `work` of an environment and returns its result. Exceptions that are not subclasses of Exception, such
+    as KeyboardInterrupt and SystemExit, would end the event loop: raises EnvExited instead. CancelledError is raised
+    unchanged."""
     task = asyncio.current_task()
     try:
         return await work
@@ -106,9 +106,9 @@ class _Close:
 
 
 def start_contained(work: Coroutine[object, object, T], **options: Any) -> asyncio.Task[T]:
-    """Starts the `work` of an environment in a task of its own, so that the caller can tell a cancellation of the
-    caller's task from a CancelledError that the environment raises. The new task is in no set of a TaskOwner; tasks
-    that it starts are. `options` go to `asyncio.Task`."""
+    """Starts the `work` of an environment in a task of its own. This lets the caller distinguish a cancellation of its
+    own task from a CancelledError that the environment raises. The new task is in no set of a TaskOwner, but tasks that
+    it starts are. `options` go to `asyncio.Task`."""
     wrapped: Any = contained(work)
     wrapped.__qualname__ = getattr(work, "__qualname__", wrapped.__qualname__)  # names it where it is leaked
     task: asyncio.Task[T] = asyncio.Task(wrapped, **options)
@@ -117,8 +117,8 @@ def start_contained(work: Coroutine[object, object, T], **options: Any) -> async
 
 
 async def uninterrupted(work: Coroutine[object, object, object]) -> None:
-    """Awaits `work` to its end, also if the caller is cancelled meanwhile; CancelledError is raised after the end. The
-    work must have a deadline of its own."""
+    """Awaits `work` to its end even if the caller is cancelled meanwhile; then raises the CancelledError after the end.
+    The work must have a deadline of its own."""
     task = asyncio.ensure_future(work)
     cancelled = None
     while not task.done():
@@ -154,8 +154,7 @@ class GroupEnvs:
         self._given_up = True
 
     def check(self) -> None:
-        """Raises CancelledError after `give_up`. So a rollout ends even if its environment ignored the cancellation and
-        would continue."""
+        """Raises CancelledError after `give_up`. This ends a rollout whose environment has ignored the cancellation."""
         if self._given_up:
             raise asyncio.CancelledError
 
@@ -173,8 +172,8 @@ class GroupEnvs:
 
     async def _one_of_a_group(self, sample: int) -> object:
         """Returns an unused environment for rollout `sample`. If there is none, makes one for each rollout of the
-        group, and stores the others for tries of their rollouts. Raises RolloutError if `make_envs` does not return
-        one environment for each rollout."""
+        group, and stores the others until their rollouts need them. Raises RolloutError if `make_envs` does not return
+        exactly one environment for each rollout."""
         async with self._making:
             if not self._unused[sample]:
                 envs = list(await result_of(self._builder.make_envs))
@@ -217,8 +216,9 @@ class GroupEnvs:
         return closing
 
     async def _within_limit(self, work: Coroutine[object, object, None], label: str) -> None:
-        """Awaits `work`, a call of `close` or `cleanup`, for at most `close_s` seconds, then cancels it. Reports and
-        logs a failure, and raises nothing: more cannot be done about it. `label` names the work in messages."""
+        """Awaits `work`, a call of `close` or `cleanup`, for at most `close_s` seconds, then cancels it. A failure is
+        reported and logged, but not raised, because the caller cannot do more about it. `label` names the work in
+        messages."""
         task = start_contained(work)
         error: BaseException | None = EnvNotClosed(f"took longer than env.close_s = {self._close_s:g} s")
         if (await asyncio.wait([task], timeout=self._close_s))[0]:

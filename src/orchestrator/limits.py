@@ -60,7 +60,7 @@ class RunLimits:
     def judge_rollout(self, error: Exception | None) -> None:
         """Counts a rollout after all its retries. `error`: its last error if it failed, else None. Raises LimitReached
         if too large a share of the recent rollouts failed, or if the replicas have refused MIN_WINDOW rollouts in a
-        row for one reason."""
+        row, all for the same reason."""
         if isinstance(error, BadRequest):
             refused = str(error)
         else:
@@ -133,8 +133,9 @@ class BackgroundTasks:
         self._error: BaseException | None = None
 
     def spawn(self, work: Coroutine[object, object, T], name: str) -> asyncio.Task[T]:
-        """Starts `work` as a task with this name, and returns the task. If a dataset raises KeyboardInterrupt or
-        SystemExit in it, the task raises EnvExited instead, because those would end the event loop."""
+        """Starts `work` as a task with this name, and returns the task. If `work` raises KeyboardInterrupt or
+        SystemExit (a dataset may), the task raises EnvExited instead, because these exceptions would end the event
+        loop."""
         task = start_contained(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._on_end)
@@ -152,8 +153,8 @@ class BackgroundTasks:
         return isinstance(self._error, LimitReached)
 
     def raise_error(self, but_limits: bool = False) -> None:
-        """Raises the first error of a task, if there is one. `but_limits`: this call does not raise LimitReached; only
-        the request for the next minibatch raises it. So the present step is finished, and the run can be saved after
+        """Raises the first error of a task, if there is one. With `but_limits` this call does not raise LimitReached;
+        only the request for the next minibatch does. The present step can then finish, and the run can be saved after
         it."""
         if self._error and not (but_limits and self.limit_reached):
             raise self._error

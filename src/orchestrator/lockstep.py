@@ -37,8 +37,8 @@ class OwnPace:
         """Records that group `index` is settled: the ledger has recorded how it ended."""
 
     async def before_sample(self, index: int, sample: int, deadline: asyncio.Timeout) -> None:
-        """Waits until rollout `sample` of group `index` may send its request. `deadline`, the deadline of the rollout,
-        becomes later by the length of the wait."""
+        """Waits until rollout `sample` of group `index` may send its request. Extends `deadline`, the deadline of the
+        rollout, by the length of the wait."""
 
     async def before_end(self, index: int) -> None:
         """Waits until group `index` may be settled; called once all its rollouts are over."""
@@ -99,7 +99,7 @@ class Lockstep(OwnPace):
 
 
 def _move(deadline: asyncio.Timeout, due: float | None) -> None:
-    """Sets `deadline` to the time `due` of the event loop's clock (None: never). Does nothing if the deadline is
-    over."""
+    """Sets `deadline` to the time `due` of the event loop's clock (None: never). Does nothing if the deadline has
+    passed."""
     with suppress(RuntimeError):
         deadline.reschedule(due)

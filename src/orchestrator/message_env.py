@@ -53,8 +53,8 @@ class MessageStep:
 
 
 class MessageEnv(Resumable, ABC):
-    """One episode of one problem, as a chat. Each object plays one rollout. The result of `state_dict` needs no
-    messages: RenderedEnv saves them."""
+    """One episode of one problem, as a chat. Each object plays one rollout. The result of `state_dict` does not need to
+    contain the messages, because RenderedEnv saves them."""
 
     tools: Sequence[ToolSpec] = ()
     """Tools that the assistant may call."""
@@ -155,7 +155,7 @@ class RenderedEnv(Env):
 
 
 def _with_array(message: Message) -> dict[str, object]:
-    """Returns a message with its sampled tokens, if it has any, as an int32 array, which a checkpoint can hold."""
+    """Returns a copy of a message for a checkpoint. If the message has sampled tokens, they become an int32 array."""
     return message | ({"tokens": np.array(message["tokens"], np.int32)} if "tokens" in message else {})
 
 

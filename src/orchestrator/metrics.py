@@ -27,7 +27,7 @@ since the row before. Dropped and failed groups are counted, but their rewards a
                           from its start to the last replica's acknowledgement; time/update_pause: the longest that a
                           replica stood still meanwhile. Missing if no replica took that version (colocated)
   perf/rollouts, tokens   rollouts trained on, and their sampled tokens
-  perf/inference_idle_s   seconds since the last row in which no request was in flight
+  perf/inference_idle_s   seconds without any request in flight, counted since the last row
   perf/max_concurrent     the limit of rollouts in flight now; not in deterministic mode
   perf/kv_used, preemptions  since the last row: largest share of a KV cache in use, sequences with evicted KV
   perf/event_loop_lag     largest delay of a timer since the last row, in seconds
@@ -84,8 +84,8 @@ class StepMeter:
         }
 
     def take(self, step: int, counts: dict[str, int], idle_s: float) -> dict[str, float]:
-        """Returns the row of metrics of `step`, and begins the next row. `counts`: the result of `Ledger.counts` now;
-        `idle_s`: seconds since the last row in which no request was in flight."""
+        """Returns the row of metrics of `step`, and begins the next row. `counts`: the result of `Ledger.counts` now.
+        `idle_s`: the seconds without a request in flight, counted since the last row."""
         rewarded = sorted(self.trained + self.filtered, key=lambda scored: scored.group.index)
         rollouts = sum(len(scored.trajectories_G) for scored in self.trained)
         tokens = sum(scored.tokens for scored in self.trained)

@@ -141,9 +141,9 @@ class Pipeline:
         await self.evaluator.wait_idle()
 
     async def begin_version(self, version: int, update: Awaitable[Sequence[UpdateReport]]) -> None:
-        """Records that the replicas take the weights of `version`, also while they sample, until the awaitable `update`
-        ends. See Updates in the module's docstring. Call it after `end_version`. The driver's next call raises an error
-        of the update."""
+        """Begins `version`: the replicas take its weights, also while they sample, until the awaitable `update` ends.
+        See Updates in the module's docstring. Call it after `end_version`. If the update fails, the driver's next call
+        raises its error."""
         first = self._newest < 0
         self._newest = version
         last = version == self._config.max_steps
@@ -167,8 +167,8 @@ class Pipeline:
 
     async def finish_sampling(self) -> None:
         """Waits until the update and the evaluation of the version have ended, and all groups that the staleness bound
-        allows have finished: then the replicas have nothing to sample. Raises RoomFailed, with the missing groups,
-        after `timeouts.batch_s` for each of K + 1 batches, where K is the bound, and the error of any loop."""
+        allows have finished. The replicas then have nothing left to sample. Raises the error of any loop. Raises
+        RoomFailed, with the missing groups, after (K + 1) times `timeouts.batch_s`, where K is the staleness bound."""
         await self._update_ended()
         await self.evaluator.wait_idle()
         batches = self._options.max_steps_off_policy + 1
@@ -188,9 +188,9 @@ class Pipeline:
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
         """Returns the next minibatch of `substep` in `step` as soon as enough groups have finished.
-        `config.groups_per_minibatch` has the least and the greatest number of groups of a minibatch. Raises RoomFailed,
-        with the missing groups, after `timeouts.batch_s`, ValueError for another substep than the next, and the error
-        of any loop."""
+        `config.groups_per_minibatch` has the minimum and the maximum number of groups of a minibatch. Raises
+        RoomFailed, with the missing groups, after `timeouts.batch_s`; ValueError unless this substep is the next; and
+        the error of any loop."""
         fault_point("orchestrator.minibatch")
         per_substep = self._config.groups_per_substep
         assembled = self._ledger.assembled
@@ -210,11 +210,12 @@ class Pipeline:
         return await self._build_on(partial(build_minibatch, step, scored_P, self._options, normalization, last))
 
     def release(self, step: int) -> StepSummary:
-        """Records that `step` has been trained on: the slots of its groups are free once the replicas have acknowledged
-        the version that it made. Returns the step's row of metrics, facts of its groups, and its recorded rollouts.
+        """Records that `step` has been trained on. The slots of its groups become free once the replicas have
+        acknowledged the version that the step made. Returns the step's row of metrics, facts of its groups, and its
+        recorded rollouts.
 
-        The row holds metrics of the update to version `step`, with which the step began; the next update may still be
-        in progress.
+        The step began with the update to version `step`, and the row holds the metrics of this update. The next update
+        may still be in progress.
         """
         fault_point("orchestrator.release")
         self._background.raise_error(but_limits=True)
@@ -236,7 +237,7 @@ class Pipeline:
         return self.evaluator.progress or f"{groups}: {lacks}"
 
     async def stop(self) -> None:
-        """Cancels everything and waits for it; all environments are closed."""
+        """Cancels all tasks and waits until they have ended and all environments are closed."""
         await self._background.stop()
 
     # ---- state
@@ -322,8 +323,8 @@ class Pipeline:
 
     @asynccontextmanager
     async def _batch_deadline(self, batches: int, label: str) -> AsyncIterator[None]:
-        """Limits the time of the block to `batches` times `timeouts.batch_s`. Raises RoomFailed after this time; its
-        message has `label`, a name of the thing that the block waits for, and the missing groups."""
+        """Limits the time of the block to `batches` times `timeouts.batch_s`. Then raises RoomFailed with the missing
+        groups and `label`, which says what the block waits for."""
         limit_s = batches * self._config.batch_deadline_s
         try:
             async with asyncio.timeout(limit_s):
@@ -388,7 +389,7 @@ class Pipeline:
                     permit.close()
 
     async def _permit(self) -> Permit:
-        """Waits for a permit for as many rollouts as the largest group of any environment has: the environment is known
+        """Waits for a permit for the largest group size of any environment, because the environment of a group is known
         only when the group is dispatched."""
         return await self._pressure.gate.enter("train", self._config.largest_group)
 
@@ -421,9 +422,9 @@ class Pipeline:
         return self._options.remove_constant_reward_groups and is_constant(scored.rewards_G)
 
     def _is_due(self, group: Group) -> bool:
-        """True if the group's deadline is the batch that is being assembled, so that no later batch may take it. False
-        with max_steps_off_policy = 0, where each group is due from the beginning, and in deterministic mode, where
-        the answer would depend on seconds."""
+        """True if the group's deadline is the batch that is being assembled, so that no later batch may take it. Always
+        False if max_steps_off_policy is 0, because each group would be due from the beginning; also in deterministic
+        mode, because the answer would depend on timing."""
         bound = self._options.max_steps_off_policy
         return bool(bound) and not self._config.deterministic and self._ledger.deadline(group) <= self._ledger.batch
 

@@ -10,8 +10,8 @@ from trireme.core.types import SampledSequence, SampleRequest
 
 
 class IdleClock:
-    """Adds up the seconds in which no request is in flight, from `begin` on. Each request is made within `with clock:`,
-    where `clock` is an object of this class. `now` returns the time in seconds."""
+    """Adds up the seconds without a request in flight, from `begin` on. Make each request within `with clock:`, where
+    `clock` is an object of this class. `now` returns the time in seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -34,7 +34,7 @@ class IdleClock:
             self._since = self._now()
 
     def take(self) -> float:
-        """Returns the seconds since the last call, or since `begin`, in which no request was in flight."""
+        """Returns the seconds without a request in flight, counted since the last call or since `begin`."""
         if not self.in_flight:
             now = self._now()
             self._idle += now - self._since
@@ -45,8 +45,8 @@ class IdleClock:
 
 
 class Requests:
-    """Passes the requests of training and of evaluations to `sampler`, and counts the requests in flight and the
-    seconds without any."""
+    """Passes the requests of training and of evaluations to `sampler`. Counts the requests in flight, and the seconds
+    without a request in flight."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -74,5 +74,5 @@ class Requests:
         return self._idle.in_flight - self._evaluating
 
     def take_idle(self) -> float:
-        """Returns the seconds since the last call in which no request was in flight."""
+        """Returns the seconds without a request in flight, counted since the last call."""
         return self._idle.take()

@@ -142,9 +142,9 @@ class RolloutKey:
         return f"environment {self.env}, problem {self.problem}"
 
     def seed(self, run_seed: int | None, turn: int) -> int | None:
-        """Returns the seed of the rollout's request number `turn`, 0 <= seed < 2^63: the same in every process, another
-        one for every request. Returns None if `run_seed` is None: then the request has no seed, and the engine draws
-        from its own stream of random numbers."""
+        """Returns the seed of the rollout's request number `turn`, 0 <= seed < 2^63. Each request has a different seed,
+        which is the same in every process. Returns None if `run_seed` is None: the request then has no seed, and the
+        engine draws from its own random stream."""
         if run_seed is None:
             return None
         place = f"{run_seed}/{self.problem}/{self.sample}/{turn}/{self.attempt}"
@@ -220,9 +220,10 @@ async def _beginning(
 def checked_prompt(
     observation: TokenIds | Continuation, stop: StopCondition, key: RolloutKey, limits: RolloutLimits, begun: bool
 ) -> tuple[npt.NDArray[np.int32], bool]:
-    """Returns the tokens of an observation, int32 [T], and True if they are a Continuation: only the tokens after the
-    last turn. `begun`: the rollout has at least one turn, without which a Continuation is refused. Raises BadPrompt for
-    an observation that is no sequence of token ids, and OutOfVocabulary for a token of it or of `stop`."""
+    """Returns the tokens of an observation, int32 [T], and True if the observation is a Continuation, whose tokens are
+    only those after the last turn. `begun`: True if the rollout has at least one turn; otherwise a Continuation is
+    refused. Raises BadPrompt if the observation is not a sequence of token ids, and OutOfVocabulary for a token in the
+    observation or in `stop`."""
     follows = begun and isinstance(observation, Continuation)
     tokens = np.asarray(observation.tokens if isinstance(observation, Continuation) and begun else observation)
     if follows and tokens.shape == (0,):
@@ -274,8 +275,8 @@ def _too_long(limit: Truncation, prompt: npt.NDArray[np.int32], limits: RolloutL
 def checked(
     sampled: SampledSequence, request: SampleRequest, key: RolloutKey, limits: RolloutLimits
 ) -> SampledSequence:
-    """Returns the answer `sampled`, cut at the first stop string of its request if the sampler has not stopped there.
-    Raises BadSample."""
+    """Checks the answer `sampled` and returns it. If the sampler did not stop at the first stop string of the request,
+    cuts the answer there. Raises BadSample."""
     _check_sample(sampled, key, limits)
     if request.params.stop and (strings := request.params.stop_strings):  # its sampler may not have stopped there
         assert limits.decode is not None, "strings end answers, but there is no decoder to find them"
@@ -284,7 +285,7 @@ def checked(
 
 
 def _check_sample(sampled: SampledSequence, key: RolloutKey, limits: RolloutLimits) -> None:
-    """Raises BadSample for an answer that the trainer could not compute with, so that the run would end there."""
+    """Raises BadSample for an answer that the trainer could not train on; such an answer would end the run there."""
     # Only ufuncs, for speed: a sum is finite if all terms are, and a negative token becomes a large one without sign.
     if not 0 < len(sampled.tokens) == len(sampled.logprobs) or not math.isfinite(np.add.reduce(sampled.logprobs)):
         raise BadSample(

@@ -60,8 +60,8 @@ class RunningGroups:
     # ---- checkpoints
 
     def take(self, groups: Iterable[Group]) -> tuple[UnfinishedGroup, ...]:
-        """Returns the progress of the running `groups`, for a checkpoint. Leaves out groups in which every rollout
-        would start again after a resume."""
+        """Returns the progress of the running `groups`, for a checkpoint. Leaves out a group if all its rollouts would
+        start over after a resume."""
         return tuple(unfinished for group in groups if (unfinished := self._take(group)) and unfinished.trajectories_G)
 
     def _take(self, group: Group) -> UnfinishedGroup | None:
@@ -72,9 +72,9 @@ class RunningGroups:
         return progress.take(group, runner.size, runner.sampling.temperature)
 
     def load(self, ledger: Ledger, state: OrchestratorState) -> tuple[dict[int, ScoredGroup], str]:
-        """Loads the `state` of a checkpoint into the ledger, and stores the progress of groups that were running when
-        it was made: they continue from their progress when they are started. Returns the finished groups by index, and
-        a text on how many unfinished rollouts continue ("" if there were none)."""
+        """Loads the `state` of a checkpoint into the ledger. Stores the progress of the groups that were running when
+        the checkpoint was made; they continue from it when they are started. Returns the finished groups by index, and
+        a message that says how many unfinished rollouts continue ("" if there were none)."""
         fitting = {unfinished.group.index: unfinished for unfinished in state.running if self._fits(unfinished)}
         usable = ledger.load_state_dict(state.ledger, fitting.keys())
         for index in usable:
@@ -87,6 +87,6 @@ class RunningGroups:
         return finished, f"{restored} of {rollouts} unfinished rollouts were kept" if rollouts else ""
 
     def _fits(self, unfinished: UnfinishedGroup) -> bool:
-        """Returns True if the rollouts of a group from a checkpoint may continue: they were sampled at the temperature
-        that this run has."""
+        """Returns True if the rollouts of a group from a checkpoint may continue: this run has the temperature at which
+        they were sampled."""
         return unfinished.temperature == self._runner_of(unfinished.group.problem).sampling.temperature

@@ -106,7 +106,7 @@ class CodeReport:
 
 def main(text: str) -> int:
     """Runs the program that `text`, a CodeStart as JSON, describes. Writes a CodeReport as JSON to the open file that
-    `text` names. Returns 1 if the parent has ended before, else 0."""
+    `text` names. Returns 1 if the parent process is already gone, else 0."""
     start = CodeStart(**json.loads(text))
     os.set_inheritable(start.report, False)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)  # they are waited for
@@ -151,8 +151,8 @@ def run(start: CodeStart) -> CodeReport:
 
 
 def watch(start: CodeStart, child: int) -> CodeReport:
-    """Waits until the process `child` ends, for SIGTERM, or until a limit is exceeded. Returns the exit code, the
-    exceeded limit, or an empty report after SIGTERM. Kills nothing."""
+    """Waits until the process `child` ends, a limit is exceeded, or SIGTERM arrives. Returns a report with the exit
+    code or the exceeded limit; after SIGTERM the report is empty. Kills nothing."""
     deadline = time.monotonic() + start.wall_s
     while True:
         received = signal.sigtimedwait(WATCHED, LOOK_S)
@@ -193,8 +193,8 @@ def resident(pid: int) -> int:
 
 
 def unlinked(processes: Sequence[int]) -> int:
-    """Returns the bytes of files that the processes have open and that have no name: such files may be in memory
-    without being mapped. Each file counts once."""
+    """Returns the size in bytes of the unlinked files that the processes have open. Such files may be in memory without
+    being mapped. Each file counts once."""
     sizes: dict[tuple[int, int], int] = {}
     for pid in processes:
         try:
@@ -231,8 +231,8 @@ def check(result: int, action: str) -> None:
 
 
 def enter_namespaces(uid: int) -> None:
-    """Moves this process and its children into new namespaces. Root maps user 1 in them to the unused id `uid`; any
-    other user can map it only to its own id."""
+    """Moves this process and its children into new namespaces. If this process is root, user 1 in the namespaces is
+    mapped to the unused id `uid`; any other user can map it only to its own id."""
     user = os.geteuid()
     group = os.getegid()
     if user:
@@ -278,7 +278,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
 
 
 def build_root(start: CodeStart) -> None:
-    """Builds in memory, at the program's directory, the file system that the program sees, and makes it the root
+    """Builds the file system that the program sees, in memory, mounted at the program's directory. Makes it the root
     directory of this process."""
     root = start.directory
     work = f"{start.directory}/tmp"
@@ -335,8 +335,8 @@ def bind(path: str, target: str) -> None:
 
 
 def begin(start: CodeStart, failed: int) -> None:
-    """Turns this new process into the program; with the isolation `namespaces` into process 1 of its namespace, which
-    starts the program as its child. Writes an error to the descriptor `failed`. Does not return."""
+    """Turns this new process into the program. With the isolation `namespaces` it becomes process 1 of its namespace
+    instead, and starts the program as its child. Writes an error to the descriptor `failed`. Does not return."""
     directory = start.directory
     user = None
     lower = 0
@@ -374,9 +374,9 @@ def be_init(program: int) -> None:
 
 
 def become(start: CodeStart, directory: str, user: int | None, lower: int) -> None:
-    """Sets limits and environment, and replaces this process by the program in `directory`. `user`: the user id to take
-    first (None: the present one). `lower`: how many processes the kernel counts in addition to the program's own.
-    Raises OSError if the program cannot be started."""
+    """Sets limits and environment, and replaces this process by the program in `directory`. `user`: the user id to
+    change to first (None: keep the present one). `lower`: the number of other processes that the kernel counts towards
+    the program's process limit. Raises OSError if the program cannot be started."""
     os.setsid()
     if user is not None:
         os.setgroups([])

@@ -102,7 +102,7 @@ class OrchestratorState:
     @classmethod
     def read(cls, directory: Path) -> OrchestratorState:
         """Reads the files that `write` wrote to `directory`; the caller has verified their contents. Raises OSError for
-        a missing file, CheckpointInvalid for a file that is no safetensors file, and for an unknown layout."""
+        a missing file, and CheckpointInvalid for a file that is not a safetensors file or has an unknown layout."""
         state = json.loads((directory / STATE).read_text())
         layout = state.pop("layout", None)
         if layout != LAYOUT:

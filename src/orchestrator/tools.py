@@ -141,8 +141,8 @@ class _LimitExceeded(Exception):
 
 
 async def _within(tool: Tool, arguments: dict[str, object]) -> str:
-    """Runs a tool for at most its time limit, and returns its answer as text. Raises _LimitExceeded at the limit;
-    raises a TimeoutError of the tool itself unchanged."""
+    """Runs a tool for at most its time limit, and returns its answer as text. Raises _LimitExceeded at the limit. A
+    TimeoutError that the tool itself raises passes through unchanged."""
     work: Callable[[], Any] = partial(tool.run, **arguments)
     try:
         async with asyncio.timeout(tool.limit_s) as limit:

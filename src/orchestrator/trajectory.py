@@ -101,7 +101,7 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        """The sum of the rewards of its steps, without a reward from `compute_group_rewards`."""
+        """The sum of the rewards of the trajectory's steps, without a reward from `compute_group_rewards`."""
         return sum(turn.reward for turn in self.turns)
 
     @property
@@ -137,10 +137,10 @@ class Trajectory:
 
 
 class TrajectoryBuilder:
-    """A trajectory that grows, turn by turn: `ask` takes a prompt, `answer` the answer to it.
+    """A trajectory that grows, turn by turn: `ask` takes a prompt, `answer` takes the answer to it.
 
-    Arrays that it has returned do not change: it writes new tokens only after them, and copies all tokens into a larger
-    buffer when its buffer is full.
+    The contents of a returned array never change later. The builder only appends tokens; when its buffer is full, it
+    copies all tokens to a larger buffer.
     """
 
     def __init__(self, begun: Trajectory | None = None) -> None:
@@ -178,9 +178,9 @@ class TrajectoryBuilder:
         return 0
 
     def ask(self, tokens: npt.NDArray[np.int32], *, follows: bool = False) -> None:
-        """Takes the next prompt. `tokens`: the whole prompt, or with `follows` only its part after all tokens of the
-        present segment (the last turns, in which each prompt continues the turn before). A prompt without an answer
-        does not become part of the trajectory."""
+        """Takes the next prompt. `tokens`: the whole prompt; with `follows` only the part of the prompt after all
+        tokens of the present segment. (A segment is a run of turns in which each prompt continues the turn before.) A
+        prompt without an answer does not become part of the trajectory."""
         if not follows:
             earlier = self._tokens[self._start : self._answered]
             if np.array_equal(tokens[: len(earlier)], earlier):

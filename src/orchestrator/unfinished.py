@@ -70,7 +70,8 @@ class UnfinishedGroup:
 
     @property
     def trajectories_G(self) -> list[Trajectory]:
-        """The trajectories, finished or so far, of the rollouts that do not start again, in order."""
+        """The trajectories of all rollouts that need not start over after a resume, in order. An unfinished rollout has
+        the trajectory so far."""
         rollouts = [rollout for rollout in self.rollouts_G if rollout is not None]
         return [rollout.trajectory if isinstance(rollout, UnfinishedRollout) else rollout for rollout in rollouts]
 
@@ -106,8 +107,8 @@ class RolloutProgress:
         self._between = (env, builder, prompt, follows, stop)
 
     def steps(self) -> None:
-        """Records that a step of the environment begins, and takes the environment's state before it. Raises BadState,
-        and errors of the environment."""
+        """Saves the rollout with the environment's present state, and records that a step of the environment begins.
+        Raises BadState, and errors of the environment."""
         self._snapshot = self._now()
         self._between = None
 
@@ -147,7 +148,8 @@ class GroupProgress:
 
     @classmethod
     def of(cls, group: UnfinishedGroup, size: int) -> GroupProgress:
-        """Returns the progress from which the group of a checkpoint continues, with its first `size` rollouts only."""
+        """Returns the progress from which `group`, the group of a checkpoint, continues. Takes only the group's first
+        `size` rollouts."""
         rollouts = dict(enumerate(group.rollouts_G[:size]))
         return cls(
             keeps_finished=True,
@@ -208,8 +210,8 @@ def plain(value: object, place: str) -> Any:
 
 
 def to_json(value: object, arrays: list[npt.NDArray[np.generic]]) -> object:
-    """Returns a result of `plain` as JSON values. Appends its arrays to `arrays`; instead of an array the result has
-    the array's index there (see SPECIAL)."""
+    """Converts `value`, a result of `plain`, to JSON values. Appends each array to `arrays`, and puts the array's index
+    in `arrays` in its place (see SPECIAL)."""
     if isinstance(value, dict):
         return {key: to_json(part, arrays) for key, part in value.items()}
     if isinstance(value, list):
@@ -223,7 +225,8 @@ def to_json(value: object, arrays: list[npt.NDArray[np.generic]]) -> object:
 
 
 def from_json(value: Any, arrays: Mapping[str, npt.NDArray[np.generic]]) -> Any:
-    """Returns the plain value that `to_json` turned into `value`. `arrays`: {index of an array, as text: the array}."""
+    """Restores the plain value that `to_json` converted to `value`. `arrays`: {index of an array, as text: the
+    array}."""
     if isinstance(value, list):
         return [from_json(part, arrays) for part in value]
     if not isinstance(value, dict):

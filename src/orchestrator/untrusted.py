@@ -106,10 +106,10 @@ async def run_code(
     program: str, input: str = "", limits: CodeLimits = CodeLimits(), command: Sequence[str] = PYTHON
 ) -> CodeResult:
     """Runs a program, given as text: starts `command` with the name of a file that holds `program`, and `input` as
-    standard input. Returns how it ended, also if it exceeded a limit.
+    standard input. Returns how the program ended, even if it exceeded a limit.
 
-    At most as many programs run at the same time as there are cores; others wait. Raises RunCodeFailed, and BadInput on
-    a machine that cannot limit processes where the limits ask for it.
+    At most as many programs run at the same time as there are cores; others wait. Raises RunCodeFailed. Raises BadInput
+    if `limits` asks for a limit of processes but the machine cannot enforce one.
     """
     async with _turn():
         machine = await this_machine()
@@ -128,7 +128,7 @@ _machine: Machine | None = None
 
 
 async def this_machine() -> Machine:
-    """Returns the isolation that this machine offers. Finds out by a trial at the first call, and then logs missing
+    """Returns the isolation that this machine offers. The first call finds it out by a trial, and logs missing
     protections."""
     global _machine
     if _machine is None:
@@ -164,8 +164,8 @@ this machine. Prints the number of processes that could be started, and whether 
 
 
 async def _tried() -> Machine:
-    """Tries one isolation after the other, the strongest first. Returns the first that works, and what it limits.
-    Raises RunCodeFailed if not even a program without isolation can be started."""
+    """Tries the kinds of isolation, the strongest first. Returns the first that works, and which protections it gives.
+    Raises RunCodeFailed if a program cannot be started even without isolation."""
     ways: list[Isolation] = ["namespaces", "own_uid", "none"]  # only root has a user id to lend
     failures = []
     limits = replace(CodeLimits(), processes=PROBE_PROCESSES)
@@ -211,8 +211,8 @@ _uids = count(random.randrange(UIDS))
 
 
 def _start(isolation: Isolation, directory: Path, report: int, limits: CodeLimits, command: Sequence[str]) -> CodeStart:
-    """Returns the description by which the starter starts the program in `directory`. `report`: the descriptor of the
-    file for the starter's report."""
+    """Returns the CodeStart with which the starter process starts the program in `directory`. `report`: the descriptor
+    of the file to which the starter writes its report."""
     return CodeStart(
         parent=os.getpid(),
         isolation=isolation,
@@ -230,9 +230,9 @@ def _start(isolation: Isolation, directory: Path, report: int, limits: CodeLimit
 
 
 async def _played(start: str, stdin: Any, report: int, limits: CodeLimits) -> tuple[bytes, bytes]:
-    """Runs the starter to its end. `start`: a CodeStart as JSON; `report`: the descriptor for the starter's report.
-    Returns the program's output and errors, each at most one read longer than `limits.output_bytes`. Raises
-    RunCodeFailed if the starter is late."""
+    """Runs the starter process, and the program in it, to the end. `start`: a CodeStart as JSON. `report`: the
+    descriptor of the file to which the starter writes its report. Returns the program's output and errors, each at most
+    one read longer than `limits.output_bytes`. Raises RunCodeFailed if the starter exceeds its time."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", "-c", STARTER.format(root=str(Path(__file__).parents[1])), start),
         stdin=stdin,
@@ -257,7 +257,8 @@ async def _played(start: str, stdin: Any, report: int, limits: CodeLimits) -> tu
 
 
 async def _read(stream: asyncio.StreamReader, limit: int, process: asyncio.subprocess.Process) -> bytes:
-    """Returns the contents of a stream until its end. Kills the program when they exceed `limit` bytes."""
+    """Reads a stream to its end and returns its contents. If they exceed `limit` bytes, makes the starter kill the
+    program."""
     text = b""
     while chunk := await stream.read(2**16):
         if len(text) <= limit:
@@ -268,8 +269,9 @@ async def _read(stream: asyncio.StreamReader, limit: int, process: asyncio.subpr
 
 
 async def end_starter(process: asyncio.subprocess.Process, name: str) -> None:
-    """Sends SIGTERM to a starter, which then kills its program and all processes of the program, and waits for the
-    starter's end. Logs an error and kills the starter if processes do not die. `name` names the program in messages."""
+    """Sends SIGTERM to a starter process, and waits for its end. The starter then kills its program and all processes
+    of the program. If processes do not die, logs an error and kills the starter. `name` names the program in
+    messages."""
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     try:

@@ -36,7 +36,7 @@ class RolloutTokens:
     __slots__ = ("_counts", "_requested_at", "_sampled")
 
     def __init__(self, counts: TokenCounts, restored: int) -> None:
-        """`restored`: the number of tokens that the rollout has from a checkpoint."""
+        """`restored`: the number of tokens of the rollout that come from a checkpoint."""
         self._counts = counts
         self._sampled = restored
         self._requested_at: float | None = None
@@ -127,8 +127,8 @@ class TokenCounts:
         self._wasted[cause] += tokens
 
     def settle(self, index: int, scored: ScoredGroup | None, filtered: bool) -> None:
-        """Ends the count of group `index` after its rollouts. A failed group (`scored` is None) wastes all its tokens;
-        the lengths of a group that is not filtered count in `length/sampled`."""
+        """Ends the count of group `index` after its rollouts. If the group failed (`scored` is None), counts all its
+        tokens as wasted. Unless it failed or was filtered, its lengths count in `length/sampled`."""
         group = self._groups.pop(index)
         if scored is None:
             self.waste("failed", group.total)
@@ -160,8 +160,8 @@ class TokenCounts:
         self._rollouts = state["rollouts"]
 
     def take(self) -> dict[str, float]:
-        """Returns the metrics of the time since the last call. `length/sampled` is the mean number of tokens of the
-        rollouts of groups that neither failed nor were filtered; it is missing when there were none."""
+        """Returns the metrics of the time since the last call. `length/sampled` is the mean number of tokens of a
+        rollout, over the groups that neither failed nor were filtered; it is missing if there were no such groups."""
         row = {f"waste/{cause}": float(self._wasted[cause]) for cause in CAUSES}
         if self._rollouts and not self._repeatable:
             row["length/sampled"] = self._sampled / self._rollouts

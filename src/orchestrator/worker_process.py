@@ -54,8 +54,8 @@ def main(parent: int) -> None:
 
 
 def take_connection() -> socket.socket:
-    """Returns the socket that was standard input, and puts /dev/null in its place: programs that a function starts do
-    not inherit the socket."""
+    """Returns the socket that was standard input, and replaces standard input by /dev/null, so that programs that a
+    function starts do not inherit the socket."""
     connection = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -64,8 +64,8 @@ def take_connection() -> socket.socket:
 
 
 def load(request: bytes) -> Callable[[], object]:
-    """Unpickles a call, which imports its function. Returns a function that makes the call, or that raises the error of
-    unpickling."""
+    """Unpickles a call; this imports the call's function. Returns a function that makes the call. If unpickling fails,
+    returns a function that raises the error."""
     try:
         function, *args = pickle.loads(request)
     except BaseException as error:
@@ -89,8 +89,8 @@ def answer(call: Callable[[], object]) -> bytes:
 
 
 def encoded(result: object) -> bytes:
-    """Returns the JSON of an answer with the result of a call. Raises TypeError if the result is no JSON value,
-    ValueError if the JSON exceeds MOST_BYTES."""
+    """Returns an answer, as JSON, that contains the result of a call. Raises TypeError if the result is not a JSON
+    value, ValueError if the JSON exceeds MOST_BYTES."""
     try:
         text = json.dumps({"result": result}, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:

@@ -69,13 +69,13 @@ class WorkerDied(Exception):
 
 
 class WorkerError(Exception):
-    """A function raised an exception of a class that is not one of Python's built-in classes. The error that is raised
-    is of a subclass of WorkerError with the name of that class."""
+    """A function raised an exception whose class is not built into Python. The error is raised as a subclass of
+    WorkerError that has the name of the exception's class."""
 
 
 class Workers:
-    """Holds at most `size` processes, which are started on demand. They get the environment variables that `variables`
-    names, in addition to PASSED_ON. An object belongs to one event loop."""
+    """Holds at most `size` worker processes, which are started on demand. The processes get the environment variables
+    that `variables` names, in addition to PASSED_ON. A Workers object belongs to one event loop."""
 
     def __init__(self, size: int, variables: Sequence[str] = ()) -> None:
         self._free = asyncio.Semaphore(size)
@@ -84,9 +84,9 @@ class Workers:
         self._all: set[Worker] = set()
 
     async def run(self, function: Callable[..., T], *args: object, timeout_s: float) -> T:
-        """Calls `function(*args)` in a worker process, and returns the result in JSON's types. Raises the function's
-        exception if its class is one of Python's, else a WorkerError with the same name; WorkerTimeout after
-        `timeout_s` seconds, and WorkerDied."""
+        """Calls `function(*args)` in a worker process, and returns the result in JSON's types. If the function raises
+        an exception, raises it here if its class is built into Python, else a WorkerError with the same name. Raises
+        WorkerTimeout after `timeout_s` seconds, and WorkerDied."""
         name = f"{function.__module__}.{function.__qualname__}"
         request = pickle.dumps((function, *args))
         async with self._free:
@@ -171,9 +171,8 @@ class Worker:
 
 
 def _process(connection: socket.socket, variables: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Starts a process that serves `connection`, its end of a pair of sockets, and closes this end in the present
-    process. The new process searches for modules in the same directories, and ends with the thread of the event
-    loop."""
+    """Starts a process that serves `connection`, its end of a socket pair, and closes this end in the present process.
+    The new process has the same module search path. It ends when the thread of the event loop ends."""
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
     with connection:
         return subprocess.Popen(
@@ -184,8 +183,8 @@ def _process(connection: socket.socket, variables: Sequence[str]) -> subprocess.
 
 
 def _outcome(answer: Any) -> tuple[Any, Exception | None]:
-    """Returns the result and None, or None and the exception, from a decoded answer of `worker_process`. Raises
-    ValueError, TypeError or KeyError for anything else."""
+    """Converts a decoded answer of `worker_process` to the result and None, or None and the exception. Raises
+    ValueError, TypeError or KeyError if it is not such an answer."""
     if "result" in answer:
         return answer["result"], None
     error = _exception(answer["error"], answer["args"])
@@ -194,8 +193,8 @@ def _outcome(answer: Any) -> tuple[Any, Exception | None]:
 
 
 def _exception(name: str, args: Sequence[object]) -> Exception:
-    """Returns an exception of Python's class `name`, with the arguments `args`; a WorkerError with this name if Python
-    has no such class."""
+    """Returns an exception of the built-in class `name` with the arguments `args`. If Python has no such class, or it
+    does not accept `args`, returns a WorkerError with this name."""
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
@@ -206,8 +205,8 @@ def _exception(name: str, args: Sequence[object]) -> Exception:
 
 
 def passed_on(variables: Sequence[str]) -> dict[str, str]:
-    """Returns the environment variables, {name: value}, for code that grades a model's output, or is a model's output:
-    the variables in PASSED_ON, and those with a name in `variables`."""
+    """Returns the environment variables, {name: value}, for a process that grades a model's output or runs it as code:
+    the variables that PASSED_ON allows, except secrets, and the variables that `variables` names."""
     usual = {name for name in os.environ if any(fnmatchcase(name, pattern) for pattern in PASSED_ON)}
     secret = {name for name in usual if is_secret(name, os.environ[name] if name.lower().endswith("_proxy") else "")}
     return {name: value for name, value in os.environ.items() if name in {*usual - secret, *variables}}
@@ -230,11 +229,11 @@ async def workers(size: int, variables: Sequence[str] = ()) -> AsyncIterator[Non
 
 
 async def run_in_worker(function: Callable[..., T], *args: object, timeout_s: float) -> T:
-    """Returns `function(*args)`, computed in another process for at most `timeout_s` seconds. The result is made of
-    JSON values: tuples become lists.
+    """Calls `function(*args)` in another process for at most `timeout_s` seconds, and returns the result. The result is
+    made of JSON values: tuples become lists.
 
-    Raises what the function raises (a WorkerError of the same name for a class that is not Python's), WorkerTimeout
-    when it takes longer, WorkerDied when its process ends by itself.
+    If the function raises an exception, raises it here if its class is built into Python, else a WorkerError with the
+    same name. Raises WorkerTimeout when the call takes longer, and WorkerDied when the process ends by itself.
     """
     if _current is None:
         raise RuntimeError(

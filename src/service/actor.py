@@ -61,8 +61,8 @@ class ServiceActor:
         starts: Sequence[AttemptStart] = (),
     ) -> None:
         """`trains`: True if the replicas get weights from a trainer; ages of sessions are bounded only then.
-        `sessions`: the directory of the store of sessions, directly below the directory of the run that the console
-        shows. `starts`: for each attempt of the run so far, its number and the version that it began with."""
+        `sessions`: the directory of the session store, directly below the run directory (the console shows that run).
+        `starts`: for each attempt of the run so far, its number and the version that it began with."""
         redirect_output(log_dir, "service_0")
         self._config = config
         self._sampler_factory = sampler_factory
@@ -136,7 +136,7 @@ class ServiceActor:
         return min(weights, key=lambda identity: (identity.version, identity.attempt))
 
     async def _fit_places(self) -> None:
-        """Sets, every LOOK_S seconds, how many answers to clients may be sampled at the same time: the share
+        """Every LOOK_S seconds, sets how many answers to clients may be sampled at the same time: the fraction
         `service.share` of the sequences that all replicas together can decode at the same time."""
         while True:
             with suppress(TriremeError):
@@ -153,9 +153,9 @@ class ServiceActor:
 
     @remote_method
     async def attempt_begins(self, attempt: int, version: int) -> None:
-        """Records that the run's attempt number `attempt` begins with the weights `version`. Ends all sessions with
-        later weights of earlier attempts (as their floor, or in their tokens), because the run has given these weights
-        up."""
+        """Records that the run's attempt number `attempt` begins with the weights `version`. The run has then given up
+        all later versions of earlier attempts: ends each session that has such a version, as its floor or in its
+        tokens."""
         await self._started.wait()
         await self._gateway.registry.attempt_begins(attempt, version)
 

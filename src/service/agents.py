@@ -43,8 +43,9 @@ class RolloutSampler:
         self.rollouts: dict[str, Sample] = {}
 
     async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None, /) -> SampledSequence:
-        """Samples one sequence by the function of the request's rollout. Raises that function's TriremeError unchanged,
-        RoomFailed for any other error of the function, and RoomFailed if the rollout has ended."""
+        """Samples one sequence with the `Sample` function of the rollout that the request's session belongs to. Raises
+        that function's TriremeError unchanged, RoomFailed for any other error of the function, and RoomFailed if the
+        rollout has ended."""
         sample = self.rollouts.get(request.route_key)
         if sample is None:
             raise RoomFailed("the rollout of this session has ended")
@@ -104,6 +105,6 @@ class LoopbackSessions:
 
 
 async def _no_floor() -> WeightIdentity:
-    """Returns version 0 as the floor of every session, so that the service refuses no answer because of its age: the
-    ledger, which knows the floor of the rollout's group, checks the tokens."""
+    """Returns version 0 as the floor of every session, so that the service refuses no answer as too old. The ledger,
+    which knows the floor of the rollout's group, checks the age of the tokens."""
     return WeightIdentity(0, 0, "")

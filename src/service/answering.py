@@ -71,8 +71,8 @@ OnAnswer = Callable[[PlacedTurn, int, SampledSequence], None]
 
 
 class TurnAnswering:
-    """Finds the answers of a session that turns continue, samples the turns, and reads the sampled tokens as text.
-    `models`: the model that answers; `places`: limits how many answers are sampled at the same time."""
+    """Finds the earlier answer that a turn continues, samples the turn, and reads the sampled tokens as text. `models`:
+    the model that answers; `places`: limits how many answers are sampled at the same time."""
 
     def __init__(
         self, sample: Sample, models: ServedModels, tokenizer: Tokenizer, renderer: Renderer, places: Places
@@ -127,10 +127,10 @@ class TurnAnswering:
     def _behind(
         self, tree: SessionTree, match: Match, request: TurnRequest
     ) -> tuple[int, npt.NDArray[np.int32], tuple[Message, ...]]:
-        """Returns (node, tokens, messages): the node of `tree` up to which the prompt's tokens are known, the prompt's
-        tokens after that node, and the request's messages after the continued answer. A plain prompt (text or token
-        ids) has one such message, with the text of the prompt after that answer. Raises RequestRefused if the chat
-        format refuses the messages."""
+        """Splits a prompt into the part that `tree` already has and the rest. Returns (node, tokens, messages): the
+        node where the part in `tree` ends, the prompt's tokens after that node, and the request's messages after the
+        continued answer. A plain prompt (text or token ids) has one such message: the prompt's text after that answer.
+        Raises RequestRefused if the chat format refuses the messages."""
         if request.ids is not None:
             text = text_behind(tree, match, request.text, request.ids, self.tokenizer)
             return match.node, request.ids[match.matched :], ({"role": PROMPT, "content": text},)

@@ -74,7 +74,7 @@ class Service(SessionRoutes):
         return await self._answer(request, body)
 
     async def responses(self, request: Request, body: ResponseRequest) -> Response:
-        """Continues a conversation, in the dialect of OpenAI's responses."""
+        """Continues a conversation, in the dialect of OpenAI's Responses API."""
         return await self._answer(request, body)
 
     async def messages(self, request: Request, body: MessagesRequest) -> Response:

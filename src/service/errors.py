@@ -77,8 +77,8 @@ def error_reply(path: str, refused: RequestRefused, *, close: bool = False) -> J
 
 
 def as_refused(error: Exception) -> RequestRefused:
-    """Returns the refusal that tells a client of `error`. A known error gives its status and its message; an unexpected
-    error gives status 500."""
+    """Returns the refusal that reports `error` to a client. A known error keeps its message and gets a status of its
+    kind; an unexpected error gets status 500."""
     match error:
         case RequestRefused():
             return error

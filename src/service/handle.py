@@ -93,15 +93,15 @@ class ServiceHandle:
         return cls(config, make, log_dir and log_dir / f"{PART}.log", say, start_times, roster)
 
     def attempt_begins(self, attempt: int, version: int) -> None:
-        """Tells the service that the run's attempt number `attempt` begins with the weights `version`. The service then
-        ends all sessions with later weights of earlier attempts, because the run has given these weights up."""
+        """Tells the service that the run's attempt number `attempt` begins with the weights `version`. The run has then
+        given up all later versions of earlier attempts: the service ends each session that has such a version."""
         with self._lock:
             self._starts.append((attempt, version))
             self._actor.attempt_begins.remote(attempt, version)
 
     def follow(self, source: Any) -> None:
-        """Gives the service the replica set of a new attempt, which then answers the service's requests. `source`: the
-        set as a router in another process sees it (`inference.replica_set.handle.RemoteSet`)."""
+        """Sends the service's requests from now on to the replica set of a new attempt. `source`: the set as a router
+        in another process sees it (`inference.replica_set.handle.RemoteSet`)."""
         with self._lock:
             self._source = source
             self._actor.follow.remote(source)

@@ -56,7 +56,7 @@ class ServiceKey:
 
     @property
     def name(self) -> str:
-        """The name of this key in logs and metrics, from which the secret cannot be computed."""
+        """The name of this key in logs and metrics. The secret cannot be computed from the name."""
         return f"{self.role}-{_digest(self.value).hex()[:8]}"
 
 
@@ -112,8 +112,8 @@ def new_key(role: Role, prefix: str = "tr") -> ServiceKey:
 
 
 def generate(file: Path, prefix: str = "tr") -> list[ServiceKey]:
-    """Makes one key of each role, with values that begin with `prefix`, and writes them to the new file `file`, which
-    only its owner can read. Returns the keys. Raises BadInput if the file exists."""
+    """Makes a client key and an admin key, with values that begin with `prefix`, and writes both to the new file
+    `file`, which only its owner can read. Returns the keys. Raises BadInput if the file exists."""
     keys = [new_key(role, prefix) for role in ROLES]
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -11,8 +11,8 @@ from service.requests import RequestRefused
 
 class Places:
     """A limit of `places` on answers that are sampled at the same time, first come, first served. `async with places`
-    waits for a place and holds it; after `wait_s` seconds without a place it raises RequestRefused (429). `check`
-    refuses further answers when all places are taken and `waiting` answers wait."""
+    waits for a place and holds it; after `wait_s` seconds without a place it raises RequestRefused (429). At most
+    `waiting` answers may wait for a place: `check` refuses further answers."""
 
     def __init__(self, places: int, waiting: int, wait_s: float) -> None:
         self.places = places
@@ -81,8 +81,8 @@ class Places:
 
     @property
     def _retry_after_s(self) -> float:
-        """The estimated seconds until a place is free: 1, plus 1 for each time that the waiting answers fill all
-        places."""
+        """The estimated seconds until a place is free: 1, plus the waiting answers divided by the places, rounded
+        down."""
         return 1.0 + self.waiting // max(self.places, 1)
 
     def _hand_out(self) -> None:

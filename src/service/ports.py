@@ -143,7 +143,7 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 class HttpServer(Server):
-    """Serves one app at one address, in the event loop that runs."""
+    """Serves one app at one address, in the running event loop."""
 
     def __init__(self, app: ASGIApp, listening: socket.socket, idle_s: int = IDLE_S) -> None:
         """`listening`: the socket, which the server closes when it ends. `idle_s`: seconds for which a connection may

@@ -43,8 +43,8 @@ class TextReader:
         self._stop = stop
 
     def read(self, tokens: Sequence[int], whole: bool) -> Reading:
-        """Returns the text of `tokens`, which are all tokens of an answer so far. Unless the answer is `whole`, leaves
-        out the end of the text that later tokens may change."""
+        """Returns the text of `tokens`, which are all tokens of an answer so far. Until the answer is `whole`, leaves
+        out the end of the text where later tokens may change it."""
         text, stopped_by = _cut(str(self._tokenizer.decode(tokens, skip_special_tokens=True)), self._stop)
         return Reading(text if whole or stopped_by else settled(text, self._stop), stopped_by=stopped_by)
 
@@ -62,9 +62,9 @@ class MessageReader:
         self._reads_pieces = isinstance(renderer, TextRenderer)
 
     def read(self, tokens: Sequence[int], whole: bool) -> Reading:
-        """Returns the message in `tokens`, which are all tokens of an answer so far. Unless the answer is `whole`,
-        leaves out tool calls and the end of the text that later tokens may change; where the renderer is no
-        TextRenderer, leaves out everything."""
+        """Returns the message in `tokens`, which are all tokens of an answer so far. Until the answer is `whole`,
+        leaves out tool calls, and the end of the text where later tokens may change it. If the renderer is no
+        TextRenderer, leaves out everything until the answer is `whole`."""
         if not whole and not self._reads_pieces:
             return Reading("")
         message, _ = self._renderer.parse_response(tokens, self._tools)
@@ -100,7 +100,7 @@ def _cut(text: str, ends: Sequence[str]) -> tuple[str, str | None]:
 
 
 def settled(text: str, ends: Sequence[str]) -> str:
-    """Returns `text` without last characters that may be the beginning of one of the strings `ends`, or an incomplete
+    """Returns `text` without its end, if that end may be the beginning of one of the strings `ends`, or an incomplete
     letter."""
     text = text.rstrip(UNFINISHED)
     for length in range(min(max(map(len, ends), default=1) - 1, len(text)), 0, -1):
@@ -153,9 +153,9 @@ class AnswerPieces:
 
 
 def more_of(sent: str, now: str, whole: bool) -> str:
-    """Returns the end of `now` that comes after the text `sent`. Unless `now` is the `whole` text, it may be shorter
-    than `sent`, because more is held back: then returns "". Raises RequestRefused if `now` does not begin with
-    `sent`."""
+    """Returns the part of `now` that comes after the text `sent`. While the answer is not `whole`, `now` may be shorter
+    than `sent`, because more of its end is held back; then returns "". Raises RequestRefused if `now` does not begin
+    with `sent`."""
     if not whole and sent.startswith(now):
         return ""
     if not now.startswith(sent):
@@ -164,7 +164,8 @@ def more_of(sent: str, now: str, whole: bool) -> str:
 
 
 def changed() -> RequestRefused:
-    """Returns the refusal that ends a stream because the answer is no longer the one that was partly sent."""
+    """Returns the refusal that ends a stream because the answer no longer begins with the part that was already
+    sent."""
     return RequestRefused(
         "the answer is another one than its first pieces: the replica that sampled them failed, or it is malformed; "
         "send the request again",

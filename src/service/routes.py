@@ -108,8 +108,8 @@ def in_session(path: str) -> tuple[str, str]:
 
 
 def name_of(path: str) -> str:
-    """Returns a path as the table of routes has it, with `{session}` for the session's name; "other" for paths that the
-    table does not have literally, such as unknown ones and single models."""
+    """Returns the name of a path in the table of routes, with `{session}` in place of the session's name. Returns
+    "other" for all other paths, such as unknown ones and the path of a single model."""
     session, rest = in_session(path)
     path = f"{SESSIONS}{{session}}{rest}" if session else path
     if path in CALLERS:
@@ -118,8 +118,8 @@ def name_of(path: str) -> str:
 
 
 def caller_of(method: str, path: str) -> Caller:
-    """Returns which callers may use a path. A path that the table does not have counts like the routes next to it, so
-    that only callers who may use these routes get the status 404."""
+    """Returns which callers may use a path. An unknown path has the callers of the routes next to it, so that only they
+    get the status 404; others are refused like on those routes."""
     session, rest = in_session(path)
     if path.startswith(SIGNED):
         return "all"

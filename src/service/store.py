@@ -77,8 +77,8 @@ class Row:
 
 class Store:
     """A sqlite file in `directory` with the rows that a service needs after a restart; call `open` first. `row_format`:
-    name and number of the format of its rows. `boot`: the id of the machine's present boot, by which the store knows
-    that the machine was started anew and may have lost the last rows (None: read from the system)."""
+    name and number of the format of its rows. `boot`: the id of the machine's present boot (None: read from the
+    system). If another boot wrote the store, the machine was restarted, and the last rows may be lost."""
 
     def __init__(self, directory: Path, row_format: str, boot: str | None = None) -> None:
         self.path = directory / FILE
@@ -88,9 +88,9 @@ class Store:
         self._lock = -1
 
     def open(self) -> bool:
-        """Opens the store, or makes an empty one. Returns True if the last rows may be missing, because the machine has
-        booted since they were written. Raises StorageFailed if the store cannot be read or written, if another process
-        holds it, or if it is damaged or has another format."""
+        """Opens the store, or makes an empty one. Returns True if the last rows may be missing, because the machine was
+        restarted after they were written. Raises StorageFailed if the store cannot be read or written, if another
+        process holds it, or if it is damaged or has another format."""
         with storage_errors(self.path):
             make_directory(self.path.parent)
             self._lock = _locked(self.path.with_name(LOCK))
@@ -152,8 +152,8 @@ class Store:
         self._execute("DELETE FROM rows")
 
     def note_boot(self) -> None:
-        """Records that rows lost in an earlier boot of the machine were dealt with, so that `open` returns False until
-        the next boot. Raises StorageFailed."""
+        """Records that the service has dealt with a restart of the machine, which may have lost rows: `open` returns
+        False until the next restart. Raises StorageFailed."""
         self._execute("UPDATE meta SET value = ? WHERE key = 'boot'", self._boot)
 
     def _execute(self, statement: str, *values: object) -> sqlite3.Cursor:
@@ -195,9 +195,9 @@ class Store:
 
 
 def read_copy(directory: Path, row_format: str) -> tuple[list[Row], bool]:
-    """Reads the store in `directory` without changing a file. Returns (rows, booted): its rows, and True if the machine
-    was booted after they were written; ([], False) if there is no store. Raises StorageFailed if the store cannot be
-    read, for example because a service has locked it, or if its rows are not in the format `row_format`."""
+    """Reads the store in `directory` without changing a file. Returns (rows, restarted): its rows, and True if the
+    machine was restarted after they were written; ([], False) if there is no store. Raises StorageFailed if the store
+    cannot be read, for example because a service has locked it, or if its rows are not in the format `row_format`."""
     path = directory / FILE
     if not path.exists():
         return [], False

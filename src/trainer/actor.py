@@ -70,7 +70,7 @@ class ShardActor:
 
     @remote_method
     def rendezvous(self) -> tuple[str, int]:
-        """Opens the store through which the ranks find each other, and returns its (host, port). Only rank 0 is called.
+        """Opens the store through which the ranks find each other, and returns its (host, port). Called on rank 0 only.
         The store listens only at this node's address in the Ray cluster, which is 127.0.0.1 in a cluster started on
         this machine."""
         host = ray.util.get_node_ip_address()
@@ -100,7 +100,8 @@ class ShardActor:
 
     def _open_store(self, host: str, port: int, listening: int | None = None) -> TCPStore:
         """Returns a TCPStore for `host` and `port`. With `listening`, the file descriptor of a listening socket, this
-        process hosts the store, which then owns the socket; else it connects to the store."""
+        process hosts the store, and the store owns the socket. Without it, this process connects to a store that
+        another process hosts."""
         from datetime import timedelta
 
         from torch.distributed import TCPStore
@@ -156,7 +157,7 @@ class ShardActor:
     @remote_method
     @in_group("give")
     def bucket(self, version: int, number: int) -> npt.NDArray[np.uint8]:
-        """Returns bucket `number` of this rank's share of `version`, as bytes; also while a verb runs. Raises
+        """Returns bucket `number` of this rank's share of `version`, as bytes. Can be called while a verb runs. Raises
         WeightsGone if this rank no longer has the version."""
         return self._versions.bucket(version, number)
 
@@ -182,14 +183,14 @@ class ShardActor:
     @remote_method
     @in_group("watch")
     def heartbeat(self) -> Heartbeat:
-        """Returns this process's id and Ray node, also while a verb runs."""
+        """Returns this process's id and Ray node. Can be called while a verb runs."""
         return Heartbeat((os.getpid(),), ray.get_runtime_context().get_node_id())
 
     @remote_method
     @in_group("watch")
     def stack(self) -> str:
-        """Returns the stack traces of the threads that run in one of the files OWN_CODE, also while a verb hangs in a
-        collective."""
+        """Returns the stack traces of the threads that are running code in the files OWN_CODE. Can be called while a
+        verb hangs in a collective."""
         stacks = [traceback.extract_stack(frame) for frame in sys._current_frames().values()]
         verb_stacks = [stack for stack in stacks if any(frame.filename.endswith(OWN_CODE) for frame in stack)]
         return "".join("".join(stack.format()) for stack in verb_stacks) or "(in no verb)\n"

@@ -77,9 +77,10 @@ class Adapters:
         """The adapter in use."""
 
     def add(self, name: str, spec: AdapterSpec, start: Path | None = None) -> None:
-        """Adds the adapter `name`, which waits in host memory until `use`. Without `start` its B is zero, so it changes
-        nothing at first; with `start`, a directory in peft's form, it has the values there. Raises BadInput if
-        `name` is taken, if `spec` does not fit the model's LoRA layers, or if `start` does not fit `spec`."""
+        """Adds the adapter `name`, which waits in host memory until `use`. Without `start` its matrix B is zero, so it
+        changes nothing at first. With `start`, a directory in peft's form, its values are read from there. Raises
+        BadInput if `name` is taken, if `spec` does not fit the model's LoRA layers, or if `start` does not fit
+        `spec`."""
         if name == self.name or name in self._waiting:
             raise BadInput(f"an adapter {name!r} is there already: give another name, or drop it first")
         rank = self.adapter.rank
@@ -130,8 +131,8 @@ class Adapters:
                 layer.scaling[ADAPTER] = self.adapter.alpha / self.adapter.rank
 
     def drop(self, name: str) -> None:
-        """Forgets the adapter `name`; if it is in use, the model first takes the adapter FIRST. Raises BadInput for
-        FIRST and for an unknown name."""
+        """Forgets the adapter `name`. If it is in use, the adapter FIRST is put into the model before. Raises BadInput
+        for FIRST and for an unknown name."""
         if name == FIRST:
             raise BadInput("the first adapter cannot be dropped; expected the name of one that was added")
         if name == self.name:
@@ -155,9 +156,9 @@ class Adapters:
             yield state["step"]
 
     def _start_values(self, spec: AdapterSpec, start: Path | None) -> Iterator[tuple[DTensor, Tensor]]:
-        """Yields each parameter with its first values as an unsharded tensor: the values of an adapter of rank
-        `spec.rank` on the layers `spec.targets`, padded with zeros to the parameter's shape. They are read from `start`
-        if it is given, else A is random and B zero."""
+        """Yields each parameter with its first values as an unsharded tensor: an adapter of rank `spec.rank` on the
+        layers `spec.targets`, padded with zeros to the parameter's shape. With `start` the values are read from this
+        directory. Without it, A is random and B is zero."""
         generator = torch.Generator().manual_seed(spec.seed)
         wholes = dict[str, Tensor]()
         local = dict[str, Tensor]()  # the parts of these that are the adapter's
@@ -202,9 +203,9 @@ class AdapterVerbs:
         return None
 
     def add_adapter(self, name: str, spec: AdapterSpec, start: Path | None = None) -> None:
-        """Adds the adapter `name`, which waits until `use_adapter`. It changes nothing at first or, with `start`, has
-        the values in this directory, in peft's form. Raises BadInput if this model cannot have the adapter, or
-        `name` is taken."""
+        """Adds the adapter `name`, which waits until `use_adapter`. Without `start` it changes nothing at first. With
+        `start`, a directory in peft's form, its values are read from there. Raises BadInput if this model cannot have
+        the adapter, or if `name` is taken."""
         self._several().add(name, spec, start)
 
     def use_adapter(self, name: str) -> None:

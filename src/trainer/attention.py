@@ -36,8 +36,9 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def choose_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> str:
-    """Makes FlashAttention 3 the variable-length kernel of this process if, at these sizes, its outputs and gradients
-    are right; else the kernel stays FlashAttention 2. Returns the name of the kernel and, for 2, why it is not 3."""
+    """Chooses the variable-length attention kernel of this process. If FlashAttention 3 computes right outputs and
+    gradients at these sizes, it is used; else FlashAttention 2 stays. Returns the kernel's name and, for FlashAttention
+    2, why 3 cannot be used."""
     try:
         activate_flash_attention_impl("FA3")
         _try_kernel(device, dtype, heads, key_heads, head_dim)
@@ -49,9 +50,10 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_head
 
 
 def _try_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> None:
-    """Computes two short random sequences, with gradients, packed and with a common prefix, by the kernel and by
-    `masked_attention` in float32. In the row with a common prefix a third sequence repeats the first one, so that it
-    has no query. Raises RuntimeError if the results differ by more than the rounding of 16 bits."""
+    """Computes attention and its gradients on random sequences, by the kernel and by `masked_attention` in float32.
+    Tries two packed sequences, and then a row of three sequences in which a common prefix stands once. The third
+    sequence there repeats the first, so it adds no query. Raises RuntimeError if the results differ by more than the
+    rounding of 16 bits."""
     longest = 13
     starts = torch.tensor([0, 13, 24, 37], dtype=torch.int32, device=device)
     own_starts = torch.tensor([0, 13, 17, 17], dtype=torch.int32, device=device)
@@ -96,8 +98,8 @@ def _run_kernel(
     scale: float | None,
 ) -> Tensor:
     """Runs the variable-length kernel on packed `query` [T, heads, dim] and `key`, `value` [T, key heads, dim]; returns
-    [T, heads, dim]. `starts` int32 [sequences + 1]: where each sequence begins; `longest`: tokens of the longest
-    one."""
+    [T, heads, dim]. `starts` int32 [sequences + 1]: where each sequence begins; `longest`: the number of tokens of the
+    longest sequence."""
     out = varlen_attn(
         query, key, value, starts, starts, longest, longest, scale=scale, window_size=window, enable_gqa=True
     )
@@ -125,8 +127,8 @@ def packed_attention(
     are [B, key heads, L, dim]; returns ([B, L, heads, dim], None). The module's docstring explains the arguments from
     `cu_seq_lens_q` to `path`.
 
-    `options` are ignored; `trainer.proof` shows at the start that none of them matters. It could not show that for a
-    soft cap, which changes only large scores. So a soft cap, a mask or dropout raises BadInput.
+    Raises BadInput for a mask, dropout or a soft cap. Other `options` are ignored: at the start `trainer.proof` shows
+    that ignoring them changes nothing. It could not show this for a soft cap, which changes only large scores.
     """
     if options.get("softcap") is not None or attention_mask is not None or dropout:
         if attention_mask is not None:

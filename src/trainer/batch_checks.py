@@ -115,11 +115,11 @@ def _first_place(part: BatchPart, wrong: npt.NDArray[np.bool_]) -> tuple[int, in
 def nonfinite_datums(
     part: BatchPart, output: ShardOutput, loss: LossFn, loss_config: Mapping[str, float]
 ) -> tuple[int, ...]:
-    """Returns the numbers of the datums of `output` for which the loss, or its gradient by the log-probabilities, is
-    not finite.
+    """Returns the numbers of the datums of `output` for which the loss, or its gradient with respect to the
+    log-probabilities, is not finite.
 
-    A batch's loss is a sum over sequences: if it is not finite, some datum's loss is not finite, unless only the sum
-    overflows.
+    A batch's loss is a sum over sequences. If this sum is not finite, the loss of at least one datum is not finite
+    either, unless only the sum overflows.
     """
     import torch
 

@@ -51,8 +51,8 @@ class MicroBatch:
     metrics."""
 
     def sizes(self, lengths: Numbers) -> tuple[Numbers, Numbers]:
-        """Returns two numbers for each of the N datums of the micro-batch, both int64 [N]: its tokens, and how many of
-        them it shares with the datum before it. `lengths` int64 [D]: the tokens of every datum of the batch."""
+        """Returns two arrays int64 [N] for the N datums of the micro-batch: the number of tokens of each datum, and how
+        many of them it shares with the datum before it. `lengths` int64 [D]: the tokens of every datum of the batch."""
         whole = lengths[list(self.datums)]
         return whole, np.asarray(self.shared or np.zeros(len(whole)), np.int64)
 
@@ -61,9 +61,10 @@ def balance(costs: npt.NDArray[np.int64], num_ranks: int) -> list[list[int]]:
     """Assigns datums to ranks such that the ranks' sums of `costs` (int64 [D]) are close; returns the datums of each
     rank, most expensive first. Deterministic.
 
-    First each datum, most expensive first, goes to the rank with the lowest sum (Graham 1969). Then, repeatedly, the
-    rank with the highest sum gives away one datum or swaps one with another rank, whichever leaves the larger of the
-    two sums smallest; until the highest is within GOOD_ENOUGH of the mean, or no swap lowers it.
+    First each datum, most expensive first, goes to the rank with the lowest sum (Graham 1969). Then, in each round, the
+    rank with the highest sum gives one datum to another rank or swaps one with it. The round chooses the move or swap
+    after which the larger sum of these two ranks is lowest. The rounds end when the highest sum is within GOOD_ENOUGH
+    of the mean, or when no move or swap lowers it.
     """
     order = np.argsort(-costs, kind="stable")
     rank_D = np.zeros(len(costs), np.int64)
@@ -109,7 +110,7 @@ def compute_cost(lengths: npt.NDArray[np.int64], attention_length: int) -> npt.N
 
 @dataclass(frozen=True)
 class Tree:
-    """Datums that one rank computes together. They follow each other in the order of a `Forest`."""
+    """Datums that one rank computes together, consecutive in the order of a `Forest`."""
 
     datums: Numbers
     """[N], their numbers in the batch."""
@@ -117,8 +118,8 @@ class Tree:
     """[N], as in `Forest`; 0 for the first one."""
 
     def part(self, first: int, end: int) -> Tree:
-        """Returns the tree of the datums with the places from `first` up to, not including, `end`. Its first datum
-        shares nothing, so that it is computed whole."""
+        """Returns the tree of the datums from place `first` up to, not including, place `end`. Its first datum shares
+        nothing, so it is computed whole."""
         shared = self.shared[first:end].copy()
         shared[0] = 0
         return Tree(self.datums[first:end], shared)
@@ -126,7 +127,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """Says from the lengths and the shared prefixes which datums each data-parallel rank computes. It is a
+    """Decides which datums each data-parallel rank computes, from the datums' lengths and shared prefixes. It is a
     `trireme.core.batch.Assign`: any process that has it can cut a batch into the parts that the shards expect."""
 
     num_ranks: int
@@ -149,9 +150,9 @@ class RankAssignment:
         return balance(compute_cost(lengths, self.attention_length), self.num_ranks)
 
     def trees(self, forest: Forest) -> list[list[Tree]] | None:
-        """Returns the trees of each rank, most expensive first. Returns None if nothing is shared; and, with `share`
-        auto, if sharing does not lower the highest cost of a rank by LEAST_SAVING. The decision depends on the forest
-        alone, not on measured times."""
+        """Returns the trees of each rank, most expensive first. Returns None if nothing is shared. With `share` auto,
+        also returns None if sharing lowers the highest cost of a rank by less than LEAST_SAVING. The decision depends
+        on the forest alone, not on measured times."""
         if self.share == "off" or not forest.shared.any():
             return None
         trees, cost_N = self._cut_trees(forest)
@@ -247,14 +248,14 @@ class RowSize:
         return RowSize(self.distinct + other.distinct, self.datums + other.datums, longest)
 
     def fits(self, most_tokens: float) -> bool:
-        """Returns True if the row has at most `most_tokens` tokens, and a column as a rectangle [datums, longest] at
+        """Returns True if the row has at most `most_tokens` tokens, and its padded rectangle [datums, longest] has at
         most FLAT_TOKENS * `most_tokens` places."""
         return self.distinct <= most_tokens and self.datums * self.longest <= FLAT_TOKENS * most_tokens
 
 
 def _pack_trees(trees: Sequence[Tree], lengths_D: Numbers, most_tokens: float) -> list[MicroBatch]:
-    """Packs trees into rows that fit (`RowSize.fits`). A tree that is too large is cut; each of the parts goes into the
-    first row that has room for it."""
+    """Packs trees into rows that fit (`RowSize.fits`). A tree that is too large is cut into parts. Each tree or part
+    goes into the first row that has room for it."""
     rows: list[tuple[list[int], list[int]]] = []
     sizes: list[RowSize] = []
     for part, size in (cut for tree in trees for cut in _cut_tree(tree, lengths_D, most_tokens)):
@@ -295,10 +296,10 @@ def plan(
     shares: bool = False,
 ) -> list[list[MicroBatch]]:
     """Returns the micro-batches of each rank, [R][M] with the same M for all ranks. Every datum is in exactly one
-    micro-batch, not counting fillers.
+    micro-batch, not counting fillers. Deterministic.
 
-    `forest`: of D >= 1 datums. `shares`: the models can be computed with shared prefixes; else datums stay on the ranks
-    to which `assignment` gives them, and are computed whole. Deterministic.
+    `forest` has at least one datum. `shares`: the models can be computed with shared prefixes. If they cannot,
+    `assignment` still decides the rank of each datum, but every datum is computed whole.
     """
     lengths = forest.lengths
     trees_R = assignment.trees(forest)
@@ -321,7 +322,7 @@ def plan(
 
 
 class FlatTokens:
-    """The places of the tokens of some datums when the datums follow each other in one row of T tokens.
+    """Index arrays for datums that are laid out one after the other in one row of T tokens.
 
     For each token, int64 [T]: `index`, its place in the batch's tokens; `positions`, its place in its datum; `datum`,
     the number of its datum within the row; `places`, its place in a rectangle of shape `shape`, [datums, longest],

@@ -33,8 +33,8 @@ def compute_canary(
     model: PreTrainedModel, dtype: torch.dtype, tokens: npt.NDArray[np.int32], device: torch.device
 ) -> Canary:
     """Returns the canary: the log-probabilities of `tokens`, int32 [T], under the weights that `model` publishes,
-    computed by the same code as in training. `dtype`, in which the model computes, decides how far a replica may
-    differ. Collective."""
+    computed by the same code as in training. `dtype`: the dtype in which the model computes; it decides how far a
+    replica's result may differ. Collective."""
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)[None]
     inputs = ids[:, :-1]
     targets = ids[:, 1:]

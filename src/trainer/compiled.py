@@ -39,9 +39,9 @@ def trial_batches(vocabulary: int, most_tokens: int, longest: int) -> list[Token
 
 
 def trial_micro_batches(batch: TokenBatch, sharding: Sharding) -> list[MicroBatch]:
-    """Returns the micro-batches in which the trial computes `batch`. The first one computes each datum whole. Where
-    prefixes are shared, a second one treats each datum as if it shared a prefix with the datum before it, half as long
-    as the shorter of the two."""
+    """Returns the micro-batches in which the trial computes `batch`. The first one computes each datum whole. If
+    prefixes are shared, a second one pretends that each datum shares a prefix with the datum before it. The pretended
+    prefix is half as long as the shorter of the two datums."""
     datums = tuple(range(len(batch)))
     micro_batches = [MicroBatch(datums)]
     if sharding.shares:

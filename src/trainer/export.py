@@ -34,9 +34,9 @@ def companion_files(
     tokenizer: str, model: PreTrainedModel | None = None, dtype: torch.dtype | None = None
 ) -> dict[str, bytes]:
     """Returns {name: contents} of the files that accompany saved tensors: the files of `tokenizer` (a local directory
-    or a name on the hub) and, with `model`, its generation configuration and its configuration, in which `dtype` stands
-    as the dtype of the weights. Raises StorageFailed if the temporary directory of these files cannot be written.
-    """
+    or a name on the hub) and, with `model`, its configuration and generation configuration. The configuration names
+    `dtype` as the dtype of the weights. Raises StorageFailed if these files cannot be written to a temporary
+    directory."""
     parts: list[Any] = [AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)]
     if model is not None:
         parts.append(deepcopy(model.config))
@@ -59,11 +59,11 @@ def write_weights(
     file_bytes: int = FILE_BYTES,
 ) -> list[FileRecord]:
     """Writes tensors and the files `companions`, {name: contents}, into directory `path`; returns the records of all
-    files. A model is cut into files of about `file_bytes` bytes with an index, an `adapter` is one file. `entries` say
+    files. A model is cut into files of about `file_bytes` bytes with an index; an `adapter` is one file. `entries` say
     where in `buckets` the tensors are. Raises StorageFailed.
 
-    A safetensors file begins with 8 bytes, the length of a JSON object, little-endian, and that object, padded with
-    spaces to a multiple of 8 bytes. Source: https://github.com/safetensors/safetensors#format
+    A safetensors file begins with the length of its header, as 8 bytes, little-endian. The header follows: a JSON
+    object, padded with spaces to a multiple of 8 bytes. Source: https://github.com/safetensors/safetensors#format
     """
     records = [write_bytes(path, name, contents) for name, contents in companions.items()]
     if adapter:
@@ -93,9 +93,9 @@ def write_weights(
 def own_part(
     entries: Sequence[TensorEntry], buckets: Sequence[npt.NDArray[np.uint8]], spec: AdapterSpec
 ) -> tuple[list[TensorEntry], list[npt.NDArray[np.uint8]]]:
-    """Returns an adapter's tensors, as entries and buckets, without the zeros that pad them to the rank and the layers
-    of `trainer.lora`: A [rank, inputs] and B [outputs, rank] of the layers `spec.targets`, every tensor in a separate
-    bucket."""
+    """Returns an adapter's tensors at the adapter's own rank and layers: A [rank, inputs] and B [outputs, rank] of the
+    layers `spec.targets`. `entries` and `buckets` have these tensors padded with zeros to the rank and layers of
+    `trainer.lora`. The result is new entries and buckets, with each tensor in a separate bucket."""
     local_entries: list[TensorEntry] = []
     parts: list[npt.NDArray[np.uint8]] = []
     for entry in entries:

@@ -73,8 +73,8 @@ PROGRESS_S = 30.0
 
 
 class _VerbNames:
-    """Stands for the class `Shard`, whose module imports torch. Every attribute is a string, the attribute's name: the
-    name of a verb, as `ShardActor.call` takes it."""
+    """Replaces the class `Shard`, whose module imports torch, where only names of verbs are needed. Every attribute is
+    its own name as a string, which `ShardActor.call` takes."""
 
     def __getattr__(self, name: str) -> str:
         return name
@@ -107,8 +107,9 @@ class TrainerHandle:
 
         `offer`: asks the replicas to receive a version while the trainer sends it, and returns a
         `trireme.core.transport.Session`, which names the replicas that are ready. Only transports that send to a fixed
-        group of replicas use it. Sending is given up after `offered_s` seconds, at most SENDING_SHARE of the time limit
-        of a collective. Without `offer`, or with no replica ready, replicas fetch the bytes on demand.
+        group of replicas use it. Without `offer`, or if no replica is ready, replicas fetch the bytes on demand.
+        `offered_s`: the seconds after which sending is abandoned, limited to SENDING_SHARE of a collective's time
+        limit.
         """
         self._timeouts = config.timeouts
         self._actors_R = actors_R
@@ -157,8 +158,8 @@ class TrainerHandle:
 
     def shown(self) -> tuple[str, str]:
         """Returns two texts for the log. The first has the result of the model's proof at the start (`trainer.proof`),
-        with notes on compiled layers, memory and the tensors that the digest needs gathered. The second says what the
-        configuration asks for and the model cannot do, such as packed rows ("" if there is nothing)."""
+        and notes on compiled layers, memory, and the tensors whose checksums need a gather. The second names what the
+        configuration asks for but the model cannot do, such as packed rows ("" if there is nothing)."""
         text, notice = self._call(VERBS.shown)[0]
         return text, notice
 
@@ -198,9 +199,9 @@ class TrainerHandle:
         return ForwardBackwardOutput(logprobs, offsets, metrics, suspects, peak_s, tokens, distinct)
 
     def forward_backward_custom(self, data: Data, loss: CustomLoss) -> ForwardBackwardOutput:
-        """Adds the gradient of `loss`, a function of all datums and their log-probabilities (`trainer.losses`), and
-        returns its metrics too. The loss is computed in this process, so the datums of a `StoredBatch` are fetched
-        here."""
+        """Adds the gradient of `loss`, a function of all datums and their log-probabilities (`trainer.losses`), to the
+        accumulated gradient. The returned metrics include those of `loss`. The loss is computed in this process, so the
+        datums of a `StoredBatch` are fetched here."""
         if isinstance(data, StoredBatch):
             batch = data.whole(self._fetch)
         else:
@@ -232,8 +233,8 @@ class TrainerHandle:
         return stored, scatter_sums(len(batch), outputs_R)
 
     def _stored(self, data: Data) -> StoredBatch:
-        """Returns the data as a batch in one part for each shard. Data in this process is cut here, and each shard's
-        part travels with the call."""
+        """Returns `data` as a batch that is cut into one part for each shard. A `StoredBatch` is returned unchanged.
+        Other data is in this process and is cut here; each shard's part then travels with the call."""
         if isinstance(data, StoredBatch):
             return data
         self._assign = self._assign or self._call(VERBS.rank_assignment)[0]
@@ -252,8 +253,8 @@ class TrainerHandle:
         """Divides the accumulated gradient by `normalizer` (1: the gradient of the sum), clips its norm, and updates
         the weights once. Returns metrics: the learning rate and the norm.
 
-        Raises NonFiniteGradient, and then updates nothing and drops the gradient; the `suspects` that
-        `forward_backward` returned are the datums to look at.
+        If the gradient is not finite, raises NonFiniteGradient, updates nothing and drops the gradient. The datums to
+        look at are the `suspects` that `forward_backward` returned.
         """
         return self._call(VERBS.optim_step, adam_params, normalizer)[0]
 
@@ -266,9 +267,9 @@ class TrainerHandle:
         self._call(VERBS.reset_optimizer)
 
     def add_adapter(self, name: str, spec: AdapterSpec, start: Path | None = None) -> None:
-        """Adds another LoRA adapter, `name`, on all shards (`trainer.adapters`). It changes nothing at first or, with
-        `start`, has the values in this directory, in peft's form; all shards must see the directory. Raises BadInput
-        for an adapter that the model cannot have."""
+        """Adds another LoRA adapter, `name`, on all shards (`trainer.adapters`). Without `start` it changes nothing at
+        first. With `start`, a directory in peft's form that all shards must see, its values are read from there. Raises
+        BadInput for an adapter that the model cannot have."""
         self._call(VERBS.add_adapter, name, spec, start)
 
     def use_adapter(self, name: str) -> None:
@@ -295,13 +296,13 @@ class TrainerHandle:
         return replace(published_R[0], source=self._transport.join(parts_R), session=session)
 
     def free_memory(self) -> None:
-        """Gives the memory of freed tensors on GPUs back, so that the replicas there can have it."""
+        """Releases the GPU memory that PyTorch keeps from freed tensors, so that the replicas there can use it."""
         self._call(VERBS.free_memory)
 
     def _session(self, version: int) -> Session | None:
-        """Offers `version` to the replicas. Returns the `Session` for its sending, which names the replicas that are
-        ready to receive it and the seconds that are left. Returns None if the transport does not send to a fixed group
-        of replicas, or if the handle has no `offer`."""
+        """Offers `version` to the replicas. Returns the `Session` for sending it: the replicas that are ready to
+        receive, and the seconds that are left. Returns None if the transport does not send to a fixed group of
+        replicas, or if the handle has no `offer`."""
         self._terms_R = self._terms_R or self._call(VERBS.terms)
         sizes = self._terms_R[0][0]
         endpoints_R = tuple(endpoint for _, endpoint in self._terms_R if endpoint)
@@ -312,8 +313,8 @@ class TrainerHandle:
         return replace(session, left_s=max(started + self._offered_s - time.monotonic(), 0.0))
 
     def save_state(self, path: Path) -> Pending[FileRecord]:
-        """Begins to save weights, AdamW's state and random generators, as earlier calls leave them, into directory
-        `path`: each shard writes its own files, at this path on its node. Does not wait; training may continue.
+        """Begins to save weights, AdamW's state and random generators into directory `path`, in the state after all
+        earlier calls. Each shard writes its own files, at this path on its node. Does not wait; training may continue.
 
         `wait` of the result waits until all files are on the disk and returns their records, or raises StorageFailed,
         which leaves the trainer usable.
@@ -328,15 +329,16 @@ class TrainerHandle:
     def load_state(
         self, path: Path, identities: Sequence[WeightIdentity], source: CheckpointSource | None = None
     ) -> str:
-        """Loads the state saved at `path` by `save_state`, with any number of shards; nodes that do not see `path` read
-        from `source`. `identities`: the versions published before the save that may still be trained on. Drops
-        gradients. Returns a message for the log ("" if none). Raises CheckpointInvalid, StorageFailed."""
+        """Loads the state that `save_state` saved at `path`, with any number of shards. Nodes that do not see `path`
+        read from `source`. `identities`: the versions that were published before the save and may still be trained on.
+        Drops gradients. Returns a message for the log ("" if none). Raises CheckpointInvalid, StorageFailed."""
         refs_R = self._begin(VERBS.load_state, path, tuple(identities), source)
         return self._wait("load_state", refs_R, self._timeouts.checkpoint_s)[0]
 
     def save_weights(self, path: Path, published: PublishedWeights) -> Pending[FileRecord]:
-        """Begins to write the weights `published` into directory `path` in the Hugging Face layout, on the node of
-        shard 0. Does not wait; `wait` of the result returns the records of the files, or raises StorageFailed."""
+        """Begins to write the weights `published` into directory `path` in the Hugging Face layout (peft's for an
+        adapter), on the node of shard 0. Does not wait; `wait` of the result returns the records of the files, or
+        raises StorageFailed."""
         self._transport.lease(published.source)  # which the shard ends
         return Pending([self._actors_R[0].save_weights.remote(path, published)], self._names_R[:1])
 
@@ -376,10 +378,11 @@ class TrainerHandle:
             raise self._inquest(verb, error, refs_R) from error.__cause__
 
     def _inquest(self, verb: str, error: RoomFailed, refs_R: Sequence[Ref[object]]) -> RoomFailed:
-        """Waits shortly for the calls of the other shards, and returns the error to report when `verb` failed with
-        `error`. The error names a dead shard instead of the shards that lost the connection to it. After a hang, it has
-        the stack trace of each shard; after a collective that timed out, the stack traces of the shards that still do
-        not answer. `refs_R`: the references to the results of the calls, by rank."""
+        """Finds out why `verb` failed with `error`, and returns the error to report. Waits a short time for the calls
+        of the other shards. If a shard is dead, the error names it instead of the shards that lost the connection to
+        it. After a hang, the error has the stack trace of each shard. After a collective that timed out, it has the
+        stack traces of the shards that still do not answer. `refs_R`: the references to the results of the calls, by
+        rank."""
         if error.__cause__ is None:
             return RoomFailed(f"{verb}: {error}\n{''.join(self._whereabouts(range(len(refs_R))))}")
         if isinstance(error.__cause__, RayActorError):
@@ -407,7 +410,7 @@ class TrainerHandle:
 
     def _ask(self, refs: Mapping[int, Ref[Value]]) -> Iterator[tuple[int, Value | RoomFailed]]:
         """Waits for the references `refs`, {rank: reference}, INQUEST_S seconds in all. Yields (rank, answer) for each
-        of them; the answer is a RoomFailed if the call failed or did not end in time."""
+        rank; the answer is a RoomFailed if the call failed or did not end in time."""
         deadline = time.monotonic() + INQUEST_S
         for rank, ref in refs.items():
             try:

@@ -34,11 +34,12 @@ whole matrix would go to new memory each time, which the system gives page by pa
 
 def add_token_logprobs(model: PreTrainedModel, head_dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Gives `model` the method that `token_logprobs` calls, and returns `model`. Call it after `fully_shard`: FSDP
-    treats the method as a forward pass. Logits are computed in `head_dtype`: float32, or the dtype in which the
-    model computes.
+    treats the method as a forward pass. Logits are computed in `head_dtype`: float32, or the dtype in which the model
+    computes.
 
-    Raises BadInput for a model without an output matrix or a base model. `trainer.proof` shows at the start that the
-    model's logits are its hidden states times this matrix.
+    Raises BadInput if the model has no output matrix, or if its class does not name the part that computes hidden
+    states (`base_model`). `trainer.proof` shows at the start that the model's logits are its hidden states times the
+    output matrix.
     """
     name = type(model).__name__.removeprefix("FSDP")
     if model.get_output_embeddings() is None:
@@ -117,9 +118,9 @@ def chosen_logprobs(
     """Returns the log-probabilities of targets at chosen places of the rows: float32 [M], in the order of `targets`.
 
     `tokens` int64 [B, L], `sequences`: as in `token_logprobs`. `places` int64 [N]: the chosen places in the flattened
-    rows; `temperatures` float32 [N]: the temperature of each place, None: all 1. `targets` int64 [M]: a place may have
-    several targets, and `bounds` (a numpy array) says which they are, as in `SelectedLogprobs`. For a row with shared
-    prefixes `trainer.shared_rows.HeadRows` has places, temperatures and bounds.
+    rows; `temperatures` float32 [N]: the temperature of each place, None: all 1. `targets` int64 [M]. If places have
+    several targets, `bounds` (a numpy array) says which targets belong to which place, as in `SelectedLogprobs`. For a
+    row with shared prefixes, `places`, `temperatures` and `bounds` come from `trainer.shared_rows.HeadRows`.
     """
     logprobs: Tensor = getattr(model, METHOD)(tokens, targets, temperatures, places, bounds, **sequences)
     return logprobs
@@ -127,12 +128,13 @@ def chosen_logprobs(
 
 class SelectedLogprobs(torch.autograd.Function):
     """Computes log softmax(hidden [T, H] weight^T [H, V] / temperature [T]) at targets int64 [M], chunk by chunk:
-    float32 [M]. `temperature` None means 1 and skips the division, a tenth of a small model's time.
+    float32 [M]. If `temperature` is None it counts as 1, and the division is skipped (it takes a tenth of a small
+    model's time).
 
-    `bounds` int64 [T + 1]: the targets of row t are those from `bounds[t]` to `bounds[t + 1]`. None: each
-    row has one target. Logits have `head_dtype`, products of the backward pass the dtype of `hidden`; sums over the
-    vocabulary and over chunks are float32. With p the result, z = logits / temperature and s = softmax(z):
-    dp/dz = onehot(target) - s, so a row's gradient is sum_m g_m onehot(target_m) - (sum_m g_m) s.
+    `bounds` int64 [T + 1]: row t has the targets from `bounds[t]` up to, not including, `bounds[t + 1]`. None: each row
+    has one target. Logits have `head_dtype`, products of the backward pass the dtype of `hidden`; sums over the
+    vocabulary and over chunks are float32. With p the result, z = logits / temperature and s = softmax(z): dp/dz =
+    onehot(target) - s, so a row's gradient is sum_m g_m onehot(target_m) - (sum_m g_m) s.
     """
 
     @staticmethod
@@ -187,8 +189,8 @@ class SelectedLogprobs(torch.autograd.Function):
 
 
 def _targets_of(rows: slice, bounds: Numbers | None, device: torch.device) -> tuple[slice, Tensor]:
-    """Returns the targets of the rows `rows` as a slice, and for each of them the number of its row within `rows`,
-    int64. `bounds`: as in `SelectedLogprobs`."""
+    """Returns the targets of the rows `rows` as a slice, and the row number within `rows` of each target, int64.
+    `bounds`: as in `SelectedLogprobs`."""
     if bounds is None:
         return rows, torch.arange(rows.stop - rows.start, device=device)
     inside = bounds[rows.start : rows.stop + 1]
@@ -197,9 +199,9 @@ def _targets_of(rows: slice, bounds: Numbers | None, device: torch.device) -> tu
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Returns the bytes that can be allocated on a GPU, with the bytes that PyTorch has reserved and does not use.
-    Returns None on a CPU, and in deterministic mode: free memory differs between runs, and would change the chunks
-    and so the order of sums."""
+    """Returns the bytes that can be allocated on a GPU, including memory that PyTorch has reserved and does not use.
+    Returns None on a CPU. Returns None in deterministic mode too, because free memory differs between runs and would
+    change the chunks, and so the order of sums."""
     if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -207,8 +209,8 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def _chunks(tokens: int, vocabulary: int, logits: int) -> list[slice]:
-    """Cuts `tokens` tokens into slices. A slice has at most `logits` logits, where each token has `vocabulary` logits;
-    but at least one token."""
+    """Cuts `tokens` tokens into slices. A slice has at most `logits` logits (`vocabulary` for each token), but at least
+    one token."""
     size = max(1, logits // vocabulary)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
@@ -232,8 +234,8 @@ def _logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _wide_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the product of hidden [T, H] and weight^T [H, V] in `dtype`, wider than theirs, without a copy of all of
-    `weight` in `dtype`."""
+    """Returns the product of hidden [T, H] and weight^T [H, V] in `dtype`, which is wider than the dtype of the
+    factors. Never holds a copy of all of `weight` in `dtype`."""
     try:
         return torch.mm(hidden, weight.T, out_dtype=dtype)
     except NotImplementedError:  # reason: torch's own error on CPUs; torch 2.13 has this product for CUDA alone

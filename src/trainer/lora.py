@@ -86,8 +86,8 @@ def start_values(model: PreTrainedModel, source: Mapping[str, Tensor], seed: int
 
 @contextmanager
 def adapter_mode(model: nn.Module, *, off: bool = False, dropout: bool = False) -> Iterator[None]:
-    """Sets how adapters take part within the block. `off`: `model` computes as its base; only for passes without a
-    gradient. `dropout`: adapters drop the configured share of their inputs."""
+    """Sets how adapters take part in passes within the block. `off`: adapters are off, so `model` computes as its base;
+    only for passes without a gradient. `dropout`: adapters drop the configured share of their inputs."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
 
     def switch(off: bool, dropout: bool) -> None:
@@ -120,8 +120,8 @@ def published_adapters(model: PreTrainedModel, dtype: torch.dtype) -> list[list[
 
 
 def adapter_sums(model: PreTrainedModel, dtype: torch.dtype, *, is_first: bool) -> ShardSums:
-    """Returns the object that computes, for the digest, this rank's share of the sums of the tensors that
-    `adapter_units` yields. `dtype`: in which they are published; `is_first`: as in `ShardSums`."""
+    """Returns the `ShardSums` of the tensors that `adapter_units` yields: it computes this rank's share of their
+    checksums for the digest. `dtype`: the dtype in which they are published; `is_first`: as in `ShardSums`."""
     return ShardSums([dict(_adapter_parameters(model))], dict, dtype, is_first=is_first)
 
 

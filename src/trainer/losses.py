@@ -165,9 +165,10 @@ def gspo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tens
 
 
 def _means(values: Tensor, counts: Tensor, datum: Tensor) -> Tensor:
-    """Returns for each token the mean of `values` over the tokens of its datum for which `counts` is true, float32 [T];
-    0 if there is no such token. `values` [T] are 0 where `counts`, bool [T], is false. `datum` int [T]: the number of
-    each token's datum. Sums are made for T datums, because the number of datums is known on the device only."""
+    """Returns for each token the mean of `values` over the counted tokens of its datum, float32 [T]; 0 if none is
+    counted. `counts` bool [T]: the counted tokens; `values` [T] are 0 at all other tokens. `datum` int [T]: the number
+    of each token's datum. The sums have T entries, enough for any number of datums, because the actual number is known
+    only on the device."""
     total = values.new_zeros(values.shape).double().index_add_(0, datum, values.double())
     count = values.new_zeros(values.shape).index_add_(0, datum, counts.to(values.dtype)).clamp_(min=1)
     return total.div_(count).to(values.dtype).index_select(0, datum)
@@ -257,9 +258,9 @@ def counted_tokens(columns: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.bo
 def backward(
     loss: LossFn, p: Tensor, columns: Columns, config: Mapping[str, float], *, counts: bool
 ) -> tuple[Tensor, Metrics, Tensor]:
-    """Computes a loss and its gradient by `p`. Returns the loss's value, its metrics, and a bool tensor on the device
-    that is true if value and gradient are finite; nothing waits for the device. For the check of the gradient `p`
-    must retain it.
+    """Computes a loss and its gradient with respect to `p`. Returns the loss's value, its metrics, and a bool tensor on
+    the device that is true if value and gradient are finite. Does not wait for the device. The gradient is checked only
+    if `p` retains it (a leaf, or after `retain_grad`).
 
     `counts` False: no token has a mask or weight. Then value and gradient are 0 and `loss` is not called, because a
     user's loss may divide by the sum of the mask.
@@ -275,8 +276,7 @@ def backward(
 
 
 def read_metrics(parts: Sequence[Metrics]) -> list[dict[str, float]]:
-    """Returns `parts` with all values as floats. Waits for the device only once, because it copies all tensors
-    together."""
+    """Returns `parts` with all values as floats. Copies all tensors together, so it waits for the device only once."""
     import torch
 
     from trainer.transfers import to_host
@@ -292,8 +292,8 @@ def read_metrics(parts: Sequence[Metrics]) -> list[dict[str, float]]:
 def surrogate(
     batch: TokenBatch, logprobs: npt.NDArray[np.float32], loss: CustomLoss
 ) -> tuple[TokenBatch, dict[str, float]]:
-    """Returns a batch for which cross_entropy has the same gradient as `loss` has at `logprobs`, float32 [T]; and the
-    metrics of `loss`, with its value as `loss:sum`. Raises ValueError if the gradient is not finite."""
+    """Returns a batch whose cross_entropy has the same gradient as `loss` has at `logprobs`, float32 [T]. Also returns
+    the metrics of `loss`, with its value as `loss:sum`. Raises ValueError if the gradient is not finite."""
     import torch
 
     p_D = [torch.tensor(part, requires_grad=True) for part in np.split(logprobs, batch.offsets[1:-1].astype(int))]
@@ -311,9 +311,9 @@ def surrogate(
 
 def monitors(p: Tensor, columns: Columns) -> Metrics:
     """Returns metrics of the distance between trainer (`p`) and sampler (q, the column `logprobs`) over action tokens,
-    whose mask is not 0. Divided by `loss_tokens`, the number of these tokens, the sum `kl_sample_train_v1` is the mean
-    of d = q - p, `kl_sample_train_v2` half the mean of d^2, and `entropy` the mean of -q. `ratio` is the largest
-    exp(p - q)."""
+    whose mask is not 0. With d = q - p, `kl_sample_train_v1` is the sum of d, `kl_sample_train_v2` the sum of d^2 / 2,
+    and `entropy` the sum of -q; divided by `loss_tokens`, the number of action tokens, they are means. `ratio` is the
+    largest exp(p - q)."""
     mask = columns["mask"]
     action = mask != 0
     difference = _only(columns["logprobs"].double() - p.detach(), mask)

@@ -65,8 +65,8 @@ class Mesh:
         return values[0]
 
     def agree(self, refusal: BadInput | None) -> None:
-        """Raises a BadInput on all ranks if any rank has a `refusal`: the refusal of the lowest such rank. Else does
-        nothing. Collective."""
+        """Raises a BadInput on all ranks if any rank passes a `refusal`. If several ranks do, all raise the refusal of
+        the lowest of these ranks. Collective."""
         if self.size == 1:
             if refusal:
                 raise refusal

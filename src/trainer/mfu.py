@@ -24,8 +24,8 @@ the first match counts."""
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns a GPU's peak in operations per second, in 16 bits. Returns infinity for unknown GPUs, other devices and
-    other dtypes, so that the computed time at the peak is 0."""
+    """Returns a GPU's peak arithmetic rate in 16 bits, in operations per second. Returns infinity for unknown GPUs,
+    other devices and other dtypes, so that the computed time at the peak is 0."""
     if device.type != "cuda" or dtype.itemsize != 2:
         return inf
     device_name = torch.cuda.get_device_name(device)

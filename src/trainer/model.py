@@ -42,14 +42,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Sharding:
     """Decides how the models of a run are held and computed, and loads them sharded.
 
-    `dtype`: in which the model computes and is published; with `model.dtype` auto, bfloat16 on GPUs and float32 on
-    CPUs. `memory`: the decisions that follow from the free memory, where a replica takes `replica_share` of this rank's
-    GPU. `whole`: the whole model stays gathered over each batch, as `memory.whole` says, unless a resumed run has
-    decided otherwise. `packed`: rows are packed; with `trainer.packing` auto, only if there is a kernel for packed rows
-    and the models have shown that they can be packed (`trainer.proof`). `shares`: common prefixes are computed once,
-    only if the models have shown that they can be computed so. `kernel`: the name of the kernel for packed rows and, if
-    it is not the newest one, why; "" if there is none. `compiles`: layers are compiled, unless a trial shows that they
-    cannot be compiled (`trainer.compiled`).
+    `dtype`: the dtype in which the model computes and is published; with `model.dtype` auto, bfloat16 on GPUs and
+    float32 on CPUs. `memory`: the decisions that depend on free memory; a replica takes `replica_share` of this rank's
+    GPU. `whole`: the whole model stays gathered over each batch; it is `memory.whole`, unless a resumed run has decided
+    otherwise. `packed`: rows are packed; with `trainer.packing` auto, only if there is a kernel for packed rows.
+    `shares`: common prefixes are computed once. Both become False if `trainer.proof` shows that a model cannot be
+    computed like this. `kernel`: the name of the kernel for packed rows and, if it is not the newest one, why; "" if
+    there is none. `compiles`: layers are compiled, unless a trial shows that they cannot be compiled
+    (`trainer.compiled`).
     """
 
     def __init__(self, config: CommonConfig, facts: ModelFacts, mesh: Mesh, replica_share: float) -> None:
@@ -73,9 +73,10 @@ class Sharding:
         self._offload = CPUOffloadPolicy(pin_memory=on_gpus) if options.offload == "cpu" else OffloadPolicy()
 
     def keep_whole(self, requested: bool) -> str:
-        """Sets whether the whole model stays gathered over each batch: it does if it is `requested`, because it did so
-        before the resume, and if memory and configuration allow it. Returns a message for the log if it is requested
-        and not possible, so that last bits of gradients differ ("" otherwise)."""
+        """Sets whether the whole model stays gathered over each batch, after a resume. `requested`: it did so before
+        the resume. If it is requested, and memory and configuration allow it, the model stays gathered. If it is
+        requested and not possible, returns a message for the log, because the last bits of gradients then change.
+        Returns "" otherwise, and if there is only one rank."""
         self.whole = requested and self.memory.whole
         if requested == self.whole or self._mesh.size == 1:
             return ""
@@ -92,9 +93,9 @@ class Sharding:
         """Returns the model `name`, sharded over all ranks, with the values of `weights` (a directory or a name on the
         hub). With `lora` the model is frozen and has adapters, initialised from `seed`. Collective.
 
-        Only the first rank reads the weights. On all ranks the model starts without memory. Then one layer after the
-        other is made whole on the device, filled from the first rank, and sharded, so no device holds more than one
-        whole layer (the root, with embeddings and head, counts as one).
+        Only the first rank reads the weights. On all ranks the model starts without memory. Then each layer in turn is
+        allocated whole on the device, filled from the first rank, and sharded, so no device holds more than one whole
+        layer (the root, with embeddings and head, counts as one).
         """
         source = load_source(weights) if self._mesh.is_first else None
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -163,8 +164,8 @@ class Sharding:
             sharded.set_force_sum_reduction_for_comms(True)
 
     def lay_out(self, models: Sequence[PreTrainedModel], *, packed: bool, shares: bool) -> None:
-        """Sets whether the sequences of a micro-batch are packed into one row or are padded rows, and whether prefixes
-        are shared, for all `models`."""
+        """Sets the layout of micro-batches for all `models`. `packed`: sequences are packed into one row; else they are
+        padded rows. `shares`: prefixes are shared."""
         self.packed = packed
         self.shares = shares
         for model in models:
@@ -173,8 +174,9 @@ class Sharding:
 
     @contextmanager
     def layout_of(self, model: PreTrainedModel, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
-        """Encloses the forward and backward passes of a batch. Within the block `model` has the attention that
-        `micro_batches` need, which is PACKED if they share prefixes. Either all of them share prefixes or none does."""
+        """Gives `model`, within the block, the attention that `micro_batches` need: PACKED if they share prefixes. Put
+        all forward and backward passes of a batch into the block. Either all micro-batches share prefixes or none
+        does."""
         before = model.config._attn_implementation
         switches = before != PACKED and any(micro.shared for micro in micro_batches)
         if switches:
@@ -195,8 +197,8 @@ class Sharding:
 
     @contextmanager
     def accumulating(self, model: PreTrainedModel) -> Iterator[Callable[[bool], None]]:
-        """The context in which passes accumulate one gradient. Yields a function to call before each pass; its argument
-        is true for the last pass.
+        """Accumulates the gradients of all micro-batches of a batch: put their forward and backward passes into this
+        block. Yields a function; call it before each pass, with True before the last pass and False before all others.
 
         Where memory allows (`ShardMemory`) the weights stay gathered from pass to pass. If `self.whole` is true, each
         rank also keeps the gradients of all parameters, and they are summed over ranks in the last pass alone. At the
@@ -221,9 +223,9 @@ class Sharding:
 def load_source(name: str) -> PreTrainedModel:
     """Loads a model into host memory, with the weights of its files. `name` is a local directory or a name on the hub.
 
-    The weights have their stored dtype if all are bfloat16, or all are float16. They stay in the mapped files until
-    they are copied, so their bytes are read and cast once. Otherwise the weights are float32. They are float32 too if
-    the model computes a buffer in the dtype of its weights, because 16 bits would round the buffer's values.
+    If all weights are stored in bfloat16, or all in float16, they keep this dtype. They then stay in the mapped files
+    until they are copied, so their bytes are read and cast once. Otherwise the weights are float32. They are float32
+    too if the model computes a buffer in the dtype of its weights, because 16 bits would round the buffer's values.
 
     Raises BadInput unless the tensors that the model would publish have the names and shapes of the tensors in its
     files.
@@ -322,16 +324,16 @@ def published_units(model: PreTrainedModel, dtype: torch.dtype) -> list[list[tup
 
 
 def shard_sums(model: PreTrainedModel, dtype: torch.dtype, *, is_first: bool) -> ShardSums:
-    """Returns the object that computes, for the digest, this rank's share of the sums of the tensors that
-    `gathered_units` yields. `dtype`: in which the model publishes; `is_first`: as in `ShardSums`."""
+    """Returns the `ShardSums` of the tensors that `gathered_units` yields: it computes this rank's share of their
+    checksums for the digest. `dtype`: the dtype in which the model publishes; `is_first`: as in `ShardSums`."""
     units = (tensors_of() for _, tensors_of in _units(model))
     return ShardSums(units, partial(revert_weight_conversion, model), dtype, is_first=is_first)
 
 
 def _units(model: PreTrainedModel) -> Iterator[tuple[nn.Module, Callable[[], dict[str, Tensor]]]]:
     """Yields the FSDP units of `model`, the root and then the decoder layers, each with a function. The function
-    returns {name in the model: tensor} for the saved tensors of this unit alone; they are sharded or whole, according
-    to their state when the function is called."""
+    returns {name in the model: tensor} for the saved tensors of this unit alone. If the unit is gathered when the
+    function is called, the tensors are whole; else they are sharded."""
     root, *layers = fsdp_units(model) or [model]
     inside = {id(tensor) for layer in layers for tensor in saved_tensors(layer).values()}
     names = {module: prefix and f"{prefix}." for prefix, module in model.named_modules()}

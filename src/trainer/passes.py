@@ -22,19 +22,19 @@ from trireme.core.prefixes import Numbers
 
 
 class Passes:
-    """Computes micro-batches of a rank's part of a batch: with shared prefixes, if the micro-batch names them, else in
-    padded rows or one packed row, according to `sharding.packed` at the time of the call. Log-probabilities and columns
-    are flat in each case: they have the T tokens of the micro-batch's datums, one datum after the other
-    (`FlatTokens`)."""
+    """Computes micro-batches of a rank's part of a batch. If a micro-batch shares prefixes, it is one row in which each
+    common prefix stands once. Else it is one packed row or padded rows, according to `sharding.packed` at the time of
+    the call. Log-probabilities and columns are flat in each case: they have the T tokens of the micro-batch's datums,
+    one datum after the other (`FlatTokens`)."""
 
     def __init__(self, sharding: Sharding, device: torch.device) -> None:
         self._sharding = sharding
         self._device = device
 
     def columns(self, part: BatchPart, micro: MicroBatch, *, imported: bool = False) -> dict[str, Tensor]:
-        """Returns {name: column} of the micro-batch's datums for the columns that losses read, and the column DATUM
-        with the number of each token's datum, all [T] on the device. `imported`: the loss is the user's, so all columns
-        are returned, and the datums' tokens as `tokens`."""
+        """Returns {name: column} for the micro-batch's datums, each [T] on the device: the columns that losses read,
+        and DATUM, the number of each token's datum. `imported`: the loss is the user's, so all columns are returned,
+        and the datums' tokens as `tokens`."""
         batch = part.batch
         flat = FlatTokens(batch.offsets, part.places(micro.datums))
         if imported:
@@ -95,7 +95,7 @@ class Passes:
     def _shared_logprobs(
         self, model: PreTrainedModel, part: BatchPart, micro: MicroBatch, only_counted: bool
     ) -> Tensor:
-        """Returns what `logprobs` returns, for a micro-batch whose datums share prefixes."""
+        """Computes the same as `logprobs`, for a micro-batch whose datums share prefixes."""
         batch = part.batch
         places = part.places(micro.datums)
         row = SharedRow(batch.offsets, places, micro.shared)
@@ -130,8 +130,8 @@ class Passes:
 
 
 def collect(computed: Sequence[tuple[MicroBatch, Tensor]], metrics: Mapping[str, float]) -> ShardOutput:
-    """Returns the shard's output, made of `metrics` and its computed micro-batches, each with its logprobs [T], without
-    the fillers. Waits for the device once."""
+    """Joins `computed`, pairs of a micro-batch and its logprobs [T], and `metrics` into the shard's output. Leaves out
+    fillers. Waits for the device once."""
     counted = [(micro, p) for micro, p in computed if not micro.filler]
     datums = tuple(d for micro, _ in counted for d in micro.datums)
     if not datums:

@@ -214,9 +214,9 @@ def _prove_model(
 
 
 def _prove_kind(config: PretrainedConfig, *, packed: bool, shares: bool) -> Agreement | ProvedType | str:
-    """Returns the result of docs/models.md for the kind of model that `config` describes; if the page has none, the
-    result of a small twin, or a text that says why no twin can be built. `packed` and `shares`: also try packed rows,
-    and shared prefixes."""
+    """Returns the result of docs/models.md for the kind of model that `config` describes. If the page has no result,
+    returns that of a small twin, or a text that says why no twin can be built. `packed`: the result covers packed rows
+    too; `shares`: it covers shared prefixes too."""
     proved = proved_type(config)
     if proved:
         return ProvedType(proved.not_packed if packed else "", proved.not_shared if shares else "")
@@ -249,12 +249,12 @@ def decide(
     packing: Packing,
     share: SharePrefixes = "auto",
 ) -> Proof:
-    """Returns the proof of a model, with its layout: packed if packed rows were tried and agree, else padded rows; and
-    with shared prefixes if these were tried and agree. `model`: the result of the sharded model. `twin`: the result
-    of a small twin or of docs/models.md, or why there is no twin.
+    """Returns the proof of a model, with its layout. Rows are packed if packed rows were tried and agree, else padded.
+    Prefixes are shared if shared prefixes were tried and agree. `model`: the result of the sharded model. `twin`: the
+    result of a small twin or of docs/models.md, or why there is no twin.
 
-    Raises BadInput if padded rows do not agree, or if `packing` asks for packed rows or `share` for shared prefixes and
-    these do not agree.
+    Raises BadInput if padded rows do not agree. Also raises BadInput if `packing` requires packed rows, or `share`
+    requires shared prefixes, and the required layout does not agree.
     """
     agreements: dict[str, Agreement | ProvedType] = {"": model}
     if not isinstance(twin, str):
@@ -420,9 +420,9 @@ def _branches(config: PretrainedConfig, device: torch.device) -> list[Tensor]:
 
 
 def prove_twin(twin: PreTrainedModel, *, packed: bool, shares: bool) -> Agreement:
-    """Proves a small twin (`trainer.twin`): first that Hugging Face opens its published files as the same model
-    (`prove_reload`), then, with logits magnified to MAGNIFIED, how far the trainer's layouts differ from its own
-    forward pass (`prove`). Returns the result of `prove`. Raises BadInput as these two functions do."""
+    """Proves a small twin (`trainer.twin`). First tests that Hugging Face opens the twin's published files as the same
+    model (`prove_reload`). Then, with logits magnified to MAGNIFIED, measures how far the trainer's layouts differ from
+    the twin's own forward pass (`prove`). Returns the result of `prove`. Raises BadInput as these two functions do."""
     prove_reload(twin)
     cpu = torch.device("cpu")
     return prove(add_token_logprobs(twin), cpu, torch.float32, packed=packed, shares=shares, magnified=MAGNIFIED)
@@ -476,8 +476,8 @@ def _multiplied(model: PreTrainedModel, factor: float) -> Iterator[None]:
 
 
 def _sample(config: PretrainedConfig, number: int, length: int) -> Tensor:
-    """Returns the tokens of sample `number`, int64 [T]; T is `length`, or the most positions of the model if these are
-    fewer."""
+    """Returns the tokens of sample `number`, int64 [T]. T is `length`, or the model's number of positions if that is
+    smaller."""
     limit = getattr(config, "max_position_embeddings", None) or length
     place = torch.arange(min(length, limit) if limit > 0 else length)  # -1: XLNet has no limit
     return (31 * place**2 + 17 * place + 3 + 7 * number) % config.vocab_size

@@ -39,8 +39,8 @@ LARGE = "more than 1"
 
 @dataclass(frozen=True)
 class ProvedType:
-    """The result of docs/models.md for one type of models. Padded rows are right; for packed rows and shared prefixes
-    it says why they are not, if they are not. It stands in for the `Agreement` of a twin."""
+    """The result of docs/models.md for one model type, which stands in for the `Agreement` of a twin. Padded rows are
+    right for each type on the page. If packed rows or shared prefixes are not right, the result says why."""
 
     not_packed: str
     """Why models of this type are computed in padded rows; empty if packed rows are right."""
@@ -68,15 +68,16 @@ def proved_type(config: PretrainedConfig) -> ProvedType | None:
 
 
 def versions() -> dict[str, str]:
-    """Returns the installed versions of transformers and vLLM, for which alone the page's results hold."""
+    """Returns the installed versions of transformers and vLLM. The page's results hold only for the versions that the
+    page names."""
     engine = (installed_vllm() or "none").rpartition(" ")[2]  # the builds for CPUs and GPUs know the same models
     return {"transformers": transformers.__version__, "vllm": engine}
 
 
 def switches(config: PretrainedConfig) -> dict[str, str]:
-    """Returns {dotted key: its values as text} for the parts of a configuration that are compared, in which two models
-    of one kind are equal. A whole number above 1 is a size and becomes "more than 1". Keys with the value None are left
-    out."""
+    """Returns {dotted key: its values as text} for the parts of a configuration that decide a model's kind: two models
+    of one kind have the same result. A whole number above 1 is a size and becomes "more than 1". Keys with the value
+    None are left out."""
     by_key: dict[str, set[str]] = {}
     for key, value in _leaves(config.to_dict(), ""):
         by_key.setdefault(key, set()).add(value)

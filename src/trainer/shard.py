@@ -172,9 +172,9 @@ class Shard(AdapterVerbs):
         return dict(self._reference.named_parameters())
 
     def shown(self) -> tuple[str, str]:
-        """Returns two texts for the log. The first has the result of the model's proof at the start, with notes on
-        compiled layers, memory and the tensors that the digest needs gathered. The second says what the configuration
-        asks for and the model cannot do, packed rows or shared prefixes ("" if there is nothing)."""
+        """Returns two texts for the log. The first has the result of the model's proof at the start, and notes on
+        compiled layers, memory, and the tensors whose checksums need a gather. The second names what the configuration
+        asks for but the model cannot do: packed rows or shared prefixes ("" if there is nothing)."""
         texts = self.proof.text, self._layers_text, self._sharding.memory.text, self._sums.text
         return "; ".join(filter(None, texts)), self.proof.notice
 
@@ -252,9 +252,9 @@ class Shard(AdapterVerbs):
         return collect(computed, {})
 
     def forward_summarized(self, part: BatchPart, which: Which, name: str, summarize: Summary) -> SummarizedOutput:
-        """Computes log-probabilities as `forward` does, then calls `summarize` with the datums of `part`, to which the
-        log-probabilities are added as the column `name`. Returns the log-probabilities and, for each datum that this
-        rank computed, the K numbers that `summarize` returned."""
+        """Computes log-probabilities as `forward` does, and adds them to the datums of `part` as the column `name`.
+        Then calls `summarize` with these datums. Returns the log-probabilities and, for each datum that this rank
+        computed, the K numbers that `summarize` returned."""
         output = self.forward(part, which)
         batch = part.batch
         logprobs = output.as_column(part)
@@ -270,9 +270,9 @@ class Shard(AdapterVerbs):
 
     @contextmanager
     def _policy_or_reference(self, which: Which) -> Iterator[PreTrainedModel]:
-        """Yields the model to compute with inside the block. A reference that is the policy's base is the policy
-        itself, until the block ends with its adapters off, or with the reference's adapters in their place. Raises
-        BadInput when there is no reference."""
+        """Yields the model to compute with inside the block. If the reference is the policy's base, this is the
+        policy's model: within the block its adapters are off, or replaced by the reference's adapters. Raises BadInput
+        when there is no reference."""
         if which == "policy":
             yield self._model
         elif self._reference is not None:
@@ -412,9 +412,9 @@ class Shard(AdapterVerbs):
         """Loads the state saved in `path` by any number of shards; a node that does not see `path` reads from `source`.
         `identities`: the identities of the versions published before the save. Drops gradients.
 
-        After the load, gradients are added in the order of the saved run, if memory and configuration allow it. Returns
-        "" if they do, else a message that says why the last bits of gradients may differ. Raises CheckpointInvalid,
-        StorageFailed.
+        If memory and configuration allow it, gradients are then added in the same order as in the saved run, and the
+        result is "". Otherwise the result is a message that says why the last bits of gradients may differ. Raises
+        CheckpointInvalid, StorageFailed.
         """
         fault_point("trainer.load")
         self._checkpointer.load(path, source)
@@ -436,8 +436,8 @@ class Shard(AdapterVerbs):
         `adapter`: the published adapter; None: the adapter in use, or the whole model if there are no adapters. Not
         collective; call it from another thread than the other verbs. Raises StorageFailed.
 
-        A running save of the state comes first: the next optimiser step waits for that save, but not for published
-        weights, which do not change.
+        If a save of the state is running, waits until it has ended. That save is more urgent, because the next
+        optimiser step waits for it. Published weights do not change, so no step waits for this call.
         """
         self._checkpointer.wait_until_saved()
         fault_point("trainer.save_weights")
@@ -461,7 +461,7 @@ class Shard(AdapterVerbs):
         return RankAssignment(self._mesh.dp_size, self._facts.attention_length, share)
 
     def _micro_batches(self, forest: Forest) -> list[MicroBatch]:
-        """Returns this rank's micro-batches of a batch. `forest`: of the datums of the whole batch, over all ranks."""
+        """Returns this rank's micro-batches of a batch. `forest`: the forest of the whole batch, over all ranks."""
         ranks = plan(
             forest,
             self.rank_assignment(),

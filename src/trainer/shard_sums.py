@@ -42,9 +42,9 @@ class PartPlace(NamedTuple):
 
 
 class ShardSums:
-    """Computes the sums of a model's published tensors over the parts that this rank holds.
+    """Computes the checksums of a model's published tensors over the parts that this rank holds.
 
-    `units`: the model's tensors by name, in the groups that `convert` turns into published tensors. Sharded
+    `units`: groups of the model's tensors, {name: tensor}; `convert` turns each group into published tensors. Sharded
     floating-point tensors are published in `dtype`, other tensors in the dtype that they have. `is_first`: this rank
     sums the tensors that are not sharded.
     """
@@ -69,8 +69,8 @@ class ShardSums:
 
     @torch.no_grad()
     def of_shard(self, device: torch.device) -> Tensor:
-        """Returns this rank's share of the sums, int64 [tensors, 2] on `device`, with a row for each published tensor:
-        0 if this rank sums no part of it, or can sum it only after the gather."""
+        """Returns this rank's share of the sums, int64 [tensors, 2] on `device`, with a row for each published tensor.
+        The row is 0 if this rank sums no part of the tensor, or if the tensor can be summed only after the gather."""
         table = torch.zeros(len(self._slices), 2, dtype=torch.int64, device=device)
         rows: defaultdict[torch.device, list[int]] = defaultdict(list)
         parts: defaultdict[torch.device, list[TensorPart]] = defaultdict(list)
@@ -93,9 +93,9 @@ class ShardSums:
         return table
 
     def _local_parts(self, parts: Sequence[tuple[int, Slice]]) -> dict[PartPlace, list[tuple[int, Tensor]]]:
-        """Returns this rank's parts of the published tensors that come from one parameter, by place: {place: [(row in
-        the table of sums, view of the part)]}; empty if another rank sums them. `parts`: (row in the table of sums,
-        slice) of each of these published tensors."""
+        """Returns this rank's parts of the published tensors that come from one parameter, grouped by their place:
+        {place: [(row in the table of sums, view of the part)]}. Returns {} if another rank sums these tensors. `parts`:
+        for each of the tensors (row in the table of sums, slice of the parameter)."""
         source = parts[0][1].source.detach()
         if isinstance(source, DTensor):
             begin, end, counts = _rows_here(source)

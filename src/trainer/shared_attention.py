@@ -75,8 +75,8 @@ def shared_attention_backward(
     window: int | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients by query, key and value, from `grad`, the gradient by the output. `out` and `normalizers`:
-    the outputs of `shared_attention`."""
+    """Returns the gradients with respect to query, key and value. `grad`: the gradient with respect to the output;
+    `out` and `normalizers`: the outputs of `shared_attention`."""
     # A key's gradient is a sum over all datums with this key: in 16 bits each of their terms would round it.
     grad_key = torch.zeros_like(key, dtype=torch.float32)
     grad_value = torch.zeros_like(value, dtype=torch.float32)
@@ -111,9 +111,9 @@ def _on_gpu(query: Tensor) -> bool:
 def _groups(
     query: Tensor, path: Tensor, own_starts: Tensor, starts: Tensor, window: int | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Groups the datums by size. Yields for each group, B datums with q own tokens and k tokens in all, the places in
-    the row of their own tokens [B, q] and of all their tokens [B, k], and the mask to add to their scores, [q, k].
-    Skips datums without own tokens."""
+    """Groups the datums by size: in a group, all B datums have q own tokens and k tokens in all. Yields for each group
+    the places in the row of their own tokens [B, q], the places of all their tokens [B, k], and the mask to add to the
+    scores [q, k]. Skips datums without own tokens."""
     sizes: dict[tuple[int, int], list[tuple[int, int]]] = {}
     first_Q = own_starts.tolist()
     first_K = starts.tolist()

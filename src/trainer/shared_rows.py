@@ -26,14 +26,14 @@ from trireme.core.prefixes import Numbers
 
 
 class SharedRow:
-    """The places of the tokens of some datums in a row of Q tokens, in which each common prefix stands once. With all
-    their prefixes the datums have K tokens together; a datum's own tokens are the tokens after its shared prefix.
+    """Index arrays for a row of Q tokens that holds several datums, with each common prefix once. A datum's own tokens
+    are the tokens after its shared prefix. K is the number of tokens of all datums, prefixes included.
 
     For each token of the row, int64 [Q]: `index`, its place in the batch's tokens; `positions`, its place in its datum.
-    `path` int64 [K]: the place in the row of each token of each datum. `own_starts`, `starts` int32 [datums + 1]: where
-    each datum's own tokens begin in the row, and all of its tokens in `path`; `longest_own`, `longest`: the most own
-    tokens, and the most tokens, of a datum. For each token of each datum, int64 [K]: `datum`, the number of its datum
-    among these datums; `flat_index`, its place in the batch's tokens.
+    `path` int64 [K]: for each token of each datum, its place in the row. `own_starts` int32 [datums + 1]: where each
+    datum's own tokens begin in the row. `starts` int32 [datums + 1]: where each datum's tokens begin in `path`.
+    `longest_own`: the most own tokens of a datum; `longest`: the most tokens of a datum. For each token of each datum,
+    int64 [K]: `datum`, the number of its datum among these datums; `flat_index`, its place in the batch's tokens.
     """
 
     def __init__(self, offsets: Numbers, datums: Numbers, shared: Sequence[int]) -> None:
@@ -72,8 +72,8 @@ class SharedRow:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """The N hidden states to which the output matrix is applied (called rows), and their M targets in the order of
-    these rows. A row stands for a place in a `SharedRow` and a temperature."""
+    """The N hidden states by which the output matrix is multiplied (called rows), and their M targets, sorted by row.
+    Each row is for one place in a `SharedRow` and one temperature."""
 
     hidden: Numbers
     """[N], the place in the `SharedRow` whose hidden state each row is."""
@@ -89,9 +89,8 @@ class HeadRows:
         cls, row: SharedRow, temperatures: npt.NDArray[np.float32], counted: npt.NDArray[np.bool_] | None
     ) -> HeadRows:
         """Returns the rows for the targets of the tokens of `row`. Targets with the same place and the same temperature
-        have one row in common. `temperatures` float32 [datums]; `counted` bool [K]: the tokens whose targets are
-        computed, None: all. At least one target is computed, because each micro-batch takes part in the backward
-        pass."""
+        use the same row. `temperatures` float32 [datums]; `counted` bool [K]: the tokens whose targets are computed,
+        None: all. At least one target is computed, because each micro-batch takes part in the backward pass."""
         if counted is None:
             tokens = np.arange(len(row.path))
         else:

@@ -57,7 +57,7 @@ class Slab:
     """Host memory for copies of the state, `nbytes` bytes in one piece. `pinned`: page-locked, for copies from a GPU.
     Pinning takes seconds, because the system maps each page and the driver locks it, so a thread does it.
 
-    (PyTorch's own pinned memory is given in powers of two, a third more than this.)
+    (PyTorch rounds the size of its own pinned memory up to a power of two, which would take a third more memory.)
     """
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
@@ -135,8 +135,8 @@ class Staging:
             self._add(REFERENCE + kind, [[reference[name] for name in names]])
 
     def _add(self, name: str, stacks: Sequence[Sequence[Tensor]]) -> None:
-        """Makes the buffer `name` for `stacks`, which have equal numbers of tensors and the same sharding: a DTensor
-        [stacks, tensors, ...]."""
+        """Makes the buffer `name` for `stacks`: a DTensor [stacks, tensors, ...]. All stacks have the same number of
+        tensors and the same sharding."""
         live = [[own_part(tensor) for tensor in stack] for stack in stacks]
         first = live[0][0]
         sharded = cast(DTensor, stacks[0][0])
@@ -152,12 +152,12 @@ class Staging:
 
 
 class StateSnapshot:
-    """The values of `tensors` at the time of its construction, for a save that reads each byte once, in order of the
-    host copies.
+    """The values of `tensors` at the time of its construction. A save reads them through `copy`, each byte once, in the
+    order of the host copies.
 
-    The save reads through `copy`: from the live tensors, as long as they have not changed. Call `keep` before a change:
-    it copies to host memory the bytes that the save has not read yet. At the start of the save, `begin` copies the
-    tensors that cannot be read in place, such as a GPU's. `stream`: the GPU stream for these copies.
+    As long as a live tensor has not changed, `copy` reads from it. Call `keep` before a change: it copies to host
+    memory the bytes that the save has not read yet. At the start of the save, `begin` copies the tensors that cannot be
+    read in place, such as a GPU's. `stream`: the GPU stream for these copies.
     """
 
     def __init__(self, tensors: Sequence[StagedTensor], stream: torch.cuda.Stream | None) -> None:
@@ -202,9 +202,9 @@ class StateSnapshot:
                 self._stream.synchronize()
 
     def copy(self, to: Bytes, target: Bytes) -> None:
-        """Copies to `to` the values that the snapshot has for `target`, a piece of the memory of the host copies. Where
-        this memory is not filled yet, reads the values from the live tensors. If `target` is other memory, copies
-        `target` itself."""
+        """Copies to `to` the snapshot's values for `target`. If `target` is a piece of the memory of the host copies,
+        the values are read there, or from the live tensors if this memory is not filled yet. If `target` is other
+        memory, copies `target` itself."""
         address = target.__array_interface__["data"][0]
         while len(target):
             i = bisect_right(self._addresses, address) - 1

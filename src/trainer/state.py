@@ -51,8 +51,8 @@ BUFFERS = "buffers."
 
 
 def make_adam_state(optimizer: torch.optim.AdamW) -> None:
-    """Makes AdamW's state (moments and count of steps, all 0), so that it can be saved, or loaded into, before the
-    first step.
+    """Makes AdamW's state (moments and count of steps, all 0) before the first step, so that the state can be saved or
+    overwritten by a load.
 
     (DCP's own way is a step with gradients of zero, after which AdamW counts one step too many.)
     """
@@ -129,7 +129,7 @@ class RecordingFileSystem(FileSystem):
 
 
 class Checkpointer:
-    """Saves and loads one rank's part of the trainer's state. Constructing it, `begin` and `load` are collective.
+    """Saves and loads one rank's part of the trainer's state. The constructor, `begin` and `load` are collective.
 
     `parameters`: the sharded trained parameters by name; `optimizer` has their state (`make_adam_state`). `reference`:
     the tensors of a changing reference policy, by name. `base`: the digest of the base weights if the parameters are
@@ -199,9 +199,9 @@ class Checkpointer:
 
     def load(self, path: Path, source: CheckpointSource | None = None) -> None:
         """Loads the state that any number of ranks saved in `path`; a rank that does not see `path` reads from
-        `source`. What the checkpoint lacks does not change: the random generators of ranks that did not exist then, or
-        a reference that was not saved. Raises CheckpointInvalid for the state of another model, or if it cannot be
-        read, and StorageFailed."""
+        `source`. State that the checkpoint does not have stays unchanged: the random generators of ranks that did not
+        exist then, or a reference that was not saved. Raises CheckpointInvalid if the state is of another model or
+        cannot be read, and StorageFailed."""
         self.wait_until_saved()  # frees the buffers
         with PartReader.opened(path, source) as part:
             small = self._read(path, part)
@@ -286,9 +286,9 @@ class Checkpointer:
 
 
 def _cause(error: dcp.CheckpointException) -> Exception:
-    """Returns the error of one rank out of DCP's exception, which has the errors of all ranks: a StorageFailed if there
-    is one, else a RuntimeError with the first error and the number of its shard. (`except Exception` does not catch
-    DCP's exception.)"""
+    """Returns one error from DCP's exception, which has the errors of all ranks: a StorageFailed if there is one, else
+    a RuntimeError with the first error and the number of its shard. (`except Exception` does not catch DCP's
+    exception.)"""
     rank, (first, _) = next(iter(error.failures.items()))
     storage = (cause for cause, _ in error.failures.values() if isinstance(cause, StorageFailed))
     return next(storage, RuntimeError(f"shard {rank}: {type(first).__name__}: {first}"))

@@ -47,8 +47,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class StateReader(dcp.FileSystemReader):
-    """Reads tensors that `dcp.save` wrote as a part of a checkpoint; refuses everything else. If the part is in object
-    storage, fetches the files that a load needs. Raises StorageFailed."""
+    """Reads a part of a checkpoint that `dcp.save` wrote. Accepts tensors only and refuses everything else. If the part
+    is in object storage, fetches the files that a load needs. Raises StorageFailed."""
 
     def __init__(self, part: PartReader) -> None:
         super().__init__(part.directory)

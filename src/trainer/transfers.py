@@ -28,7 +28,8 @@ COUNTS = TransferCounts()
 
 
 def to_device(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """Returns a copy of `values` on `device`; on a CPU the tensor shares their memory. Does not wait for the device."""
+    """Returns `values` as a tensor on `device`: a copy on a GPU; on a CPU a tensor that shares the memory of `values`.
+    Does not wait for the device."""
     COUNTS.to_device += 1
     tensor = torch.from_numpy(values)
     if device.type == "cuda":  # a copy of other memory waits until the device has done all that was begun

@@ -161,7 +161,7 @@ def _shrink_value(key: str, value: Any, section: Mapping[str, Any]) -> Any:
 
 def _token_ids(section: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the token ids, such as `eos_token_id`, of a section of a model's configuration. An id beyond the
-    vocabulary of `small`, the same section of the small model, becomes one at the end of that vocabulary; different
+    vocabulary of `small`, the same section of the small model, becomes an id at the end of that vocabulary. Different
     ids stay different."""
     vocabulary = small.get("vocab_size", VOCABULARY)
     ids = {key: value for key, value in section.items() if re.fullmatch(r".*(token_id|token_index)", key)}
@@ -172,9 +172,10 @@ def _token_ids(section: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str
 
 
 def _shrink_layers(section: dict[str, Any], depth: str, count: int) -> dict[str, Any]:
-    """Returns a section of a model's configuration, reduced to the fewest layers that include one of each kind. Lists
-    with an entry for each layer keep the entries of these layers. `depth`: the key that holds the number of layers.
-    `count`: its present value."""
+    """Returns a section of a model's configuration, reduced to at most MOST_LAYERS layers: the first layer of each
+    kind, and the last layer. If a key gives a period of layers, the first four layers are kept too, and the period
+    becomes 2. Lists with an entry for each layer keep the entries of these layers. `depth`: the key that holds the
+    number of layers. `count`: its present value."""
     if count <= 2:
         return section
     kinds = [_kind(section, layer, count) for layer in range(count)]
@@ -201,16 +202,16 @@ def _shrink_layers(section: dict[str, Any], depth: str, count: int) -> dict[str,
 
 
 def _other_sizes(single: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the twin's values for `single`, the sizes in which one layer differs from the common sizes in `section`.
-    A size larger than the common one becomes twice what it would else be in the twin."""
+    """Returns the twin's values for `single`, the sizes of one layer that differ from the common sizes in `section`. A
+    size that is larger than the common size is doubled after it is shrunk, so that it differs in the twin too."""
     small = {key: _shrink_value(key, value, section) for key, value in single.items()}
     larger = {k for k, v in single.items() if type(v) is int and type(section.get(k)) is int and v > section[k]}
     return {key: 2 * value if key in larger else value for key, value in small.items()}
 
 
 def _kind(section: Mapping[str, Any], layer: int, count: int) -> str:
-    """Returns, as text, everything that a section of a model's configuration says about the layer with the number
-    `layer` alone. The texts of layers of one kind are equal. `count`: the number of layers."""
+    """Returns, as text, everything that a section of a model's configuration says about one particular layer. Layers of
+    one kind have equal texts. `layer`: the number of the layer; `count`: the number of layers."""
     parts: list[Any] = []
     for key, value in section.items():
         if isinstance(value, list) and len(value) == count:

@@ -116,8 +116,8 @@ def open_rooms(
     stops all of them at the end of the block. Trainer and replicas load `model.name`, but the replicas sample only
     after the first published weights.
 
-    `logs`: the directory for the actors' logs. `rooms`: the kinds of parts that the plan counts; the CPUs, GPUs and
-    memory that the loop needs follow from them. Raises BadInput, RoomFailed.
+    `logs`: the directory for the actors' logs. `rooms`: the rooms to reserve CPUs, GPUs and memory for, among them
+    trainer and inference. Raises BadInput, RoomFailed.
     """
     check_installed()
     with _opened(config, rooms, logs.absolute()) as (trainer, inference):

@@ -29,10 +29,10 @@ def adapter_products(
 
 
 def multiply_by_adapter() -> None:
-    """Patches vLLM so that an engine in this process, or forked from it, multiplies the tokens of an adapter together.
-    vLLM copies the adapter's matrices for each token, and multiplies token by token.
+    """Patches vLLM so that an engine in this process, or forked from it, multiplies all tokens of an adapter by its
+    matrix in one product. vLLM copies the adapter's matrices for each token, and computes a product for each token.
 
-    Gain: 64 tokens are multiplied by a matrix of 16 x 576 in 0.02 ms instead of 2.2 (docs/internals/benchmarks.md,
+    Gain: 64 tokens are multiplied by a matrix of 16 x 576 in 0.02 ms instead of 2.2 ms (docs/internals/benchmarks.md,
     laptop).
     """
     for module in (lora_ops, punica_cpu):
@@ -59,9 +59,9 @@ def expand(
     lora_indices_tensor: torch.Tensor,
     add_inputs: bool = True,
 ) -> None:
-    """Adds each token's product with its adapter's matrix to the first columns of `output_tensor`; without `add_inputs`
-    writes it there. Replaces `bgmv_expand` of vLLM. If one of both has more columns, these are left out: adapter and
-    model may pad a vocabulary differently."""
+    """Adds each token's product with its adapter's matrix to the first columns of `output_tensor`. Without
+    `add_inputs`, overwrites these columns instead. Replaces `bgmv_expand` of vLLM. If the product and `output_tensor`
+    differ in width, uses only the columns that both have: adapter and model may pad a vocabulary differently."""
     width = min(lora_b_weights.shape[-2], output_tensor.shape[1])
     weights = lora_b_weights[..., :width, :]
     expand_slice(inputs, weights, output_tensor, lora_indices_tensor, 0, width, add_inputs)
@@ -76,8 +76,8 @@ def expand_slice(
     slice_size: int,
     add_inputs: bool = True,
 ) -> None:
-    """Adds each token's product with its adapter's matrix to the `slice_size` columns of `output_tensor` from
-    `slice_offset` on; without `add_inputs` writes it there. Replaces `bgmv_expand_slice` of vLLM."""
+    """Adds each token's product with its adapter's matrix to the `slice_size` columns of `output_tensor` from column
+    `slice_offset` on. Without `add_inputs`, overwrites these columns instead. Replaces `bgmv_expand_slice` of vLLM."""
     products = adapter_products(inputs, lora_b_weights, lora_indices_tensor, output_tensor.dtype)
     target = output_tensor[:, slice_offset : slice_offset + slice_size]
     if add_inputs:

@@ -18,8 +18,8 @@ def ask_for_tiles() -> None:
 
 
 def forget_rank_memory() -> None:
-    """Removes the names in /dev/shm of the shared memory through which ranks add up numbers; the memory itself stays
-    usable.
+    """Removes the names in /dev/shm of the shared memory that the ranks use for collective operations; the memory
+    itself stays usable.
 
     Gain: a killed engine leaves nothing in /dev/shm.
     """

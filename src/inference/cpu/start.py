@@ -25,8 +25,8 @@ def prepare_cpu_start() -> None:
 
 
 def _compile_nothing() -> None:
-    """Makes torch compile nothing in this process: models run eagerly, yet vLLM would compile the function that ranks
-    sampled tokens.
+    """Makes torch compile nothing in this process. Models run eagerly, yet vLLM would compile the function that
+    computes the ranks of sampled tokens.
 
     Gain: 18 CPU seconds of the first start on a machine (`inference.cpu`).
     """
@@ -36,8 +36,8 @@ def _compile_nothing() -> None:
 
 
 def _inspect_models_here() -> None:
-    """Patches vLLM to look at a model's class in this process. vLLM does that in a new process, so that this one does
-    not initialise CUDA.
+    """Patches vLLM to inspect a model's class in this process. vLLM itself does that in a new process, so as not to
+    initialise CUDA here.
 
     Gain: an import of vLLM on a first start, 9 CPU seconds (`inference.cpu`).
     """

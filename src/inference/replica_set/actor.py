@@ -78,8 +78,8 @@ log = logging.getLogger(__name__)
 class ReplicaSet:
     """Owns the replicas: members join and leave, and take new weights and adapters (see the module).
 
-    A replica that fails gets no further requests: tables leave it out, and say why. When none is left, updates wait for
-    one to join.
+    A replica that fails gets no further requests: tables no longer list it, and say why. When no replica is left,
+    updates wait for one to join.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class ReplicaSet:
         update_s: float = math.inf,
     ) -> None:
         """`replicas`: {number: client} of the first members. They serve at once, unless `lowest` or `adopt` is given.
-        `generations`: {number: a name of this replica for ever}; None: chosen here.
+        `generations`: {number: the permanent name of this replica}; None: chosen here.
         `incarnation`: the tables of a later incarnation are newer than all tables of this one.
-        `lowest`: after a lost incarnation, the newest weights that it was bringing: no replica serves with older ones.
-        `adopt`: a name for the weights that the replicas loaded from disk, instead of a first update.
+        `lowest`: the newest weights that a lost incarnation was bringing; no replica serves with older weights.
+        `adopt`: a name for the weights that the replicas loaded from disk, so that they need no first update.
         `fixed`: deterministic mode; an update waits as long as it takes, and raises the failure of a replica.
-        `patience_s`: how many seconds to wait for a replica to join when none is left.
+        `patience_s`: when no replica is left, the seconds to wait for one to join.
         `update_s`: the most seconds that an update waits for a replica; its client has a deadline of its own.
         """
         self._incarnation = incarnation
@@ -178,8 +178,8 @@ class ReplicaSet:
     @remote_method
     def join(self, index: int, client: ReplicaClient, generation: Generation | None = None) -> None:
         """Adds replica `index`, a new replica or the successor of a lost one, and begins to bring it the newest
-        weights. Once the replica has them it serves, and a table says so; updates do not wait for it before that. If
-        the bytes of the newest weights are gone, it waits for the next update.
+        weights. Once the replica has them it serves, and a table says so. Until then updates do not wait for the
+        replica. If the bytes of the newest weights are gone, the replica waits for the next update.
 
         `client` calls the replica; `generation` names it for ever (None: chosen here).
         """
@@ -195,9 +195,9 @@ class ReplicaSet:
 
     @remote_method
     async def drain(self, index: int, timeout_s: float) -> None:
-        """Gives replica `index` no new requests, and removes it when it has finished those in flight. After `timeout_s`
-        seconds these are ended, and other replicas finish them from their tokens so far. Also waits until no weights
-        are on their way to it."""
+        """Gives replica `index` no new requests, and removes it when its requests in flight have finished. Requests
+        that have not finished after `timeout_s` seconds are ended, and other replicas finish them from their tokens so
+        far. Before the removal, also waits until no weights are on their way to the replica."""
         member = self._by_index.get(index)
         if member is None:
             return
@@ -256,20 +256,20 @@ class ReplicaSet:
 
     @remote_method
     async def offer(self, offer: Offer) -> Session:
-        """Asks the replicas to receive a version while the trainer sends it. Returns after at most `offer.ready_s`
-        seconds the transfer (`Session`) to the replicas that are ready, perhaps to none of them. The other replicas
-        fetch the version later."""
+        """Asks the replicas to receive a version while the trainer sends it. After at most `offer.ready_s` seconds,
+        returns the transfer (`Session`) to the replicas that are ready by then, perhaps to none of them. The other
+        replicas fetch the version later."""
         return await self._offers.make_session(offer, self._newest)
 
     async def update(self, weights: PublishedWeights) -> list[UpdateReport]:
-        """Brings `weights` to each member that serves, that waits for an update, or that has been catching up for
-        ROUNDS versions. A member that fails is removed; a member that takes too long is left behind, without requests.
-        If then no member has `weights`, waits for one. Returns the members' reports; a second call for the same weights
-        returns the same reports.
+        """Brings `weights` to the members. Waits for each member that serves, that waits for an update, or that has
+        been catching up for ROUNDS versions. A member that fails is removed; a member that takes too long is left
+        behind, without requests. If no member has `weights` after that, waits until one serves. Returns the members'
+        reports; a second call for the same weights returns the same reports.
 
-        Raises RoomFailed when no replica is left, WeightsRefused when every replica refuses the weights, and
-        WeightsGone when none can have their bytes any more: the next update brings newer ones. In deterministic mode
-        raises the failure of any member.
+        Raises RoomFailed if no replica is left, and WeightsRefused if every replica refuses the weights. Raises
+        WeightsGone if no replica can get the bytes any more; the next update then brings newer weights. In
+        deterministic mode raises the failure of any member.
         """
         return await self._updates.run(weights.identity, partial(self._update, weights))
 
@@ -320,8 +320,8 @@ class ReplicaSet:
 
     @remote_method
     async def sleep(self) -> None:
-        """Puts all members to sleep until the next update, and returns when all sleep, which the set's table says too.
-        A member that fails is removed; in deterministic mode its failure is raised."""
+        """Puts all members to sleep until the next update. Returns when all sleep; the set's table then says so too. A
+        member that fails is removed; in deterministic mode its failure is raised."""
         async with self._changing:
             self._bring_newest = self._put_to_sleep
             self._sleeping = True
@@ -354,18 +354,18 @@ class ReplicaSet:
             member.change(behind=True)
 
     def _begin_to_catch_up(self, member: Member) -> asyncio.Task[None]:
-        """Begins to bring the newest weights to `member`, or puts it to sleep while all sleep, unless a task does that
-        already. Returns the task. It ends when the member has the weights, sleeps or is gone, or when the bytes of the
-        weights are gone."""
+        """Starts a task that brings the newest weights to `member` or, while all replicas sleep, puts the member to
+        sleep. Returns this task, or the member's running task if there is one. The task ends when the member has the
+        weights, sleeps or is gone, or when the bytes of the weights are gone."""
         if member.catching_up is None or member.catching_up.done():
             member.catching_up = asyncio.create_task(self._catch_up(member))
             member.calls.add(member.catching_up)
         return member.catching_up
 
     async def _catch_up(self, member: Member) -> None:
-        """Brings the newest weights to `member`, however often they change meanwhile, and then lets it serve; or puts
-        it to sleep while all sleep. If the bytes of the newest weights are gone, marks the member as stranded: it gets
-        no requests before the next update."""
+        """Brings the newest weights to `member`, however often they change meanwhile, and then lets it serve. While all
+        replicas sleep, puts the member to sleep instead. If the bytes of the newest weights are gone, marks the member
+        as stranded: it gets no requests before the next update."""
         brought: object = None
         lost_bytes: WeightsGone | None = None
         try:

@@ -87,9 +87,9 @@ class ReplicaSetHandle:
         incarnations: Iterator[int] | None = None,
         adopt: WeightIdentity | None = None,
     ) -> None:
-        """Starts the actor on this node; does not wait. `incarnations` gives the number of each incarnation, which must
-        be higher than the numbers of all sets with tables that the same routers have read (None: 1, 2, ...). `adopt`: a
-        name for the weights that the replicas loaded from disk, instead of a first update."""
+        """Starts the actor on this node; does not wait. `incarnations` yields the number of each incarnation (None: 1,
+        2, ...). A number must be higher than the incarnation of every table that the same routers have read before.
+        `adopt`: a name for the weights that the replicas loaded from disk, so that they need no first update."""
         self._config = config
         self._log_dir = log_dir
         self._adopt = adopt
@@ -135,16 +135,16 @@ class ReplicaSetHandle:
         return self._started
 
     def update(self, weights: PublishedWeights) -> None:
-        """Begins to bring the replicas to `weights`; does not wait. A table says when the update has ended, also if a
-        later incarnation ends it."""
+        """Begins to bring the replicas to `weights`; does not wait. A table says when the update has ended, even if the
+        set is lost meanwhile and a later incarnation ends the update."""
         self._weights = weights  # first: another thread may begin an incarnation now
         self._sleeping = False
         self.actor.try_update.remote(weights)
 
     def sleep(self, on_tick: Callable[[], None]) -> None:
-        """Puts the replicas to sleep until the next update, and waits until all sleep, also if a later incarnation puts
-        them to sleep. Calls `on_tick`, which may raise, about once a second. Raises RoomFailed if that takes too long;
-        in deterministic mode raises the failure of a replica."""
+        """Puts the replicas to sleep until the next update, and waits until all sleep. If the set is lost meanwhile,
+        its next incarnation puts them to sleep. Calls `on_tick`, which may raise, about once a second. Raises
+        RoomFailed if that takes too long; in deterministic mode raises the failure of a replica."""
         self._sleeping = True  # first: as above
         deadline = time.monotonic() + self._config.update_deadline_s
         while True:
@@ -190,10 +190,10 @@ class ReplicaSetHandle:
         return {"replica_set_0": self.actor.heartbeat.remote}
 
     def offer(self, offer: Offer) -> Session:
-        """Asks the replicas to receive a version while the trainer sends it. Returns, after at most `offer.ready_s` +
-        ANSWER_S seconds, the transfer to the replicas that are ready, perhaps to none of them. If the set is dead or
-        does not answer, the transfer is to none: the version can be published without the set, and the set's watcher,
-        or the next call to it, reacts. Raises RoomFailed for another error of the set."""
+        """Asks the replicas to receive a version while the trainer sends it. Returns the transfer to the replicas that
+        are ready, perhaps to none of them, after at most `offer.ready_s` + ANSWER_S seconds. If the set is dead or does
+        not answer, returns a transfer to no replica: the version can be published without the set, and the set's
+        watcher, or the next call to the set, handles its failure. Raises RoomFailed for another error of the set."""
         subject = f"{NAME} (which replicas are ready for new weights)"
         limit_s = offer.ready_s + ANSWER_S
         try:

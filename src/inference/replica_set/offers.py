@@ -70,7 +70,7 @@ class Offers:
 
     async def make_session(self, offer: Offer, newest: WeightIdentity | None) -> Session:
         """Asks the members that serve and have taken version `newest` (None: there was none) to receive the offered
-        version. Returns the transfer to the members that are ready, after at most `offer.ready_s` seconds."""
+        version. After at most `offer.ready_s` seconds, returns the transfer to the members that are ready by then."""
         now = asyncio.get_running_loop().time
         started = now()
         limit_s = min(self._deadline.seconds, offer.ready_s)
@@ -162,8 +162,8 @@ class Offers:
 
 
 def _servers(members: Sequence[Member], ranks: Sequence[int]) -> dict[Member, int]:
-    """Returns {member: which of the trainer's `ranks` sends to it}. Members of one node have one rank and follow each
-    other; a member of an unknown node counts as a node of its own."""
+    """Returns {member: which of the trainer's `ranks` sends to it}. All members of a node get the same rank, and are
+    next to each other in the dict. A member of an unknown node counts as a node of its own."""
     by_index = {member.index: member for member in members}
     nodes = {index: member.report.node if member.report else "" for index, member in sorted(by_index.items())}
     return {by_index[index]: rank for index, rank in servers_of(nodes, ranks).items()}

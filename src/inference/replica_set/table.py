@@ -84,8 +84,9 @@ class Table:
     """All replicas sleep, until the next update."""
 
     def serves(self, index: int, generation: Generation) -> bool | None:
-        """Returns True if the replica with this number and generation takes requests, or sleeps as all do; False if it
-        does neither. Returns None if this table has no such replica."""
+        """Returns True if the replica with this number and generation takes requests, or would take them if it did not
+        sleep. Returns False if it has to get the newest weights first, or is to leave. Returns None if this table has
+        no such replica."""
         row = self.rows.get(index)
         if row is None or row.generation != generation:
             return None
@@ -123,8 +124,8 @@ class NewestTable:
         return self.table
 
     async def wait_for_serving(self) -> None:
-        """Waits until some replica takes requests. When none does, waits for replicas that take weights or sleep and,
-        for `Table.patience_s` seconds, for others to join.
+        """Waits until some replica takes requests. As long as replicas take weights or sleep, waits for them without a
+        limit. If there are none, waits up to `Table.patience_s` seconds for a replica to join.
 
         When no replica comes, raises an error with all failures: WeightsRefused if all replicas refused weights, else
         RoomFailed. Raises WeightsGone at once if only the next update can make a replica serve.

@@ -24,7 +24,7 @@ MAX_TOKENS = 16
 
 @dataclass(frozen=True)
 class UrlAnswerer:
-    """A model behind a server with OpenAI's chat completions. `server.url` is the base of their address, such as
+    """A model behind a server with OpenAI's chat completions API. `server.url` is the base URL of the API, such as
     http://host:8000/v1."""
 
     server: EnvServer

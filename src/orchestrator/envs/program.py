@@ -122,8 +122,8 @@ class AgentProgram:
 
 
 async def _give(stdin: asyncio.StreamWriter, line: str) -> None:
-    """Writes `line`, the problem, to a program's standard input and closes it. A program that does not read it is no
-    error."""
+    """Writes `line`, the problem, to a program's standard input and closes it. It is no error if the program does not
+    read the line."""
     with suppress(BrokenPipeError, ConnectionResetError):
         stdin.write(line.encode() + b"\n")
         await stdin.drain()
@@ -172,10 +172,10 @@ class ProgramDataset(ListedDataset[object]):
         memory_gb: float = 4.0,
         batch_size: int = 16,
     ) -> None:
-        """`command`: the program and its arguments. `problems`: a file with a JSON value in each line; `eval_problems`:
-        the same for evaluations (None: `problems`). `limit_s`: the time limit of one run, in seconds; `memory_gb`:
+        """`command`: the program and its arguments. `problems`: a file with a JSON value in each line. `eval_problems`:
+        such a file for evaluations (None: `problems`). `limit_s`: the time limit of one run, in seconds. `memory_gb`:
         the memory limit of each process, in GiB. Raises ValueError for limits that are not above 0, for a `command`
-        that is no list of words and for files of another form, BadInput if the program cannot be found."""
+        that is not a list of words, and for malformed files; BadInput if the program cannot be found."""
         if min(limit_s, memory_gb) <= 0:
             raise ValueError(f"limit_s = {limit_s}, memory_gb = {memory_gb}; expected above 0")
         if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):

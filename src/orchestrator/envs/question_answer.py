@@ -33,7 +33,8 @@ Grading = Literal["math", "exact"]
 
 
 def final_answer(text: str) -> str:
-    """Returns the part of `text` behind the last `####`, or the whole text without one; without white space around it.
+    """Returns the text after the last `####`, or the whole text if it has no `####`. White space at both ends is
+    removed.
 
     >>> final_answer("3 + 4 = 7\\n#### 7 ")
     '7'
@@ -42,8 +43,8 @@ def final_answer(text: str) -> str:
 
 
 def same_number(target: str, answer: str) -> bool:
-    """Returns True if `answer` equals `target` by the judgement of math-verify. May run for ever. Raises ValueError for
-    a `target` that math-verify cannot read."""
+    """Returns True if math-verify judges `answer` equal to `target`. May run for ever. Raises ValueError if math-verify
+    cannot read `target`."""
     gold = parse(target if "\\" not in target else f"${target}$", parsing_timeout=None)
     if not gold:
         raise ValueError(f"math-verify cannot read the answer {target!r} of the data; expected a number or LaTeX")
@@ -65,11 +66,11 @@ def success(answer: str, target: str, grading: Grading, finished: bool) -> bool:
 
 
 class QuestionAnswerDataset(ListedDataset[RewardRow]):
-    """The questions of `path`, in an order that follows from the seed, `batch_size` to a batch.
+    """The questions of `path`, in an order that follows from the seed, with `batch_size` questions in a batch.
 
-    `eval_path` has the questions of evaluations. Without `eval_path`, evaluations have an eighth of the questions of
-    `path`, which are never trained on. `question` and `answer` name the entries of a row. `grading_limit_s`: seconds to
-    grade an answer. Raises ValueError for files of another form.
+    `eval_path` has the questions for evaluations. Without `eval_path`, about an eighth of the questions of `path` are
+    for evaluations, and are never trained on. `question` and `answer` name the entries of a row. `grading_limit_s`:
+    seconds to grade an answer. Raises ValueError for malformed files.
     """
 
     def __init__(

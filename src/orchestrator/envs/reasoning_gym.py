@@ -74,12 +74,12 @@ def extract(text: str, extraction: Extraction) -> str:
 def exact(
     text: str, task: str, difficulty: Mapping[str, object], entry: Entry, extraction: Extraction, finished: bool
 ) -> float:
-    """Returns 1 if the extracted part of the answer is right and holds nothing else, else 0, also for an answer that is
-    not `finished`.
+    """Returns 1 if the extracted part of the answer is right and contains nothing else. Else, or if the answer is not
+    `finished`, returns 0.
 
     The generator's scorer decides, because a question may have several right answers. But some scorers give full marks
-    to a text that contains the right answer among wrong ones. With such a scorer only the known answer of `entry` is
-    right.
+    to a text that contains the right answer among wrong ones. If the scorer does so, only the known answer of `entry`
+    is right.
     """
     answer = extract(text, extraction)
     if not finished or not answer:
@@ -110,8 +110,8 @@ def _marks(task: str, difficulty: Mapping[str, object], entry: Entry, answer: st
 
 @cache
 def _scorer(task: str, difficulty: str) -> Any:
-    """Returns the generator of `task` with the keys in `difficulty` (JSON), to score answers. The cache holds it for
-    later calls, because some generators take seconds to make."""
+    """Returns the generator of `task`, configured with the keys in `difficulty` (JSON), for scoring answers. A cache
+    holds it for later calls, because some generators take seconds to make."""
     return generator(task, json.loads(difficulty))
 
 
@@ -133,11 +133,11 @@ def generator(task: str, difficulty: Mapping[str, object], size: int = 1) -> Any
 
 
 class ReasoningGymDataset(GeneratedDataset):
-    """Questions of the generator `task` among its first `size` items; the last eighth is for evaluations.
+    """Questions from the first `size` items of the generator `task`; the last eighth of these items is for evaluations.
 
-    `answer` is the rule by which the part of an answer that counts is extracted; `reward` is the name of the function
-    that scores this part; `limit_s`: seconds to score an answer. Raises ValueError for wrong arguments, and for a
-    generator that knows no answers where `reward` is "exact".
+    `answer`: the rule that extracts the part of an answer that counts. `reward`: the name of the function that scores
+    this part. `limit_s`: seconds to score an answer. Raises ValueError for wrong arguments, and if `reward` is "exact"
+    but the generator knows no answers.
     """
 
     name = "reasoning_gym"
@@ -213,9 +213,9 @@ class ReasoningGymDataset(GeneratedDataset):
 
 
 def few_questions(items: Any, indexes: range, seconds: float = COUNTING_S) -> tuple[int, int]:
-    """Draws items of a generator at `indexes`, in order, for at most `seconds` seconds. Returns the number of drawn
-    items, and the number of distinct questions among them if these are few, else 0. Few means fewer than a generator
-    with FEW_QUESTIONS equally frequent questions would give."""
+    """Checks whether a generator has few distinct questions: draws its items at `indexes`, in order, for at most
+    `seconds` seconds. Returns the number of drawn items, and the number of distinct questions among them if these are
+    few, else 0. "Few" means fewer than expected from a generator with FEW_QUESTIONS equally frequent questions."""
     questions: set[str] = set()
     drawn = 0
     end = time.monotonic() + seconds

@@ -56,7 +56,7 @@ Scored = tuple[float, dict[str, float]]
 
 
 class RewardFailed(RolloutError):
-    """A reward function raised an exception, or returned another number of scores than there are answers."""
+    """A reward function raised an exception, or did not return exactly one score for each answer."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class RewardRow:
 
 
 class RewardFile:
-    """A file of reward functions. Making or unpickling a RewardFile runs the file: a worker process does so when it
+    """A file of reward functions. Making or unpickling a RewardFile runs the file. A worker process does so when it
     reads a call, before the time limit of the call begins."""
 
     def __init__(self, source: str) -> None:
@@ -140,7 +140,7 @@ class RewardProblem(EnvGroupBuilder):
         return {**answer, "text": message["content"], "finished": whole, "parse_error": float(malformed)}
 
     def _waits(self, name: str) -> bool:
-        """Returns True if the function `name` is called once all answers of the group are there: it takes
+        """Returns True if the function `name` is called only when all answers of the group are there: it takes
         `completions`, or is a coroutine function."""
         function = named_function("reward", self.source, name)
         return takes_completions(function) or iscoroutinefunction(function)
@@ -179,13 +179,13 @@ class RewardEnv(Env):
 
 class RewardDataset(ListedDataset[RewardRow]):
     """The prompts of `path` (and `eval_path`, as for `question_answer`). `rewards` names the functions that score
-    answers: `FILE.py:FUNCTION`, or several functions with commas. `weights`: {function: its weight in the reward}; a
-    function without an entry has weight 1.
+    answers: `FILE.py:FUNCTION`, or several function names separated by commas. `weights`: {function: its weight in the
+    reward}; a function without an entry has weight 1.
 
-    `prompt` names the column of prompts, each a text or a list of messages; with `chat`, a text is a user's message.
-    `answer` names the column of known answers, if there are any. `limit_s`: seconds for all calls for one answer, or
-    for one group. Raises BadInput for functions that cannot be called with the columns of a row, ValueError for other
-    wrong arguments and for files that are no such data.
+    `prompt` names the column of prompts; each prompt is a text or a list of messages. With `chat`, a text is a user's
+    message. `answer` names the column of known answers, if there are any. `limit_s`: seconds for all calls for one
+    answer, or for one group. Raises BadInput for functions that cannot be called with the columns of a row, ValueError
+    for other wrong arguments and for malformed files.
     """
 
     def __init__(
@@ -274,15 +274,16 @@ def _scores(source: str, name: str, row: RewardRow, answers: list[Answer]) -> li
 
 
 async def _awaited(returned: list[Any]) -> list[Any]:
-    """Returns the results of a function's calls, which it awaits at the same time if the first one is awaitable."""
+    """Returns the results of a function's calls. If the first of `returned` is awaitable, awaits them all at the same
+    time."""
     if isawaitable(returned[0]):
         return list(await asyncio.gather(*returned))
     return returned
 
 
 def _calls(function: Callable[..., object], row: RewardRow, answers: list[Answer]) -> list[partial[object]]:
-    """Returns the calls of `function`, not made yet: one for all answers if it takes `completions`, else one for each
-    answer."""
+    """Prepares the calls of `function` without making them: one call for all answers if it takes `completions`, else
+    one call for each answer."""
     parameters = signature(function).parameters
     columns = dict(row.columns)
     if takes_completions(function):

@@ -12,7 +12,7 @@ PROMPT = "Sort: {}\n"
 @dataclass(kw_only=True)
 class SortDataset(QuestionDataset):
     """`num_batches` batches of `batch_size` problems of `min_digits` to `max_digits` digits; lengths and digits are
-    uniform. The reward is half the share of right positions, and half for an exact answer.
+    uniform. The reward is half the share of positions with the right digit, plus 0.5 if the answer is exact.
 
     Raises ValueError for sizes below 1, lengths in the wrong order, and a tokenizer without an end of sequence.
     """

@@ -23,9 +23,9 @@ WATCHED = (signal.SIGTERM, signal.SIGCHLD)
 
 
 def main(memory_bytes: int, parent: int, command: list[str]) -> int:
-    """Runs `command` with at most `memory_bytes` of data memory, as a child of this process, then kills all processes
-    that it has started. `parent`: the process that started this one. Returns the program's exit code; 128 + the
-    signal's number for a program that was killed."""
+    """Runs `command` with at most `memory_bytes` of data memory, as a child of this process. When it has ended, kills
+    all processes that it started. `parent`: the process that started this one. Returns the program's exit code, or 128
+    + the signal's number if the program was killed."""
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)  # they are waited for
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)

@@ -126,8 +126,8 @@ Grader = Callable[[str, Answer], tuple[float, float]]
 
 
 def by_position(target: str, answer: Answer) -> tuple[float, float]:
-    """Returns a reward, and 1 for an exact and finished answer, else 0. The reward is half the share of positions with
-    the right character, plus 0.5 for an exact and finished answer."""
+    """Returns two numbers for an answer: its reward, and 1 if it is exact and finished, else 0. The reward is half the
+    share of positions with the right character, plus 0.5 if the answer is exact and finished."""
     right = sum(map(eq, answer.text, target))
     exact = answer.finished and answer.text == target
     return 0.5 * right / max(len(answer.text), len(target)) + 0.5 * exact, float(exact)

@@ -64,13 +64,13 @@ OF_RUNTIMES = ("image", "workdir", "agent_user", "skills", "artifacts")
 
 
 class NotScored(Exception):
-    """A task scored a rollout, but the value of a reward or a metric is missing, or there is no reward."""
+    """A task scored a rollout, but there is no reward, or a reward or a metric has no value."""
 
 
 async def score(task: Any, trace: Any) -> tuple[float, dict[str, float]]:
-    """Lets the task score the rollout in `trace`. Returns the sum of the task's weighted rewards, and its metrics, with
-    each unweighted reward as `score/<name>` among them. Raises NotScored, and verifiers' TaskError for an error of a
-    reward or metric."""
+    """Lets the task score the rollout in `trace`. Returns the sum of the task's weighted rewards, and its metrics,
+    which include each unweighted reward as `score/<name>`. Raises NotScored, and verifiers' TaskError if a reward or
+    metric raises."""
     await task.score(trace)
     missing = [name for name, value in [*trace.rewards.items(), *trace.metrics.items()] if value is None]
     if missing or not trace.rewards:
@@ -132,8 +132,9 @@ def _arguments(call: Any) -> dict[str, object]:
 
 
 def make_trace(task: Any, prompt: Sequence[int], action: Sequence[int], message: Message, cut_off: bool) -> Any:
-    """Makes the trace of a finished rollout in the form that tasks score: a node for each message of the prompt, a last
-    node for the answer `message` with all tokens of prompt and answer, and one model call with their numbers."""
+    """Makes the trace of a finished rollout in the form that tasks score. It has a node for each message of the prompt,
+    a last node for the answer `message` with all tokens of prompt and answer, and one model call with the token counts
+    of both."""
     trace = vf.Trace(
         task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
         state=state_cls(type(task))(),
@@ -205,10 +206,11 @@ def _named(data: Any) -> str:
 class TasksetDataset(ListedDataset[Any]):
     """The tasks of a taskset, in an order that follows from the seed.
 
-    `args` are arguments of the taskset; `select` chooses among its tasks, with the keys of verifiers' SelectConfig
-    (`limit`, `include`, ...). About an eighth of the tasks is for evaluations and never trained on. With
-    `hold_out = false` training and evaluations take all tasks, for a taskset that has splits of its own, chosen by
-    `env.args` and `eval.env.args`. `scoring_limit_s`: seconds to score an answer, where the task itself has no limit.
+    `args` are arguments of the taskset. `select` chooses among its tasks, with the keys of verifiers' SelectConfig
+    (`limit`, `include`, ...). About an eighth of the tasks is for evaluations and never trained on. With `hold_out =
+    false`, training and evaluations both take all tasks; use this for a taskset that has splits of its own, and choose
+    these by `env.args` and `eval.env.args`. `scoring_limit_s`: seconds to score an answer if the task itself has no
+    limit.
 
     Raises BadInput for a taskset that cannot be found, loaded or played, ValueError for other wrong arguments.
     """

@@ -128,8 +128,8 @@ class _Console:
             return _reply(self._reader.sessions.tree(name))
 
     def node(self, name: Name, node: Number, start: Number = 0) -> Response:
-        """Returns a page of the tokens of a session from the root of its tree to the end of `node`; the page begins at
-        token `start`."""
+        """Returns a page of the tokens on the path from the root of a session's tree to the end of `node`; the page
+        begins at token `start`."""
         decode = self._reader.decode()
         with self._reader.lock:
             return _reply(self._reader.sessions.tokens(name, node, start, decode))

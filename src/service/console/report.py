@@ -60,8 +60,8 @@ class EmbeddedAnswers:
 
 
 def report_page(reader: RunReader, now: datetime) -> str:
-    """Returns the HTML page of the run that `reader` reads, with the run's data inside. `now`: the time that the page
-    names as the time of the report."""
+    """Returns the HTML page of the run that `reader` reads, with the run's data inside. `now`: the time of the report,
+    which the page shows."""
     reader.read_all()
     run = reader.overview()
     curves = reader.curves()

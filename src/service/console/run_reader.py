@@ -114,8 +114,8 @@ class RunReader:
             return {"title": name, "unit": "", "curves": [{"name": name, "points": points}] if points else []}
 
     def read_all(self) -> None:
-        """Reads the files of metrics and ages to their ends. Without this call, each request reads the next part of
-        them, of limited size."""
+        """Reads the files of metrics and ages to their ends. Without this call, each request reads a further part of
+        the files, up to a limit of bytes."""
         with self.lock:
             self._curves.look(most_bytes=None)
             self._ages.look(most_bytes=None)
@@ -148,8 +148,8 @@ def _shown(names: str, row: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def _stored(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns, for a run in object storage, a row of the overview which says that the page shows only the run's local
-    directory; no row for other runs."""
+    """Returns a row of the overview if the run is in object storage: the row says that the page shows only the run's
+    local directory. Returns no row for other runs."""
     place = config.get("run", {}).get("output_dir", "")
     if not is_url(place):
         return []

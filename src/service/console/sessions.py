@@ -20,8 +20,8 @@ PREVIEW_CHARS = 400
 
 
 class StoredSessions:
-    """Reads sessions from the store in `directory`. While a service has the store open, it can be read only on a local
-    file system."""
+    """Reads sessions from the store in `directory`. While a service has the store open, the store can be read only if
+    it is on a local file system."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -47,7 +47,7 @@ class StoredSessions:
 
 
 class RunSessions:
-    """Describes sessions for the console. `book` returns them; another thread may add to them meanwhile."""
+    """Describes sessions for the console. `book` returns the sessions; meanwhile another thread may add to them."""
 
     def __init__(self, book: Callable[[], SessionBook]) -> None:
         self._book = book
@@ -68,8 +68,8 @@ class RunSessions:
         return session.summary() | {"nodes": nodes, "nodes_left_out": len(session.tree.nodes) - len(nodes)}
 
     def tokens(self, name: str, node: int, start: int, decode: Decode | None) -> JsonObject:
-        """Returns a page of the tokens of a session from the root of its tree to the end of `node`; the page begins at
-        token `start`. Raises RequestRefused if there is no such session or node."""
+        """Returns a page of the tokens on the path from the root of a session's tree to the end of `node`; the page
+        begins at token `start`. Raises RequestRefused if there is no such session or node."""
         session = self._session(name)
         nodes = session.tree.nodes
         if not 0 <= node < len(nodes):

@@ -68,9 +68,9 @@ class ChatToolCall(Body):
 
 
 class ChatMessage(Body):
-    """A message of a chat request. In an assistant's message, `token_ids` are its sampled tokens, with the end mark,
-    and `prompt_token_ids` are the tokens of the prompt that it answered; if both fields are there, neither text is
-    tokenised again."""
+    """A message of a chat request. `token_ids`: the sampled tokens of an assistant's message, with the end mark.
+    `prompt_token_ids`: the tokens of the prompt that this message answered. If both fields are there, neither the
+    message nor its prompt is tokenised again."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -86,8 +86,8 @@ class ChatMessage(Body):
     prompt_token_ids: Many[TokenId] | None = None
 
     def message(self, calls: dict[str, str]) -> Message:
-        """Returns the message as renderers take it. `calls`: the names of the tools in earlier calls, by the ids of the
-        calls; the calls of this message are added to it. Raises RequestRefused if a field does not fit the role of the
+        """Returns the message as renderers take it. `calls`: the name of each tool called earlier, by the id of the
+        call; this method adds the calls of this message. Raises RequestRefused if a field does not fit the role of the
         message."""
         role = "system" if self.role == "developer" else self.role
         entry: Message = {"role": role, "content": text_of(self.content)}
@@ -162,8 +162,8 @@ class OpenAIBody(SampledBody):
         return self.sampling_params(max_tokens, (*(self.stop_token_ids or ()), *strings))
 
     def head(self, name: str, kind: str) -> JsonObject:
-        """Returns the fields with which the body of an answer, or each event of a stream, begins. `name`: the prefix of
-        its id; `kind`: the value of its field `object`."""
+        """Returns the first fields of a reply's body, or of each event of a stream. `name`: the prefix of the reply's
+        id; `kind`: the value of the field `object`."""
         return {"id": new_id(name), "object": kind, "created": now_s(), "model": self.model}
 
     async def chunks(

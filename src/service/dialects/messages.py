@@ -188,8 +188,8 @@ class MessagesRequest(SampledBody):
 
 
 def _assistant(blocks: Sequence[Block], calls: dict[str, str]) -> Message:
-    """Returns `blocks` as one message of the assistant. Adds the names of the called tools to `calls`, by the ids of
-    the calls. Raises RequestRefused for a tool result."""
+    """Returns `blocks` as one message of the assistant. Adds each called tool's name to `calls`, by the id of the call.
+    Raises RequestRefused for a tool result."""
     message: Message = {"role": "assistant", "content": ""}
     for block in blocks:
         if isinstance(block, TextBlock):
@@ -206,7 +206,7 @@ def _assistant(blocks: Sequence[Block], calls: dict[str, str]) -> Message:
 
 def _add_user(blocks: Sequence[Block], messages: list[Message], calls: Mapping[str, str]) -> None:
     """Appends the user's `blocks` to `messages`: one message for each tool result, and one for each text between tool
-    results. `calls`: the names of the tools in earlier calls, by the ids of the calls."""
+    results. `calls`: the name of each tool called earlier, by the id of the call."""
     text = ""
     for block in blocks:
         if isinstance(block, TextBlock):

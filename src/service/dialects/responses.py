@@ -45,7 +45,7 @@ class InputMessage(Body):
 
 
 class InputCall(FunctionCall):
-    """A call of a function that the model made."""
+    """An earlier function call by the model, as a part of the input."""
 
     type: Literal["function_call"]
     call_id: str

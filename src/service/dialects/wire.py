@@ -49,8 +49,8 @@ SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "see
 
 
 def few(value: T) -> T:
-    """Returns `value`. Raises ValueError if the value is an object of more than MOST_FIELDS fields, before pydantic
-    makes an error for each of them."""
+    """Returns `value` unchanged. Raises ValueError if it is an object of more than MOST_FIELDS fields; otherwise
+    pydantic could make an error for each field."""
     if isinstance(value, dict) and len(value) > MOST_FIELDS:
         raise ValueError(f"an object of {len(value):,} fields; expected at most {MOST_FIELDS}")
     return value
@@ -68,9 +68,9 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def readable(cls, value: T) -> T:
-        """Returns `value`, the object that a body or a part of it was sent as. Raises ValueError if it has more than
-        MOST_FIELDS fields, or texts that JSON can write but UTF-8 cannot (half a pair of surrogates). (One function
-        checks both, because it is called for each message of a conversation.)"""
+        """Returns `value`, a body or a part of it as the client sent it, unchanged. Raises ValueError if `value` has
+        more than MOST_FIELDS fields, or texts that JSON can write but UTF-8 cannot (half of a surrogate pair). (One
+        function checks both, because it is called for each message of a conversation.)"""
         few(value)
         for name, part in value.items() if isinstance(value, dict) else ():
             if isinstance(part, str) and part.isascii():
@@ -92,8 +92,8 @@ class SampledBody(Body):
     stream: bool | None = None
 
     def sampling_params(self, max_tokens: int | None, stop: Sequence[int | str] = ()) -> SamplingParams:
-        """Returns the sampling parameters of the request, with `max_tokens` and `stop`. Fields that the request leaves
-        out do not change the model's distribution."""
+        """Returns the sampling parameters of the request, with `max_tokens` and `stop`. If the request leaves a field
+        out, its value is the one that does not change the model's distribution."""
         return SamplingParams(max_tokens, stop=stop, **self.model_dump(include=SAMPLING, exclude_none=True))
 
     @abstractmethod
@@ -190,8 +190,8 @@ def check_tool_choice(choice: object, tools: Iterable[ToolSpec]) -> tuple[ToolSp
 
 
 def tool_answer(content: str | Sequence[HasText] | None, call: str, calls: Mapping[str, str]) -> Message:
-    """Returns the message with a tool's answer (`content`) to the call with the id `call`. `calls`: the names of the
-    tools in earlier calls, by the ids of the calls. Raises RequestRefused for an id that is not in `calls`."""
+    """Returns the message with a tool's answer (`content`) to the call with the id `call`. `calls`: the name of each
+    tool called earlier, by the id of the call. Raises RequestRefused for an id that is not in `calls`."""
     if call not in calls:
         raise RequestRefused(f"an answer to the call `{call}`, which no message before it makes", param="messages")
     return {"role": "tool", "content": text_of(content), "name": calls[call]}
@@ -248,8 +248,8 @@ def arguments_text(call: ToolCall) -> str:
 
 
 def spans_of(spans: Sequence[VersionSpan]) -> list[JsonObject]:
-    """Returns the version spans of an answer's tokens as JSON values. Each span has the fields of its weights, its
-    first token, its end (the token after its last one), and whether it is mixed."""
+    """Returns the version spans of an answer as JSON objects. Each has the fields of the span's WeightIdentity, `start`
+    (its first token), `end` (the token after its last one) and `mixed`."""
     return [{**vars(span.identity), "start": span.start, "end": span.end, "mixed": span.mixed} for span in spans]
 
 

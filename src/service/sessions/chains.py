@@ -20,7 +20,8 @@ MessageKey = tuple[str, str, str | None, str]
 
 
 class ChainPoint:
-    """A chain of messages, named by its last message: the messages from the first one up to this point's own."""
+    """A point in a tree of messages. It stands for a chain of messages, from the first message of a conversation up to
+    the point's own message."""
 
     __slots__ = ("after", "answers", "before", "message", "prompts")
 
@@ -41,7 +42,7 @@ class ChainPoint:
         return self.after.get(_key(message))
 
     def add(self, message: Message) -> ChainPoint:
-        """Adds the point of a longer chain, this one and then `message`. Returns the new point."""
+        """Adds the point of the chain that continues this one with `message`. Returns the new point."""
         point = self.after[_key(message)] = ChainPoint(message, self)
         return point
 

@@ -37,8 +37,9 @@ def asked_before(tree: SessionTree, text: str, options: str, tokenizer: Tokenize
 
 
 def prompt_ids(tree: SessionTree, text: str, tokenizer: Tokenizer) -> Ids:
-    """Returns the tokens of a prompt with this `text`. The longest beginning of the text that the session already has,
-    up to the end of an answer or of a part of one, gets the session's tokens; the tokenizer encodes the rest."""
+    """Returns the tokens of a prompt with this `text`. The text may begin with prompts and answers that the session
+    already has; the last of these answers may be cut short. The longest such beginning gets the session's own tokens;
+    the tokenizer encodes the rest."""
     longest = 0
     ids = np.empty(0, np.int32)
     rest = text
@@ -59,9 +60,10 @@ def prompt_ids(tree: SessionTree, text: str, tokenizer: Tokenizer) -> Ids:
 
 
 def match_ids(tree: SessionTree, ids: Ids) -> Match:
-    """Returns the place where a prompt `ids` continues: the answer at the end of the longest path of the tree with
-    which `ids` begin; of equal paths, one with an answer that the client has received. `matched` counts tokens. For
-    `echo`, an answer also counts without its last token, because clients do not see the token that ended it."""
+    """Returns the place where a prompt `ids` continues: the last answer on the longest path of the tree with which
+    `ids` begin. Of equal paths, prefers one with an answer that the client has received. In the result, `matched`
+    counts tokens. For `echo`, an answer also counts without its last token, because clients do not see the token that
+    ended it."""
     best = ROOT
     matched = 0
     cut = (0, ROOT)
@@ -88,15 +90,16 @@ def match_ids(tree: SessionTree, ids: Ids) -> Match:
 
 
 def is_prompt(tree: SessionTree, node: int) -> bool:
-    """Returns True if a node is a plain prompt (text or token ids, as of `/v1/completions`), not a prompt of a
+    """Returns True if a node is a plain prompt (text or token ids, as `/v1/completions` takes it), not a prompt of a
     conversation."""
     message = tree.nodes[node].point.message
     return tree.nodes[node].message is None and message is not None and message["role"] == PROMPT
 
 
 def text_behind(tree: SessionTree, match: Match, text: str | None, ids: Ids, tokenizer: Tokenizer) -> str:
-    """Returns the text of a prompt after the answer that it continues, as the client wrote it. If the prompt is given
-    as token ids (`text` None) or continues a conversation, returns the text of its tokens after that answer."""
+    """Returns the part of a prompt's `text` that comes after the continued answer, as the client wrote it. If the
+    prompt is given as token ids (`text` None) or continues a conversation, decodes the prompt's tokens after that
+    answer instead."""
     before = ""
     node = match.node
     while text is not None and node != ROOT:
@@ -113,8 +116,8 @@ def text_behind(tree: SessionTree, match: Match, text: str | None, ids: Ids, tok
 
 
 def _text_prompts(tree: SessionTree, text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, str]]:
-    """Yields (prompt, rest) for each plain prompt of the session with which `text` begins, together with all prompts
-    and answers before it: the node of the prompt, and the rest of `text` after it."""
+    """Yields (prompt, rest) for plain prompts of the session: the node of the prompt, and the rest of `text` after it.
+    Yields a prompt if `text` begins with all prompts and answers before it, followed by the prompt itself."""
     open_ends = [(node, text) for node in _beginnings(tree)]
     while open_ends:
         node, rest = open_ends.pop()

@@ -49,9 +49,9 @@ DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class SessionRegistry:
-    """All sessions of one service. `sampling`: the sampling parameters of all answers. `clock`: seconds that continue
-    over a restart of the service. `max_steps_off_policy`: the bound on the age of tokens (None: no bound, as nothing
-    is trained). `history`: the history of the run's weights (None: no weights are given up). `store`: keeps sessions
+    """All sessions of one service. `sampling`: the sampling parameters of all answers. `clock`: returns seconds, which
+    go on over a restart of the service. `max_steps_off_policy`: the bound on the age of tokens (None: no bound, because
+    nothing is trained). `history`: which weights the run has given up (None: it gives up none). `store`: keeps sessions
     over a restart (None: they end with this process)."""
 
     def __init__(
@@ -168,9 +168,9 @@ class SessionRegistry:
         return names
 
     async def attempt_begins(self, attempt: int, version: int) -> None:
-        """Records that the run's attempt number `attempt` begins with the weights `version`. Ends all sessions with
-        later weights of earlier attempts (as their floor, or in their tokens), because the run has given these weights
-        up."""
+        """Records that the run's attempt number `attempt` begins with the weights `version`. The run has then given up
+        all later versions of earlier attempts: ends each session that has such a version, as its floor or in its
+        tokens."""
         self._history.begin(attempt, version)
         for session in self._end_given_up():
             await _cancel(session)
@@ -309,8 +309,9 @@ class SessionRegistry:
         return self._write(TurnAnswered(name, self._clock(), replace(placed.turn, answers=tuple(answers))))
 
     def _unfit(self, session: AgentSession, spans: Sequence[VersionSpan]) -> str | None:
-        """Returns why a session may not have an answer with tokens of the weights in `spans`: they are below the
-        session's floor, the run has given them up, or they are too old. Returns None if it may."""
+        """Returns why a session may not have an answer that the weights in `spans` sampled: weights below the session's
+        floor, weights that the run has given up, or a session that would be too old to train on. Returns None if the
+        session may have the answer."""
         floor = session.opened.floor
         first = min(span.identity.version for span in spans)
         if first < floor:

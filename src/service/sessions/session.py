@@ -64,7 +64,7 @@ class SessionExport:
 
 @dataclass
 class RequestCounts:
-    """Counts special requests of one session, since this process began."""
+    """Counts retries, refused turns and overruled requests of one session, since this process began."""
 
     retries: int = 0
     """Retries that got answers to an earlier request, which were stored or still being sampled."""
@@ -149,14 +149,16 @@ class AgentSession:
 
     @property
     def oldest_version(self) -> int | None:
-        """The version of the session's oldest token, from which its deadline counts; None if it has no answer yet."""
+        """The version of the session's oldest token; None if the session has no answer yet. The session's deadline
+        counts from this version."""
         return min((weights.version for weights in self.tree.weights), default=None)
 
     def export(self, max_steps_off_policy: int | None = None) -> SessionExport:
         """Returns the session's answers, branch by branch (one segment each), and its rewards.
 
-        `max_steps_off_policy`: answers with a token of a version beyond the session's deadline are marked as out of
-        bound, and do not count in the loss (the weights moved on while they were sampled); None: there is no bound.
+        `max_steps_off_policy`: the greatest age allowed; None: there is no bound. If the weights moved on while an
+        answer was sampled, and one of its tokens has a version beyond the session's deadline, the answer is marked as
+        out of bound and does not count in the loss.
         """
         answers = [node for branch in self.tree.branches for node in branch.nodes if self.is_answer(node)]
         reward = sum(record.value for record in self.rewards.values())

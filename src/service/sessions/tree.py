@@ -146,8 +146,8 @@ class SessionTree:
     # ---- reading
 
     def match(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Match:
-        """Returns the place where a conversation continues: the last answer in it that the tree has. Of answers with
-        equal messages, prefers one that was delivered to the client."""
+        """Returns the place where a conversation continues: the last answer of the conversation that is in the tree. Of
+        answers with equal messages, prefers one that was delivered to the client."""
         path = self._chains.walk(messages, tools)
         if len(path) == len(messages) + 1:
             same = tuple(path[-1].prompts)

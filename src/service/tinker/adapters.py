@@ -39,23 +39,23 @@ def spec_of(wish: LoraBody | None, lora: LoraConfig) -> AdapterSpec:
 
 def record_of(spec: AdapterSpec, lora: LoraConfig) -> dict[str, object]:
     """Returns the record that is saved with an adapter's files: the adapter itself, and the rank and layers in the
-    server's settings `lora`, which give the sizes of its saved states."""
+    server's settings `lora`. This rank and these layers give the sizes of the adapter's saved states."""
     return {**asdict(spec), "of_rank": lora.rank, "of_targets": list(lora.target_modules)}
 
 
 def exported_spec(path: str, record: Mapping[str, Any] | None) -> AdapterSpec:
-    """Returns, by its `record`, the adapter with the weights that were saved at `path` for samplers or for download.
-    The files have the rank and the layers of this adapter alone, so every server can load them that trains at least
-    this rank and these layers. Raises RequestRefused for weights of a whole model."""
+    """Returns the adapter in `record`, for weights that were saved at `path` for samplers or for download. Their files
+    have only the rank and the layers of this adapter. So a server can load them if it trains at least this rank and
+    these layers. Raises RequestRefused for weights of a whole model (`record` None)."""
     if record is None:
         raise RequestRefused(f"{path} has the weights of a whole model; expected a state ({STATES}) to train from")
     return _spec_in(record)
 
 
 def recorded_spec(path: str, record: Mapping[str, Any] | None, lora: LoraConfig | None) -> AdapterSpec | None:
-    """Returns the adapter of the state saved at `path`, by its `record`; None for the state of a whole model. `lora`:
-    the server's settings for adapters (None: it trains whole models). Raises RequestRefused for a state that such a
-    server cannot load."""
+    """Returns the adapter in `record`, for the state saved at `path`; None for the state of a whole model (`record`
+    None). `lora`: the server's settings for adapters (None: it trains whole models). Raises RequestRefused if such a
+    server cannot load the state."""
     if record is None and lora is None:
         return None
     if record is None:

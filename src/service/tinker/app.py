@@ -110,7 +110,7 @@ class TinkerRoutes:
         return JsonReply(CLIENT_CONFIG)
 
     async def dynamic_config(self) -> JsonReply:
-        """Returns the settings for the client that change while it runs: there are none."""
+        """Returns the settings that change while a client runs: this server has none."""
         return JsonReply({})
 
     async def telemetry(self) -> JsonReply:
@@ -140,8 +140,8 @@ class TinkerRoutes:
         return JsonReply({"session_id": session_id, **notices})
 
     async def session_heartbeat(self, caller: Asking, body: BeatBody) -> JsonReply:
-        """Records that the client of a session is alive. Refuses with 410 (gone) if the server does not know the
-        session."""
+        """Records that the client of a session is alive. Refuses with 410 (gone) if the session has ended, or the
+        server does not know it."""
         try:
             self._state.living(body.session_id, caller).beat_s = self._server.now()
         except UnknownId as error:
@@ -155,8 +155,8 @@ class TinkerRoutes:
         return _promised(self._state.create_model(body.session_id, body.model_seq_id, body, caller))
 
     async def load_weights(self, caller: Asking, body: LoadModelBody | LoadWeightsBody) -> JsonReply:
-        """Accepts a request for a new model that begins with a saved state, or a request that a model load a saved
-        state."""
+        """Accepts a request for a new model that begins with a saved state, or a request to load a saved state into an
+        existing model."""
         if isinstance(body, LoadModelBody):
             return _promised(self._state.create_model(body.session_id, body.model_seq_id, body, caller))
         return self._train(caller, body)
@@ -259,8 +259,8 @@ class TinkerRoutes:
         return JsonReply(outcome.payload)
 
     async def retrieve_futures(self, caller: Asking, body: RetrieveManyBody) -> JsonReply:
-        """Returns the samples of a clone that were done after the cursor that the client sends, which is from its last
-        call."""
+        """Returns the samples of a clone that were done after the client's cursor. The client has the cursor from its
+        last call."""
         target = body.target
         retrieved = body.retrieved_request_ids
         sampler = self._state.sampler(target.sampling_session_id, caller)
@@ -311,7 +311,7 @@ def make_tinker_app(server: TinkerServer, keys: ServiceKeys, limits: Limits) -> 
 
 def _take_number(server: TinkerServer, caller: Caller, body: dict[str, Any], message: str) -> None:
     """Records a refused request to one of this caller's models as failed, with `message` as its failure. This uses up
-    the number of the request, for which later requests of the model would otherwise wait."""
+    the request's number; otherwise later requests of the model would wait for that number."""
     if isinstance(body.get("seq_id"), int):
         with suppress(RequestRefused):
             server.train(str(body.get("model_id")), body["seq_id"], Unusable(error=message), caller)

@@ -46,7 +46,7 @@ class SessionBody(Told):
 
 
 class ReasonBody(Told):
-    """How a client ended: with success, by an error, or interrupted."""
+    """The way in which a client ended: with success, by an error, or interrupted."""
 
     type: Literal["success", "errored", "interrupted"] = "success"
 
@@ -125,7 +125,7 @@ class TrainingBody(ModelBody):
 
 
 class LoadWeightsBody(TrainingBody):
-    """A request that a model load a saved state."""
+    """A request to load a saved state into an existing model."""
 
     path: str
     optimizer: bool
@@ -194,7 +194,8 @@ class SaveForSamplerBody(SaveBody):
 
 
 class Unusable(Told):
-    """Stands for a refused request under its number, because later requests of the model wait for that number."""
+    """A placeholder for a refused request. It takes the request's number, because later requests of the model wait for
+    that number."""
 
     error: str
 
@@ -317,7 +318,7 @@ class TargetBody(Told):
 
 
 class RetrieveManyBody(Told):
-    """A request for the samples of a clone of a sampler that are done."""
+    """A request for the finished samples of one clone of a sampler."""
 
     target: TargetBody
     prev_cursor: Seq = 0
@@ -332,7 +333,7 @@ class PathBody(Told):
 
 
 class TtlBody(Told):
-    """How long a saved entry shall be kept."""
+    """The time for which a saved entry is kept."""
 
     ttl_seconds: Lifetime | None = None
 

@@ -89,7 +89,7 @@ def path_of(model_id: str, kind: SavedKind, name: str) -> str:
 
 
 class Catalog:
-    """Writes, finds and deletes the saved entries below `root`. `now`: seconds since 1970."""
+    """Writes, finds and deletes the saved entries below `root`. `now` returns the seconds since 1970."""
 
     def __init__(self, root: Path, base_model: str, now: Callable[[], float]) -> None:
         self._root = root
@@ -118,8 +118,8 @@ class Catalog:
 
     def staging(self, path: str, overwrite: bool = False) -> Path:
         """Returns a directory in which to write the entry `path` before `keep`; the caller creates it. Removes what an
-        unfinished earlier write has left there. Raises RequestRefused for a malformed path, and for an entry that
-        exists unless `overwrite`."""
+        unfinished earlier write has left there. Raises RequestRefused for a malformed path and, unless `overwrite`, if
+        the entry already exists."""
         if (self._place(path) / MARK).exists() and not overwrite:
             raise RequestRefused(f"{path} is there already; give another name, or overwrite = True")
         staging = self._place(path, STAGING)
@@ -241,8 +241,8 @@ class Catalog:
         return directory, saved
 
     def _look_up(self, path: str, caller: Caller, reads: bool = False) -> SavedWeights:
-        """Returns the record of an entry, without a check of its files. Raises RequestRefused if the entry is missing
-        or belongs to another owner; with `reads`, also returns published entries of other owners."""
+        """Returns the record of an entry, without a check of its files. Raises RequestRefused if the entry is missing,
+        or belongs to another owner. With `reads`, published entries of other owners are returned too."""
         with suppress(FileNotFoundError):
             saved = SavedWeights(**json.loads((self._place(path) / MARK).read_bytes()))
             if (saved.public and reads) or caller.may(self.run(_parts(path)[0]).owner):
@@ -307,7 +307,8 @@ def recover(root: Path) -> None:
 
 
 def _move(staging: Path, directory: Path) -> None:
-    """Replaces `directory` by `staging`. After an interruption `staging` still exists and is complete."""
+    """Replaces `directory` by `staging`. If the process ends before the rename, `staging` stays complete, and `recover`
+    can move it."""
     make_directory(directory.parent)
     shutil.rmtree(directory, ignore_errors=True)
     staging.rename(directory)

@@ -47,7 +47,8 @@ class ClientModel:
         return self.waiting.get(self.next_seq)
 
     def waited(self, cause: object, now: float) -> float:
-        """Returns the seconds for which the model has been seen to wait for `cause`; 0 for a new cause."""
+        """Returns the seconds since a call first found the model waiting for `cause`; 0 if the last call had another
+        cause."""
         if self.blocked[0] != cause:
             self.blocked = (cause, now)
         return now - self.blocked[1]

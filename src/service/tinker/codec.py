@@ -98,8 +98,8 @@ class ForwardBackwardCall:
         return sum(len(chunk.encoded_text.tokens) // 4 for datum in self.encoded.data for chunk in datum.model_input)
 
     def data(self) -> list[Datum]:
-        """Returns the datums, with the columns that the loss reads. Raises RequestRefused, which says which datum is
-        bad."""
+        """Returns the datums, with the columns that the loss reads. Raises RequestRefused if a datum is malformed; the
+        message names the datum."""
         return [self._datum(number, datum) for number, datum in enumerate(self.encoded.data)]
 
     def _datum(self, number: int, encoded: Any) -> Datum:
@@ -117,9 +117,9 @@ def columns_of(loss_fn: str, inputs: Mapping[str, npt.NDArray[np.generic]]) -> d
     """Returns the columns of `inputs` that the loss reads. Other columns are left out, because custom losses send
     further columns with `forward`.
 
-    The protocol has no mask, so this function makes the column `mask`: tokens count where the advantage is not 0, which
-    gives the same gradient, or where gspo's `sequence_ratio_mask` says so. Cross-entropy without weights gives all
-    tokens the weight 1. Raises ValueError for missing columns.
+    The protocol has no mask, so this function makes the column `mask`. It is gspo's `sequence_ratio_mask` if `inputs`
+    has that column. Otherwise it is 1 for tokens with an advantage other than 0, and 0 for the rest: the gradient stays
+    the same. For cross-entropy without weights, all tokens get the weight 1. Raises ValueError for missing columns.
     """
     read = find_loss(loss_fn).columns
     columns = {name: values for name, values in inputs.items() if name in read}

@@ -69,7 +69,7 @@ class TinkerListener(threading.Thread):
         return self._server.ready
 
     def check(self) -> None:
-        """Raises the error by which the server has ended, if it has."""
+        """If the server has ended by an error, raises that error."""
         if self.failure:
             raise self.failure
 

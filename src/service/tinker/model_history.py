@@ -70,9 +70,9 @@ class ModelHistory:
         return replace(self, place=place, steps=(), began_s=None)
 
     def is_due(self, now: float, every_s: float) -> bool:
-        """Returns True if the model should be saved now: one of the operations in this history loaded a saved state,
-        which its client may delete; or the oldest operation is at least `every_s` seconds old, and the newest is an
-        update by the optimiser. Always False while gradients are held."""
+        """Returns True if the server should save the model now. Either a step in this history loaded a saved state,
+        which its client may delete; or the first step was done at least `every_s` seconds ago, and the newest step is
+        an optimiser update. Always False while the trainer holds gradients of the model."""
         if self.batch or not self.steps:
             return False
         if any(isinstance(step.work, LoadModelBody | LoadWeightsBody) for step in self.steps):

@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 @dataclass(eq=False)
 class PromiseBook(Contents):
     """All clients' sessions with their models and samplers, all promises (accepted requests) that are not forgotten,
-    and the numbers of forgotten ones. For a `caller` who does not own an item, the item counts as missing, with the
-    same message."""
+    and the numbers of forgotten ones. If a `caller` does not own an item, methods raise the same error as for a missing
+    item."""
 
     write: Callable[[Sequence[Change]], None] = lambda changes: None
     """Makes changes durable before they are made here. Raises StorageFailed; then nothing is done."""
@@ -95,16 +95,16 @@ class PromiseBook(Contents):
 
     def sampler(self, sampler_id: str, caller: Caller = SERVER) -> ClientSampler:
         """Returns a sampling session. Other processes may use it too, also after its session has ended. Raises
-        UnknownId if there is none, and GoneError if a boot of the machine ended its session, because the store may then
-        lack numbers of its samples."""
+        UnknownId if the caller has no such sampling session. Raises GoneError if its session ended because the machine
+        was restarted: the store may then lack numbers of its samples."""
         sampler = self._look_up("sampler", self.samplers, sampler_id, caller)
         if self.sessions[sampler.session_id].end_reason == MACHINE:
             raise GoneError(f"the sampler {sampler_id!r} has ended: {MACHINE}")
         return sampler
 
     def heard(self, promise: Promise, now: float) -> None:
-        """Records at the time `now` that the client of a model's promise is alive. Does nothing for samples, because
-        other processes may use a sampler."""
+        """Records that a client was alive at the time `now`, because it sent a request to a model, or asked for its
+        outcome. Does nothing for samples, because other processes may use a sampler."""
         if not promise.is_sample and (session := self.sessions.get(promise.session_id)):
             session.beat_s = now
 
@@ -205,8 +205,8 @@ class PromiseBook(Contents):
         return promise.losses
 
     def promise(self, request_id: str, caller: Caller = SERVER) -> Promise:
-        """Returns the promise of a request. Raises UnknownId if the caller made no such request, and GoneError if its
-        outcome was forgotten, or if a boot of the machine may have lost it."""
+        """Returns the promise of a request. Raises UnknownId if the caller made no such request. Raises GoneError if
+        its outcome was forgotten, or if a restart of the machine may have lost the request."""
         owner_id, _, digits = request_id.rpartition("/")
         seq = count_of(digits)
         owner = self.models.get(owner_id) or self.samplers.get(owner_id)

@@ -67,7 +67,8 @@ class Slot:
 
 
 class SampleScheduler:
-    """The waiting and running samples, by the names of their weights, and the slots for weights."""
+    """Decides which samples start, and which weights replicas load. Holds the waiting and running samples, by the names
+    of their weights, and the slots for weights."""
 
     def __init__(self, adapters: int = 0, base: str = "") -> None:
         """`adapters`: the number of slots for adapters; 0: replicas hold one whole model instead. `base`: the name of

@@ -120,7 +120,7 @@ def _place(summary: Mapping[str, Any]) -> tuple[float, str]:
 
 def _is(status: Mapping[str, Any] | None, condition: StatusBody) -> bool:
     """Returns True if a session's `status` meets the condition. `status` None (the client was silent for too long)
-    meets none."""
+    meets no condition."""
     if status is None or status["type"] != condition.type:
         return False
     return condition.reasons is None or status.get("reason", {}).get("type") in condition.reasons

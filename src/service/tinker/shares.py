@@ -17,7 +17,8 @@ QUANTUM = 16384
 
 
 class TokenShares:
-    """The accounts of all models. It has no clock: it counts only the tokens that were charged."""
+    """Gives all models equal shares of the trainer. Each model has an account of the tokens that it was charged; time
+    does not count."""
 
     def __init__(self, quantum: int = QUANTUM) -> None:
         self._quantum = quantum

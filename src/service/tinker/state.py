@@ -145,7 +145,8 @@ class ProtocolState(PromiseBook):
 
     def _end_beyond(self, now: float) -> None:
         """Ends adapters that have waited for a place for more than PLACE_S seconds while other adapters of their
-        session have places: the client may be waiting for the new ones before it ends the old ones."""
+        session have places. Otherwise a client that waits for a new adapter before it ends an old one would wait for
+        ever."""
         for model in list(self._line):
             names = [holder.model_id for holder in self.holders if holder.session_id == model.session_id]
             if model.waited("a place" if names else "", now) > PLACE_S and names:
@@ -166,8 +167,8 @@ class ProtocolState(PromiseBook):
                 )
 
     def end_model(self, model: ClientModel, reason: str, category: Category = "user") -> None:
-        """Ends a model: it cannot be trained any more, and its waiting requests fail with `reason`. The request that
-        the trainer works on is finished."""
+        """Ends a model: it cannot be trained any more, and its waiting requests fail with `reason`. If the trainer
+        already works on one of its requests, that request still runs to its end."""
         if model.failure:
             return
         failure = Failure(f"the model {model.model_id} cannot be trained any more: {reason}", category)
@@ -266,17 +267,17 @@ class ProtocolState(PromiseBook):
         return model, promise
 
     def line_up(self) -> None:
-        """Gives places at the trainer to all models that were created; the other models wait for a place again. Called
-        after the state was loaded, and after the trainer was lost."""
+        """Gives a place at the trainer to each model that the trainer has already created; puts the other models in
+        line for a place again. Called after the state was loaded, and after the trainer was lost."""
         self.running = None
         living = [model for model in self.models.values() if not model.failure]
         self._line = deque(model for model in living if model.next_seq == 0)
         self.holders = [model for model in living if model.next_seq > 0]
 
     def _pass_on(self) -> None:
-        """Gives free places at the trainer to the models that wait longest. If a whole model (not an adapter) has no
-        request while another model of its session waits, ends it and gives its place to the other: the client would
-        otherwise wait for itself."""
+        """Gives free places at the trainer to the models that have waited longest. If a whole model (not an adapter)
+        has no request while another model of its session waits, ends the idle model and gives its place to the waiting
+        one. Otherwise the client might wait for ever."""
         while self._line and len(self.holders) < self.places:
             self.holders.append(self._line.popleft())
         for before in [model for model in self.holders if not (model.waiting or self.adapters)]:

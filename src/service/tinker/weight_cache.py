@@ -16,8 +16,8 @@ class WeightCache(OrderedDict[str, PublishedWeights]):
     """The published weights by name, the newest weights last."""
 
     def put(self, target: str, weights: PublishedWeights, in_use: Collection[str], limit: int) -> None:
-        """Adds weights under the name `target`. Of all weights, retains the base's, the ones with names `in_use`, and
-        the newest `limit` of the others; removes the rest."""
+        """Adds weights under the name `target`. Then removes old weights: retains the base's weights, weights with a
+        name in `in_use`, and the newest `limit` of all other weights."""
         self[target] = weights
         self.move_to_end(target)
         for name in [candidate for candidate in self if candidate not in in_use and candidate != BASE][:-limit]:

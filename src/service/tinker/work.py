@@ -132,9 +132,9 @@ class TrainingWorker:
 
     def again(self, model_id: str, work: Work, error: str, caller: Caller) -> PublishedWeights | None:
         """Repeats an earlier step of a model, after the model's checkpoint and its steps before this one were restored.
-        `error`: why the step failed the first time, so that it fails again; "": it did not fail. Returns the weights
-        that the step published for samplers, else None. Raises RoomFailed if the trainer is lost, and NotRestored if
-        the step fails now."""
+        `error`: why the step failed the first time; "": it did not fail. A step that failed is not run, but counts as
+        failed again. Returns the weights that the step published for samplers, else None. Raises RoomFailed if the
+        trainer is lost, and NotRestored if the step fails now."""
         if error:  # it must not succeed now: the client was told that it failed
             self._gradients[model_id].failed = error
             return None

@@ -47,7 +47,7 @@ SILENT = re.compile(r"HTTP error|status code: (429|50[0234])")
 
 
 class StoreSilent(StorageFailed):
-    """Raised when the store was not reached, or was too busy: the same request may be answered later."""
+    """Raised when the store could not be reached or was too busy. The same request may succeed later."""
 
 
 class PutRefused(Exception):
@@ -124,8 +124,8 @@ class Bucket:
             obstore.put(self._store, key, contents, chunk_size=PIECE_BYTES)
 
     def swap(self, key: str, contents: bytes, tag: str | None) -> str:
-        """Replaces the object `key` if it still has the tag `tag`; with `tag` None creates the object if there is none.
-        Returns the new tag. Raises PutRefused if the object has another tag or, with None, exists."""
+        """Replaces the object `key` if its tag is still `tag`. If `tag` is None, creates the object. Returns the new
+        tag. Raises PutRefused if the object has another tag, or if `tag` is None and the object exists."""
         import obstore
 
         with self._storage_errors(key):
@@ -136,8 +136,8 @@ class Bucket:
 
     def fetch(self, key: str, directory: Path, record: FileRecord) -> None:
         """Downloads the object `key` to the file `record.path` below `directory`, and verifies the file's size and
-        checksum. Raises StorageFailed, also if they differ from `record`; a partial or wrong file may then remain.
-        Raises CheckpointInvalid if the path leads out of `directory`."""
+        checksum. Raises StorageFailed if the download fails or if the size or checksum differs from `record`; a partial
+        or wrong file may then remain. Raises CheckpointInvalid if the path leads out of `directory`."""
         import obstore
 
         file = path_in(directory, record.path)
@@ -170,8 +170,8 @@ class Bucket:
             return memoryview(obstore.get_range(self._store, key, start=offset, end=min(offset + PIECE_BYTES, size)))
 
     def keys(self, prefix: str) -> list[str]:
-        """Returns the keys of all objects below `prefix`, which ends with a whole name of a path: `a/b` matches
-        `a/b/c`, not `a/bc`."""
+        """Returns the keys of all objects below `prefix`. Only whole path components match: `a/b` matches `a/b/c`, not
+        `a/bc`."""
         import obstore
 
         with self._storage_errors(prefix):
@@ -189,9 +189,9 @@ class Bucket:
                 obstore.delete(self._store, now)
 
     def try_conditions(self) -> None:
-        """Checks, with an object that it deletes again, that the store refuses a put with a false condition. Raises
-        BadInput if the store accepts such a put or cannot be written at all; StoreSilent if it gives no answer after
-        some tries."""
+        """Checks that the store refuses a put whose condition is false. Uses a trial object, and deletes it afterwards.
+        Raises BadInput if the store accepts such a put or cannot be written at all; StoreSilent if it still gives no
+        answer after retries."""
         key = f"trial-{secrets.token_hex(8)}"
         try:
             first = self.swap(key, b"first", None)

@@ -99,11 +99,11 @@ def _set_direct(file: int, direct: bool) -> bool:
 
 
 def _new_blocks(*, large: bool) -> list[memoryview]:
-    """Allocates blocks of BLOCK_BYTES that begin at a page, as O_DIRECT requires: BLOCKS of them if `large`, else one.
+    """Allocates page-aligned blocks of BLOCK_BYTES, as O_DIRECT requires: BLOCKS blocks if `large`, else one.
 
-    Blocks of a large file lie in huge pages. There a block is one piece of physical memory, and one request to the
-    disk; in ordinary pages a block takes two requests, because the usual device takes at most 254 pages in one.
-    Allocating a huge page takes as long as a write, so only large files get them.
+    The blocks of a large file lie in huge pages. A block is then contiguous in physical memory, and is written with one
+    request to the disk. In ordinary pages it takes two requests, because the usual device takes at most 254 pages per
+    request. Allocating a huge page takes as long as a write, so only large files get them.
     """
     if not large:
         return [memoryview(mmap.mmap(-1, BLOCK_BYTES))]
@@ -124,12 +124,12 @@ def huge_pages(nbytes: int) -> memoryview:
 class HashingWriter:
     """Writes a new binary file and hashes its bytes in order; it cannot seek. Replaces an existing file of that name.
 
-    Bytes are gathered in blocks. Full blocks bypass the page cache (O_DIRECT), which takes a tenth of the CPU time. The
+    Bytes are collected in blocks. Full blocks bypass the page cache (O_DIRECT): this takes a tenth of the CPU time. The
     last block is written through the cache, and so is every block if the file system refuses O_DIRECT.
 
-    All methods raise OSError as files do (see `storage_errors`). As a context manager it closes the file at the end of
-    the block. If the block raises, nothing is forced onto the disk, and the OSError of a failed write is raised again
-    in case another error hides it (torch.save reports a wrong length instead).
+    All methods raise OSError as files do (see `storage_errors`). Used as a context manager, it closes the file at the
+    end of the `with` block. If the `with` block raises, nothing is forced onto the disk. If a write has failed, its
+    OSError is raised again at the end, because another error may hide it (torch.save reports a wrong length instead).
 
     `thread`: an executor that copies and hashes, almost without the GIL, while the caller waits. `copy(to, from)`
     copies bytes into a block. `large`: expect many blocks; threads write some of them while the next one fills.
@@ -274,8 +274,8 @@ def write_bytes(directory: Path, name: str, *chunks: Chunk) -> FileRecord:
 
 
 def replace_file(file: Path, contents: bytes) -> None:
-    """Replaces the contents of `file` at once: a reader, also after a crash, gets either all of the old contents or all
-    of the new ones. Raises OSError."""
+    """Replaces the contents of `file` atomically: a reader, also after a crash, gets either all of the old contents or
+    all of the new ones. Raises OSError."""
     new = file.with_name(f"{file.name}.new")
     with HashingWriter(new) as writer:
         writer.write(contents)

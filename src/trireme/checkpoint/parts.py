@@ -24,8 +24,8 @@ from trireme.process.faults import fault_point
 
 
 def sees(mark: Path, text: str) -> bool:
-    """Returns True if this process sees the run directory: the driver has written `text` to the file `mark` in it. (A
-    directory that an earlier driver left at this path has another text there, or no such file.)"""
+    """Returns True if this process sees the run directory: the file `mark` in it contains `text`, which the driver has
+    written there. (A directory that an earlier driver left at this path has another text there, or no such file.)"""
     return mark.is_file() and mark.read_text() == text
 
 

@@ -26,11 +26,12 @@ ABSENT = "(absent)"
 def choose(
     store: CheckpointStore, step: int | None, flag: str = "--resume.step", newest: str = "--resume alone"
 ) -> VerifiedCheckpoint | None:
-    """Returns the checkpoint of `step`. With step None or -1, returns the newest checkpoint that verifies, with notes
-    on newer ones that do not, or None if the store has no checkpoint. `flag` and `newest` are the options that errors
-    name: for a step, and for the newest checkpoint.
+    """Returns the checkpoint of `step`. If `step` is None or -1, returns the newest checkpoint that verifies, with
+    notes on newer checkpoints that do not, or None if the store has no checkpoint. Errors name two options: `flag`,
+    which selects a step, and `newest`, which selects the newest checkpoint.
 
-    Raises BadInput if the checkpoint of `step` is missing or does not verify, or if no checkpoint verifies.
+    Raises BadInput if the checkpoint of `step` is missing or does not verify, or if the store has checkpoints and none
+    of them verifies.
     """
     if step is not None and step >= 0:
         return _of_step(store, step, flag, newest)
@@ -101,8 +102,8 @@ def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[
 
 
 def check_fixed(chosen: VerifiedCheckpoint, fixed: Mapping[str, object], force: bool) -> tuple[str, ...]:
-    """Raises BadInput if a value in `fixed` differs from the checkpoint's, unless `force`. Returns one note for people
-    on each changed value, which only `force` allows."""
+    """Compares `fixed` with the fixed values of the checkpoint. If values differ, raises BadInput. With `force`,
+    returns a note for people on each value that differs instead."""
     changed = differences(chosen.manifest.fixed, fixed)
     if changed and not force:
         raise Refusal(
@@ -115,11 +116,12 @@ def check_fixed(chosen: VerifiedCheckpoint, fixed: Mapping[str, object], force: 
 
 
 def fork(source: VerifiedCheckpoint, store: CheckpointStore, attempt: int) -> tuple[VerifiedCheckpoint, str]:
-    """Makes the checkpoint `source` of another run the first checkpoint in `store`, and copies the rows of the steps
+    """Copies the checkpoint `source` of another run into `store`, as its first checkpoint, with the rows of the steps
     that led to it. `attempt` names the draft. Returns the new checkpoint, and a note for people.
 
     Files are hard links where the file system can, else copies; all are verified before they become a checkpoint. The
-    source is unchanged. Another call completes an interrupted one. Raises OSError, StorageFailed, CheckpointInvalid.
+    source is unchanged. If a call was interrupted, another call completes it. Raises OSError, StorageFailed,
+    CheckpointInvalid.
     """
     for leftover in store.partial():
         shutil.rmtree(leftover)

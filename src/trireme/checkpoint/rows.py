@@ -59,7 +59,7 @@ def read_rows(file: Path) -> tuple[list[StepRow], int]:
 
 
 def write_rows(file: Path, rows: list[StepRow]) -> None:
-    """Replaces the contents of `file` by `rows` at once (`replace_file`). Raises OSError."""
+    """Replaces the contents of `file` by `rows` atomically (`replace_file`). Raises OSError."""
     replace_file(file, b"".join(row.line for row in rows))
 
 
@@ -83,8 +83,8 @@ def move_rows(file: Path, leaves: Callable[[StepRow], bool], branch_file: Path) 
 
 
 def attempts_before(root: Path, step: int) -> list[tuple[int, int]]:
-    """Returns (attempt, its first step) for each attempt of the run in `root` that trained a step before `step`, by the
-    rows of metrics.jsonl and in order of attempt."""
+    """Returns (attempt, its first step) for each attempt of the run in `root` that trained a step before `step`, in
+    order of attempt. Reads the rows of metrics.jsonl."""
     starts: dict[int, int] = {}
     for row in read_rows(root / METRICS)[0]:
         if row.step < step:

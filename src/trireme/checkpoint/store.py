@@ -109,9 +109,9 @@ class CheckpointStore:
     """The checkpoints under the run directory `root`: makes, finds, deletes and sets aside checkpoints. A process that
     changes anything must hold the run's lock.
 
-    `owner`: (run id, attempt) of the driver that makes changes; once another driver has started, each change raises
-    LockLost instead. None: nothing is checked. `fence`: called before each change; raises LockLost if another place
-    than this directory, such as HEAD in object storage, says that another driver has taken over.
+    `owner`: (run id, attempt) of the driver that makes changes. Once another driver has started, each change raises
+    LockLost instead. None: nothing is checked. `fence`: called before each change. Raises LockLost if another driver
+    has taken over according to another place than this directory, such as HEAD in object storage.
     """
 
     root: Path
@@ -135,8 +135,8 @@ class CheckpointStore:
         return self.directory / step_name(step)
 
     def branch(self, lineage: str) -> Path:
-        """Returns the directory for the files that were superseded when the run left `lineage`, because it went back to
-        an earlier step. The directory need not exist."""
+        """Returns the directory for the files that a return to an earlier step has superseded. `lineage`: the lineage
+        that the run left by this return. The directory need not exist."""
         return path_in(self.root / "branches", lineage)
 
     def head(self) -> Head | None:
@@ -167,8 +167,8 @@ class CheckpointStore:
         return []
 
     def _whole(self) -> dict[Path, Manifest]:
-        """Returns {checkpoint: its manifest} for the checkpoints with all files in the right sizes, in order of step.
-        Does not read the files."""
+        """Returns {checkpoint: its manifest} in order of step, for the checkpoints whose files all exist with the right
+        sizes. Does not read the files."""
         whole = {}
         for checkpoint in self.checkpoints():
             with suppress(CheckpointInvalid):
@@ -275,8 +275,9 @@ class CheckpointStore:
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
         """Deletes checkpoints. Keeps the `keep_last` newest, checkpoints of a step divisible by `keep_every`,
         checkpoints with a file KEEP, and the newest that verifies. Damaged checkpoints are neither counted nor deleted:
-        `checkout` moves them. Verifies the contents of the newest checkpoints until one is good, unless this store has
-        already read one of the `keep_last`. Returns the deleted names. Raises StorageFailed, LockLost."""
+        `checkout` moves them. To find the newest that verifies, reads the contents of checkpoints, newest first, until
+        one is good. Skips this if this store has already verified one of the `keep_last`. Returns the deleted names.
+        Raises StorageFailed, LockLost."""
         whole = self._whole()
         old = [checkpoint for checkpoint in list(whole)[:-keep_last] if not (checkpoint / KEEP).exists()]
         if keep_every:
@@ -298,10 +299,10 @@ class CheckpointStore:
         opens its row files.
 
         Deletes drafts. Moves later checkpoints and damaged ones to `branches/<lineage>/`, the newest first. Then moves
-        the rows of steps from `step` on there, too (in checkpoints.jsonl: the rows of the moved checkpoints). If
-        anything was moved, HEAD starts a new lineage. HEAD is written last, so another call, also with another step,
-        can complete an interrupted one. Returns lines for people on what was moved. Raises StorageFailed, LockLost, and
-        CheckpointInvalid without a HEAD.
+        the rows of `step` and of later steps to the same directory (in checkpoints.jsonl: the rows of the moved
+        checkpoints). If anything was moved, HEAD starts a new lineage. HEAD is written last: if a call was interrupted,
+        another call completes it, also with another step. Returns lines for people on what was moved. Raises
+        StorageFailed, LockLost, and CheckpointInvalid without a HEAD.
         """
         self.check_owner()
         head = self.head()

@@ -45,8 +45,8 @@ def run_command(command: Callable[[list[str], Console], None], argv: Sequence[st
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of command lines that raises BadInput for a wrong one, so that it is refused in the form of all
-    refusals."""
+    """A command-line parser that raises BadInput for a wrong command line. The user thus sees this error in the same
+    form as all others."""
 
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.format_usage().removeprefix("usage:").split())
@@ -60,9 +60,8 @@ def show(plan: Plan, config: CommonConfig, console: Console) -> None:
 
 
 def planned(loaded: Loaded[Config], rooms: Sequence[PartKind], console: Console) -> Plan | None:
-    """Returns the plan of a command that starts the rooms `rooms` without a run directory, and prints the warnings of
-    the checks of its configuration. For a dry run, prints the plan and the configuration instead, and returns None.
-    Raises BadInput."""
+    """Returns the plan of a command that starts `rooms` but has no run directory. Checks the configuration, and prints
+    the warnings. For a dry run, prints the plan and the configuration instead, and returns None. Raises BadInput."""
     config = loaded.config
     facts = ModelFacts.of(config, required=True)
     plan = Plan(config, facts, Resources.of_this_machine(), rooms, notes=check(config, facts))

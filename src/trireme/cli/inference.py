@@ -91,8 +91,8 @@ def _serve(
     identity: WeightIdentity,
     console: Console,
 ) -> None:
-    """Starts the rooms and serves the model until a signal comes. After a failure the directory of logs that the error
-    names is kept."""
+    """Starts the rooms and serves the model until a signal comes. Then removes the logs. After a failure, keeps them:
+    the error names their directory."""
 
     def say(text: str) -> None:
         console.print(text)

@@ -74,9 +74,9 @@ def _rl(argv: list[str], console: Console) -> None:
 
 
 def _waited(are_made: Callable[[float], bool], limit_s: float) -> bool:
-    """Waits until the environments have been made, and prints a line every WAIT_LINE_S seconds. Returns False if they
-    are not made after `limit_s` seconds. `are_made` waits up to the seconds in its argument, and returns True if the
-    environments are made."""
+    """Waits until the environments have been made, and prints a line every WAIT_LINE_S seconds. Returns False if
+    `limit_s` seconds pass first. `are_made` takes a number of seconds, waits at most that long, and returns True once
+    the environments have been made."""
     started = time.monotonic()
     while not are_made(min(WAIT_LINE_S, limit_s)):
         waited_s = time.monotonic() - started
@@ -95,8 +95,8 @@ def _next_steps(config: Config, root: Path, seconds: float) -> str:
 
 
 def _ask(weights: Path, prompt: str | None, config: Config) -> str:
-    """Returns Python code that prints an answer to `prompt` of the model in the directory `weights`. With `prompt`
-    None, the code has the word PROMPT where the prompt belongs."""
+    """Returns Python code that lets the model in the directory `weights` answer `prompt`, and prints the answer. If
+    `prompt` is None, the code has the word PROMPT in its place."""
     longest = config.inference.sampling.max_tokens
     return (
         f"from transformers import pipeline; print(pipeline('text-generation', '{weights}')("
@@ -105,8 +105,8 @@ def _ask(weights: Path, prompt: str | None, config: Config) -> str:
 
 
 def _quoted(code: str) -> str:
-    """Returns Python code as one word for a shell. It is in double quotes if a shell changes nothing inside them, as
-    the code itself contains single quotes; else in the quotes of shlex, which are hard to read."""
+    """Returns Python code as one word for a shell. The code itself contains single quotes. If a shell changes nothing
+    inside double quotes, uses these; else uses the quotes of shlex, which are hard to read."""
     if re.search(r'["$`!]|\\\\', code):
         return shlex.quote(code)
     return f'"{code}"'

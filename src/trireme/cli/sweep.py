@@ -55,7 +55,7 @@ class Sweep:
 
     def __init__(self, options: argparse.Namespace, base: Sequence[str]) -> None:
         """Checks the configuration of every run, and reads the results of an earlier start of the same sweep.
-        `options`: of the command, from `parse`; `base`: the arguments that all runs have. Raises BadInput."""
+        `options`: the options of the sweep, from `parse`; `base`: the arguments that all runs have. Raises BadInput."""
         require("matplotlib", extra="plot", what_for="the plot of a sweep")
         grid: dict[str, list[str]] = dict(options.grid)
         self.options = options
@@ -115,7 +115,8 @@ class Sweep:
         return "done"
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
-        """Starts the run `name` as a process, which resumes the run if it was begun before. Returns the process."""
+        """Starts the run `name` in a process of its own, and returns the process. If the run was begun before, resumes
+        it."""
         place = ["--run.output-dir", str(self.root), "--run.name", name]
         if (self.root / name / "config.json").exists():
             resume = ["--resume"]
@@ -153,9 +154,9 @@ class Sweep:
 
 
 def run_all(sweep: Sweep) -> int:
-    """Runs the unfinished runs, each in a process of its own, at most `jobs` at a time; returns the exit code. Records
-    a run that fails, and continues with the others. Passes a signal on to the runs, which write a checkpoint and
-    end."""
+    """Runs the unfinished runs, each in a process of its own, at most `jobs` at a time. Returns the exit code. If a run
+    fails, records this and continues with the others. If a signal comes, starts no further runs and sends SIGTERM to
+    the active ones: they write a checkpoint and end."""
     waiting = [name for name, result in sweep.results.items() if result["code"] != EXIT_OK]
     active: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
     is_stopping = False

@@ -57,8 +57,9 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
 
 
 def _counts(config: CommonConfig) -> Iterator[Refusal]:
-    """Yields a refusal for each number of processes or rollouts that is too large for any cluster. It comes first,
-    because the plan has an entry for each process, and the start builds each problem of a batch."""
+    """Yields a refusal for each number of processes or rollouts that is too large for any cluster. The check runs
+    before planning, because the plan has an entry for each process, and each problem of a batch is built at the
+    start."""
     processes = f"{MOST_PROCESSES:,} processes"
     rollouts = f"{MOST_ROLLOUTS:,} rollouts of a step"
     limits = [("trainer.shards * trainer.replicate", config.trainer.mesh.processes, MOST_PROCESSES, processes)]
@@ -76,8 +77,8 @@ def _counts(config: CommonConfig) -> Iterator[Refusal]:
 
 
 def check_trackers(config: CommonConfig) -> None:
-    """Raises BadInput for a tracker that would lack the whole run, because its package, its account or the address of
-    its server is missing."""
+    """Raises BadInput for a tracker that could record nothing of the run, because its package, its account or the
+    address of its server is missing. Raises it also for an MLflow address that contains a password."""
     refuse([*_trackers(config)])
 
 
@@ -140,8 +141,8 @@ def _batch(config: Config) -> Iterator[Refusal]:
 
 
 def _service(config: Config) -> Iterator[Refusal]:
-    """Refuses a service in a run with options that cannot be met while chats arrive at any time: `deterministic`, and
-    updates that drain."""
+    """Refuses a service in a run with `deterministic` or with updates that drain. The chats of a service arrive at any
+    time: answers then depend on timing, and an update would have to wait for them."""
     port = f"service.port = {config.service.port} with"
     if config.service.port is None:
         return
@@ -234,8 +235,8 @@ def _names(config: Config) -> Iterator[Refusal]:
 
 
 def _eval_envs(config: Config) -> Iterator[Refusal]:
-    """Refuses an entry of `eval.env` that has neither an id nor the name of one of the run's environments, if the run
-    has several environments."""
+    """Refuses an entry of `eval.env` if the run has several environments, and the entry has neither an id nor the name
+    of one of them."""
     labels = [env.label for env in config.env]
     for n, held_out in enumerate(config.eval.env):
         if held_out.id is None and len(labels) > 1 and held_out.name not in labels:
@@ -373,8 +374,8 @@ def _timeouts(config: Config) -> Iterator[Refusal]:
 
 
 def _staleness_warnings(config: Config) -> Iterator[str]:
-    """Warns that stale_policy = drop gives up long answers more often than others. With max_steps_off_policy = 0 no
-    group gets too old, so there is no warning."""
+    """Warns that stale_policy = drop discards groups with long answers more often than others. With
+    max_steps_off_policy = 0 no group gets too old, so there is no warning."""
     bound = config.orchestrator.max_steps_off_policy
     longer = f"a problem with an answer that takes longer than {bound} of the trainer's steps"
     if bound and config.orchestrator.stale_policy == "drop":

@@ -104,7 +104,8 @@ class InferenceConfig(Section):
         return max(self.max_cpu_loras or 0, self.max_loras)
 
     def sequences(self, *, on_gpus: bool) -> int | None:
-        """Returns how many sequences a replica decodes at the same time; None: vLLM decides by its GPU."""
+        """Returns the maximum number of sequences that a replica decodes at the same time; None if vLLM chooses a
+        number that fits the GPU."""
         return self.max_num_seqs or (None if on_gpus else CPU_SEQUENCES)
 
     def most_gpu_sequences(self, gpu_bytes: int) -> int:

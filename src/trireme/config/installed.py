@@ -54,8 +54,9 @@ def check_build(*, on_gpus: bool) -> None:
 
 
 def check_sampler() -> None:
-    """Raises BadInput if FlashInfer is not installed and the variable FLASHINFER_SAMPLER does not switch it off. vLLM
-    on CUDA imports it for sampling, and would fail only after each engine has loaded its model."""
+    """Raises BadInput if FlashInfer is not installed, unless the variable FLASHINFER_SAMPLER switches it off. vLLM on
+    CUDA imports FlashInfer for sampling, and without this check would fail only after each engine has loaded its
+    model."""
     if os.environ.get(FLASHINFER_SAMPLER, "1") != "0" and importlib.util.find_spec("flashinfer") is None:
         raise Refusal(
             "no FlashInfer in this Python environment",
@@ -65,8 +66,8 @@ def check_sampler() -> None:
 
 
 def wrong_build(*, on_gpus: bool) -> Refusal:
-    """Returns the refusal of the installed vLLM: `on_gpus` says that models compute on GPUs and vLLM is built for CPUs,
-    or the reverse."""
+    """Returns the refusal of an installed vLLM that is built for the wrong device. `on_gpus` True: the run computes on
+    GPUs, and vLLM is built for CPUs. False: the reverse."""
     built_for = "CUDA"
     wants = "CPU"
     install = INSTALL_CPU

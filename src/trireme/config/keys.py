@@ -65,8 +65,8 @@ class Key:
 
     @property
     def switch_words(self) -> tuple[str, ...]:
-        """The words, in lower case, that may follow the key's flag if the flag is a switch, which means true without a
-        word. Empty for any other key."""
+        """The words, in lower case, that may follow the key's flag, if the key is a switch. Without a word the flag
+        means true. Empty for any other key."""
         choices = get_args(self.field.annotation) or (self.field.annotation,)
         words = tuple(word for choice in choices for word in get_args(choice))
         if bool in choices:
@@ -244,8 +244,8 @@ class Keys:
         return path, ()
 
     def stored_path(self, spelling: Path) -> Path | None:
-        """Returns the path under which the value of `spelling` is stored; None for an unknown key. A path into a list
-        without a number means the first entry."""
+        """Returns the path under which the value of `spelling` is stored; None for an unknown key. If the path leads
+        into a list and has no number, it means the first entry."""
         if len(spelling) == 1 and spelling[0] in self.short_flags:
             return self.short_flags[spelling[0]]
         path, entry = self.split_number(spelling)

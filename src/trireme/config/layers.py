@@ -135,8 +135,8 @@ class MergedLayers:
 
 
 def _unwritable(setting: GivenValue) -> Refusal:
-    """Returns the refusal of a value that JSON cannot hold: config.json and manifests of checkpoints could not record
-    it."""
+    """Returns the refusal of a value that JSON cannot hold, because config.json and the manifests of checkpoints could
+    not record it."""
     return Refusal(
         f"{'.'.join(setting.spelling)} = {setting.value} ({setting.place})",
         "numbers, text, true, false, lists and tables: JSON has no nan, inf, dates or times",
@@ -195,8 +195,8 @@ def _convert(path: Path, setting: GivenValue, keys: Keys) -> object:
 
 
 def read_literal(text: str) -> object:
-    """Parses `text` as JSON, else as a TOML value. Returns `text` itself if it is neither, or if only TOML would take
-    it for another value, such as `nan` or a date.
+    """Parses `text` as JSON, else as a TOML value. Returns `text` itself if it is neither, or if it is a word or a date
+    whose value JSON cannot hold, such as `nan`.
 
     >>> read_literal("5"), read_literal("{a = 1}"), read_literal("hard"), read_literal("nan")
     (5, {'a': 1}, 'hard', 'nan')

@@ -85,8 +85,9 @@ def load_as(schema: type[C], argv: list[str], environ: Mapping[str, str] | None 
     """Returns the configuration of the class `schema` from the command line `argv` (without the program's name) and the
     environment `environ` (None: `os.environ`).
 
-    `--help`, `--help SECTION` and `--version` print and raise SystemExit(0). Raises BadInput that lists every problem.
-    It lists missing values only if the whole command line and all files could be read, as the values may be there.
+    `--help`, `--help SECTION` and `--version` print and raise SystemExit(0). Raises one BadInput that lists all errors.
+    Missing values are listed only if the whole command line and all files could be read, because an unread part may
+    contain them.
     """
     keys = keys_of(schema)
     helps = [n for n, word in enumerate(argv) if word in ("--help", "-h")]
@@ -114,9 +115,9 @@ def load_as(schema: type[C], argv: list[str], environ: Mapping[str, str] | None 
 
 
 def _ask_for_trust(line: CommandLine, named: Mapping[str, object], user_named: Mapping[str, object]) -> None:
-    """Adds a refusal to `line` if code is named only in recorded configurations (config.json of a run), which a
-    stranger may have written. With `--trust-config` prints the values that name this code instead. `named`: the values
-    that name code in all layers; `user_named`: the values that name code in layers that the user wrote."""
+    """Adds a refusal to `line` if some code is named only in recorded configurations (config.json of a run), because a
+    stranger may have written them. With `--trust-config`, prints the values that name this code instead. `named`: the
+    values that name code in all layers. `user_named`: the values that name code in layers that the user wrote."""
     foreign = [f"{key} = {to_json(value)}" for key, value in named.items() if user_named.get(key, ()) != value]
     if foreign and line.trusts:
         print(f"{FLAG}: " + ", ".join(foreign), file=sys.stderr)
@@ -164,8 +165,8 @@ def _left_out(tree: Mapping[str, object], place: Path = ()) -> Iterator[Refusal]
 
 
 def _unnumbered(layers: MergedLayers, keys: Keys) -> Iterator[Refusal]:
-    """Yields a refusal for each flag or variable that sets a key of a list with several entries without the number of
-    an entry."""
+    """Yields a refusal for each flag or variable that sets a key in a list with several entries, but lacks the number
+    of the entry."""
     for setting in layers.unnumbered:
         table = keys.list_of(setting.spelling)
         if table and len(_entries(table, layers.named)) > 1:
@@ -200,8 +201,8 @@ def _take_flag(line: CommandLine, word: str, words: list[str], keys: Keys) -> No
 
 
 def _take_value(key: Key | None, words: list[str]) -> str | None:
-    """Removes the value of the flag for `key` from the beginning of `words`, the words behind the flag, and returns it.
-    Returns "true" for a switch without a word, None if there is no value."""
+    """Removes the value of the flag for `key` from `words`, the words after the flag, and returns it. Returns "true"
+    for a switch without a word, None if there is no value."""
     follows = words[0] if words else "--"
     if key and key.switch_words and follows.lower() not in key.switch_words:
         return "true"
@@ -258,7 +259,7 @@ def _read_environment(environ: Mapping[str, str], keys: Keys) -> list[GivenValue
 
 
 def _from_text(path: Path, text: str, place: str, keys: Keys) -> list[GivenValue]:
-    """Returns the value that a flag or variable gives to `path`. If it is a list of sections in one text, returns all
+    """Returns the value that a flag or variable gives to `path`. If the text is a whole list of sections, returns all
     values of its entries: `--env '[{id = "sort"}, {id = "guess"}]'`."""
     if path in keys.lists and isinstance(entries := read_literal(text), list):
         return list(_flatten(path, entries, place, keys))

@@ -19,8 +19,8 @@ SUPERVISED_COLUMNS = ("target_tokens", "weights")
 
 
 class Parameter(NamedTuple):
-    """A parameter of a loss. A pair of parameters with `low` and `high` in their names bounds a ratio of probabilities
-    around 1; both are absolute values."""
+    """A parameter of a loss. If the names of two parameters differ only in `low` and `high`, the two are the bounds of
+    a probability ratio. They bound the ratio itself (low <= 1 <= high), not its distance from 1."""
 
     default: float | None = None
     """None: must be given."""

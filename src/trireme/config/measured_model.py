@@ -20,8 +20,8 @@ LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_le
 
 
 def measure(described: Mapping[str, object]) -> dict[str, object]:
-    """Returns the fields of ModelFacts, except for its names, for the model that `described` (its config.json)
-    describes.
+    """Returns {field of ModelFacts: value} of the model whose config.json is `described`, for all fields that can be
+    measured (not its names or the config.json itself).
 
     Raises ValueError that names the size that cannot be read.
     """
@@ -100,8 +100,8 @@ def _size(text: PretrainedConfig, *names: str) -> int:
 
 
 def _windows(text: PretrainedConfig, layers: int) -> tuple[int | None, ...]:
-    """Returns for each layer with attention the most tokens that a token attends to, including itself; None for a layer
-    in which a token attends to all tokens before it."""
+    """Returns for each layer with attention the maximum number of tokens that a token attends to, including itself;
+    None if it attends to all tokens before it."""
     kinds = getattr(text, "layer_types", None) or (
         ["attention"] * layers if getattr(text, "num_attention_heads", None) else []
     )
@@ -126,8 +126,9 @@ def _heads(text: PretrainedConfig, hidden: int) -> tuple[int, int, int]:
 
 
 def _multiplied(model: PreTrainedModel, experts: int, text: PretrainedConfig) -> tuple[int, int]:
-    """Returns (number of parameters that one token is multiplied with, number of chosen experts of a layer). Of the
-    experts, only the chosen ones are counted."""
+    """Returns (number of active parameters per token, number of experts that a layer chooses for a token). A parameter
+    is active if the token is multiplied with it: experts count only if they are chosen, and embeddings that are only
+    looked up do not count."""
     from torch import nn
 
     head = model.get_output_embeddings()

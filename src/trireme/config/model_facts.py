@@ -69,7 +69,7 @@ class ModelFacts:
 
     @property
     def kv_values_per_token(self) -> int:
-        """How many numbers the KV cache holds for one token: keys and values of every layer with attention."""
+        """The number of values that the KV cache holds for one token: keys and values of every layer with attention."""
         return 2 * len(self.windows) * self.num_kv_heads * self.head_dim
 
     @property
@@ -112,12 +112,13 @@ class ModelFacts:
 
     @classmethod
     def of(cls, config: CommonConfig, *, required: bool) -> ModelFacts | None:
-        """Returns the sizes of the model `config.model`, which is a local directory or a model on the hub; if
-        `model.facts` names a file, the sizes are read from it. If the hub cannot be reached, returns None unless the
-        sizes are `required`.
+        """Returns the sizes of the model `config.model`, which is a local directory or a model on the hub. If
+        `model.facts` names a file, reads the sizes from that file instead. If the hub cannot be reached, returns None
+        unless the sizes are `required`.
 
-        Raises BadInput if there is no such directory, model or file, if its config.json lacks a size, if required sizes
-        cannot be read, or if sizes of the model itself are required and `model.facts` is set.
+        Raises BadInput if there is no such directory, model or file, or if its config.json lacks a size. If the sizes
+        are `required`, raises it also if they cannot be read, or if `model.facts` is set: a run must use the model's
+        own sizes.
         """
         name = config.model.name
         if config.model.facts is not None:
@@ -133,8 +134,8 @@ class ModelFacts:
     @classmethod
     def from_json(cls, name: str, text: str) -> ModelFacts:
         """Returns the facts from `text`, the config.json of the model `name`. For plain decoders they are computed from
-        the sizes in it; for all others transformers builds the model. Raises BadInput that names the unreadable
-        part."""
+        the sizes in the text. For all others transformers builds the model, without memory for its weights. Raises
+        BadInput that names the unreadable part."""
         try:
             described = json.loads(text)
             if _is_plain(described):
@@ -158,7 +159,7 @@ class ModelFacts:
 
 def _is_plain(described: Mapping[str, object]) -> bool:
     """Returns True if the model is of a common architecture and its config.json has all sizes that `_plain_sizes`
-    needs. Then torch, which takes seconds to import, is not needed."""
+    needs. Then the import of torch, which takes seconds, is not needed."""
     unusual = any(described.get(switch) for switch in ("attention_bias", "mlp_bias", "use_sliding_window"))
     written = all(type(described.get(key)) is int for key in PLAIN_SIZES)
     return described.get("model_type") in PLAIN_TYPES and written and not unusual
@@ -167,9 +168,9 @@ def _is_plain(described: Mapping[str, object]) -> bool:
 def _plain_sizes(described: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the sizes, fields of ModelFacts, of a decoder of the Llama type.
 
-    Counted are the parameters of the embeddings (and of the output matrix, unless tied), and for each layer the four
-    projections of attention (with biases of queries, keys and values in Qwen2), the three projections of the gated MLP,
-    and two norms (in Qwen3 also the norms of query and key).
+    Counts the parameters of the embeddings, of the output matrix unless it is tied, and of the final norm. For each
+    layer it counts the four projections of attention (with biases of queries, keys and values in Qwen2), the three
+    projections of the gated MLP, and two norms (in Qwen3 also the norms of query and key).
     """
     hidden = described["hidden_size"]
     layers = described["num_hidden_layers"]
@@ -210,8 +211,8 @@ def _plain_sizes(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_facts(file: str, required: bool) -> str:
-    """Returns the text of `file`, the value of `model.facts`. Raises BadInput if it cannot be read, or if the facts are
-    `required`, so that no run has weights of other sizes than its plan."""
+    """Returns the text of `file`, the value of `model.facts`. Raises BadInput if the file cannot be read. Raises it
+    also if the facts are `required`, because the weights of a run could have other sizes than such a file says."""
     if required:
         raise Refusal(
             f"model.facts = {file}, without --dry-run",
@@ -248,8 +249,9 @@ def _read_local(name: str) -> str:
 
 
 def _read_hub(name: str, required: bool) -> str | None:
-    """Returns the text of the config.json of the model `name`, from the local cache or the hub. If neither has it
-    because the hub cannot be reached, returns None, or raises BadInput if it is `required`."""
+    """Returns the text of the config.json of the model `name`, from the local cache or the hub. If the file is not in
+    the cache and the hub cannot be reached, returns None, or raises BadInput if the text is `required`. Raises BadInput
+    also if the hub refuses the name or the access."""
     import huggingface_hub as hub
     from huggingface_hub.constants import ENDPOINT as endpoint
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -281,7 +283,8 @@ def _read_hub(name: str, required: bool) -> str | None:
 
 
 def hub_reachable(endpoint: str) -> bool:
-    """Returns True if `endpoint` answers within HUB_TIMEOUT_S. Tries once, as the hub's client would try for 23 s."""
+    """Returns True if `endpoint` answers within HUB_TIMEOUT_S. Tries only once, because the hub's own client would
+    retry for 23 s."""
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         return False
     try:

@@ -55,8 +55,9 @@ def fixed_parts(config: Config, facts: ModelFacts) -> JsonObject:
 
 
 def common_parts(config: CommonConfig, facts: ModelFacts) -> JsonObject:
-    """Returns what a resume may not change in a run of any kind: model, tokenizer, and LoRA options with adapters. The
-    weights of the adapters' base are not among them: they are compared when adapters are loaded."""
+    """Returns the parts that a resume may not change in any kind of run: the model, the tokenizer and, if adapters are
+    trained, the LoRA options. The weights of the adapters' base are not included: they are compared when adapters are
+    loaded."""
     files = {file: model_file(config.tokenizer_name, file) for file in TOKENIZER_FILES}
     parts: JsonObject = {
         "model": {name: value for name, value in facts.described.items() if name not in IRRELEVANT},
@@ -70,9 +71,9 @@ def common_parts(config: CommonConfig, facts: ModelFacts) -> JsonObject:
 
 
 def reference_weights(name: str) -> str | dict[str, str]:
-    """Returns an identification of a model's weights: {file: digest} of the safetensors files of a local directory,
-    wherever it lies; the name of a model on the hub. Avoids reading all weights, which takes minutes for a large
-    model."""
+    """Returns a value that identifies a model's weights. For a local directory: {file: digest} of its safetensors
+    files, independent of the directory's path. For a model on the hub: its name. Does not read all of the weights,
+    because that takes minutes for a large model."""
     if not looks_like_path(name):
         return name
     digests = file_digests(Path(name).expanduser())

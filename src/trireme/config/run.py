@@ -75,8 +75,8 @@ class ResumeConfig(Section):
         return bool(self.latest) or self.step is not None or self.dir is not None
 
     def settled(self, *, begun: bool) -> ResumeConfig:
-        """Returns these options with `auto` decided. If the run has `begun`, auto means to resume it; otherwise a new
-        run, or the fork that `dir` asks for."""
+        """Returns these options with `auto` replaced. If the run has `begun`, auto means to resume it. Otherwise it
+        means to start a new run, or to fork the run in `dir` if that is set."""
         if self.latest != "auto":
             return self
         if self.dir is not None and not begun:

@@ -92,12 +92,12 @@ class CommonConfig(Section, ABC):
         """A word for the data that the run trains on; the run's default name begins with it."""
 
     def default_name(self, suffix: str) -> str:
-        """Returns the name for a run that was given none, from its label, its model and `suffix`."""
+        """Returns a name for a run without a configured name, made of its label, its model and `suffix`."""
         return f"{self.label}-{Path(self.model.name).name}-{suffix}"
 
     @property
     def max_steps_off_policy(self) -> int:
-        """The most steps between the weights that sampled a group and the weights that train on it."""
+        """The maximum difference in steps between the weights that sampled a group and the weights that train on it."""
         return 0
 
     @property
@@ -111,20 +111,21 @@ class CommonConfig(Section, ABC):
         return 0
 
     def start_deadline_s(self, facts: ModelFacts | None) -> float:
-        """Returns the seconds that rooms, and processes that replace lost ones, have to start: `timeouts.start_s`, and
-        the time to read the model and its KL reference at READ_BYTES_PER_S. Without `facts` only `timeouts.start_s`."""
+        """Returns the start deadline, in seconds, of rooms and of processes that replace lost ones: `timeouts.start_s`,
+        plus the time to read the model and its KL reference at READ_BYTES_PER_S. Without `facts`, returns only
+        `timeouts.start_s`."""
         models = 2 if self.loads_reference else 1  # nothing is known of the reference: it counts like the model
         return self.timeouts.start_s + (models * facts.stored_bytes / READ_BYTES_PER_S if facts else 0.0)
 
     @property
     def transport(self) -> str:
-        """How published weights travel: a key of `trireme.core.transport.TRANSPORTS`."""
+        """The transport of published weights: a key of `trireme.core.transport.TRANSPORTS`."""
         return "object_store"
 
     @property
     def encoding(self) -> str:
-        """How weights travel: "dense", whole, or "delta", as changes since the version before; "auto" until the plan
-        has decided."""
+        """The form in which weights travel: "dense" (whole) or "delta" (only the changes since the version before).
+        "auto" until the plan has decided."""
         return "dense"
 
     @property
@@ -158,7 +159,7 @@ class CommonConfig(Section, ABC):
 
     @property
     def normalization(self) -> Normalization:
-        """How the losses of a substep's tokens are weighted."""
+        """The weighting of token losses within a substep."""
         return Normalization(self.trainer.loss_normalization or "token_mean", self.model.max_seq_len)
 
     @property
@@ -167,7 +168,8 @@ class CommonConfig(Section, ABC):
         return self.model.tokenizer or self.model.name
 
     def with_absolute_paths(self) -> Self:
-        """Returns a copy in which local directories of models are absolute, as actors may work in another directory."""
+        """Returns a copy in which local directories of models are absolute, because actors may work in another
+        directory."""
         names = {key: getattr(self.model, key) for key in ("name", "tokenizer", "start")}
         local = {key: str(Path(n).expanduser().absolute()) for key, n in names.items() if n and looks_like_path(n)}
         return self.model_copy(update={"model": self.model.model_copy(update=local)})
@@ -244,7 +246,8 @@ class Config(CommonConfig):
 
     @property
     def groups_per_minibatch(self) -> tuple[int, int]:
-        """The least and the most groups of a minibatch; the last minibatch of a substep may have fewer."""
+        """The smallest and the largest number of groups in a minibatch; the last minibatch of a substep may have
+        fewer."""
         whole = self.groups_per_substep
         parts = self.trainer.num_minibatches
         if parts != "auto":
@@ -261,8 +264,8 @@ class Config(CommonConfig):
 
     @property
     def groups_in_flight(self) -> int:
-        """The most groups that may be dispatched and not yet be part of an acknowledged step: a step is acknowledged
-        when all live replicas have its weights."""
+        """The maximum number of groups in flight: dispatched, and not yet part of an acknowledged step. A step is
+        acknowledged when all live replicas have its weights."""
         return (self.max_steps_off_policy + 1) * self.orchestrator.batch_size
 
     @property
@@ -275,21 +278,21 @@ class Config(CommonConfig):
 
     @property
     def patience_s(self) -> float:
-        """Seconds for which requests and updates wait when no replica is left. In this time a lost replica is
-        recognised as dead, another process replaces it, and this process loads the newest weights."""
+        """Seconds for which requests and updates wait when no replica is left. This is enough time to recognise that a
+        lost replica is dead, to start its successor, and to load the newest weights there."""
         return self.timeouts.heartbeat_s + self.timeouts.start_s + self.timeouts.update_s
 
     @property
     def update_deadline_s(self) -> float:
-        """Seconds within which all replicas must have an update. The time allows that a replica first finishes the
-        update before, and that the last replica is lost and replaced (`patience_s`)."""
+        """Seconds within which all replicas must have an update. This leaves time for a replica to finish the previous
+        update first, and for the last replica to be lost and replaced (`patience_s`)."""
         return 2 * self.timeouts.update_s + self.patience_s + ANSWER_S
 
     @property
     def batch_deadline_s(self) -> float:
-        """Seconds in which a batch of rollouts, or an evaluation, must be complete: `timeouts.batch_s`. The default is
-        enough for a group that fails at its time limits (of rollouts and of rewards), and for a second group in its
-        place."""
+        """Seconds within which a batch of rollouts, or an evaluation, must be complete: `timeouts.batch_s`. By default
+        this is long enough for one group to fail at its time limits (of rollouts and of rewards) and for a second group
+        to be sampled in its place."""
         return self.timeouts.batch_s or 4 * self.orchestrator.generation_timeout_s + self.patience_s
 
     @property
@@ -321,7 +324,7 @@ class Config(CommonConfig):
         return self.inference.sampling.model_copy(update={k: v for k, v in overrides.items() if v is not None})
 
     def enough_rollouts(self, places: int) -> int:
-        """Returns the number of rollouts that keep replicas busy which decode `places` sequences at the same time: a
-        quarter more than `places`, so that no replica waits while answers travel, and at least one group. This is the
-        initial value of `max_concurrent = auto`."""
+        """Returns how many concurrent rollouts keep the replicas busy. `places`: the number of sequences that the
+        replicas can decode at the same time. The result is a quarter more, so that no replica idles while answers
+        travel, and at least one group. This is the initial value of `max_concurrent = auto`."""
         return max(places + places // 4, self.largest_group)

@@ -15,8 +15,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, numbers are finite, values never change, and the text below a key
-    describes it."""
+    """Base of all sections. Unknown keys are errors, numbers are finite, values never change, and the string below a
+    key describes the key."""
 
     model_config = ConfigDict(
         extra="forbid",

@@ -176,8 +176,8 @@ class CommonTrainer(Section):
 
     @property
     def shares_prefixes(self) -> SharePrefixes:
-        """Returns the value of `share_prefixes`, but off if the training has a dropout, which draws anew for each
-        sequence."""
+        """The value of `share_prefixes`; "off" if adapters train with dropout, because dropout draws a new mask for
+        each sequence."""
         if self.lora.dropout:
             return "off"
         return self.share_prefixes

@@ -46,8 +46,8 @@ def _values(tree: object, path: Path, place: Path = ()) -> Iterator[tuple[Path, 
 
 
 def untrusted(named: Iterable[str], files: Iterable[File]) -> Refusal:
-    """Returns the refusal to run code that recorded configurations name. `named`: texts such as `env.id =
-    "module:Class"`; `files`: these configurations."""
+    """Returns the refusal to run code that is named only in recorded configurations. `named`: texts such as `env.id =
+    "module:Class"`; `files`: the recorded configurations."""
     return Refusal(
         f"code to run, named by {', '.join(map(str, files))}:\n    " + "\n    ".join(named),
         f"your consent, because a {RECORD} may be somebody else's",

@@ -33,21 +33,21 @@ class Ref(Protocol[Value_co]):
 
 
 def as_argument(ref: Ref[Value]) -> Value:
-    """Returns `ref` itself, typed as its value, for use as an argument of a remote call: Ray replaces the reference by
-    the value before the method runs."""
+    """Returns `ref` itself, typed as its value, so that it can be an argument of a remote call. Ray replaces the
+    reference by the value before the method runs."""
     return cast(Value, ref)
 
 
 class RemoteMethod(Protocol[Args, Value_co]):
-    """A method of an actor as the actor's handle (`ActorProxy`) has it."""
+    """A method of an actor, read from the actor's handle (`ActorProxy`)."""
 
     def remote(self, *args: Args.args, **kwargs: Args.kwargs) -> Ref[Value_co]:
         """Calls the method in the actor's process, and does not wait."""
 
 
 class ActorMethod(Protocol[Args, Result_co, Value_co]):
-    """A method of an actor's class. On an instance of the class it is called as usual, and returns `Result_co`. On a
-    handle (`ActorProxy`) its `remote` is called, and returns a reference to `Value_co`."""
+    """A method of an actor's class. Called on an instance of the class, it returns `Result_co` as usual. On a handle
+    (`ActorProxy`), call the method's `remote` instead, which returns a reference to `Value_co`."""
 
     @overload
     def __get__(self, instance: None, owner: type) -> RemoteMethod[Args, Value_co]: ...

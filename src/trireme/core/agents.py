@@ -31,8 +31,8 @@ class AgentAccess:
 
 @dataclass(frozen=True, eq=False)
 class AgentTurn:
-    """One sampled answer of a session, T tokens, with its prompt. If a prompt does not continue the turn before, it
-    begins a new branch of the session; the turns of a branch follow each other."""
+    """One sampled answer of a session, T tokens, with its prompt. A turn whose prompt does not continue the turn before
+    begins a new branch of the session. In a session's turns, the turns of one branch are consecutive."""
 
     prompt: npt.NDArray[np.int32]
     """The token ids of the prompt: all of them, or, if the turn `follows`, only those after the answer of the turn
@@ -77,7 +77,7 @@ class AgentSessions(Protocol):
         for access."""
 
     async def close(self, session: str) -> PlayedSession:
-        """Ends the session with this name, cancels its running samples, and forgets it. Returns its result."""
+        """Ends the session with this name: cancels its running samples, returns its result, and forgets the session."""
 
     async def stop(self) -> None:
         """Stops listening for agents."""

@@ -70,8 +70,8 @@ def _stored(name: str) -> dict[str, Any] | None:
 
 
 def read_header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Returns the byte at which the tensors begin in a safetensors file, and {tensor: its entry in the header}. Raises
-    BadInput that names the file for a wrong header (the library refuses it too, but does not name the file)."""
+    """Returns the byte offset at which the tensors begin in a safetensors file, and {tensor: its entry in the header}.
+    If the header is wrong, raises BadInput that names the file (the library's own error does not name it)."""
     try:
         with safe_open(file, framework="numpy"):
             pass

@@ -104,7 +104,7 @@ class TokenBatch:
         )
 
     def take(self, datums: Numbers) -> TokenBatch:
-        """Returns a batch of the datums with the numbers `datums`, in the order given."""
+        """Returns a batch of the datums whose numbers are in `datums`, in the order given."""
         if len(datums) == len(self) and np.array_equal(datums, np.arange(len(self))):
             return self
         starts = self.offsets[datums].tolist()
@@ -155,8 +155,8 @@ alone. Must be picklable."""
 
 @dataclass(frozen=True)
 class BatchPart:
-    """The datums of a batch that one process of the trainer needs: its own datums, and the shortest of the batch, which
-    a process with nothing left to compute repeats with weight 0."""
+    """The datums of a batch that one process of the trainer needs: its own datums, and the shortest datum of the batch.
+    A process with nothing left to compute repeats the shortest datum with weight 0."""
 
     forest: Forest
     """The forest of all datums of the batch. From it every process makes the same plan of the computation."""
@@ -178,8 +178,8 @@ class BatchPart:
         return self.forest.lengths
 
     def places(self, datums: Sequence[int]) -> Numbers:
-        """Returns the index in `batch` of each datum, given by its number in the whole batch. Raises ValueError if one
-        is not in this part."""
+        """Returns for each datum its index in `batch`. `datums`: their numbers in the whole batch. Raises ValueError if
+        a datum is not in this part."""
         numbers = np.asarray(datums, np.int64)
         places = np.searchsorted(self.datums, numbers)
         absent = numbers[self.datums[np.minimum(places, len(self.datums) - 1)] != numbers]
@@ -259,8 +259,8 @@ class StoredBatch:
         put: Put = lambda value: value,
         owner: str = "driver",
     ) -> StoredBatch:
-        """Lays out and stores a batch, part after part. `assign` says which datums belong to which part; `lay_out`
-        returns the datums of a piece of a part; `put` stores a piece or a part, and returns a reference to it. `owner`:
+        """Lays out and stores a batch, part after part. `assign` says which datums belong to which part. `lay_out`
+        returns the datums of a piece of a part. `put` stores a piece or a part, and returns a reference to it. `owner`:
         the name of the process that keeps the stored values.
 
         `forest` and `sequences` cover all datums. At any time only one piece is in the memory of this process.
@@ -283,7 +283,8 @@ class StoredBatch:
 
     @property
     def offsets(self) -> Numbers:
-        """The offset in tokens of each datum if all are concatenated, and the end of the last one, [D + 1]."""
+        """[D + 1]: the offset in tokens of each datum in the concatenation of all datums; last the total number of
+        tokens."""
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
     def mapped(self, function: BatchMap) -> StoredBatch:

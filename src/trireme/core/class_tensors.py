@@ -50,9 +50,9 @@ def differences(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -
     """Returns the differences between the tensors that `model` saves and `stored`, {name: shape} of the tensors in its
     files.
 
-    Of tensors that are tied to each other one is enough in the files, and files may leave out the prefix of the base
-    model in names. Tensors in the files that the class leaves out knowingly, such as layers for speculative decoding,
-    are not compared.
+    If tensors are tied to each other, it is enough that the files have one of them. Names in the files may lack the
+    prefix of the base model. Tensors in the files that the class leaves out knowingly, such as layers for speculative
+    decoding, are not compared.
     """
     import torch
     from transformers.core_model_loading import revert_weight_conversion
@@ -97,9 +97,9 @@ def refuse_kinds(label: str, model: PreTrainedModel, kinds: Mapping[str, Collect
 
 
 def refuse_other_tensors(name: str, label: str, advice: str) -> None:
-    """Raises BadInput unless the files of the model `name` (a directory or a name on the hub) have the tensors of its
-    class, by name and shape. Accepts a model without safetensors files. The error begins with `label` and says what
-    to do (`advice`)."""
+    """Raises BadInput unless the files of the model `name` (a directory or a name on the hub) have the tensors of the
+    model's class, by name and shape. Accepts a model without safetensors files. The error begins with `label` and ends
+    with `advice`, which says what to do."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -38,7 +38,7 @@ needed."""
 
 class TensorData:
     """Numbers as a numpy array `data` with a `dtype` (by default float32, or int64 for whole numbers) and a `shape` (by
-    default the data's own). Raises ValueError for values that this dtype cannot hold.
+    default the shape of `data`). Raises ValueError for values that the dtype cannot hold.
 
     >>> TensorData([0.5, 1]).dtype, TensorData(data=[1, 2, 3, 4], dtype="int64", shape=[2, 2]).tolist()
     ('float32', [[1, 2], [3, 4]])
@@ -125,7 +125,7 @@ class EncodedTextChunk:
 
 @dataclass(frozen=True, eq=False, init=False)
 class ModelInput:
-    """The tokens that a model reads, given as such or as `chunks` in order.
+    """The tokens that a model reads, given as token ids or as a list of `chunks`.
 
     Raises ValueError for chunks of images, because trainer and samplers read tokens only, and for values that are no
     token ids.

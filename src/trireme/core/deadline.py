@@ -9,8 +9,8 @@ LEAST_S = 5.0
 
 
 class LearnedDeadline:
-    """A time limit for something that a run does again and again. It is `configured_s` until TAUGHT_BY durations have
-    been noted; then it is ten times the longest duration so far, but at least 5 s and at most `configured_s`."""
+    """A time limit for an operation that a run repeats. It is `configured_s` until TAUGHT_BY durations have been noted.
+    Then it is ten times the longest duration so far, but at least 5 s and at most `configured_s`."""
 
     def __init__(self, configured_s: float) -> None:
         self.configured_s = configured_s
@@ -18,7 +18,7 @@ class LearnedDeadline:
         self._slowest_s = 0.0
 
     def note(self, took_s: float) -> None:
-        """Records how long the run took to do it once more, in seconds."""
+        """Records the duration of one more repetition, in seconds."""
         self._count += 1
         self._slowest_s = max(self._slowest_s, took_s)
 

@@ -37,8 +37,8 @@ WORD_BYTES = 2
 
 @dataclass(frozen=True)
 class Sums:
-    """The two sums of a tensor, or of a part of one, each from 0 to 2^64 - 1. The sums of all parts add up to the
-    tensor's."""
+    """The two sums of a tensor, or of a part of a tensor, each from 0 to 2^64 - 1. The sums of all parts, added modulo
+    2^64, are the sums of the tensor."""
 
     first: int = 0
     second: int = 0
@@ -74,8 +74,9 @@ def _signed(number: int) -> int:
 
 
 def sums_of(data: npt.NDArray[np.uint8], first_word: int = 0) -> Sums:
-    """Returns the sums of a part of a tensor: `data`, contiguous bytes, uint8 [n], which begin at word `first_word` (of
-    16 bits) of the whole tensor. Releases the GIL, so that several threads can compute sums at the same time."""
+    """Returns the sums of a part of a tensor. `data`: contiguous bytes, uint8 [n]. `first_word`: the index in the whole
+    tensor of the 16-bit word at which they begin. Releases the GIL, so that several threads can compute sums at the
+    same time."""
     even = len(data) // WORD_BYTES * WORD_BYTES
     sums = sums_of_rows(data[:even].view("<u2")[None], first_word)
     if even < len(data):
@@ -95,7 +96,8 @@ def sums_of_rows(words: npt.NDArray[np.uint16], first_word: int, step: int = 0) 
 
 
 def key(index: int, k: int) -> int:
-    """Returns key_k(i) of the module, the factor of word `index` in sum `k` (0 or 1): odd, from 1 to 2^64 - 1."""
+    """Returns the factor of word `index` in sum `k` (0 or 1), which the module's docstring calls key_k(i). The factor
+    is odd, from 1 to 2^64 - 1."""
     with np.errstate(over="ignore"):
         return int(key_of(np.uint64((2 * index + k + GOLDEN) % MODULUS)))
 
@@ -125,8 +127,8 @@ def warm_up() -> None:
 
 @cache
 def _kernel() -> Callable[..., tuple[np.uint64, np.uint64]]:
-    """Compiles `_add_rows` for this CPU and returns it. It takes arrays that may be read-only and begin at any
-    address."""
+    """Compiles `_add_rows` for this CPU and returns the compiled function. The function takes arrays that may be
+    read-only and begin at any address."""
     from numba import types
 
     words = types.Array(types.uint16, 2, "C", readonly=True, aligned=False)

@@ -26,12 +26,12 @@ class BadInput(TriremeError):
 
 
 class BadRequest(BadInput):
-    """No replica can sample this request: its contents are refused, or engines died of it. The caller has to change the
-    request; nothing else is broken."""
+    """No replica can sample this request: its contents are refused, or engines died while they sampled it. The caller
+    has to change the request; nothing else is broken."""
 
 
 class LimitReached(TriremeError):
-    """The run stopped by a limit of its own: too many failures, nothing but filtered groups, or a part that died too
+    """The run stopped at one of its own limits: too many failures, nothing but filtered groups, or a part that died too
     often."""
 
     exit_code = EXIT_LIMIT

@@ -14,8 +14,8 @@ PLAIN = json.JSONEncoder(allow_nan=False).encode
 
 
 def to_json(value: object, **options: Any) -> str:
-    """Returns `value` as JSON, with the `options` of `json.dumps`. JSON has no NaN and no infinities, which other
-    readers than Python's refuse: they become null.
+    """Returns `value` as JSON, with the `options` of `json.dumps`. NaN and infinities become null, because they are not
+    JSON: readers other than Python's refuse them.
 
     >>> to_json({"grad_norm": float("nan"), "lr": 0.5})
     '{"grad_norm": null, "lr": 0.5}'

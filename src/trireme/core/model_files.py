@@ -19,8 +19,8 @@ COMPARED = frozenset({".safetensors", ".json", ".txt", ".model", ".jinja", ".tik
 
 
 def model_directory(name: str) -> Path | None:
-    """Returns the directory in which this node has the model `name` (a directory or a name on the hub); None if it has
-    none. Fetches nothing."""
+    """Returns the directory in which this node has the model `name` (a directory or a name on the hub); None if this
+    node does not have the model. Downloads nothing."""
     if looks_like_path(name):
         directory = Path(name).expanduser()
         if (directory / CONFIG).is_file():
@@ -55,8 +55,8 @@ def model_file(name: str, file: str) -> Path | None:
 
 
 def file_digests(directory: Path) -> dict[str, str]:
-    """Returns {file name: digest} of each file in `directory` that holds a part of the model. A digest covers the size
-    and the contents; of a large file only some pieces. Raises OSError."""
+    """Returns {file name: digest} of each file in `directory` that holds a part of the model. A digest covers the
+    file's size and contents; of a large file it covers only some pieces of the contents. Raises OSError."""
     files = sorted(file for file in directory.iterdir() if file.suffix in COMPARED and file.is_file())
     return {file.name: _digest(file) for file in files if not file.name.startswith(".")}
 

@@ -45,14 +45,13 @@ class Normalization:
 
     def apply(self, batch: TokenBatch, column: str) -> tuple[TokenBatch, float]:
         """Returns (the minibatch `batch` with changed token weights, the number that the minibatch adds to the divisor
-        of its substep). The float32 column `column` of `batch` holds the token weights m_t; they are changed as this
-        kind of normalisation needs (`weigh`)."""
+        of its substep). The float32 column `column` of `batch` holds the token weights m_t, which `weigh` changes."""
         return self.weigh(batch, column), self.divisor(_totals(batch, column))
 
     def weigh(self, batch: TokenBatch, column: str) -> TokenBatch:
         """Returns `batch` with the token weights m_t that this kind of normalisation needs. The float32 column `column`
-        of `batch` holds the weights; for `sequence_mean_token_mean` each weight is divided by L_i of its sequence, for
-        all other kinds the weights stay as they are. All datums of a sequence must be in `batch`."""
+        of `batch` holds the weights. For `sequence_mean_token_mean`, divides each weight by the L_i of its sequence;
+        for all other kinds, changes nothing. All datums of a sequence must be in `batch`."""
         if self.kind != "sequence_mean_token_mean":
             return batch
         total_N = _totals(batch, column)

@@ -31,8 +31,8 @@ def names_of(path: object) -> list[str]:
 
 
 def path_in(directory: Path, path: object) -> Path:
-    """Returns `directory` joined with `path`; the file need not exist. Raises CheckpointInvalid if `path` leads out of
-    `directory` by its names (`names_of`), or if a part of it below `directory` is a symbolic link."""
+    """Returns `directory` joined with `path`; the file need not exist. Raises CheckpointInvalid if the names in `path`
+    lead out of `directory` (`names_of`), or if a part of the path below `directory` is a symbolic link."""
     place = directory
     for name in names_of(path):
         place = place / name

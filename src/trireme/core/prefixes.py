@@ -25,7 +25,7 @@ FEWEST_SHARED = 16
 
 @dataclass(frozen=True)
 class Forest:
-    """The lengths of D datums, and the tokens with which they begin alike."""
+    """The lengths of D datums, and the prefixes that they share."""
 
     lengths: Numbers
     """[D], the number of tokens of each datum."""
@@ -69,7 +69,7 @@ class Forest:
 
 
 def _common_length(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
-    """Returns the length of the longest prefix that both have, in tokens."""
+    """Returns the length, in tokens, of the longest common prefix of both arrays."""
     length = min(len(one), len(other))
     differing = np.flatnonzero(one[:length] != other[:length])
     if len(differing):

@@ -50,7 +50,8 @@ class Heartbeat:
 
 
 class SampledPart(Protocol):
-    """The T tokens of a sequence that were sampled so far, and the weights that sampled each part of them."""
+    """The T tokens of a sequence that have been sampled so far, and the weights that sampled each part of the
+    sequence."""
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]: ...

@@ -43,14 +43,13 @@ class Slice:
 
     @property
     def steps(self) -> list[int]:
-        """The dimensions of the published tensor in which a step leads from one row of the source to another; a step in
-        any other dimension stays within a row."""
+        """The dimensions of the published tensor that run over rows of the source: the next index there leads to
+        another row. A step in any other dimension stays within a row."""
         return [d for d, stride in enumerate(self.strides) if self.shape[d] > 1 and stride >= self.row]
 
     @property
     def is_rectangle_of_rows(self) -> bool:
-        """True if, for any range of rows of the source, the elements of the published tensor in these rows form a
-        rectangle of the published tensor."""
+        """True if every range of rows of the source holds a rectangular block of the published tensor."""
         steps = self.steps
         inner = sum((self.shape[d] - 1) * self.strides[d] for d in range(len(self.shape)) if d not in steps)
         whole_rows = all(self.strides[d] % self.row == 0 for d in steps)
@@ -83,8 +82,8 @@ class Slice:
 
 
 class _CopiesAsViews(TorchDispatchMode):
-    """A dispatch mode that turns copies made inside its block into views of their sources, and notes changed
-    tensors."""
+    """A dispatch mode. Within its `with` block, a copy of a tensor becomes a view of that tensor. Also notes which
+    tensors are changed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,9 +109,9 @@ def _storage(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def find_slices(tensors: Mapping[str, Tensor], convert: Convert) -> dict[str, Slice | None]:
-    """Returns {name of a published tensor: the slice of one of `tensors` that it equals}, with None for a published
-    tensor that has to be gathered. `tensors`: the model's tensors by name; they may be sharded, and their values are
-    not read. `convert` makes the published tensors of the model's tensors."""
+    """Returns {name of a published tensor: the slice of a tensor in `tensors` that holds exactly its elements}. The
+    value is None if the published tensor has to be gathered. `tensors`: the model's tensors by name; they may be
+    sharded, and their values are not read. `convert` makes the published tensors from the model's tensors."""
     empty = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     sources = {_storage(tensor): tensors[name] for name, tensor in empty.items()}
     with _CopiesAsViews() as copies:
@@ -124,8 +123,9 @@ def find_slices(tensors: Mapping[str, Tensor], convert: Convert) -> dict[str, Sl
 
 
 def _slice(published: Tensor, source: Tensor | None) -> Slice | None:
-    """Returns the slice of `source` that `published` is; both have the same storage. Returns None if there is no
-    source, if the two differ in dtype, or if some shard of the source does not hold a rectangle of `published`."""
+    """Returns the slice of `source` that makes up `published`; both share one storage. Returns None if there is no
+    source, if the two differ in dtype, or if the part of `published` in a shard of the source may not be
+    rectangular."""
     if source is None or published.dtype != source.dtype or published.is_conj() or published.is_neg():
         return None
     part = Slice(source, tuple(published.shape), published.stride(), int(published.storage_offset()))

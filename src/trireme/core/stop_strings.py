@@ -21,8 +21,8 @@ def first_of(strings: Sequence[str], text: str) -> int | None:
 
 
 def cut(sampled: SampledSequence, strings: Sequence[str], decode: Decode) -> SampledSequence:
-    """Returns `sampled` cut after the token that completes one of `strings`; `decode` turns tokens into text. Later
-    tokens had no influence on earlier ones, so the result equals the answer of a sampler that stops there."""
+    """Returns `sampled` cut after the first token that completes one of `strings`. `decode` turns tokens into text. The
+    result equals the answer of a sampler that stops there, because later tokens had no influence on earlier ones."""
     tokens = sampled.tokens.tolist()
 
     def complete(end: int) -> bool:

@@ -30,9 +30,9 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Opens the `transformers` tokenizer `name`, a directory or a name on the hub. Raises BadInput if it cannot be
-    opened without running code of its own, or has no vocabulary (for some models transformers makes an empty
-    tokenizer if files are missing)."""
+    """Opens the `transformers` tokenizer `name`, a directory or a name on the hub. Raises BadInput if transformers
+    cannot open it (a tokenizer's own code never runs), or if it has no vocabulary: for some models transformers makes
+    an empty tokenizer if files are missing."""
     refuse(list(without_tokenizer("tokenizer", name)))
     from transformers.utils import cached_file
 
@@ -79,8 +79,8 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def without_tokenizer(key: str, name: str) -> Iterator[Refusal]:
-    """Yields a refusal of the value `name` of the configuration key `key` if it is a directory in which no tokenizer
-    can be. Only looks at file names."""
+    """Yields a refusal if `name`, the value of the configuration key `key`, is a directory whose files cannot be a
+    tokenizer. Looks only at file names."""
     directory = Path(name).expanduser()
     if looks_like_path(name) and directory.is_dir():
         files = [file.name for file in directory.iterdir() if file.is_file()]

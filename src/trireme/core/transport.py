@@ -50,7 +50,8 @@ BucketRef = Ref[npt.NDArray[np.uint8]]
 
 @dataclass(frozen=True)
 class TransportKind:
-    """The facts about a transport that configuration and plan need, so that they do not import its module."""
+    """The facts about a transport that configuration and plan need. With them, they need not import the transport's
+    module."""
 
     module: str
     """The name of the module that implements `Transport`; it is imported when it is first used."""
@@ -92,8 +93,9 @@ class Offer:
 
     @property
     def senders(self) -> list[int]:
-        """The ranks that send: the first rank of each node of the trainer. If more ranks of a node sent, more copies
-        would go through the node's network card; and a chain of many replicas takes as long as a chain of one.
+        """The ranks that send: the first rank of each node of the trainer. If several ranks of a node sent, several
+        copies would pass through the node's network card. Fewer senders cost no time, because a long chain of replicas
+        takes as long as a chain of one.
 
         >>> Offer(1, 0, (), (("a", 1), ("a", 2), ("b", 1)), 1.0).senders
         [0, 2]
@@ -103,16 +105,16 @@ class Offer:
 
     @property
     def ready_s(self) -> float:
-        """Seconds in which replicas have to report that they are ready. It is a short part of `timeout_s`, because an
-        engine needs one step for the report, the trainer stands still meanwhile, and most of the time is for
-        sending."""
+        """Seconds within which replicas have to report that they are ready. It is a small part of `timeout_s`: an
+        engine needs only one step for the report, the trainer stands still meanwhile, and sending needs most of the
+        time."""
         return self.timeout_s / READY_PART
 
 
 @dataclass(frozen=True)
 class Session:
-    """The transfer of one version to fixed replicas: the replicas that take part, and the rank that sends to each of
-    them. (It is no session of an agent.)"""
+    """The transfer of one version to a fixed set of replicas: which replicas take part, and which rank sends to each of
+    them. (It is not an agent's session.)"""
 
     attempt: int
     epoch: int
@@ -120,8 +122,8 @@ class Session:
     groups are made then; otherwise equal, and the groups are used again. A process that replaces a lost replica is a
     different member, although it has the replica's number."""
     servers: Mapping[int, int]
-    """{number of a replica that reported ready in time: the rank that sends to it}. The replicas of a rank are in the
-    order in which they follow each other in its chain."""
+    """{number of a replica that reported ready in time: the rank that sends to it}. The replicas of a rank are in
+    forwarding order: it sends to the first, which passes the bytes to the second, and so on."""
     left_s: float = 0.0
     """Seconds from the moment when the trainer's ranks get this object until sending is abandoned. The trainer's
     handle, which made the offer, sets it."""
@@ -132,7 +134,7 @@ class Session:
         return tuple(sorted(self.servers))
 
     def served_by(self, rank: int) -> tuple[int, ...]:
-        """Returns the numbers of the replicas that rank `rank` sends to, in the order in which they follow each other.
+        """Returns the numbers of the replicas that rank `rank` sends to, in forwarding order.
 
         >>> Session(1, 0, {0: 0, 3: 1, 1: 1, 4: 0}).served_by(1)
         (3, 1)
@@ -141,8 +143,9 @@ class Session:
 
 
 def servers_of(nodes: Mapping[int, str], ranks: Sequence[int]) -> dict[int, int]:
-    """Returns {replica: which of the trainer's `ranks` sends to it}, with the replicas of a node after each other.
-    `nodes`: {number of the replica: its node}; a replica on an unknown node ("") counts as a node of its own.
+    """Returns {replica: the rank among the trainer's `ranks` that sends to it}, in forwarding order: replicas on the
+    same node are consecutive. `nodes`: {number of the replica: its node}; a replica on an unknown node ("") counts as a
+    node of its own.
 
     >>> servers_of({0: "a", 1: "b", 2: "a", 3: "", 4: ""}, [0, 8])
     {0: 0, 2: 0, 1: 8, 3: 0, 4: 8}
@@ -154,8 +157,8 @@ def servers_of(nodes: Mapping[int, str], ranks: Sequence[int]) -> dict[int, int]
 
 
 class Epochs:
-    """Numbers the epochs of transfers (`Session.epoch`): a new epoch begins when a transfer has other members than the
-    transfer before."""
+    """Numbers the epochs of transfers (`Session.epoch`). A new epoch begins when the members of a transfer differ from
+    the members of the transfer before."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -172,7 +175,8 @@ class Epochs:
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """A source that consists of references, which can be awaited, to the buckets of a version and to their changes."""
+    """A source made of awaitable references: to each bucket of a version, and to the changes of the bucket since the
+    base."""
 
     buckets: tuple[BucketRef, ...]
     changes: tuple[BucketRef | None, ...]
@@ -180,8 +184,8 @@ class StoredVersion:
     there is no such version, or the changes are not much smaller than the whole bucket."""
 
     async def open_changes(self) -> list[npt.NDArray[np.uint8]]:
-        """Returns for each bucket, uint8, what turns the base of the version into the version: the bucket's changes, or
-        the whole bucket if it has none."""
+        """Returns for each bucket, uint8, what is needed to turn the base into this version: the changes of the bucket,
+        or the whole bucket if there are no changes for it."""
         return list(
             await asyncio.gather(*(changes or whole for whole, changes in zip(self.buckets, self.changes, strict=True)))
         )
@@ -199,24 +203,24 @@ class Sender(Protocol):
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """The address and the port at which receiving replicas find this rank, for `Offer.endpoints_R`; None if the
-        transport sends to any replica that opens the source, without a `Session`."""
+        """The address and the port at which receiving replicas find this rank, for `Offer.endpoints_R`. None if the
+        transport needs no `Session`: any replica that opens the source can receive."""
 
     def send(
         self, version: int, layout: Layout, units: Iterable[Sequence[tuple[str, Tensor]]], session: Session | None
     ) -> object:
         """Sends the tensors of `version`, and returns this rank's part of the source. `units`: lists of (name, tensor)
         in the order of `layout`; the tensors of a unit live until the next unit is taken. `session`: the replicas to
-        send to; None: no replicas take part, and they only open the source. Collective: every rank calls it and takes
-        each unit once, in turn, because gathering a unit is collective too."""
+        send to; None: no replica takes part, and replicas only open the source later. Collective: every rank must call
+        it and take all units in order, because gathering a unit is collective too."""
 
 
 class Transport(Protocol):
     """A module in `trireme.transports`, with the functions of both ends."""
 
     def make_sender(self, rank: int, size: int, ports: Sequence[int] = (), *, delta: bool = False) -> Sender:
-        """Makes the sending end for rank `rank` of the trainer's `size` ranks. If it listens, it listens at one of
-        `ports` (`cluster.ports`). `delta`: it also sends what changed since the version before."""
+        """Makes the sending end for rank `rank` of the trainer's `size` ranks. If the sender listens, it uses one of
+        `ports` (`cluster.ports`). `delta`: the sender also sends the changes since the version before."""
 
     def join(self, parts_R: Sequence[object]) -> object:
         """Returns the source of a version, from which `open` gets the bytes. `parts_R`: what `Sender.send` returned on
@@ -228,12 +232,12 @@ class Transport(Protocol):
         sender is dead."""
 
     def with_changes(self, source: object) -> StoredVersion | None:
-        """Returns `source` if it has, in addition to the buckets, what changed in them; None if it has only the
-        buckets."""
+        """Returns `source` as a StoredVersion if it contains the changes of buckets in addition to the buckets; None if
+        it contains only the buckets."""
 
     def lease(self, source: object) -> None:
         """Keeps the bytes of `source` until `release`, even if newer versions are published: a checkpoint reads them
-        later, alongside training. Raises WeightsGone if they are gone already."""
+        later, while training continues. Raises WeightsGone if the bytes are gone already."""
 
     def release(self, source: object) -> None:
         """Ends the lease of `source`, without waiting."""

@@ -66,7 +66,7 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one sequence. The trainer reproduces only the temperature: top_p, top_k, min_p and
+    """The parameters for sampling one sequence. The trainer reproduces only the temperature: top_p, top_k, min_p and
     repetition_penalty change the sampled distribution without the trainer's knowledge. Raises ValueError for a
     number outside `sampling_bounds.BOUNDS`, and if max_tokens is less than 1."""
 
@@ -186,8 +186,8 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """The data of one call to the trainer: a whole substep, or one of the parts in which a substep is trained on as its
-    groups finish."""
+    """The data of one call to the trainer: a whole substep, or a part of a substep. A substep is trained on in parts so
+    that training can begin before all of its groups have finished."""
 
     batch: Batch  # from an orchestrator in its own process one whose tokens stay in the object store
     provenance: Provenance
@@ -224,8 +224,8 @@ class ForwardBackwardOutput:
 
     @property
     def loss_fn_outputs(self) -> list[dict[str, TensorData]]:
-        """For each datum {"logprobs": the log-probabilities of its targets, float32 [tokens of the datum]}, as Tinker
-        returns them."""
+        """One dict for each datum: {"logprobs": the log-probabilities of its targets, float32 [tokens of the datum]}.
+        This is the form that Tinker returns."""
         bounds = itertools.pairwise(self.offsets.tolist())
         return [{"logprobs": TensorData(self.logprobs[start:end])} for start, end in bounds]
 

@@ -167,7 +167,7 @@ def table_digest(entries: Sequence[TensorEntry], *head: str) -> str:
 
 @dataclass(frozen=True)
 class Drift:
-    """How far a replica's log-probabilities of the canary are from the trainer's, in nats."""
+    """The difference between the replica's and the trainer's log-probabilities of the canary, in nats."""
 
     mean: float
     """Mean over the tokens of the absolute difference."""
@@ -176,7 +176,7 @@ class Drift:
 
     @classmethod
     def worst(cls, drifts: Iterable[Drift]) -> Drift:
-        """Returns the largest mean and the largest difference among `drifts`, which has at least one."""
+        """Returns the largest `mean` and the largest `largest` among `drifts`, which has at least one entry."""
         measured = list(drifts)
         return cls(max(drift.mean for drift in measured), max(drift.largest for drift in measured))
 
@@ -247,8 +247,9 @@ class PublishedWeights:
         return self.manifest.identity
 
     def bounded_by(self, first: Drift, largest: Drift) -> PublishedWeights:
-        """Returns the same weights with another bound of the canary's drift, which follows from `first`, the drift at
-        the first update, and `largest`, the largest drift so far. The bound EXACT does not change."""
+        """Returns the same weights with another bound for the canary's drift. The bound is computed from `first`, the
+        drift at the first update, and `largest`, the largest drift so far. If the bound is EXACT, it does not
+        change."""
         canary = self.manifest.canary
         if canary.bound == EXACT:
             return self
@@ -291,9 +292,9 @@ def check_received(
     known_sums: Mapping[TensorPlace, str] = MappingProxyType({}),
     threads: int = 1,
 ) -> None:
-    """Raises WeightsRefused unless the bytes in `buckets` are the published bytes, by the hashes and the digest in
-    `manifest`. `known_sums`: {place: hash} of tensors with hashes that are known already, so their bytes are not read
-    again. `threads`: the number of threads that compute hashes at the same time."""
+    """Raises WeightsRefused unless the bytes in `buckets` are the published bytes, according to the hashes and the
+    digest in `manifest`. `known_sums`: {place: hash} of tensors whose hashes are known already; their bytes are not
+    read again. `threads`: the number of threads that compute hashes at the same time."""
     version = manifest.identity.version
     digest = manifest.identity.digest
     if weights_digest(manifest.entries, manifest.adapter) != digest:
@@ -341,10 +342,10 @@ def check_canary(manifest: WeightsManifest, logprobs: npt.NDArray[np.float32]) -
 def check_decoding(
     manifest: WeightsManifest, decoded: npt.NDArray[np.float32], prefilled: npt.NDArray[np.float32]
 ) -> None:
-    """Compares two log-probabilities of the DECODED tokens that a replica sampled after the canary, float32 [DECODED]:
-    `decoded` from decode steps, `prefilled` from a prefill of the same tokens. Raises WeightsRefused if they differ by
-    more than the canary's bound, or are NaN. Here the bound of the mean applies to the median, because a mean of few
-    tokens depends on single tokens, and rounding may change the experts of a token."""
+    """Compares two log-probabilities of each of the DECODED tokens that a replica sampled after the canary, float32
+    [DECODED]. `decoded`: from decode steps. `prefilled`: from a prefill of the same tokens. Raises WeightsRefused if
+    they differ by more than the canary's bound, or are NaN. The bound of the mean is applied to the median here. A mean
+    over few tokens depends on single tokens, and rounding may change the experts of a token."""
     bound = manifest.canary.bound
     difference = np.abs(decoded - prefilled)
     middle = float(np.median(difference))

@@ -68,8 +68,8 @@ class Examination:
     """Bytes per second from `sender` to each other node, by the receiver's name."""
 
     def resources(self) -> Resources:
-        """Returns the resources of all nodes that answered, as a plan needs them: cores, GPUs and object store as the
-        nodes give them to Ray."""
+        """Returns the resources of all nodes that answered, in the form that a plan takes. Cores, GPUs and object store
+        are the amounts that the nodes give to Ray."""
         return Resources(tuple(self._machine(node) for node in self.nodes if node.name in self.facts), "the cluster")
 
     def _machine(self, node: Declared) -> Node:
@@ -82,7 +82,7 @@ class Examination:
 
 @dataclass(frozen=True)
 class Expected:
-    """The needs of a run on its nodes; without a configuration, the needs of any run."""
+    """The requirements that the nodes must meet for a run. If no run is specified, the requirements of every run."""
 
     nodes: Sequence[str] = ()
     """Host names or addresses of the nodes that should be there; empty if they are not specified."""

@@ -35,9 +35,9 @@ class Examiner:
 
     @remote_method
     def report(self, questions: Questions, host: str, ports: Sequence[int]) -> Report:
-        """Collects the node's facts, and starts to listen at `host`, the node's address in the cluster: at any free
-        port, and at the first and the last free one of `ports` (cluster.ports). Raises RoomFailed if it cannot
-        listen."""
+        """Collects the node's facts, and starts to listen at `host`, the node's address in the cluster. Listens at any
+        free port. If `ports` (cluster.ports) is not empty, also listens at the first and at the last free port of
+        `ports`. Raises RoomFailed if the node cannot listen."""
         choices = [(), ports, ports[::-1]] if ports else [()]
         return Report(collect(questions), [self._listener.add(host, choice) for choice in choices])
 

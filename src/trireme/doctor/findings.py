@@ -175,8 +175,8 @@ def _model(name: str, facts: NodeFacts, driver: NodeFacts, expected: Expected) -
 
 
 def _run_directory(name: str, facts: NodeFacts, expected: Expected) -> Iterator[Finding]:
-    """Yields a fault if the node `name` does not see the run directory although a process of the run on this node
-    writes there."""
+    """Yields a fault if a process on the node `name` must write to the run directory, and the node does not see this
+    directory."""
     if name in expected.writers and not facts.shares_run_directory:
         yield Finding(
             name,

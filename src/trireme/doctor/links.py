@@ -61,8 +61,8 @@ class Listener:
         self._token = token
 
     def add(self, host: str, ports: Sequence[int] = ()) -> Endpoint:
-        """Starts to listen at `host`, an address of this node: at the first free one of `ports`, or at any port if
-        there are none. Returns the endpoint. Raises RoomFailed."""
+        """Starts to listen at `host`, an address of this node: at the first free port of `ports`, or at any free port
+        if `ports` is empty. Returns the endpoint. Raises RoomFailed."""
         server = listen(host, ports)
         threading.Thread(target=self._accept, args=(server,), name="doctor: accept", daemon=True).start()
         return Endpoint(host, server.getsockname()[1])
@@ -105,9 +105,9 @@ def rate(to: Endpoint, token: bytes) -> float:
 
 
 def _send(to: Endpoint, token: bytes, send_s: float, limit_s: float) -> int:
-    """Sends bytes to the `Listener` at `to` for `send_s` seconds. Returns how many were sent, after the listener has
-    confirmed them. `limit_s`: time limit in seconds for each operation. Raises OSError; RoomFailed if the answer is
-    wrong."""
+    """Sends bytes to the `Listener` at `to` for `send_s` seconds, and waits until the listener confirms them. Returns
+    the number of bytes sent. `limit_s`: time limit in seconds for each socket operation. Raises OSError. Raises
+    RoomFailed if the listener's answer is wrong."""
     sent = 0
     with socket.create_connection((to.host, to.port), limit_s) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -124,7 +124,7 @@ def _send(to: Endpoint, token: bytes, send_s: float, limit_s: float) -> int:
 
 
 def _read(connection: socket.socket, count: int) -> bytes:
-    """Reads `count` bytes from `connection`. Returns fewer if the other side closes it before."""
+    """Reads `count` bytes from `connection`. Returns fewer if the other side closes the connection first."""
     data = b""
     while len(data) < count and (chunk := connection.recv(count - len(data))):
         data += chunk

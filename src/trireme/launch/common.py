@@ -45,8 +45,8 @@ def prepare_cluster(config: CommonConfig, plan: Plan) -> None:
 
 
 class StartProgress:
-    """Reports a long start: prints every few seconds which actors are waited for, and the last line of each actor's
-    log. Used as `on_tick` of a wait, which calls it about once a second; also raises Stopped after a signal."""
+    """Reports a long start. Every few seconds prints which actors are not ready yet, with the last line of each actor's
+    log. Pass it as `on_tick` to a wait, which calls it about once a second. After a signal, raises Stopped."""
 
     def __init__(self, console: Console, logs: Path | None = None, roster: Roster | None = None) -> None:
         """`logs`: the directory with the logs of the awaited processes. `roster`: also gets the last log line of each
@@ -85,8 +85,8 @@ class StartProgress:
 
 
 def _part_of(name: str) -> str:
-    """Returns the roster's name of the actor `name`, which is also its log's name: `inference_1` for "inference replica
-    1". Returns "" for other names."""
+    """Returns the name of an actor in the roster and in log files: `inference_1` for the actor `name` "inference
+    replica 1". Returns "" for a name of another form."""
     match = ACTOR.match(name)
     if match:
         return f"{match['room']}_{match['number'] or 0}"

@@ -98,9 +98,10 @@ def _is_head(node: Mapping[str, Any]) -> bool:
 
 
 def examine(config: CommonConfig | None, among: Collection[str] = (), trainer: str = "") -> Examination:
-    """Examines all nodes of the cluster, or with `among` (Ray's ids of nodes) only these nodes and the head. `config`:
+    """Examines all nodes of the cluster; with `among` (Ray's ids of nodes), only these nodes and the head. `config`:
     the configuration of the run for which the nodes are examined; None: any run. `trainer`: Ray's id of the trainer's
-    node, which measures the network's rate; "": the first node with GPUs measures it, else the head."""
+    node, which measures the network's rate. If it is "", the first node with GPUs measures, or the head if there is no
+    such node."""
     if config:
         output_dir = absolute(config.run.directory)
     else:

@@ -54,8 +54,8 @@ class RlRun(TrainingRun):
     config: Config
 
     def __init__(self, config: Config, facts: ModelFacts, plan: Plan) -> None:
-        """Checks what needs no actors. Raises BadInput for options that vLLM refuses, and for a port of the service
-        that is taken."""
+        """Runs the checks that need no actors. Raises BadInput for options that vLLM refuses, and if the port of the
+        service is taken."""
         super().__init__(config, facts, plan, fixed_parts(config, facts))
         if config.service.port is not None:
             check_port(config)
@@ -68,9 +68,9 @@ class RlRun(TrainingRun):
         return {ON_UPDATE: self.plan.resolved(self.config).inference.on_update}
 
     def enter(self, run: RunDir) -> None:
-        """Marks the checkpoint with the reference's weights, so that no run deletes it; keeps the value of ON_UPDATE
-        that the run decided before; and reads or makes the keys of the service. Does all this before Ray starts, since
-        that takes a while. Raises BadInput."""
+        """Prepares the run before Ray starts, because starting Ray takes a while. If a checkpoint holds the KL
+        reference's weights, marks it so that no run deletes it. If ON_UPDATE is auto, keeps the value that the run
+        decided earlier. If the service has a port, reads or makes its keys. Raises BadInput."""
         keep_reference(self.config)
         inference = self.config.inference
         manifest = run.start.manifest

@@ -49,7 +49,7 @@ CLUSTER = "cluster"
 
 @dataclass(frozen=True)
 class Core:
-    """The rooms that an attempt starts, and what else has a part in each checkpoint."""
+    """The rooms that an attempt starts, and the other objects that have a part in each checkpoint."""
 
     trainer: TrainerHandle
     other_rooms: Mapping[str, StatefulRoom]
@@ -116,8 +116,8 @@ class TrainingRun(ABC):
 
 
 def launch(training: TrainingRun, console: Console) -> Path | None:
-    """Trains to the last step, and starts Ray again after its services have ended. Returns the run's directory; None if
-    the run was at its last step already. Raises TriremeError, Stopped."""
+    """Trains to the last step. If the services of Ray end meanwhile, starts Ray again and continues. Returns the run's
+    directory; None if the run was at its last step already. Raises TriremeError, Stopped."""
     say = console.print
     roster = Roster(time.time)
     note_store = partial(roster.note, "store")
@@ -155,7 +155,7 @@ def launch(training: TrainingRun, console: Console) -> Path | None:
 
 
 def in_cluster(training: TrainingRun, newest: Newest, roster: Roster, console: Console) -> None:
-    """Starts Ray here or joins a cluster, and runs attempts there until the last step. Keeps `newest` at the latest
+    """Starts Ray here or joins a cluster, and runs attempts there until the last step. Updates `newest` at each new
     attempt. Raises ServicesLost if Ray has to be started again for the next attempt."""
     config = training.config
     run = newest.run
@@ -181,7 +181,7 @@ def in_cluster(training: TrainingRun, newest: Newest, roster: Roster, console: C
 
 @dataclass
 class Newest:
-    """Holds the newest attempt of a run, while attempts follow one another."""
+    """Holds the newest attempt of a run. Each new attempt replaces the one before."""
 
     run: RunDir
     rebuilt: bool = False
@@ -197,8 +197,8 @@ class Newest:
 
 @contextmanager
 def resume_hint(run: RunDir) -> Iterator[None]:
-    """Adds a note to an error in the block that ends the run early: the newest checkpoint, and the command that resumes
-    from it."""
+    """If an error in the block ends the run early, adds a note to the error: the newest checkpoint, and the command
+    that resumes from it."""
     try:
         yield
     except (TriremeError, signals.Stopped) as error:
@@ -238,8 +238,8 @@ def attempts(
     say: Callable[[str], None],
 ) -> None:
     """Calls `work` with the run of the newest attempt. When a room fails, begins the next attempt and calls `work`
-    again, as often as `supervisor` allows; else raises the error. Raises ServicesLost if Ray has to be started again
-    first."""
+    again. Raises the room's error when `supervisor` allows no further attempt. Raises ServicesLost if Ray has to be
+    started again first."""
     while True:
         try:
             work(newest.run)
@@ -253,8 +253,8 @@ def attempts(
 @contextmanager
 def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, place: str, console: Console) -> Iterator[Core]:
     """Starts the rooms of an attempt and makes them load the attempt's checkpoint. Yields the rooms when they can
-    train, and stops them after the block, however it ends. Waits for all replicas in the first attempt of the command
-    and in deterministic mode, else for one replica. `place`: a text on where the rooms are."""
+    train. Stops them after the block, also after an error. In the first attempt of the command and in deterministic
+    mode, waits for all replicas, else for one replica. `place`: a text that says where the rooms are."""
     started = time.monotonic()
     log_dir = run.logs
     start = run.start
@@ -298,8 +298,8 @@ def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, place: s
 
 
 def await_own_places(training: TrainingRun, supervisor: Supervisor, console: Console) -> None:
-    """Waits until the cluster has a place for each actor that an attempt starts. Actors of a lost node have none until
-    another node joins. Raises RoomFailed after `timeouts.place_s`."""
+    """Waits until the cluster has a place for each actor that an attempt starts. If a node was lost, its actors have no
+    place until another node joins. Raises RoomFailed after `timeouts.place_s`."""
     progress = StartProgress(console)
 
     def tick(names: list[str], waited_s: float) -> None:
@@ -315,8 +315,8 @@ def await_own_places(training: TrainingRun, supervisor: Supervisor, console: Con
 def load(
     core: Core, checkpoint: Path, manifest: Manifest, source: CheckpointSource | None, roster: Roster, console: Console
 ) -> list[str]:
-    """Makes all rooms load their parts of `checkpoint`; nodes that do not see its directory read the parts from
-    `source`. Returns the messages of the rooms other than the trainer on unfinished work that they continue."""
+    """Makes all rooms load their parts of `checkpoint`. Nodes that cannot see its directory read the parts from
+    `source`. Returns a message from each room, except the trainer, that continues unfinished work."""
     unfinished = []
     message = core.trainer.load_state(checkpoint / "trainer", manifest.identities, source)
     if message:

@@ -31,7 +31,7 @@ class SftRun(TrainingRun):
 
     def enter(self, run: RunDir) -> None:
         """Moves the data to the example at which the run starts. If the number of steps is not given, sets it in
-        `config` so that the run ends with the last epoch."""
+        `config` to the value with which the run ends after the last epoch."""
         self._data.load_state(run.start.checkpoint and run.start.checkpoint / "data")
         self.config = self._data.cursor.with_steps(self.config, run.start.step)
 

@@ -39,7 +39,7 @@ Starting = tuple[Sequence[Ref[object]], Sequence[str]]
 @contextmanager
 def joined(plan: Plan) -> Iterator[Plan]:
     """Starts Ray on this machine, or joins the cluster that the configuration names, for the time of the block. Yields
-    the plan, completed with the machines of the cluster. Raises BadInput if the plan needs more than they have."""
+    the plan, completed with the resources of the machines. Raises BadInput if the plan needs more than they have."""
     with ray_cluster(plan.config, plan.resources) as resources:
         plan = replace(plan, resources=resources)
         plan.check_resources()
@@ -47,8 +47,9 @@ def joined(plan: Plan) -> Iterator[Plan]:
 
 
 def check_replicas(plan: Plan, target: int, added: int) -> None:
-    """Raises BadInput if the machines cannot hold `target` replicas in all, or if the free resources are too few for
-    the `added` ones among them; RoomFailed if nodes of a cluster do not report their resources."""
+    """Checks that the machines can hold `target` replicas in total, `added` of them new. Raises BadInput if they cannot
+    hold the total, or if the free resources do not suffice for the new ones. Raises RoomFailed if nodes of a cluster do
+    not report their resources."""
     joined = cluster_address(plan.config) is not None
     if joined:
         now = cluster_resources(NODES_S)
@@ -75,9 +76,9 @@ class ReservedPlaces:
 
 
 def reserve_places(plan: Plan, progress: Progress, console: Console, ending: ExitStack) -> ReservedPlaces:
-    """Reserves a place in the cluster for each actor of `plan`, and examines the nodes with places in a cluster that
-    was joined. `ending` gives the places back. Raises BadInput if other runs leave too little memory on these nodes,
-    or if the nodes cannot work together; RoomFailed after `timeouts.place_s`."""
+    """Reserves a place in the cluster for each actor of `plan`. If the run joined a cluster, also examines the nodes
+    with these places. `ending` gives the places back. Raises BadInput if other runs leave too little memory on these
+    nodes, or if the nodes cannot work together; RoomFailed after `timeouts.place_s`."""
     group, options = reserve(plan.options, plan.config.timeouts.place_s, progress, ending, plan.blocks)
     places = ReservedPlaces(group, plan.by_room(options))
     if cluster_address(plan.config):

@@ -110,8 +110,8 @@ def _await_address(listener: TinkerListener) -> None:
 
 
 def _work(listener: TinkerListener, worker: TrainingWorker, sampler: SamplerVerbs, begun: Callable[[], None]) -> None:
-    """Makes the server work with the rooms of `worker` and `sampler` until a signal or an error. Calls `begun` when the
-    server is ready. Raises Stopped, or the error that ended the work."""
+    """Makes the server behind `listener` work with the rooms of `worker` and `sampler` until a signal or an error ends
+    the work. Calls `begun` when the server is ready. Raises Stopped, or the error."""
     working = listener.work(worker, sampler)
     announced = False
     try:

@@ -54,8 +54,8 @@ class Sight:
 
 def look(mark: Path, text: str, url: str | None, limit_s: float) -> Sight:
     """Waits up to `limit_s` seconds until this node sees the file `mark` with the contents `text`. If it does not, and
-    `url` is given, deletes drafts of killed attempts from its disk and reads HEAD in the store. Returns the findings.
-    Raises StoreSilent."""
+    `url` is given, deletes drafts of killed attempts from this node's disk and reads HEAD in the store. Returns a
+    Sight. Raises StoreSilent."""
     deadline = time.monotonic() + limit_s
     while not (visible := sees(mark, text)) and time.monotonic() < deadline:
         time.sleep(TICK_S)
@@ -120,8 +120,8 @@ class FarNodes:
         self._put("", draft, ())
 
     def _put(self, key: str, draft: Path, files: Sequence[FileRecord]) -> list[str]:
-        """Calls `put_parts` on all far nodes, and waits until each has ended, so that none still writes at the next
-        try. Returns the reasons of failures. Raises RoomFailed."""
+        """Calls `put_parts` on all far nodes. Waits until all calls have ended, so that no node is still writing when
+        the caller tries again. Returns the reasons of failures. Raises RoomFailed."""
         task = ray.remote(num_cpus=0, max_retries=0)(put_parts)
         url = self.mirror.bucket.url
         refs = [task.options(scheduling_strategy=on_node(node)).remote(url, key, draft, files) for node in self.nodes]
@@ -145,12 +145,12 @@ def check_writers(
     on_tick: Progress,
 ) -> FarNodes | None:
     """Makes each node with a writer look for a file that the driver has just written below the run directory. Returns
-    None if all see it; else the nodes that do not, which then write to the run's object storage.
+    None if all nodes see the file. Otherwise returns the nodes that do not; these write to the run's object storage.
 
     `rooms`: {Ray's id of a node: rooms with actors on it}. `writing`: the rooms with actors that write. `timeout_s`:
-    limit for the nodes' answers. `checkpoint_s`: limit for the returned nodes to store their parts of a checkpoint.
-    Raises BadInput, naming the nodes that do not see the file, if the run has no object storage or they cannot read it;
-    StoreSilent if the storage does not answer them; RoomFailed for a node that does not answer.
+    limit for the nodes' answers. `checkpoint_s`: limit for the returned nodes to store their parts of a checkpoint. If
+    nodes do not see the file, raises BadInput that names them unless the run has an object storage that they can read.
+    Raises StoreSilent if the storage does not answer a node, and RoomFailed if a node does not answer.
     """
     writers = {node: [room for room in local_rooms if room in writing] for node, local_rooms in rooms.items()}
     writers = {node: local_rooms for node, local_rooms in writers.items() if local_rooms}

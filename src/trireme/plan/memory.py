@@ -66,8 +66,9 @@ def host_room(memory_bytes: int, config: CommonConfig) -> int:
 
 
 def chunk_logits(free_bytes: int | None) -> int:
-    """Returns how many logits a shard computes at the same time. On a GPU: the largest power of two that needs at most
-    half of its `free_bytes`, from CPU_LOGITS to MOST_LOGITS. `free_bytes` None: CPU_LOGITS, the number for a CPU."""
+    """Returns how many logits a shard computes at the same time. On a GPU this is the largest power of two that needs
+    at most half of its `free_bytes`, but at least CPU_LOGITS and at most MOST_LOGITS. `free_bytes` None: CPU_LOGITS,
+    the number for a CPU."""
     if free_bytes is None:
         return CPU_LOGITS
     fit = max(1, free_bytes // (2 * LOGIT_BYTES))
@@ -139,7 +140,7 @@ class ShardMemory:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """Computes the memory that one shard needs for a model that is trained, from the model's sizes."""
+    """Computes the memory that one shard needs to train a model, from the model's sizes."""
 
     facts: ModelFacts
     """Sizes of the model."""
@@ -186,10 +187,10 @@ class ModelMemory:
         return LOGIT_BYTES * min(CPU_LOGITS, tokens * self.facts.vocab_size)
 
     def flat(self, tokens: int) -> int:
-        """Returns the most bytes that `ShardMemory.flat` can have for a micro-batch of `tokens` distinct tokens, in
-        which a shared prefix counts once. On a CPU less is needed, because keys are gathered for datums of equal sizes
-        at a time. On a GPU, FlashAttention 2 makes the gradients of keys and values for each query head, before it adds
-        up the gradients of query heads with the same key."""
+        """Returns an upper bound of `ShardMemory.flat` for a micro-batch of `tokens` distinct tokens (a shared prefix
+        counts once). A CPU needs less, because it gathers keys only for the datums of one size at a time. On a GPU,
+        FlashAttention 2 first makes gradients of keys and values for each query head, and then adds up the query heads
+        that have the same key head."""
         facts = self.facts
         heads = 4 * facts.num_kv_heads
         if self.on_gpus and facts.num_heads != facts.num_kv_heads:
@@ -210,8 +211,8 @@ class ModelMemory:
     @property
     def layer_bytes(self) -> int:
         """Bytes that a decoder layer keeps for its backward pass, for each token: outputs of both norms and of every
-        product; queries, keys and values with their norms; the gate and its function. Norms keep their input in
-        float32. With experts, the input and output of each chosen expert are added."""
+        matrix product; queries, keys and values with their norms; the gate before and after its activation function.
+        Norms keep their input in float32. With experts, the input and output of each chosen expert are added."""
         facts = self.facts
         queries = facts.num_heads * facts.head_dim
         keys = facts.num_kv_heads * facts.head_dim
@@ -236,9 +237,9 @@ class ModelMemory:
 
         With `whole` these are all weights in the dtype that computes, and all gradients, which are summed in float32.
         Otherwise these are the embeddings and the output matrix, which stay gathered during a pass, and the larger of
-        two: the output matrix's gradient, summed in float32 and cast; or this gradient with a layer's memory (the layer
-        and the next one as they are gathered, the layer's gradient, and the float32 buffer in which gradients are
-        summed over shards).
+        two peaks. At the first peak the output matrix's gradient is summed in float32 and cast. At the second the shard
+        holds this gradient and a layer's memory: the layer and the next one as they are gathered, the layer's gradient,
+        and the float32 buffer in which gradients are summed over shards.
         """
         dtype = self.dtype_bytes
         layer = self._layer
@@ -251,9 +252,10 @@ class ModelMemory:
         return dtype * self.facts.embedding_parameters + max(of_head, of_layer)
 
     def gathered_alone(self, lora: LoraConfig) -> int:
-        """Returns the most bytes of gathered weights and buffers while no activations are held, the larger of two:
-        embeddings, output matrix and first layer, both in the buffer in which they were gathered and as copies; or
-        embeddings and output matrix with their gradients, and the float32 buffer to which the gradients are copied."""
+        """Returns the most bytes of gathered weights and buffers while no activations are held: the larger of two
+        peaks. At the first, the shard holds embeddings, output matrix and first layer twice: in the buffer in which
+        they were gathered, and as copies. At the second, it holds embeddings and output matrix, their gradients, and
+        the float32 buffer to which the gradients are copied."""
         dtype = self.dtype_bytes
         root = self.facts.embedding_parameters
         return max(2 * dtype * (root + self._layer), 0 if lora.on else (2 * dtype + 4) * root)
@@ -291,12 +293,13 @@ def shard_memory(config: CommonConfig, facts: ModelFacts, *, on_gpus: bool, room
 
 
 def bytes_per_trained(config: CommonConfig) -> int:
-    """Returns the bytes of state for each trained number: the weight, its gradient and two Adam moments."""
+    """Returns the bytes of state for each trained parameter: the weight, its gradient and two Adam moments."""
     return 4 * DTYPE_BYTES[config.trainer.master_dtype]
 
 
 def bytes_per_parameter(config: CommonConfig, dtype_bytes: int) -> int:
-    """Returns the bytes for each parameter of the model that the state has in addition to trained numbers: for the
-    frozen base under LoRA, in the dtype that computes, and for a KL reference that is another model."""
+    """Returns the bytes of state for each parameter of the whole model, in addition to the bytes of trained parameters.
+    Under LoRA this has the frozen base, in the dtype that computes. If the KL reference is another model, this has that
+    model too."""
     base = dtype_bytes if config.trainer.lora.on else 0
     return base + (DTYPE_BYTES[config.trainer.master_dtype] if config.loads_reference else 0)

@@ -110,8 +110,8 @@ class NodeNeeds:
 
     @property
     def phases(self) -> dict[str, dict[str, int]]:
-        """{actor that works: {purpose: bytes}} on the GPU that actors share: the bytes of all its actors while this
-        actor works. The others rest, or work too if they never rest."""
+        """{name of an actor: {purpose: bytes}}: what all actors of the shared GPU hold there while this actor works.
+        The others rest meanwhile, or work too if they never rest."""
         needs = {name: need for name, need in self.actors.items() if need.gpu}
         resting = {name: need.gpu if need.resting is None else need.resting for name, need in needs.items()}
         return {
@@ -130,8 +130,8 @@ class NodeNeeds:
         return [f"while {name} works, {_parts_text(parts)}" for name, parts in self.phases.items()]
 
     def excess(self, *, hopeless: bool) -> list[str]:
-        """Returns a sentence for each need that exceeds the machine's free memory or GPU memory; parts of a need are
-        listed from the largest on. `hopeless`: only needs that exceed it by more than the errors of the estimates."""
+        """Returns a sentence for each need that exceeds the machine's free memory or GPU memory; it lists the parts of
+        the need, the largest first. `hopeless`: only needs whose excess is larger than the errors of the estimates."""
         gpu_times, host_times = (GPU_TOLERANCE, HOST_TOLERANCE) if hopeless else (1.0, 1.0)
         problems = []
         gpu = self.node.smallest_gpu
@@ -157,7 +157,7 @@ class NodeNeeds:
 
     @property
     def _beside(self) -> int:
-        """Bytes of a replica's GPU that are probably taken before vLLM looks how much is free: by the context of the
+        """Bytes of a replica's GPU that are probably taken before vLLM measures the free memory: by the context of the
         replica's process, and by the state of a shard on the same GPU, which starts at the same time."""
         shards = [need.gpu for need in self.actors.values() if self.shares_gpu and not need.gpu_share]
         return GPU_ALLOWANCES["CUDA context"] + sum(one.get("state", 0) for one in shards)

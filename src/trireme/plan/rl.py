@@ -147,7 +147,8 @@ class InferencePart(Part):
         return self._cache_of(facts, inference.most_gpu_sequences(self.gpu_bytes) * (1 + inference.prefix_cache))
 
     def _sequence_cache(self, facts: ModelFacts) -> int:
-        """Returns the bytes of KV cache with which vLLM starts: for one sequence on each GPU of a replica."""
+        """Returns the smallest KV cache, in bytes on each GPU of a replica, with which vLLM starts: room for one
+        sequence."""
         return self._cache_of(facts, 1)
 
     def _cache_of(self, facts: ModelFacts, sequences: float) -> int:
@@ -183,10 +184,10 @@ class InferencePart(Part):
         return (ENGINE_BYTES + self._weight_bytes // self.ranks + self._sequence_cache(self.facts)) / self.gpu_bytes
 
     def decided(self) -> dict[str, object]:
-        """Returns {key or section: value} of the values that the machines decide: the section `inference`, and
-        `placement`. Sets the size of the KV cache where the engine can use less than its share of a GPU leaves; also on
-        a GPU shared with the trainer, where vLLM would measure free memory while the trainer takes some. Decides
-        `on_update` and `encoding`."""
+        """Returns {key or section: value} of the values that the machines decide: `placement`, and the section
+        `inference` with `on_update`, `encoding` and, on GPUs, `gpu_memory_utilization`. If the engine can use less KV
+        cache than its share of a GPU leaves, also decides `gpu_cache_gb`. It does so too on a GPU shared with the
+        trainer, because vLLM would measure free memory there while the trainer takes some."""
         inference = self.config.inference
         changes: dict[str, object] = {"on_update": self.on_update, "encoding": self.encoding}
         if self.on_gpus:
@@ -207,8 +208,8 @@ class InferencePart(Part):
 
     @property
     def recomputed_tokens(self) -> int | None:
-        """The most tokens for which all replicas compute KV again at an update: every request that can be in flight, at
-        full length. None if the longest sequence is unknown."""
+        """The most tokens for which all replicas together recompute KV at an update: all requests that can be in
+        flight, each at full length. None if the longest sequence is unknown."""
         limit = self.config.seq_limit(self.facts)
         rollouts = self.config.groups_in_flight * self.config.largest_group
         if self.max_num_seqs is not None:
@@ -219,9 +220,9 @@ class InferencePart(Part):
 
     @property
     def recompute_share(self) -> float | None:
-        """The arithmetic that one replica needs to compute KV again at an update, divided by the arithmetic that one
-        shard needs to train a step; None if the longest sequence is unknown. Both are upper bounds: full lengths,
-        all requests in flight. Training on a token counts as three forward passes."""
+        """The arithmetic with which one replica recomputes KV at an update, divided by the arithmetic with which one
+        shard trains a step. None if the longest sequence is unknown. Both are upper bounds: full lengths, all requests
+        in flight. Training on a token counts as three forward passes."""
         config, limit = self.config, self.config.seq_limit(self.facts)
         if self.recomputed_tokens is None or limit is None:
             return None

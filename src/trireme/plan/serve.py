@@ -16,8 +16,8 @@ and gradients."""
 
 
 def sets_of_weights(config: Config) -> int:
-    """Returns how many sets of weights are kept for samplers: one of the base, and `service.tinker.snapshots` more; of
-    adapters at least as many as a replica holds."""
+    """Returns how many sets of weights are kept for samplers: the set of the base, and `service.tinker.snapshots` more.
+    With LoRA the total is at least the number of adapters that a replica keeps in host memory."""
     if config.trainer.lora.on:
         adapters = config.inference.kept_loras - 1
     else:
@@ -27,15 +27,15 @@ def sets_of_weights(config: Config) -> int:
 
 @dataclass(frozen=True)
 class ServedTrainerPart(TrainerPart):
-    """The trainer's part of a plan of `trireme serve`: each shard also keeps its share of the weights of the base, of
-    samplers and of waiting adapters."""
+    """The trainer's part of a plan of `trireme serve`. Each shard also keeps its share of three things: the base's
+    published weights, the weights of samplers, and the adapters that wait."""
 
     config: Config
 
     @property
     def needs(self) -> list[Need] | None:
-        """The memory that each shard needs, with its share of the weights of the base, of samplers and of waiting
-        adapters."""
+        """The memory that each shard needs, including its share of the base's published weights, the weights of
+        samplers, and the adapters that wait."""
         needs = super().needs
         if needs is None:
             return None
@@ -48,8 +48,8 @@ class ServedTrainerPart(TrainerPart):
 
     @property
     def _waiting(self) -> int:
-        """Bytes of a shard's share of the adapters that wait in host memory. They are `service.models` in number: the
-        initial adapter is kept too, and one adapter is in the model."""
+        """Bytes of a shard's share of the adapters that wait in host memory. There are `service.models` adapters and
+        the initial adapter. One of them is in the model, so `service.models` adapters wait."""
         assert self.facts is not None, "there are needs"
         trainer = self.config.trainer
         values = self.facts.trained_parameters(trainer.lora) // trainer.mesh.parts

@@ -21,9 +21,10 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 
 def suggestions(plan: Plan) -> list[str]:
-    """Returns a text with flags and their cost for each change that alone makes `plan` fit: first changes that cost
-    least in speed, then changes that need more devices, then changes of the learning. If no change suffices alone,
-    returns one text with the flags that make `plan` fit together, or an empty list if they do not."""
+    """Returns a text with flags and their cost for each change that alone makes `plan` fit. Changes that cost least in
+    speed come first, then changes that need more devices, then changes that affect learning. If no single change
+    suffices, returns one text with the flags that make `plan` fit together. If no combination suffices either, returns
+    an empty list."""
     alone = []
     together = plan
     together_flags = []
@@ -85,8 +86,8 @@ def _changes(plan: Plan) -> Iterator[tuple[Sections, str]]:
 
 
 def _free_share(plan: Plan) -> float:
-    """Returns the share of a GPU, rounded down to tenths, that a replica finds free when it starts on the fullest
-    machine."""
+    """Returns the share of a GPU that a replica finds free when it starts, on the machine where this share is smallest;
+    rounded down to tenths."""
     shares = [1.0]
     for machine in plan.machines:
         gpu = machine.node.smallest_gpu

@@ -116,8 +116,9 @@ class TrainerPart(Part):
         return BUFFERS * largest
 
     def _largest_bucket(self, facts: ModelFacts, *, embeddings: bool) -> int:
-        """Returns the bytes of the largest bucket of a rank's share: a usual one, or a larger tensor, or gate and up of
-        a layer, which replicas fuse. `embeddings`: the share has the embeddings, or an output matrix of its own."""
+        """Returns the bytes of the largest bucket in a rank's share. This is BUCKET_BYTES, unless a larger tensor needs
+        more, or gate and up of a layer together (replicas fuse them). `embeddings`: the share has the embeddings, or an
+        output matrix of its own."""
         columns = 0
         if not self.config.trainer.lora.on:
             if embeddings:
@@ -134,10 +135,11 @@ class TrainerPart(Part):
         return 3 * DTYPE_BYTES[self.config.trainer.master_dtype] * trained // self.config.trainer.mesh.parts
 
     def _loading(self, host: Mapping[str, int]) -> int:
-        """Returns the additional bytes that shard 0 holds of the model's files while it loads. `host`: the planned
-        bytes of its host memory by purpose; the memory of copies for checkpoints, and of gradients and moments in a
-        state on the host, is still unused then and is deducted. Only experts are held, as they are stacked; all
-        other tensors are copied out of mapped files."""
+        """Returns the additional bytes of host memory that shard 0 needs while it loads the model's files. Only a model
+        with experts needs any, estimated as the bytes of all its files, because experts are stacked in memory. All
+        other tensors are copied out of mapped files. `host`: the planned bytes of its host memory by purpose. Memory in
+        it that is not used yet while loading is deducted: copies for checkpoints, and gradients and moments if the
+        state is on the host."""
         assert self.facts is not None
         if self.facts.num_chosen:
             stored = self.facts.stored_bytes

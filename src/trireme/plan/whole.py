@@ -122,8 +122,9 @@ class Plan:
 
     @property
     def _placement(self) -> str:
-        """The configured `placement`: "auto", "split" or "colocated". It is "split" for a command without replicas, and
-        instead of "auto" if replicas are configured to keep their KV caches, which they drop when they sleep."""
+        """The configured `placement`: "auto", "split" or "colocated". It is "split" for a command without replicas.
+        "auto" becomes "split" if `inference.on_update` is keep_kv, because replicas drop their KV caches when they
+        sleep."""
         placement: str = getattr(self.config, "placement", "split")
         if placement == "auto" and getattr(self.config, "inference").on_update == "keep_kv":  # noqa: B009  it has one
             return "split"
@@ -207,10 +208,10 @@ class Plan:
 
     @property
     def cpus_per_process(self) -> float:
-        """Ray's CPU share (num_cpus) of a process that computes: 1 where there are enough cores. Otherwise so small a
-        share that all actors find a place however the cores are spread over the nodes: an actor of w processes finds
-        no place only if each of the n nodes has less than w shares left, so all actors find one if the cores are n *
-        w shares more than all processes need."""
+        """Ray's CPU share (num_cpus) of a process that computes. If there are enough cores, it is 1. Otherwise it is
+        small enough that all actors find a place, however the cores are spread over the nodes. An actor of w processes
+        finds no place only if each of the n nodes has less than w shares left. So all actors find a place if the cores
+        are worth n * w shares more than there are processes."""
         resources = self.resources
         nodes = len(self.resources.nodes)
         widest = self._widest
@@ -237,8 +238,8 @@ class Plan:
 
     @property
     def added_replica_options(self) -> ActorOptions:
-        """Ray's options of a replica that is added to a live run. Its num_cpus is 0 on CPUs that only this run uses,
-        since the run's actors may have taken all cores."""
+        """Ray's options of a replica that is added to a live run. If the run is on CPUs and has started Ray by itself,
+        num_cpus is 0, because the run's actors may have taken all cores."""
         is_alone = cluster_address(self.config) is None and not self.on_gpus
         options = self._options(self._replicas)
         if is_alone:
@@ -252,8 +253,8 @@ class Plan:
 
     @property
     def blocks(self) -> list[int]:
-        """Sizes of the blocks of actors that must be on one node, in the order of `actor_names` from the first actor
-        on. The remaining actors may be on any node."""
+        """Sizes of the blocks of consecutive actors that must be on one node. The first block begins at the first of
+        `actor_names`. The actors after the last block may be on any node."""
         return [size for part in self.parts for size in part.blocks]
 
     def by_room(self, values: Sequence[T]) -> dict[str, list[T]]:
@@ -285,8 +286,8 @@ class Plan:
         """Raises BadInput in these cases: the run needs more GPUs than there are; it has more processes than Ray can
         place on the cores; it needs far more memory than there is, or more of /dev/shm; it has replicas and the
         installed build of vLLM is not for its devices. Too few cores, and somewhat too little memory, only give
-        warnings. On this machine, and in a cluster once actors are placed, only memory counts that other programs
-        and runs leave free."""
+        warnings. Memory that other programs and runs use counts as taken on this machine, and in a cluster once actors
+        are placed. In a cluster before that, all memory counts as free."""
         self._check_places()
         check_shm(self.machines)
         short = self.shortages(hopeless=True)
@@ -307,8 +308,8 @@ class Plan:
 
     def check_replicas(self, target: int, added: int) -> None:
         """Raises BadInput if the machines cannot hold `target` replicas, by the estimates of memory and the number of
-        GPUs. `added`: the number of these replicas that have to start; raises BadInput also if too little memory of
-        hosts and GPUs is free for them. Missing cores are no reason: a replica then waits for a node."""
+        GPUs. `added`: how many of these replicas have to start. Also raises BadInput if hosts and GPUs have too little
+        free memory to start them. Too few free cores are no reason to raise: a replica then waits for a node."""
         inference = getattr(self.config, "inference")  # noqa: B009  only runs with replicas are scaled
         config = self.config.model_copy(update={"inference": inference.model_copy(update={"replicas": target})})
         larger = replace(self, config=config, resources=self.resources.emptied)  # what is taken may be this run's

@@ -24,8 +24,8 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def choose_device(option: Literal["auto", "cpu", "gpu"], gpus: int, *, deterministic: bool = False) -> Device:
-    """Returns the device for `cluster.device` = `option` on machines with `gpus` GPUs. "auto" is a GPU if there is one
-    and the run is not `deterministic`."""
+    """Returns the device for `cluster.device` = `option` on machines with `gpus` GPUs. "auto" becomes "gpu" if there is
+    a GPU and the run is not `deterministic`, else "cpu"."""
     if option == "auto":
         if gpus and not deterministic:
             return "gpu"

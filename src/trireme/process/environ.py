@@ -91,18 +91,18 @@ def keep_compiled_code() -> None:
 
 
 def prepare_ray_environment(address: str | None, threads: int, deterministic: bool) -> None:
-    """Sets the variables that Ray reads when it is imported. `address`: the cluster to join; None: Ray will be started
-    on this machine, with `threads` threads for each process.
+    """Sets the environment variables that Ray reads when it is imported. `address`: the cluster to join; None: Ray will
+    be started on this machine, with `threads` threads for each process.
 
-    All processes of a cluster started here inherit the variables. The variables set the number of threads (unless
-    OMP_NUM_THREADS is set; `deterministic` overrides it) and the usual CPU priority (Ray's default for workers is nice
-    15, below which there is hardly a priority for work that can wait). They give Ray an authentication token; without
-    one Ray writes one into the home directory and prints that at every start. They also make 127.0.0.1 the only address
-    at which processes listen, the trainer's store and Ray's metrics too (the variable's name is for the systems on
-    which this is Ray's default).
+    If Ray is started here, all processes of the cluster inherit the variables. They set the number of threads (an
+    existing OMP_NUM_THREADS is kept, except with `deterministic`). They set the usual CPU priority: Ray's default for
+    workers is nice 15, which leaves hardly any lower priority for work that can wait. They give Ray an authentication
+    token: without it Ray writes a token into the home directory and prints that at every start. They make all processes
+    listen at 127.0.0.1 only, also the trainer's store and Ray's metrics. (The variable for this is named after the
+    systems on which that is Ray's default.)
 
-    For a cluster to join, makes the driver send its token, if there is one: other clusters ask for a token by default,
-    but a driver sends it only if a variable says so.
+    If a cluster is joined, only makes the driver send its token, if it has one. Other clusters ask for a token by
+    default, but a driver sends its token only if a variable says so.
     """
     if address is not None:
         if "RAY_AUTH_TOKEN" in os.environ or (Path.home() / ".ray" / "auth_token").is_file():
@@ -153,10 +153,11 @@ def write_stacks_on_signal() -> None:
 
 
 def yield_to_others() -> None:
-    """Permanently gives the calling thread only CPU time that other threads leave. Call it in a thread that hardly ever
-    holds the GIL: while such a thread waits for a core with the GIL, no other thread runs Python.
+    """Permanently gives the calling thread only the CPU time that other threads leave. Call it only in a thread that
+    hardly ever holds the GIL: if the thread is preempted while it holds the GIL, no other thread can run Python.
 
-    Uses SCHED_IDLE, not a high nice value: any thread that wakes up then takes the core from this one immediately, not
-    at the end of a time slice. (Training waits often and briefly: for another shard, for a message.)
+    Uses SCHED_IDLE, not a high nice value. With SCHED_IDLE any other thread that wakes up takes the core immediately,
+    not only at the end of a time slice. (The threads of training wake up often: they wait briefly for another shard or
+    for a message.)
     """
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # 0: this thread

@@ -57,8 +57,8 @@ class ArmedFault:
         return cls(item, match["name"], match["number"], int(match["passage"] or 1), bool(match["on"]), match["action"])
 
     def claim(self) -> bool:
-        """Returns True if this process is to carry out the fault. With TRIREME_FAULT_ONCE that is only the first
-        process that calls this for an item."""
+        """Returns True if this process is to carry out the fault. If TRIREME_FAULT_ONCE is set, only the first process
+        that claims an item of TRIREME_FAULTS may carry it out."""
         once = os.environ.get("TRIREME_FAULT_ONCE")
         if not once or self.item in _claimed:
             return True
@@ -85,15 +85,15 @@ class ArmedFault:
 
 
 def number_process(number: int) -> None:
-    """Gives this process, and its future children, the number that the process has in its room: the `[n]` of an
-    item."""
+    """Gives this process and its future children a number: the process's number in its room. An item of TRIREME_FAULTS
+    with `[n]` acts only in processes with the number n."""
     os.environ[_NUMBER] = str(number)
 
 
 def fault_point(name: str) -> str | None:
-    """Marks the place `name` in the code, at which tests can inject faults. If TRIREME_FAULTS arms the place for this
-    passage of it, carries out the action, which may raise or kill the process, and returns the action's name. Else
-    returns None."""
+    """Marks a place in the code, called `name`, at which tests can inject faults. If TRIREME_FAULTS has a fault for
+    this place that is due now (it counts how often the process has passed the place), carries out the fault's action,
+    which may raise or kill the process, and returns the action's name. Otherwise returns None."""
     spec = os.environ.get("TRIREME_FAULTS")
     if not spec:
         return None

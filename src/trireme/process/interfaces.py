@@ -18,8 +18,8 @@ NCCL = "NCCL_SOCKET_IFNAME"
 
 def choose_interface(host: str) -> None:
     """Makes gloo and NCCL use the network interface that leads to the address `host`, unless the user has chosen one.
-    (Else gloo takes the address of this machine's host name, and NCCL one of its own choice: other nodes may reach
-    neither.) Raises RoomFailed."""
+    (Otherwise gloo uses the address of this machine's host name, and NCCL chooses an interface itself. Other nodes may
+    reach neither.) Raises RoomFailed."""
     interface = interface_towards(host)
     os.environ.setdefault(GLOO, interface)
     os.environ.setdefault(NCCL, f"={interface}")  # "=": not also those whose names begin like it

@@ -29,8 +29,8 @@ bytes, Ray's directory 2, and Ray's sockets below it 64; the system allows 107 b
 
 @contextmanager
 def private_directory() -> Iterator[Path]:
-    """Makes a private directory for the files of this driver, for the time of the block, as `held_directory` does.
-    Yields its path."""
+    """Makes a private directory for the files of this driver, and yields its path. The directory exists until the end
+    of the block (`held_directory`)."""
     base = Path(tempfile.gettempdir())
     if len(os.fsencode(base)) > LONGEST_BASE:
         base = Path("/tmp")
@@ -40,8 +40,8 @@ def private_directory() -> Iterator[Path]:
 
 @contextmanager
 def held_directory(base: Path, prefix: str) -> Iterator[Path]:
-    """Makes a private directory in `base`, with a name that begins with `prefix`, for the time of the block. Yields its
-    path. Also removes such directories that processes left when they were killed. Raises OSError."""
+    """Makes a private directory in `base`, with a name that begins with `prefix`, and yields its path. Removes it at
+    the end of the block. Also removes such directories of processes that were killed. Raises OSError."""
     for directory in base.glob(f"{escape(prefix)}*"):
         with suppress(OSError):  # of another user, of a process that lives, or of something else
             _sweep(directory)
@@ -56,7 +56,7 @@ def held_directory(base: Path, prefix: str) -> Iterator[Path]:
 
 
 def _sweep(directory: Path) -> None:
-    """Removes `directory` if it belongs to a process of this user that has ended. Raises OSError otherwise."""
+    """Removes `directory` if it belongs to this user and its process has ended; otherwise raises OSError."""
     if directory.is_symlink() or directory.stat().st_uid != os.geteuid():
         raise PermissionError(f"{directory} belongs to another user")
     with (directory / LOCK).open("r+") as lock:

@@ -55,9 +55,9 @@ OBITUARY = "A worker died or was killed"
 
 
 def _without_obituaries() -> None:
-    """Keeps Ray from printing a page about each process that was killed (Ray has no option for this), and the errors of
-    calls with results that nothing needs any longer. The caller that waited for the process reports its death in one
-    line."""
+    """Keeps Ray from printing a page about each process that was killed (Ray has no option for this), and from printing
+    the errors of calls whose results are no longer needed. The caller that waited for the process reports its death in
+    one line."""
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     printed = ray._private.worker.print_to_stdstream
 
@@ -70,9 +70,9 @@ def _without_obituaries() -> None:
 
 @contextmanager
 def ray_cluster(config: CommonConfig, local: Resources) -> Iterator[Resources]:
-    """Connects to the cluster at `cluster_address`, or starts Ray on this machine with the cores of `local`, this
-    machine's resources, for the time of the block. Yields the resources of the cluster. A cluster that was started here
-    leaves no processes and no files behind."""
+    """Connects to the cluster at `cluster_address` for the time of the block. If there is no such address, starts Ray
+    on this machine instead, with the cores of `local`, this machine's resources. Yields the resources of the cluster. A
+    cluster that was started here leaves no processes and no files behind."""
     address = cluster_address(config)
     if address is None:
         _without_obituaries()
@@ -91,9 +91,9 @@ def cluster_resources(timeout_s: float) -> Resources:
 
 @contextmanager
 def connected(address: str, config: CommonConfig | None) -> Iterator[None]:
-    """Connects to the running cluster at `address` for the time of the block. Processes of this driver there get the
-    environment variables and the code of a run of `config`; with None they get neither. Raises BadInput if no cluster
-    answers."""
+    """Connects to the running cluster at `address` for the time of the block. The processes that this driver starts
+    there get the environment variables and the code of a run of `config`; if `config` is None, they get neither. Raises
+    BadInput if no cluster answers."""
     _without_obituaries()
     _refuse_unless_reachable(address)
     os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # else Ray refuses variables that a submitted job also sets
@@ -148,8 +148,8 @@ def _refuse_unless_reachable(address: str) -> None:
 
 
 def check_services() -> None:
-    """Raises ServicesLost if a service of Ray that this process has started has ended. In a cluster that it has joined,
-    this process has started none."""
+    """Raises ServicesLost if this process has started Ray's services and one of them has ended. If this process has
+    joined a running cluster, does nothing."""
     exit_codes = _ended_services()
     if exit_codes:
         text = " and ".join(f"{kind} (exit code {code})" for kind, code in exit_codes.items())
@@ -169,8 +169,8 @@ def _ended_services() -> dict[str, int]:
 
 
 def _remove(group: PlacementGroup) -> None:
-    """Gives the places of `group` back to Ray, if Ray's services live. Without them Ray would wait for a minute, and
-    then end this process."""
+    """Gives the places of `group` back to Ray, unless Ray's services have ended: then Ray would wait for a minute, and
+    end this process."""
     if not _ended_services():
         remove_placement_group(group)
 
@@ -200,9 +200,9 @@ def _start_ray(cpus: int, directory: str) -> None:
     """Starts Ray with `cpus` cores and its files in `directory`. If that fails, tries a second time, then raises
     RoomFailed. (Ray gives its services 30 s to start, however busy the machine is: `ray._private.node.Node`.)
 
-    The services get process groups of their own, so that signals to the driver's group do not reach them. A SIGTERM
-    would end them before the driver could write a checkpoint; the driver would hang for a minute without them, and Ray
-    would end it. (They still end with the driver: the kernel ensures that.)
+    The services get process groups of their own, so that signals to the driver's group do not reach them. Otherwise a
+    SIGTERM would end the services before the driver could write a checkpoint. The driver would then hang for a minute,
+    until Ray ended it. (The services still end with the driver: the kernel ensures that.)
     """
     fault_point("driver.cluster")
     popen = ray_services.ConsolePopen
@@ -254,13 +254,14 @@ def reserve(
     blocks: Sequence[int] = (),
 ) -> tuple[PlacementGroup, list[ActorOptions]]:
     """Reserves places for all actors together, in one placement group, on as few nodes as possible. `resources`: Ray's
-    options with the resources of each actor. Returns the placement group, and for each actor its options with the
-    scheduling strategy that puts it into its place. `ending` gives the places back to Ray. `progress` is called about
-    once a second during the wait.
+    options with the resources of each actor. Returns the placement group, and for each actor its options with a
+    scheduling strategy that puts the actor into its place. `ending` gives the places back to Ray. `progress` is called
+    about once a second during the wait.
 
-    `blocks`: sizes of blocks of actors, counted from the first actor on, that must share a node: with [2, 2] the first
-    two actors share one, and so do the next two. The other actors are placed one by one. Raises BadInput if no node is
-    large enough for a block, or for an actor with several GPUs, and RoomFailed after `timeout_s` seconds.
+    `blocks`: the sizes of blocks of actors that must share a node, counted from the first actor on. With [2, 2] the
+    first two actors share a node, and the next two share a node. All other actors are placed one by one. Raises
+    BadInput if no node is large enough for a block or for an actor with several GPUs; RoomFailed after `timeout_s`
+    seconds.
     """
     blocks = [*blocks, *[1] * (len(resources) - sum(blocks))]
     bundles = [_bundle(*resources[end - size : end]) for size, end in zip(blocks, accumulate(blocks), strict=True)]
@@ -278,10 +279,10 @@ def reserve(
 
 class PlacePool:
     """Reserves places for actors that are added later, and takes them back. `resources`: Ray's options with the
-    resources of one actor. `ending` gives all places back to Ray.
+    resources of one actor. `ending` gives all places of the pool back to Ray.
 
-    A place that `reserve` made cannot be given back to Ray without its whole placement group: the pool keeps it for the
-    next actor.
+    A place that `reserve` made can be given back to Ray only with its whole placement group, so the pool keeps it for
+    the next actor.
     """
 
     def __init__(self, resources: ActorOptions, ending: ExitStack) -> None:
@@ -305,8 +306,8 @@ class PlacePool:
         return {**self._resources, "scheduling_strategy": strategy}
 
     def give_back(self, options: ActorOptions) -> None:
-        """Gives the place of an actor that has ended back to Ray, or keeps it for the next actor if `reserve` made it.
-        `options`: Ray's options of the actor, with its place."""
+        """Takes back the place of an actor that has ended. A place that `reserve` made is kept for the next actor; any
+        other is given back to Ray. `options`: Ray's options of the actor, with its place."""
         group = options["scheduling_strategy"].placement_group
         if group in self._groups:
             self._groups.remove(group)
@@ -347,7 +348,7 @@ def actor_nodes(options_N: Sequence[ActorOptions]) -> list[str | None]:
 
 
 def await_places(options: Mapping[str, Sequence[ActorOptions]], timeout_s: float, progress: Progress) -> None:
-    """Waits until each actor has a place on a live node, since nodes may have been lost after `reserve`. `options`:
+    """Waits until each actor has a place on a live node, because nodes may have been lost after `reserve`. `options`:
     {room: Ray's options of its actors}. Calls `progress` once a second while a place is missing. Raises RoomFailed
     after `timeout_s` seconds."""
     started = time.monotonic()

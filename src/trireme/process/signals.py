@@ -58,8 +58,8 @@ sends to all processes, into a SIGTERM."""
 
 
 def _end_at_the_next(first: int) -> None:
-    """Makes the next signal end the process immediately. Ignores a signal that comes so soon after the signal `first`
-    that both are one request (SAME_S, BOTH_S)."""
+    """Makes the next signal end the process immediately. Ignores a repeated signal that comes so soon after the signal
+    `first` that both belong to one request (SAME_S, BOTH_S)."""
     arrived = time.monotonic()
 
     def end(signum: int, _frame: FrameType | None) -> None:
@@ -89,16 +89,16 @@ def _stop(signum: int, _frame: FrameType | None) -> None:
 
 
 def check() -> None:
-    """Raises Stopped if a signal came. Call it now and then, because Ray's compiled code may swallow the Stopped of the
-    handler."""
+    """Raises Stopped if a signal came. Call it regularly: the signal handler raises Stopped too, but Ray's compiled
+    code may swallow that."""
     if _received:
         raise Stopped(_received[0])
 
 
 @contextmanager
 def as_stopped() -> Iterator[None]:
-    """Turns any error of the block into Stopped if a signal came: Ray's compiled code, interrupted by a Stopped, raises
-    another error, and other libraries turn a Stopped into their own errors."""
+    """Turns any error of the block into Stopped if a signal came. This is needed because Ray's compiled code raises
+    another error if a Stopped interrupts it, and other libraries turn a Stopped into their own errors."""
     try:
         yield
     except Exception as error:
@@ -163,8 +163,9 @@ class Stop:
 
 
 def end_after(close: Callable[[], Awaitable[object]]) -> None:
-    """Makes SIGTERM end this process, an actor, only after `close()`, which must limit its own time. Call it in the
-    actor's event loop. Ray's handler, which ends the process even in the middle of work in that loop, is called last.
+    """Makes SIGTERM end this process, an actor, only after `close()` has finished. `close` must limit its own time.
+    Call this function in the actor's event loop. Ray's own SIGTERM handler is called last, because it ends the process
+    even in the middle of work in that loop.
 
     A handler in Python is not possible: it needs the main thread, which Ray occupies. faulthandler's handler runs in
     whichever thread gets the signal, and its output wakes the event loop.

@@ -51,9 +51,9 @@ _writer: TraceWriter | None = None
 
 
 def start(log_dir: Path | None, process: str, max_mb: int) -> None:
-    """Starts the trace of this process. `process`: room and number (`trainer_0`), which name the file. An attempt that
-    logs to `<run>/logs/attempt_N` traces to `<run>/trace/attempt_N`. The trace ends when its file has `max_mb`
-    megabytes; without a `log_dir` or with 0 megabytes there is no trace."""
+    """Starts the trace of this process. `process`: room and number (`trainer_0`); the file is named after them. An
+    attempt that logs to `<run>/logs/attempt_N` traces to `<run>/trace/attempt_N`. The trace ends when its file has
+    `max_mb` megabytes. If `log_dir` is None or `max_mb` is 0, there is no trace."""
     global _writer
     stop()
     if log_dir is not None and max_mb:
@@ -72,8 +72,8 @@ def stop() -> None:
 
 @contextmanager
 def span(name: str, track: str = "main", **args: object) -> Iterator[None]:
-    """Records the `with` block as a span on `track`, where spans follow or contain each other. `args` are shown with
-    it."""
+    """Records the `with` block as a span on `track`. The spans of such a track must follow or contain each other.
+    `args` are shown with the span."""
     started = _now()
     try:
         yield
@@ -99,9 +99,9 @@ def overlapping(name: str, track: str, **args: object) -> Iterator[None]:
 
 @contextmanager
 def life(name: str, number: int, **args: object) -> Iterator[JsonObject]:
-    """Records the `with` block as the life of one thing, such as a group. `name`: the kind of thing; `number` tells it
-    from others of this kind. `args` are recorded at the begin. Yields a dict; the entries that the block puts into it
-    are recorded at the end."""
+    """Records the `with` block as the life of one object, such as a group. `name`: the kind of object. `number`
+    distinguishes objects of one kind. `args` are recorded at the beginning. Yields a dict; the entries that the block
+    puts into the dict are recorded at the end."""
     ending: JsonObject = {}
     writer = _writer
     if writer:
@@ -114,8 +114,8 @@ def life(name: str, number: int, **args: object) -> Iterator[JsonObject]:
 
 
 class Busy:
-    """Records one span, on a track called `name`, from the begin of the first `with busy:` block until no concurrent
-    block is left. Also records the number of concurrent blocks, as a counter."""
+    """Records periods of work as spans on a track called `name`. `with busy:` blocks may overlap: a span lasts from the
+    beginning of the first block until no block is running. Also records the number of running blocks, as a counter."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -227,13 +227,14 @@ class TraceWriter:
         return room
 
     def _about(self) -> Iterator[JsonObject]:
-        """Yields the events that tell viewers this process's name, its place among the others, its pid and its host."""
+        """Yields the events that tell viewers the name of this process, its position in the list of processes, its pid
+        and its host."""
         yield self._meta("process_name", name=self._path.stem)
         yield self._meta("process_sort_index", sort_index=self._rank)
         yield self._meta("process_labels", labels=f"process {os.getpid()} on {socket.gethostname()}")
 
     def _news(self) -> Iterator[JsonObject]:
-        """Yields the events and the changed counters since the last call."""
+        """Yields the events that were added, and the counters that changed, since the last call."""
         for _ in range(len(self._queue)):
             event = self._queue.popleft()
             track = event["tid"]

@@ -73,10 +73,11 @@ def get_all(
     on_tick: Callable[[list[str], float], None] | None = None,
     limit: str = "",
 ) -> list[Value]:
-    """Waits for all `refs` and returns their values. `owners` names the process of each. Raises the error of the first
-    that fails, without waiting for others (which may hang in a collective); RoomFailed after `timeout_s` seconds. Calls
-    `on_tick` about once a second with the names still waited for and the seconds waited. Errors name `log`, and
-    `limit`, a text that says where the time limit comes from."""
+    """Waits for all `refs` and returns their values in order. `owners`: for each reference, the name of the process
+    that computes its value. If a call fails, raises its error immediately, without waiting for the others (which may
+    hang in a collective). Raises RoomFailed after `timeout_s` seconds. Calls `on_tick` about once a second with the
+    names of the processes still waited for and the seconds waited. Errors name `log`, and `limit`, a text that says
+    where the time limit comes from."""
     started = time.monotonic()
     pending = list(refs)
     owner = dict(zip(refs, owners, strict=True))
@@ -98,8 +99,9 @@ def get_all(
 
 @dataclass
 class LongWait:
-    """Prints a line every `every_s` seconds of a wait; used as `on_tick` of `get_all`. `ask` requests a text that says
-    how far the work is, and returns a reference to it; without `ask` the line says only how long the wait has been."""
+    """Prints a line every `every_s` seconds of a wait; used as `on_tick` of `get_all`. `ask` requests a text on the
+    progress of the work, and returns a reference to that text. Without `ask` the line says only how long the wait has
+    been, and for which processes."""
 
     label: str
     every_s: float
@@ -153,7 +155,7 @@ def died(error: BaseException) -> bool:
 
 def unreached(error: BaseException) -> bool:
     """Returns True if `error` says that a call did not reach its actor, and Ray does not know yet whether the actor
-    lives. On a lost node this lasts until Ray has given up the node; before that, Ray would place the actor's successor
+    lives. If a node is lost, this lasts until Ray gives up the node. Until then Ray would place the actor's successor
     on the lost node."""
     return isinstance(error.__cause__, ActorUnavailableError)
 

@@ -109,8 +109,9 @@ def travels_text(config: CommonConfig) -> str:
 
 
 def _beginning(secrets: Mapping[str, str]) -> Callable[[], None]:
-    """Returns the function that Ray calls first in each process: it sets the variables `secrets`, and makes Python find
-    the project's packages before a user's modules. It is nested, so that Ray sends its code and not only its name."""
+    """Returns the function that Ray calls first in each process. It sets the variables `secrets`, and makes Python find
+    the project's packages before a user's modules. It is a nested function, so that Ray sends its code and not only its
+    name."""
 
     def begin() -> None:
         os.environ.update(secrets)
@@ -120,9 +121,9 @@ def _beginning(secrets: Mapping[str, str]) -> Callable[[], None]:
 
 
 def _chosen(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns {name: value} of the variables in `environ` that travel: variables with a prefix of PREFIXES (without
-    KEYS and OF_ONE_NODE), variables in NAMES, and the variables `names`. Relative entries of PYTHONPATH become
-    absolute. Raises BadInput if one of `names` is not set."""
+    """Returns {name: value} of the variables in `environ` that travel: variables with a prefix in PREFIXES (except
+    OF_ONE_NODE and names that begin as in KEYS), variables in NAMES, and the variables `names`. Relative entries of
+    PYTHONPATH become absolute. Raises BadInput if one of `names` is not set."""
     for name in names:
         if name not in environ:
             raise Refusal(
@@ -157,9 +158,9 @@ def modules_not_installed(names: Iterable[str]) -> tuple[Path, ...]:
 
 
 def _places(name: str) -> list[Path]:
-    """Returns the paths of the top-level module `name`: its file, or the directories of a package. Returns an empty
-    list if the module is built in or is not there (actors then report that). Also searches the working directory, as
-    Ray's workers do."""
+    """Returns the paths of the top-level module `name`: its file, or the directories of a package. Also searches the
+    working directory, as Ray's workers do. Returns an empty list if the module is built in or cannot be found (then
+    actors report that)."""
     spec = None
     with suppress(ValueError):  # __main__
         spec = importlib.util.find_spec(name) or PathFinder.find_spec(name, [os.getcwd()])

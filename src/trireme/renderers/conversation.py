@@ -54,26 +54,26 @@ class Renderer(Protocol):
         """Returns the tokens of the prompt for the assistant's next message."""
 
     def continuation(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int] | None:
-        """Returns the tokens that follow the last sampled message in the prompt for the assistant's next message.
-        Prefixed with the prompt and the tokens of the last sampled message, they are the whole prompt. The message
-        need not carry its `prompt`.
+        """Returns the end of the prompt for the assistant's next message: the tokens after the last sampled message.
+        The whole next prompt is: the prompt of the last sampled message, the tokens of this message, then the result.
+        The message need not carry its `prompt`.
 
-        Returns None, as this default does, if the whole prompt may begin in another way, or if the renderer can only
-        make the whole prompt.
+        Returns None if the next prompt may begin with other tokens than these, or if the renderer can only make whole
+        prompts. This default always returns None.
         """
         return None
 
     def supervised_example(
         self, messages: Sequence[Message], train_on: TrainOn, tools: Sequence[ToolSpec] = ()
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Returns the whole conversation as tokens int32 [T], and a weight for each token, float32 [T], 0 or 1. Up to a
-        trained assistant's message the tokens equal the message's generation prompt.
+        """Returns the whole conversation as tokens int32 [T], and a weight for each token, float32 [T], 0 or 1. If an
+        assistant's message is trained on, the tokens in front of it equal its generation prompt.
 
         Raises ValueError if the conversation has none of the messages that `train_on` names.
         """
 
     def stop_tokens(self) -> tuple[int, ...]:
-        """Returns the ids of the tokens that end an assistant's message; each one alone does."""
+        """Returns the ids of the stop tokens. Any one of these tokens ends an assistant's message."""
 
     def stop_condition(self) -> tuple[int | str, ...]:
         """Returns everything that ends an assistant's message: the ids of stop tokens, and stop strings."""
@@ -84,8 +84,8 @@ class Renderer(Protocol):
         return len(tokens) > 0 and tokens[-1] in self.stop_tokens()
 
     def closed(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the tokens of a sampled message with the end that the renderer itself writes: if a stop string ended
-        the message, the renderer's end token replaces this string."""
+        """Returns the tokens of a sampled message, ended in the way in which the renderer itself ends messages. If a
+        stop string ended the message, the renderer's end token replaces this string."""
         return list(tokens)
 
     def parse_response(self, tokens: Sequence[int], tools: Sequence[ToolSpec] = ()) -> tuple[Message, bool]:

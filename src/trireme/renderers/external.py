@@ -38,7 +38,7 @@ class PackageRenderer(Renderer):
     tokenizer.
 
     Raises BadInput if the package is missing, if it has no such format, if the tokenizer lacks one of the format's
-    tokens, and for settings that the format does not know.
+    tokens, or if the format does not know a setting.
     """
 
     def __init__(self, tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None = None, *, name: str) -> None:
@@ -96,9 +96,9 @@ class PackageRenderer(Renderer):
     def _render(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool
     ) -> tuple[list[int], list[int], list[bool]]:
-        """Renders a conversation, with the tokens of sampled messages as they were sampled. Returns three lists of one
-        length: the tokens; for each token the index of its message (-1: none); for each token True if it is content
-        of the message or was sampled, False for headers."""
+        """Renders a conversation. Sampled messages keep the tokens that were sampled (see `_as_shown`). Returns three
+        lists of equal length: the tokens; for each token the index of its message (-1: none); for each token True if it
+        is content of the message or was sampled, False for headers."""
         rendered = self._package.render(_for_package(messages), tools=_schemas(tools), add_generation_prompt=generate)
         tokens = list(rendered.token_ids)
         owners = list(rendered.message_indices)
@@ -121,10 +121,11 @@ class PackageRenderer(Renderer):
 
     def _as_shown(self, sampled: list[int], shown: list[int]) -> list[int]:
         """Returns the tokens that stand for a sampled message in a conversation. `sampled`: the message's sampled
-        tokens. `shown`: the tokens of the message as the package renders it. The result is `sampled` without thinking
-        if `shown` has none, and with the end token of `shown` if sampling was cut off.
+        tokens. `shown`: the tokens of the message as the package renders it. If `shown` has no thinking because the
+        renderer strips it, the result is `sampled` without thinking. If sampling was cut off, the result also has the
+        end token of `shown`.
 
-        The cut that removes the thinking is before or after a special token. If no such cut leaves the text of `shown`,
+        Thinking is removed only by a cut before or after a special token. If no such cut leaves the text of `shown`,
         all tokens stay.
         """
         cuts = sorted(n + after for n, token in enumerate(sampled) if token in self._special for after in (0, 1))
@@ -167,9 +168,9 @@ class PackageRenderer(Renderer):
 
 
 def suitable(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None) -> PackageRenderer:
-    """Returns the package's renderer for the tokenizer's model: the format that the package names for this model, else
-    the first format that writes a test conversation as the tokenizer's chat template does. `strip`: True removes
-    thinking from before the last question. Raises BadInput if there is no such format."""
+    """Returns the package's renderer for the tokenizer's model. If the package names a format for this model, takes
+    this format. Otherwise takes the first format that renders a test conversation to the same tokens as the tokenizer's
+    chat template. `strip`: True removes thinking from before the last question. Raises BadInput if no format fits."""
     if tokenizer.chat_template is None and Path(tokenizer.name_or_path).is_dir():
         raise BadInput(
             f"{tokenizer.name_or_path} has no chat template, with which a format of the package {PACKAGE} could be "

@@ -26,8 +26,9 @@ def last_query(messages: Sequence[Message]) -> int:
 def without_thinking(
     tokenizer: Tokenizer, tokens: Sequence[int], end_token: int | None, opened_by_prompt: bool
 ) -> list[int]:
-    """Returns sampled tokens without their thinking. The closing tag stays if `opened_by_prompt`: the prompt contains
-    the opening tag. `end_token`: the id of the closing tag, None if it is not one token of the tokenizer.
+    """Returns sampled tokens without their thinking. `opened_by_prompt`: True if the prompt contains the opening tag of
+    the thinking; the closing tag then stays. `end_token`: the id of the closing tag; None if this tag is not a single
+    token of the tokenizer.
 
     The cut is between tokens: if one token holds the end of the thinking and the beginning of the answer, all tokens
     stay, since splitting it would tokenise sampled text again. If the thinking never ends, the result is empty.

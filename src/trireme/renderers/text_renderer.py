@@ -81,14 +81,15 @@ class TextRenderer(Renderer):
         return (*self._stop, *self.stop_strings)
 
     def thinking_from(self, messages: Sequence[Message], generate: bool) -> int:
-        """Returns an index into `messages`: the text shows no thinking of messages before it. If the conversation ends
-        with an assistant's message (and not `generate`), the index is the same as in the prompt that asks for this
+        """Returns an index into `messages`: the text shows no thinking of messages before this index. If `generate` is
+        False and the last message is the assistant's, the result is the index for the prompt that asks for this
         message."""
         speaks = bool(messages) and messages[-1]["role"] == "assistant" and not generate
         return self._boundary(messages[:-1] if speaks else messages)
 
     def _boundary(self, messages: Sequence[Message]) -> int:
-        """Returns an index into `messages`: the prompt for the next message shows no thinking of messages before it."""
+        """Returns an index into `messages`: the prompt for the next message shows no thinking of messages before this
+        index."""
         if self._strip:
             return last_query(messages)
         return 0
@@ -125,8 +126,8 @@ class TextRenderer(Renderer):
 
     def _from_last(self, messages: Sequence[Message], tools: Sequence[ToolSpec], cut: list[int]) -> list[int] | None:
         """Returns the tokens of the next prompt from the last sampled message on, this message included. Returns None
-        if no message was sampled. Also returns None if the next prompt begins in another way than the prompt of the
-        last sampled message, because thinking is now stripped that this earlier prompt still showed.
+        if no message was sampled. Also returns None if the next prompt strips thinking that the prompt of the last
+        sampled message still showed: the two prompts then begin differently.
 
         `cut`: the result of `_cut_turns` for `messages`.
         """
@@ -136,8 +137,8 @@ class TextRenderer(Renderer):
         return self._followed_by(list(messages[last]["tokens"]), self.text_behind(messages, last, tools))
 
     def _cut_turns(self, messages: Sequence[Message]) -> list[int]:
-        """Returns the indices of the sampled messages from which the next prompt cuts the thinking, or in front of
-        which it omits the empty thinking block."""
+        """Returns the indices of the sampled messages for which the next prompt strips thinking: the message's own
+        thinking, or the empty thinking block in front of the message."""
         earlier = messages[: self._boundary(messages)]
         return [i for i, m in enumerate(earlier) if "tokens" in m and (self.no_thinking or "thinking" in m)]
 
@@ -147,8 +148,8 @@ class TextRenderer(Renderer):
         return without_thinking(self._tokenizer, list(message["tokens"]), self._think_end, self.thinking_is_open)
 
     def _followed_by(self, sampled: list[int], after: str) -> list[int]:
-        """Returns `sampled`, the tokens of a sampled message, followed by the encoded text `after`. If `sampled` and
-        `after` have the token that ends the message, it stands only once."""
+        """Returns `sampled`, the tokens of a sampled message, followed by the encoded text `after`. If `sampled` ends
+        with a stop token and `after` begins with the same token, the result has this token only once."""
         tokens = self.encode(after)
         ends_itself = sampled and sampled[-1] in self._stop and tokens[:1] == sampled[-1:]
         return sampled + (tokens[1:] if ends_itself else tokens)
@@ -201,9 +202,9 @@ class TextRenderer(Renderer):
         return np.asarray(tokens_T + rest, np.int32), np.asarray(weights_T + [0.0] * len(rest), np.float32)
 
     def _span(self, full: str, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec]) -> tuple[int, int]:
-        """Returns the range of characters (start, end) of message `i` in `full`, the text of the conversation: from
-        the end of the message's header to the end of the token that ends the message. The header of an assistant's
-        message is its generation prompt, if the template writes that into conversations too. Raises ValueError if the
+        """Returns the range of characters (start, end) of message `i` in `full`, the text of the conversation: from the
+        end of the message's header to the end of the token that ends the message. If `full` begins with the generation
+        prompt of an assistant's message, the message's header ends where this prompt ends. Raises ValueError if the
         message cannot be located."""
         before, after = self._around(messages, i, tools, False)
         headers = [before]

@@ -47,11 +47,11 @@ disk already."""
 
 
 class FarParts(Protocol):
-    """The parts of checkpoints that are written on nodes that do not see the run directory."""
+    """The parts of checkpoints on nodes that cannot see the run directory."""
 
     def gather(self, draft: Path, manifest: Manifest) -> None:
-        """Copies the files of the checkpoint `manifest` that other nodes have written to `draft`, its directory in the
-        run directory. Raises StorageFailed, RoomFailed."""
+        """Copies the files of the checkpoint `manifest` that are on other nodes to `draft`, the checkpoint's directory
+        in the run directory. Raises StorageFailed, RoomFailed."""
 
     def discard(self, draft: Path) -> None:
         """Deletes the parts of `draft` on the nodes that wrote them. Raises RoomFailed."""
@@ -72,9 +72,9 @@ class CheckpointDraft:
 
 class Checkpoints:
     """Makes the checkpoints of one attempt. `fixed`: the values that a resume must find unchanged. `decided`: {key of
-    the configuration with the value auto: what auto was decided to mean}. `other_rooms`: {name of the part: room} of
-    the rooms that, like the trainer, have a part in each checkpoint. `note` records an incident. `far` collects the
-    parts that other nodes wrote; None if all nodes see the run directory."""
+    the configuration with the value auto: the value that was decided for it}. `other_rooms`: {name of a part of each
+    checkpoint: the room that saves it}, without the trainer. `note` records an incident. `far` collects the parts from
+    nodes that cannot see the run directory; None if all nodes see it."""
 
     def __init__(
         self,
@@ -113,10 +113,10 @@ class Checkpoints:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """Takes the last checkpoint if training has reached its end or, at a boundary between two steps, if a signal or
-        a limit stops the run. If the last checkpoint is missed, raises, unless old checkpoints can be deleted to make
-        room for another try. After any other error, waits up to END_S for a checkpoint in flight. Raises StorageFailed,
-        RoomFailed, LockLost."""
+        """Takes the last checkpoint if training has reached its end. Also takes it if a signal or a limit stops the run
+        at a boundary between two steps. If the last checkpoint is missed because the disk is full, deletes old
+        checkpoints and tries again. If it is missed otherwise, or none can be deleted, raises. After any other error,
+        waits up to END_S for a checkpoint in flight. Raises StorageFailed, RoomFailed, LockLost."""
         may_save = isinstance(error, Stopped | LimitReached) and not isinstance(error, StoppedWithoutCheckpoint)
         try:
             if error is None or may_save:
@@ -139,11 +139,11 @@ class Checkpoints:
 
     def at_boundary(self, version: int, weights: PublishedWeights | None = None) -> None:
         """Begins a checkpoint if one is due. Call it between two steps, when the trainer has the weights of `version`:
-        at the start of the run, and after each step. Without `weights`, the trainer publishes its weights here if a
-        checkpoint begins.
+        at the start of the run, and after each step. If a checkpoint begins and `weights` is None, makes the trainer
+        publish its weights.
 
-        Raises StorageFailed after too many missed checkpoints, LockLost, and WeightsRefused when a resumed trainer
-        publishes other weights than the checkpoint was made of.
+        Raises StorageFailed after too many missed checkpoints, and LockLost. Raises WeightsRefused if a resumed trainer
+        publishes weights that differ from those in its checkpoint.
         """
         manifest = self._run.start.manifest
         if weights and manifest and version == manifest.step:
@@ -159,13 +159,13 @@ class Checkpoints:
             self._save()
 
     def leave_boundary(self) -> None:
-        """Ends the boundary between two steps. Call it when the trainer is about to change its weights: until the next
-        boundary there is nothing to save."""
+        """Ends the boundary between two steps. Call it when the trainer is about to change its weights. Until the next
+        boundary no checkpoint can begin."""
         self._boundary = None
 
     def seal(self) -> None:
-        """Turns the draft of this boundary, if there is one, into a checkpoint. Does it in a background thread; without
-        `checkpoint.async_save` it returns when the checkpoint is complete. Call it when the rows of metrics up to this
+        """Turns the draft of this boundary, if there is one, into a checkpoint, in a background thread. Without
+        `checkpoint.async_save`, waits until the checkpoint is complete. Call it when the rows of metrics up to this
         boundary are written."""
         draft = self._draft
         self._draft = None
@@ -180,8 +180,8 @@ class Checkpoints:
         self._identities = [i for i in self._identities if i.version >= oldest] + [identity]
 
     def _save(self) -> None:
-        """Makes a draft, and takes snapshots of all rooms for it. Returns when training may continue: without
-        `checkpoint.async_save` not before all files are written."""
+        """Makes a draft, and takes snapshots of all rooms for it. Returns when training may continue. Without
+        `checkpoint.async_save` this is when all files are written."""
         assert self._boundary
         version, weights = self._boundary
         self._settle()
@@ -206,8 +206,8 @@ class Checkpoints:
                     part.wait(self._config.timeouts.checkpoint_s)
 
     def _publish(self, draft: CheckpointDraft) -> None:
-        """Waits for all parts of `draft`, makes it a checkpoint, and prunes old checkpoints. After StorageFailed
-        deletes the draft and raises the error again."""
+        """Waits for all parts of `draft`, makes it a checkpoint, and prunes old checkpoints. If storage fails, deletes
+        the draft and raises StorageFailed."""
         store = self._run.store
         limit_s = self._config.timeouts.checkpoint_s
         try:
@@ -266,8 +266,8 @@ class Checkpoints:
         )
 
     def _settle(self) -> None:
-        """Waits for the checkpoint that is being written, if there is one, and counts it as missed if its storage
-        failed. Raises RoomFailed if it takes too long, and StorageFailed or LockLost as `_miss` does."""
+        """Waits for the checkpoint that is being written, if there is one. If its storage failed, counts it as missed.
+        Raises RoomFailed if it takes too long, and StorageFailed or LockLost as `_miss` does."""
         sealing = self._sealing
         self._sealing = None
         if sealing is None:
@@ -284,9 +284,9 @@ class Checkpoints:
             self._miss(error)
 
     def _miss(self, error: StorageFailed) -> None:
-        """Counts a missed checkpoint, records an incident, and deletes old checkpoints if the disk is full. If none was
-        deleted, raises `error` when more than `checkpoint.max_missed` were missed in a row, or when it was the last
-        checkpoint of the run."""
+        """Counts a missed checkpoint and records an incident. If the disk is full, deletes old checkpoints. If none was
+        deleted, raises `error` when more than `checkpoint.max_missed` checkpoints were missed in a row, or when this
+        was the last checkpoint of the run."""
         self.check_owner()  # what another driver's start took away is no failure of the storage
         self._missed += 1
         if isinstance(error, DiskFull):
@@ -306,9 +306,9 @@ class Checkpoints:
             raise error
 
     def _prune_for_room(self) -> list[str]:
-        """Frees disk space: deletes all checkpoints except the newest that verifies, checkpoints kept by
-        `checkpoint.keep_every`, and checkpoints with a file KEEP. Returns the deleted names. If there are any, the run
-        acts from then on as if `checkpoint.keep_last` were 1."""
+        """Frees disk space by deleting old checkpoints. Keeps the newest checkpoint that verifies, checkpoints kept by
+        `checkpoint.keep_every`, and checkpoints with a file KEEP. Returns the deleted names. If any were deleted, the
+        run acts from then on as if `checkpoint.keep_last` were 1."""
         try:
             deleted = self._run.store.prune(1, self._config.checkpoint.keep_every)
         except StorageFailed as error:
@@ -325,8 +325,8 @@ class Checkpoints:
 
     def make_room(self) -> None:
         """Frees space for a row of metrics: waits for the checkpoint in flight, and deletes old checkpoints. If there
-        are none to delete, deletes the draft of this boundary, which counts as a missed checkpoint. Raises
-        StorageFailed after too many missed checkpoints."""
+        are no old checkpoints to delete, deletes the draft of this boundary, which then counts as a missed checkpoint.
+        Raises StorageFailed after too many missed checkpoints."""
         self._settle()
         if not self._prune_for_room() and self._draft:
             draft = self._draft

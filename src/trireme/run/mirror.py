@@ -65,9 +65,9 @@ class Shape:
 
 class Mirror:
     """Uploads the files of the run directory `root` to `bucket`, in a thread. This driver has put HEAD in the store,
-    with the contents `stored`; `tag` is the tag that the store gave HEAD, and changes with HEAD's contents.
+    with the contents `stored`. The store gave HEAD the tag `tag`, which changes with HEAD's contents.
 
-    `limit_s`: seconds within which an upload of everything new must be done. `note` records an incident.
+    `limit_s`: seconds within which an upload of all new files must be done. `note` records an incident.
     """
 
     def __init__(
@@ -102,8 +102,9 @@ class Mirror:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises LockLost if another driver has taken over HEAD in the store, StorageFailed if uploads fail and more
-        than `checkpoint.max_missed` checkpoints wait for theirs, and any other error that ended the thread."""
+        """Raises LockLost if another driver has taken over HEAD in the store. Raises StorageFailed if uploads fail and
+        more than `checkpoint.max_missed` checkpoints wait for their upload. Raises any other error that ended the
+        thread."""
         if self._lost:
             raise self._lost
         if self._failed and len(self._waiting) > self._options.max_missed:
@@ -154,8 +155,8 @@ class Mirror:
             self._lost = error
 
     def _bring_what_comes(self) -> None:
-        """Until `close` is called, uploads everything new: at once when there is a new checkpoint, else every EVERY_S
-        seconds. After a failed upload the next one follows RETRY_S later. Uploads once more at the end."""
+        """Uploads all new files until `close` is called: at once when there is a new checkpoint, else every EVERY_S
+        seconds. After a failed upload, tries again after RETRY_S seconds. Uploads once more at the end."""
         full_at = time.monotonic()
         retry_at = 0.0
         while not self._lost and not self._ending.wait(LOOK_S):
@@ -243,9 +244,9 @@ class Mirror:
         return None
 
     def _bring_checkpoints(self, deadline: float) -> dict[str, StoredCheckpoint]:
-        """Uploads the checkpoints of the run directory that the store lacks, the newest first and the checkpoints of
-        branches last. Returns {path: checkpoint} of the checkpoints that are whole in the store. Raises StorageFailed
-        after `deadline` (monotonic)."""
+        """Uploads the checkpoints of the run directory that the store lacks, the newest first, and the checkpoints in
+        `branches/` last. Returns {path: checkpoint} for all checkpoints that are complete in the store. Raises
+        StorageFailed after `deadline` (monotonic)."""
         by_checksum = {checkpoint.manifest: checkpoint for checkpoint in self._stored.commits.values()}
         brought = {}
         for checkpoint in [*reversed(CheckpointStore(self._root).checkpoints()), *_parked(self._root)]:
@@ -324,8 +325,8 @@ class Mirror:
             self.bucket.delete(self.bucket.keys(key))
 
     def _settle(self) -> StoredRun:
-        """Reads HEAD in the store again, since a put may succeed although its answer is lost. Returns HEAD if this
-        driver put it. Raises LockLost if another driver put it, or if it is missing."""
+        """Reads HEAD in the store again, because a put may succeed although its answer is lost. If this driver put
+        HEAD, returns HEAD. Raises LockLost if another driver put HEAD, or if HEAD is missing."""
         head_object = self.bucket.read(HEAD)
         if head_object:
             stored = StoredRun.from_json(head_object[0])

@@ -73,9 +73,9 @@ class RemoteRun:
         return bucket
 
     def _prepare(self, root: Path) -> None:
-        """Makes the run directory `root` ready for the start. To resume the run in the store, leaves the directory
-        unchanged if it is up to date; else moves it aside and downloads the run. Raises BadInput for a new run with a
-        name that the store has, without --clean."""
+        """Makes the run directory `root` ready for the start. If the run in the store is to be resumed and the
+        directory is out of date, moves the directory aside and downloads the run. Raises BadInput if a new run has a
+        name that the store already has, unless --clean is given."""
         resume = self._config.resume
         stored = self._in_store
         if stored is None:
@@ -185,8 +185,9 @@ class RemoteRun:
         write_bytes(checkpoint, MANIFEST, text[0])
 
     def claim(self, run: RunDir, note: Callable[[str], None]) -> Mirror:
-        """Takes over HEAD in the store for `run`. Returns the mirror that uploads `run`, which is not started yet;
-        `note` records incidents of the mirror. Raises BadInput if another driver was faster, StorageFailed."""
+        """Takes over HEAD in the store for `run`. Returns the mirror that uploads `run`; the caller has to start it.
+        `note` records incidents of the mirror. Raises BadInput if another driver took over HEAD first,
+        StorageFailed."""
         bucket = self._bucket or self._look(run.root.name)
         if self._in_store and self._in_store.head.run_id == run.start.run_id:
             before = self._in_store
@@ -213,10 +214,10 @@ class RemoteRun:
 
     @contextmanager
     def mirrored(self, run: RunDir, note: Callable[[str], None]) -> Iterator[RunDir]:
-        """Takes over HEAD in the store for `run`, which is uploaded there during the block and once more at its end.
-        Yields the run with its mirror: once another driver has taken over HEAD, writes to the run directory raise
-        LockLost too. `note` records incidents. Raises BadInput if another driver was faster; LockLost; StorageFailed if
-        the last upload is not done in time."""
+        """Takes over HEAD in the store for `run`. Uploads `run` during the block and once more at its end. Yields the
+        run with its mirror; writes to the run directory then also raise LockLost if another driver has taken over HEAD.
+        `note` records incidents. Raises BadInput if another driver took over HEAD first; LockLost; StorageFailed if the
+        last upload is not done in time."""
         mirror = self.claim(run, note)
         limit_s = self._config.timeouts.checkpoint_s
         mirror.start()
@@ -260,7 +261,8 @@ def _is_up_to_date(root: Path, stored: StoredRun) -> bool:
 
 def _set_aside(root: Path, driver: int) -> Path | None:
     """Renames the directory `root` to <name>.before-<driver>-<random>, and returns the new path. Returns None if there
-    is no such directory, or if it holds no run and is deleted. Raises BadInput if its driver is alive, OSError."""
+    is no such directory. Deletes the directory and returns None if it holds no run. Raises BadInput if the directory's
+    driver is alive, OSError."""
     if not root.exists():
         return None
     if {entry.name for entry in root.iterdir()} <= set(BEFORE_MARKS):

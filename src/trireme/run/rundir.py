@@ -54,9 +54,9 @@ def command_of(root: Path) -> str:
 
 
 def rerun_command(root: Path, *flags: str, trusted: bool = False) -> str:
-    """Returns the shell command that runs the configuration of the run in `root` again, with more `flags`. `trusted`:
-    this user has just run it; the command then sets the environment variables with which that run found its modules,
-    models and devices, and trusts code that the configuration names."""
+    """Returns the shell command that runs the configuration of the run in `root` again, with additional `flags`.
+    `trusted`: True if this user has just run it. The command then sets the environment variables with which that run
+    found its modules, models and devices, and trusts the code that the configuration names."""
     config = json.loads((root / CONFIG).read_bytes())
     if trusted:
         places = config.pop(WRITTEN_BY, {}).get("environment", {})
@@ -113,16 +113,16 @@ class RunDir:
 
     @classmethod
     def open(cls, config: CommonConfig, fixed: Mapping[str, object]) -> RunDir:
-        """Locks the directory of a new run, a resumed run or a fork, as `config.resume` says; finds and verifies the
-        checkpoint to start from; writes HEAD (which claims the attempt), config.json and code.diff. With `--resume
-        auto` the directory decides: a run that has begun there, and so has a HEAD, is resumed.
+        """Opens the directory of a new run, a resumed run or a fork, as `config.resume` says. Locks it; finds and
+        verifies the checkpoint to start from; writes HEAD (which claims the attempt), config.json and code.diff. With
+        `--resume auto` the run is resumed if the directory has a HEAD, which shows that a run has begun there.
 
         `fixed`: nested dict of JSON values that must equal the values in the checkpoint, unless `--resume.force` is
         given. Files of earlier attempts do not change until `checkout`.
 
-        Raises BadInput for a directory that is in use by another run or driver, is no run directory or cannot be
-        written; also if there is nothing to resume, or if the checkpoint does not verify or fit. Raises StorageFailed
-        and CheckpointInvalid if the checkpoint of a fork cannot be made.
+        Raises BadInput if the directory is in use by another run or driver, is not a run directory or cannot be
+        written; if there is nothing to resume; or if the checkpoint does not verify or fit. Raises StorageFailed and
+        CheckpointInvalid if the checkpoint of a fork cannot be made.
         """
         root, root_notes = _root(config)
         config = config.model_copy(update={"resume": config.resume.settled(begun=(root / HEAD).exists())})
@@ -269,8 +269,8 @@ def _go_on(
     fixed: Mapping[str, object],
     chosen: VerifiedCheckpoint | None,
 ) -> Start:
-    """Claims the attempt that follows the attempt in `head`. Returns its start: the checkpoint `chosen` or, if that is
-    None, step 0. Raises BadInput if `fixed` differs from the checkpoint's values."""
+    """Claims the attempt that follows the attempt in `head`. Returns its start: the checkpoint `chosen`, or step 0 if
+    `chosen` is None. Raises BadInput if `fixed` differs from the checkpoint's values."""
     if chosen:
         notes = check_fixed(chosen, fixed, config.resume.force)
     else:
@@ -288,9 +288,10 @@ def _logs(root: Path, attempt: int) -> Path:
 
 
 def _claim(config: CommonConfig, store: CheckpointStore, head: Head) -> Head:
-    """Takes a number for the attempt, and writes config.json, then HEAD: a directory without HEAD holds an interrupted
-    fork or no run (`_begun`). Returns the HEAD that it wrote. The number is the first from `head.attempt` on that is
-    free: the process that makes the attempt's log directory has it, even where file locks do not work."""
+    """Claims a number for the attempt. Writes config.json and then HEAD, and returns this HEAD. The order matters: a
+    directory without HEAD holds an interrupted fork or no run (`_begun`). The number is the first free one from
+    `head.attempt` on. The process that makes the attempt's log directory owns the number, even where file locks do not
+    work."""
     # Without `clean` and `resume`: to run it again must not delete anything.
     resolved = config.model_dump(mode="json", exclude={"clean", "resume"}) | {WRITTEN_BY: _written_by()}
     replace_file(store.root / CONFIG, (to_json(redact_values(resolved), indent=2) + "\n").encode())
@@ -310,8 +311,8 @@ def _created(directory: Path) -> bool:
 
 
 def _begun(store: CheckpointStore) -> Head | None:
-    """Returns HEAD, or None if no run has begun in this directory. Raises BadInput if HEAD is damaged, or if it is
-    missing although there are checkpoints or rows (an interrupted fork has them before it has a HEAD)."""
+    """Returns HEAD, or None if no run has begun in this directory. Raises BadInput if HEAD is damaged. Also raises
+    BadInput if HEAD is missing although there are checkpoints or rows, as after an interrupted fork."""
     try:
         head = store.head()
         problem = f"{store.root / HEAD} is missing"

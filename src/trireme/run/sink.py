@@ -46,8 +46,8 @@ class _Step:
 
 
 class MetricsSink:
-    """Gives the steps and incidents of a run to the tracker `name`, which `connect()` returns. `say` prints a line.
-    `write` and `close` belong to the thread of the training loop."""
+    """Passes the steps and incidents of a run to the tracker `name`. `connect()` returns the tracker. `say` prints a
+    line. Call `write` and `close` only from the thread of the training loop."""
 
     def __init__(self, name: str, connect: Callable[[], Tracker], roster: Roster, say: Callable[[str], None]) -> None:
         self._name = name
@@ -76,8 +76,8 @@ class MetricsSink:
             self._fail(f"{PENDING} steps and incidents wait for it")
 
     def alert(self, roster: Roster, incident: Incident | None) -> None:
-        """Gives the tracker `incident`, unless there is none or the tracker itself caused it. The roster, which has the
-        states of all parts of the run, calls this after each change."""
+        """Passes `incident` to the tracker, unless it is None or the tracker itself caused it. The roster, which has
+        the states of all parts of the run, calls this after each change."""
         if incident and incident.part != self._name and self._items.qsize() < PENDING:
             self._items.put(incident)
 
@@ -159,8 +159,9 @@ def metrics_sinks(
     config: CommonConfig, run_id: str, root: Path, roster: Roster, say: Callable[[str], None]
 ) -> Iterator[list[MetricsSink]]:
     """Connects to the configured trackers of the run in `root`, for all attempts of the command, and closes them after
-    the block. Makes `roster` report each incident to them. Yields a sink for each, for the rows and rollouts of each
-    step. `say` prints where each tracker shows the run, and what it lacks at the end."""
+    the block. Makes `roster` report each incident to the trackers. Yields a sink for each tracker, which takes the rows
+    and rollouts of each step. `say` prints where each tracker shows the run, and at the end which steps the tracker
+    lacks."""
     with ExitStack() as ending:
         sinks = [
             MetricsSink(name, connect, roster, say)

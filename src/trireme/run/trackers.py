@@ -181,8 +181,8 @@ class MlflowTracker:
 
 
 class TrackioTracker:
-    """Writes to Trackio: to its directory on this machine, or to a Space of the hub. A run there has the name of the
-    run and `run_id`, so a resume continues it. A step that is done again is there twice."""
+    """Writes to Trackio: to its directory on this machine, or to a Space of the hub. The Trackio run is named after the
+    run and `run_id`, so a resume continues it. If a step is repeated, Trackio has it twice."""
 
     def __init__(self, config: CommonConfig, run_id: str, root: Path) -> None:
         import trackio

@@ -142,9 +142,9 @@ class ExampleCursor:
         return self._order[1]
 
     def with_steps(self, config: SftConfig, start: int) -> SftConfig:
-        """Returns a copy of `config` whose `max_steps` is the number of steps after which all `data.epochs` are over,
-        for a run that continues at step `start`. The last step may have fewer examples. Returns `config` itself if it
-        has `max_steps`."""
+        """Returns `config` with `max_steps` set, for a run that continues at step `start`. If `config` has `max_steps`,
+        returns it unchanged. Otherwise computes the step at which all `data.epochs` are over, and sets `end`, so that
+        the cursor ends there too. The last step may have fewer examples."""
         if config.max_steps:
             return config
         self.end = config.data.epochs * self.size
@@ -158,7 +158,7 @@ def _permutation(size: int, name: str) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """The records of a checkpoint's files that are on the disk already: `wait` returns them at once."""
+    """The records of checkpoint files that are already on disk. `wait` (see `PendingFiles`) thus returns at once."""
 
     files: tuple[FileRecord, ...]  # their records
 
@@ -205,8 +205,8 @@ class SftData:
         return WrittenFiles((write_bytes(path, STATE, to_json(self.cursor.state_dict()).encode()),))
 
     def load_state(self, path: Path | None, _source: object = None) -> None:
-        """Restores the cursor from the directory `path` that `save_state` wrote to; None: the cursor begins anew. The
-        driver reads the directory itself, so `_source` is not used."""
+        """Restores the cursor from `path`, the directory that `save_state` wrote to. If `path` is None, sets the cursor
+        to the first example. The driver reads the directory itself, so `_source` is not used."""
         self.cursor.load_state_dict(json.loads((path / STATE).read_bytes()) if path else {"epoch": 0, "position": 0})
 
     def fixed(self) -> dict[str, object]:

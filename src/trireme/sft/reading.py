@@ -88,8 +88,8 @@ def read_examples(
     """Reads all examples of `files` in order. Returns the examples, and notes that say how many were cut or omitted
     because they are too long. `say` gets the progress.
 
-    Raises BadInput if there are bad examples, and lists at most the first MOST_PROBLEMS over all files; also if there
-    is no example at all.
+    Raises BadInput if there are bad examples; the error lists them. Stops reading after MOST_PROBLEMS bad examples,
+    counted over all files. Also raises BadInput if there is no example at all.
     """
     examples: list[Example] = []
     refusals: list[Refusal] = []
@@ -122,8 +122,8 @@ Maker = Callable[[], tuple[Tokens, Weights]]
 
 
 def _sources(file: Path, rules: ExampleRules) -> Iterator[tuple[str, Maker]]:
-    """Yields for each example of `file` its place as text (file and line), and a function that reads the example (and
-    may raise BadExample)."""
+    """Yields (place, make) for each example of `file`. `place`: a text with the file, and the example's line (JSONL) or
+    number (npz). `make`: a function that reads the example, and may raise BadExample."""
     if file.suffix == ".npz":
         yield from _from_arrays(file)
         return
@@ -195,7 +195,7 @@ def _from_tokens(tokens: Any, weights: Any) -> tuple[Tokens, Weights]:
 
 
 def _as_columns(tokens: Any, weights: Any) -> tuple[Tokens, Weights]:
-    """Converts tokens to int32 and weights to float32. Raises BadExample for numbers that these cannot hold."""
+    """Converts tokens to int32 and weights to float32. Raises BadExample for numbers that these dtypes cannot hold."""
     try:
         return ModelInput(tokens).tokens, TensorData(weights, "float32").data
     except ValueError as error:
@@ -236,8 +236,9 @@ def _check_arrays(file: Path, arrays: Mapping[str, npt.NDArray[np.generic]]) -> 
 def _checked(
     tokens: Tokens, weights: Weights, place: str, rules: ExampleRules, shortened: Counter[str]
 ) -> Example | None:
-    """Checks one example against `rules`, and cuts it if it is too long. Returns None if it is omitted. Counts cut and
-    omitted examples in `shortened`. Raises BadExample."""
+    """Checks one example against `rules`, and returns it. If the example is too long, cuts it, omits it (returns None)
+    or refuses it (raises BadExample), as `rules.too_long` says. Counts cut and omitted examples in `shortened`. Raises
+    BadExample for other faults."""
     if len(tokens) > rules.max_seq_len:
         if rules.too_long == "drop":
             shortened["left out"] += 1

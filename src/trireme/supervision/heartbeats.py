@@ -87,8 +87,8 @@ class HeartbeatMonitor:
             del self._awaited[ref]
 
     def wait_for(self, ref: Ref[Value], name: str, handle: Callable[[Value | TriremeError], None]) -> None:
-        """Records that `ref`, an answer of the process `name`, is awaited. `arrived` then calls `handle` with its
-        value, or with the TriremeError that the call failed with."""
+        """Records that `ref`, an answer of the process `name`, is awaited. When the answer has come, `arrived` calls
+        `handle` with its value, or with the TriremeError that the call failed with."""
         self._awaited[ref] = (name, handle)
 
     def is_unreached(self, name: str) -> bool:
@@ -109,7 +109,8 @@ class HeartbeatMonitor:
 
     def look(self) -> list[Silent]:
         """Sends the heartbeat requests that are due, and marks silent processes as suspect in the roster. Returns the
-        processes that were silent for too long, every process only once: `kill` them, then call `end`."""
+        processes that have been silent for too long. Each process is returned only once: the caller must `kill` it,
+        then call `end`."""
         now = self._awake()
         for name, process in self._monitored.items():
             if not process.pending and process.next <= now:
@@ -172,8 +173,8 @@ class HeartbeatMonitor:
 
 
 def kill(silent: Sequence[Silent]) -> None:
-    """Makes silent processes write the stacks of their threads to their logs, and kills them. This takes some seconds
-    if nodes do not answer, however many nodes there are."""
+    """Makes silent processes write the stacks of their threads to their logs, and kills them. If nodes do not answer,
+    this takes some seconds, independent of the number of nodes."""
     parts = [process.part for process in silent if process.part]
     send(parts, STACKS)
     time.sleep(STACKS_S)

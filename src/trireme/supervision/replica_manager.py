@@ -87,7 +87,7 @@ class ReplicaSetRoom(Protocol):
 
 
 class ReplicaActors(Protocol):
-    """The inference room: starts and ends the actors of replicas, which have numbers (`index`). `ready_ref` and
+    """The inference room: starts and ends the actors of replicas. Each replica has a number (`index`). `ready_ref` and
     `replace` return a reference that is ready when the replica has started."""
 
     @property
@@ -128,7 +128,7 @@ class ReplicaLimits:
 
 @dataclass
 class _Life:
-    """One life of a replica: from the start of its process, or of its successor's, until it is lost."""
+    """One life of a replica: from a start (the first one, or the start of a successor) until its loss."""
 
     generation: Number
     """Names this life in tables of the replica set."""
@@ -238,9 +238,9 @@ class ReplicaManager:
         return [self._replicas.name(index) for index in starting if self._lives[index].placeless]
 
     def look(self) -> None:
-        """Does the work that is due: replaces replicas that the replica set has reported as gone for SECOND_OPINION_S
-        (but not while Ray does not know whether they live), fails replicas that take too long to start, and starts
-        other replicas for replicas that were left out."""
+        """Does the work that is due. Replaces replicas that the replica set has reported as gone for SECOND_OPINION_S,
+        but not while Ray does not know whether they live. Fails replicas that take too long to start. Starts new
+        replicas in the place of replicas that were left out, when it is time to try again."""
         now = time.monotonic()
         for index in self._of(PartHealth.CATCHING_UP, PartHealth.HEALTHY):
             reason = self._reason(index)
@@ -265,9 +265,9 @@ class ReplicaManager:
         return index in self._lives and self._lives[index].state is PartHealth.HEALTHY
 
     def lost(self, index: int, failure: TriremeError, died: bool) -> None:
-        """Replaces replica `index`, which was lost with `failure`, or leaves it out if the restart budget is used up.
-        If the replica was leaving, only removes it. Raises the error that ends the run if the replica can neither be
-        replaced nor be left out. `died`: the replica's process ended."""
+        """Replaces replica `index`, which was lost with `failure`. If the restart budget is used up, leaves the replica
+        out. If the replica was leaving, only removes it. If it can neither be replaced nor left out, raises the error
+        that ends the run. `died`: the replica's process ended."""
         if self._replica_set:
             self._replica_set.leave(index, str(failure))
         life = self._lives[index]
@@ -299,7 +299,7 @@ class ReplicaManager:
 
     @property
     def running(self) -> int:
-        """Number of replicas that take memory: replicas in all states, also in DRAINING."""
+        """Number of replicas that take memory: all replicas, whatever their state, including DRAINING."""
         return len(self._lives)
 
     def added(self, target: int) -> int:
@@ -333,8 +333,9 @@ class ReplicaManager:
         return index
 
     def _succeed(self, index: int, lost_engine: object = False) -> None:
-        """Starts the successor of replica `index`. `lost_engine` True: the replica's actor lives and has lost only its
-        engine, so this actor starts another engine; anything else: a new actor is started.
+        """Starts a process in the place of replica `index`, which was lost. `lost_engine` True: the replica's actor
+        lives and has lost only its engine, so this actor starts another engine. Any other value: a new actor is
+        started.
 
         While the replicas sleep, the trainer has the memory that an engine needs to start. Then nothing is started yet,
         and `look` tries again later.
@@ -372,8 +373,9 @@ class ReplicaManager:
         self._monitor.wait_for(replica_set.table(after, TABLE_S), TABLES, take)
 
     def _take(self, replica_set: ReplicaSetRoom, incarnation: int, table: ReplicaTable | TriremeError) -> None:
-        """Reads the newest table of `replica_set` in this `incarnation`: which replicas serve, and which are gone.
-        Asks for the next table."""
+        """Stores `table`, the newest table of `replica_set`, and updates the states of the replicas: which serve, and
+        which do not. Asks for the next table. Ignores a table of an earlier attempt or of another `incarnation` of the
+        set."""
         is_present = replica_set is self._replica_set and replica_set.incarnation == incarnation
         if not is_present or isinstance(table, TriremeError):
             return  # the attempt has ended, or the monitor will say that the set is lost
@@ -446,8 +448,8 @@ class ReplicaManager:
                 self._fail(index, f"it did not start within {limit:g} s ({START_LIMIT})")
 
     def _can_spare(self) -> bool:
-        """Returns True if a lost replica may be left out: counting it there are more than `cluster.min_replicas`,
-        restarts are allowed, and the run is not deterministic."""
+        """Returns True if a lost replica may be left out: at least `cluster.min_replicas` remain without it, restarts
+        are allowed, and the run is not deterministic."""
         cluster = self._config.cluster
         if self._config.deterministic or not cluster.max_restarts:
             return False

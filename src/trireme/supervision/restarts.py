@@ -16,10 +16,10 @@ where."""
 
 
 class Restarts:
-    """The restart budget of one command: a part is started again at most `limit` times in any `window_s` seconds.
+    """The restart budget of one command: each part may be restarted at most `limit` times in any `window_s` seconds.
 
-    An error that code raised twice, without a completed step in between, ends the budget: another start would not help.
-    The death of a process does not count as such an error.
+    If code raises the same error twice, without a completed step in between, the budget ends: another start would not
+    help. The death of a process does not count as such an error.
     """
 
     def __init__(self, limit: int, window_s: float) -> None:
@@ -30,10 +30,11 @@ class Restarts:
 
     def take(self, part: str, failure: TriremeError, *, died: bool, step: int, now: float) -> None:
         """Counts a restart of `part` after `failure`, with `step` steps completed. Raises LimitReached if the budget is
-        used up. Raises `failure` itself if the budget is 0, or if `part` failed with the same error last time at the
+        used up. Raises `failure` itself if the budget is 0, or if the last error of `part` was the same and came at the
         same step.
 
-        `died`: the process ended, or was killed because it did not answer. `now`: seconds of a monotonic clock.
+        `died`: the process ended, or was killed because it did not answer; then errors are not compared. `now`: seconds
+        of a monotonic clock.
         """
         if not self._limit:
             raise failure
@@ -46,9 +47,9 @@ class Restarts:
         self._count(part, failure, now)
 
     def take_on(self, node: str, failure: TriremeError, *, now: float) -> None:
-        """Counts the loss of a replica on `node`. A loss within ONE_EVENT_S of the last counted one belongs to the same
-        event and does not count. Raises LimitReached if the node's budget is used up. `now`: seconds of a monotonic
-        clock."""
+        """Counts the loss of a replica on `node`. A loss within ONE_EVENT_S of the last counted loss belongs to the
+        same event and does not count. Raises LimitReached if the node's budget is used up. `now`: seconds of a
+        monotonic clock."""
         part = f"replicas of node {node}"
         taken = self._taken[part]
         if not taken or now - taken[-1] > ONE_EVENT_S:

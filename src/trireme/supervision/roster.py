@@ -73,8 +73,8 @@ Listener = Callable[["Roster", Incident | None], None]
 class Roster:
     """Holds all parts of one command, and its newest incidents. Thread-safe. `now()` returns seconds since 1970.
 
-    Listeners are called after each change, in the thread that made the change: with the roster, and with the incident
-    or None if there was none.
+    Listeners are called after each change, in the thread that made the change. They get the roster, and the new
+    incident or None.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -125,9 +125,9 @@ class Roster:
         node: str | None = None,
         successor: bool = False,
     ) -> None:
-        """Sets the health of part `name`, which is added if it is new, and the `reason` for it. Does nothing if nothing
-        changes. `pids`, `node`: where it runs; None keeps the known ones. `successor`: the part is a new process
-        that replaces a lost one."""
+        """Sets the health of part `name` and the `reason` for it. Adds the part if it is new. Does nothing if nothing
+        changes. `pids`, `node`: the part's processes and node; None leaves them unchanged. `successor`: the part is a
+        new process that replaces a lost one."""
         with self._lock:
             before = self._parts.get(name) or RunPart(name, health, self._now())
             if health is PartHealth.SUSPECT and before.health is not PartHealth.SUSPECT:
@@ -144,8 +144,8 @@ class Roster:
         self._tell(None)
 
     def answered(self, name: str, pids: tuple[int, ...], node: str, *, in_time: bool = True) -> None:
-        """Records the processes and the node that part `name` reported in a heartbeat. If the answer was `in_time`, a
-        suspect part gets back the health that it had before."""
+        """Records the processes and the node that part `name` reported in a heartbeat. If the part is suspect and the
+        answer was `in_time`, restores the health that the part had before."""
         part = self.part(name)
         if part is None:
             return

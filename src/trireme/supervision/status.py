@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How the driver's command ended."""
+    """The end of the driver's command: its exit code and the reason."""
 
     exit_code: int  # one of `trireme.core.errors`
     why: str  # one line
@@ -87,11 +87,11 @@ def read_incidents(root: Path) -> list[Incident]:
 
 
 class StatusWriter:
-    """Writes STATUS and incidents.jsonl of the run in `root` whenever `roster` changes. At the end of the block writes
-    how the command ended into STATUS. Enter it in the process that holds the run's lock. Once another driver has taken
-    the lock file, it writes nothing more.
+    """Writes STATUS and incidents.jsonl of the run in `root` whenever `roster` changes. A context manager: at the end
+    of the block it writes into STATUS how the command ended. Enter it in the process that holds the run's lock. Once
+    another driver has taken the lock file, it writes nothing more.
 
-    A file that cannot be written causes one warning and does not end the run.
+    If a file cannot be written, this causes one warning and does not end the run.
     """
 
     def __init__(self, root: Path, roster: Roster) -> None:
@@ -177,8 +177,8 @@ def _driver_of(root: Path) -> str:
 
 
 def _replace_json(file: Path, value: dict[str, object]) -> None:
-    """Replaces the contents of `file` with `value` as JSON at once, so that no reader sees half of it. Does not force
-    the file onto the disk: after a crash of the machine it is out of date anyway. Raises OSError."""
+    """Replaces the contents of `file` with `value` as JSON, atomically: no reader sees half of it. Does not force the
+    file onto the disk, because after a crash of the machine its contents are out of date anyway. Raises OSError."""
     new = file.with_name(f"{file.name}.new")
     new.write_text(to_json(value, indent=1) + "\n")
     new.replace(file)
@@ -232,7 +232,7 @@ class ScaleRequest:
 
 class ScaleRequests:
     """Receives requests for another number of replicas, in the driver of the run in `root`, which holds the run's lock.
-    Deletes at its start the requests that were meant for an earlier driver."""
+    The constructor deletes requests that were meant for an earlier driver."""
 
     def __init__(self, root: Path) -> None:
         self._place = root / SCALE
@@ -264,8 +264,8 @@ class ScaleRequests:
 @contextmanager
 def request_scale(root: Path, replicas: int) -> Iterator[Callable[[], str | None]]:
     """Asks the driver of the run in `root` to have `replicas` replicas. Yields a function that returns the driver's
-    answer, or None while there is none, and raises BadInput if the driver refuses. The end of the block withdraws
-    the request. Raises OSError."""
+    answer, or None if there is no answer yet. The function raises BadInput if the driver refuses. The end of the block
+    withdraws the request. Raises OSError."""
     request = ScaleRequest(secrets.token_hex(8), time.time(), _driver_of(root), replicas)
     question, answer = (root / SCALE / f"{request.id}.{kind}" for kind in ("json", "answer"))
     question.parent.mkdir(exist_ok=True)

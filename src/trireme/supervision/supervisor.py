@@ -77,8 +77,8 @@ class ElasticReplicas:
 class Supervisor:
     """Monitors the actors of a run in a thread (see the module). Enter and call it only from the driver's main thread.
 
-    `core`: the name, in messages, of the rooms that are built again together. `roster` gets the health of parts, and
-    incidents. `elastic`: the replicas; None if the run has none.
+    `core`: the name that messages use for the rooms that are rebuilt together. `roster` receives the health of parts,
+    and incidents. `elastic`: the replicas; None if the run has none.
     """
 
     def __init__(self, config: CommonConfig, roster: Roster, core: str, elastic: ElasticReplicas | None = None) -> None:
@@ -142,8 +142,8 @@ class Supervisor:
 
     def await_replicas(self, log: Path, progress: Progress) -> None:
         """Waits until replicas serve: all of them in the first attempt and in deterministic mode, else one. Time
-        without a place in the cluster does not count as start time; it is limited by `timeouts.place_s`. `log`: the
-        directory of logs that errors name. Raises RoomFailed if it takes too long, and the errors of `check`."""
+        without a place in the cluster does not count as start time; `timeouts.place_s` limits it. `log`: the directory
+        of logs that errors name. Raises RoomFailed if replicas take too long, and the errors of `check`."""
         all_of_them = self._attempts == 1 or self._config.deterministic
         timeouts = self._config.timeouts
         started = placed = time.monotonic()
@@ -176,8 +176,9 @@ class Supervisor:
             time.sleep(TICK_S)
 
     def goes_on(self, *retained: str) -> None:
-        """Adds to the incident of the loss that the new attempt has loaded its checkpoint; does nothing in the first
-        attempt. `retained`: texts that describe the unfinished work, stored in the checkpoint, that it continues."""
+        """Records an incident after a loss: the new attempt has loaded its checkpoint and continues. Does nothing in
+        the first attempt. `retained`: texts on the unfinished work that the new attempt continues; the checkpoint holds
+        this work."""
         if self._attempts > 1:
             self.roster.note_return(self._core, time.monotonic() - self._ended_at, *retained)
 
@@ -204,8 +205,9 @@ class Supervisor:
                 self._manager.detach()
 
     def _await_verdict(self) -> None:
-        """Waits until Ray knows for each process whether it lives, or until one is found lost; at most
-        `timeouts.heartbeat_s`. While Ray has not given up a lost node, it would place new actors there."""
+        """Waits until Ray knows for each process whether it lives, or until a process is found lost, but at most
+        `timeouts.heartbeat_s`. Without this wait, Ray would place new actors on a lost node that it has not given up
+        yet."""
         while not self._fatal and not self._core_failure:
             waited = time.monotonic() - self._ended_at
             with self._lock:
@@ -261,8 +263,8 @@ class Supervisor:
                 self._guarded(partial(self._monitor.end, silent))
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Calls `work`. Keeps a TriremeError that it raises as the error that ends the run; `check` raises it in the
-        main thread."""
+        """Calls `work`. If it raises a TriremeError, that is kept as the error that ends the run, and `check` raises it
+        in the main thread. An error that was kept earlier stays."""
         try:
             work()
         except TriremeError as error:

@@ -139,7 +139,7 @@ class RunCurves:
 
     def look(self, most_bytes: int | None = LOOK_BYTES) -> None:
         """Reads the new rows, from at most `most_bytes` of the file (None: the whole file). If the run has gone back to
-        a checkpoint, begins again with the first row."""
+        a checkpoint, forgets all rows and reads the file again from its beginning."""
         restarted, lines = self._lines.poll(most_bytes)
         if restarted:
             self._restart()
@@ -207,7 +207,7 @@ class RunCurves:
 
     def facts(self, now: datetime) -> list[tuple[str, str]]:
         """Returns facts for a person as (name, text): when the newest step ended, which share of the sampled tokens was
-        wasted, and whether rollouts that are trained on are longer or shorter than all that were sampled."""
+        wasted, and how the mean length of the rollouts that were trained on compares with that of all rollouts."""
         facts = []
         if "time/unix" in self.newest and "time/step" in self._columns:
             ended_at = self.newest["time/unix"]
@@ -278,7 +278,7 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def thinned(points: Sequence[tuple[float, float]], buckets: int = CURVE_BUCKETS) -> list[tuple[float, float]]:
-    """Returns fewer of `points`, such that a curve through them looks alike: the first and the last point, and the
+    """Returns a part of `points` that draws almost the same curve as all of them: the first and the last point, and the
     lowest and the highest point in each of `buckets` groups of neighbours. Returns all points if they are few.
 
     >>> thinned([(0, 1.0), (1, 5.0), (2, 3.0), (3, 2.0)], buckets=1)

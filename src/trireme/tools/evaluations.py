@@ -35,7 +35,7 @@ samples of an evaluation. The model's name is among it because the checkpoint ta
 
 @dataclass(frozen=True)
 class Evaluations:
-    """The results in the directory of a run, of evaluations with the options of `config`."""
+    """The evaluation results that are stored in one run directory, for one set of evaluation options."""
 
     directory: Path
     options: str
@@ -43,7 +43,7 @@ class Evaluations:
 
     @classmethod
     def of(cls, run: Path, config: Config) -> Evaluations:
-        """Returns the results in the run directory `run` of evaluations as `config` describes them."""
+        """Returns the stored results in the run directory `run` for the evaluation options in `config`."""
         options = config.model_dump_json(exclude=NO_MATTER)
         return cls(run / DIRECTORY, xxhash.xxh3_128_hexdigest(options.encode()))
 
@@ -71,8 +71,8 @@ class Evaluations:
         return file
 
     def read_lines(self, identity: WeightIdentity) -> list[str]:
-        """Returns the lines that `append_lines` wrote for the weights `identity`. Removes the last line from the file
-        if a kill cut it off, because the next line would continue it. Raises StorageFailed."""
+        """Returns the lines that `append_lines` wrote for the weights `identity`. If a kill left the last line
+        incomplete, removes it from the file, because the next line would continue it. Raises StorageFailed."""
         file = self._lines_file(identity)
         if not file.exists():
             return []
@@ -84,8 +84,8 @@ class Evaluations:
         return whole.decode().splitlines()
 
     def append_lines(self, identity: WeightIdentity, lines: Sequence[str]) -> None:
-        """Adds `lines`, JSON texts of problems that have been evaluated with the weights `identity`, to the file of
-        these weights. Raises StorageFailed."""
+        """Appends `lines` to the file of the weights `identity`. Each line is the JSON text of a problem that has been
+        evaluated with these weights. Raises StorageFailed."""
         if not lines:
             return
         file = self._lines_file(identity)
@@ -105,8 +105,8 @@ class Evaluations:
 
 
 def full_name(metric: str, row: Mapping[str, float]) -> str:
-    """Returns the name in `row` of the metric `metric`, which a user may name with or without `eval/`. Raises BadInput
-    if there is no such metric."""
+    """Returns the full name of a metric, as `row` has it. `metric`: the name with or without `eval/`. Raises BadInput
+    if `row` has no such metric."""
     for name in (metric, f"eval/{metric}"):
         if name in row:
             return name
@@ -119,8 +119,8 @@ def full_name(metric: str, row: Mapping[str, float]) -> str:
 
 
 def best(rows: Mapping[str, Mapping[str, float]], metric: str) -> str:
-    """Returns the label of the row with the highest `metric`; the first of several equal rows. Raises BadInput if no
-    row has the metric, because all of its rollouts failed. `rows`: {label of a checkpoint: its metrics}."""
+    """Returns the label of the row with the highest `metric`; if several rows tie, the first of them. Raises BadInput
+    if no row has the metric, for example because all rollouts failed. `rows`: {label of a checkpoint: its metrics}."""
     having = {label: row[metric] for label, row in rows.items() if metric in row}
     if not having:
         raise Refusal(
@@ -131,14 +131,15 @@ def best(rows: Mapping[str, Mapping[str, float]], metric: str) -> str:
 
 def keep(checkpoint: Path, metric: str) -> None:
     """Writes a file KEEP to the directory `checkpoint`, so that its run never deletes the checkpoint. `metric`: the
-    reason in this file. Raises StorageFailed."""
+    metric by which the checkpoint is the best; the file names it. Raises StorageFailed."""
     with storage_errors(checkpoint):
         (checkpoint / KEEP).write_text(f"the best by {metric} of `trireme eval`\n")
 
 
 def comparison(rows: Mapping[str, Mapping[str, float]], metric: str | None) -> Table:
     """Returns a table with a line for each checkpoint, and a column for each task: the mean reward with its 95 %
-    interval. `metric`: a metric that gets one more column, in which the best value is marked; None: no such column."""
+    interval. `metric`: a metric whose best value is marked; if it has no column yet, one is added. None: marks
+    nothing."""
     names = list(dict.fromkeys(name for row in rows.values() for name in row if _is_mean(name)))
     if metric and metric not in names:
         names.append(metric)

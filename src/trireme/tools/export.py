@@ -55,11 +55,11 @@ def export(
 
     Casts floating-point tensors to `dtype` (None: no cast), one file after the other, and calls `on_file` with the name
     of each file. `merge`: merges the checkpoint's adapter into its base, and writes the whole model. `card`: returns
-    the text of a model card for the checkpoint and the kind of model, `adapter` or `whole model`; an `out` with the
-    same card is complete and is not written again.
+    the text of a model card for the checkpoint and the kind of model, `adapter` or `whole model`. If `out` already has
+    the same card, the export in it is complete and is not written again.
 
     Raises BadInput if the checkpoint is missing or damaged, if it has no adapter to merge, if the base has changed, if
-    the model lacks tensors of its class, or if `out` is in use. Raises StorageFailed.
+    the model lacks tensors of its class, or if `out` exists and is not an empty directory. Raises StorageFailed.
     """
     chosen = chosen_checkpoint(root, step)
     checkpoint = chosen.path
@@ -103,8 +103,8 @@ def export(
 
 
 def _kind(names: Collection[str], merge: bool, checkpoint: Path) -> str | None:
-    """Returns `merged` or `adapter` for an export of `checkpoint`, whose model has files of these names; None for a
-    model that was trained whole. Raises BadInput if there is no adapter to merge."""
+    """Returns the kind of an export of `checkpoint`: `merged` or `adapter`; None for a model that was trained whole.
+    `names`: the names of the model's files. Raises BadInput if there is no adapter to merge."""
     if merge and ADAPTER not in names:
         raise Refusal(
             f"--merge for {checkpoint}, which holds a whole model",
@@ -174,7 +174,7 @@ def _write(file: Path, data: bytes) -> None:
 
 def _edit(file: Path, changes: Mapping[str, object]) -> None:
     """Sets the keys in `changes` to their values in a JSON file. Does nothing if the file does not exist: an adapter
-    has no model configuration, a small model no index."""
+    has no model configuration, and a small model has no index."""
     if not file.exists():
         return
     values = json.loads(file.read_bytes())

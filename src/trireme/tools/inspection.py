@@ -167,8 +167,8 @@ def render(report: Inspection) -> Iterator[RenderableType]:
 
 
 def _lineage_line(head: Head, lineages: Sequence[Head]) -> str:
-    """Returns a line on the lineage of `head`: the lineage and the step that it continued from, and whether it is
-    current."""
+    """Returns a line on the lineage of `head`: its name, whether it is the current lineage, and the lineage and step
+    from which it continued."""
     if head == lineages[-1]:
         state = "current"
     else:

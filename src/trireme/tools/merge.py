@@ -21,10 +21,10 @@ OF_THE_BASE = ("config.json", "generation_config.json", INDEX)
 def merged_files(
     read: Mapping[str, Callable[[], bytes]], on_file: Callable[[str], None], *, exact: bool
 ) -> Iterator[tuple[str, bytes]]:
-    """Yields (name, contents) of each file of the merged model. `exact`: merged weights are in float32, otherwise in
-    the dtype of the base.
+    """Yields (name, contents) of each file of the merged model. `exact`: True yields merged weights in float32, False
+    in the dtype of the base.
 
-    `read`: {name: a function that returns the contents} of the files of the adapter's directory; `on_file`: called with
+    `read`: {name of a file in the adapter's directory: a function that returns its contents}; `on_file`: called with
     the path of each weight file of the base. Raises BadInput if the base has moved or changed, CheckpointInvalid if the
     adapter has tensors for layers that the base lacks.
     """

@@ -75,8 +75,8 @@ def read_curve(root: Path, key: str) -> tuple[Sequence[float], Sequence[float]]:
 
 def draw_knob(points: Sequence[tuple[Mapping[str, object], float]], *, knob: str, metric: str) -> bytes:
     """Draws the metric `metric` of several runs against the knob `knob`, a key of the configuration that differs
-    between them. Returns the SVG file. Each run is a dot. Lines go through the means of runs that differ only in the
-    seed, as `lines_of` groups them.
+    between them. Returns the SVG file. Each run is a dot. Lines connect the means of runs that differ only in the seed;
+    `lines_of` groups the runs.
 
     `points`: for each run ({key: value} of all keys that differ between the runs, the metric).
     """
@@ -98,8 +98,8 @@ def draw_knob(points: Sequence[tuple[Mapping[str, object], float]], *, knob: str
 
 def lines_of(points: Sequence[tuple[Mapping[str, object], float]], knob: str) -> dict[str, dict[object, list[float]]]:
     """Groups the metrics of runs into the lines of a plot. Returns {label of a line: {value of the knob: metrics of its
-    runs}}. There is a line for each combination of values of the other keys except the seed, or a single line if there
-    are more combinations than colours."""
+    runs}}. There is one line for each combination of values of the other keys; the seed does not count. If there are
+    more combinations than colours, all runs share a single line."""
     names = [
         ", ".join(
             f"{key.rpartition('.')[2]} = {knob_text(values[key])}" for key in values if key not in (knob, AVERAGED)
@@ -115,8 +115,8 @@ def lines_of(points: Sequence[tuple[Mapping[str, object], float]], knob: str) ->
 
 
 def axis_of(values: Sequence[Any]) -> tuple[dict[Any, float], str]:
-    """Returns {value of the knob: its place on the horizontal axis} in order, and the axis's scale ("linear" or "log").
-    Numbers are placed by their size, other values side by side."""
+    """Returns {value of the knob: its position on the horizontal axis}, and the axis's scale ("linear" or "log"). If
+    all values are numbers, they are sorted and positioned by size; else they are evenly spaced in the given order."""
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return {value: float(n) for n, value in enumerate(values)}, "linear"
     is_wide = min(values) > 0 and max(values) / min(values) >= LOG_FROM

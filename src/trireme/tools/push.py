@@ -127,7 +127,7 @@ class HubRepository:
 
 
 def _run_id(root: Path) -> str:
-    """Returns the id of the run in `root`. Raises BadInput if it never began."""
+    """Returns the id of the run in `root`. Raises BadInput if the run has no checkpoint."""
     head = CheckpointStore(root).head()
     if head is None:
         raise Refusal(f"{root}, which has no checkpoint", "a run with a checkpoint", "push later")

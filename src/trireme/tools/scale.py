@@ -81,8 +81,8 @@ def _until(
     root: Path, end: float, say: Callable[[str], None], poll: Callable[[], T | None], describe: Callable[[], str]
 ) -> T:
     """Calls `poll` until it returns a value other than None, and returns this value. `describe` returns a text on the
-    awaited event; `say` gets the text after PATIENCE_S seconds, and whenever it changes. Raises RoomFailed if the
-    driver of the run in `root` ends, or at the monotonic time `end`."""
+    awaited event. If the wait lasts longer than PATIENCE_S seconds, `say` gets this text, then again whenever the text
+    changes. Raises RoomFailed if the driver of the run in `root` ends, or if the monotonic time `end` passes."""
     message = ""
     start = time.monotonic()
     while (value := poll()) is None:

@@ -54,8 +54,8 @@ def headline(config: Mapping[str, object], newest: Row, driver: str) -> str:
 
 
 def troubles(status: Status | None, now: float) -> str:
-    """Returns a text that names the parts that are not healthy, or says that the driver is silent; "" if neither is so.
-    `now`: seconds since 1970."""
+    """Returns a text that names the parts that are not healthy, or says that the driver is silent. Returns "" if there
+    is no such trouble, if the run has ended, or if `status` is None. `now`: seconds since 1970."""
     if status is None or status.ended:
         return ""
     if now - status.at > SILENT_S:

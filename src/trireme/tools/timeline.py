@@ -103,8 +103,8 @@ class Timeline:
 
 
 def traces(root: Path) -> dict[int, list[Path]]:
-    """Returns {attempt: its trace files}, for each attempt of the run in `root` that has any; files are in the order in
-    which rooms are shown."""
+    """Returns {attempt: its trace files} for the run in `root`. Attempts without a trace file are left out. The files
+    of an attempt are sorted by room, as in ROOMS, then by number."""
     by_attempt: dict[int, dict[tuple[int, int], Path]] = defaultdict(dict)
     for file in root.glob("trace/attempt_*/*.json"):
         match = re.fullmatch(rf"attempt_(\d+)/({'|'.join(ROOMS)})_(\d+)\.json", f"{file.parent.name}/{file.name}")
@@ -116,9 +116,9 @@ def traces(root: Path) -> dict[int, list[Path]]:
 
 
 def _outlived(by_attempt: Mapping[int, Sequence[Path]], attempt: int) -> list[Path]:
-    """Returns trace files of attempts before `attempt`, one for each replica that may still run in `attempt`: a replica
-    outlives the attempt in which it was started, and still writes to the trace file of that attempt. `by_attempt`:
-    {attempt: its trace files}."""
+    """Returns the trace files of replicas that were started before `attempt` and may still run in it. Such a replica
+    still writes to its trace file from the attempt in which it was started. Returns one file for each replica.
+    `by_attempt`: {attempt: its trace files}."""
     names = {file.name for file in by_attempt[attempt]}
     older = {file.name: file for earlier in by_attempt if earlier < attempt for file in by_attempt[earlier]}
     return [file for name, file in older.items() if name.startswith("inference_") and name not in names]
@@ -126,8 +126,8 @@ def _outlived(by_attempt: Mapping[int, Sequence[Path]], attempt: int) -> list[Pa
 
 def json_lines(file: Path, most_bytes: int | None = None) -> Iterator[dict[str, Any]]:
     """Yields the JSON objects of a file with one object on each line; the lines may also form an array. Skips lines
-    that a crash tore. Yields none if the file does not exist. `most_bytes`: if the file is longer, reads only its
-    beginning (where a trace names its tracks) and its end, `most_bytes` in total."""
+    that a crash left incomplete. Yields nothing if the file does not exist. `most_bytes`: if the file is longer, reads
+    only its beginning (where a trace names its tracks) and its end, `most_bytes` in total."""
     if not file.exists():
         return
     with file.open("rb") as lines:
@@ -144,8 +144,8 @@ def json_lines(file: Path, most_bytes: int | None = None) -> Iterator[dict[str, 
 
 
 def _objects(lines: BinaryIO, most_bytes: int) -> Iterator[JsonObject]:
-    """Yields the JSON objects on the next lines, until `most_bytes` bytes are read and the line with the last of them
-    is over."""
+    """Yields the JSON objects on the next lines. Stops after the line with which at least `most_bytes` bytes have been
+    read."""
     for line in lines:
         most_bytes -= len(line)
         try:
@@ -175,8 +175,8 @@ def export_trace(root: Path, out: Path) -> int | None:
 
 def timeline(root: Path, steps: int = NEWEST_STEPS, most_bytes: int = LIVE_BYTES) -> Timeline | None:
     """Returns the activities in the newest `steps` steps of the newest attempt, read from at most `most_bytes` of its
-    traces. Returns None if there is no trace. The time after these steps is included; the time before them is included
-    only if no earlier step was read."""
+    traces. Returns None if there is no trace. The timeline includes the time after the last of these steps. It includes
+    the time before the first of them only if no earlier step was read."""
     by_attempt = traces(root)
     if not by_attempt:
         return None
@@ -262,8 +262,9 @@ def _process(file: Path, since: int, most_bytes: int) -> Process:
 
 
 def _packed(name: str, spans: Sequence[Span]) -> Track:
-    """Returns a track with each span in the first row that is free at its start, so that a span within another one is
-    below it."""
+    """Returns a track that has each span in the first row that is free at the span's start. If a span lies within
+    another span, it is thus in a lower row. The track has at most MOST_ROWS rows, and counts the spans that find no
+    row."""
     track = Track(name, [])
     for span in sorted(spans, key=lambda span: (span.start, -_end(span))):
         free = next((row for row in track.rows if _end(row[-1]) <= span.start), None)

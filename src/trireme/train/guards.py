@@ -31,9 +31,9 @@ class RefusedSteps:
         self._refused = 0
 
     def update(self, update: Callable[[], OptimStepResponse], name: str, suspects: Sequence[str]) -> float:
-        """Updates the weights by calling `update`, which messages call `name`. Returns the norm of the gradient; NaN if
-        the trainer refused the update because the gradient is not finite. Then the weights do not change, and the run
-        continues. `suspects`: the problems of the datums whose loss was not finite."""
+        """Updates the weights by calling `update`. Returns the norm of the gradient. If the gradient is not finite, the
+        trainer refuses the update: the weights do not change, the run continues, and this returns NaN. `name`: the name
+        of the update in messages. `suspects`: the problems of the datums whose loss was not finite."""
         try:
             return update().metrics["grad_norm"]
         except NonFiniteGradient as error:
@@ -59,9 +59,9 @@ class RefusedSteps:
 
 
 class Guard(RefusedSteps):
-    """Guards a run of `rl`. In addition to counting refused updates, it warns, or stops the run, when trainer and
-    sampler are too far apart; and it warns when over several steps nearly all problems of an environment are too hard,
-    or too easy, to learn from."""
+    """Guards a run of `rl`. Counts refused updates as RefusedSteps does. Warns, or stops the run, when trainer and
+    sampler are too far apart. Warns when, for several steps, nearly all problems of an environment were too hard, or
+    too easy, to learn from."""
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
         super().__init__(config, say)
@@ -92,9 +92,9 @@ class Guard(RefusedSteps):
         self._alarmed = kl > limits.alarm
 
     def _check_difficulty(self, row: Mapping[str, Any]) -> None:
-        """Counts for each environment the steps in a row in which the rollouts of nearly all groups were all bad; also
-        the steps in a row in which they were all good. Warns when a count reaches ALIKE_STEPS. A step without groups of
-        the environment changes no count."""
+        """Counts two things for each environment: the steps in a row in which nearly all groups had only bad rollouts,
+        and the steps in a row in which nearly all groups had only good rollouts. Warns when a count reaches
+        ALIKE_STEPS. A step without groups of the environment changes no count."""
         for env in self._envs:
             for kind, instead in (("bad", "easier"), ("good", "harder")):
                 share = row.get(f"env/{env}/by_group/frac_all_{kind}")

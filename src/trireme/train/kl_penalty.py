@@ -30,11 +30,10 @@ REFERENCE = "reference_logprobs"
 
 
 class KlPenalty:
-    """Adds the penalty to the advantages of the minibatches of a step; if `coef` is 0, passes the minibatches on
-    unchanged. Remembers the mean distance dbar of each substep for the metrics of the step.
+    """Adds the KL penalty to the advantages of the minibatches of a step. If `coef` is 0, passes the minibatches on
+    unchanged. Stores the mean distance dbar of each substep for the metrics of the step.
 
-    `update_every`: the number of steps after which the policy's weights become the reference, again and again; 0:
-    never.
+    `update_every`: the policy's weights become the reference every `update_every` steps; 0: never.
     """
 
     def __init__(self, trainer: Trainer, coef: float, discount: float, update_every: int = 0) -> None:
@@ -46,7 +45,7 @@ class KlPenalty:
 
     def __call__(self, minibatches: Iterator[Minibatch]) -> Iterator[Minibatch]:
         """Yields the minibatches of one substep with the penalty added. The reference computes each minibatch as soon
-        as it comes; but dbar needs all minibatches, so the first one is yielded after the last one has come."""
+        as it arrives. But dbar needs all minibatches, so none is yielded before the last has arrived."""
         if not self._coef:
             yield from minibatches
             return
@@ -65,8 +64,8 @@ class KlPenalty:
             yield replace(minibatch, batch=minibatch.batch.mapped(penalized))
 
     def end_step(self, version: int) -> None:
-        """Records that the policy is now `version`. If that is a multiple of `update_every`, makes the policy the
-        reference; a checkpoint taken now has the new reference."""
+        """Records that the policy is now `version`. If `version` is a multiple of `update_every`, makes the policy the
+        reference; a checkpoint taken now then has the new reference."""
         if self._update_every and version % self._update_every == 0:
             self._trainer.update_reference()
 

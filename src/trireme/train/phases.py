@@ -32,8 +32,8 @@ class StepPhases:
     record: StepRecord
 
     def sample(self, substep: int) -> Iterator[Minibatch]:
-        """Yields the minibatches of a substep as they are sampled. The replicas sample without waiting for this
-        call."""
+        """Yields the minibatches of a substep as their groups finish. The replicas sample whether or not this is
+        called."""
         on_tick = self.attempt.check if substep == 0 else self.attempt.check_rooms  # later ones cannot be given up
         return self.record.clock.timed(
             "wait_for_batch", self.rooms.orchestrator.minibatches(self.record.step, substep, on_tick)
@@ -68,7 +68,7 @@ class StepPhases:
 
     def publish(self) -> PublishedWeights:
         """Makes the new weights available to the replicas, and returns them. If an update of the KL reference is due,
-        the reference becomes the new policy."""
+        the new weights become the reference."""
         version = self.record.step + 1
         with self.record.clock("publish"):
             weights = self.rooms.trainer.publish_weights(version)
@@ -102,8 +102,9 @@ class Alternation:
     """Runs the steps of an attempt while trainer and replicas take turns on the same devices.
 
     A sampling phase ends when all groups that the staleness bound allows are sampled: max_steps_off_policy + 1 batches.
-    So no rollout is interrupted, and the devices change hands once in max_steps_off_policy + 1 steps. They change hands
-    earlier if the new version has to be evaluated; the next sampling phase then samples what is missing.
+    So no rollout is interrupted, and trainer and replicas alternate only once in max_steps_off_policy + 1 steps. If a
+    new version has to be evaluated, the training phase ends earlier, and the next sampling phase samples the batches
+    that are missing.
     """
 
     def __init__(self, config: Config) -> None:
@@ -111,8 +112,8 @@ class Alternation:
         self._sampled = 0  # batches that are sampled and not trained on
 
     def __call__(self, step: StepPhases) -> PublishedWeights:
-        """Runs one step, which a sampling phase precedes if no sampled batch is left. Returns the new weights. If they
-        are the last ones of the training phase, begins the replicas' update to them, which wakes the replicas."""
+        """Runs one step. If no sampled batch is left, a sampling phase comes first. Returns the new weights. If this
+        step ends the training phase, also begins the replicas' update to the new weights, which wakes the replicas."""
         if not self._sampled:
             step.finish_sampling()
             self._sampled = self._config.max_steps_off_policy + 1
@@ -128,7 +129,8 @@ class Alternation:
         return weights
 
     def _is_awaited(self, version: int) -> bool:
-        """Returns True if the replicas need `version` whatever is left to train on: it may have to be evaluated."""
+        """Returns True if the replicas need `version` even if sampled batches are left to train on, because it may have
+        to be evaluated."""
         every = self._config.eval.every
         return version == self._config.max_steps or (every > 0 and version % every == 0)
 

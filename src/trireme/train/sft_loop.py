@@ -24,7 +24,7 @@ def train(config: SftConfig, trainer: Trainer, data: SftData, attempt: Attempt, 
     """Runs the steps of an attempt; step s makes version s + 1 of the weights.
 
     Raises TriremeError when the trainer fails, LimitReached when a limit of the run is reached, and Stopped after a
-    signal. The latter two come between steps, where the run can be saved.
+    signal. LimitReached and Stopped are raised only between steps, where the run can be saved.
     """
     attempt.checkpoints.at_boundary(attempt.start, trainer.publish_weights(attempt.start))
     every = config.eval.every

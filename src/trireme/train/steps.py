@@ -35,7 +35,7 @@ class Rooms:
 
 @dataclass(frozen=True)
 class Attempt:
-    """The parts of a run that a training loop uses around the algorithm in one attempt: first step, learning rate,
+    """The parts of one attempt that a training loop uses in addition to the algorithm: first step, learning rate,
     checkpoints, guard and checks."""
 
     config: CommonConfig
@@ -52,8 +52,8 @@ class Attempt:
     """Raises the failure of a room, if a room has failed. The driver calls it often while it waits."""
 
     def steps(self) -> Iterator[int]:
-        """Yields the numbers of the steps from `start` up to `max_steps`. Before each step raises Stopped after a
-        signal, or the failure of a room: the run can be saved there."""
+        """Yields the numbers of the steps from `start` to `max_steps` - 1. Between steps the run can be saved, so
+        Stopped (after a signal) and the failure of a room are raised before each step."""
         for step in range(self.start, self.config.max_steps):
             self.roster.at_step(step)
             self.check()
@@ -88,8 +88,8 @@ class Attempt:
 
 
 class StepRecord:
-    """Adds up the trainer's outputs of a step, for the divisor of each substep's gradient and for the metrics in the
-    step's row."""
+    """Collects the trainer's outputs of a step, to compute the divisor of each substep's gradient and the metrics in
+    the step's row."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -114,9 +114,8 @@ class StepRecord:
         self._divisors[-1] += divisor
 
     def update(self, guard: RefusedSteps, optim_step: Callable[[float], OptimStepResponse]) -> None:
-        """Ends a substep: calls `optim_step` with the divisor of the substep's summed gradient. If the trainer refuses
-        the update, because the gradient is not finite, `guard` catches the error: the weights do not
-        change."""
+        """Ends a substep: calls `optim_step` with the divisor of the substep's summed gradient. If the gradient is not
+        finite, the trainer refuses the update: `guard` catches the error, and the weights do not change."""
         suspects = self._suspects
         self._suspects = []
         name = f"step {self.step + 1}, update {len(self._grad_norms) + 1}"
@@ -135,8 +134,8 @@ class StepRecord:
         }
 
     def optim_metrics(self) -> dict[str, float]:
-        """Returns the metrics `optim/*` of the step: the loss divided by the sum of its substeps' divisors, other sums
-        divided by the number of loss tokens, and other metrics unchanged, for example `ratio:max` as
+        """Returns the metrics `optim/*` of the step. The loss is divided by the sum of the substeps' divisors, and
+        other sums by the number of loss tokens. Other metrics are unchanged; for example `ratio:max` becomes
         `optim/ratio_max`."""
         sums = reduce_metrics(self._outputs)
         loss = sums.pop("loss:sum") / (sum(self._divisors) or 1.0)

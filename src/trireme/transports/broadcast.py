@@ -50,8 +50,8 @@ class Source:
 
 
 def make_sender(rank: int, size: int, ports: Sequence[int] = (), *, delta: bool = False) -> Sender:
-    """Makes the sender of trainer rank `rank` of `size`, within the rank's actor, which also serves the buckets that it
-    keeps. `ports`: where the sender may listen; empty: any. `delta`: must be False."""
+    """Makes the sender of trainer rank `rank` of `size`. Call it in the rank's actor, because this actor also serves
+    the buckets that the rank keeps. `ports`: where the sender may listen; empty: any. `delta`: must be False."""
     from trireme.transports.sending import BroadcastSender  # imports torch, which receivers do not need
 
     assert not delta, "refused with the configuration"

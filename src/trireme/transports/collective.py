@@ -61,7 +61,8 @@ class GlooCollective:
     def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
         """Sends the root's `buffer` (uint8) to the other members, which receive it into their own `buffer`.
 
-        Raises RoomFailed after `timeout_s` seconds, or when another member is dead. Call `abort` then.
+        Raises RoomFailed after `timeout_s` seconds, if the member before this one in the chain is lost, or, at the
+        root, if the next member is lost. Call `abort` then.
         """
         group = self._group  # destroying it waits for its thread: this one may have to do that, `abort` never
         if group is None:
@@ -93,9 +94,10 @@ class GlooCollective:
             self._cut = str(error)
 
     def finish(self, timeout_s: float) -> None:
-        """Waits until this member has passed on all buffers. A buffer must not be written to before that.
+        """Waits until this member has passed on all buffers. Do not write to a buffer before that.
 
-        For the root `broadcast` already waits. Raises RoomFailed after `timeout_s` seconds; call `abort` then.
+        The root need not call this: its `broadcast` already waits. Raises RoomFailed after `timeout_s` seconds, or if
+        the next member is lost; call `abort` then.
         """
         deadline = time.monotonic() + timeout_s
         passing = self._passing
@@ -120,8 +122,8 @@ def _wait(work: Any, deadline: float) -> None:
 
 
 class NcclCollective:
-    """A group of GPUs, one for each process: NCCL refuses two processes on one GPU. `buffer` must be on the GPU of this
-    process."""
+    """A group of processes with one GPU each: NCCL refuses two processes on one GPU. A `buffer` to broadcast must be on
+    this process's GPU."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float, nccl: Nccl | None = None) -> None:
         self._nccl = nccl or Nccl()
@@ -136,14 +138,14 @@ class NcclCollective:
         self._await(lambda: True, deadline, f"the members of a group of {size} GPUs to connect")
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """Puts the work that this thread gives to the GPU within the block on the group's stream, where it waits for no
-        other work of this process."""
+        """Makes the group's CUDA stream the current one of this thread within the block. GPU work of the block then
+        does not wait for other work of this process."""
         return torch.cuda.stream(self._stream)
 
     def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
-        """Sends the root's `buffer` (uint8) to the other members, which receive it into their own `buffer`; first
-        waits, on the GPU, for the work in the present CUDA stream. Raises RoomFailed after `timeout_s` seconds, or for
-        an error of NCCL. Call `abort` then."""
+        """Sends the root's `buffer` (uint8) to the other members, which receive it into their own `buffer`. The
+        broadcast starts, on the GPU, after the work already queued in the current CUDA stream. Raises RoomFailed after
+        `timeout_s` seconds, or for an error of NCCL. Call `abort` then."""
         deadline = time.monotonic() + timeout_s
         finished = torch.cuda.Event()
         self._stream.wait_stream(torch.cuda.current_stream())  # which has filled the buffer
@@ -156,7 +158,7 @@ class NcclCollective:
         """Does nothing: NCCL passes all bytes on before `broadcast` returns."""
 
     def abort(self) -> None:
-        """Ends the group, and a `broadcast` that another thread is in."""
+        """Ends the group. If another thread is in `broadcast`, that call ends too."""
         comm = self._comm
         self._comm = ctypes.c_void_p()
         if comm:
@@ -181,8 +183,8 @@ class NcclCollective:
 
 
 class _Config(ctypes.Structure):
-    """The first fields of `ncclConfig_t`. NCCL accepts them by the version in them; they have not changed since
-    2.14."""
+    """The first fields of `ncclConfig_t`, which have not changed since NCCL 2.14. The field `version` tells NCCL that
+    the struct has only these fields."""
 
     _fields_ = [
         ("size", ctypes.c_size_t),
@@ -197,7 +199,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class Nccl:
-    """NCCL's functions that a group needs, called without blocking the caller."""
+    """The functions of NCCL that a group needs, in the form that does not block the caller."""
 
     SUCCESS = 0
     IN_PROGRESS = 7

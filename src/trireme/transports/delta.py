@@ -47,8 +47,8 @@ def encode(base: Bytes, bucket: Bytes) -> Bytes | None:
 def apply(changes: Bytes, bucket: Bytes, offsets: Sequence[int]) -> list[Sums]:
     """Applies `changes` to `bucket`, a contiguous writable uint8 array, which holds the bytes of the base. `offsets`:
     where the tensors begin in the bucket, in bytes, ascending. Returns, for each tensor, what must be added to its
-    sums. Releases the GIL. Raises WeightsRefused for changes that do not fit the bucket, which may be changed in part
-    then."""
+    checksums. Releases the GIL. Raises WeightsRefused if the changes do not fit the bucket; part of them may have been
+    applied."""
     added = np.zeros((len(offsets), 2), np.uint64)
     starts = np.asarray(offsets, np.int64) // WORD_BYTES
     if not _kernels()[1](changes, bucket.view(np.uint16), starts, added):
@@ -85,8 +85,8 @@ _WORD = _U(0xFFFF)
 
 
 def _encode(base: Any, bucket: Any, changes: Any) -> Any:
-    """Writes the changes from `base` to `bucket`, both uint64 [blocks], to `changes`, uint8, in the format of this
-    module. Returns their number of bytes, or -1 if they do not fit."""
+    """Compares `base` and `bucket`, both uint64 [blocks], and writes the changes to `changes`, uint8, in the format of
+    this module. Returns the number of bytes written, or -1 if `changes` is too small."""
     limit = changes.shape[0] - BLOCK_TOKENS_BYTES
     size = 0
     expected = 0  # the word after the last one that changed

@@ -64,7 +64,7 @@ _MAX_OUTER = tl.constexpr(MAX_OUTER)
 
 
 class Variant(NamedTuple):
-    """The properties by which the kernel is compiled: one launch sums all jobs with the same properties."""
+    """Properties that are fixed when the kernel is compiled. One launch sums all jobs with the same properties."""
 
     source: torch.dtype
     """The dtype that is loaded: an integer of the same size, unless elements are converted."""
@@ -89,9 +89,9 @@ def _key(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _find_job(program: tl.tensor, ends: tl.tensor, count: tl.tensor, halvings: tl.tensor) -> tl.tensor:
-    """Returns the number of the job to which program number `program` belongs, by bisection of `ends`, int32 [count]:
-    for each job the number of programs of all jobs up to and including it. `halvings`: how often `count` is halved
-    until one is left."""
+    """Returns the number of the job to which program number `program` belongs, by bisection of `ends`, int32 [count].
+    `ends[i]`: the number of programs of the jobs 0 to i together. `halvings`: how often `count` is halved until one is
+    left."""
     low = program * 0
     high = low + count - 1
     for _ in range(halvings):
@@ -143,9 +143,8 @@ def sum_kernel(
     COLUMNS: tl.constexpr,
 ) -> None:
     """Adds the sums of one program's piece of a row to `out`, int64 [rows, 2]. `jobs`: int64 [count, FIELDS], from
-    `_job`. `ends`: int32 [count], for each job the number of programs of all jobs up to and including it. `halvings`:
-    how often `count` is halved until one is left. The arguments in capitals are the fields of `Variant` with these
-    names."""
+    `_job`. `ends`, int32 [count], and `halvings`: as in `_find_job`. The arguments in capitals are the fields of
+    `Variant` with these names."""
     program = tl.program_id(0)
     number = _find_job(program, ends, count, halvings)
     job = jobs + number.to(tl.int64) * _FIELDS
@@ -192,8 +191,7 @@ def sum_kernel(
 
 def device_sums(parts: Sequence[TensorPart]) -> Tensor:
     """Returns the sums of all tensors of `parts`, in order: int64 [tensors, 2] on the device of the tensors. Does not
-    wait for the device: the tensors' memory must not be written until the present work of the current stream is
-    done."""
+    wait for the device: do not write to the tensors' memory until the work now queued in the current stream is done."""
     device = parts[0].tensor.device
     total = torch.zeros(sum(part.tensors for part in parts), 2, dtype=torch.int64, device=device)
     by_variant, host_parts = jobs_of(parts)

@@ -64,7 +64,7 @@ def own_gpu() -> str:
 
 
 class GroupRoot:
-    """The root's side of a meeting: calls the replicas `members`, and decides about the group that sends `version`."""
+    """The root's side of a meeting: calls the replicas `members`, and decides which group of them gets `version`."""
 
     def __init__(self, store: Store, host: str, version: int, session: Session, members: Sequence[int]) -> None:
         self._store = store
@@ -75,9 +75,10 @@ class GroupRoot:
         self._key = _key(session.attempt, version)
 
     def meet(self, last: BroadcastGroup | None, deadline: float) -> tuple[BroadcastGroup, tuple[int, ...]]:
-        """Returns the group to send by, and the members that did not answer in time. The group is `last` if its epoch
-        is the present one and exactly its members answer and still have it; else a new group. Raises RoomFailed when no
-        member answers, or when the group is not complete by `deadline`, in seconds of the monotonic clock."""
+        """Returns the group to send with, and the members that did not answer in time. The group is `last` if three
+        things hold: its epoch is the current one, exactly its members have answered, and all of them still have this
+        group. Else it is a new group. Raises RoomFailed when no member answers, or when the group is not complete by
+        `deadline`, in seconds of the monotonic clock."""
         if last and last.epoch != self._session.epoch:
             last = None
         self._set("call", members=self._members)
@@ -125,8 +126,8 @@ class GroupRoot:
 
 
 class GroupMember:
-    """The side of replica `number` in a meeting: answers the root's call and joins its group. `given_up` returns True
-    when this version is no longer needed."""
+    """A replica's side of a meeting: answers the root's call and joins its group. `number`: the replica's number.
+    `given_up` returns True when this version is no longer needed."""
 
     def __init__(
         self, store: Store, host: str, number: int, attempt: int, version: int, given_up: Callable[[], bool]
@@ -138,8 +139,9 @@ class GroupMember:
         self._given_up = given_up
 
     def meet(self, last: BroadcastGroup | None, deadline: float) -> BroadcastGroup:
-        """Returns the group to receive by: `last` if the root says so, else a new group. Raises RoomFailed if the root
-        leaves this member out, or if the meeting is not over at the monotonic time `deadline`."""
+        """Returns the group to receive with: `last` if the root says so, else a new group. Raises RoomFailed if the
+        root leaves this member out, if `given_up` returns True, or if the meeting is not over at the monotonic time
+        `deadline`."""
         if self._number not in self._await("call", deadline)["members"]:
             raise RoomFailed(
                 f"member {self._number} was not ready in time for the broadcast of this version, which began without it"

@@ -29,8 +29,8 @@ Bucket = npt.NDArray[np.uint8]
 
 
 class ChangesStore:
-    """Puts the buckets of a rank into Ray's object store, and what changed in them since the version before. `put`
-    stores an array and returns a reference; `get` returns the array of a reference."""
+    """Puts the buckets of a rank into Ray's object store, and also each bucket's changes since the previous version.
+    `put` stores an array and returns a reference; `get` returns the array of a reference."""
 
     def __init__(self, put: Callable[[Bucket], BucketRef], get: Callable[[BucketRef], Bucket]) -> None:
         codec.warm_up()

@@ -60,7 +60,7 @@ def fused_group(name: str) -> str:
 
 
 def lay_out(units: Units, bucket_bytes: int = BUCKET_BYTES) -> Layout:
-    """Returns the places of tensors in buckets; the tensors may be on the device "meta". A bucket has at most
+    """Assigns tensors to places in buckets; the tensors may be on the device "meta". A bucket has at most
     `bucket_bytes` bytes, except that a larger group of fused tensors gets a bucket of its own."""
     entries: list[TensorEntry] = []
     bucket = used = 0
@@ -82,7 +82,8 @@ def lay_out(units: Units, bucket_bytes: int = BUCKET_BYTES) -> Layout:
 
 
 def tensor_of(entry: TensorEntry, buckets: Mapping[int, Bucket | Tensor] | Sequence[Bucket]) -> Tensor:
-    """Returns the tensor that `entry` describes, as a view of its bucket in `buckets`, by number."""
+    """Returns the tensor that `entry` describes, as a view of its bucket. `buckets`: the buckets, indexed by their
+    number."""
     if not entry.nbytes:  # which cannot be viewed as another dtype
         return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
     part = buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]
@@ -101,9 +102,9 @@ def fill(
     on_full: Callable[[int, Buffer], None],
 ) -> None:
     """Copies the tensors of the buckets `selected` from `units` into memory. `buffer(number)` returns an array for a
-    bucket, at least as large as the bucket. `on_full` gets the number and the memory of each full bucket, in ascending
-    order, in which receivers expect buckets. Goes through all units, also through units without a selected tensor.
-    Raises TriremeError if the tensors do not match the layout."""
+    bucket, at least as large as the bucket. When a bucket is full, calls `on_full` with its number and memory. The
+    calls are in ascending order of the numbers, because receivers expect buckets in this order. Goes through all units,
+    also through units without a selected tensor. Raises TriremeError if the tensors do not match the layout."""
     places = {entry.name: entry for entry in layout.entries}
     missing = defaultdict[int, int](int)
     for bucket in (entry.bucket for entry in layout.entries):
@@ -143,8 +144,8 @@ def host_memory(nbytes: int, *, pinned: bool) -> Bucket:
 
 
 class Packer(Generic[Stored]):
-    """A `trireme.core.transport.Sender` that puts buckets where receivers fetch them; each rank packs its share of the
-    buckets. `put(number, bucket)` copies a bucket to such a place and returns a reference to the copy; it runs in a
+    """A `trireme.core.transport.Sender` that stores buckets where receivers fetch them; each rank packs its share of
+    the buckets. `put(number, bucket)` stores a copy of a bucket and returns a reference to the copy; it runs in a
     thread. `send` returns the rank's part, {number of a bucket: its reference}."""
 
     endpoint = None

@@ -35,12 +35,12 @@ log = logging.getLogger(__name__)
 
 
 class Sending:
-    """Broadcasts one version to the replicas `members`, in a thread. `group`: the group that sent the previous version,
-    which is used again if its members stay the same. `before`: this rank's side of the meeting for the previous
-    version; its messages are removed.
+    """Broadcasts one version to the replicas `members`, in a thread. `group`: the group that sent the previous version;
+    it is used again if its members stay the same. `before`: this rank's side of the meeting for the previous version;
+    the messages of that meeting are removed.
 
-    The thread owns the group. It ends at the deadline at the latest, also after a failure, and the group's sockets end
-    with it.
+    The thread owns the group. The thread ends at the deadline at the latest, also after a failure, and the group's
+    sockets end with it.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Sending:
 
     def wait(self, condition: Callable[[], bool]) -> bool:
         """Calls `condition` again and again until it returns True; each call may take TICK_S seconds. Returns False if
-        sending was abandoned, at the deadline at the latest."""
+        sending was abandoned. At the deadline, abandons it."""
         while not self.failure:
             if condition():
                 return not self.failure
@@ -169,7 +169,7 @@ class Packing:
         self.free = free or self._make_buffers()
 
     def buffer(self, number: int) -> Buffer:
-        """Returns memory for bucket `number`. Waits until a buffer has been sent if all are in use."""
+        """Returns memory for bucket `number`. If all buffers are in use, waits until one has been sent."""
         if number in self._share and self._copies is None:
             return np.zeros(self._sizes[number], dtype=np.uint8)
         taken: list[Buffer] = []
@@ -220,8 +220,8 @@ class Packing:
         return True
 
     def _without_sending(self) -> None:
-        """Continues without the sending thread, which was abandoned: with new buffers, because the thread may still
-        read the old ones, and with the rank's share alone."""
+        """Continues after the sending thread was abandoned: fills only the rank's share from then on, in new buffers,
+        because the thread may still read the old ones."""
         if self._sending is not None:
             self._sending, self.free = None, self._make_buffers()
             self.selected &= self._share
@@ -237,8 +237,8 @@ class Packing:
 
 
 class BroadcastSender:
-    """Implements `trireme.core.transport.Sender` for rank `rank` of `size`. `host`: the address of its node in the
-    cluster. `holder`: the actor that serves kept buckets. `ports`: where the sender may listen; empty: any."""
+    """Implements `trireme.core.transport.Sender` for rank `rank` of `size`. `host`: the address of this rank's node in
+    the cluster. `holder`: the actor that serves kept buckets. `ports`: where the sender may listen; empty: any."""
 
     def __init__(self, rank: int, size: int, host: str, holder: Any, ports: Sequence[int] = ()) -> None:
         self._rank = rank

@@ -45,9 +45,9 @@ def rectangle(whole: Sequence[int], start: Sequence[int]) -> tuple[int, tuple[in
 
 
 def merged(dimensions: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Joins dimensions of a tensor that lies in two memories. Each of `dimensions` is (size, distance from one element
-    to the next in the first memory, the same distance in the second memory). Returns as few dimensions as possible, at
-    least one, that reach the same elements; the dimension with the smallest distance in the first memory comes first.
+    """Merges dimensions of a tensor that lies in two memories. Each of `dimensions` is (size, stride in the first
+    memory, stride in the second memory). Returns the fewest dimensions, at least one, that reach the same elements,
+    with the smallest stride in the first memory first.
 
     >>> merged([(5, 24, 24), (3, 8, 8), (8, 1, 1)]), merged([(5, 24, 80), (3, 8, 8), (1, 8, 8), (8, 1, 1)])
     ([(120, 1, 1)], [(24, 1, 1), (5, 24, 80)])
@@ -82,9 +82,10 @@ class TensorPart(NamedTuple):
 def equal_parts(
     tensors: Sequence[Tensor], first: int, strides: Sequence[int], dtype: torch.dtype | None = None
 ) -> list[TensorPart]:
-    """Returns `tensors`, which have one storage, shape and strides, as parts in order: one TensorPart for all if they
-    are evenly spaced in memory (experts of a stack), else one for each tensor. `first`, `strides`: place and strides of
-    each tensor in its whole, in elements. `dtype`: in which they are summed (None: their own)."""
+    """Returns `tensors` as parts, in order. The tensors have one storage, shape and strides. If they are evenly spaced
+    in memory (experts of a stack), one TensorPart has all of them; else each tensor has one. `first`, `strides`: place
+    and strides of each tensor in its whole, in elements. `dtype`: the dtype in which they are summed (None: their
+    own)."""
     start = tensors[0].detach()
     target = dtype or tensors[0].dtype
     paces = {int(b.storage_offset() - a.storage_offset()) for a, b in pairwise(tensors)} or {0}
@@ -94,8 +95,8 @@ def equal_parts(
 
 
 def part_sums(parts: Sequence[TensorPart]) -> Tensor:
-    """Returns the sums of all tensors of `parts`, which are on one device, in order: int64 [tensors, 2]
-    (`Sums.signed`), on that device, without waiting for it.
+    """Returns the sums of all tensors of `parts`, in order: int64 [tensors, 2] (`Sums.signed`). All tensors are on one
+    device, and the result is on it too. Does not wait for the device.
 
     On CUDA a kernel computes them in a few launches, on a CPU the kernel of `trireme.core.digest`.
     """

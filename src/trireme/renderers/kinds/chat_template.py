@@ -24,8 +24,8 @@ class ChatTemplateRenderer(TextRenderer):
     special token that the template puts after it, or with the end-of-sequence token.
 
     Tool calls are parsed if the template writes them as `<tool_call>` blocks, and stay in the content otherwise.
-    `enable_thinking` is passed to the template. Raises BadInput for a tokenizer without a template, for a template that
-    does not use `enable_thinking` if it is set, and if there is no token that can end a message.
+    `enable_thinking` is passed to the template. Raises BadInput if the tokenizer has no template or several, if
+    `enable_thinking` is set but the template does not use it, or if there is no token that can end a message.
     """
 
     def __init__(self, tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None = None) -> None:

@@ -57,8 +57,8 @@ class Qwen3Renderer(TextRenderer):
         return f"{END}\n{self._from(messages, i + 1, True)}"
 
     def _from(self, messages: Sequence[Message], first: int, generate: bool) -> str:
-        """Returns the text of the messages from index `first` on. With `generate` the header of the assistant's next
-        message follows."""
+        """Returns the text of the messages from index `first` on. `generate`: True adds the header of the assistant's
+        next message."""
         boundary = self.thinking_from(messages, generate)
         query = last_query(messages)
         blocks = []
@@ -87,8 +87,8 @@ def _opening(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
 
 def _assistant(message: Message, shows_thinking: bool, answers_last: bool) -> str:
     """Returns the text of an assistant's message. `shows_thinking`: True writes the message's thinking. `answers_last`:
-    True if the message is the conversation's last one and follows the last question; with `shows_thinking` it then has
-    a thinking block even without thinking."""
+    True if the message is the conversation's last one and follows the last question. If both are True, the text has a
+    thinking block even if the message has no thinking."""
     content = message["content"]
     thinking = message.get("thinking", "")
     if "thinking" not in message and THINK_END in content:  # separated as the template does

@@ -16,14 +16,15 @@ OTHER_SPEAKERS = ("User", "System", "Tool")
 
 
 class RoleColonRenderer(TextRenderer):
-    """A renderer that writes `Speaker: text` with an empty line between messages. The end-of-sequence token ends
-    an answer.
+    r"""A renderer that writes `Speaker: text` with an empty line between messages. The end-of-sequence token ends an
+    answer.
 
         System: Be brief.\n\nUser: 2 + 2?\n\nAssistant: 4<eos>\n\nUser: 3 + 3?\n\nAssistant:
 
-    A base model seldom writes this token, but continues with another speaker, such as `\n\nUser:`. This string is a
-    stop string too. If the user does speak next, the prompt extends the sampled tokens of the string. Raises
-    BadInput for a tokenizer without an end-of-sequence token, and if `enable_thinking` is given.
+    A base model seldom writes the end-of-sequence token. Instead it continues with another speaker, such as
+    `\n\nUser:`, so these strings are stop strings. If the next message is from the speaker that the model wrote, the
+    next prompt keeps the sampled tokens of the stop string. Raises BadInput if the tokenizer has no end-of-sequence
+    token, or if `enable_thinking` is given.
     """
 
     stop_strings = tuple(f"\n\n{speaker}:" for speaker in OTHER_SPEAKERS)
@@ -70,8 +71,8 @@ class RoleColonRenderer(TextRenderer):
         return super()._followed_by(self.closed(sampled), after)
 
     def _next_speaker(self, sampled: list[int]) -> str:
-        """Returns the end of a sampled message's text that begins with the stop string; "" if no stop string ended the
-        message."""
+        """Returns the text of a sampled message from the beginning of its stop string on; "" if no stop string ended
+        the message."""
         text = str(self._tokenizer.decode(sampled))
         place = first_of(self.stop_strings, text)
         if place is None:
