@@ -287,8 +287,8 @@ def computes(layer: nn.Module) -> bool:
 
 
 def derives(model: nn.Module) -> bool:
-    """Returns True if an attention layer of `model` derives values from weights at the end of a load, also from weights
-    of other layers. Attention with latent keys does."""
+    """Returns True if an attention layer of `model` computes further values from loaded weights, its own or another
+    layer's, at the end of a load. Attention with latent keys (MLA) does."""
     for module in model.modules():
         if isinstance(module, Attention):
             attends = type(module)

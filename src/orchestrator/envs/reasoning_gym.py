@@ -214,8 +214,9 @@ class ReasoningGymDataset(GeneratedDataset):
 
 def few_questions(items: Any, indexes: range, seconds: float = COUNTING_S) -> tuple[int, int]:
     """Checks whether a generator has few distinct questions: draws its items at `indexes`, in order, for at most
-    `seconds` seconds. Returns the number of drawn items, and the number of distinct questions among them if these are
-    few, else 0. "Few" means fewer than expected from a generator with FEW_QUESTIONS equally frequent questions."""
+    `seconds` seconds. Returns the number of drawn items, and the number of distinct questions among them, or 0 if
+    these are not few. They are few if a generator that picks evenly from FEW_QUESTIONS questions would be expected to
+    show more of them in as many draws."""
     questions: set[str] = set()
     drawn = 0
     end = time.monotonic() + seconds

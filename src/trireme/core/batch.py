@@ -259,9 +259,9 @@ class StoredBatch:
         put: Put = lambda value: value,
         owner: str = "driver",
     ) -> StoredBatch:
-        """Lays out and stores a batch, part after part. `assign` says which datums belong to which part. `lay_out`
-        returns the datums of a piece of a part. `put` stores a piece or a part, and returns a reference to it. `owner`:
-        the name of the process that keeps the stored values.
+        """Lays out and stores a batch, part after part. `assign` says which datums belong to which part. A part is laid
+        out in pieces, one after the other: `lay_out` builds a piece from its datums. `put` stores a piece or a part and
+        returns a reference to it. `owner`: the name of the process that keeps the stored values.
 
         `forest` and `sequences` cover all datums. At any time only one piece is in the memory of this process.
         """

@@ -232,8 +232,8 @@ class Transport(Protocol):
         sender is dead."""
 
     def with_changes(self, source: object) -> StoredVersion | None:
-        """Returns `source` as a StoredVersion if it contains the changes of buckets in addition to the buckets; None if
-        it contains only the buckets."""
+        """Returns `source` as a StoredVersion if it contains, in addition to the whole buckets, what changed in them
+        since the base; None if it contains only the whole buckets."""
 
     def lease(self, source: object) -> None:
         """Keeps the bytes of `source` until `release`, even if newer versions are published: a checkpoint reads them

@@ -124,7 +124,9 @@ def best(rows: Mapping[str, Mapping[str, float]], metric: str) -> str:
     having = {label: row[metric] for label, row in rows.items() if metric in row}
     if not having:
         raise Refusal(
-            f"--keep-best {metric}, which no checkpoint has", "rollouts that did not all fail", "look at `failed`"
+            f"--keep-best {metric}, for which no checkpoint has a value",
+            "an evaluation in which some rollout did not fail",
+            "look at the column `failed`",
         )
     return max(having, key=having.__getitem__)
 

@@ -55,7 +55,7 @@ class ChatTemplateRenderer(TextRenderer):
         if not self._stop:
             raise BadInput(
                 "renderer.name = chat_template with a tokenizer that has no end-of-sequence token, and a template that "
-                "puts no special token after the assistant's message; expected either: nothing else can end an answer"
+                "puts no special token after the assistant's message; expected one of the two, to end an answer"
             )
         prompt = self.text([QUESTION], (), True)
         self.thinking_is_open = prompt.rstrip().endswith(THINK)
