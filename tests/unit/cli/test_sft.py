@@ -74,7 +74,7 @@ def test_a_dry_run_says_how_long_it_takes(flags: list[str], tmp_path: Path, caps
         (["--data.trane", "x"], "did you mean `--data.train`"),
         (["--orchestrator.batch-size", "2"], "`sft --help` lists all keys"),
         (["--trainer.kl.coef", "0.1"], "a known key"),
-        (["--data.train", "none.jsonl"], "none.jsonl, which is no file"),
+        (["--data.train", "none.jsonl"], "none.jsonl, which matches no file"),
         (["--data.train-on", "everything"], "all_assistant_messages"),
         (["--model.max-seq-len", "2"], "at most 2"),
         (["--model.name", "./no/such/model"], "./no/such/model"),
