@@ -292,7 +292,9 @@ async def test_one_that_does_not_end_is_named() -> None:
     run.sampler.hold(FIRST + 4)
     async with run:
         await run.pipeline.next_minibatch(0, 0)
-        with pytest.raises(RoomFailed, match=r"evaluation of version 0; not finished: 2 of 6 problems of environment fake"):
+        with pytest.raises(
+            RoomFailed, match=r"evaluation of version 0; not finished: 2 of 6 problems of environment fake"
+        ):
             await begin_version(run.pipeline, published(1))
 
 

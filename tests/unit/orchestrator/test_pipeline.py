@@ -493,7 +493,9 @@ async def test_a_token_older_than_the_floor_is_an_error() -> None:
     async with Run(small_config(max_steps_off_policy=0)) as run:
         await run.step(0)
         run.sampler.label_with = 0
-        with pytest.raises(ProvenanceError, match="had version 1 or a later one, but one of its tokens was sampled by version 0"):
+        with pytest.raises(
+            ProvenanceError, match="had version 1 or a later one, but one of its tokens was sampled by version 0"
+        ):
             await run.step(1)
 
 
