@@ -1,7 +1,7 @@
-"""Copies tensors between host and device. In a forward and backward pass no other module waits for the device.
+"""Copies tensors between host and device. During forward and backward passes all such copies go through this module.
 
-A copy to the device is queued behind earlier work, and the host goes on. A copy to the host waits until the device has
-done all earlier work. Both are counted, so that a test can limit the waits of a micro-batch.
+A copy to the device is queued behind the device's earlier work, and the host does not wait. A copy to the host waits
+until the device has done its earlier work. Both are counted, so that a test can limit the waits of a micro-batch.
 """
 
 from __future__ import annotations

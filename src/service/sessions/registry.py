@@ -49,10 +49,10 @@ DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class SessionRegistry:
-    """All sessions of one service. `sampling`: the sampling parameters of all answers. `clock`: returns seconds, which
-    go on over a restart of the service. `max_steps_off_policy`: the bound on the age of tokens (None: no bound, because
-    nothing is trained). `history`: which weights the run has given up (None: it gives up none). `store`: keeps sessions
-    over a restart (None: they end with this process)."""
+    """All sessions of one service. `sampling` holds the sampling parameters of all answers. `clock` returns seconds,
+    and continues to count when the service is restarted. `max_steps_off_policy` bounds the age of tokens; None means no
+    bound, because nothing is trained. `history` says which weights the run has given up; None means none. `store` keeps
+    sessions over a restart; with None they end with this process."""
 
     def __init__(
         self,

@@ -1,16 +1,15 @@
-"""Encodes how a bucket of weights differs between two versions, and makes the newer bucket from the older one.
+"""Encodes the changes of a bucket of weights between two versions, and applies them to the older bucket.
 
-A bucket is a sequence of 16-bit words, whatever the dtypes of its tensors, and words are compared as integers: no value
-is special. Training with a small learning rate changes few words of weights in 16 bits, and most of these by one unit
-in the last place. The changes are a sequence of tokens in the order of the words, without further compression: a token
-has 10 bits on average where 1 % of the words changed, and its entropy is 9.
+A bucket is read as a sequence of 16-bit words, whatever the dtypes of its tensors. Words are compared as integers, so
+NaN and -0.0 need no special treatment. Training with a small learning rate changes few words of weights in 16 bits, and
+most of them by one unit in the last place. The changes are encoded as tokens, in the order of the words, and are not
+compressed further. Where 1 % of the words changed, a token has 10 bits on average; its entropy is 9 bits.
 
     token   the number 4 * gap + kind, seven bits in a byte from the lowest on; the eighth bit says that more follow
     gap     words between this changed word and the changed word before it
     kind    0: the word grew by one; 1: it fell by one; 2: two bytes follow, its new value (little-endian)
 
-`apply` also returns what the changes add to the sums of `trireme.core.digest`, so that nobody reads the words that did
-not change.
+`apply` also returns what the changes add to the sums of `trireme.core.digest`, so unchanged words are not read again.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Sends weights through Ray's object store. Each rank of the trainer stores its buckets, and each node that has
+"""Sends weights through Ray's object store. Each rank of the trainer puts its buckets into the store. Each node with
 replicas fetches one copy of every bucket.
 
-The source of a version is the tuple of references to its buckets. The bytes live as long as a process holds the
-references, so a replica that joins late and a checkpoint can read them too.
+The source of a version is a tuple of references to its buckets. Ray keeps the bytes as long as a process holds the
+references, so a replica that joins later, and a checkpoint, can read them too.
 
-With `inference.encoding = "delta"` a rank also puts what changed in each bucket since the version before. The whole
-buckets then stay on the trainer's nodes, until somebody needs them: a replica that joins, or that missed a version.
+With `inference.encoding = "delta"` a rank also puts what changed in each bucket since the previous version. Nodes fetch
+these changes. The whole buckets stay on the trainer's nodes until a replica that joins or missed a version needs them.
 """
 
 from __future__ import annotations
