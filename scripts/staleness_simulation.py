@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit" / "support"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "sim"))
 
 from simulation import LONGEST, Outcome, Scenario, simulate
