@@ -26,7 +26,8 @@ from trireme.core.own_packages import ENTRY
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 TINY = ["--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--max-steps", "3"]
-DEADLINE_S = 300
+DEADLINE_S = 600
+"""A run that has not ended by then hangs. A quickstart takes 80 s alone on two cores, and 300 s beside two others."""
 KILLED_GONE_S = 100.0
 """After SIGKILL to a driver. Two of Ray's processes of a node, which see its raylet end, may try for 60 s to tell the
 cluster (`publish_error` in `ray._private.process_watcher`), which has ended too; then they end."""

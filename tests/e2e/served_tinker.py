@@ -12,7 +12,7 @@ from service.store import read_copy
 from service.tinker.rows import FORMAT
 from trireme.core.errors import EXIT_INTERRUPTED
 
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 
 
 class Server:
