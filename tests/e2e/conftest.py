@@ -16,7 +16,7 @@ from run_support import DEADLINE_S, Ended, run_rl
 
 from trireme.core.errors import EXIT_OK
 
-LONGEST = ("resume", "inference", "run", "examples", "trainer", "tinker_adapters", "kl_run", "recipes", "service_run")
+LONGEST = ("resume", "inference", "run", "examples", "trainer", "tinker_adapters", "kl_run", "recipes")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,7 +254,12 @@ def at_step(step: int, send: signal.Signals) -> Callable[[str, subprocess.Popen[
 
 
 def assert_bound_and_conservation(outcome: Ended, bound: int) -> None:
-    for row in outcome.rows:
+    assert_rows_keep_the_bound(outcome.rows, bound)
+
+
+def assert_rows_keep_the_bound(rows: Iterable[dict[str, Any]], bound: int) -> None:
+    """Checks the rows of a run: no group is older than `bound`, and no rollout is lost."""
+    for row in rows:
         assert row["off_policy/max"] <= bound
         terms = ("trained", "in_training", "filtered", "resampled", "dropped", "failed", "active")
         assert row["ledger/dispatched"] == sum(row[f"ledger/{term}"] for term in terms)

@@ -1,6 +1,6 @@
 """The command `inference`, as a person would use it: the shipped model behind OpenAI's own client.
 
-A long test: its engine runs in test_inference.py, its service in test_service_run.py, and OpenAI's client reads all
+A long test: its engine runs in test_inference.py, its service in test_run.py, and OpenAI's client reads all
 kinds of answers in the unit tests of the service.
 """
 

@@ -2,17 +2,21 @@
 
 import json
 import os
+import re
 import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
+import httpx
+import openai
 import psutil
 import pytest
-from chaos_support import parts_of
+from chaos_support import parts_of, wait_for
 from other_user import as_another_user, reached
 from resume_support import rows_of
 from run_support import (
@@ -22,7 +26,9 @@ from run_support import (
     Ended,
     Running,
     assert_bound_and_conservation,
+    assert_rows_keep_the_bound,
     in_directory,
+    key_in,
     marked_processes,
     run_rl,
     wait_until_disconnected,
@@ -30,12 +36,14 @@ from run_support import (
 
 from trireme.checkpoint.rows import ROLLOUTS, recorded_steps
 from trireme.core.errors import EXIT_OK
+from trireme.launch.service import KEYS
 from trireme.run.rollout_records import TABLE_COLUMNS, read_records
 from trireme.tools.timeline import Span, timeline
 
 STEPS = 40
 SOON_S = 20.0
 """After SIGKILL to a driver its rooms have ended."""
+PROMPT = "Sort: 361695\n"
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +56,69 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     )
 
 
+@dataclass
+class Chats:
+    """What a person sees who chats with a run that trains, and kills its service."""
+
+    run: Running
+    out: Path
+    """What the run prints."""
+    versions: list[int] = field(default_factory=list)
+    """The version of the weights that gave each answer."""
+    sessions: list[dict[str, Any]] = field(default_factory=list)
+    """The state of a session: before the service is killed, and as the next service has it."""
+
+    def play(self) -> None:
+        """Chats until answers have come from three versions. The service is killed after the second."""
+        url = self._wait_for_url(1)
+        self._chat(url, versions=2)
+        session = self._call("POST", f"{url}/sessions", key_in(self.out.read_text(), "admin"))
+        with openai.OpenAI(base_url=session["openai_base_url"], api_key=session["key"], max_retries=0) as agent:
+            question: Any = [{"role": "user", "content": PROMPT}]
+            pieces = list(agent.chat.completions.create(model="policy", messages=question, max_tokens=8, stream=True))
+            assert pieces[-1].choices[0].finish_reason, "its end came once the turn was stored"
+        self.sessions.append(self._call("GET", f"{url}/sessions/{session['session']}", session["key"]))
+        (service,) = [pid for pid, command in marked_processes(self.run.mark).items() if "ServiceActor" in command]
+        os.kill(service, signal.SIGKILL)
+        url = self._wait_for_url(2)
+        self.sessions.append(self._call("GET", f"{url}/sessions/{session['session']}", session["key"]))
+        self._chat(url, versions=3)
+
+    def _wait_for_url(self, number: int) -> str:
+        """Returns the address of the service that is the `number`th of the run, once it is printed."""
+
+        def urls() -> list[str]:
+            return re.findall(r"the service answers at (http\S+)", self.out.read_text())
+
+        wait_for(f"the address of service {number}", lambda: len(urls()) >= number, self.run, DEADLINE_S)
+        return urls()[number - 1]
+
+    def _chat(self, url: str, versions: int) -> None:
+        """Asks until `versions` different versions have answered, those of former calls included."""
+        deadline, key = time.monotonic() + DEADLINE_S, key_in(self.out.read_text())
+        with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=DEADLINE_S) as client:
+            while len(set(self.versions)) < versions:
+                assert time.monotonic() < deadline, self.versions
+                try:
+                    raw = client.completions.with_raw_response.create(model="policy", prompt=PROMPT, max_tokens=8)
+                except openai.InternalServerError:  # no weights yet, or the replica has not joined again
+                    time.sleep(0.2)
+                    continue
+                self.versions.append(int(raw.headers["x-trireme-version"]))
+
+    @staticmethod
+    def _call(method: str, url: str, key: str) -> Any:
+        answer = httpx.request(method, url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
 @dataclass(frozen=True)
 class Killed:
     """A run whose driver was killed, and what it had begun until then."""
 
     run: Running
+    chats: Chats
     listened: dict[str, set[str]]
     """Addresses at which its processes listened, with what they are."""
     opened: str
@@ -64,20 +130,18 @@ class Killed:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killed]:
-    """An asynchronous run, whose driver is killed after a step. Other tests run until all processes of it have gone."""
+    """An asynchronous run that answers chats, whose driver is killed while it trains. Other tests run until all
+    processes of it have gone."""
     place = tmp_path_factory.mktemp("killed")
     planted = {"WANDB_API_KEY": "0123456789" * 4, "ANSWERER_PASSWORD": "correct horse", "HF_TOKEN": "hf_" + "aB3" * 12}
     argument = "hf_" + "cD4" * 12
-    flags = [*TINY, "--max-steps", "1000", "--inference.engine-args.hf-token", argument]
+    flags = [*TINY, "--max-steps", "2000", "--service.port", "0", "--inference.engine-args.hf-token", argument]
     environ = {"CUDA_VISIBLE_DEVICES": "", **planted}
     with (place / "out").open("w") as out:
         run = Running.start(*in_directory(place), *flags, out=out, environ=environ)
+    chats = Chats(run, place / "out")
     try:
-        rows, deadline = place / "run" / "metrics.jsonl", time.monotonic() + DEADLINE_S
-        while not rows.exists() or not rows.read_text():
-            assert run.process.poll() is None, (place / "out").read_text()
-            assert time.monotonic() < deadline, (place / "out").read_text()
-            time.sleep(0.5)
+        chats.play()
         listened = listening(marked_processes(run.mark))
         run.temporary.chmod(0o1777)  # as the machine's own is
         (private,) = run.temporary.glob("trireme-*")
@@ -85,8 +149,14 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killed]:
         assert any(path.name == "plasma_store" for path in paths)
         # Only root can play another user.
         opened = as_another_user(lambda: reached(paths)) if os.geteuid() == 0 else ""
+        rows, newest = place / "run" / "metrics.jsonl", max(chats.versions)
+
+        def has_row() -> bool:
+            return any(row["version"] >= newest for row in rows_of(rows))
+
+        wait_for(f"the row of version {newest}", has_row, run, DEADLINE_S)
         run.process.kill()
-        yield Killed(run, listened, opened, place / "run", (*planted.values(), argument))
+        yield Killed(run, chats, listened, opened, place / "run", (*planted.values(), argument))
     finally:
         run.kill_tree()
         run.files_left()
@@ -115,6 +185,18 @@ def test_a_run_on_one_machine_listens_on_loopback_alone(killed: Killed) -> None:
     assert len(killed.listened) > 0, "Ray listens somewhere"
     assert set(killed.listened) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, killed.listened
     assert killed.opened == ""
+
+
+def test_chats_get_the_weights_of_the_moment_and_survive_the_service(killed: Killed) -> None:
+    before, after = killed.chats.sessions
+    assert before == after
+    assert (before["turns"], before["answers"], before["open"]) == (1, 1, True)
+    assert killed.chats.versions == sorted(killed.chats.versions), "the newest weights answer"
+    rows = rows_of(killed.root / "metrics.jsonl")
+    assert set(killed.chats.versions) <= {0, *(row["version"] for row in rows)}
+    assert_rows_keep_the_bound(rows, bound=1)
+    assert (killed.root / KEYS).stat().st_mode & 0o777 == 0o600
+    assert "the service is started again" in killed.chats.out.read_text()
 
 
 def test_the_rooms_of_a_killed_driver_end_soon(killed: Killed) -> None:
