@@ -181,8 +181,8 @@ class ReplicaActor:
 
     @remote_method
     async def restart(self) -> None:
-        """Starts a new engine after the old one was lost. This actor has already imported vLLM, which takes most of the
-        time of a start."""
+        """Starts a new engine after the old one was lost. Importing vLLM takes most of the time of a start, and this
+        actor has already imported it."""
         log.info("process %d starts another engine for %s", os.getpid(), self.name)
         lost = {self._engine_pid, *self.ranks}
         self._forget_ranks()
@@ -210,8 +210,8 @@ class ReplicaActor:
 
     @remote_method
     async def start(self) -> None:
-        """Starts the engine and samples once: the first logprobs compile a function, for which a request would
-        otherwise have to wait. Raises RoomFailed if this replica is broken after that."""
+        """Starts the engine and samples once, so that no request has to wait for the compilation that the first
+        logprobs cause. Raises RoomFailed if this replica is broken afterwards."""
         with self._log_in_errors():
             await self._start()
 
@@ -265,8 +265,9 @@ class ReplicaActor:
 
     @remote_method
     async def exchange(self, caller: str, message: bytes) -> bytes:
-        """Begins to sample the packed requests in `message`. Waits for outcomes of this `caller`'s requests, also of
-        earlier calls, and returns them as a packed `Reply` (`inference.batching_server.BatchingServer.exchange`)."""
+        """Begins to sample the packed requests in `message`. Waits for outcomes of this `caller`'s requests, including
+        requests from earlier calls. Returns the outcomes as a packed `Reply` (`BatchingServer.exchange` in
+        `inference.batching_server`)."""
         return await self._desk.exchange(caller, message)
 
     @remote_method
@@ -346,11 +347,11 @@ class ReplicaActor:
     async def _entering(self) -> AsyncIterator[None]:
         """Lets requests enter the engine within the block.
 
-        With `inference.on_update` = drain, the block begins after a running update, which waits until the engine is
-        empty. In deterministic mode the engine is paused within the block, so that all requests start in the same step,
-        in order of entry. The composition of each batch, and so the order of floating-point additions, then depends on
-        the requests alone. Without the pause, the first request would be ahead by a number of steps that depends on the
-        machine.
+        If `inference.on_update` is drain and an update is running, the block begins only after the update. (The update
+        itself waits until the engine is empty.) In deterministic mode the engine is paused within the block, so that
+        all requests start in the same step, in order of entry. The composition of each batch, and so the order of
+        floating-point additions, then depends on the requests alone. Without the pause, the first request would be
+        ahead by a number of steps that depends on the machine.
         """
         async with AsyncExitStack() as stack:
             if self.config.deterministic or self._drains:
@@ -718,8 +719,8 @@ class ReplicaActor:
         return UpdateReport(self.index, manifest.identity, drift, prefilled, seconds, waited, paused, self.node)
 
     def _cleared(self) -> int:
-        """Notes for the statistics that the KV cache was cleared. Returns how many tokens must be prefilled again:
-        prompt and answer of each request that has made a token.
+        """Tells the engine's statistics that the KV cache was cleared. Returns how many tokens must be prefilled again:
+        the prompt, and the answer so far, of each request that has made a token.
 
         A request without a token does not count: it waits in the queue, or is in chunked prefill before its last chunk.
         A request that vLLM preempted for lack of space counts, because it must be prefilled again too, and vLLM does
@@ -817,8 +818,8 @@ class ReplicaActor:
         return pid
 
     def kill_engine(self) -> None:
-        """Kills an engine process that hangs, STACKS_S seconds after asking it to write its stack traces; does not wait
-        for that. `restart` can start another engine."""
+        """Asks an engine process that hangs to write its stack traces, and kills it STACKS_S seconds later. Returns at
+        once. Afterwards `restart` can start another engine."""
         log.warning("process %d, the engine of %s, stands still: it is killed", self._engine_pid, self.name)
         self.engine_killed = True
         with suppress(ProcessLookupError):
@@ -885,8 +886,9 @@ class ReplicaActor:
     ) -> Value:
         """Waits for `awaitable`, a call to the engine, and returns its value. `subject` names the call in messages.
         Also watches the engine process, because vLLM leaves calls pending for ever when that process is dead. Raises
-        RoomFailed if the engine died or was replaced, after `timeout_s` seconds, or if the engine made no progress for
-        `usual.seconds`. Give `usual` only for a call in which the engine itself does the work."""
+        RoomFailed after `timeout_s` seconds, or if the engine died or was replaced. If the engine makes no progress for
+        `usual.seconds`, kills it and raises RoomFailed. Give `usual` only for a call in which the engine itself does
+        the work."""
         task = asyncio.ensure_future(awaitable)
         engine = self.engine
         started = time.monotonic()
@@ -921,8 +923,8 @@ class ReplicaActor:
         return self.broken
 
     async def _are_theirs(self, errors: Collection[Exception]) -> bool:
-        """Returns True if the requests themselves caused `errors`, because the engine still answers. Else marks this
-        replica as broken and returns False."""
+        """Returns True if the engine still answers after `errors`: then the requests themselves caused the errors.
+        Otherwise marks this replica as broken and returns False."""
         engine = self.engine
         if self._failure() is None and not all(isinstance(error, TriremeError) for error in errors):
             try:
@@ -945,8 +947,8 @@ class ReplicaActor:
 
     @contextmanager
     def _log_in_errors(self) -> Iterator[None]:
-        """Appends the last lines of this process's log to an exception in the block, if the driver cannot see the log
-        file."""
+        """If the block raises an exception, and the driver cannot see this process's log file, appends the last lines
+        of the log to the exception's message."""
         try:
             yield
         except Exception as error:

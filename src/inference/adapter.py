@@ -55,7 +55,7 @@ def add_adapter(runner: ModelRunner, number: int, tensors: Mapping[str, torch.Te
     output matrix."""
     if any(name in tensors for name in map(_HEAD.format, "AB")):
         raise WeightsRefused(
-            "a second adapter has tensors of lm_head; the output matrix can have one adapter, for all requests"
+            "a second adapter has tensors of lm_head; expected none, since all requests share one adapter of lm_head"
         )
     manager = runner.lora_manager._adapter_manager
     dtype = manager.lora_config.lora_dtype
@@ -90,9 +90,9 @@ def take_adapter(
     traced: bool,
 ) -> dict[str, str]:
     """Replaces the values of the policy's adapter in vLLM's model runner, while the scheduler is paused. `tensors`:
-    {peft's name: tensor}. `follower`, made with `stacks`, finds and sums their values in the model. `traced`: an
-    earlier update has recorded which elements the loaders copy where, and the record was accepted. Returns {tensor
-    whose values cannot be found in the model: reason}."""
+    {peft's name: tensor}. `follower`, made with `stacks`, finds and sums their values in the model. `traced`: True if
+    an earlier update has recorded which elements the loaders copy, and where to, and the record was accepted. Returns
+    {tensor whose values cannot be found in the model: reason}."""
     # vLLM's public way, `add_lora`, reads files of a directory: a second copy on a disk, which has no digest.
     manager = runner.lora_manager._adapter_manager
     dtype = manager.lora_config.lora_dtype

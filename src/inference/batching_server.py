@@ -82,8 +82,8 @@ class Outbox:
         return reply
 
     def _is_due_after(self, seconds: float) -> None:
-        """Makes sure that the outcomes are handed out after `seconds`, or at an earlier time that is already set. After
-        0 seconds they go with all outcomes of this turn of the event loop."""
+        """Makes sure that the outcomes are handed out after `seconds`, or at an earlier time that is already set. With
+        0 seconds, all outcomes of this iteration of the event loop are handed out together."""
         loop = asyncio.get_running_loop()
         due_at = loop.time() + seconds
         if self._timer and self._due_at <= due_at:
@@ -119,9 +119,9 @@ class BatchingServer:
         self._entering: set[asyncio.Task[None]] = set()
 
     async def exchange(self, caller: str, message: bytes) -> bytes:
-        """Begins to sample the packed requests in `message`. Waits until any of this `caller`'s requests, also of
-        earlier calls, has an outcome, or until the caller makes another call. Returns the outcomes as a packed
-        `Reply`."""
+        """Begins to sample the packed requests in `message`. Waits until any of this `caller`'s requests, including
+        requests from earlier calls, has an outcome, or until the caller makes another call. Returns the outcomes as a
+        packed `Reply`."""
         outbox = self._outbox(caller)
         requests = unpack_requests(message)
         if requests:

@@ -117,8 +117,8 @@ def joined_logprobs(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
 class CoalescingScheduler(Scheduler):
     """vLLM's scheduler, except for two things. It keeps a place in the batch free for the canary. And it holds back the
     outputs of requests, so that several travel in one message. When a request ends, or has an output that may not wait,
-    its held outputs are sent. All held outputs are sent at a pause, and at the first step that ends HOLD_S seconds or
-    more after this was last done."""
+    its held outputs are sent. All held outputs are sent at a pause, and when a step ends HOLD_S seconds or more after
+    the last time that all were sent."""
 
     _all_sent = 0.0
 
@@ -166,8 +166,8 @@ class CoalescingScheduler(Scheduler):
         return self.pause_state is not PauseState.UNPAUSED
 
     def _may_wait(self, request_id: str) -> bool:
-        """Returns True if the caller needs only the final answer of this request, and the engine's scheduler itself
-        finds its end (no stop strings)."""
+        """Returns True if the caller needs only the final answer of this request, and the request has no stop strings,
+        so that the engine's scheduler itself detects the end of the answer."""
         params = self.requests[request_id].sampling_params
         return params is not None and params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop
 

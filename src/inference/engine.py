@@ -90,8 +90,8 @@ def start_engine(config: Config, replica_name: str) -> AsyncLLM:
 
 
 def coalesce_outputs(config: SchedulerConfig) -> None:
-    """Makes the engine send few messages, by a scheduler of `inference.coalescing`, unless `inference.engine_args`
-    names a scheduler."""
+    """Makes the engine join its outputs into few messages, by choosing a scheduler of `inference.coalescing`. Does
+    nothing if `inference.engine_args` names a scheduler."""
     if config.scheduler_cls is None:
         name = f"Coalescing{'Async' if config.async_scheduling else ''}Scheduler"
         config.scheduler_cls = f"inference.coalescing.{name}"
@@ -155,8 +155,8 @@ def engine_args(config: Config, on_cpu: bool, start: str = "") -> dict[str, Any]
     clash = sorted(args.keys() & user_args.keys()) + [f"hf_overrides.{HEAD_DTYPE}"] * (HEAD_DTYPE in overrides)
     if clash:
         raise BadInput(
-            f"inference.engine_args sets {', '.join(clash)}, which Trireme sets itself, some by keys of `inference`. "
-            "Leave them out of engine_args"
+            f"inference.engine_args has arguments that Trireme sets itself: {', '.join(clash)}. Remove them from "
+            "engine_args. Some have a key of `inference` instead"
         )
     overrides = {"hf_overrides": {**overrides, HEAD_DTYPE: config.model.head_dtype}}
     return {"enforce_eager": on_cpu} | user_args | args | overrides
@@ -173,8 +173,8 @@ def end_of_sequence_ids(engine: AsyncLLM) -> list[int]:
 
 
 def give_tokenizer(engine: AsyncLLM, name: str) -> None:
-    """Loads the tokenizer `name` into the engine, once. It is needed only for requests with stop strings, and most runs
-    have none. (vLLM itself loads one before it starts, or never.)"""
+    """Loads the tokenizer `name` into the engine, once. Only requests with stop strings need the tokenizer, and most
+    runs have no such requests. (vLLM itself would load a tokenizer before it starts, or never.)"""
     if engine.output_processor.tokenizer is None:
         engine.output_processor.tokenizer = load_tokenizer(name)
 
@@ -223,7 +223,7 @@ def sampled_logprobs(logprobs: SampleLogprobs | None, start: int, tokens: list[i
     flat = cast("FlatLogprobs", logprobs)  # as `vllm_params` asks for
     end = start + len(tokens)
     if flat.token_ids[start:end] != tokens:
-        raise RoomFailed(f"vLLM gave logprobs of {flat.token_ids[start:end]} for the sampled tokens {tokens}")
+        raise RoomFailed(f"vLLM sampled the tokens {tokens}, but gave logprobs of {flat.token_ids[start:end]}")
     return np.asarray(flat.logprobs[start:end], dtype=np.float32)
 
 
@@ -243,11 +243,12 @@ def prompt_logprobs(tokens: npt.NDArray[np.int32], output: RequestOutput) -> npt
 def sampled_sequence(
     request: SampleRequest, output: RequestOutput, kept_from: WeightIdentity | None
 ) -> SampledSequence:
-    """Converts vLLM's final RequestOutput to the project's type. Raises RoomFailed unless its version spans cover every
-    token, and ValueError if the engine itself ended the request.
+    """Converts vLLM's final RequestOutput to the project's type. Raises RoomFailed unless the output's version spans
+    cover every token, and ValueError if the engine itself ended the request.
 
-    `kept_from`: with `inference.on_update` = keep_kv, the oldest weights that may have computed a part of the request's
-    KV cache, which outlives updates; a span of other weights is marked as mixed. Otherwise None.
+    `kept_from`: None unless `inference.on_update` is keep_kv. With keep_kv, the KV cache outlives updates: `kept_from`
+    names the oldest weights that may have computed a part of the request's cache, and a span that was sampled by other
+    weights is marked as mixed.
     """
     completion = output.outputs[0]
     if completion.finish_reason in GIVEN_UP:

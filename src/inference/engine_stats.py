@@ -51,9 +51,9 @@ class EngineStats(PrometheusStatLogger):
             self.preemptions += iteration_stats.num_preempted_reqs - excused
 
     def cache_cleared(self, unfinished: int) -> None:
-        """Notes that an update has cleared the KV cache. vLLM then reports each running sequence as preempted, with its
-        next tokens; these preemptions do not count here, because they are no lack of space. `unfinished`: the number of
-        sequences that the engine was given and has not finished."""
+        """Records that an update has cleared the KV cache. vLLM then reports each running sequence as preempted when it
+        reports the sequence's next tokens. These preemptions do not count here, because they do not show a lack of
+        space. `unfinished`: the number of sequences that the engine was given and has not finished."""
         self._excused = min(self._excused + self.running, unfinished)
         self.running = 0
         self.kv_used = 0.0

@@ -61,8 +61,8 @@ def own_tensors(layer: nn.Module) -> dict[str, Tensor]:
 
 class TensorFollower:
     """Finds the values of published tensors in the parameters of one model, and sums these values at each update. Each
-    rank of an engine has one follower. `tensors_of(layer)` returns {name: tensor} of the tensors of a layer that
-    published values may be loaded into."""
+    rank of an engine has one follower. `tensors_of(layer)` returns {name: tensor} of the layer's tensors that may
+    receive published values."""
 
     def __init__(self, model: nn.Module, tensors_of: Callable[[nn.Module], Mapping[str, Tensor]] = own_tensors) -> None:
         self._model = model
@@ -91,8 +91,8 @@ class TensorFollower:
         copied: frozenset[str] = frozenset(),
     ) -> Iterator[Iterator[tuple[str, Tensor]]]:
         """Observes a load of `tensors` by vLLM's loaders within the block, so that `loaded` can sum the loaded values.
-        Yields an iterator of (name, tensor) for the loaders; begin it once vLLM has prepared its parameters. The
-        tensors must live until `loaded` is called.
+        Yields an iterator of (name, tensor) for the loaders; start to iterate only after vLLM has prepared its
+        parameters. The tensors must live until `loaded` is called.
 
         `traced`: an earlier update recorded the loaders' copies, and the record was accepted. If `traced` is False, or
         if the tensors' names, shapes or dtypes differ from the recorded ones, the copies are recorded in this block.
@@ -236,8 +236,8 @@ class TensorFollower:
         return frozenset(self._dtypes.keys() - loaded)
 
     def _begin(self, name: str, tensor: Tensor) -> None:
-        """Begins to sum the published values that lie in the parameter `name`; on CPUs in a thread, while the load
-        continues."""
+        """Begins to sum the published values that lie in the parameter `name`. If the parameter is in CPU memory, a
+        thread sums them while the load continues."""
         if tensor.device.type == "cpu":
             self._pending.append(self._threads.submit(self._sum, name, tensor.data))
             self._await(AHEAD)
@@ -279,16 +279,16 @@ class TensorFollower:
 
 
 def computes(layer: nn.Module) -> bool:
-    """Returns True if vLLM may derive further values from the weights of `layer` itself once it has loaded them. On
-    CUDA, linear layers, embeddings and experts that are not quantised have no derived values: they only hold their
-    weights, packed or not."""
+    """Returns True if vLLM, after a load, may compute further values from the layer's own weights. On CUDA, linear
+    layers, embeddings and experts that are not quantised have no such values: they only hold their weights, packed or
+    not."""
     method = getattr(layer, "quant_method", None)
     return isinstance(method, QuantizeMethodBase) and type(method).process_weights_after_loading not in PLAIN
 
 
 def derives(model: nn.Module) -> bool:
-    """Returns True if an attention layer of `model` computes further values from loaded weights, its own or another
-    layer's, at the end of a load. Attention with latent keys (MLA) does."""
+    """Returns True if an attention layer of `model` computes further values at the end of a load, from its own loaded
+    weights or another layer's. Attention with latent keys (MLA) does so."""
     for module in model.modules():
         if isinstance(module, Attention):
             attends = type(module)

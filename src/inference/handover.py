@@ -46,8 +46,9 @@ class Progress:
         """Returns the tokens of a request from index `start` on, taken from `state`, vLLM's record of the request.
         Leaves out tokens sampled by `unproved` weights.
 
-        `kept_from`: with `inference.on_update` = keep_kv, the oldest weights that may have computed a part of the
-        request's KV cache, which outlives updates; a span of other weights is marked as mixed. Otherwise None.
+        `kept_from`: None unless `inference.on_update` is keep_kv. With keep_kv, the KV cache outlives updates:
+        `kept_from` names the oldest weights that may have computed a part of the request's cache, and a span that was
+        sampled by other weights is marked as mixed.
         """
         detokenizer = state.detokenizer
         logprobs_processor = state.logprobs_processor

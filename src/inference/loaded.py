@@ -129,7 +129,8 @@ class EngineTensors:
         disordered = sorted({name for following in followings_R for name in following.disordered})
         if disordered:
             raise WeightsRefused(
-                f"version {version}: the engine has loaded {some(disordered)} in another order than their numbers"
+                f"version {version}: the engine did not load these layers or experts in the order of their numbers: "
+                f"{some(disordered)}"
             )
         missing = [name for name in self._names if name not in self._unfollowed and loaded[name] < sizes[name]]
         if missing:
@@ -137,8 +138,8 @@ class EngineTensors:
             raise WeightsRefused(f"version {version}: the engine has loaded only a part, or nothing, of {some(parts)}")
 
     def warn(self, replica_name: str) -> None:
-        """Logs a warning with the names of the tensors that cannot be summed in the parameters, so that only the canary
-        proves their use. Also logs how many parts vLLM packs after they were summed."""
+        """Logs a warning with the names of the tensors that cannot be summed in the parameters; only the canary proves
+        that these tensors are used. Also logs how many parts vLLM packs after they were summed."""
         if self._unfollowed:
             log.warning(
                 "%s: %d of %d published tensors cannot be followed into vLLM's parameters. Only the canary proves that "

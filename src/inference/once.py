@@ -18,9 +18,9 @@ class OnceForEach(Generic[Value]):
         self._newest: tuple[WeightIdentity, asyncio.Task[Value]] | None = None
 
     async def run(self, identity: WeightIdentity, begin: Callable[[], Coroutine[object, object, Value]]) -> Value:
-        """Returns or raises the outcome of the work for `identity`. Starts the work with `begin`, unless the last call
-        had the same identity and its work has not failed: then waits for that work. The work continues when a caller
-        is cancelled."""
+        """Returns or raises the outcome of the work for `identity`. If the last call had the same identity, and its
+        work has not failed, waits for that work; else starts the work with `begin`. The work continues when a caller is
+        cancelled."""
         if not (self._newest and self._newest[0] == identity and not _has_failed(self._newest[1])):
             self._newest = identity, asyncio.create_task(begin())
         return await asyncio.shield(self._newest[1])

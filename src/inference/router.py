@@ -127,9 +127,9 @@ class Target:
         if self.senseless >= SENSELESS:
             finite = np.isfinite(logprobs).sum()
             raise RoomFailed(
-                f"{self.client.name} gave {SENSELESS} answers in a row that make no sense: the last one has "
-                f"{len(tokens)} tokens ({tokens[:SHOWN].tolist()} ..) and {finite} finite log-probabilities; expected "
-                f"equally many of both, and tokens of a vocabulary of {vocab_size}"
+                f"{self.client.name} gave {SENSELESS} answers in a row that make no sense. Tokens of the last answer: "
+                f"{len(tokens)} ({tokens[:SHOWN].tolist()} ..); finite log-probabilities: {finite}; expected one for "
+                f"each token, and tokens from a vocabulary of {vocab_size}"
             )
         return False
 
@@ -159,13 +159,14 @@ class Router:
     a replica that is not taking weights, if there is one, and among several to one with the fewest requests in flight.
 
     A replica that fails gets no further requests, and is reported to the replica set. Another replica finishes its
-    requests from their tokens so far (`inference.handover`). But a request that was in flight on MOST_LOSSES replicas
-    when these were lost fails, because it may be the cause. When no replica is left, requests wait for one to join. A
-    replica that refuses a request, because its weights are older than the request's floor, gets no requests before a
-    newer table comes.
+    requests from their tokens so far (`inference.handover`). But if a request was in flight on MOST_LOSSES replicas
+    when they were lost, the request fails, because it may be the cause. When no replica is left, requests wait for one
+    to join. If a replica refuses a request because the replica's weights are older than the request's floor, that
+    replica gets no requests until a newer table arrives.
 
-    In deterministic mode routes are forgotten whenever no request is in flight. Requests that are then made in one turn
-    of the event loop are routed by their own order alone: earlier requests, or an earlier process, have no influence.
+    In deterministic mode routes are forgotten whenever no request is in flight. Requests that are then made in one
+    iteration of the event loop are routed by their own order alone: earlier requests, or an earlier process, have no
+    influence.
     """
 
     def __init__(
@@ -222,8 +223,8 @@ class Router:
                 source.report(target.index, target.row.generation, failure)
 
     def acknowledged(self) -> dict[int, int]:
-        """Returns {number of the replica: the newest version that it has acknowledged}, without replicas that have
-        failed and replicas that get no requests until they have the newest weights."""
+        """Returns {number of the replica: the newest version that it has acknowledged}. Leaves out replicas that have
+        failed, and replicas that get no requests until they have the newest weights."""
         rows = {index: target.row for index, target in self._targets.items() if not target.calls.failure}
         return {
             index: row.acknowledged for index, row in rows.items() if row.acknowledged is not None and not row.behind

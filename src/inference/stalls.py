@@ -31,13 +31,13 @@ stopped."""
 
 
 class StallClock:
-    """Counts the seconds in which at least one of several processes made no progress, by their CPU time and their GPUs.
-    The processes answer together: one that stands still holds up the others, which keep using CPU time while they wait.
-    Call `look` about once a second.
+    """Counts the seconds in which at least one of several processes made no progress, judged by CPU time and GPU use.
+    The processes answer together: if one stands still, the others wait for it, and keep using CPU time meanwhile. Call
+    `look` about once a second.
 
     `cpu_s` returns the CPU seconds that each process has used so far. `computes` returns for each process True if its
-    GPU has just computed. The argument `silent_s` is always a time in seconds: since the processes last answered or, if
-    a call to them is pending, since this call began.
+    GPU has just computed. The argument `silent_s` of the methods: while a call to the processes is pending, the seconds
+    since the call began; otherwise the seconds since the processes last answered.
     """
 
     def __init__(self, cpu_s: Callable[[], Sequence[float]], computes: Callable[[], Sequence[bool]]) -> None:
@@ -76,8 +76,8 @@ class StallClock:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns the CPU seconds that a process and all its descendants have used so far; 0 when it has ended. Waits for a
-    disk count too, where the kernel counts them."""
+    """Returns the CPU seconds that a process and all its descendants have used so far; 0 when it has ended. Includes
+    the time spent waiting for a disk, if the kernel records that time."""
     used_s = 0.0
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
@@ -88,9 +88,9 @@ def cpu_seconds(pid: int) -> float:
 
 
 def gpus_compute(count: int) -> list[bool]:
-    """Returns for each of the first `count` GPUs that this process sees whether it computed in the driver's last
-    sample, which covers up to a second; True also if the driver has no sample. Call it where vLLM's build for CUDA
-    runs."""
+    """Returns, for each of the first `count` GPUs that this process sees, True if the GPU computed during the last
+    measurement of NVIDIA's driver (a measurement covers up to a second), or if the driver cannot measure it. Works only
+    with vLLM's build for CUDA."""
     from vllm.platforms import current_platform
     from vllm.third_party import pynvml
 

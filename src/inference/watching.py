@@ -138,8 +138,8 @@ class CopyWatch(TorchDispatchMode):
 
 
 def disordered(copies: Sequence[Copy]) -> list[str]:
-    """Returns the names of numbered tensors (of layers, or of experts in one parameter) that were copied to places in
-    another order than their numbers.
+    """Returns the names of numbered tensors (of layers, or of experts in one parameter) whose places in the model are
+    not in the order of their numbers.
 
     Later updates follow the record of the first update. So if the loaders exchanged two tensors then, these would stay
     exchanged.
@@ -167,8 +167,8 @@ def widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
 
 
 def _unlike(published: Tensor, source: Tensor, target: Tensor) -> str | None:
-    """Returns why the values that are copied from `source`, in the memory of `published`, cannot be found again in
-    `target`: a cast or a repetition. None if they can."""
+    """Returns why values copied to `target` from `source`, a view of `published`, cannot be found again in `target`: a
+    cast or a repetition. Returns None if they can be found."""
     if source.dtype != published.dtype or not widens(source.dtype, target.dtype):
         return f"{_short(published)} as {_short(source)} held in {_short(target)}"
     if source.shape != target.shape or 0 in source.stride():

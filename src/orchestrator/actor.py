@@ -87,8 +87,8 @@ class OrchestratorActor:
 
     @remote_method
     async def begin_version(self, identity: WeightIdentity) -> None:
-        """Starts the replicas' update to the weights `identity`, and lets the pipeline begin their version (see
-        `Pipeline.begin_version`)."""
+        """Lets the pipeline begin the version of the weights `identity`, and wait for the replicas' update to these
+        weights (see `Pipeline.begin_version`). Does not start the update."""
         await self._pipeline.begin_version(identity.version, self._pipeline.sampler.updated(identity))
 
     @remote_method
@@ -136,7 +136,7 @@ class OrchestratorActor:
 
     @remote_method
     async def take_snapshot(self) -> None:
-        """Stores the state of the last boundary between two steps in memory, for `write_snapshot`."""
+        """Keeps in memory the state of the last boundary between two steps, for `write_snapshot`."""
         self._snapshot = self._pipeline.snapshot()
 
     @remote_method

@@ -205,7 +205,7 @@ class Segments:
     @property
     def divisor(self) -> float:
         """Returns the number that these trajectories add to the divisor of their substep's gradient. It depends on the
-        normalisation, and on the number of sampled tokens of each trajectory that count in the loss."""
+        normalisation, and on how many sampled tokens of each trajectory count in the loss."""
         total_N = [
             sum(turn.sampled for turn in one.trajectory.turns if one.counts and turn.in_loss) for one in self._weighted
         ]

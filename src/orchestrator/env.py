@@ -155,7 +155,7 @@ class Env(Resumable, ABC):
 
     def known_answer(self) -> str | None:
         """Returns a good answer to the newest prompt as text, which `trireme env try` can play. Unless overridden,
-        None: the environment knows none."""
+        returns None: the environment does not know a good answer."""
         return None
 
     async def truncated(self, reason: Truncation) -> StepResult | None:
@@ -260,8 +260,8 @@ class EnvGroup(EnvGroupBuilder):
 class RLDataset(ABC):
     """The problems of an environment, in batches. The size of these batches is independent of the training batch.
 
-    `get_batch(i)` must return the same problems for the same `i` each time: a run looks up a problem that it samples
-    again by the number of its batch and its position in the batch.
+    `get_batch(i)` must return the same problems for the same `i` each time: to sample a problem again, a run looks it
+    up by the number of its batch and its position in the batch.
     """
 
     @abstractmethod
@@ -448,7 +448,7 @@ def named_function(kind: str, source: str, name: str) -> Callable[..., Any]:
         raise Refusal(
             f"env.id = {kind}:{source}:{name}, where {source or 'no module'} has no function "
             f"{name or '(none is named)'}: {in_short(error)}",
-            "reward:FILE.py:FUNCTION (or several, with commas), or agent:MODULE:FUNCTION of a module with `problems`",
+            "reward:FILE.py:FUNCTION (or FUNCTION,FUNCTION), or agent:MODULE:FUNCTION, where MODULE has `problems`",
             "correct the name or the file; the directory of a module must be in PYTHONPATH",
         ) from error
     return function

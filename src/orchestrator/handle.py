@@ -68,9 +68,9 @@ class OrchestratorHandle:
         return [self._started], ["orchestrator"]
 
     def end_version(self, on_tick: Callable[[], None] = lambda: None) -> None:
-        """Waits until the last update of the replicas has ended, and then for the evaluation of its version if there is
-        one. Raises the error of the update or the evaluation. `on_tick` is called about once a second. If it raises,
-        the wait ends with its error."""
+        """Waits until the last update of the replicas has ended. If the version of this update is being evaluated, then
+        waits for the evaluation too. Raises the error of the update or the evaluation. `on_tick` is called about once a
+        second. If it raises, the wait ends with its error."""
         self._await_update(self._actor.end_version.remote(), on_tick)
 
     def begin_version(self, identity: WeightIdentity, on_tick: Callable[[], None] = lambda: None) -> None:
@@ -166,8 +166,8 @@ class OrchestratorHandle:
         return {"orchestrator_0": self._actor.heartbeat.remote}
 
     def stop(self) -> None:
-        """Cancels all rollouts, closes their environments, and ends the actor, also one that is dead or hangs. An actor
-        that is still starting is ended at once: it has no rollouts, and may be busy with imports."""
+        """Cancels all rollouts, closes their environments, and ends the actor, even if it hangs. An actor that is still
+        starting is ended at once: it has no rollouts, and may be busy with imports."""
         if waits.ready({self._started: "orchestrator"}, 0):
             with suppress(TriremeError):  # it is dead or hangs already
                 limit_s = STOP_S + end_deadline_s(self._config)

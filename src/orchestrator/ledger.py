@@ -206,8 +206,8 @@ class Ledger:
         return useful and self.slots_taken < self.slots
 
     def dispatch(self, new_problem: Callable[[], str]) -> Group:
-        """Takes a slot, and returns the new group of the first problem that waits to be sampled again, or else of
-        `new_problem()`. Raises ValueError unless `can_dispatch()`."""
+        """Takes a slot for a new group, and returns the group. The group's problem is the first problem that waits to
+        be sampled again; if none waits, `new_problem()`. Raises ValueError unless `can_dispatch()`."""
         if not self.can_dispatch():
             raise ValueError(f"no group may be dispatched: {self.slots_taken} of {self.slots} slots taken")
         if self.resample:
@@ -247,7 +247,9 @@ class Ledger:
         `step` is not the batch that is being assembled, or if this batch lacks fewer than `count` groups.
         """
         if step != self.batch or not 0 < count <= self.lacking:
-            raise ValueError(f"asked for {count} groups of batch {step}; batch {self.batch} lacks {self.lacking}")
+            raise ValueError(
+                f"asked for {count} groups of batch {step}; expected 1 to {self.lacking} groups of batch {self.batch}"
+            )
         groups = self._takeable(count)
         if len(groups) < count:
             return None
@@ -265,9 +267,9 @@ class Ledger:
     def takeable(self, limit: int) -> int:
         """Returns how many groups to take now, at most `limit`.
 
-        Under `wait` these are all groups that may be taken. Under `drop` these are the finished groups; if they are
-        fewer than `limit`, one place of the batch stays free for each running group with a floor below the ledger's
-        floor, because such a group would be dropped when the batch is complete.
+        Under `wait`, all groups that may be taken now count. Under `drop`, only finished groups count; if they are
+        fewer than `limit`, one place of the batch is kept free for each running group with a floor below the ledger's
+        floor, because such a group would otherwise be dropped when the batch is complete.
         """
         count = len(self._takeable(limit))
         if self.policy == "wait" or count == limit:
@@ -298,9 +300,9 @@ class Ledger:
         return taken
 
     def _spare_places(self) -> list[int]:
-        """Returns for each d = 0 .. K a number of places in the batches up to `batch + d`: the places that are left
-        over after each active group with a deadline up to `batch + d` has got a place there. No number is negative, by
-        the inequality (feasible) in the module's docstring."""
+        """Returns for each d = 0 .. K the number of spare places in the batches up to `batch + d`: the free places that
+        remain if each active group whose deadline is at most `batch + d` takes one. No number is negative, by the
+        inequality (feasible) in the module's docstring."""
         due = Counter(max(self.deadline(group) - self.batch, 0) for group in self.active.values())
         spare = []
         needed = 0
@@ -328,7 +330,10 @@ class Ledger:
         replicas have acknowledged the version that the batch made. Raises ValueError unless `step` is the next batch to
         release and is complete."""
         if step != self.released or step >= self.batch:
-            raise ValueError(f"batch {step} cannot be released: {self.released} are, {self.batch} are cut")
+            raise ValueError(
+                f"batch {step} cannot be released: the next is batch {self.released}, once it is complete (complete "
+                f"batches: {self.batch})"
+            )
         groups = self.consumed[step]
         self.released += 1
         self.tally.trained += len(groups)
@@ -383,8 +388,8 @@ class Ledger:
         ahead = {replica: version for replica, version in self.replicas.items() if version > self.released}
         if ahead or self.floor > self.released:
             raise ValueError(
-                f"{self.released} batches are released, but replicas have later versions: all had {self.floor}, and "
-                f"ahead are {ahead}; expected at most version {self.released}"
+                f"{self.released} batches are released, but replicas have later versions; expected at most version "
+                f"{self.released}. All replicas had version {self.floor} or later. Replicas that are ahead: {ahead}"
             )
         groups = sorted([*self._in_training(), *self.active.values()], key=lambda group: group.index)
         return {
@@ -398,8 +403,8 @@ class Ledger:
         """Continues from `state`, the result of `state_dict`; call it before any other method. Groups that are not
         accepted are resampled (see Resume in the module's docstring).
 
-        `retained`: indices of the running groups whose sampled tokens the caller still has. Returns the indices among
-        them of the groups that keep their floors, and therefore their tokens. Raises ProvenanceError if the numbers of
+        `retained`: indices of the running groups whose sampled tokens the caller still has. Returns the part of
+        `retained` whose groups keep their floors, and therefore their tokens. Raises ProvenanceError if the numbers of
         groups in the state violate the conservation equation.
         """
         self.batch = state["released"]

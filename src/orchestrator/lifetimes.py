@@ -35,8 +35,8 @@ _owner: ContextVar[set[asyncio.Task[object]] | None] = ContextVar("owner", defau
 
 
 def end_deadline_s(config: Config) -> float:
-    """Returns a deadline in seconds: once all groups of a run are cancelled, they end within this time. It is three
-    times the largest `env.close_s`: for the end of the rollouts, of `close()` and of `cleanup()`."""
+    """Returns a deadline in seconds: all groups of a run have ended this long after they are cancelled. It is three
+    times the largest `env.close_s`, because the rollouts, `close()` and `cleanup()` may each take that long."""
     return 3 * max(env.close_s for env in (*config.env, *config.eval_envs))
 
 
@@ -78,9 +78,9 @@ class TaskOwner:
 
 
 async def contained(work: Awaitable[T]) -> T:
-    """Awaits the `work` of an environment and returns its result. Exceptions that are not subclasses of Exception, such
-    as KeyboardInterrupt and SystemExit, would end the event loop: raises EnvExited instead. CancelledError is raised
-    unchanged."""
+    """Awaits the `work` of an environment and returns its result. If `work` raises an exception that would end the
+    event loop (KeyboardInterrupt, SystemExit or another one that is not a subclass of Exception), raises EnvExited
+    instead. CancelledError is raised unchanged."""
     task = asyncio.current_task()
     try:
         return await work
@@ -93,8 +93,8 @@ async def contained(work: Awaitable[T]) -> T:
 
 
 class _Close:
-    """A callback for the end of a task, which closes the coroutine `work`. An object of this class takes less memory
-    than a function that refers to the coroutine."""
+    """A done callback of a task: closes the coroutine `work`. An object of this class takes less memory than a function
+    that refers to the coroutine."""
 
     __slots__ = ("_work",)
 
@@ -107,8 +107,8 @@ class _Close:
 
 def start_contained(work: Coroutine[object, object, T], **options: Any) -> asyncio.Task[T]:
     """Starts the `work` of an environment in a task of its own. This lets the caller distinguish a cancellation of its
-    own task from a CancelledError that the environment raises. The new task is in no set of a TaskOwner, but tasks that
-    it starts are. `options` go to `asyncio.Task`."""
+    own task from a CancelledError that the environment raises. The new task is not added to the set of a TaskOwner;
+    tasks that it starts are. `options` are passed to `asyncio.Task`."""
     wrapped: Any = contained(work)
     wrapped.__qualname__ = getattr(work, "__qualname__", wrapped.__qualname__)  # names it where it is leaked
     task: asyncio.Task[T] = asyncio.Task(wrapped, **options)
@@ -117,8 +117,8 @@ def start_contained(work: Coroutine[object, object, T], **options: Any) -> async
 
 
 async def uninterrupted(work: Coroutine[object, object, object]) -> None:
-    """Awaits `work` to its end even if the caller is cancelled meanwhile; then raises the CancelledError after the end.
-    The work must have a deadline of its own."""
+    """Awaits `work` to its end. If the caller is cancelled meanwhile, raises the CancelledError only after that end.
+    `work` must have a deadline of its own."""
     task = asyncio.ensure_future(work)
     cancelled = None
     while not task.done():
@@ -189,7 +189,7 @@ class GroupEnvs:
 
     def close(self, sample: int) -> asyncio.Task[None] | None:
         """Begins to close the environment of the last try of rollout `sample`. Returns the task that closes it, which
-        ends within `close_s` seconds and raises nothing; None if no environment was made."""
+        ends within `close_s` seconds and raises nothing. Returns None if the rollout has no open environment."""
         env = self._open.pop(sample, None)
         if env is None:
             return None

@@ -46,8 +46,8 @@ class RunLimits:
         self.first_failure = "none"
 
     def note_failure(self, error: Exception, env: str) -> None:
-        """Keeps `error` if it is the first one of the run: the message about a reached limit shows it. `env`: the label
-        of the environment that raised it."""
+        """Stores `error` if it is the run's first failure; messages about reached limits show this failure. `env`: the
+        label of the environment that raised it."""
         if self.first_failure == "none":
             cause = traceback.format_exception_only(error)[0].strip().partition("\n")[0]
             self.first_failure = f"{cause}, in environment {env}\n{''.join(traceback.format_exception(error))}"
@@ -153,9 +153,9 @@ class BackgroundTasks:
         return isinstance(self._error, LimitReached)
 
     def raise_error(self, but_limits: bool = False) -> None:
-        """Raises the first error of a task, if there is one. With `but_limits` this call does not raise LimitReached;
-        only the request for the next minibatch does. The present step can then finish, and the run can be saved after
-        it."""
+        """Raises the first error of a task, if there is one. With `but_limits`, does not raise LimitReached, so that
+        the present step can finish and the run can be saved. LimitReached is then raised when training next waits for
+        groups."""
         if self._error and not (but_limits and self.limit_reached):
             raise self._error
 

@@ -38,7 +38,7 @@ from trireme.renderers import Message, Renderer, ToolSpec
 
 @dataclass(frozen=True)
 class MessageStep:
-    """The result of a message of the assistant."""
+    """The environment's result for one message of the assistant."""
 
     reward: float
     episode_done: bool
@@ -74,7 +74,8 @@ class MessageEnv(Resumable, ABC):
         return MessageStep(0.0, True)
 
     def known_answer(self) -> str | None:
-        """Returns a good answer to the newest prompt as text, or None, like `Env.known_answer`."""
+        """Returns a good answer to the newest prompt as text, like `Env.known_answer`. Unless overridden, returns None:
+        the environment knows no answer."""
         return None
 
     async def truncated(self, reason: Truncation) -> MessageStep | None:
@@ -89,8 +90,8 @@ class MessageEnv(Resumable, ABC):
 
 class RenderedEnv(Env):
     """An Env that plays the MessageEnv `env`; `renderer` turns its messages into tokens, and sampled tokens into
-    messages. Adds the metric `parse_error`: 1 for a malformed message, else 0, also for a message that was cut off by
-    its length."""
+    messages. Adds the metric `parse_error`: 1 for a malformed message, else 0. A message that was cut off by its length
+    does not count as malformed."""
 
     def __init__(self, env: MessageEnv, renderer: Renderer) -> None:
         self._env = env

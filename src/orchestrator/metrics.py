@@ -67,7 +67,8 @@ class StepMeter:
     """Metrics of updates that are not in a row yet, by version. The next update may end before a row is made."""
 
     def note_lag(self, seconds: float) -> None:
-        """Records that the event loop was late by `seconds`; a row has the largest delay."""
+        """Records that the event loop was late by `seconds`. Each row of metrics has the largest delay since the last
+        row."""
         self.lag_s = max(self.lag_s, seconds)
 
     def note_update(self, version: int, reports: Sequence[UpdateReport], seconds: float) -> None:
@@ -84,7 +85,7 @@ class StepMeter:
         }
 
     def take(self, step: int, counts: dict[str, int], idle_s: float) -> dict[str, float]:
-        """Returns the row of metrics of `step`, and begins the next row. `counts`: the result of `Ledger.counts` now.
+        """Returns the row of metrics of `step`, and begins the next row. `counts`: the present `Ledger.counts()`.
         `idle_s`: the seconds without a request in flight, counted since the last row."""
         rewarded = sorted(self.trained + self.filtered, key=lambda scored: scored.group.index)
         rollouts = sum(len(scored.trajectories_G) for scored in self.trained)
@@ -127,7 +128,8 @@ class StepMeter:
 
 
 def env_metrics(scored_P: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Returns the metrics `reward/total`, `env/*` and `stop/*` of the groups `scored_P`, at least one."""
+    """Returns the metrics `reward/total`, `env/*` and `stop/*` of the groups `scored_P`. There must be at least one
+    group."""
     by_tag: dict[str, list[ScoredGroup]] = defaultdict(list)
     for scored in scored_P:
         for tag in dict.fromkeys(("all", *scored.tags)):

@@ -13,9 +13,9 @@ def missing(ledger: Ledger, requests: int) -> str:
     if requests and not ledger.replicas:
         holds = f"no inference replica serves, and {requests} requests wait for one"
     elif requests:
-        holds = f"the inference replicas hold it, with {requests} requests"
+        holds = f"the cause is in the inference replicas, which have {requests} unanswered requests"
     elif running:
-        holds = "the environments hold it: no request is with a replica"
+        holds = "the cause is in the environments: no request waits for a replica"
     else:
         holds = "no group is running: its slots wait for a version that the replicas acknowledge"
     return (

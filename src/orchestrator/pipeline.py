@@ -141,9 +141,9 @@ class Pipeline:
         await self.evaluator.wait_idle()
 
     async def begin_version(self, version: int, update: Awaitable[Sequence[UpdateReport]]) -> None:
-        """Begins `version`: the replicas take its weights, also while they sample, until the awaitable `update` ends.
-        See Updates in the module's docstring. Call it after `end_version`. If the update fails, the driver's next call
-        raises its error."""
+        """Begins `version`. The replicas take its weights, also while they sample; the awaitable `update` ends when all
+        of them have done so (see Updates in the module's docstring). Call this method after `end_version`. If the
+        update fails, the driver's next call raises its error."""
         first = self._newest < 0
         self._newest = version
         last = version == self._config.max_steps
@@ -197,7 +197,8 @@ class Pipeline:
         least, limit = (min(n, per_substep - assembled % per_substep) for n in self._config.groups_per_minibatch)
         if (step, substep) != (self._ledger.batch, assembled // per_substep):
             raise ValueError(
-                f"asked for step {step}, substep {substep}; next is {self._ledger.batch}, {assembled // per_substep}"
+                f"asked for step {step}, substep {substep}; expected step {self._ledger.batch}, substep "
+                f"{assembled // per_substep}"
             )
         async with self._batch_deadline(1, f"{least} finished groups of batch {step}"):
             with trace.span("wait", "minibatches", step=step, groups=least):
@@ -264,6 +265,7 @@ class Pipeline:
     def _state(self) -> OrchestratorState:
         if self._newest > self._ledger.released:
             raise ValueError(
+                "the state can no longer be saved at this step: "
                 f"{self._ledger.released} batches are released, but the update to version {self._newest} has begun"
             )
         # After a stop by a limit, the user repairs the cause and resumes: then the limits count anew.
@@ -299,9 +301,9 @@ class Pipeline:
         finished, _ = await asyncio.wait([self._update], timeout=limit_s)
         if not finished:
             raise RoomFailed(
-                f"waited {limit_s:g} s (timeouts.update_s for each replica, and time to start a lost one again) for "
-                f"the {self._update.get_name()}; the newest version that each replica has acknowledged: "
-                f"{self._acknowledged}. See the logs of those that are behind, or raise timeouts.update_s"
+                f"waited {limit_s:g} s for the {self._update.get_name()} (timeouts.update_s for each replica, and time "
+                f"to restart a lost replica). Newest version that each replica has acknowledged: {self._acknowledged}. "
+                "See the logs of the replicas that are behind, or raise timeouts.update_s"
             )
         self._update.result()
 
@@ -323,8 +325,8 @@ class Pipeline:
 
     @asynccontextmanager
     async def _batch_deadline(self, batches: int, label: str) -> AsyncIterator[None]:
-        """Limits the time of the block to `batches` times `timeouts.batch_s`. Then raises RoomFailed with the missing
-        groups and `label`, which says what the block waits for."""
+        """Limits the time of the block to `batches` times `timeouts.batch_s`. If the block takes longer, raises
+        RoomFailed with the missing groups and `label`, which says what the block waits for."""
         limit_s = batches * self._config.batch_deadline_s
         try:
             async with asyncio.timeout(limit_s):
@@ -422,9 +424,9 @@ class Pipeline:
         return self._options.remove_constant_reward_groups and is_constant(scored.rewards_G)
 
     def _is_due(self, group: Group) -> bool:
-        """True if the group's deadline is the batch that is being assembled, so that no later batch may take it. Always
-        False if max_steps_off_policy is 0, because each group would be due from the beginning; also in deterministic
-        mode, because the answer would depend on timing."""
+        """True if the group's deadline is the batch that is being assembled, so that no later batch may take it. If
+        max_steps_off_policy is 0, always False, because each group would be due from the beginning. In deterministic
+        mode, always False too, because the answer would depend on timing."""
         bound = self._options.max_steps_off_policy
         return bool(bound) and not self._config.deterministic and self._ledger.deadline(group) <= self._ledger.batch
 
@@ -433,8 +435,8 @@ class Pipeline:
         self._run_limits.note_failure(error, env)
 
     def _settle(self, group: Group, outcome: GroupOutcome) -> None:
-        """Records in the ledger and the counts how a group ended, and wakes the loops that wait for this. Raises
-        LimitReached."""
+        """Records in the ledger and the counts how a group ended, and wakes the loops that wait for a group's end.
+        Raises LimitReached if the run has reached one of its limits."""
         for rollout in outcome.outcomes_G:
             if not isinstance(rollout, PromptTooLong):
                 self._run_limits.judge_rollout(None if isinstance(rollout, Trajectory) else rollout)

@@ -101,8 +101,8 @@ class Recorder:
 
 
 def _prefixes(trajectory: Trajectory) -> list[int]:
-    """Returns for each turn the length in tokens of the prefix that its prompt shares with the turn before (that turn's
-    prompt and answer); 0 if the prompt begins anew."""
+    """Returns for each turn how many tokens at the beginning of its prompt repeat the turn before (that turn's prompt
+    and answer); 0 if the prompt begins anew."""
     ends = [0, *(turn.end for turn in trajectory.turns)]
     return [end - turn.start for end, turn in zip(ends, trajectory.turns, strict=False)]
 

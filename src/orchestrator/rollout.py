@@ -142,9 +142,9 @@ class RolloutKey:
         return f"environment {self.env}, problem {self.problem}"
 
     def seed(self, run_seed: int | None, turn: int) -> int | None:
-        """Returns the seed of the rollout's request number `turn`, 0 <= seed < 2^63. Each request has a different seed,
-        which is the same in every process. Returns None if `run_seed` is None: the request then has no seed, and the
-        engine draws from its own random stream."""
+        """Returns the seed of the rollout's request number `turn`, 0 <= seed < 2^63. Different requests have different
+        seeds; every process computes the same seed for a request. If `run_seed` is None, returns None: the request then
+        has no seed, and the engine draws from its own random stream."""
         if run_seed is None:
             return None
         place = f"{run_seed}/{self.problem}/{self.sample}/{turn}/{self.attempt}"
@@ -253,8 +253,8 @@ def _in_vocabulary(tokens: npt.NDArray[np.integer], vocab_size: int) -> bool:
 
 
 def _limit_reached(prompt: npt.NDArray[np.int32], limits: RolloutLimits) -> Truncation | None:
-    """Returns the name of the limit that a prompt reaches, so that no answer may be sampled; None if it reaches no
-    limit."""
+    """Returns the name of the limit that a prompt reaches: no answer to such a prompt may be sampled. Returns None if
+    the prompt reaches no limit."""
     if limits.max_prompt_len is not None and len(prompt) > limits.max_prompt_len:
         return "max_prompt_len"
     if len(prompt) >= limits.max_seq_len:
@@ -285,7 +285,8 @@ def checked(
 
 
 def _check_sample(sampled: SampledSequence, key: RolloutKey, limits: RolloutLimits) -> None:
-    """Raises BadSample for an answer that the trainer could not train on; such an answer would end the run there."""
+    """Raises BadSample for an answer that the trainer could not train on; in the trainer, such an answer would end the
+    run."""
     # Only ufuncs, for speed: a sum is finite if all terms are, and a negative token becomes a large one without sign.
     if not 0 < len(sampled.tokens) == len(sampled.logprobs) or not math.isfinite(np.add.reduce(sampled.logprobs)):
         raise BadSample(

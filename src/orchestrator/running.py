@@ -37,7 +37,7 @@ class RunningGroups:
         return progress
 
     def add_task(self, group: Group, task: asyncio.Task[None]) -> None:
-        """Stores the task of a group that has begun, which `stop` can cancel."""
+        """Stores the task of a group that has begun, so that `stop` can cancel the task."""
         self._tasks[group.index] = task
 
     def ends(self, group: Group) -> None:
@@ -73,8 +73,8 @@ class RunningGroups:
 
     def load(self, ledger: Ledger, state: OrchestratorState) -> tuple[dict[int, ScoredGroup], str]:
         """Loads the `state` of a checkpoint into the ledger. Stores the progress of the groups that were running when
-        the checkpoint was made; they continue from it when they are started. Returns the finished groups by index, and
-        a message that says how many unfinished rollouts continue ("" if there were none)."""
+        the checkpoint was made; such a group continues from its progress when it is started. Returns the finished
+        groups by index, and a message that says how many unfinished rollouts continue ("" if there were none)."""
         fitting = {unfinished.group.index: unfinished for unfinished in state.running if self._fits(unfinished)}
         usable = ledger.load_state_dict(state.ledger, fitting.keys())
         for index in usable:
@@ -87,6 +87,6 @@ class RunningGroups:
         return finished, f"{restored} of {rollouts} unfinished rollouts were kept" if rollouts else ""
 
     def _fits(self, unfinished: UnfinishedGroup) -> bool:
-        """Returns True if the rollouts of a group from a checkpoint may continue: this run has the temperature at which
-        they were sampled."""
+        """Returns True if the rollouts of a group from a checkpoint may continue: they were sampled at the temperature
+        of this run."""
         return unfinished.temperature == self._runner_of(unfinished.group.problem).sampling.temperature

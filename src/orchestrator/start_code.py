@@ -231,8 +231,8 @@ def check(result: int, action: str) -> None:
 
 
 def enter_namespaces(uid: int) -> None:
-    """Moves this process and its children into new namespaces. If this process is root, user 1 in the namespaces is
-    mapped to the unused id `uid`; any other user can map it only to its own id."""
+    """Moves this process and its children into new namespaces. If this process is root, maps user 1 in the namespaces
+    to the unused id `uid`. Otherwise maps user 1 to the user id of this process, the only id that may be mapped."""
     user = os.geteuid()
     group = os.getegid()
     if user:
@@ -278,7 +278,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
 
 
 def build_root(start: CodeStart) -> None:
-    """Builds the file system that the program sees, in memory, mounted at the program's directory. Makes it the root
+    """Builds an in-memory file system for the program, mounted at the program's directory, and makes it the root
     directory of this process."""
     root = start.directory
     work = f"{start.directory}/tmp"
@@ -398,8 +398,8 @@ def become(start: CodeStart, directory: str, user: int | None, lower: int) -> No
 
 
 def limit(kind: int, soft: int) -> None:
-    """Limits the resource `kind` to `soft` for this process and its children. A lower limit that exists already
-    stays."""
+    """Limits the resource `kind` to `soft` for this process and its children. If the existing hard limit is lower than
+    `soft`, the hard limit applies."""
     hardest = resource.getrlimit(kind)[1]
     if hardest != resource.RLIM_INFINITY:
         soft = min(soft, hardest)

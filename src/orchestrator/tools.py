@@ -39,7 +39,7 @@ SHOWN = 40
 
 
 class ToolError(Exception):
-    """A call that the tool refuses; its text is the answer to the model."""
+    """The error that a tool raises to refuse a call. The model gets the error's text as the answer to the call."""
 
 
 @dataclass(frozen=True)

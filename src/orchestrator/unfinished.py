@@ -70,8 +70,8 @@ class UnfinishedGroup:
 
     @property
     def trajectories_G(self) -> list[Trajectory]:
-        """The trajectories of all rollouts that need not start over after a resume, in order. An unfinished rollout has
-        the trajectory so far."""
+        """The trajectories of all rollouts that need not start over after a resume, in order. For an unfinished
+        rollout, this is the trajectory so far."""
         rollouts = [rollout for rollout in self.rollouts_G if rollout is not None]
         return [rollout.trajectory if isinstance(rollout, UnfinishedRollout) else rollout for rollout in rollouts]
 
@@ -101,8 +101,9 @@ class RolloutProgress:
         follows: bool,
         stop: StopCondition,
     ) -> None:
-        """Records that a turn has ended, and that the rollout waits for the answer to `prompt`. `follows`: True if
-        `prompt` holds only the tokens after the last turn. `stop`: the stop condition of the answer."""
+        """Records that the rollout is before its first turn or between two turns, and waits for the answer to `prompt`.
+        `follows`: True if `prompt` holds only the tokens after the last turn. `stop`: the stop condition of the
+        answer."""
         self._snapshot = None
         self._between = (env, builder, prompt, follows, stop)
 
@@ -113,7 +114,8 @@ class RolloutProgress:
         self._between = None
 
     def take(self) -> UnfinishedRollout | None:
-        """Returns the rollout as it was between two turns, for a checkpoint; None if it has to start again."""
+        """Returns the state of the rollout at its last boundary between two turns, for a checkpoint; None if the
+        rollout has to start again after a resume."""
         if self._between is None:
             return self._snapshot
         try:
@@ -148,7 +150,7 @@ class GroupProgress:
 
     @classmethod
     def of(cls, group: UnfinishedGroup, size: int) -> GroupProgress:
-        """Returns the progress from which `group`, the group of a checkpoint, continues. Takes only the group's first
+        """Returns the progress with which `group`, a group of a checkpoint, continues. Uses only the group's first
         `size` rollouts."""
         rollouts = dict(enumerate(group.rollouts_G[:size]))
         return cls(
@@ -210,8 +212,8 @@ def plain(value: object, place: str) -> Any:
 
 
 def to_json(value: object, arrays: list[npt.NDArray[np.generic]]) -> object:
-    """Converts `value`, a result of `plain`, to JSON values. Appends each array to `arrays`, and puts the array's index
-    in `arrays` in its place (see SPECIAL)."""
+    """Converts `value`, a result of `plain`, to JSON values. Appends each array to `arrays`; in the JSON, the array is
+    replaced by its index in `arrays` (see SPECIAL)."""
     if isinstance(value, dict):
         return {key: to_json(part, arrays) for key, part in value.items()}
     if isinstance(value, list):

@@ -108,8 +108,8 @@ async def run_code(
     """Runs a program, given as text: starts `command` with the name of a file that holds `program`, and `input` as
     standard input. Returns how the program ended, even if it exceeded a limit.
 
-    At most as many programs run at the same time as there are cores; others wait. Raises RunCodeFailed. Raises BadInput
-    if `limits` asks for a limit of processes but the machine cannot enforce one.
+    At most as many programs run at the same time as there are cores (but at least two); others wait. Raises
+    RunCodeFailed. Raises BadInput if `limits` limits the number of processes but the machine cannot enforce this.
     """
     async with _turn():
         machine = await this_machine()
@@ -257,8 +257,8 @@ async def _played(start: str, stdin: Any, report: int, limits: CodeLimits) -> tu
 
 
 async def _read(stream: asyncio.StreamReader, limit: int, process: asyncio.subprocess.Process) -> bytes:
-    """Reads a stream to its end and returns its contents. If they exceed `limit` bytes, makes the starter kill the
-    program."""
+    """Reads a stream to its end. Returns its contents, cut off at most one read after `limit` bytes. If the contents
+    exceed `limit` bytes, makes the starter kill the program."""
     text = b""
     while chunk := await stream.read(2**16):
         if len(text) <= limit:

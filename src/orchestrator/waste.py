@@ -128,7 +128,7 @@ class TokenCounts:
 
     def settle(self, index: int, scored: ScoredGroup | None, filtered: bool) -> None:
         """Ends the count of group `index` after its rollouts. If the group failed (`scored` is None), counts all its
-        tokens as wasted. Unless it failed or was filtered, its lengths count in `length/sampled`."""
+        tokens as wasted. If it neither failed nor was filtered, adds its lengths to `length/sampled`."""
         group = self._groups.pop(index)
         if scored is None:
             self.waste("failed", group.total)

@@ -85,8 +85,9 @@ class Workers:
 
     async def run(self, function: Callable[..., T], *args: object, timeout_s: float) -> T:
         """Calls `function(*args)` in a worker process, and returns the result in JSON's types. If the function raises
-        an exception, raises it here if its class is built into Python, else a WorkerError with the same name. Raises
-        WorkerTimeout after `timeout_s` seconds, and WorkerDied."""
+        an exception of a class that is built into Python, raises an exception of this class here. For any other
+        exception, raises a WorkerError with the name of its class. Raises WorkerTimeout after `timeout_s` seconds, and
+        WorkerDied."""
         name = f"{function.__module__}.{function.__qualname__}"
         request = pickle.dumps((function, *args))
         async with self._free:
@@ -171,8 +172,9 @@ class Worker:
 
 
 def _process(connection: socket.socket, variables: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Starts a process that serves `connection`, its end of a socket pair, and closes this end in the present process.
-    The new process has the same module search path. It ends when the thread of the event loop ends."""
+    """Starts a worker process that answers calls on `connection`, one end of a socket pair. Closes this end in the
+    present process. The new process gets the present process's module search path, and ends when the thread of the
+    event loop ends."""
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
     with connection:
         return subprocess.Popen(
@@ -183,8 +185,8 @@ def _process(connection: socket.socket, variables: Sequence[str]) -> subprocess.
 
 
 def _outcome(answer: Any) -> tuple[Any, Exception | None]:
-    """Converts a decoded answer of `worker_process` to the result and None, or None and the exception. Raises
-    ValueError, TypeError or KeyError if it is not such an answer."""
+    """Converts a decoded answer of `worker_process` to (result, None) or (None, exception). Raises ValueError,
+    TypeError or KeyError if `answer` has another form."""
     if "result" in answer:
         return answer["result"], None
     error = _exception(answer["error"], answer["args"])
@@ -193,8 +195,8 @@ def _outcome(answer: Any) -> tuple[Any, Exception | None]:
 
 
 def _exception(name: str, args: Sequence[object]) -> Exception:
-    """Returns an exception of the built-in class `name` with the arguments `args`. If Python has no such class, or it
-    does not accept `args`, returns a WorkerError with this name."""
+    """Returns an exception of the built-in class `name` with the arguments `args`. If Python has no such class, or the
+    class does not accept `args`, returns a WorkerError with this name."""
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
@@ -232,8 +234,9 @@ async def run_in_worker(function: Callable[..., T], *args: object, timeout_s: fl
     """Calls `function(*args)` in another process for at most `timeout_s` seconds, and returns the result. The result is
     made of JSON values: tuples become lists.
 
-    If the function raises an exception, raises it here if its class is built into Python, else a WorkerError with the
-    same name. Raises WorkerTimeout when the call takes longer, and WorkerDied when the process ends by itself.
+    If the function raises an exception of a class that is built into Python, raises an exception of this class here.
+    For any other exception, raises a WorkerError with the name of its class. Raises WorkerTimeout when the call takes
+    longer, and WorkerDied when the process ends by itself.
     """
     if _current is None:
         raise RuntimeError(

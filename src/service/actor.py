@@ -153,9 +153,8 @@ class ServiceActor:
 
     @remote_method
     async def attempt_begins(self, attempt: int, version: int) -> None:
-        """Records that the run's attempt number `attempt` begins with the weights `version`. The run has then given up
-        all later versions of earlier attempts: ends each session that has such a version, as its floor or in its
-        tokens."""
+        """Records that attempt number `attempt` of the run begins with the weights `version`. This gives up all later
+        versions of earlier attempts. Ends each session whose floor or tokens have a version that was given up."""
         await self._started.wait()
         await self._gateway.registry.attempt_begins(attempt, version)
 

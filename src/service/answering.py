@@ -209,7 +209,7 @@ class TurnAnswering:
 
     def read(self, sampled: SampledSequence, placed: PlacedTurn) -> SampledAnswer:
         """Returns a sampled sequence as an answer: its tokens, and the assistant's message (text, thinking, tool calls)
-        in them."""
+        that these tokens contain."""
         reading = self.reader(placed.request, placed.params).read(sampled.tokens.tolist(), True)
         message: Message = {"role": "assistant", "content": reading.content}
         if reading.thinking:

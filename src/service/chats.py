@@ -11,8 +11,8 @@ from trireme.core.types import SampledSequence, SampleRequest
 
 
 class BoundedSampler:
-    """Calls the function `sample` for requests of clients. Marks each request as a chat, so that engines take the run's
-    own requests first, and ends a request after `answer_s` seconds."""
+    """Samples answers for clients with the function `sample`. Marks each request as a chat, so that engines take the
+    run's own requests first. Ends a request after `answer_s` seconds."""
 
     def __init__(self, sample: Sample, answer_s: float) -> None:
         self._sample = sample

@@ -56,7 +56,7 @@ def error_body(path: str, refused: RequestRefused) -> dict[str, object]:
 
 
 def stream_error(path: str, refused: RequestRefused) -> str:
-    """Returns the server-sent event that ends a stream which cannot be continued, in the dialect of `path`."""
+    """Returns the server-sent event, in the dialect of `path`, that ends a stream because of an error."""
     name = "error" if is_anthropic(path) else None
     data = error_body(path, refused)
     if in_session(path)[1].startswith("/v1/responses"):
@@ -77,8 +77,8 @@ def error_reply(path: str, refused: RequestRefused, *, close: bool = False) -> J
 
 
 def as_refused(error: Exception) -> RequestRefused:
-    """Returns the refusal that reports `error` to a client. A known error keeps its message and gets a status of its
-    kind; an unexpected error gets status 500."""
+    """Returns the refusal that reports `error` to a client. A known error keeps its message and gets the status for
+    errors of its class; an unexpected error gets status 500."""
     match error:
         case RequestRefused():
             return error

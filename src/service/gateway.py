@@ -69,9 +69,9 @@ class Gateway:
         on_answer: Callable[[ServiceAnswer], None] | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Yields the pieces of all answers to `turns` as they come; without `stream`, one piece for each answer. Calls
-        `on_answer` with each whole answer before it yields the answer's last piece. If the iterator is closed, sampling
-        ends; turns of a `session` ("": none) continue, because a retry may ask for their answers. Raises
-        RequestRefused, and TriremeError if the sampler or the store fails."""
+        `on_answer` with each whole answer before it yields the answer's last piece. If the iterator is closed early,
+        sampling ends, except for turns of a `session` ("": no session), because a retry may ask for their answers.
+        Raises RequestRefused, and TriremeError if the sampler or the store fails."""
         new = sum(turn.n for turn in turns if not (session and turn.retry))
         if new:  # a stored answer takes no place
             self.turns.places.check(new)

@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 
 class ServiceHandle:
-    """Keeps one service running until `stop`, by a thread. The death of the service's actor does not end the run:
-    another actor takes the same port and the same replica set."""
+    """Keeps one service running until `stop`, in a thread of its own. If the service's actor dies, the run continues: a
+    new actor takes the same port and the same replica set."""
 
     def __init__(
         self,
@@ -93,15 +93,16 @@ class ServiceHandle:
         return cls(config, make, log_dir and log_dir / f"{PART}.log", say, start_times, roster)
 
     def attempt_begins(self, attempt: int, version: int) -> None:
-        """Tells the service that the run's attempt number `attempt` begins with the weights `version`. The run has then
-        given up all later versions of earlier attempts: the service ends each session that has such a version."""
+        """Tells the service that attempt number `attempt` of the run begins with the weights `version`. This gives up
+        all later versions of earlier attempts. The service ends each session whose floor or tokens have such a
+        version."""
         with self._lock:
             self._starts.append((attempt, version))
             self._actor.attempt_begins.remote(attempt, version)
 
     def follow(self, source: Any) -> None:
-        """Sends the service's requests from now on to the replica set of a new attempt. `source`: the set as a router
-        in another process sees it (`inference.replica_set.handle.RemoteSet`)."""
+        """Sends the service's requests from now on to the replica set of a new attempt. `source`: a handle of this set
+        for use in another process (`inference.replica_set.handle.RemoteSet`)."""
         with self._lock:
             self._source = source
             self._actor.follow.remote(source)

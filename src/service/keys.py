@@ -68,8 +68,8 @@ class ServiceKeys:
         self._signs = next((digest for key, digest in self._digests if key.role == "admin"), None)
 
     def find(self, value: str | None) -> ServiceKey | None:
-        """Returns the key with the secret `value`, None if there is none. The time taken does not depend on `value`:
-        the secret is compared with all keys, in constant time."""
+        """Returns the key with the secret `value`, or None if no key has this secret. Compares the digest of `value`
+        with the digests of all keys, each in constant time, so that the time taken reveals no secret."""
         digest = _digest(value or "")
         match = None
         for key, key_digest in self._digests:
@@ -98,7 +98,8 @@ class ServiceKeys:
 
 
 def same_text(text: str, secret: str) -> bool:
-    """Returns True if `text` equals `secret`, in a time that depends on neither; `text` may have any characters."""
+    """Returns True if `text` equals `secret`. Compares their digests in constant time. `text` may have any
+    characters."""
     return hmac.compare_digest(_digest(text), _digest(secret))
 
 

@@ -206,7 +206,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def http_server(app: ASGIApp, host: str, port: int, idle_s: int = IDLE_S) -> HttpServer:
     """Returns a server for `app` with a socket at `host` and `port` (0: any free port). The server answers once its
-    `open` was called. Raises RoomFailed if the address cannot be used."""
+    `open` has been called. Raises RoomFailed if the address cannot be used."""
     try:
         return HttpServer(app, listen(host, port), idle_s)
     except OSError as error:

@@ -91,8 +91,8 @@ AnswerReader = TextReader | MessageReader
 
 
 def _cut(text: str, ends: Sequence[str]) -> tuple[str, str | None]:
-    """Returns (text, end): the part of `text` before the first of the strings `ends` in it, and that string; (`text`,
-    None) if it contains none of them."""
+    """Returns (text, end): the part of `text` before the first occurrence of any of the strings `ends`, and the string
+    that occurs there. Returns (`text`, None) if none of these strings occurs."""
     place = first_of(ends, text)
     if place is None:
         return text, None
@@ -100,8 +100,8 @@ def _cut(text: str, ends: Sequence[str]) -> tuple[str, str | None]:
 
 
 def settled(text: str, ends: Sequence[str]) -> str:
-    """Returns `text` without its end, if that end may be the beginning of one of the strings `ends`, or an incomplete
-    letter."""
+    """Returns `text` without an incomplete last character, and without an end that may be the beginning of one of the
+    strings `ends`."""
     text = text.rstrip(UNFINISHED)
     for length in range(min(max(map(len, ends), default=1) - 1, len(text)), 0, -1):
         if any(end.startswith(text[-length:]) for end in ends):
@@ -153,9 +153,9 @@ class AnswerPieces:
 
 
 def more_of(sent: str, now: str, whole: bool) -> str:
-    """Returns the part of `now` that comes after the text `sent`. While the answer is not `whole`, `now` may be shorter
-    than `sent`, because more of its end is held back; then returns "". Raises RequestRefused if `now` does not begin
-    with `sent`."""
+    """Returns the part of `now` that comes after the text `sent`. If the answer is not `whole` and `sent` begins with
+    `now`, returns "": more of the answer's end is held back than before. Otherwise raises RequestRefused if `now` does
+    not begin with `sent`."""
     if not whole and sent.startswith(now):
         return ""
     if not now.startswith(sent):

@@ -118,8 +118,8 @@ def name_of(path: str) -> str:
 
 
 def caller_of(method: str, path: str) -> Caller:
-    """Returns which callers may use a path. An unknown path has the callers of the routes next to it, so that only they
-    get the status 404; others are refused like on those routes."""
+    """Returns which callers may use a path. An unknown path has the same callers as the routes next to it. These
+    callers get the status 404; all others are refused, as on those routes."""
     session, rest = in_session(path)
     if path.startswith(SIGNED):
         return "all"

@@ -289,7 +289,7 @@ def _locked(path: Path) -> int:
             os.close(lock)
             raise StorageFailed(
                 f"{path.with_name(FILE)} is held by {holder}; expected a store that no other process writes: end that "
-                "one first, or choose another directory"
+                "process first, or choose another directory"
             ) from None
         except OSError:
             os.close(lock)
@@ -311,7 +311,8 @@ def _store_errors(path: Path) -> Iterator[None]:
             raise StorageFailed(f"{path} is damaged ({error}); {_remedy(path)}") from error
         if code == sqlite3.SQLITE_BUSY:
             raise StorageFailed(
-                f"{path} has been held by another process for more than {BUSY_S:g} s ({error})"
+                f"{path} has been held by another process for more than {BUSY_S:g} s ({error}): end that process, then "
+                "try again"
             ) from error
         with storage_errors(path):
             raise OSError(ENOSPC if code == sqlite3.SQLITE_FULL else 0, str(error)) from error

@@ -131,8 +131,8 @@ class Adapters:
                 layer.scaling[ADAPTER] = self.adapter.alpha / self.adapter.rank
 
     def drop(self, name: str) -> None:
-        """Forgets the adapter `name`. If it is in use, the adapter FIRST is put into the model before. Raises BadInput
-        for FIRST and for an unknown name."""
+        """Forgets the adapter `name`. If it is in use, puts the adapter FIRST into the model instead. Raises
+        BadInput for FIRST and for an unknown name."""
         if name == FIRST:
             raise BadInput("the first adapter cannot be dropped; expected the name of one that was added")
         if name == self.name:
@@ -147,8 +147,8 @@ class Adapters:
         return list(self._parameters.values())
 
     def _live(self) -> Iterator[Tensor]:
-        """Yields for each parameter this rank's part of the parameter and of AdamW's moments, then AdamW's count of
-        steps: the live tensors, not copies."""
+        """Yields the live tensors (not copies) of one parameter after the other: this rank's part of the parameter and
+        of its AdamW moments, and its AdamW count of steps."""
         for parameter in self._all:
             state = self._optimizer.state[parameter]
             for tensor in (parameter, *(state[moment] for moment in MOMENTS)):
@@ -183,7 +183,7 @@ class Adapters:
 
     @staticmethod
     def _of_rank(parameter: DTensor, whole: Tensor) -> Tensor:
-        """Returns this rank's part of the tensor `whole`, a copy in host memory, cut as `parameter` is sharded."""
+        """Shards the tensor `whole` like `parameter`, and returns a copy of this rank's part in host memory."""
         sharded = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         return sharded.to_local().to("cpu", copy=True)
 
@@ -220,7 +220,7 @@ class AdapterVerbs:
 
     def _several(self) -> Adapters:
         if self._adapters is None:
-            raise BadInput("the whole model is trained, which has no adapters: set trainer.lora.rank")
+            raise BadInput("this run trains the whole model and has no adapters: set trainer.lora.rank")
         return self._adapters
 
 

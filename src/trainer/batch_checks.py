@@ -40,7 +40,7 @@ class PublishedVersions:
         self._identities = list(identities)
 
     def add(self, newest: WeightIdentity) -> None:
-        """Adds `newest`, the version that trains from now on, and drops the versions that are too old to be trained
+        """Adds `newest`, the version just published, and drops the versions whose samples are now too old to train
         on."""
         identities = [*self._identities, newest]
         self._identities = [i for i in identities if deadline(i.version, self._max_steps) >= newest.version]
@@ -103,7 +103,7 @@ def find_refusal(part: BatchPart, vocab_size: int, loss_fn: str | None = None) -
 
 def _first_place(part: BatchPart, wrong: npt.NDArray[np.bool_]) -> tuple[int, int, int] | None:
     """Finds the first token where `wrong`, bool [T] over the tokens of `part`, is true. Returns its datum's number in
-    the batch, its place in the datum and its place in `part`; None if there is none."""
+    the batch, its place in the datum and its place in `part`; None if `wrong` is false everywhere."""
     places = np.flatnonzero(wrong)
     if not len(places):
         return None

@@ -146,7 +146,8 @@ class RankAssignment:
         return [np.sort(np.asarray(datums, np.int64)) for datums in datums_R]
 
     def datums(self, lengths: Numbers) -> list[list[int]]:
-        """Returns for each rank the numbers of its datums if nothing is shared, most expensive first."""
+        """Assigns the datums to ranks as if no prefixes were shared: returns for each rank the numbers of its datums,
+        most expensive first."""
         return balance(compute_cost(lengths, self.attention_length), self.num_ranks)
 
     def trees(self, forest: Forest) -> list[list[Tree]] | None:
@@ -218,7 +219,7 @@ def _cut(datums: list[int], lengths_D: npt.NDArray[np.int64], micro_batch_tokens
 
 def _pack(datums: list[int], lengths_D: npt.NDArray[np.int64], micro_batch_tokens: int) -> list[MicroBatch]:
     """Packs `datums`, longest first, into rows of at most `micro_batch_tokens` tokens: each datum goes into the first
-    row that has room for it (first-fit decreasing, Johnson 1973). A datum longer than a row is alone."""
+    row that has room for it (first-fit decreasing, Johnson 1973). A datum longer than a row gets its own row."""
     rows: list[list[int]] = []
     room: list[np.int64] = []
     for d in datums:

@@ -73,8 +73,8 @@ PROGRESS_S = 30.0
 
 
 class _VerbNames:
-    """Replaces the class `Shard`, whose module imports torch, where only names of verbs are needed. Every attribute is
-    its own name as a string, which `ShardActor.call` takes."""
+    """Stands in for the class `Shard` where only the names of its methods are needed, because the module of `Shard`
+    imports torch. Every attribute is its own name as a string, which `ShardActor.call` takes."""
 
     def __getattr__(self, name: str) -> str:
         return name
@@ -85,8 +85,8 @@ VERBS = cast("type[Shard]", _VerbNames())
 
 
 class TrainerHandle:
-    """Calls all shards of the trainer together. Every verb is collective and waits for all shards, at most
-    `timeouts.step_s`.
+    """Calls all shards of the trainer together. Every verb is collective. A verb waits for all shards, at most
+    `timeouts.step_s`; only `save_state` and `save_weights` return at once.
 
     A shard that raises, dies or hangs ends the call with one RoomFailed that names the shard, with its traceback and
     its log; afterwards only `stop` works. An error that all shards raise together (ProvenanceError, BadInput,
@@ -399,7 +399,7 @@ class TrainerHandle:
         return RoomFailed(f"{verb}: a collective exceeded {limit}. {error}\n{''.join(self._whereabouts(hung))}")
 
     def _whereabouts(self, ranks: Sequence[int]) -> Iterator[str]:
-        """Yields a line and a stack trace for each of these ranks: where it is, or that it does not answer."""
+        """Yields a text for each of these ranks: the shard's stack trace, or that the shard does not answer."""
         for rank, stack in self._ask({rank: self._actors_R[rank].stack.remote() for rank in ranks}):
             silent = "does not answer at all: its process is stopped, or stuck outside Python\n"
             if isinstance(stack, RoomFailed):

@@ -194,9 +194,9 @@ def mean_log_ratios(sequences: Numbers, sums: npt.NDArray[np.float64]) -> npt.ND
 
 
 def with_sequence_ratios(batch: TokenBatch, mean_N: npt.NDArray[np.float64]) -> TokenBatch:
-    """Returns the batch with the new column `sequence_log_ratio`, which has for each token the mean of p - q of its
-    sequence, from `mean_N`; and without the column POLICY. The loss gspo needs the new column if a sequence has several
-    datums."""
+    """Returns the batch with the new column `sequence_log_ratio`, and without the column POLICY. The new column has for
+    each token the mean of p - q of its sequence, from `mean_N`. The loss gspo needs this column if a sequence has
+    several datums."""
     ratios = np.repeat(mean_N[batch.sequences].astype(np.float32), batch.lengths)
     columns = {name: column for name, column in batch.columns.items() if name != POLICY}
     return replace(batch, columns={**columns, "sequence_log_ratio": ratios})

@@ -73,10 +73,10 @@ class Sharding:
         self._offload = CPUOffloadPolicy(pin_memory=on_gpus) if options.offload == "cpu" else OffloadPolicy()
 
     def keep_whole(self, requested: bool) -> str:
-        """Sets whether the whole model stays gathered over each batch, after a resume. `requested`: it did so before
-        the resume. If it is requested, and memory and configuration allow it, the model stays gathered. If it is
-        requested and not possible, returns a message for the log, because the last bits of gradients then change.
-        Returns "" otherwise, and if there is only one rank."""
+        """Decides after a resume whether the whole model stays gathered over each batch. `requested`: it stayed
+        gathered before the resume. If `requested`, and memory and configuration allow it, the model stays gathered
+        again. If `requested` but not possible, returns a message for the log, because the last bits of gradients then
+        change. Otherwise, and if there is only one rank, returns ""."""
         self.whole = requested and self.memory.whole
         if requested == self.whole or self._mesh.size == 1:
             return ""
@@ -313,7 +313,7 @@ def freed_after(model: PreTrainedModel) -> Iterator[None]:
 
 def published_units(model: PreTrainedModel, dtype: torch.dtype) -> list[list[tuple[str, Tensor]]]:
     """Returns the names, shapes and dtypes that `gathered_units` will yield, unit by unit, as tensors without memory
-    (device "meta"). `dtype`: in which the model publishes."""
+    (device "meta"). `dtype`: the dtype in which the model publishes."""
 
     def empty(tensor: Tensor) -> Tensor:
         casts = isinstance(tensor, DTensor) and tensor.is_floating_point()

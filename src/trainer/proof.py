@@ -132,8 +132,8 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Proof:
-    """The layout in which a model is computed (packed or padded rows, with or without shared prefixes), and the
-    differences between layouts that it showed at the start."""
+    """The layout in which a model is computed (packed or padded rows, with or without shared prefixes), and how far
+    the layouts differed when they were tried at the start."""
 
     architecture: str
     packed: bool
@@ -166,8 +166,8 @@ class Proof:
 
     @property
     def notice(self) -> str:
-        """Returns a text that says which layouts the configuration allows and the model cannot have, with the reasons;
-        "" if there are none."""
+        """A text that names the layouts that the configuration allows but the model cannot have, with the reasons; ""
+        if there are no such layouts."""
         notices = []
         if self.why_rows:
             notices.append(f"rows are padded, not packed: {self.why_rows}")
@@ -215,8 +215,8 @@ def _prove_model(
 
 def _prove_kind(config: PretrainedConfig, *, packed: bool, shares: bool) -> Agreement | ProvedType | str:
     """Returns the result of docs/models.md for the kind of model that `config` describes. If the page has no result,
-    returns that of a small twin, or a text that says why no twin can be built. `packed`: the result covers packed rows
-    too; `shares`: it covers shared prefixes too."""
+    proves a small twin and returns the twin's result, or a text that says why no twin can be built. `packed`: the
+    result covers packed rows too; `shares`: it covers shared prefixes too."""
     proved = proved_type(config)
     if proved:
         return ProvedType(proved.not_packed if packed else "", proved.not_shared if shares else "")
@@ -445,8 +445,8 @@ def prove_reload(model: PreTrainedModel) -> None:
         distance = _distance(*(_chosen(own_logits(candidate, sample), sample) for candidate in (model, opened)))
     if not distance <= RELOADED:
         raise Refusal(
-            f"{type(model).__name__}: saved, and opened again by Hugging Face's transformers, it computes "
-            f"log-probabilities that differ by {distance:.3g}",
+            f"{type(model).__name__}: its log-probabilities change by {distance:.3g} when it is saved, and opened "
+            "again by Hugging Face's transformers",
             f"the same log-probabilities, within {RELOADED:g}",
             "train another model, or update transformers",
         )

@@ -39,7 +39,7 @@ LARGE = "more than 1"
 
 @dataclass(frozen=True)
 class ProvedType:
-    """The result of docs/models.md for one model type, which stands in for the `Agreement` of a twin. Padded rows are
+    """The result of docs/models.md for one model type. It is used instead of a twin's `Agreement`. Padded rows are
     right for each type on the page. If packed rows or shared prefixes are not right, the result says why."""
 
     not_packed: str

@@ -63,8 +63,9 @@ batch (`ShardMemory.whole`).
 
 
 class Shard(AdapterVerbs):
-    """One rank of the trainer: holds its part of the model and has the verbs. Constructing it joins the process group
-    through `store`, loads the model's part and proves the model: collective.
+    """One rank of the trainer: holds its part of the model, and has the methods ("verbs") that `TrainerHandle` calls.
+    Constructing it joins the process group through `store`, loads this rank's part of the model and proves the model:
+    collective.
 
     `sender` sends published weights to where replicas get them. `attempt` becomes part of the identity of all weights
     that are published. A replica takes `replica_share` of this rank's GPU.
@@ -144,7 +145,7 @@ class Shard(AdapterVerbs):
         if reason and required:
             raise Refusal(
                 f"trainer.compile = true for {self.proof.architecture}: {reason}",
-                "layers that compile, and compute what they compute uncompiled",
+                "layers that compile, with the same results as uncompiled layers",
                 "leave --trainer.compile out, or set it to false",
             )
         if reason:
@@ -389,8 +390,8 @@ class Shard(AdapterVerbs):
         return PublishedWeights(WeightsManifest(identity, entries, canary, self._adapter, base), part)
 
     def free_memory(self) -> None:
-        """Gives the memory of freed tensors on a GPU back, so that another process can have it. On CPUs does
-        nothing."""
+        """Releases the GPU memory that PyTorch keeps from freed tensors, so that another process can use it. Does
+        nothing on CPUs."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

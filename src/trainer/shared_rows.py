@@ -72,8 +72,8 @@ class SharedRow:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """The N hidden states by which the output matrix is multiplied (called rows), and their M targets, sorted by row.
-    Each row is for one place in a `SharedRow` and one temperature."""
+    """The N rows (hidden states) that are multiplied by the output matrix, and their M targets, sorted by row. Each row
+    is for one place in a `SharedRow` and one temperature."""
 
     hidden: Numbers
     """[N], the place in the `SharedRow` whose hidden state each row is."""

@@ -55,7 +55,7 @@ def kinds(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 class Slab:
     """Host memory for copies of the state, `nbytes` bytes in one piece. `pinned`: page-locked, for copies from a GPU.
-    Pinning takes seconds, because the system maps each page and the driver locks it, so a thread does it.
+    Pinning takes seconds (the system maps and the driver locks each page), so a thread pins the memory.
 
     (PyTorch rounds the size of its own pinned memory up to a power of two, which would take a third more memory.)
     """
@@ -85,8 +85,8 @@ class Slab:
 
     @staticmethod
     def size_of(tensors: Iterable[Tensor], count: int) -> int:
-        """Returns the bytes that `count` copies of this rank's part of each tensor take at most, however the copies are
-        grouped."""
+        """Returns the most bytes that `count` copies of this rank's part of each tensor can take, for any grouping of
+        the copies into stacks."""
         return sum(count * padded(part.nbytes) for part in map(own_part, tensors))
 
 

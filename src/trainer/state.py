@@ -164,7 +164,8 @@ class Checkpointer:
         self._snapshot: StateSnapshot | None = None
 
     def begin(self, path: Path) -> None:
-        """Begins to save the current state into directory `path`, after any earlier save has ended."""
+        """Begins to save the current state into directory `path`; does not wait. A thread writes the files, once any
+        earlier save has ended."""
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())
         state = {**self._staging.buffers, **self._small_state()}
@@ -207,8 +208,8 @@ class Checkpointer:
             small = self._read(path, part)
         if self._base and (digest := bytes(small["base"].tolist()).hex()) != self._base:
             raise CheckpointInvalid(
-                f"{path} holds adapters of another base, whose weights have digest {digest}; those of model.name have "
-                f"{self._base}: give the model that the run began with"
+                f"{path} holds adapters for a base model with digest {digest}, but model.name has digest {self._base}: "
+                "set model.name to the model that the run began with"
             )
         self._take_over(small)
 

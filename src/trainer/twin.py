@@ -32,8 +32,8 @@ def _at_most(limit: int) -> Size:
 
 
 def _key_heads(value: int, section: Mapping[str, object]) -> int:
-    """Returns the twin's number of key heads. It is 4, one for each query head, if the model has one key head for each
-    query head; else at most 2."""
+    """Returns the twin's number of key heads. If the model has one key head for each query head, so has the twin: 4.
+    Otherwise the twin has at most 2."""
     heads = {
         size for key, size in section.items() if re.fullmatch(r"(num_attention_|n_|swa_num_attention_)heads?", key)
     }

@@ -181,7 +181,7 @@ class ReplicaSet:
         weights. Once the replica has them it serves, and a table says so. Until then updates do not wait for the
         replica. If the bytes of the newest weights are gone, the replica waits for the next update.
 
-        `client` calls the replica; `generation` names it for ever (None: chosen here).
+        `client` calls the replica; `generation` is the replica's permanent name (None: chosen here).
         """
         self.leave(index, f"{client.name} has a successor")
         self._begin_to_catch_up(self._add(index, client, generation))

@@ -28,8 +28,8 @@ class ReplicaCalls:
 
     async def call(self, work: Awaitable[Value]) -> Value:
         """Waits for `work`, a call to the replica, and returns its value. If the replica is given up meanwhile, raises
-        the reason at once. An error of `work` itself is raised and gives the replica up; WeightsGone is only raised,
-        because the replica is not to blame."""
+        the reason at once. If `work` raises a TriremeError, gives the replica up and raises the error. After
+        WeightsGone the replica is kept, because it is not to blame."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         try:

@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RemoteSet:
-    """The replica set as a router in another process sees it: reads its tables and reports failures to it;
-    picklable."""
+    """A router's access to a replica set in another process: reads the set's tables and reports failures to the set.
+    Picklable."""
 
     actor: ActorProxy[ReplicaSet]
     _reading: asyncio.Task[None] | None = None
@@ -121,9 +121,9 @@ class ReplicaSetHandle:
         """The replica set as routers read it."""
 
     def begin_again(self, clients: Mapping[int, ReplicaClient], generations: Mapping[int, Generation]) -> Ref[None]:
-        """Starts a new incarnation of the replica set after the old one was lost. It has the replicas of the old one:
-        `clients` and `generations`, by number of the replica. Then repeats the newest update or, if the replicas sleep,
-        puts them to sleep. Returns a reference that resolves once the new actor is ready."""
+        """Starts a new incarnation of the replica set after the old one was lost, with the same replicas: `clients` and
+        `generations`, by number of the replica. Then repeats the newest update or, if the replicas sleep, puts them to
+        sleep. Returns a reference that resolves once the new actor is ready."""
         ray.kill(self.actor)
         self._start(clients, generations)
         if self._sleeping:
@@ -155,7 +155,7 @@ class ReplicaSetHandle:
                     timeout_s=max(deadline - time.monotonic(), 0.0),
                     log=self._log,
                     on_tick=lambda *_: on_tick(),
-                    limit="timeouts.update_s for each replica, and time to start a lost one again",
+                    limit="timeouts.update_s for each replica, and time to restart a lost replica",
                 )
                 return
             except RoomFailed as failure:

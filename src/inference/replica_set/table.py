@@ -61,7 +61,7 @@ class EndedUpdate:
 
 @dataclass(frozen=True)
 class Departure:
-    """Which replica has left a replica set, and why."""
+    """A replica that has left a replica set, and the reason."""
 
     generation: Generation
     reason: TriremeError
@@ -124,8 +124,8 @@ class NewestTable:
         return self.table
 
     async def wait_for_serving(self) -> None:
-        """Waits until some replica takes requests. As long as replicas take weights or sleep, waits for them without a
-        limit. If there are none, waits up to `Table.patience_s` seconds for a replica to join.
+        """Waits until some replica takes requests. As long as there are replicas that take weights or sleep, waits for
+        them without a limit. If there are no such replicas, waits up to `Table.patience_s` seconds for one to join.
 
         When no replica comes, raises an error with all failures: WeightsRefused if all replicas refused weights, else
         RoomFailed. Raises WeightsGone at once if only the next update can make a replica serve.

@@ -41,8 +41,8 @@ class UrlAnswerer:
 
 @dataclass(frozen=True)
 class StartAnswerer:
-    """The frozen weights that the run starts from, in a worker process on CPUs: for small models. For larger ones start
-    a server (`vllm serve MODEL`) and give its URL."""
+    """The frozen weights that the run starts from, in a worker process on CPUs: for small models. For a larger model,
+    start a server (`vllm serve MODEL`) and give its URL."""
 
     model: str
 

@@ -76,8 +76,8 @@ class GuessEnv(Env):
 
 @dataclass(kw_only=True)
 class GuessDataset(GeneratedDataset):
-    """`num_batches` batches of `batch_size` games of at most `max_turns` guesses. There are only ten secrets:
-    evaluations and training draw from the same secrets.
+    """`num_batches` batches of `batch_size` games of at most `max_turns` guesses. Training and evaluations draw from
+    the same secrets, because there are only ten.
 
     Raises ValueError for sizes below 1, and for a tokenizer without an end of sequence.
     """

@@ -274,7 +274,10 @@ class HttpDataset(GeneratedDataset):
         else:
             token = None
         if self.token_variable and token is None:
-            raise ValueError(f"token_variable = {self.token_variable!r}, which is not set in this process")
+            raise ValueError(
+                f"token_variable names the environment variable {self.token_variable!r}, which is not set in this "
+                "process"
+            )
         _allow_connections()
         urls = [url.rstrip("/") for url in (self.url, *self.more_urls)]
         self._servers = [EnvServer(url, self.reset_s, self.step_s, token) for url in urls]

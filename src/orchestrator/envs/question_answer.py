@@ -87,7 +87,8 @@ class QuestionAnswerDataset(ListedDataset[RewardRow]):
     ) -> None:
         if grading not in ("math", "exact") or grading_limit_s <= 0:
             raise ValueError(
-                f"grading = {grading!r}, grading_limit_s = {grading_limit_s}; expected 'math' or 'exact', and above 0 s"
+                f"grading = {grading!r}, grading_limit_s = {grading_limit_s}; expected 'math' or 'exact', and a limit "
+                "above 0 s"
             )
         if grading == "math":
             require("math_verify", extra="math", what_for='an environment with grading = "math"')

@@ -187,8 +187,8 @@ class ReasoningGymDataset(GeneratedDataset):
             if is_held_out(entry["question"]) == (self.context.split == "eval"):
                 return self._make(self._row(index, entry))
         raise ValueError(
-            f"{MOST_TRIES} items of reasoning_gym:{self._task} had no question for the split {self.context.split!r}; "
-            "expected a generator, difficulty or size with more questions"
+            f"tried {MOST_TRIES} items of reasoning_gym:{self._task}: no question is in the split "
+            f"{self.context.split!r}; expected more questions: choose another task, difficulty or size"
         )
 
     def _row(self, index: int, entry: Entry) -> RewardRow:
@@ -213,10 +213,10 @@ class ReasoningGymDataset(GeneratedDataset):
 
 
 def few_questions(items: Any, indexes: range, seconds: float = COUNTING_S) -> tuple[int, int]:
-    """Checks whether a generator has few distinct questions: draws its items at `indexes`, in order, for at most
-    `seconds` seconds. Returns the number of drawn items, and the number of distinct questions among them, or 0 if
-    these are not few. They are few if a generator that picks evenly from FEW_QUESTIONS questions would be expected to
-    show more of them in as many draws."""
+    """Tests whether a generator has few distinct questions. Draws its items at `indexes`, in order, for at most
+    `seconds` seconds, and at most 2 * FEW_QUESTIONS items. Returns the number of drawn items, and the number of
+    distinct questions among them. The second number is 0 if the questions are not few. They are few if they are fewer
+    than the expected number of distinct questions in the same number of uniform draws from FEW_QUESTIONS questions."""
     questions: set[str] = set()
     drawn = 0
     end = time.monotonic() + seconds

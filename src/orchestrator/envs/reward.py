@@ -108,8 +108,8 @@ class RewardProblem(EnvGroupBuilder):
             await self._scored(list(self.weights), answers)
         except Exception as error:
             raise BadInput(
-                f"{', '.join(self.weights)} of {self.source}, tried with {self.row.place}: {error}; expected a finite "
-                "number for each answer, whatever a model writes, within env.args.limit_s: correct the function"
+                f"{', '.join(self.weights)} of {self.source} failed in a trial with {self.row.place}: {error}. A "
+                "reward function must give a finite number for any answer, within env.args.limit_s: correct it"
             ) from error
 
     async def score_alone(self, answer: Answer) -> Scored:
@@ -217,7 +217,7 @@ def row_of(place: str, row: object, prompt: str, answer: str, chat: bool) -> tup
     """Reads one row of the data. `prompt` and `answer` name its columns; `chat`: True if a prompt that is a text is a
     user's message in a chat. Returns the prompt as JSON, and the RewardRow. Raises ValueError, which names `place`."""
     if not isinstance(row, Mapping) or not row.get(prompt):
-        raise ValueError(f"{place} has no {prompt!r}, which env.args.prompt names; it is {str(row)[:SHOWN]}")
+        raise ValueError(f"{place} has no {prompt!r}, which env.args.prompt names; the row is {str(row)[:SHOWN]}")
     question = row[prompt]
     known_answer = row.get(answer)
     if chat and isinstance(question, str):
@@ -238,9 +238,12 @@ def _refuse_columns(source: str, name: str, row: RewardRow) -> None:
             signature(function).bind(*call.args, **call.keywords)
     except TypeError as error:
         raise Refusal(
-            f"the reward function {name} of {source}, for {row.place} with columns {', '.join(row.columns)}: {error}",
-            "a function of an answer, or of `completions`, whose other parameters are `prompts` or columns of each row",
-            "add the column, give the parameter a default, or rename the first parameter if a column has its name",
+            f"the reward function {name} of {source}, which cannot be called for {row.place}: {error}. The columns of "
+            f"this row: {', '.join(row.columns)}",
+            "a function with a parameter for the answer, or with `completions`. Each other parameter is `prompts` or "
+            "names a column that every row has",
+            "add the column, or give the parameter a default; if a column has the name of the first parameter, rename "
+            "the parameter",
         ) from None
 
 

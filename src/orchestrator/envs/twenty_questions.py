@@ -101,8 +101,8 @@ class TwentyQuestionsEnv(MessageEnv):
 class TwentyQuestionsDataset(GeneratedDataset):
     """`num_batches` batches of `batch_size` games. An eighth of the words is for evaluations only.
 
-    `answerer` is `start`, for the model that the run starts from (a small one, because it computes on CPUs), or the URL
-    of a server with OpenAI's chat completions. For a server, `answerer_model` is the name of its model, and
+    `answerer` is `start`, for the model that the run starts from (it must be small, because it runs on CPUs), or the
+    URL of a server with OpenAI's chat completions. For a server, `answerer_model` is the name of its model, and
     `answerer_key_variable` the name of the environment variable with its key, if it needs one. Raises ValueError for
     other answerers, and for sizes below 1.
     """
@@ -125,8 +125,8 @@ class TwentyQuestionsDataset(GeneratedDataset):
             self._answerer = UrlAnswerer(server, self.answerer_model)
         else:
             raise ValueError(
-                f"answerer = {self.answerer!r}, answerer_model = {self.answerer_model!r}; expected 'start', or the URL "
-                "of a server (http://host:8000/v1) and the name of the model that it is asked for"
+                f"answerer = {self.answerer!r}, answerer_model = {self.answerer_model!r}; expected answerer = 'start', "
+                "or a server's URL (http://host:8000/v1) as answerer and the name of its model as answerer_model"
             )
         self._words = [word for word in WORDS.split() if is_held_out(word) == (self.context.split == "eval")]
 

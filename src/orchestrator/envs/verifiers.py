@@ -228,7 +228,8 @@ class TasksetDataset(ListedDataset[Any]):
     ) -> None:
         if scoring not in get_args(Scoring) or scoring_limit_s <= 0:
             raise ValueError(
-                f"scoring = {scoring!r}, scoring_limit_s = {scoring_limit_s}; expected 'worker' or 'loop', above 0 s"
+                f"scoring = {scoring!r}, scoring_limit_s = {scoring_limit_s}; expected 'worker' or 'loop', and a limit "
+                "above 0 s"
             )
         loaded = load_tasks(taskset_id, args, select or {})
         # The split follows from the text of a task, not from its place: equal tasks are on the same side.
@@ -237,8 +238,8 @@ class TasksetDataset(ListedDataset[Any]):
         tasks = [t for t, text in zip(loaded, texts, strict=True) if not hold_out or is_held_out(text) == evaluates]
         if not tasks:
             raise ValueError(
-                f"none of the {len(loaded)} tasks of {taskset_id!r} belongs to the split {context.split!r}; with "
-                "hold_out = false all do, and eval.env.args may choose others for evaluations"
+                f"none of the {len(loaded)} tasks of {taskset_id!r} belongs to the split {context.split!r}; set "
+                "hold_out = false to use all tasks in both splits, or choose tasks for evaluations with eval.env.args"
             )
         make = partial(TaskEnv, renderer=context.renderer, scoring=scoring, limit_s=scoring_limit_s)
         group = partial(EnvGroup, size=context.group_size)
@@ -253,7 +254,7 @@ def load_tasks(taskset_id: str, args: Mapping[str, object], select: Mapping[str,
         _refuse(taskset_id, _against_taskset(taskset_id, taskset))
         if not taskset.bounded:
             raise BadInput(
-                f"taskset {taskset_id!r} never ends; say how many of its tasks: env.args.select = {{ limit = 1000 }}"
+                f"taskset {taskset_id!r} is infinite; set a number of tasks: env.args.select = {{ limit = 1000 }}"
             )
         tasks = list(taskset)
         if tasks:  # all are of one type

@@ -62,14 +62,15 @@ def add_console(app: FastAPI, reader: RunReader) -> None:
 
 
 class _Console:
-    """The functions behind the routes. Functions that read files are not `async`: they run in threads."""
+    """The functions behind the routes of the console. Functions that read files are not `async`, so that they run in
+    threads."""
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
 
     async def to_page(self) -> Response:
-        """Redirects the browser to the page, by a relative address, because a proxy may serve the console below another
-        path."""
+        """Redirects the browser to the page. The address is relative, because a proxy may serve the console below
+        another path."""
         return RedirectResponse(f"{CONSOLE.removeprefix('/')}/", headers=dict(HEADERS))
 
     async def page(self) -> Response:

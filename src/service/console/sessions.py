@@ -47,7 +47,8 @@ class StoredSessions:
 
 
 class RunSessions:
-    """Describes sessions for the console. `book` returns the sessions; meanwhile another thread may add to them."""
+    """Describes sessions for the console. `book` returns the sessions; another thread may add to these sessions at any
+    time."""
 
     def __init__(self, book: Callable[[], SessionBook]) -> None:
         self._book = book

@@ -36,8 +36,8 @@ def is_loopback(host: str) -> bool:
 
 
 def make_console_app(reader: RunReader, keys: list[ServiceKey]) -> FastAPI:
-    """Makes the app of the console. Without `keys` it answers only requests that come from this machine and name it
-    (localhost or a loopback address) as their host."""
+    """Makes the app of the console. Without `keys`, the app answers only requests that come from this machine and whose
+    `Host` header is localhost or a loopback address."""
     app = FastAPI(title="Trireme console", docs_url=None, redoc_url=None, openapi_url=None)
     add_console(app, reader)
     add_refusals(app, HEADERS)
@@ -65,8 +65,8 @@ def make_console_app(reader: RunReader, keys: list[ServiceKey]) -> FastAPI:
 
 
 def console_keys(host: str, file: Path | None) -> list[ServiceKey]:
-    """Returns the keys that open the console at `host`: the keys in `file`, which needs an admin key. Without `file`:
-    no key if `host` is loopback, else one new admin key. Raises BadInput if the file cannot be used."""
+    """Returns the keys that open the console at `host`: the keys in `file`, which must include an admin key. Without
+    `file`, returns no key if `host` is loopback, else one new admin key. Raises BadInput if the file cannot be used."""
     if file is None:
         if is_loopback(host):
             return []
@@ -95,8 +95,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address_of(listening: socket.socket, host: str, keys: list[ServiceKey]) -> str:
-    """Returns the URL to open in a browser. The first admin key, if there is one, comes after `#`, so that the browser
-    does not send it with the address."""
+    """Returns the URL to open in a browser. The first admin key, if there is one, comes after `#`: a browser does not
+    send this part of a URL."""
     shown = f"[{host}]" if ":" in host else host
     key = next((f"#key={service_key.value}" for service_key in keys if service_key.role == "admin"), "")
     return f"http://{shown}:{listening.getsockname()[1]}{CONSOLE}/{key}"

@@ -16,8 +16,8 @@ TEXT_CHARS = 20_000
 
 
 def missing(subject: str, expected: str) -> RequestRefused:
-    """Returns the refusal (404) of a request for `subject`, which the run does not have, or has no longer. `expected`:
-    a description of subjects that can be requested."""
+    """Returns the refusal (404) of a request for `subject`, which the run does not have or no longer has. `expected`: a
+    description of the subjects that can be requested."""
     return RequestRefused(f"given: {subject}; expected: {expected}; to do: reload the page", status=404)
 
 

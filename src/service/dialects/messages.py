@@ -102,7 +102,7 @@ class AnthropicToolChoice(Body):
 
 
 class AnthropicThinking(Body):
-    """Accepts that a request switches thinking off; the run's renderer decides whether the model thinks."""
+    """The request to switch thinking off. It is accepted, but the run's renderer decides whether the model thinks."""
 
     type: Literal["disabled"]
 

@@ -61,7 +61,7 @@ Few = BeforeValidator(few)
 
 
 class Body(BaseModel):
-    """A part of a request. Unknown fields are refused by name, so that nothing is ignored in silence."""
+    """A part of a request. Unknown fields are refused by name, so that none is silently ignored."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
@@ -92,8 +92,8 @@ class SampledBody(Body):
     stream: bool | None = None
 
     def sampling_params(self, max_tokens: int | None, stop: Sequence[int | str] = ()) -> SamplingParams:
-        """Returns the sampling parameters of the request, with `max_tokens` and `stop`. If the request leaves a field
-        out, its value is the one that does not change the model's distribution."""
+        """Returns the sampling parameters of the request, with `max_tokens` and `stop`. A parameter that the request
+        leaves out gets the value that does not change the model's distribution."""
         return SamplingParams(max_tokens, stop=stop, **self.model_dump(include=SAMPLING, exclude_none=True))
 
     @abstractmethod
@@ -254,7 +254,8 @@ def spans_of(spans: Sequence[VersionSpan]) -> list[JsonObject]:
 
 
 class Used:
-    """Counts the tokens of `answers`, and finds their oldest and newest version. `n`: answers to each prompt."""
+    """Counts the tokens of `answers`, and finds their oldest and newest version. `n`: the number of answers to each
+    prompt."""
 
     def __init__(self, answers: Sequence[ServiceAnswer] = (), n: int = 1) -> None:
         self.prompt = sum({answer.choice // n: len(answer.prompt) for answer in answers}.values())

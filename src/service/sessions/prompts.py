@@ -28,8 +28,9 @@ Ids = npt.NDArray[np.int32]
 
 
 def asked_before(tree: SessionTree, text: str, options: str, tokenizer: Tokenizer) -> Ids | None:
-    """Returns the tokens of an earlier, answered prompt with this `text` and these sampling `options`, for a retry;
-    None if there is none. (The session may have grown since, so that `prompt_ids` could give other tokens now.)"""
+    """Returns, for a retry, the tokens of an earlier, answered prompt with the same `text` and the same sampling
+    `options`; None if there is no such prompt. (The session may have grown since then, so that `prompt_ids` could now
+    give other tokens.)"""
     for prompt, behind in _text_prompts(tree, text, tokenizer):
         if not behind and any(earlier == options for earlier, _ in tree.nodes[prompt].turns):
             return tree.path_tokens(prompt)
@@ -60,10 +61,10 @@ def prompt_ids(tree: SessionTree, text: str, tokenizer: Tokenizer) -> Ids:
 
 
 def match_ids(tree: SessionTree, ids: Ids) -> Match:
-    """Returns the place where a prompt `ids` continues: the last answer on the longest path of the tree with which
-    `ids` begin. Of equal paths, prefers one with an answer that the client has received. In the result, `matched`
-    counts tokens. For `echo`, an answer also counts without its last token, because clients do not see the token that
-    ended it."""
+    """Returns the place where a prompt `ids` continues: the last answer on the longest path of the tree that is a
+    prefix of `ids`. If several paths are equally long, prefers an answer that the client has received. In the result,
+    `matched` counts tokens. The field `echo` may also be an answer that `ids` repeat without its last token, because
+    clients do not see the token that ended it."""
     best = ROOT
     matched = 0
     cut = (0, ROOT)

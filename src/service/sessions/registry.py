@@ -112,9 +112,9 @@ class SessionRegistry:
         node: int | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Records a reward for the answer `node`, or, with `node` None, for the whole session, which may have ended. A
-        second reward for the same answer, or for the session, replaces the first, so that a client may repeat its
-        request. Raises BadInput for a value that is not finite or an answer that the session does not have, and
+        """Records a reward for the answer `node`, or for the whole session if `node` is None. The session may have
+        ended. A second reward for the same answer, or for the session, replaces the first, so that a client may repeat
+        its request. Raises BadInput for a value that is not finite or an answer that the session does not have, and
         SessionClosed if there is no such session."""
         agent_session = self._session(session)
         if not math.isfinite(value):
@@ -146,8 +146,8 @@ class SessionRegistry:
         del self.book.sessions[session]
 
     async def sweep(self) -> list[str]:
-        """Ends sessions that are open, or silent, for longer than the SessionLimits allow; forgets sessions that ended
-        long ago. Returns the names of the sessions that it ended."""
+        """Ends each session that has been open, or silent, for longer than the SessionLimits allow, and forgets each
+        session that ended long ago. Returns the names of the sessions that this call ended."""
         now = self._clock()
         names = []
         for name, session in list(self.book.sessions.items()):
@@ -168,9 +168,8 @@ class SessionRegistry:
         return names
 
     async def attempt_begins(self, attempt: int, version: int) -> None:
-        """Records that the run's attempt number `attempt` begins with the weights `version`. The run has then given up
-        all later versions of earlier attempts: ends each session that has such a version, as its floor or in its
-        tokens."""
+        """Records that attempt number `attempt` of the run begins with the weights `version`. This gives up all later
+        versions of earlier attempts. Ends each session whose floor or tokens have a version that was given up."""
         self._history.begin(attempt, version)
         for session in self._end_given_up():
             await _cancel(session)
@@ -186,8 +185,8 @@ class SessionRegistry:
         return sessions
 
     def _given_up(self, session: AgentSession) -> str | None:
-        """Returns why the run has given up the weights of the session's floor, or of one of its tokens; None if it has
-        given up none of them."""
+        """Returns why the run has given up weights that the session has, as its floor or in its tokens; None if all
+        these weights are still valid."""
         floor = session.opened.attempt, session.opened.floor
         reason = self._history.given_up(*floor) or self._history.of(session.tree.weights)
         return reason and f"stale: {reason}"
@@ -380,7 +379,7 @@ async def _cancel(session: AgentSession) -> None:
 
 
 def _running_retry(session: AgentSession, request: TurnRequest) -> RunningTurn | None:
-    """Returns the running turn of an earlier equal request, which the retry `request` repeats; of several such turns,
-    the one with the fewest waiting callers. Returns None if there is none."""
+    """Returns the running turn whose request the retry `request` repeats; None if there is no such turn. Of several
+    such turns, returns the one with the fewest waiting callers."""
     same = [running for running in session.running if running.request.sameness == request.sameness]
     return min(same, key=lambda running: len(running.callers), default=None)

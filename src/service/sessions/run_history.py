@@ -35,7 +35,7 @@ class RunHistory:
         return None
 
     def of(self, identities: Iterable[WeightIdentity]) -> str | None:
-        """Returns why a later attempt has given up weights in `identities` (for the first ones that were given up);
-        None if all of them are still valid."""
+        """Returns why a later attempt has given up weights in `identities`; None if all of them are still valid. If
+        several were given up, returns the reason for the first."""
         reasons = (self.given_up(identity.attempt, identity.version) for identity in identities)
         return next((reason for reason in reasons if reason), None)

@@ -134,8 +134,8 @@ class AgentSession:
         return None
 
     def limit_reached(self, limits: SessionLimits, now: float) -> str | None:
-        """Returns which of its limits the session has reached, as a reason why no further turn may begin at the time
-        `now`; None if it has reached none."""
+        """Returns which limit the session has reached, as a reason why no further turn may begin at the time `now`;
+        None if it has reached no limit."""
         turns = self.tree.counts.turns + len(self.running)
         tokens = self.tree.num_tokens
         seconds = now - self.opened.at

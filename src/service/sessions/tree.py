@@ -215,8 +215,8 @@ class SessionTree:
         return np.concatenate(pieces[::-1])
 
     def first_weights(self, node: int) -> WeightIdentity | None:
-        """Returns the weights of the first sampled token from the root of the tree to the end of a node; None if no
-        token there was sampled."""
+        """Returns the weights that sampled the first sampled token on the path from the root of the tree to the end of
+        a node; None if no token on this path was sampled."""
         if node == ROOT:
             return None
         return self.nodes[node].first_weights

@@ -16,8 +16,8 @@ STATES = "tinker://<model>/weights/<name>"
 
 def spec_of(wish: LoraBody | None, lora: LoraConfig) -> AdapterSpec:
     """Returns the adapter that a client requests in `wish`: its rank, and the layers of `lora` that the client wants to
-    train. `lora`: the server's settings, with a seed for clients that give none. Raises RequestRefused if the server
-    cannot train such an adapter."""
+    train. `lora`: the server's settings, whose seed is used if the client gives none. Raises RequestRefused if the
+    server cannot train such an adapter."""
     assert lora.rank is not None
     assert lora.seed is not None
     if wish is None:
@@ -44,9 +44,9 @@ def record_of(spec: AdapterSpec, lora: LoraConfig) -> dict[str, object]:
 
 
 def exported_spec(path: str, record: Mapping[str, Any] | None) -> AdapterSpec:
-    """Returns the adapter in `record`, for weights that were saved at `path` for samplers or for download. Their files
-    have only the rank and the layers of this adapter. So a server can load them if it trains at least this rank and
-    these layers. Raises RequestRefused for weights of a whole model (`record` None)."""
+    """Returns the adapter in `record`, for weights that were saved at `path` for samplers or for download. The saved
+    files have only this adapter's rank and layers, so any server that trains at least this rank and these layers can
+    load them. Raises RequestRefused for weights of a whole model (`record` None)."""
     if record is None:
         raise RequestRefused(f"{path} has the weights of a whole model; expected a state ({STATES}) to train from")
     return _spec_in(record)
@@ -54,8 +54,8 @@ def exported_spec(path: str, record: Mapping[str, Any] | None) -> AdapterSpec:
 
 def recorded_spec(path: str, record: Mapping[str, Any] | None, lora: LoraConfig | None) -> AdapterSpec | None:
     """Returns the adapter in `record`, for the state saved at `path`; None for the state of a whole model (`record`
-    None). `lora`: the server's settings for adapters (None: it trains whole models). Raises RequestRefused if such a
-    server cannot load the state."""
+    None). `lora`: the server's settings for adapters (None: the server trains whole models). Raises RequestRefused if a
+    server with these settings cannot load the state."""
     if record is None and lora is None:
         return None
     if record is None:

@@ -118,7 +118,7 @@ class TinkerRoutes:
         return JsonReply({"status": "accepted"})
 
     async def capabilities(self) -> JsonReply:
-        """Lists the names of the served model, each with its context length in tokens."""
+        """Lists the names of the served model, with the model's context length in tokens."""
         size = self._server.offer.served.max_len
         models = [
             {"model_name": name, "max_context_length": size, "trainable": True, "sampleable": True}
@@ -242,8 +242,8 @@ class TinkerRoutes:
     # ---- outcomes
 
     async def retrieve_future(self, caller: Asking, body: RetrieveBody) -> Response:
-        """Replies with the outcome of a request. If there is none within HOLD_S seconds, replies with 408: the client
-        asks again."""
+        """Replies with the outcome of a request. If there is no outcome within HOLD_S seconds, replies with 408, and
+        the client asks again."""
         promise = self._state.promise(body.request_id, caller)
         outcome = await self._server.outcome(promise)
         if outcome is None:
@@ -259,8 +259,8 @@ class TinkerRoutes:
         return JsonReply(outcome.payload)
 
     async def retrieve_futures(self, caller: Asking, body: RetrieveManyBody) -> JsonReply:
-        """Returns the samples of a clone that were done after the client's cursor. The client has the cursor from its
-        last call."""
+        """Lists a clone's sample requests that finished after `prev_cursor`, each with its state, id and size. Also
+        replies with the cursor for the next call."""
         target = body.target
         retrieved = body.retrieved_request_ids
         sampler = self._state.sampler(target.sampling_session_id, caller)

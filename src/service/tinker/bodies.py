@@ -156,7 +156,7 @@ class OptimStepBody(TrainingBody):
 
 
 class SaveBody(TrainingBody):
-    """A request to save something of a model."""
+    """The common fields of the requests that save a model's state or weights."""
 
     ttl_seconds: Lifetime | None = None
     overwrite: bool = False
@@ -354,7 +354,7 @@ class OwnerBody(Body):
 
 
 class StatusBody(Body):
-    """A status of sessions, as a condition of a search."""
+    """A condition of a search for sessions: the status that a session must have."""
 
     type: Literal["active", "cancelled", "failed", "client_finished"]
     reasons: Many[str] | None = None

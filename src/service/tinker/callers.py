@@ -12,7 +12,7 @@ from service.tinker.owners import Caller
 
 
 def caller_of(request: Request) -> Caller:
-    """Returns the sender of a request, by its key, which the guard has checked."""
+    """Returns the sender of a request, found by the request's API key, which the guard has checked."""
     key: ServiceKey | None = request.scope[KEY]
     if key:
         return Caller(key.owner, key.role == "admin")

@@ -117,9 +117,9 @@ class Catalog:
             replace_file(directory / RUN, to_json(asdict(run)).encode())
 
     def staging(self, path: str, overwrite: bool = False) -> Path:
-        """Returns a directory in which to write the entry `path` before `keep`; the caller creates it. Removes what an
-        unfinished earlier write has left there. Raises RequestRefused for a malformed path and, unless `overwrite`, if
-        the entry already exists."""
+        """Returns a directory for the files of the entry `path`: the caller creates it, writes the files, and calls
+        `keep`. Removes what an unfinished earlier write has left there. Raises RequestRefused for a malformed path.
+        Unless `overwrite`, also raises it if the entry already exists."""
         if (self._place(path) / MARK).exists() and not overwrite:
             raise RequestRefused(f"{path} is there already; give another name, or overwrite = True")
         staging = self._place(path, STAGING)
@@ -166,7 +166,7 @@ class Catalog:
     def copy(self, path: str, model_id: str, ttl_s: int | None, project_id: str, caller: Caller = SERVER) -> str:
         """Copies the entry `path` into the training run `model_id`, which is made for the copy and cannot be trained.
         The copy shares the files of the entry by hard links. Returns the path of the copy. If the copy exists already,
-        does nothing else. Raises RequestRefused if the caller may not read the entry, and StorageFailed."""
+        only returns its path. Raises RequestRefused if the caller may not read the entry, and StorageFailed."""
         source, saved = self.find(path, caller=caller)
         copied = path_of(model_id, saved.kind, saved.name)
         if not (self._place(copied) / MARK).exists():

@@ -23,8 +23,8 @@ class OwnCheckpoints:
         return path_in(self._root, place)
 
     def begin(self, model_id: str, seq: int) -> str:
-        """Begins a checkpoint: returns the name for a new directory, for a model's state before its request `seq`.
-        Removes an unfinished directory of that name."""
+        """Begins a checkpoint of a model's state before its request `seq`. Returns the name of the directory to write,
+        and removes an unfinished directory of that name."""
         self._writing = f"{model_id.replace(':', '-')}-{seq}"
         self._root.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.directory(self._writing), ignore_errors=True)

@@ -47,8 +47,8 @@ class ClientModel:
         return self.waiting.get(self.next_seq)
 
     def waited(self, cause: object, now: float) -> float:
-        """Returns the seconds since a call first found the model waiting for `cause`; 0 if the last call had another
-        cause."""
+        """Returns how long the model has waited for `cause`, in seconds. The time counts from the first call with this
+        cause, and starts again at 0 after a call with another cause."""
         if self.blocked[0] != cause:
             self.blocked = (cause, now)
         return now - self.blocked[1]
@@ -56,7 +56,7 @@ class ClientModel:
 
 @dataclass(eq=False)
 class ClientSampler:
-    """A sampling session of a client, which samples from the weights `target`."""
+    """A client's sampling session: its samples come from the weights `target`."""
 
     sampler_id: str
     session_id: str

@@ -52,8 +52,8 @@ class ForwardBackwardCall:
 
     @classmethod
     def of(cls, body: bytes) -> ForwardBackwardCall:
-        """Returns the request in an HTTP body. Raises RequestRefused if the body is no protobuf message of such a
-        request."""
+        """Returns the request in an HTTP body. Raises RequestRefused if the body is not a ForwardBackwardRequest in
+        protobuf."""
         message = _Request()
         try:
             message.ParseFromString(body)
@@ -158,7 +158,7 @@ def _array(name: str, tensor: Any) -> npt.NDArray[np.generic]:
     if tensor.dtype == BFLOAT16:  # the upper half of a float32
         values = (values.astype("<u4") << 16).view("<f4")
     if tensor.shape and list(tensor.shape) != [len(values)]:
-        raise ValueError(f"{name} says that it has shape {list(tensor.shape)}, and has {len(values)} numbers")
+        raise ValueError(f"{name} has the shape {list(tensor.shape)}, but its number of values is {len(values)}")
     return values
 
 

@@ -54,7 +54,7 @@ class DownloadRoutes:
         return JsonReply({"urls": urls, "expires": datetime.fromtimestamp(until, UTC).isoformat()})
 
     async def file(self, until: Seq, signature: str, model_id: str, name: str, file: str) -> FileResponse:
-        """Serves a file to any caller with its signed URL. `until`: when the URL expires, in seconds since 1970."""
+        """Serves a file to whoever has the file's signed URL. `until`: when the URL expires, in seconds since 1970."""
         if not same_text(signature, self._sign(until, model_id, name, file)) or until < self._now():
             raise RequestRefused(
                 "an address that this server did not sign, or not within the last hour; get_external_weights_urls "
@@ -65,5 +65,5 @@ class DownloadRoutes:
         return FileResponse(path_in(directory, file))
 
     def _sign(self, until: int, *parts: str) -> str:
-        """Returns the signature of a file's URL. Only this process can make it, because the secret is in its memory."""
+        """Returns the signature of a file's URL. Only this process can sign, as no other process has the secret."""
         return hmac.new(self._secret, "\n".join((str(until), *parts)).encode(errors=ANY_TEXT), sha256).hexdigest()

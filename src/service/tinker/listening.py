@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 
 class TinkerListener(threading.Thread):
-    """The thread that listens. `address` (a URL) is set once the server listens; `failure` is set if the server ends by
-    an error."""
+    """The thread that listens. `address` (a URL) is None until the server listens; `failure` is set if an error ends
+    the server."""
 
     def __init__(self, server: TinkerServer, keys: ServiceKeys, limits: Limits, host: str, port: int) -> None:
         """Opens the socket. Raises RoomFailed if the server cannot listen at `host` and `port`."""
@@ -58,8 +58,8 @@ class TinkerListener(threading.Thread):
             await self._http.close()
 
     def work(self, worker: TrainingWorker, sampler: SamplerVerbs) -> Future[None]:
-        """Starts to run clients' requests with this trainer and sampler; may be called once the server listens. The
-        returned future raises the error that ends the work, such as the loss of a room."""
+        """Starts to run clients' requests with this trainer and sampler. The server must already listen. The returned
+        future raises the error that ends the work, such as the loss of a room."""
         assert self._loop, "only once it listens"
         return asyncio.run_coroutine_threadsafe(self._server.run(worker, sampler), self._loop)
 
@@ -69,7 +69,7 @@ class TinkerListener(threading.Thread):
         return self._server.ready
 
     def check(self) -> None:
-        """If the server has ended by an error, raises that error."""
+        """If an error has ended the server, raises that error."""
         if self.failure:
             raise self.failure
 

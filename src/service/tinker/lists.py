@@ -101,7 +101,7 @@ class SavedRoutes:
         self._catalog.set_ttl(path, body.ttl_seconds, caller)
 
     async def publish(self, caller: Asking, path: At, request: Request) -> None:
-        """Lets all callers with a key read the saved entry at `path` (POST), or ends that (DELETE)."""
+        """Makes the saved entry at `path` readable by all callers with a key (POST), or by its owner only (DELETE)."""
         self._catalog.set_public(path, request.method == "POST", caller)
 
     async def weights_info(self, caller: Asking, body: PathBody) -> JsonReply:

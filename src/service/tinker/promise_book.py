@@ -46,8 +46,8 @@ class PromiseBook(Contents):
     """The sessions that clients have named, directly or by a model or a sampler, since the last `retire_sessions`."""
 
     def _change(self, thing: Stored, *rows: Change, **changed: Any) -> None:
-        """Writes the item `thing` with the fields `changed`, together with `rows`, in one transaction, and then sets
-        the fields. Raises StorageFailed; nothing is changed then."""
+        """Stores the item `thing` with the new field values `changed`, together with `rows`, in one transaction. Then
+        sets the fields of `thing` in memory. If the store fails, changes nothing and raises StorageFailed."""
         self.write([row_of(replace(thing, **changed)), *rows])
         for name, value in changed.items():
             setattr(thing, name, value)
@@ -94,25 +94,24 @@ class PromiseBook(Contents):
         return self._look_up("model", self.models, model_id, caller)
 
     def sampler(self, sampler_id: str, caller: Caller = SERVER) -> ClientSampler:
-        """Returns a sampling session. Other processes may use it too, also after its session has ended. Raises
-        UnknownId if the caller has no such sampling session. Raises GoneError if its session ended because the machine
-        was restarted: the store may then lack numbers of its samples."""
+        """Returns a sampling session, even if the client's session that began it has ended: other processes may still
+        use it. Raises UnknownId if the caller has no such sampling session. If the client's session ended because the
+        machine was restarted, raises GoneError: the store may then lack accepted requests of the sampling session."""
         sampler = self._look_up("sampler", self.samplers, sampler_id, caller)
         if self.sessions[sampler.session_id].end_reason == MACHINE:
             raise GoneError(f"the sampler {sampler_id!r} has ended: {MACHINE}")
         return sampler
 
     def heard(self, promise: Promise, now: float) -> None:
-        """Records that a client was alive at the time `now`, because it sent a request to a model, or asked for its
-        outcome. Does nothing for samples, because other processes may use a sampler."""
+        """Records that a session's client was alive at the time `now`: it sent a request to a model, or asked for the
+        request's outcome. Does nothing for a sampler's requests, because other processes may have sent these."""
         if not promise.is_sample and (session := self.sessions.get(promise.session_id)):
             session.beat_s = now
 
     # ---- promises
 
     def _accept(self, promise: Promise, *rows: Change) -> Promise:
-        """Writes a new promise to the store, in one transaction with `rows`, and adds it to the promises. Returns
-        it."""
+        """Stores a new promise, in one transaction with `rows`, adds it to the promises in memory, and returns it."""
         work = [] if promise.outcome else [work_row(promise)]
         self.write([*rows, row_of(promise), *work])
         self.promises[promise.request_id] = promise
@@ -145,8 +144,8 @@ class PromiseBook(Contents):
                     del sampler.answers[promise.number]
 
     def retire_sessions(self, now: float) -> None:
-        """Forgets clients' sessions that ended and were not used for ENDED_S seconds, with their models and samplers,
-        unless one of their promises is left. If the store fails, retains them."""
+        """Forgets clients' sessions, with their models and samplers. A session is forgotten if it has ended, has no
+        promise left and was not used for ENDED_S seconds. A session that the store fails to remove is retained."""
         used = self.used | {promise.session_id for promise in self.promises.values()}
         self.used = set()
         for session in [candidate for candidate in self.sessions.values() if candidate.end_reason]:

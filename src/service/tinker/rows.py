@@ -87,8 +87,8 @@ def work_key(request_id: str) -> str:
 
 
 def step_row(request_id: str, error: str) -> Row:
-    """Returns the row which records that the trainer has done a request. `error`: why the request failed; "": it did
-    not."""
+    """Returns the row which records that the trainer has done a request. `error`: why the request failed; "": it
+    did not fail."""
     return Row(step_key(request_id), {"kind": "step", "error": error})
 
 
@@ -107,8 +107,8 @@ class Contents:
     promises: dict[str, Promise] = field(default_factory=dict)
 
     def read(self, rows: Iterable[Row], now: float) -> None:
-        """Adds the items in `rows` to these contents. Sessions count as active, or as ended, at the time `now`. Raises
-        StorageFailed if a row is damaged."""
+        """Adds the items in `rows` to these contents. The time since a session was active, or ended, counts from `now`.
+        Raises StorageFailed if a row is damaged."""
         works: dict[str, object] = {}
         errors: dict[str, str] = {}
         for row in rows:

@@ -153,7 +153,7 @@ class SampleScheduler:
         return LoadWeights(name, slot.slot)
 
     def _accept(self, name: str, item: Promise) -> bool:
-        """Lets a sample start if an open slot has the weights `name`; returns False if no open slot has them."""
+        """If an open slot has the weights `name`, lets the sample `item` start there and returns True; else False."""
         for slot in (self._base, *self._slots):
             if slot.name == name and not slot.closing:
                 slot.ready.append(item)
@@ -161,8 +161,8 @@ class SampleScheduler:
         return False
 
     def _close_one(self) -> None:
-        """Closes one slot to new samples, if samples wait for a slot, all slots are taken, and no slot is already
-        closing or about to be emptied."""
+        """If samples wait for a slot, all slots are taken, and no slot is already closing or about to be emptied,
+        closes one slot to new samples."""
         leaving = any(slot.closing or not slot.name for slot in self._slots)
         if self._waiting and len(self._slots) == self._capacity and not leaving:
             min(self._slots, key=lambda slot: (slot.busy, slot.used)).closing = True

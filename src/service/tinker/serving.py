@@ -68,7 +68,7 @@ class TinkerServer:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`store`: keeps the protocol's state. `checkpoints`: the directories in which the server saves models for
-        itself. `now`: a clock in seconds that does not go back."""
+        itself. `now`: a monotonic clock, in seconds."""
         self.offer = offer
         self.catalog = catalog
         self.now = now
@@ -146,9 +146,9 @@ class TinkerServer:
     async def completions(
         self, sampler: ClientSampler, clone: int, cursor: int, retrieved: list[str], timeout_s: float | None
     ) -> tuple[list[Promise], int]:
-        """Returns (promises, next cursor): the promises of a clone's samples that were done after `cursor`. Waits until
-        there is one, for at most `timeout_s` or HOLD_S seconds. `retrieved`: ids of requests with results that the
-        client has; the server forgets these results."""
+        """Returns (promises, next cursor): the promises of a clone's samples that finished after `cursor`. If no sample
+        has, waits for the next one, at most `timeout_s` (None: HOLD_S) seconds and never longer than HOLD_S.
+        `retrieved`: ids of the requests whose results the client has; the server forgets these results."""
         until = self.now() + min(HOLD_S if timeout_s is None else timeout_s, HOLD_S)
         while True:
             finished, after = self.state.completions(sampler, clone, cursor, retrieved)
@@ -163,7 +163,7 @@ class TinkerServer:
                 await asyncio.wait_for(event.wait(), seconds)
 
     def release(self) -> None:
-        """Makes all calls that wait for outcomes return at once with the results so far, because the server ends."""
+        """Makes all calls that wait for outcomes return the results so far at once. Called when the server ends."""
         self._closing = True
         self._changed(*self._waiting)
 
@@ -271,8 +271,8 @@ class TinkerServer:
                 await self._checkpoint(model)
 
     async def _checkpoint(self, model: ClientModel) -> None:
-        """Saves a checkpoint of a model for the server itself. If the disk is full, only logs the error: more steps
-        have to be repeated after a loss of the trainer."""
+        """Saves a checkpoint of a model for the server itself. If the disk is full, only logs the error. After a
+        loss of the trainer, more steps then have to be repeated."""
         place = await asyncio.to_thread(self._checkpoints.begin, model.model_id, model.next_seq)
         fault_point("tinker.commit")
         try:
@@ -295,7 +295,8 @@ class TinkerServer:
         self, model: ClientModel, work: SaveForSamplerBody, outcome: Outcome, published: PublishedWeights
     ) -> Outcome:
         """Adds published weights to the cache for samplers. If the request wants a new sampler for these weights,
-        begins this sampler, and returns an outcome with its id; else returns `outcome`."""
+        begins this sampler, and returns an outcome with its id; else returns `outcome`. If a sampler is wanted but the
+        model and its session have ended, returns the model's failure."""
         target = target_of(model.model_id, work)
         if work.sampling_session_seq_id is not None:
             if model.failure and self.state.sessions[model.session_id].end_reason:

@@ -20,7 +20,7 @@ FINISHED = "client_finished"
 
 
 class SessionListRoutes:
-    """The routes of clients' sessions: lists, searches, descriptions and the end."""
+    """The routes that list, search, describe and end clients' sessions."""
 
     def __init__(self, server: TinkerServer) -> None:
         self._server = server

@@ -17,8 +17,8 @@ QUANTUM = 16384
 
 
 class TokenShares:
-    """Gives all models equal shares of the trainer. Each model has an account of the tokens that it was charged; time
-    does not count."""
+    """Gives all models equal shares of the trainer, counted in tokens. Each model has an account of the tokens that it
+    was charged."""
 
     def __init__(self, quantum: int = QUANTUM) -> None:
         self._quantum = quantum
@@ -28,8 +28,9 @@ class TokenShares:
         self._least = 0
 
     def choose(self, ready: Sequence[str]) -> str:
-        """Returns the model in `ready` (names of models with a request, at least one) that the trainer serves next; of
-        models with equal accounts, the first one."""
+        """Returns the model in `ready` that the trainer serves next. This is the last served model while its account is
+        less than a quantum above the lowest account; else the first model with the lowest account. `ready`: the names
+        of the models with a request, at least one."""
         for name in ready:
             if name not in self._requesting:
                 self._accounts[name] = max(self._accounts.get(name, self._least), self._least - self._quantum)

@@ -47,7 +47,7 @@ GAP_S = 300.0
 
 @dataclass(eq=False)
 class ProtocolState(PromiseBook):
-    """The whole state of the protocol. Times are seconds of a clock that does not go back."""
+    """The whole state of the protocol. Times are seconds of a monotonic clock."""
 
     make_turns: Callable[[], SampleScheduler] = SampleScheduler
     """Makes the scheduler that decides in which order samples run."""
@@ -89,8 +89,8 @@ class ProtocolState(PromiseBook):
         self._change(session, end_reason=reason, ended_s=now)
 
     def finish_all(self, now: float) -> None:
-        """Ends all clients' sessions and fails all pending requests, because the machine was started again: the store
-        may lack results that clients have."""
+        """Ends all clients' sessions and fails all pending requests. Called after a restart of the machine, because the
+        store may then lack results that clients have."""
         for session in self.sessions.values():
             self.finish(session, now, MACHINE, "server")
         for promise in list(self.promises.values()):

@@ -282,8 +282,8 @@ class TrainingWorker:
         return output
 
     def _data(self, call: ForwardBackwardCall) -> list[Datum]:
-        """Returns the datums of a pass. Raises RequestRefused if there is none, or one is malformed or longer than
-        `max_len`."""
+        """Returns the datums of a pass. Raises RequestRefused if the pass has no datums, or if a datum is malformed or
+        longer than `max_len`."""
         data = call.data()
         if not data:
             raise RequestRefused("no datums; expected at least one")

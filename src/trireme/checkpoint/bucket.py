@@ -228,5 +228,5 @@ class Bucket:
 
 
 def _first_line(error: Exception) -> str:
-    """Returns an error's message in one line of at most 500 characters, without the debug output of the package."""
+    """Returns an error's message in one line of at most 500 characters, without the debug output of obstore."""
     return str(error).split("\n\nDebug source")[0].strip().replace("\n", " ")[:500]

@@ -131,8 +131,9 @@ class HashingWriter:
     end of the `with` block. If the `with` block raises, nothing is forced onto the disk. If a write has failed, its
     OSError is raised again at the end, because another error may hide it (torch.save reports a wrong length instead).
 
-    `thread`: an executor that copies and hashes, almost without the GIL, while the caller waits. `copy(to, from)`
-    copies bytes into a block. `large`: expect many blocks; threads write some of them while the next one fills.
+    `thread`: an executor in which large chunks are copied and hashed, almost without the GIL, while `write` waits.
+    `copy(to, from)` copies bytes into a block. `large`: expect many blocks; threads write full blocks while the next
+    block fills.
     """
 
     def __init__(self, file: Path, thread: Executor | None = None, copy: Copy = np.copyto, large: bool = False) -> None:
@@ -226,8 +227,8 @@ class HashingWriter:
             self._writing.popleft().result()
 
     def _write(self, block: Bytes, at: int) -> None:
-        """Writes all bytes of `block` to the file at the offset `at`, in bytes. Continues without O_DIRECT if it is
-        refused."""
+        """Writes all bytes of `block` to the file at the offset `at`, in bytes. If the file system refuses
+        O_DIRECT, continues without it."""
         while len(block):
             direct = self._direct
             try:

@@ -27,8 +27,8 @@ def choose(
     store: CheckpointStore, step: int | None, flag: str = "--resume.step", newest: str = "--resume alone"
 ) -> VerifiedCheckpoint | None:
     """Returns the checkpoint of `step`. If `step` is None or -1, returns the newest checkpoint that verifies, with
-    notes on newer checkpoints that do not, or None if the store has no checkpoint. Errors name two options: `flag`,
-    which selects a step, and `newest`, which selects the newest checkpoint.
+    a note on each newer checkpoint that does not; returns None if the store has no checkpoint. Errors name two options:
+    `flag`, which selects a step, and `newest`, which selects the newest checkpoint.
 
     Raises BadInput if the checkpoint of `step` is missing or does not verify, or if the store has checkpoints and none
     of them verifies.
@@ -103,7 +103,7 @@ def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[
 
 def check_fixed(chosen: VerifiedCheckpoint, fixed: Mapping[str, object], force: bool) -> tuple[str, ...]:
     """Compares `fixed` with the fixed values of the checkpoint. If values differ, raises BadInput. With `force`,
-    returns a note for people on each value that differs instead."""
+    instead returns a note for people on each value that differs."""
     changed = differences(chosen.manifest.fixed, fixed)
     if changed and not force:
         raise Refusal(
@@ -116,11 +116,11 @@ def check_fixed(chosen: VerifiedCheckpoint, fixed: Mapping[str, object], force: 
 
 
 def fork(source: VerifiedCheckpoint, store: CheckpointStore, attempt: int) -> tuple[VerifiedCheckpoint, str]:
-    """Copies the checkpoint `source` of another run into `store`, as its first checkpoint, with the rows of the steps
-    that led to it. `attempt` names the draft. Returns the new checkpoint, and a note for people.
+    """Copies the checkpoint `source` of another run into `store`, as the first checkpoint there, with the rows of the
+    steps before it. `attempt` names the draft. Returns the new checkpoint, and a note for people.
 
-    Files are hard links where the file system can, else copies; all are verified before they become a checkpoint. The
-    source is unchanged. If a call was interrupted, another call completes it. Raises OSError, StorageFailed,
+    Files are hard links where possible, else copies; all are verified before they become a checkpoint. The source is
+    unchanged. If a call was interrupted, another call completes it. Raises OSError, StorageFailed,
     CheckpointInvalid.
     """
     for leftover in store.partial():

@@ -110,8 +110,8 @@ class CheckpointStore:
     changes anything must hold the run's lock.
 
     `owner`: (run id, attempt) of the driver that makes changes. Once another driver has started, each change raises
-    LockLost instead. None: nothing is checked. `fence`: called before each change. Raises LockLost if another driver
-    has taken over according to another place than this directory, such as HEAD in object storage.
+    LockLost instead. If `owner` is None, this is not checked. `fence`: a function that is called before each change.
+    It raises LockLost if a place outside this directory, such as HEAD in object storage, names another driver.
     """
 
     root: Path
@@ -135,8 +135,8 @@ class CheckpointStore:
         return self.directory / step_name(step)
 
     def branch(self, lineage: str) -> Path:
-        """Returns the directory for the files that a return to an earlier step has superseded. `lineage`: the lineage
-        that the run left by this return. The directory need not exist."""
+        """Returns the directory for superseded files: when the run goes back to an earlier step, later checkpoints and
+        rows move there. `lineage`: the lineage that the run then left. The directory need not exist."""
         return path_in(self.root / "branches", lineage)
 
     def head(self) -> Head | None:
@@ -158,7 +158,7 @@ class CheckpointStore:
         return sorted((entry for entry in self._entries() if step_of(entry.name) is not None), key=_step)
 
     def partial(self) -> list[Path]:
-        """Returns the directories of drafts, and what interrupted deletions of checkpoints and drafts have left."""
+        """Returns the directories of drafts, and of checkpoints and drafts whose deletion was interrupted."""
         return [e for e in self._entries() if ".partial-" in e.name or e.suffix == ".removed"]
 
     def _entries(self) -> list[Path]:
@@ -275,8 +275,8 @@ class CheckpointStore:
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
         """Deletes checkpoints. Keeps the `keep_last` newest, checkpoints of a step divisible by `keep_every`,
         checkpoints with a file KEEP, and the newest that verifies. Damaged checkpoints are neither counted nor deleted:
-        `checkout` moves them. To find the newest that verifies, reads the contents of checkpoints, newest first, until
-        one is good. Skips this if this store has already verified one of the `keep_last`. Returns the deleted names.
+        `checkout` moves them. Unless this store has already verified one of the `keep_last` newest, reads the contents
+        of checkpoints, newest first, until one verifies; if none does, deletes nothing. Returns the deleted names.
         Raises StorageFailed, LockLost."""
         whole = self._whole()
         old = [checkpoint for checkpoint in list(whole)[:-keep_last] if not (checkpoint / KEEP).exists()]
@@ -301,8 +301,8 @@ class CheckpointStore:
         Deletes drafts. Moves later checkpoints and damaged ones to `branches/<lineage>/`, the newest first. Then moves
         the rows of `step` and of later steps to the same directory (in checkpoints.jsonl: the rows of the moved
         checkpoints). If anything was moved, HEAD starts a new lineage. HEAD is written last: if a call was interrupted,
-        another call completes it, also with another step. Returns lines for people on what was moved. Raises
-        StorageFailed, LockLost, and CheckpointInvalid without a HEAD.
+        another call, for the same or another step, completes the move. Returns lines for people on what was moved.
+        Raises StorageFailed, LockLost, and CheckpointInvalid without a HEAD.
         """
         self.check_owner()
         head = self.head()

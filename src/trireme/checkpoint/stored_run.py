@@ -121,8 +121,8 @@ def checkpoint_key(driver: int, manifest: Manifest) -> str:
 
 
 def writer_of(key: str) -> tuple[int, int] | None:
-    """Returns (number of the driver, attempt) for the object at `key`: who put it. The attempt is 0 for a part of a
-    file, because the key of a part does not name the attempt. Returns None for a key of another form."""
+    """Returns (number of the driver, attempt) that put the object at `key`. The attempt is 0 for a part of a file,
+    because the key of a part does not name the attempt. Returns None for a key of another form."""
     words = key.split("/")
     if len(words) < 3 or words[0] not in (COMMITS, ROWS) or not words[1].isdecimal():
         return None
@@ -147,11 +147,11 @@ def part_of(block: bytes, driver: int, previous: FilePart | None) -> FilePart:
 def elsewhere(
     stored: StoredRun, head: Head, local: Mapping[str, StoredCheckpoint], keep_last: int, keep_every: int | None
 ) -> dict[str, StoredCheckpoint]:
-    """Returns {path: checkpoint} of the checkpoints that stay in object storage although the run directory does not
-    have them.
+    """Returns {path: checkpoint} of the checkpoints that the run directory does not have, but that stay in object
+    storage.
 
-    `stored`: the run as the store has it. `head`: HEAD of the run directory. `local`: {path: checkpoint} of the run
-    directory's checkpoints. `keep_last` and `keep_every` decide which checkpoints of HEAD's branch stay, as in
+    `stored`: the contents of HEAD in the store. `head`: HEAD of the run directory. `local`: {path: checkpoint} of the
+    run directory's checkpoints. `keep_last` and `keep_every` decide which checkpoints of HEAD's branch stay, as in
     `CheckpointStore.prune`. If the run has gone back to an earlier step, later checkpoints get a path below
     `branches/<lineage>/`, with the lineage that the run left.
     """

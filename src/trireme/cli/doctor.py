@@ -73,7 +73,7 @@ def main(argv: Sequence[str], console: Console) -> None:
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, CommonConfig | None]:
     """Parses the arguments. Returns (the options of the command, the configuration of the run that is to start). The
-    configuration is None if the arguments have no key of a run. Raises BadInput."""
+    configuration is None if the arguments have only options of the command. Raises BadInput."""
     command = argv[0] if argv and argv[0] in COMMANDS else "rl"
     parser = Parser(
         prog="trireme doctor",
@@ -118,7 +118,7 @@ def _examine(config: CommonConfig | None, address: str | None) -> tuple[Examinat
 
 def _expected(config: CommonConfig, examination: Examination) -> Expected:
     """Returns what the run needs of the nodes that answered. If its plan does not fit these nodes, the result's
-    `refusal` says why. The plan of `sft` has no part for the data, as the data needs no memory of nodes."""
+    `refusal` says why. For `sft` the plan leaves out the data, which takes no memory of nodes."""
     if not examination.facts:
         return Expected(output_dir=absolute(config.run.directory), model=config.model.name)
     parts = COMMANDS[config.command][1]

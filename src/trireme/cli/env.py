@@ -59,7 +59,7 @@ class Answers:
         print(f"\n{self._tokenizer.decode(request.prompt)}\nanswer> ", end="", flush=True)
         line = self._read()
         if not line:
-            raise BadInput("no answer is left, and the episode goes on: give more, or type them")
+            raise BadInput("no answer is left, but the episode needs another one: give more answers, or type them")
         if line.startswith('"'):
             text = json.loads(line)
         else:

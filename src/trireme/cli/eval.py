@@ -138,7 +138,7 @@ def main(argv: Sequence[str], console: Console) -> None:
     if subjects[0].run is None and (options.resume or options.keep_best):
         raise Refusal(
             f"{'--resume' if options.resume else '--keep-best'} for {subjects[0]}",
-            "a run or one of its checkpoints, where results are stored",
+            "a run or one of its checkpoints: results are stored in the run",
             "leave the option out",
         )
     loaded = configured(subjects[0], UNREAD, [*arguments, "--eval.every", "1"])

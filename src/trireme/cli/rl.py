@@ -95,8 +95,8 @@ def _next_steps(config: Config, root: Path, seconds: float) -> str:
 
 
 def _ask(weights: Path, prompt: str | None, config: Config) -> str:
-    """Returns Python code that lets the model in the directory `weights` answer `prompt`, and prints the answer. If
-    `prompt` is None, the code has the word PROMPT in its place."""
+    """Returns Python code that prints an answer to `prompt` by the model in the directory `weights`. If `prompt` is
+    None, the code has the word PROMPT in place of a prompt."""
     longest = config.inference.sampling.max_tokens
     return (
         f"from transformers import pipeline; print(pipeline('text-generation', '{weights}')("
@@ -105,8 +105,8 @@ def _ask(weights: Path, prompt: str | None, config: Config) -> str:
 
 
 def _quoted(code: str) -> str:
-    """Returns Python code as one word for a shell. The code itself contains single quotes. If a shell changes nothing
-    inside double quotes, uses these; else uses the quotes of shlex, which are hard to read."""
+    """Returns Python code, which contains single quotes, as one quoted word for a shell. Puts the code in double quotes
+    if the shell does not change it there; else quotes it with shlex, which is harder to read."""
     if re.search(r'["$`!]|\\\\', code):
         return shlex.quote(code)
     return f'"{code}"'

@@ -238,7 +238,7 @@ def read_grid(text: str) -> tuple[str, list[str]]:
 
 
 def value_of(text: str) -> object:
-    """Returns the value of `text` parsed as JSON, such as a number for the plot; `text` itself if it is not JSON."""
+    """Parses `text` as JSON, so that the plot gets numbers. Returns `text` itself if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:

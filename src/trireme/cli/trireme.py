@@ -223,11 +223,11 @@ def _watch(options: argparse.Namespace) -> None:
 
 
 def _check_web(options: argparse.Namespace) -> None:
-    """Raises BadInput for options of the page without --web, and for an impossible --port."""
+    """Raises BadInput if options of the page are given without --web, or if --port is no valid port."""
     flags = [f"--{name}" for name in ("host", "port", "keys") if getattr(options, name) is not None]
     if flags and not options.web:
         raise Refusal(
-            f"{' '.join(flags)} without --web", "--web, whose page they are for", f"add --web, or drop {flags[0]}"
+            f"{' '.join(flags)} without --web", "--web, for options of its page", f"add --web, or drop {flags[0]}"
         )
     if options.port is not None and not 0 <= options.port < 65536:
         raise Refusal(f"--port {options.port}", "a number from 0 to 65535", "0 takes any port that is free")

@@ -65,8 +65,8 @@ class Key:
 
     @property
     def switch_words(self) -> tuple[str, ...]:
-        """The words, in lower case, that may follow the key's flag, if the key is a switch. Without a word the flag
-        means true. Empty for any other key."""
+        """If the key is a switch: the words, in lower case, that may follow its flag. A flag without a word means true.
+        Empty for a key that is no switch."""
         choices = get_args(self.field.annotation) or (self.field.annotation,)
         words = tuple(word for choice in choices for word in get_args(choice))
         if bool in choices:
@@ -165,8 +165,8 @@ def _walk(model: type[BaseModel], path: Path) -> Iterator[tuple[Path, FieldInfo,
 
 
 def _entry(field: FieldInfo) -> type[BaseModel] | None:
-    """Returns the class of the sections in the list if the key `field` is a list of sections (such as `env`); None for
-    any other key."""
+    """If the key `field` is a list of sections (such as `env`), returns the class of these sections; None for any other
+    key."""
     if get_origin(field.annotation) is tuple:
         entry = get_args(field.annotation)[0]
     else:
@@ -203,7 +203,7 @@ class Keys:
         section_path = tuple(filter(None, only.replace("-", "_").split(".")))
         if section_path and section_path not in self.sections:
             sections = ", ".join(sorted(path[0] for path in self.sections if len(path) == 1))
-            raise Refusal(f"--help {only}", f"a section: {sections}, or a part of one", "correct it")
+            raise Refusal(f"--help {only}", f"a section or subsection of: {sections}", "correct the name")
         if section_path:
             lines = []
         else:
@@ -227,7 +227,7 @@ class Keys:
         return "any value"
 
     def of(self, spelling: Path) -> Key | None:
-        """Returns the option that `spelling`, a path with any of its names, stands for; None if there is none."""
+        """Returns the option with the path `spelling`, which may contain aliases; None if there is no such option."""
         path, _ = self.split_number(spelling)
         return self.options.get(self.spellings.get(path, path))
 

@@ -40,7 +40,7 @@ PREFIX = "TRIREME__"
 
 @dataclass(frozen=True)
 class GivenValue:
-    """One value as a layer of the configuration gives it: path, value and place."""
+    """One value from a layer of the configuration, with its path and the place where it was given."""
 
     spelling: Path
     """The path as written."""

@@ -27,7 +27,7 @@ WRITTEN_BY = "written_by"
 
 @dataclass(frozen=True)
 class Loaded(Generic[C]):
-    """A configuration as it was read, with the options of the command line that are not keys."""
+    """A loaded configuration, and the options of the command line that are not keys."""
 
     config: C
     dry_run: bool
@@ -115,9 +115,9 @@ def load_as(schema: type[C], argv: list[str], environ: Mapping[str, str] | None 
 
 
 def _ask_for_trust(line: CommandLine, named: Mapping[str, object], user_named: Mapping[str, object]) -> None:
-    """Adds a refusal to `line` if some code is named only in recorded configurations (config.json of a run), because a
-    stranger may have written them. With `--trust-config`, prints the values that name this code instead. `named`: the
-    values that name code in all layers. `user_named`: the values that name code in layers that the user wrote."""
+    """Adds a refusal to `line` if only a recorded configuration (config.json of a run) names some code to run: a
+    stranger may have written it. With `--trust-config`, instead prints the values that name this code. `named`: the
+    values that name code, from all layers. `user_named`: the same, but only from layers that the user wrote."""
     foreign = [f"{key} = {to_json(value)}" for key, value in named.items() if user_named.get(key, ()) != value]
     if foreign and line.trusts:
         print(f"{FLAG}: " + ", ".join(foreign), file=sys.stderr)
@@ -143,8 +143,8 @@ def _missing(key: Key, named: set[Path], keys: Keys) -> Iterator[Refusal]:
 
 
 def _entries(table: Path | None, named: set[Path]) -> list[Path]:
-    """Returns the paths of the entries of the list at `table`, from 0 to the last one with a named key. Returns an
-    empty list for None."""
+    """Returns the paths of the entries of the list at `table`, from entry 0 to the last entry with a key in `named`.
+    Returns an empty list if `table` is None."""
     if table is None:
         return []
     numbers = [int(path[len(table)]) for path in named if path[: len(table)] == table]

@@ -20,8 +20,8 @@ LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_le
 
 
 def measure(described: Mapping[str, object]) -> dict[str, object]:
-    """Returns {field of ModelFacts: value} of the model whose config.json is `described`, for all fields that can be
-    measured (not its names or the config.json itself).
+    """Returns {field of ModelFacts: value} of the model whose config.json is `described`: all fields except the names
+    of the model, its architecture and type, and `described` itself.
 
     Raises ValueError that names the size that cannot be read.
     """
@@ -95,13 +95,13 @@ def _first(text: PretrainedConfig, names: tuple[str, ...]) -> Any:
 def _size(text: PretrainedConfig, *names: str) -> int:
     value = _first(text, names)
     if type(value) is not int or value < 1:
-        raise ValueError(f"it has no {' or '.join(names)}, or one that is no number ({value})")
+        raise ValueError(f"its {' or '.join(names)} is {value}; expected a whole number above 0")
     return value
 
 
 def _windows(text: PretrainedConfig, layers: int) -> tuple[int | None, ...]:
-    """Returns for each layer with attention the maximum number of tokens that a token attends to, including itself;
-    None if it attends to all tokens before it."""
+    """Returns a value for each layer with attention: the maximum number of tokens that a token attends to, itself
+    included; None if a token attends to all tokens before it."""
     kinds = getattr(text, "layer_types", None) or (
         ["attention"] * layers if getattr(text, "num_attention_heads", None) else []
     )

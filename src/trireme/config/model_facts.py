@@ -104,8 +104,8 @@ class ModelFacts:
         return max(1, self.multiplied_parameters // max(1, self.attention_width))
 
     def trained_parameters(self, lora: LoraConfig) -> int:
-        """Returns the number of trained parameters: with LoRA rank x (inputs + outputs), summed over all layers with an
-        adapter; without LoRA all parameters."""
+        """Returns the number of trained parameters. Without LoRA these are all parameters. With LoRA the number is
+        `rank * (inputs + outputs)`, summed over all linear layers with an adapter."""
         if lora.rank is None:
             return self.num_parameters
         return lora.rank * sum(self.linear_widths.get(name, 0) for name in lora.target_modules)
@@ -133,9 +133,9 @@ class ModelFacts:
 
     @classmethod
     def from_json(cls, name: str, text: str) -> ModelFacts:
-        """Returns the facts from `text`, the config.json of the model `name`. For plain decoders they are computed from
-        the sizes in the text. For all others transformers builds the model, without memory for its weights. Raises
-        BadInput that names the unreadable part."""
+        """Returns the facts from `text`, the config.json of the model `name`. For a plain decoder they are computed
+        from the sizes in `text`. For any other model, transformers builds the model without memory for its weights.
+        Raises BadInput that names the unreadable part."""
         try:
             described = json.loads(text)
             if _is_plain(described):
@@ -211,12 +211,12 @@ def _plain_sizes(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_facts(file: str, required: bool) -> str:
-    """Returns the text of `file`, the value of `model.facts`. Raises BadInput if the file cannot be read. Raises it
-    also if the facts are `required`, because the weights of a run could have other sizes than such a file says."""
+    """Returns the text of `file`, the value of `model.facts`. Raises BadInput if the file cannot be read, or if the
+    facts are `required`: such a file may give other sizes than the weights of the run have."""
     if required:
         raise Refusal(
             f"model.facts = {file}, without --dry-run",
-            "a model with weights, whose own config.json counts: model.facts is for the dry runs of `rl` and `sft`",
+            "a dry run of `rl` or `sft`: all other runs read the config.json of model.name",
             "add --dry-run, or leave --model.facts out",
         )
     try:

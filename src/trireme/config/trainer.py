@@ -93,8 +93,8 @@ class LoraConfig(Section):
 
 
 class MeshSizes(NamedTuple):
-    """Sizes of the trainer's device mesh by dimension, outermost first. Processes that share datums differ only in
-    inner dimensions."""
+    """Sizes of the trainer's device mesh by dimension, outermost first. All processes compute different
+    datums. (A dimension of processes that share datums would have to come last.)"""
 
     replicate: int
     """Copies of the model (HSDP)."""

@@ -42,7 +42,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Returns {name: tensor} of the module's parameters and persistent buffers; tied tensors are there once."""
+    """Returns {name: tensor} of the module's parameters and persistent buffers; tied tensors appear once."""
     return {**dict(module.named_parameters()), **persistent_buffers(module)}
 
 
@@ -89,9 +89,9 @@ def refuse_kinds(label: str, model: PreTrainedModel, kinds: Mapping[str, Collect
     wrong = [f"{kind} {len(names)}: {', '.join(sorted(names)[:NAMED])}" for kind, names in kinds.items() if names]
     if wrong:
         raise Refusal(
-            f"{label}, whose files have other tensors than {type(model).__name__} computes with and saves: "
+            f"{label}, whose files do not match the tensors of its class {type(model).__name__}: "
             f"it {'; it '.join(wrong)}",
-            "the tensors of its class, by name and shape; what is missing would be computed with initial values",
+            "the names and shapes of the class's tensors; a missing tensor would keep its initial values",
             advice,
         )
 

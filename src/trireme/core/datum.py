@@ -89,7 +89,7 @@ def _as_array(values: ColumnLike) -> npt.NDArray[np.generic]:
 
 def _cast(array: npt.NDArray[np.generic], dtype: TensorDtype) -> npt.NDArray[np.generic]:
     """Returns `array` as `dtype`. A float dtype rounds to its precision. Raises ValueError for a number that an integer
-    dtype cannot hold exactly, and for one beyond the range of a float dtype."""
+    dtype cannot hold exactly, and for a number beyond the range of a float dtype."""
     if array.dtype == dtype:
         return array
     whole = np.dtype(dtype).kind == "i"
@@ -187,8 +187,8 @@ class Datum:
     ) -> None:
         if not 0 < temperature < inf:
             raise ValueError(
-                f"a datum with temperature {temperature:g}; expected the positive one that its tokens were sampled at: "
-                "the trainer divides logits by it, and a greedy choice (0) has no probability to train on"
+                f"a datum with temperature {temperature:g}; expected the temperature that its tokens were sampled at, "
+                "above 0: the trainer divides logits by it, so it cannot train on greedy choices (temperature 0)"
             )
         columns = {name: _column(name, values, model_input.length) for name, values in loss_fn_inputs.items()}
         object.__setattr__(self, "model_input", model_input)

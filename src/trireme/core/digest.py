@@ -74,9 +74,9 @@ def _signed(number: int) -> int:
 
 
 def sums_of(data: npt.NDArray[np.uint8], first_word: int = 0) -> Sums:
-    """Returns the sums of a part of a tensor. `data`: contiguous bytes, uint8 [n]. `first_word`: the index in the whole
-    tensor of the 16-bit word at which they begin. Releases the GIL, so that several threads can compute sums at the
-    same time."""
+    """Returns the sums of a part of a tensor. `data`: the contiguous bytes of the part, uint8 [n], which begin at the
+    16-bit word with index `first_word` of the whole tensor. Releases the GIL, so that several threads can compute sums
+    at the same time."""
     even = len(data) // WORD_BYTES * WORD_BYTES
     sums = sums_of_rows(data[:even].view("<u2")[None], first_word)
     if even < len(data):

@@ -31,9 +31,9 @@ SHORTEST = 8
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Returns True if the environment variable `name` with this `value` has to be treated as a secret. It is one if its
-    name is like a secret's, if its value has the format of a secret, or if its value is an address that contains a user
-    name or password, such as a proxy's. Errs on the side of True."""
+    """Returns True if the environment variable `name` with this `value` has to be treated as a secret: its name looks
+    like a secret's, its value has the format of a secret, or its value is an address that contains a user name or
+    password, such as a proxy's. Errs on the side of True."""
     return bool(_like_secrets.search(name) or _with_password.search(value)) or MASK in redact_values(value, name)
 
 
@@ -46,8 +46,8 @@ def redact(text: str) -> str:
 
 
 def redact_values(values: Any, name: str = "") -> Any:
-    """Returns JSON values in which MASK replaces each text that is, or contains, a secret. `name`: the key of `values`
-    in the enclosing object."""
+    """Returns `values`, which are JSON values, with MASK in place of each string that is or contains a secret. `name`:
+    the key of `values` in the enclosing object."""
     if isinstance(values, Mapping):
         return {key: redact_values(value, str(key)) for key, value in values.items()}
     if isinstance(values, list | tuple):

@@ -43,8 +43,8 @@ class Slice:
 
     @property
     def steps(self) -> list[int]:
-        """The dimensions of the published tensor that run over rows of the source: the next index there leads to
-        another row. A step in any other dimension stays within a row."""
+        """The dimensions of the published tensor that run over rows of the source: a step of one index along such a
+        dimension leads to another row. A step along any other dimension stays within a row."""
         return [d for d, stride in enumerate(self.strides) if self.shape[d] > 1 and stride >= self.row]
 
     @property
@@ -109,8 +109,8 @@ def _storage(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def find_slices(tensors: Mapping[str, Tensor], convert: Convert) -> dict[str, Slice | None]:
-    """Returns {name of a published tensor: the slice of a tensor in `tensors` that holds exactly its elements}. The
-    value is None if the published tensor has to be gathered. `tensors`: the model's tensors by name; they may be
+    """Returns {name of a published tensor: its Slice, which says which part of a tensor in `tensors` it is}. The value
+    is None if the published tensor has to be gathered. `tensors`: the model's tensors by name; they may be
     sharded, and their values are not read. `convert` makes the published tensors from the model's tensors."""
     empty = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     sources = {_storage(tensor): tensors[name] for name, tensor in empty.items()}
@@ -124,7 +124,7 @@ def find_slices(tensors: Mapping[str, Tensor], convert: Convert) -> dict[str, Sl
 
 def _slice(published: Tensor, source: Tensor | None) -> Slice | None:
     """Returns the slice of `source` that makes up `published`; both share one storage. Returns None if there is no
-    source, if the two differ in dtype, or if the part of `published` in a shard of the source may not be
+    source, if the two differ in dtype, or if some shard of the source could hold a part of `published` that is not
     rectangular."""
     if source is None or published.dtype != source.dtype or published.is_conj() or published.is_neg():
         return None

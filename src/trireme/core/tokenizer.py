@@ -31,8 +31,8 @@ Decode = Callable[[Sequence[int]], str]
 
 def load_tokenizer(name: str) -> Tokenizer:
     """Opens the `transformers` tokenizer `name`, a directory or a name on the hub. Raises BadInput if transformers
-    cannot open it (a tokenizer's own code never runs), or if it has no vocabulary: for some models transformers makes
-    an empty tokenizer if files are missing."""
+    cannot open it (a tokenizer's own code never runs), or if it has no vocabulary: if files are missing, transformers
+    makes an empty tokenizer for some models."""
     refuse(list(without_tokenizer("tokenizer", name)))
     from transformers.utils import cached_file
 

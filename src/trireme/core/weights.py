@@ -85,8 +85,8 @@ class Layout:
         return tuple(sizes)
 
     def share(self, rank: int, size: int) -> set[str]:
-        """Returns the names of the tensors in the share of rank `rank` of `size`: bucket b belongs to rank b mod
-        `size`."""
+        """Returns the names of the tensors in the share of rank `rank` of `size` ranks: bucket b belongs to rank
+        b mod `size`."""
         return {entry.name for entry in self.entries if entry.bucket % size == rank}
 
     def with_hashes(self, hashes: Mapping[str, str]) -> tuple[TensorEntry, ...]:
@@ -344,8 +344,8 @@ def check_decoding(
 ) -> None:
     """Compares two log-probabilities of each of the DECODED tokens that a replica sampled after the canary, float32
     [DECODED]. `decoded`: from decode steps. `prefilled`: from a prefill of the same tokens. Raises WeightsRefused if
-    they differ by more than the canary's bound, or are NaN. The bound of the mean is applied to the median here. A mean
-    over few tokens depends on single tokens, and rounding may change the experts of a token."""
+    they differ by more than the canary's bound, or are NaN. The bound of the mean is applied to the median here: with
+    few tokens, a single token whose experts change by rounding would move the mean."""
     bound = manifest.canary.bound
     difference = np.abs(decoded - prefilled)
     middle = float(np.median(difference))

@@ -52,6 +52,6 @@ class Examiner:
 
     @remote_method
     def rates(self, receivers: Mapping[str, Endpoint]) -> dict[str, float]:
-        """Measures the rate to one node after the other. Returns {node's name: bytes per second}, 0 for a node that is
-        not reached."""
+        """Measures the rate to each node in turn. Returns {node's name: bytes per second}, 0 for a node that is not
+        reached."""
         return {name: rate(endpoint, self._token) for name, endpoint in receivers.items()}

@@ -36,7 +36,7 @@ def findings(examination: Examination, expected: Expected) -> list[Finding]:
 
 
 def _missing(examination: Examination, expected: Expected) -> Iterator[Finding]:
-    """Yields a fault for each node that was expected and never joined the cluster, or was lost."""
+    """Yields a fault for each expected node that never joined the cluster or was lost."""
     join = f"`uv run --no-sync ray start --address={expected.head}`"
     alive = [node for node in examination.nodes if node.alive]
     names = {name for node in alive for name in (node.address, node.host, node.host.partition(".")[0])}
@@ -110,7 +110,7 @@ def _shm(node: Declared, facts: NodeFacts, expected: Expected) -> Iterator[Findi
         return
     reason = f"{gib(needed)} for two versions of the weights, the libraries and its Ray's object store"
     if is_full:
-        reason = f"{gib(needed_free)} free, without which vLLM starts no replica of several ranks"
+        reason = f"{gib(needed_free)} free, which vLLM needs to start a replica of several ranks"
     target = -(-needed // GIB)
     yield Finding(
         node.name,

@@ -34,8 +34,8 @@ def prepare_cluster(config: CommonConfig, plan: Plan) -> None:
     elif UNPACKED in str(output := Path(config.run.directory).expanduser().absolute()):
         key = "local_dir" if config.run.url else "output_dir"
         raise Refusal(
-            f"run.{key} = {config.run.directory}, which is {output}: there, on one node, Ray has unpacked "
-            "this job, and it deletes all files after the job",
+            f"run.{key} = {config.run.directory}, which is {output}. Ray unpacked this job there, on one node, and "
+            "will delete all files there after the job",
             "a directory on a disk of the nodes"
             if config.run.url
             else "a directory that all nodes share and that outlives the job",

@@ -112,9 +112,9 @@ async def try_first_problem(env: EnvConfig, dataset: RLDataset, limits: RolloutL
                 else:
                     reason = in_short(error)
                 raise BadInput(
-                    f"env.id = {env.id!r}: its first problem cannot be built: {reason}; expected "
-                    "get_batch(0), make_env(0) and initial_observation() to succeed, and the last to return a prompt "
-                    "and what ends its answer: correct the environment"
+                    f"env.id = {env.id!r}: its first problem cannot be built: {reason}. Expected: get_batch(0), "
+                    "make_env(0) and initial_observation() succeed, and initial_observation() returns a prompt and a "
+                    "stop condition. Correct the environment"
                 ) from error
 
 

@@ -69,8 +69,8 @@ class RlRun(TrainingRun):
 
     def enter(self, run: RunDir) -> None:
         """Prepares the run before Ray starts, because starting Ray takes a while. If a checkpoint holds the KL
-        reference's weights, marks it so that no run deletes it. If ON_UPDATE is auto, keeps the value that the run
-        decided earlier. If the service has a port, reads or makes its keys. Raises BadInput."""
+        reference's weights, marks the checkpoint so that no run deletes it. If ON_UPDATE is auto, keeps the value
+        that the run decided earlier. If the service has a port, reads or makes its keys. Raises BadInput."""
         keep_reference(self.config)
         inference = self.config.inference
         manifest = run.start.manifest

@@ -218,8 +218,8 @@ def resume_hint(run: RunDir) -> Iterator[None]:
 def supervised(
     training: TrainingRun, run: RunDir, roster: Roster, console: Console
 ) -> Iterator[tuple[Supervisor, str]]:
-    """Reserves places for all actors, examines the nodes with places, starts the replicas, and runs a supervisor for
-    the time of the block. Yields the supervisor, and a text that says how many nodes there are. Raises BadInput if
+    """Reserves places for all actors, examines the nodes of these places, starts the replicas, and runs a supervisor
+    for the time of the block. Yields the supervisor, and a text that says how many nodes there are. Raises BadInput if
     the nodes cannot work together."""
     with ExitStack() as ending:
         places = reserve_places(training.plan, StartProgress(console), console, ending)
@@ -316,7 +316,7 @@ def load(
     core: Core, checkpoint: Path, manifest: Manifest, source: CheckpointSource | None, roster: Roster, console: Console
 ) -> list[str]:
     """Makes all rooms load their parts of `checkpoint`. Nodes that cannot see its directory read the parts from
-    `source`. Returns a message from each room, except the trainer, that continues unfinished work."""
+    `source`. Returns the messages of the rooms, except the trainer, that continue unfinished work."""
     unfinished = []
     message = core.trainer.load_state(checkpoint / "trainer", manifest.identities, source)
     if message:

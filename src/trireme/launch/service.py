@@ -61,8 +61,8 @@ def check_port(config: Config) -> None:
 
 def keys_of(config: Config, directory: Path, say: Callable[[str], None], prefix: str = "tr") -> list[ServiceKey]:
     """Returns the keys of the service. Reads them from the file `service.keys` if it is set, else from a file in
-    `directory`. If that file is missing, makes it with new keys that begin with `prefix`. `say` then prints the path of
-    the new file, not the keys, because others may read logs. Raises BadInput."""
+    `directory`. If the file in `directory` is missing, makes it with new keys that begin with `prefix`; `say` then
+    prints its path, not the keys, because others may read logs. Raises BadInput."""
     if config.service.keys:
         return read(Path(config.service.keys).expanduser())
     file = directory / KEYS

@@ -90,8 +90,8 @@ def reserve_places(plan: Plan, progress: Progress, console: Console, ending: Exi
 
 
 def await_ready(rooms: Sequence[Starting], plan: Plan, log_dir: Path, on_tick: Progress) -> None:
-    """Waits until all `rooms` have started (the `ready_refs` of their handles), as long as the plan allows, and calls
-    `on_tick` meanwhile. Raises RoomFailed that names the late rooms and `log_dir`."""
+    """Waits until all `rooms`, given by the `ready_refs` of their handles, have started, and calls `on_tick` meanwhile.
+    After the time that the plan allows for a start, raises RoomFailed that names the late rooms and `log_dir`."""
     refs = [ref for room_refs, _ in rooms for ref in room_refs]
     names = [name for _, room_names in rooms for name in room_names]
     waits.get_all(refs, owners=names, timeout_s=plan.start_s, log=log_dir, on_tick=on_tick, limit=plan.start_text)

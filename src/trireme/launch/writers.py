@@ -80,8 +80,8 @@ def look(mark: Path, text: str, url: str | None, limit_s: float) -> Sight:
 
 @dataclass(frozen=True)
 class FarNodes:
-    """The nodes with writers that do not see the directory of `run`. Their parts of checkpoints travel through the
-    object storage that also stores the run; this class moves them. `nodes`: {Ray's id: the node's name in errors}.
+    """The nodes that write parts of checkpoints but do not see the directory of `run`. This class moves their parts
+    through the object storage that also stores the run. `nodes`: {Ray's id: the node's name in errors}.
     `timeout_s`: seconds for all parts of a checkpoint."""
 
     run: RunDir

@@ -154,7 +154,7 @@ class ModelMemory:
         `state_bytes`: weights, gradients and moments of the whole model, over all shards.
 
         The bytes that the state leaves go to activations first, because computing layers twice costs more than
-        gathering weights again. The rest is for keeping the whole model gathered, or at least all weights.
+        gathering weights again. The rest is for keeping all weights and gradients gathered, or at least all weights.
         """
         offloaded = self.on_gpus and options.offload == "cpu"
         state = state_bytes // options.mesh.parts
@@ -238,7 +238,7 @@ class ModelMemory:
         With `whole` these are all weights in the dtype that computes, and all gradients, which are summed in float32.
         Otherwise these are the embeddings and the output matrix, which stay gathered during a pass, and the larger of
         two peaks. At the first peak the output matrix's gradient is summed in float32 and cast. At the second the shard
-        holds this gradient and a layer's memory: the layer and the next one as they are gathered, the layer's gradient,
+        holds this gradient and a layer's memory: the gathered weights of this layer and the next, the layer's gradient,
         and the float32 buffer in which gradients are summed over shards.
         """
         dtype = self.dtype_bytes
@@ -273,8 +273,8 @@ class ModelMemory:
 
     def kept_tokens(self, option: bool | Literal["auto"], free: int) -> int | None:
         """Returns the most tokens that a micro-batch may have without activation checkpointing. `option` is
-        `trainer.checkpointing`; with auto, the activations of these tokens fit into `free` bytes. None: no
-        micro-batch uses checkpointing."""
+        `trainer.checkpointing`; with auto, the activations of these tokens fit into `free` bytes. Returns None
+        if no micro-batch uses checkpointing."""
         if option == "auto":
             return max(0, free) // self.activations(1, False)
         if option:
@@ -299,7 +299,7 @@ def bytes_per_trained(config: CommonConfig) -> int:
 
 def bytes_per_parameter(config: CommonConfig, dtype_bytes: int) -> int:
     """Returns the bytes of state for each parameter of the whole model, in addition to the bytes of trained parameters.
-    Under LoRA this has the frozen base, in the dtype that computes. If the KL reference is another model, this has that
-    model too."""
+    Under LoRA these are the bytes of the frozen base, in the dtype that computes. If the KL reference is another model,
+    its bytes are added."""
     base = dtype_bytes if config.trainer.lora.on else 0
     return base + (DTYPE_BYTES[config.trainer.master_dtype] if config.loads_reference else 0)

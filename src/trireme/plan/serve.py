@@ -28,7 +28,7 @@ def sets_of_weights(config: Config) -> int:
 @dataclass(frozen=True)
 class ServedTrainerPart(TrainerPart):
     """The trainer's part of a plan of `trireme serve`. Each shard also keeps its share of three things: the base's
-    published weights, the weights of samplers, and the adapters that wait."""
+    published weights, the weights of samplers, and the adapters that wait while another adapter is trained."""
 
     config: Config
 

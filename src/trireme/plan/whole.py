@@ -301,8 +301,8 @@ class Plan:
                 do += "; or end what else runs there, or wait for its end (`ps aux --sort=-rss | head`, `nvidia-smi`)"
             raise Refusal(
                 "; ".join(short),
-                "a plan that fits. These are estimates: up to "
-                f"{GPU_TOLERANCE:g} times the memory of a GPU and {HOST_TOLERANCE:g} times that of a machine only warn",
+                "a plan that fits. These are estimates, so a run is refused only above "
+                f"{GPU_TOLERANCE:g} times the memory of a GPU or {HOST_TOLERANCE:g} times the memory of a machine",
                 do,
             )
 
@@ -329,8 +329,8 @@ class Plan:
             raise Refusal(
                 f"{count(target, 'replica')}: {'; '.join(short)}",
                 f"a number that fits into the memory of {self.resources.source}, by the estimates of the plan",
-                "ask for fewer, end what else runs there, lower --inference.memory-gb in another run, or add nodes to "
-                "a cluster",
+                "ask for fewer replicas, end other programs there, add nodes to a cluster, or start a new run with a "
+                "lower --inference.memory-gb",
             )
 
     def _check_colocated(self) -> None:

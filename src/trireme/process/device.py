@@ -63,8 +63,8 @@ def require_gpu(process: str, key: str = "cluster.device") -> None:
     raise Refusal(
         f"{key} = gpu, where PyTorch {torch.__version__} finds no GPU that it can use in {process} on "
         f"{os.uname().nodename}: {_gpu_facts()}",
-        "PyTorch's CUDA build, an NVIDIA driver that is recent enough for its CUDA, and a GPU for each such process",
-        f"run `{INSTALL_GPU}`, look at `nvidia-smi` on that node and renew a driver that is too old; or compute on "
+        f"PyTorch's CUDA build, an NVIDIA driver that is recent enough for its CUDA, and a GPU for {process}",
+        f"run `{INSTALL_GPU}`, look at `nvidia-smi` on that node and update the driver if it is too old; or compute on "
         f"CPUs with --{key} cpu",
     )
 

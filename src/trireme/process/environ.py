@@ -97,9 +97,9 @@ def prepare_ray_environment(address: str | None, threads: int, deterministic: bo
     If Ray is started here, all processes of the cluster inherit the variables. They set the number of threads (an
     existing OMP_NUM_THREADS is kept, except with `deterministic`). They set the usual CPU priority: Ray's default for
     workers is nice 15, which leaves hardly any lower priority for work that can wait. They give Ray an authentication
-    token: without it Ray writes a token into the home directory and prints that at every start. They make all processes
-    listen at 127.0.0.1 only, also the trainer's store and Ray's metrics. (The variable for this is named after the
-    systems on which that is Ray's default.)
+    token: otherwise Ray writes a token into the home directory and prints a line on it at every start. They make all
+    processes listen at 127.0.0.1 only, also the trainer's store and Ray's metrics. (The variable for this names Windows
+    and OSX, where Ray does this by default.)
 
     If a cluster is joined, only makes the driver send its token, if it has one. Other clusters ask for a token by
     default, but a driver sends its token only if a variable says so.

@@ -92,8 +92,8 @@ def number_process(number: int) -> None:
 
 def fault_point(name: str) -> str | None:
     """Marks a place in the code, called `name`, at which tests can inject faults. If TRIREME_FAULTS has a fault for
-    this place that is due now (it counts how often the process has passed the place), carries out the fault's action,
-    which may raise or kill the process, and returns the action's name. Otherwise returns None."""
+    this place that is due at this call (a process counts its calls for the place), carries out the fault's action and
+    returns the action's name. The action may raise, or kill the process. Otherwise returns None."""
     spec = os.environ.get("TRIREME_FAULTS")
     if not spec:
         return None

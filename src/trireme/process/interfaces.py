@@ -18,8 +18,8 @@ NCCL = "NCCL_SOCKET_IFNAME"
 
 def choose_interface(host: str) -> None:
     """Makes gloo and NCCL use the network interface that leads to the address `host`, unless the user has chosen one.
-    (Otherwise gloo uses the address of this machine's host name, and NCCL chooses an interface itself. Other nodes may
-    reach neither.) Raises RoomFailed."""
+    (By default gloo uses the address of this machine's host name, and NCCL chooses an interface itself. Other nodes may
+    be unable to reach these addresses.) Raises RoomFailed."""
     interface = interface_towards(host)
     os.environ.setdefault(GLOO, interface)
     os.environ.setdefault(NCCL, f"={interface}")  # "=": not also those whose names begin like it
@@ -43,8 +43,8 @@ def interface_towards(host: str) -> str:
     names = [name for name, addresses in by_interface.items() if address in addresses]
     if not names:
         raise RoomFailed(
-            f"this node reaches {host}, where a trainer shard is, from its address {address}, which none of its "
-            f"network interfaces has: {by_interface}. Set {GLOO} to the name of the interface"
+            f"this node has no network interface with the address {address}, from which it reaches the trainer shard "
+            f"at {host}. Its interfaces: {by_interface}. Set {GLOO} to the name of the interface to use"
         )
     return names[0]
 

@@ -118,9 +118,9 @@ def _ask_driver(visible: str | None) -> tuple[Gpu, ...]:
 def _group_memory(
     groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[tuple[int, int]]:
-    """Yields (limit, free part) in bytes for each memory limit of this process's control group and of the groups around
-    it, of cgroup version 2 and 1. Pages of files count as free, because the system drops them on demand. In a
-    container `mount` shows the container's own group as its root."""
+    """Yields (limit, free part) in bytes for each memory limit on this process: the limits of its control group and of
+    this group's ancestors (cgroup v1 and v2). The page cache counts as free, because the kernel drops it on demand. In
+    a container, the root of `mount` is the container's own group."""
     if groups.is_file():
         lines = groups.read_text().splitlines()
     else:

@@ -40,8 +40,9 @@ def private_directory() -> Iterator[Path]:
 
 @contextmanager
 def held_directory(base: Path, prefix: str) -> Iterator[Path]:
-    """Makes a private directory in `base`, with a name that begins with `prefix`, and yields its path. Removes it at
-    the end of the block. Also removes such directories of processes that were killed. Raises OSError."""
+    """Makes a private directory in `base`, with a name that begins with `prefix`, and yields its path. Removes the
+    directory at the end of the block. First removes directories with this prefix that killed processes of this user
+    have left in `base`. Raises OSError."""
     for directory in base.glob(f"{escape(prefix)}*"):
         with suppress(OSError):  # of another user, of a process that lives, or of something else
             _sweep(directory)

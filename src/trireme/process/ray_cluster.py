@@ -84,8 +84,8 @@ def ray_cluster(config: CommonConfig, local: Resources) -> Iterator[Resources]:
 
 
 def cluster_resources(timeout_s: float) -> Resources:
-    """Returns the machines of the cluster that this process has joined. Raises RoomFailed if one does not answer within
-    `timeout_s` seconds."""
+    """Returns the machines of the cluster that this process has joined. Raises RoomFailed if a machine does not answer
+    within `timeout_s` seconds."""
     return Resources(_nodes(timeout_s), "the Ray cluster")
 
 
@@ -109,8 +109,9 @@ def connected(address: str, config: CommonConfig | None) -> Iterator[None]:
 
 
 def _nodes(timeout_s: float) -> tuple[Node, ...]:
-    """Returns each machine of the cluster with its resources, from a short task on every node, in parallel. The numbers
-    of cores and GPUs are what Ray offers. Raises RoomFailed, which names the nodes that do not answer."""
+    """Returns the machines of the cluster with their resources. Asks all machines in parallel, with a short task on
+    each node. The numbers of cores and GPUs are what Ray offers. If nodes do not answer, raises RoomFailed with their
+    names."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     asking = [
         ray.remote(num_cpus=0, scheduling_strategy=on_node(node["NodeID"]))(this_machine).remote() for node in alive
@@ -218,8 +219,8 @@ def _start_ray(cpus: int, directory: str) -> None:
                 load = f"its load is {os.getloadavg()[0]:.0f}, on {os.cpu_count()} cores"
                 if attempt == RAY_STARTS:
                     raise RoomFailed(
-                        f"Ray did not start on this machine in {RAY_STARTS} attempts: {error} If it is busy "
-                        f"({load}), try again when it is not; `ray start --head --block` shows what is wrong"
+                        f"Ray did not start on this machine in {RAY_STARTS} attempts: {error} If the machine is busy "
+                        f"({load}), try again later; `ray start --head --block` shows what is wrong"
                     ) from error
                 log.warning("Ray did not start on this machine (%s): %s It is started once more.", load, error)
                 _end(before)
@@ -228,8 +229,8 @@ def _start_ray(cpus: int, directory: str) -> None:
 
 
 def _end(before: set[psutil.Process]) -> None:
-    """Shuts Ray down. After `SHUTDOWN_S` kills the processes that Ray started: the children of this process that are
-    not in `before`, and their descendants."""
+    """Shuts Ray down. Kills processes that Ray started (children of this process that are not in `before`, and their
+    descendants) if they have not ended after `SHUTDOWN_S` seconds."""
     started = [p for root in _children() - before for p in (root, *_children(root))]
     ray.shutdown()
     _, alive = psutil.wait_procs(started, timeout=SHUTDOWN_S)
@@ -296,8 +297,8 @@ class PlacePool:
             _remove(group)
 
     def take(self) -> ActorOptions:
-        """Returns Ray's options for one more actor, in a free place of the pool or a new one. An actor in a new place
-        waits until the cluster has the resources free."""
+        """Returns Ray's options for one more actor, in a free place of the pool or in a new place. An actor in a new
+        place waits until the cluster has the resources free."""
         if self._free:
             return self._free.pop()
         group = placement_group([_bundle(self._resources) or {"CPU": 0.001}])
@@ -306,8 +307,8 @@ class PlacePool:
         return {**self._resources, "scheduling_strategy": strategy}
 
     def give_back(self, options: ActorOptions) -> None:
-        """Takes back the place of an actor that has ended. A place that `reserve` made is kept for the next actor; any
-        other is given back to Ray. `options`: Ray's options of the actor, with its place."""
+        """Takes back the place of an actor that has ended. A place that `reserve` made is kept for the next actor. A
+        place that `take` made is given back to Ray. `options`: Ray's options of the actor, with its place."""
         group = options["scheduling_strategy"].placement_group
         if group in self._groups:
             self._groups.remove(group)
@@ -334,8 +335,8 @@ def nodes_of(options: Mapping[str, Sequence[ActorOptions]]) -> dict[str, list[st
 
 
 def actor_nodes(options_N: Sequence[ActorOptions]) -> list[str | None]:
-    """Returns for each actor Ray's id of the node with its place; None if its place is not on a live node. `options_N`:
-    Ray's options of the N actors, with their places."""
+    """Returns the node on which each actor's place is, as Ray's id of the node; None for a place that is not on a live
+    node. `options_N`: Ray's options of the N actors, with their places."""
     strategies = [options["scheduling_strategy"] for options in options_N]
     groups = {strategy.placement_group.id: strategy.placement_group for strategy in strategies}
     tables = {name: placement_group_table(group) for name, group in groups.items()}

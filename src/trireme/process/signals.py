@@ -58,8 +58,8 @@ sends to all processes, into a SIGTERM."""
 
 
 def _end_at_the_next(first: int) -> None:
-    """Makes the next signal end the process immediately. Ignores a repeated signal that comes so soon after the signal
-    `first` that both belong to one request (SAME_S, BOTH_S)."""
+    """Makes the next signal end the process immediately. But ignores a signal that comes within SAME_S seconds of the
+    signal `first` (BOTH_S if it is a different signal), because both then belong to one request."""
     arrived = time.monotonic()
 
     def end(signum: int, _frame: FrameType | None) -> None:
@@ -90,7 +90,7 @@ def _stop(signum: int, _frame: FrameType | None) -> None:
 
 def check() -> None:
     """Raises Stopped if a signal came. Call it regularly: the signal handler raises Stopped too, but Ray's compiled
-    code may swallow that."""
+    code may swallow that exception."""
     if _received:
         raise Stopped(_received[0])
 

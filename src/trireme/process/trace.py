@@ -72,8 +72,8 @@ def stop() -> None:
 
 @contextmanager
 def span(name: str, track: str = "main", **args: object) -> Iterator[None]:
-    """Records the `with` block as a span on `track`. The spans of such a track must follow or contain each other.
-    `args` are shown with the span."""
+    """Records the `with` block as a span on `track`. Two spans of this track must not overlap, unless one contains the
+    other. `args` are shown with the span."""
     started = _now()
     try:
         yield

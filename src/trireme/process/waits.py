@@ -76,8 +76,8 @@ def get_all(
     """Waits for all `refs` and returns their values in order. `owners`: for each reference, the name of the process
     that computes its value. If a call fails, raises its error immediately, without waiting for the others (which may
     hang in a collective). Raises RoomFailed after `timeout_s` seconds. Calls `on_tick` about once a second with the
-    names of the processes still waited for and the seconds waited. Errors name `log`, and `limit`, a text that says
-    where the time limit comes from."""
+    names of the processes still waited for and the seconds waited. Errors name `log`. The error of a timeout also has
+    the text `limit`, which says where the time limit comes from."""
     started = time.monotonic()
     pending = list(refs)
     owner = dict(zip(refs, owners, strict=True))
@@ -155,8 +155,8 @@ def died(error: BaseException) -> bool:
 
 def unreached(error: BaseException) -> bool:
     """Returns True if `error` says that a call did not reach its actor, and Ray does not know yet whether the actor
-    lives. If a node is lost, this lasts until Ray gives up the node. Until then Ray would place the actor's successor
-    on the lost node."""
+    lives. If the actor's node is lost, calls fail in this way until Ray gives up the node. Until then Ray would place a
+    successor of the actor on the lost node."""
     return isinstance(error.__cause__, ActorUnavailableError)
 
 

@@ -104,7 +104,7 @@ class WorkerEnvironment:
 
 
 def travels_text(config: CommonConfig) -> str:
-    """Returns the line for the plan that names everything that a run of `config` takes to the nodes of a cluster."""
+    """Returns a line of the plan: it names everything that a run of `config` takes to the nodes of a cluster."""
     return f"{WorkerEnvironment.of(config, os.environ).text}, from the driver to all nodes"
 
 
@@ -122,7 +122,7 @@ def _beginning(secrets: Mapping[str, str]) -> Callable[[], None]:
 
 def _chosen(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
     """Returns {name: value} of the variables in `environ` that travel: variables with a prefix in PREFIXES (except
-    OF_ONE_NODE and names that begin as in KEYS), variables in NAMES, and the variables `names`. Relative entries of
+    OF_ONE_NODE and variables with a prefix in KEYS), variables in NAMES, and the variables `names`. Relative entries of
     PYTHONPATH become absolute. Raises BadInput if one of `names` is not set."""
     for name in names:
         if name not in environ:
@@ -142,8 +142,9 @@ def _chosen(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def modules_not_installed(names: Iterable[str]) -> tuple[Path, ...]:
-    """Returns the files and directories of this project's packages, of the top-level modules `names`, and of all
-    modules that these import. Leaves out installed packages, which are expected on every node."""
+    """Returns the files and directories of this project's packages, and of the top-level modules `names` with all
+    modules that `names` import, directly or indirectly. Leaves out installed packages, which are expected on every
+    node."""
     installed = [Path(sysconfig.get_path(kind)).resolve() for kind in INSTALLED]
     modules: dict[str, Path] = {}
     pending = [ENTRY, *OWN_PACKAGES, *names]

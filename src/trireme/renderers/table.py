@@ -76,7 +76,8 @@ def _class_of(name: str) -> Callable[..., Renderer]:
 
 
 def _suitable(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None) -> Renderer:
-    """Returns the renderer for the name auto (see `make_renderer`), and logs which it is where that is not obvious."""
+    """Returns the renderer for the name auto (see `make_renderer`). Logs a warning if this renderer is a format of the
+    package `renderers`, or the tokenizer's chat template."""
     if tokenizer.chat_template is None:
         fallback = "role_colon"
     else:

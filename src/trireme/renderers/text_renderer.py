@@ -82,8 +82,8 @@ class TextRenderer(Renderer):
 
     def thinking_from(self, messages: Sequence[Message], generate: bool) -> int:
         """Returns an index into `messages`: the text shows no thinking of messages before this index. If `generate` is
-        False and the last message is the assistant's, the result is the index for the prompt that asks for this
-        message."""
+        False and the last message is the assistant's, this message does not count: the index is the same as in the
+        prompt that asks for it."""
         speaks = bool(messages) and messages[-1]["role"] == "assistant" and not generate
         return self._boundary(messages[:-1] if speaks else messages)
 
@@ -213,9 +213,9 @@ class TextRenderer(Renderer):
         start = next((len(header) for header in headers if full.startswith(header)), None)
         if start is None or not full.endswith(after):
             raise ValueError(
-                f"the chat template shows message {i} of role {messages[i]['role']!r} in another form depending on "
-                "what surrounds it, so its text and its header cannot be separated: train_on last_assistant_message, "
-                "or use a renderer other than chat_template"
+                f"the chat template shows message {i} of role {messages[i]['role']!r} differently depending on the "
+                "messages around it, so its text and its header cannot be separated: set train_on = "
+                "last_assistant_message, or use a renderer other than chat_template"
             )
         stops = [str(self._tokenizer.decode([token])) for token in self._stop]
         ends = [text for text in stops if after.startswith(text)]

@@ -50,8 +50,8 @@ class FarParts(Protocol):
     """The parts of checkpoints on nodes that cannot see the run directory."""
 
     def gather(self, draft: Path, manifest: Manifest) -> None:
-        """Copies the files of the checkpoint `manifest` that are on other nodes to `draft`, the checkpoint's directory
-        in the run directory. Raises StorageFailed, RoomFailed."""
+        """Copies files of the checkpoint `manifest` from other nodes to `draft`, the checkpoint's directory in the run
+        directory. Raises StorageFailed, RoomFailed."""
 
     def discard(self, draft: Path) -> None:
         """Deletes the parts of `draft` on the nodes that wrote them. Raises RoomFailed."""
@@ -113,10 +113,10 @@ class Checkpoints:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """Takes the last checkpoint if training has reached its end. Also takes it if a signal or a limit stops the run
-        at a boundary between two steps. If the last checkpoint is missed because the disk is full, deletes old
-        checkpoints and tries again. If it is missed otherwise, or none can be deleted, raises. After any other error,
-        waits up to END_S for a checkpoint in flight. Raises StorageFailed, RoomFailed, LockLost."""
+        """Completes the last checkpoint if training has reached its end. Takes a last checkpoint if a signal or a limit
+        stops the run at a boundary between two steps. If the disk is full, deletes old checkpoints and tries again.
+        Raises StorageFailed if there are no old checkpoints to delete, or if storage fails for another reason. After
+        any other error, waits up to END_S seconds for a checkpoint in flight. Raises RoomFailed, LockLost."""
         may_save = isinstance(error, Stopped | LimitReached) and not isinstance(error, StoppedWithoutCheckpoint)
         try:
             if error is None or may_save:
@@ -284,9 +284,9 @@ class Checkpoints:
             self._miss(error)
 
     def _miss(self, error: StorageFailed) -> None:
-        """Counts a missed checkpoint and records an incident. If the disk is full, deletes old checkpoints. If none was
-        deleted, raises `error` when more than `checkpoint.max_missed` checkpoints were missed in a row, or when this
-        was the last checkpoint of the run."""
+        """Counts a missed checkpoint and records an incident. If the disk is full, deletes old checkpoints. If no
+        checkpoint was deleted, raises `error` in two cases: more than `checkpoint.max_missed` checkpoints were missed
+        in a row, or this was the last checkpoint of the run. Raises LockLost."""
         self.check_owner()  # what another driver's start took away is no failure of the storage
         self._missed += 1
         if isinstance(error, DiskFull):

@@ -29,14 +29,14 @@ _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max":
 
 
 def reduce_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Reduces the metrics of several micro-batches, shards or minibatches to one dict. The end of a name says how:
-    `:sum`, `:max`, `:min` or `:mean`. A mean is over loss tokens: each part counts by its `loss_tokens:sum`, or once
-    if no part has any.
+    """Reduces the metrics of several micro-batches, shards or minibatches to one dict. The suffix of a metric's name
+    says how: `:sum`, `:max`, `:min` or `:mean`. A mean weights each part by its `loss_tokens:sum` (1 if the part has no
+    such metric). If all these are 0, the parts have equal weights.
 
     >>> reduce_metrics([{"loss:sum": 1.0, "ratio:max": 2.0}, {"loss:sum": 3.0, "ratio:max": 1.5}])
     {'loss:sum': 4.0, 'ratio:max': 2.0}
 
-    Raises KeyError for a name with another end.
+    Raises KeyError for a name with another suffix.
     """
     reduced = {}
     for name in dict.fromkeys(name for part in parts for name in part):
@@ -80,8 +80,9 @@ class Clock:
 
 class Journal:
     """Writes the results of each step of the run in `root`. The metrics go to metrics.jsonl, to `sinks`, and to `out`
-    as the text that `line(row)` returns; the problems go to trained.jsonl, and records of some rollouts to `rollouts/`.
-    `checkpoints` makes room on a full disk. Close the journal at the end, as `closing` does."""
+    as the text that `line(row)` returns; a list of what the step trained on goes to trained.jsonl, and records of some
+    rollouts go to `rollouts/`. `checkpoints` makes room on a full disk. Close the journal at the end, as `closing`
+    does."""
 
     def __init__(
         self,

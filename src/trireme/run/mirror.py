@@ -283,8 +283,9 @@ class Mirror:
     def _bring_file(
         self, path: str, driver: int, deadline: float, stats: dict[str, tuple[int, int, int]]
     ) -> tuple[FilePart, ...]:
-        """Uploads the parts of the file `path` that are new, as `driver`. Returns all parts of the file, and adds its
-        inode, size and time of change to `stats`. Raises StorageFailed after `deadline` (monotonic)."""
+        """Uploads the new parts of the file `path`. `driver`: the number of this driver, for the keys of the new parts.
+        Returns all parts of the file, and adds its inode, size and time of change to `stats`. Raises StorageFailed
+        after `deadline` (monotonic)."""
         file = self._root / path
         stored_parts = self._stored.files.get(path, ())
         stat = file.stat()
@@ -306,7 +307,8 @@ class Mirror:
     def _in_time(self, deadline: float, label: str) -> None:
         if time.monotonic() > deadline:
             raise StorageFailed(
-                f"after {self._limit_s:g} s (timeouts.checkpoint_s) {label} and what follows it were not in the store"
+                f"{label} and the files after it were not uploaded to the store within {self._limit_s:g} s "
+                "(timeouts.checkpoint_s)"
             )
 
     def _put_head(self, new: StoredRun) -> None:
@@ -371,7 +373,7 @@ def _parked(root: Path) -> list[Path]:
 
 def _files(root: Path) -> Iterator[str]:
     """Yields the paths, relative to `root`, of the files to upload other than checkpoints: rows, logs, traces and
-    trackers' files, with the files of branches. Leaves out links."""
+    trackers' files, of the run and of its branches. Leaves out links."""
     for top in (root, *root.glob("branches/*")):
         for name in (*FILES, *((HEAD,) if top != root else ())):
             if (top / name).is_file():

@@ -85,7 +85,7 @@ class RemoteRun:
                 raise Refusal(
                     f"the run {self._url}/{root.name}, which is in use (step {max(stored.of_branch(), default=0)})",
                     "a new run, or --resume",
-                    "choose another --run.name, continue it by --resume, or delete what it holds with --clean",
+                    "choose another --run.name, continue that run with --resume, or delete its files with --clean",
                 )
             return
         only_there = (
@@ -127,7 +127,7 @@ class RemoteRun:
                     if not contents or xxhash.xxh3_128_hexdigest(contents[0]) != part.checksum:
                         raise StorageFailed(
                             f"{bucket.url}/{part_key(path, number, part)} is {'altered' if contents else 'missing'}; "
-                            "if a driver of this run is alive it has put another HEAD meanwhile: try again"
+                            "a driver of this run that is still alive may have put a new HEAD meanwhile: try again"
                         )
                     writer.write(contents[0])
         checkpoint, notes = self._bring_checkpoint(arriving, stored)
@@ -147,8 +147,9 @@ class RemoteRun:
         ]
 
     def _bring_checkpoint(self, root: Path, stored: StoredRun) -> tuple[str | None, list[str]]:
-        """Downloads the checkpoint to resume from to `root`. Returns its name, or None if there is none, and a note for
-        each checkpoint that does not verify. Raises BadInput if the store lacks the requested step."""
+        """Downloads one checkpoint to `root`: the requested step, or else the newest that verifies. Returns the
+        checkpoint's name (None if no checkpoint was downloaded), and a note for each checkpoint that could not be used.
+        Raises BadInput if the store lacks the requested step."""
         steps = stored.of_branch()
         requested = self._config.resume.step
         notes: list[str] = []
@@ -239,9 +240,9 @@ def _own_tag(bucket: Bucket, mine: StoredRun) -> str:
     if head_object and head_object[0] == mine.to_json():
         return head_object[1]
     raise Refusal(
-        f"the run {bucket.url}, whose HEAD another driver has put since this one began",
+        f"the run {bucket.url}. Since this driver began, another driver has put HEAD",
         "one driver for a run",
-        "stop that driver, or leave the run to it; then start this one again",
+        "stop the other driver or wait until it ends, then start this one again",
     ) from None
 
 
@@ -250,8 +251,8 @@ def _record(root: Path, *tokens: str) -> None:
 
 
 def _is_up_to_date(root: Path, stored: StoredRun) -> bool:
-    """Returns True if the directory `root` has everything that `stored` names, because the driver that put `stored`
-    worked there, or because it was downloaded there."""
+    """Returns True if the directory `root` has everything that `stored` names. This is so if the driver that put
+    `stored` worked in `root`, or if the run was downloaded to `root` when its HEAD was `stored`."""
     if not (root / RECORD).exists() or not (root / HEAD).exists():
         return False
     head = CheckpointStore(root).head()

@@ -35,11 +35,11 @@ class PendingFiles(Protocol):
 
 
 class StatefulRoom(Protocol):
-    """A room other than the trainer with a part in each checkpoint."""
+    """A room, other than the trainer, that saves a part of each checkpoint."""
 
     def save_state(self, path: Path) -> PendingFiles:
-        """Saves the state that the room has at the moment of the call to the directory `path`. Returns when training
-        may continue; the files may be written after that."""
+        """Saves the room's present state to the directory `path`. Returns when training may continue; the files may be
+        written after that."""
 
     def load_state(self, path: Path, source: CheckpointSource | None, /) -> str | None:
         """Loads the room's part of a checkpoint, the directory `path`. A node that does not see `path` reads the part
@@ -47,7 +47,8 @@ class StatefulRoom(Protocol):
 
 
 class Trainer(Protocol):
-    """The verbs of the trainer (`trainer.handle`). Every verb waits, and raises TriremeError."""
+    """The verbs of the trainer (`trainer.handle`). Every verb blocks until all shards have answered, except
+    `save_state` and `save_weights`, which return at once. Raises TriremeError."""
 
     def forward_backward(
         self,

@@ -219,7 +219,8 @@ def _output_dir(config: CommonConfig) -> Path:
 
 
 def _root(config: CommonConfig) -> tuple[Path, tuple[str, ...]]:
-    """Returns (the run directory, notes for people: one if the directory had to be searched for). Raises BadInput."""
+    """Returns (the run directory, notes for people). If the directory had to be searched for, a note names it. Raises
+    BadInput."""
     root = named_root(config)
     if root:
         return root, ()
@@ -230,8 +231,9 @@ def _root(config: CommonConfig) -> tuple[Path, tuple[str, ...]]:
 
 
 def _latest_run(output_dir: Path, prefix: str) -> Path:
-    """Returns the run directory in `output_dir` that was started last, among those named `prefix` and 8 hex digits.
-    Raises BadInput if there is none. (Only here does the clock matter: nothing else orders different runs.)"""
+    """Returns the run directory in `output_dir` that was started last. Considers only directories whose names are
+    `prefix` and 8 hex digits. Raises BadInput if there is none. (Compares times of files, because nothing else orders
+    different runs.)"""
     name = re.compile(re.escape(prefix) + "[0-9a-f]{8}")
     configs = [file for file in output_dir.glob(f"*/{CONFIG}") if name.fullmatch(file.parent.name)]
     if not configs:
@@ -323,8 +325,8 @@ def _begun(store: CheckpointStore) -> Head | None:
     raise Refusal(
         f"a run that cannot be resumed: {problem}",
         "a run with the file HEAD, which a fork writes last",
-        "if a fork was interrupted here, give the same command with its --resume.dir again; else begin a new run from "
-        f"this one: --resume.dir {store.root} with another --run.name",
+        "if a fork was interrupted here, repeat its command with the same --resume.dir; otherwise fork this run: "
+        f"--resume.dir {store.root} with another --run.name",
     )
 
 

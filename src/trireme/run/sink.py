@@ -159,9 +159,9 @@ def metrics_sinks(
     config: CommonConfig, run_id: str, root: Path, roster: Roster, say: Callable[[str], None]
 ) -> Iterator[list[MetricsSink]]:
     """Connects to the configured trackers of the run in `root`, for all attempts of the command, and closes them after
-    the block. Makes `roster` report each incident to the trackers. Yields a sink for each tracker, which takes the rows
-    and rollouts of each step. `say` prints where each tracker shows the run, and at the end which steps the tracker
-    lacks."""
+    the block. Makes `roster` report each incident to the trackers. Yields a list with one sink for each tracker. A sink
+    takes the row and the rollouts of each step. `say` prints where each tracker shows the run, and at the end which
+    steps the tracker lacks."""
     with ExitStack() as ending:
         sinks = [
             MetricsSink(name, connect, roster, say)

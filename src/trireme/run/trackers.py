@@ -121,7 +121,8 @@ class WandbTracker:
         self._run.log({**row, "step": shown_step(row)})
 
     def alert(self, incident: Incident) -> None:
-        """Sends `incident` as a W&B alert. W&B drops an alert with the same title as another one within a minute."""
+        """Sends `incident` as a W&B alert. W&B drops an alert if it got an alert with the same title less than a minute
+        before."""
         message = f"{incident.part}: {incident.what}"
         self._run.alert(message[:LONGEST_TITLE], f"{message}\n\nat step {incident.step}", level="WARN")
 
@@ -134,7 +135,7 @@ class WandbTracker:
 
 class MlflowTracker:
     """Writes to a run of an MLflow experiment. All attempts use the same MLflow run, which they find by a tag with
-    `run_id`. A step that is done again is there twice. In names of metrics `_` replaces the characters that MLflow
+    `run_id`. If a step is repeated, MLflow has it twice. In names of metrics `_` replaces the characters that MLflow
     refuses: `avg@4` is `avg_4`."""
 
     def __init__(self, config: CommonConfig, run_id: str, root: Path) -> None:

@@ -66,8 +66,8 @@ class BadExample(Exception):
 
 
 def files_of(key: str, pattern: str) -> list[Path]:
-    """Returns the files that `pattern`, the value of the configuration's `key`, matches, sorted by name. Raises
-    BadInput if none matches."""
+    """Returns the files that match `pattern`, sorted by name. `key`: the configuration key with the value `pattern`,
+    for messages. Raises BadInput if no file matches."""
     exact = Path(pattern).expanduser()
     if exact.is_file():
         files = [exact]

@@ -181,7 +181,8 @@ class ReplicaManager:
         self._numbers = itertools.count()
 
     def begin(self) -> None:
-        """Begins to wait for the starts of all replicas, which the inference room has requested. Returns at once."""
+        """Begins to wait for all replicas to start; the inference room has already requested the starts. Returns at
+        once."""
         for index in self._replicas.indices:
             self._starts(index, self._replicas.ready_ref(index))
 
@@ -193,8 +194,8 @@ class ReplicaManager:
         return None
 
     def attach(self, replica_set: ReplicaSetRoom) -> None:
-        """Begins an attempt: makes all ready replicas, now and later, join `replica_set`, the handle of the attempt's
-        replica set."""
+        """Begins an attempt: makes each replica join `replica_set`, the handle of the attempt's replica set, as soon as
+        the replica is ready."""
         self._replica_set = replica_set
         for index in self._of(PartHealth.CATCHING_UP):
             self._join(replica_set, index)

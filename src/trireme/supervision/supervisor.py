@@ -130,8 +130,8 @@ class Supervisor:
             self.roster.set(name, PartHealth.STARTING, pids=(), successor=self._attempts > 1)
 
     def attach(self, *rooms: Room, replica_set: ReplicaSetRoom | None = None) -> None:
-        """Begins to monitor `rooms`, which have started. Makes all ready replicas, present and later ones, join
-        `replica_set`."""
+        """Begins to monitor `rooms`, which have started. Makes each replica join `replica_set` as soon as the replica
+        is ready."""
         with self._lock:
             for name, ask in ((name, ask) for room in rooms for name, ask in room.heartbeats().items()):
                 self.roster.set(name, PartHealth.HEALTHY)

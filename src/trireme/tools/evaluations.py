@@ -125,7 +125,7 @@ def best(rows: Mapping[str, Mapping[str, float]], metric: str) -> str:
     if not having:
         raise Refusal(
             f"--keep-best {metric}, for which no checkpoint has a value",
-            "an evaluation in which some rollout did not fail",
+            "an evaluation with at least one rollout that did not fail",
             "look at the column `failed`",
         )
     return max(having, key=having.__getitem__)
@@ -140,8 +140,8 @@ def keep(checkpoint: Path, metric: str) -> None:
 
 def comparison(rows: Mapping[str, Mapping[str, float]], metric: str | None) -> Table:
     """Returns a table with a line for each checkpoint, and a column for each task: the mean reward with its 95 %
-    interval. `metric`: a metric whose best value is marked; if it has no column yet, one is added. None: marks
-    nothing."""
+    interval. `metric`: the metric whose best value is marked (None: no value is marked); it gets a column if it has
+    none."""
     names = list(dict.fromkeys(name for row in rows.values() for name in row if _is_mean(name)))
     if metric and metric not in names:
         names.append(metric)

@@ -50,8 +50,8 @@ def export(
     merge: bool,
     card: Callable[[VerifiedCheckpoint, str], str] | None = None,
 ) -> ExportedModel:
-    """Writes the model of the checkpoint of `step` (None: the newest that verifies) to the directory `out` (None: one
-    in the run's exports/). `out` appears only when it is complete.
+    """Writes the model of the checkpoint of `step` (None: the newest that verifies) to the directory `out` (None: a
+    directory in the run's exports/). `out` appears only when it is complete.
 
     Casts floating-point tensors to `dtype` (None: no cast), one file after the other, and calls `on_file` with the name
     of each file. `merge`: merges the checkpoint's adapter into its base, and writes the whole model. `card`: returns

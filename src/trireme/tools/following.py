@@ -28,7 +28,7 @@ class LineFollower:
     def poll(self, most_bytes: int | None = None) -> tuple[bool, list[bytes]]:
         """Returns (restarted, the new whole lines), from at most the next `most_bytes` of the file (None: all).
         `restarted` is True if the lines begin with the first line of the file. This is so on the first read, and if the
-        file was replaced or cut since then, for example by a run that goes back to a checkpoint."""
+        file was replaced or cut since the last call, for example by a run that goes back to a checkpoint."""
         if not self.file.exists():
             return False, []
         with self.file.open("rb") as lines:

@@ -198,8 +198,7 @@ def _table(branch: str | None, commits: list[InspectedCheckpoint], quick: bool) 
 
 
 def age(created: str, now: datetime) -> str:
-    """Returns how long before `now` the time `created` (ISO 8601) was, as text; `created` itself if it is in the
-    future.
+    """Returns the time from `created` (ISO 8601) to `now` as text; `created` itself if it is in the future.
 
     >>> age("2026-01-01T10:00:00+00:00", datetime(2026, 1, 1, 12, 30, tzinfo=UTC))
     '2 h ago'

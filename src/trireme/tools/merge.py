@@ -42,7 +42,7 @@ def merged_files(
         raise Refusal(
             f"an adapter of {base}, which {problem}",
             f"the weights that it was trained on, with digest {trained_on['digest']}",
-            "bring them back there, or export the adapter without --merge",
+            "restore those weights, or export the adapter without --merge",
         )
     about = json.loads(read[ADAPTER]())
     adapter = {name.removeprefix("base_model.model."): t for name, t in load(read[ADAPTER_WEIGHTS]()).items()}

@@ -59,7 +59,7 @@ def plot_runs(roots: Sequence[Path], key: str, window: int, title: str | None) -
 
 def read_curve(root: Path, key: str) -> tuple[Sequence[float], Sequence[float]]:
     """Returns (steps, values) of the metric `key` of the run in `root`. Skips rows without a finite number for `key`.
-    Raises BadInput if no row has one."""
+    Raises BadInput if no row has such a number."""
     curves = RunCurves(root)
     curves.look(most_bytes=None)
     points = curves.points(key)
@@ -97,9 +97,9 @@ def draw_knob(points: Sequence[tuple[Mapping[str, object], float]], *, knob: str
 
 
 def lines_of(points: Sequence[tuple[Mapping[str, object], float]], knob: str) -> dict[str, dict[object, list[float]]]:
-    """Groups the metrics of runs into the lines of a plot. Returns {label of a line: {value of the knob: metrics of its
-    runs}}. There is one line for each combination of values of the other keys; the seed does not count. If there are
-    more combinations than colours, all runs share a single line."""
+    """Groups the metrics of runs into the lines of a plot. Returns {label of a line: {value of the knob: metrics of the
+    runs with this value}}. There is one line for each combination of values of the other keys; the seed does not count.
+    If there are more combinations than colours, all runs share a single line."""
     names = [
         ", ".join(
             f"{key.rpartition('.')[2]} = {knob_text(values[key])}" for key in values if key not in (knob, AVERAGED)

@@ -58,7 +58,7 @@ def _checked(root: Path, replicas: int) -> dict[str, Any]:
         raise Refusal(*idle, "start it first")
     config: dict[str, object] = json.loads((root / "config.json").read_bytes())
     if command_of(root) != "rl":
-        raise Refusal(f"scale for {root}, a run of {command_of(root)}", "a run of rl", "it has no replicas")
+        raise Refusal(f"scale for {root}, a run of {command_of(root)}", "a run of rl", "choose a run of rl")
     if replicas < 1:
         raise Refusal(
             f"--replicas {replicas}",

@@ -83,7 +83,7 @@ def standing(status: Status | None, driver: str) -> str:
 
 
 def age_of(at: float, now: datetime) -> str:
-    """Returns how long before `now` the time `at` (seconds since 1970) was, as text: "2 h ago"."""
+    """Returns the time from `at` (seconds since 1970) to `now` as text, such as "2 h ago"."""
     return age(datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds"), now)
 
 

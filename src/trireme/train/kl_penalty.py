@@ -44,8 +44,9 @@ class KlPenalty:
         self._means: list[float] = []
 
     def __call__(self, minibatches: Iterator[Minibatch]) -> Iterator[Minibatch]:
-        """Yields the minibatches of one substep with the penalty added. The reference computes each minibatch as soon
-        as it arrives. But dbar needs all minibatches, so none is yielded before the last has arrived."""
+        """Yields the minibatches of one substep with the penalty added. Computes the reference's log-probabilities of
+        each minibatch as soon as the minibatch arrives. But dbar needs all minibatches, so no minibatch is yielded
+        before the last has arrived."""
         if not self._coef:
             yield from minibatches
             return
@@ -65,7 +66,7 @@ class KlPenalty:
 
     def end_step(self, version: int) -> None:
         """Records that the policy is now `version`. If `version` is a multiple of `update_every`, makes the policy the
-        reference; a checkpoint taken now then has the new reference."""
+        reference. A checkpoint of this version then has the new reference."""
         if self._update_every and version % self._update_every == 0:
             self._trainer.update_reference()
 

@@ -44,8 +44,8 @@ def weights_of(path: str) -> Path:
 
 
 def keep_reference(config: Config) -> None:
-    """Marks the checkpoint that holds the reference's weights, so that its run does not prune it. Does nothing if the
-    weights are in no checkpoint. Raises BadInput if the checkpoint cannot be marked."""
+    """Marks the checkpoint that holds the reference's weights, so that the run that wrote the checkpoint does not prune
+    it. Does nothing if the weights are in no checkpoint. Raises BadInput if the checkpoint cannot be marked."""
     path = config.trainer.kl.reference.load_checkpoint_path
     if path is None or not (Path(path).parent / MANIFEST).exists():
         return
@@ -70,7 +70,7 @@ def _check(key: str, name: str, config: Config, facts: ModelFacts) -> None:
     if reference.vocab_size != facts.vocab_size:
         raise Refusal(
             f"{key} = {name} with a vocabulary of {reference.vocab_size} tokens",
-            f"the {facts.vocab_size} tokens of {facts.name}: both look at the same tokens",
+            f"the {facts.vocab_size} tokens of {facts.name}: policy and reference read the same tokens",
             "choose a reference of the same family",
         )
     computed = [{(key, repr(value)) for key, value in f.described.items()} for f in (reference, facts)]

@@ -129,14 +129,14 @@ class Alternation:
         return weights
 
     def _is_awaited(self, version: int) -> bool:
-        """Returns True if the replicas need `version` even if sampled batches are left to train on, because it may have
-        to be evaluated."""
+        """Returns True if `version` may have to be evaluated. The replicas then need its weights at once, even if
+        sampled batches are left to train on."""
         every = self._config.eval.every
         return version == self._config.max_steps or (every > 0 and version % every == 0)
 
 
 def update_replicas(rooms: Rooms, attempt: Attempt, weights: PublishedWeights) -> None:
-    """Waits until the replicas' update to the version before has ended, and the evaluation of that version if there is
+    """Waits for the end of the replicas' update to the previous version, and of that version's evaluation if there is
     one. Then begins the replicas' update to `weights`."""
 
     def on_tick() -> None:

@@ -52,8 +52,8 @@ class Attempt:
     """Raises the failure of a room, if a room has failed. The driver calls it often while it waits."""
 
     def steps(self) -> Iterator[int]:
-        """Yields the numbers of the steps from `start` to `max_steps` - 1. Between steps the run can be saved, so
-        Stopped (after a signal) and the failure of a room are raised before each step."""
+        """Yields the numbers of the steps from `start` to `max_steps` - 1. Before each step, where the run can be
+        saved, raises Stopped after a signal, and the failure of a room if a room has failed."""
         for step in range(self.start, self.config.max_steps):
             self.roster.at_step(step)
             self.check()

@@ -58,7 +58,7 @@ def apply(changes: Bytes, bucket: Bytes, offsets: Sequence[int]) -> list[Sums]:
 
 
 def warm_up() -> None:
-    """Compiles the kernels, so that no update waits for it. Call it while a process starts."""
+    """Compiles the kernels, so that no update waits for the compilation. Call this function while a process starts."""
     _kernels()
 
 

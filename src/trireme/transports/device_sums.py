@@ -106,8 +106,8 @@ def _find_job(program: tl.tensor, ends: tl.tensor, count: tl.tensor, halvings: t
 def _add(
     first: tl.tensor, second: tl.tensor, value: tl.tensor, element: tl.tensor, WORDS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Returns the sums `first` and `second`, uint64, with the words of the elements `value` added. `element`: the
-    elements' places in the whole tensor. `WORDS`: words of an element; 0: it is half a word."""
+    """Adds the words of the elements `value` to the sums `first` and `second`, uint64, and returns the new sums.
+    `element`: the elements' places in the whole tensor. `WORDS`: words of an element; 0: an element is half a word."""
     if WORDS == 0:
         half = value.to(tl.uint8, bitcast=True).to(tl.uint64)
         word = half << ((element & 1) * 8).to(tl.uint64)

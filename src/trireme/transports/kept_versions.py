@@ -23,7 +23,7 @@ class KeptVersions:
         self._leases: Counter[int] = Counter()
 
     def begin(self, version: int) -> None:
-        """Begins `version`, and drops all earlier versions but the last one and the leased ones."""
+        """Begins `version`. Keeps the previous version and all leased versions, and drops the others."""
         with self._lock:
             self._versions.pop(version, None)
             self._drop(keep=1)
@@ -58,7 +58,7 @@ class KeptVersions:
             self._drop(keep=2)
 
     def _drop(self, keep: int) -> None:
-        """Drops all versions that are not leased, except the last `keep`."""
+        """Drops all versions that are not leased, except the last `keep` versions."""
         for version in list(self._versions)[:-keep]:
             if self._leases[version] <= 0:
                 del self._versions[version], self._leases[version]

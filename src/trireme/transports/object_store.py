@@ -81,4 +81,4 @@ def lease(source: object) -> None:
 
 
 def release(source: object) -> None:
-    """Does nothing: the references end with their holders."""
+    """Does nothing, because Ray frees the bytes when nobody holds the references in `source` any more."""

@@ -62,8 +62,8 @@ def merged(dimensions: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, i
 
 
 class TensorPart(NamedTuple):
-    """Tensors of one storage to sum, with equal shapes and strides. Each is the same part of a larger tensor, its
-    whole."""
+    """Tensors of one storage to sum, with equal shapes and strides. Each tensor is a part of a larger tensor, its
+    whole; all tensors have the same place in their wholes."""
 
     tensor: Tensor
     """The first of the tensors."""
@@ -98,7 +98,7 @@ def part_sums(parts: Sequence[TensorPart]) -> Tensor:
     """Returns the sums of all tensors of `parts`, in order: int64 [tensors, 2] (`Sums.signed`). All tensors are on one
     device, and the result is on it too. Does not wait for the device.
 
-    On CUDA a kernel computes them in a few launches, on a CPU the kernel of `trireme.core.digest`.
+    On CUDA, a kernel computes the sums in a few launches. On a CPU, the kernel of `trireme.core.digest` computes them.
     """
     if parts[0].tensor.is_cuda:
         from trireme.transports.device_sums import device_sums  # imports Triton

@@ -148,7 +148,7 @@ def test_a_model_of_the_hub_is_copied_whole_or_not_at_all(
             raise HfHubHTTPError("403 Forbidden", response=response)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert "which cannot be reached" in refused(capsys, workspace, "org/small")
+    assert "a hub that cannot be reached" in refused(capsys, workspace, "org/small")
     monkeypatch.setattr(fetch, "hub_reachable", lambda _: True)
     assert "given: the model org/gated: 403 Forbidden" in refused(capsys, workspace, "org/gated")
     assert main(["fetch", "org/small"]) == EXIT_OK

@@ -99,7 +99,7 @@ def test_both_rooms_compute_logits_in_the_same_dtype() -> None:
     base = config(engine_args={"hf_overrides": {"rope_theta": 1e6}})
     base = base.model_copy(update={"model": base.model.model_copy(update={"head_dtype": "model"})})
     assert engine_args(base, on_cpu=True)["hf_overrides"] == {"rope_theta": 1e6, "head_dtype": "model"}
-    with pytest.raises(BadInput, match=r"sets hf_overrides\.head_dtype, which Trireme sets itself"):
+    with pytest.raises(BadInput, match=r"arguments that Trireme sets itself: hf_overrides\.head_dtype\. Remove"):
         engine_args(config(engine_args={"hf_overrides": {"head_dtype": "model"}}), on_cpu=True)
 
 

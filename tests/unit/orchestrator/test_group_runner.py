@@ -249,7 +249,7 @@ def test_what_a_failed_rollout_had_is_gone_at_once_not_when_the_cycle_collector_
 
 async def test_a_batch_that_environments_hold_for_too_long_is_said_to_be_theirs() -> None:
     async with Run(small_config(4, timeout_s=0.3, max_steps_off_policy=0), Faulty(Fault(step=hangs))) as run:
-        with pytest.raises(RoomFailed, match="the environments hold it: no request is with a replica"):
+        with pytest.raises(RoomFailed, match="the cause is in the environments: no request waits for a replica"):
             await run.pipeline.next_minibatch(0, 0)
 
 

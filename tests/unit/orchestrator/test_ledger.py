@@ -423,17 +423,17 @@ def test_a_batch_is_released_once_it_is_cut_and_in_order() -> None:
     for group in fill(ledger):
         ledger.finish(group)
     ledger.take(0, 1)
-    with pytest.raises(ValueError, match="batch 0 cannot be released: 0 are, 0 are cut"):
+    with pytest.raises(ValueError, match=r"batch 0 .* next is batch 0, .*batches: 0\)"):
         ledger.release(0)
     ledger.take(0, 1)
-    with pytest.raises(ValueError, match="batch 1 cannot be released: 0 are, 1 are cut"):
+    with pytest.raises(ValueError, match=r"batch 1 .* next is batch 0, .*batches: 1\)"):
         ledger.release(1)
     ledger.take(1, 2)
     for step in (1, -1):  # another batch than the next, though batch 1 is cut by now
-        with pytest.raises(ValueError, match=f"batch {step} cannot be released: 0 are, 2 are cut"):
+        with pytest.raises(ValueError, match=rf"batch {step} .* next is batch 0, .*batches: 2\)"):
             ledger.release(step)
     assert [group.index for group in ledger.release(0)] == [0, 1]
-    with pytest.raises(ValueError, match="batch 0 cannot be released: 1 are, 2 are cut"):
+    with pytest.raises(ValueError, match=r"batch 0 .* next is batch 1, .*batches: 2\)"):
         ledger.release(0)
 
 
@@ -461,7 +461,7 @@ def test_a_streamed_batch_is_cut_once() -> None:
     ledger.finish(second)
     assert took(ledger.take(0, 1)) == ([1], [])
     assert ledger.batch == 0
-    with pytest.raises(ValueError, match="lacks 1"):
+    with pytest.raises(ValueError, match="expected 1 to 1 groups of batch 0"):
         ledger.take(0, 2)
     ledger.finish(first)
     assert took(ledger.take(0, 1)) == ([0], [])

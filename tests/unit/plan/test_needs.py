@@ -215,7 +215,7 @@ class TestRefusals:
         text = str(refused.value)
         assert "a GPU of this machine has 80.00 GiB free" in text
         assert "state 122.05 GiB" in text, "16 bytes a parameter"
-        assert "up to 1.15 times the memory of a GPU and 2 times that of a machine only warn" in text
+        assert "only above 1.15 times the memory of a GPU or 2 times the memory of a machine" in text
         assert "cheapest first: --trainer.shards 7 (GPUs that are there); or --trainer.offload cpu" in text
         assert text.count("; or ") == 2, "three suggestions"
 

@@ -148,7 +148,7 @@ def test_ray_that_does_not_start_is_started_twice_and_then_an_error_for_people(
     monkeypatch.setattr(cluster, "SHUTDOWN_S", 0.1)
     monkeypatch.setattr(cluster.ray, "init", init)
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
-    message = r"did not start on this machine in 2 attempts: The current node timed out during startup. If it is busy"
+    message = r"did not start on this machine in 2 attempts: The current node timed out during startup. If the machine"
     with (
         pytest.raises(RoomFailed, match=message) if failures == 2 else nullcontext(),
         cluster._local_cluster(1),

@@ -291,7 +291,7 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
     with pytest.raises(ValueError, match="train_on = 'everything'; expected one of last_assistant_message"):
         make_renderer("role_colon", characters()).supervised_example(TALK, "everything")  # type: ignore[arg-type]
     counting = "{% for m in messages %}{{ m.content | length ~ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match="in another form depending on"):
+    with pytest.raises(ValueError, match="differently depending on"):
         make_renderer("chat_template", bpe(counting)).supervised_example(TALK, "all_messages")
     silent = "{% for m in messages %}{% if m.role != 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     with pytest.raises(ValueError, match="shows nothing of message 1 of role 'user'"):
@@ -500,7 +500,7 @@ def test_what_is_trained_without_thinking_is_the_answer_and_not_the_empty_block(
 
 
 def test_a_template_without_the_switch_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"renderer\.enable_thinking = false with a chat template that does not look"):
+    with pytest.raises(BadInput, match=r"renderer\.enable_thinking = false with a chat template that ignores"):
         make_renderer("auto", bpe(SAYS), enable_thinking=False)
     with pytest.raises(BadInput, match=r"renderer\.enable_thinking = true with role_colon"):
         make_renderer("auto", characters(), enable_thinking=True)

@@ -141,7 +141,7 @@ def test_one_process_holds_a_store(tmp_path: Path, kind: str, monkeypatch: pytes
     writer.stdout.readline()
     writer.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(stores, "LOCK_S", 0.1)
-    with pytest.raises(StorageFailed, match=f"held by process {writer.pid} on .*end that one"), opened(tmp_path):
+    with pytest.raises(StorageFailed, match=f"held by process {writer.pid} on .*end that process"), opened(tmp_path):
         pass
     monkeypatch.setattr(stores, "LOCK_S", 20.0)
     writer.send_signal(signal.SIGKILL)

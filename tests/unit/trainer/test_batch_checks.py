@@ -34,7 +34,7 @@ def test_columns_of_unequal_length_are_named():
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_a_datum_was_sampled_at_a_positive_temperature(temperature):
-    with pytest.raises(ValueError, match=r"a datum with temperature .*; expected the positive one"):
+    with pytest.raises(ValueError, match=r"a datum with temperature .*; expected the temperature that"):
         Datum(ModelInput.from_ints([1]), {}, temperature)
 
 

@@ -32,14 +32,14 @@ class ChatTemplateRenderer(TextRenderer):
         template = tokenizer.chat_template
         if not isinstance(template, str):
             raise BadInput(
-                f"renderer.name = chat_template with a tokenizer that has {'no' if template is None else 'several'} "
-                "chat template; expected one: set --model.tokenizer to a tokenizer with one, or set --renderer.name to "
-                "role_colon"
+                "renderer.name = chat_template with a tokenizer that has "
+                f"{'no chat template' if template is None else 'several chat templates'}; expected one: set "
+                "--model.tokenizer to a tokenizer with one chat template, or set --renderer.name to role_colon"
             )
         if enable_thinking is not None and SWITCH not in template:
             raise BadInput(
-                f"renderer.{SWITCH} = {str(enable_thinking).lower()} with a chat template that does not look at it; "
-                "expected one that does, such as Qwen3's: leave it out"
+                f"renderer.{SWITCH} = {str(enable_thinking).lower()} with a chat template that ignores this key; "
+                f"expected a template that uses it, such as Qwen3's: leave renderer.{SWITCH} out"
             )
         if enable_thinking is None:
             self._options = {}
@@ -54,8 +54,9 @@ class ChatTemplateRenderer(TextRenderer):
         self._stop = tuple(dict.fromkeys(token for token in candidates if token is not None))
         if not self._stop:
             raise BadInput(
-                "renderer.name = chat_template with a tokenizer that has no end-of-sequence token, and a template that "
-                "puts no special token after the assistant's message; expected one of the two, to end an answer"
+                "renderer.name = chat_template with no token that ends an answer: the tokenizer has no end-of-sequence "
+                "token, and the chat template puts no special token after the assistant's message. Set eos_token in "
+                "tokenizer_config.json, or choose another tokenizer"
             )
         prompt = self.text([QUESTION], (), True)
         self.thinking_is_open = prompt.rstrip().endswith(THINK)

@@ -74,7 +74,8 @@ class Qwen3Renderer(TextRenderer):
 
 
 def _opening(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
-    """Returns the text of the system message, which also lists the tools; "" if there is neither."""
+    """Returns the text of the system message, which also lists the tools; "" if the conversation has neither a system
+    message nor tools."""
     if messages[0]["role"] == "system":
         parts = [messages[0]["content"]]
     else:

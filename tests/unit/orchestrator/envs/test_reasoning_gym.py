@@ -135,7 +135,7 @@ def test_a_generator_of_few_questions_says_so(tokenizer: Any, caplog: pytest.Log
 
 def test_a_split_without_questions_is_refused_and_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reasoning_gym, "is_held_out", lambda _: False)
-    with pytest.raises(ValueError, match="500 items of reasoning_gym:gcd had no question for the split 'eval'"):
+    with pytest.raises(ValueError, match="500 items of reasoning_gym:gcd: no question is in the split 'eval'"):
         dataset(None, split="eval").get_batch(0)
 
 

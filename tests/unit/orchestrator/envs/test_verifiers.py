@@ -420,7 +420,7 @@ def test_a_taskset_that_cannot_be_loaded(written: Written) -> None:
 
 def test_a_taskset_without_end_takes_a_limit(written: Written) -> None:
     name = written(taskset="INFINITE = True\n" + LOAD.replace("range(self.config.size)", "itertools.count()"))
-    with pytest.raises(BadInput, match=r"never ends; .*select = \{ limit = 1000 \}"):
+    with pytest.raises(BadInput, match=r"is infinite; .*select = \{ limit = 1000 \}"):
         opened(name)
     assert sorted(task.data.idx for task in tasks(opened(name, hold_out=False, select={"limit": 20}))) == list(
         range(20)
