@@ -288,7 +288,7 @@ def _checked(config_type: Any, values: Mapping[str, object]) -> Any:
         )
         raise BadInput(
             f"{config_type.__name__} of verifiers cannot be made from {dict(values)!r}: {wrong}. "
-            f"Expected keys out of {', '.join(config_type.model_fields)}: correct env.args"
+            f"env.args may have these keys: {', '.join(config_type.model_fields)}"
         ) from None
 
 
