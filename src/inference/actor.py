@@ -116,7 +116,7 @@ log = logging.getLogger(__name__)
 class ReplicaActor:
     """The Ray actor of one replica. Call `start` first, and wait for it; then methods may be called concurrently.
 
-    After WeightsRefused, a failed update or the death of the engine this replica is broken: it samples no more, and
+    After WeightsRefused, a failed update or the death of the engine this replica is broken: it no longer samples, and
     `heartbeat` raises the reason. A failed update is never repeated, so the replica must be replaced. If only the
     engine was lost (`has_lost_engine`), `restart` starts another engine in this actor.
     """
@@ -345,7 +345,7 @@ class ReplicaActor:
 
     @asynccontextmanager
     async def _entering(self) -> AsyncIterator[None]:
-        """Lets requests enter the engine within the block.
+        """Context manager: requests may enter the engine within its `async with` block.
 
         If `inference.on_update` is drain and an update is running, the block begins only after the update. (The update
         itself waits until the engine is empty.) In deterministic mode the engine is paused within the block, so that
@@ -554,7 +554,7 @@ class ReplicaActor:
     async def load_adapter(self, name: str, published: PublishedWeights) -> None:
         """Loads an adapter in addition to the current weights, for requests that name it; other requests do not pause.
         Raises WeightsRefused or RoomFailed if that fails, or if the adapter's canary does not agree with the trainer;
-        this replica then takes no more requests, as after a failed `load_weights`."""
+        this replica is then broken, as after a failed `load_weights`."""
         step = partial(self._step, deadline=time.monotonic() + self.config.timeouts.update_s)
         async with self._received(published, step):
             from inference.adapter import request_of  # imports vLLM
@@ -588,10 +588,11 @@ class ReplicaActor:
 
     @asynccontextmanager
     async def _received(self, published: PublishedWeights, step: Step) -> AsyncIterator[dict[str, Any]]:
-        """Fetches the bytes of `published` and maps them into the engine process; the block then loads them. Yields two
-        fields of an UpdateReport by name: `received`, the number of bytes, and `refused`, whether a delta was refused.
-        If a delta does not yield the published bytes, fetches the whole weights instead. If the first fetch fails,
-        raises, with nothing changed. Any later failure, also one in the block, breaks this replica and raises."""
+        """Context manager: fetches the bytes of `published` and maps them into the engine process. The block of the
+        caller's `async with` then loads them. Yields two fields of an UpdateReport by name: `received`, the number of
+        bytes, and `refused`, True if a delta was refused. If a delta does not yield the published bytes, fetches the
+        whole weights instead. If the first fetch fails, raises a TriremeError, and nothing has changed. If anything
+        fails later, also in the block, this replica breaks, and a TriremeError is raised."""
         self._raise_if_broken()
         stack = AsyncExitStack()
         try:
@@ -618,8 +619,8 @@ class ReplicaActor:
 
     @contextmanager
     def _breaks(self, doing: str) -> Iterator[None]:
-        """Runs the block. If the block raises, breaks this replica, ends its requests and raises the reason as a
-        TriremeError. `doing`: what the block does, for the message."""
+        """Context manager: if its `with` block raises, breaks this replica, ends the replica's requests and raises the
+        reason as a TriremeError. `doing`: what the block does, for the message."""
         try:
             yield
         except Exception as error:
@@ -818,8 +819,8 @@ class ReplicaActor:
         return pid
 
     def kill_engine(self) -> None:
-        """Asks an engine process that hangs to write its stack traces, and kills it STACKS_S seconds later. Returns at
-        once. Afterwards `restart` can start another engine."""
+        """Signals the hanging engine process to write its stack traces, and kills the process STACKS_S seconds later.
+        Returns at once. Afterwards `restart` can start another engine."""
         log.warning("process %d, the engine of %s, stands still: it is killed", self._engine_pid, self.name)
         self.engine_killed = True
         with suppress(ProcessLookupError):
@@ -947,8 +948,8 @@ class ReplicaActor:
 
     @contextmanager
     def _log_in_errors(self) -> Iterator[None]:
-        """If the block raises an exception, and the driver cannot see this process's log file, appends the last lines
-        of the log to the exception's message."""
+        """Context manager: if its `with` block raises, and the driver cannot see this process's log file, appends the
+        last lines of the log to the exception's message."""
         try:
             yield
         except Exception as error:

@@ -101,8 +101,9 @@ def joined_logprobs(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
     """Joins the logprobs of one request from several steps along the token axis. `parts`: the logprobs from each step.
     Returns None if `parts` is empty.
 
-    A step has as many columns as its most demanding request needs. This request's logprobs are the first columns of
-    each step.
+    In a step, all requests have the same number of columns: as many as the most demanding request needs. So the parts
+    can differ in width. The request to be joined needs only the first columns of each part; the result has the width of
+    the narrowest part.
     """
     if not parts:
         return None

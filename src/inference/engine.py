@@ -66,8 +66,10 @@ def import_engine(*, on_cpu: bool) -> None:
 
 
 def start_engine(config: Config, replica_name: str) -> AsyncLLM:
-    """Starts vLLM and its engine process on the device that the plan gives; returns when the model is loaded.
-    `replica_name`: for errors and the seed. Raises BadInput when this process has no such device."""
+    """Starts vLLM and its engine process on CPUs or a GPU, as `config.cluster.device` says (it is not "auto" any more).
+    Returns when the model is loaded. `replica_name`: the name of this replica, for errors and the seed. Raises BadInput
+    if this process has no such device, if vLLM was built for the other device, or if `inference.engine_args` sets an
+    argument that is decided here."""
     os.environ[NVML_CHECK] = "1"
     on_cpu = find_device(config, replica_name) == "cpu"
     import_engine(on_cpu=on_cpu)

@@ -60,9 +60,10 @@ def own_tensors(layer: nn.Module) -> dict[str, Tensor]:
 
 
 class TensorFollower:
-    """Finds the values of published tensors in the parameters of one model, and sums these values at each update. Each
-    rank of an engine has one follower. `tensors_of(layer)` returns {name: tensor} of the layer's tensors that may
-    receive published values."""
+    """Finds where the values of published tensors lie in the parameters of one model. At each update, computes
+    checksums (sums) of the values there, which prove that the engine has loaded the published values. Each rank of an
+    engine has one follower. `tensors_of(layer)` returns {name: tensor} of the layer's tensors that may receive
+    published values."""
 
     def __init__(self, model: nn.Module, tensors_of: Callable[[nn.Module], Mapping[str, Tensor]] = own_tensors) -> None:
         self._model = model
@@ -90,14 +91,14 @@ class TensorFollower:
         factors: Mapping[str, float] = MappingProxyType({}),
         copied: frozenset[str] = frozenset(),
     ) -> Iterator[Iterator[tuple[str, Tensor]]]:
-        """Observes a load of `tensors` by vLLM's loaders within the block, so that `loaded` can sum the loaded values.
-        Yields an iterator of (name, tensor) for the loaders; start to iterate only after vLLM has prepared its
-        parameters. The tensors must live until `loaded` is called.
+        """Context manager: observes how vLLM's loaders load `tensors` within its `with` block, so that `loaded` can sum
+        the loaded values. Yields an iterator of (name, tensor) for the loaders; start to iterate only after vLLM has
+        prepared its parameters. The tensors must live until `loaded` is called.
 
-        `traced`: an earlier update recorded the loaders' copies, and the record was accepted. If `traced` is False, or
-        if the tensors' names, shapes or dtypes differ from the recorded ones, the copies are recorded in this block.
-        `factors`: {tensor: power of two by which it was multiplied since it was published}. `copied`: the tensors that
-        `copy` has loaded; the loaders do not get them.
+        `traced`: True if an earlier update has recorded where the loaders copy the tensors, and the replica has
+        accepted this record. If `traced` is False, or if the tensors' names, shapes or dtypes differ from the recorded
+        ones, the copies are recorded in this block. `factors`: {tensor: power of two by which it was multiplied since
+        it was published}. `copied`: the tensors that `copy` has loaded; the loaders do not get them.
         """
         table = _table_of(tensors, factors)
         self._sums.clear()
@@ -132,9 +133,9 @@ class TensorFollower:
         return frozenset()
 
     def copy(self, groups: Iterable[Mapping[str, Tensor]]) -> None:
-        """Copies published tensors, named by `copied`, into the parameters. Each of `groups` is {name: tensor}; the
-        memory of a group may be used again once the next group is taken. Call `loaded` afterwards. If loaders have to
-        load other tensors, call `following` before `loaded`."""
+        """Copies published tensors, which `copied` has named, into the parameters. Each of `groups` is {name: tensor};
+        the memory of a group may be used again once the next group is taken. Call `loaded` afterwards. If loaders have
+        to load other tensors, call `following` before `loaded`."""
         self._sums.clear()
         self._factors = MappingProxyType({})
         model_tensors = self._model_tensors()
@@ -155,8 +156,8 @@ class TensorFollower:
 
     def pack(self, when: str, pack: Callable[[nn.Module], None], layer: nn.Module) -> None:
         """Calls `pack(layer)`, which may rearrange the layer's parameters for its kernels. Before that, sums the
-        parameters that `pack` changes. `when`: the phase of the load in which it is called, WITHIN or AFTER the
-        reload."""
+        parameters that `pack` changes. `when`: WITHIN if vLLM calls this method during its reload of the weights, AFTER
+        if the method is called after the reload."""
         if self._watch is None:
             for name, tensor in self._tensors_of_layer(layer).items():
                 if self._packed.get(name) == when:
@@ -249,13 +250,13 @@ class TensorFollower:
             self._sums |= self._pending.popleft().result()
 
     def _sum(self, name: str, tensor: Tensor) -> dict[int, Tensor]:
-        """Returns {number of a copy: its sums} for the recorded copies of published values into the parameter `name`;
-        {} if the parameter's layout in memory has changed."""
+        """Returns {number of a recorded copy: the sums of the copied values} for all copies of published values into
+        the parameter `name`. Returns {} if the parameter's layout in memory has changed."""
         return _sums_by_number(self._parts(name, tensor))
 
     def _parts(self, name: str, tensor: Tensor) -> dict[int, TensorPart]:
-        """Returns {number of a copy: the part of the parameter to sum} for the recorded copies of published values into
-        the parameter `name`; {} if the parameter's layout in memory has changed."""
+        """Returns {number of a recorded copy: the part of the parameter to sum} for all copies of published values into
+        the parameter `name`. Returns {} if the parameter's layout in memory has changed."""
         if name not in self._copies or self._layouts[name] != layout_of(tensor):
             return {}
         parts = {}
@@ -318,8 +319,8 @@ def _elements(tensor: Tensor, elements: Elements) -> Tensor:
 
 
 def _sums_by_number(parts: Mapping[int, TensorPart]) -> dict[int, Tensor]:
-    """Returns {number of a copy: its sums, int64 [2]} for `parts`, {number of a copy: its part}; all parts are on one
-    device."""
+    """Returns {number of a recorded copy: the two sums of its part, int64 [2]}. `parts`: {number of a recorded copy:
+    its part of a parameter}; all parts are on one device."""
     if not parts:
         return {}
     return dict(zip(parts, part_sums(list(parts.values())), strict=True))

@@ -244,8 +244,8 @@ class InferenceHandle:
 
     def router_factory(self, source: ReplicaSet | RemoteSet, attempt: int = 0) -> partial[Router]:
         """Returns a function that makes a router over `source` in the process that calls it; picklable if `source` is.
-        `attempt`: the attempt that the versions in the requests' floors belong to; weights of an earlier attempt are
-        below every floor."""
+        `attempt`: the number of the present attempt. The floor of a request is a version of this attempt; weights of an
+        earlier attempt are below every floor."""
         facts = ModelFacts.of(self.config, required=False)
         return partial(
             Router,

@@ -1,4 +1,4 @@
-"""How another replica finishes a request: the tokens so far, and the rest to sample.
+"""Lets another replica finish a request: collects the tokens so far, and makes a request for the missing rest.
 
     replica --Progress--> Handover: all tokens of a request, whichever replicas made them
                             |
@@ -145,7 +145,8 @@ class Handover:
         )
 
     def _followed_by(self, progress: Progress) -> Progress:
-        """Returns the kept tokens up to the first one of `progress`, followed by the tokens of `progress`."""
+        """Returns the kept tokens before the position at which `progress` begins, followed by the tokens of
+        `progress`."""
         start = self._base + progress.start
         spans = [replace(span, end=min(span.end, start)) for span in self._progress.spans if span.start < start]
         for span in progress.spans:

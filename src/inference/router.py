@@ -193,7 +193,8 @@ class Router:
         `reports`: failures of replicas are reported to the replica set. False: another router uses the same replicas
         and reports them. This router then tries a failed replica again after AGAIN_S seconds, and does not check which
         weights a replica names. Its requests may come before a run has published weights, and wait for them.
-        `attempt`: the attempt that the versions in the requests' floors belong to.
+        `attempt`: the number of the present attempt. The floor of a request is a version of this attempt; weights of an
+        earlier attempt are below every floor.
         """
         self._newest = NewestTable()
         self._targets: dict[int, Target] = {}

@@ -97,8 +97,8 @@ class SamplingClient:
 
     def load_adapter(self, name: str, weights: PublishedWeights) -> None:
         """Loads another adapter on every replica, for samples that name it; call `update_weights` at least once before.
-        `name` must be new, and the adapter's values never change. At most `inference.max_cpu_loras` adapters fit, and
-        the updates use one of them.
+        `name` must be new, and the adapter's values never change. Each replica has room for `inference.max_cpu_loras`
+        adapters (None: `inference.max_loras`); the adapter that `update_weights` brings takes one of these places.
 
         Raises WeightsRefused or RoomFailed.
         """

@@ -82,9 +82,10 @@ class WeightedTrajectory:
 
 
 def lay_out(weighted: Sequence[WeightedTrajectory]) -> TokenBatch:
-    """Lays out trajectories as one batch: each segment is a datum, and the datums of a trajectory are one sequence.
-    Each sampled token is a target exactly once. If both its trajectory and its turn count in the loss, its mask is 1
-    and its advantage is that of the trajectory; else both are 0.
+    """Lays out trajectories as one batch. Each segment of a trajectory (consecutive turns in which each prompt
+    continues the turns before it) becomes a datum. All datums of a trajectory get the same number in
+    `TokenBatch.sequences`. Each sampled token is a target exactly once. If both its trajectory and its turn count in
+    the loss, its mask is 1 and its advantage is the trajectory's; else both are 0.
 
     The inputs of a datum are all its tokens except the last. Its columns have values for all its tokens except the
     first. On observed tokens `logprobs`, `advantages` and `mask` are 0 and `versions` is -1. Raises ValueError if a

@@ -133,8 +133,8 @@ class Resumable:
     async def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continues an episode from `state`, which `state_dict` of another environment of this rollout returned,
         perhaps in another process. Called instead of the method that gives the first observation. Tuples in the state
-        have become lists. Unless overridden, raises TypeError: the class had these methods when the checkpoint was
-        made, but no longer has them."""
+        have become lists. Unless overridden, raises TypeError: a checkpoint has a state only if the class overrode
+        `state_dict` and `load_state_dict` when the checkpoint was made."""
         raise TypeError(
             f"the checkpoint has a state of {type(self).__name__} with {', '.join(state)}; expected its class to have "
             "load_state_dict, as it had when the checkpoint was made"
@@ -201,8 +201,9 @@ class EnvGroupBuilder:
 
     @property
     def makes_one(self) -> bool:
-        """True if environments are made one by one: the first class in the method resolution order that defines
-        `make_env` or `make_envs` defines `make_env`. Raises BadInput if no class defines either."""
+        """True if environments are made one by one, by `make_env`; False if they are made together, by `make_envs`. Of
+        the classes that define either method, the first in the method resolution order decides; if it defines both, the
+        result is True. Raises BadInput if no subclass of EnvGroupBuilder defines either."""
         nearest = next(kind for kind in type(self).__mro__ if {"make_env", "make_envs"} & vars(kind).keys())
         if nearest is EnvGroupBuilder:
             raise self._lacks("make_env or make_envs")
@@ -373,8 +374,8 @@ async def close_env(env: Any) -> None:
 
 @asynccontextmanager
 async def first_env(problem: EnvGroupBuilder) -> AsyncIterator[Env | AgentEnv]:
-    """Yields the first environment of a problem. At the end of the block the problem's environments are closed, and its
-    shared resources are released."""
+    """Yields the first environment of a problem to the body of an `async with`. When the body ends, closes the
+    problem's environments and releases its shared resources."""
     if problem.makes_one:
         envs: Sequence[Env | AgentEnv] = [await result_of(problem.make_env, 0)]
     else:

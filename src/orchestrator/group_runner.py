@@ -69,7 +69,8 @@ class GroupRunner:
     note: Callable[[Exception], None]
     """Called with each error of a rollout, of the group's rewards, and of closing the environments."""
     is_due: Callable[[Group], bool] = never_due
-    """Returns True for a group that the next batch waits for: its rollouts then get no further try."""
+    """Returns True for a group that the next batch waits for. A rollout of this group is then retried only after a
+    BadSample."""
     evaluates: bool = False
     """True: groups of evaluations. All their tokens must be of the version `group.floor`."""
 
@@ -150,8 +151,9 @@ class GroupRunner:
     async def _rollouts(
         self, group: Group, envs: GroupEnvs, permit: Permit, tokens: GroupTokens, progress: GroupProgress
     ) -> list[Trajectory | Exception]:
-        """Runs all rollouts. Returns for each rollout its trajectory or its last error. If a rollout raises, or this
-        call is cancelled, cancels the unfinished rollouts and waits at most `env.close_s` seconds for them."""
+        """Runs all rollouts. Returns for each rollout its trajectory, or its last error if it failed. If a rollout
+        raises an error instead of returning it (see `_attempt`), or if this call is cancelled, cancels the unfinished
+        rollouts, waits at most `env.close_s` seconds for them, and raises that error or CancelledError."""
         rollouts = [
             start_contained(self._rollout(group, envs, sample, permit, counted, progress))
             for sample, counted in enumerate(tokens.rollouts_G)
@@ -240,10 +242,10 @@ class GroupRunner:
     async def _attempt(
         self, work: Coroutine[object, object, T], deadline: asyncio.Timeout, place: object
     ) -> T | Exception:
-        """Awaits an environment's `work` until `deadline`, and returns its result. If the work raises an exception,
-        reports it by `note` and returns it. Errors of the rooms (TriremeError) are raised, for the driver; but
-        BadRequest concerns only this rollout and is returned. The work runs in a task of its own, so that a
-        cancellation of the present task never comes from the environment. `place` names the work in messages."""
+        """Awaits `work`, a coroutine of an environment, until `deadline`, and returns its result. If `work` fails or is
+        late, reports the error by `note` and returns it. Raises errors that the driver handles: all TriremeErrors
+        except BadRequest. `work` runs in a task of its own: a CancelledError that `work` itself raises is therefore not
+        taken for a cancellation of this call. `place` names the work in messages."""
         try:
             async with deadline:
                 return await start_contained(work)

@@ -267,9 +267,10 @@ class Ledger:
     def takeable(self, limit: int) -> int:
         """Returns how many groups to take now, at most `limit`.
 
-        Under `wait`, all groups that may be taken now count. Under `drop`, only finished groups count; if they are
-        fewer than `limit`, one place of the batch is kept free for each running group with a floor below the ledger's
-        floor, because such a group would otherwise be dropped when the batch is complete.
+        With the policy `wait`, counts all groups that may be taken. With the policy `drop`, counts all finished groups.
+        But if fewer than `limit` groups have finished, `drop` keeps one place of the batch free for each running group
+        that is older (has a lower floor) than a group dispatched now would be. Without this place, such a group could
+        be dropped as too old once the batch is complete.
         """
         count = len(self._takeable(limit))
         if self.policy == "wait" or count == limit:

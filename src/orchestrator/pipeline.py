@@ -78,7 +78,8 @@ WITNESSED = ("problem", "index", "floor")
 
 
 class Pipeline:
-    """The orchestrator without its actor, on one event loop. The first `begin_version` starts the loops."""
+    """The orchestrator without its actor, on one event loop. The first `begin_version` starts the background tasks,
+    such as the one that dispatches groups."""
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class Pipeline:
 
     async def finish_sampling(self) -> None:
         """Waits until the update and the evaluation of the version have ended, and all groups that the staleness bound
-        allows have finished. The replicas then have nothing left to sample. Raises the error of any loop. Raises
+        allows have finished. The replicas then have nothing left to sample. Raises errors of background tasks. Raises
         RoomFailed, with the missing groups, after (K + 1) times `timeouts.batch_s`, where K is the staleness bound."""
         await self._update_ended()
         await self.evaluator.wait_idle()
@@ -190,7 +191,7 @@ class Pipeline:
         """Returns the next minibatch of `substep` in `step` as soon as enough groups have finished.
         `config.groups_per_minibatch` has the minimum and the maximum number of groups of a minibatch. Raises
         RoomFailed, with the missing groups, after `timeouts.batch_s`; ValueError unless this substep is the next; and
-        the error of any loop."""
+        errors of background tasks."""
         fault_point("orchestrator.minibatch")
         per_substep = self._config.groups_per_substep
         assembled = self._ledger.assembled
@@ -325,8 +326,8 @@ class Pipeline:
 
     @asynccontextmanager
     async def _batch_deadline(self, batches: int, label: str) -> AsyncIterator[None]:
-        """Limits the time of the block to `batches` times `timeouts.batch_s`. If the block takes longer, raises
-        RoomFailed with the missing groups and `label`, which says what the block waits for."""
+        """Gives the body of an `async with` at most `batches` times `timeouts.batch_s` seconds. If the body takes
+        longer, raises RoomFailed with the missing groups and `label`, which says what the body waits for."""
         limit_s = batches * self._config.batch_deadline_s
         try:
             async with asyncio.timeout(limit_s):
@@ -424,9 +425,9 @@ class Pipeline:
         return self._options.remove_constant_reward_groups and is_constant(scored.rewards_G)
 
     def _is_due(self, group: Group) -> bool:
-        """True if the group's deadline is the batch that is being assembled, so that no later batch may take it. If
-        max_steps_off_policy is 0, always False, because each group would be due from the beginning. In deterministic
-        mode, always False too, because the answer would depend on timing."""
+        """True if no batch after the one that is being assembled may take the group. The runner then retries a rollout
+        only after a BadSample. If max_steps_off_policy is 0, returns False: otherwise every group would be due from its
+        start. In deterministic mode, also returns False: otherwise the result would depend on timing."""
         bound = self._options.max_steps_off_policy
         return bool(bound) and not self._config.deterministic and self._ledger.deadline(group) <= self._ledger.batch
 

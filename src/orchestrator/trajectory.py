@@ -203,8 +203,8 @@ class TrajectoryBuilder:
         logs: Mapping[str, object],
         in_loss: bool,
     ) -> None:
-        """Takes the answer to the last prompt (`tokens` to `stop_reason`), and the environment's result for it
-        (`reward` to `in_loss`)."""
+        """Takes the answer to the last prompt (the parameters `tokens`, `logprobs`, `spans` and `stop_reason`), and the
+        environment's result for that answer (the other parameters)."""
         start = self._prompt_end
         end = self._prompt_end + len(tokens)
         self._make_room(end)

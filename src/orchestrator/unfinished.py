@@ -101,7 +101,7 @@ class RolloutProgress:
         follows: bool,
         stop: StopCondition,
     ) -> None:
-        """Records that the rollout is before its first turn or between two turns, and waits for the answer to `prompt`.
+        """Records that the rollout waits for the answer to `prompt`: it is before its first turn or between two turns.
         `follows`: True if `prompt` holds only the tokens after the last turn. `stop`: the stop condition of the
         answer."""
         self._snapshot = None

@@ -49,7 +49,8 @@ class RunCodeFailed(Exception):
 
 @dataclass(frozen=True)
 class CodeLimits:
-    """Limits of one program and of all its processes. A program that exceeds one of the first four limits is killed."""
+    """Limits of one program and of all its processes. A program that exceeds `wall_s`, `cpu_s`, `memory_bytes` or
+    `output_bytes` is killed."""
 
     wall_s: float = 10.0
     """Seconds from its start until its end."""
@@ -108,8 +109,8 @@ async def run_code(
     """Runs a program, given as text: starts `command` with the name of a file that holds `program`, and `input` as
     standard input. Returns how the program ended, even if it exceeded a limit.
 
-    At most as many programs run at the same time as there are cores (but at least two); others wait. Raises
-    RunCodeFailed. Raises BadInput if `limits` limits the number of processes but the machine cannot enforce this.
+    At most max(2, number of cores) programs run at the same time; others wait. Raises RunCodeFailed. Raises BadInput if
+    `limits` limits the number of processes but the machine cannot enforce this.
     """
     async with _turn():
         machine = await this_machine()
@@ -231,8 +232,9 @@ def _start(isolation: Isolation, directory: Path, report: int, limits: CodeLimit
 
 async def _played(start: str, stdin: Any, report: int, limits: CodeLimits) -> tuple[bytes, bytes]:
     """Runs the starter process, and the program in it, to the end. `start`: a CodeStart as JSON. `report`: the
-    descriptor of the file to which the starter writes its report. Returns the program's output and errors, each at most
-    one read longer than `limits.output_bytes`. Raises RunCodeFailed if the starter exceeds its time."""
+    descriptor of the file to which the starter writes its report. Returns the program's output and errors. If one of
+    them exceeds `limits.output_bytes` bytes, it is cut off, at most 64 KiB after this limit. Raises RunCodeFailed if
+    the starter exceeds its time."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", "-c", STARTER.format(root=str(Path(__file__).parents[1])), start),
         stdin=stdin,
@@ -257,8 +259,8 @@ async def _played(start: str, stdin: Any, report: int, limits: CodeLimits) -> tu
 
 
 async def _read(stream: asyncio.StreamReader, limit: int, process: asyncio.subprocess.Process) -> bytes:
-    """Reads a stream to its end. Returns its contents, cut off at most one read after `limit` bytes. If the contents
-    exceed `limit` bytes, makes the starter kill the program."""
+    """Reads a stream to its end, and returns its contents. If they exceed `limit` bytes, makes the starter kill the
+    program, and cuts the contents off, at most 64 KiB after the limit."""
     text = b""
     while chunk := await stream.read(2**16):
         if len(text) <= limit:

@@ -13,7 +13,8 @@ LOAD_TICK_S = 1.0
 
 
 async def watch_load(sampler: Sampler, pressure: Backpressure) -> None:
-    """Adapts the limit of the gate to the replicas' load, every LOAD_TICK_S seconds."""
+    """Passes the replicas' load to `pressure` every LOAD_TICK_S seconds, so that `pressure` can adapt its limit on
+    the number of rollouts in flight."""
     while True:
         pressure.look(await sampler.stats())
         await asyncio.sleep(LOAD_TICK_S)

@@ -219,8 +219,8 @@ _current: Workers | None = None
 
 @asynccontextmanager
 async def workers(size: int, variables: Sequence[str] = ()) -> AsyncIterator[None]:
-    """Provides at most `size` processes for `run_in_worker` within the block. They get the environment variables that
-    `variables` names, in addition to PASSED_ON."""
+    """Provides at most `size` worker processes for `run_in_worker` in the body of an `async with`. The processes get
+    the environment variables that `variables` names, in addition to PASSED_ON."""
     global _current
     _current = started = Workers(size, variables)
     try:

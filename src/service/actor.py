@@ -153,8 +153,9 @@ class ServiceActor:
 
     @remote_method
     async def attempt_begins(self, attempt: int, version: int) -> None:
-        """Records that attempt number `attempt` of the run begins with the weights `version`. This gives up all later
-        versions of earlier attempts. Ends each session whose floor or tokens have a version that was given up."""
+        """Records that attempt number `attempt` of the run begins with the weights `version`. Versions above
+        `version` that earlier attempts made are thereby given up. Ends each session that has such a version as its
+        floor or in its tokens."""
         await self._started.wait()
         await self._gateway.registry.attempt_begins(attempt, version)
 

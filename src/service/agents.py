@@ -105,6 +105,6 @@ class LoopbackSessions:
 
 
 async def _no_floor() -> WeightIdentity:
-    """Returns version 0 as the floor of every session, so that the service refuses no answer as too old. The ledger,
-    which knows the floor of the rollout's group, checks the age of the tokens."""
+    """Returns version 0 as the floor of every session. No version is below 0, so the service refuses no answer for its
+    version. The orchestrator checks the versions instead, because it knows the floor of the rollout's group."""
     return WeightIdentity(0, 0, "")

@@ -129,8 +129,8 @@ class TurnAnswering:
     ) -> tuple[int, npt.NDArray[np.int32], tuple[Message, ...]]:
         """Splits a prompt into the part that `tree` already has and the rest. Returns (node, tokens, messages): the
         node where the part in `tree` ends, the prompt's tokens after that node, and the request's messages after the
-        continued answer. A plain prompt (text or token ids) has one such message: the prompt's text after that answer.
-        Raises RequestRefused if the chat format refuses the messages."""
+        answer that it continues. For a plain prompt (text or token ids), `messages` is a single message with the
+        prompt's text after that answer. Raises RequestRefused if the chat format refuses the messages."""
         if request.ids is not None:
             text = text_behind(tree, match, request.text, request.ids, self.tokenizer)
             return match.node, request.ids[match.matched :], ({"role": PROMPT, "content": text},)

@@ -93,9 +93,9 @@ class ServiceHandle:
         return cls(config, make, log_dir and log_dir / f"{PART}.log", say, start_times, roster)
 
     def attempt_begins(self, attempt: int, version: int) -> None:
-        """Tells the service that attempt number `attempt` of the run begins with the weights `version`. This gives up
-        all later versions of earlier attempts. The service ends each session whose floor or tokens have such a
-        version."""
+        """Tells the service that attempt number `attempt` of the run begins with the weights `version`. Versions above
+        `version` that earlier attempts made are thereby given up. The service ends each session that has such a version
+        as its floor (the replicas' lowest version when the session was opened) or in its tokens."""
         with self._lock:
             self._starts.append((attempt, version))
             self._actor.attempt_begins.remote(attempt, version)

@@ -100,7 +100,7 @@ def _cut(text: str, ends: Sequence[str]) -> tuple[str, str | None]:
 
 
 def settled(text: str, ends: Sequence[str]) -> str:
-    """Returns `text` without an incomplete last character, and without an end that may be the beginning of one of the
+    """Returns `text` without an incomplete last character, and without a tail that may be the beginning of one of the
     strings `ends`."""
     text = text.rstrip(UNFINISHED)
     for length in range(min(max(map(len, ends), default=1) - 1, len(text)), 0, -1):
@@ -153,9 +153,9 @@ class AnswerPieces:
 
 
 def more_of(sent: str, now: str, whole: bool) -> str:
-    """Returns the part of `now` that comes after the text `sent`. If the answer is not `whole` and `sent` begins with
-    `now`, returns "": more of the answer's end is held back than before. Otherwise raises RequestRefused if `now` does
-    not begin with `sent`."""
+    """Returns the part of `now`, the text of the answer so far, that comes after `sent`, the text already sent. While
+    the answer is not `whole`, `now` may be a prefix of `sent`, because more of its end is held back than before; then
+    returns "". In all other cases, raises RequestRefused unless `now` begins with `sent`."""
     if not whole and sent.startswith(now):
         return ""
     if not now.startswith(sent):

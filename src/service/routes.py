@@ -91,7 +91,8 @@ ADMIN_ALONE = ("/export", "/reward")
 
 def add_routes(app: FastAPI, routes: Iterable[Route], functions: object, **options: Any) -> None:
     """Adds `routes` to an app. Each route is answered by the method of `functions` that `route.function` names; a route
-    without a function is left out. (The name of a model may have slashes.)"""
+    without a function is left out. `{name}` in a path also matches text with slashes, because the name of a model may
+    contain slashes."""
     for route in routes:
         if route.function:
             path = route.path.replace("{name}", "{name:path}")
@@ -118,8 +119,8 @@ def name_of(path: str) -> str:
 
 
 def caller_of(method: str, path: str) -> Caller:
-    """Returns which callers may use a path. An unknown path has the same callers as the routes next to it. These
-    callers get the status 404; all others are refused, as on those routes."""
+    """Returns which callers may use a path. An unknown path has the callers of its prefix, such as `/console/api`. So
+    these callers get the status 404, and all others are refused as on the known routes with this prefix."""
     session, rest = in_session(path)
     if path.startswith(SIGNED):
         return "all"

@@ -51,9 +51,9 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_head
 
 def _try_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> None:
     """Computes attention and its gradients on random sequences, by the kernel and by `masked_attention` in float32.
-    Tries two packed sequences, and then a row of three sequences in which a common prefix stands once. The third
-    sequence there repeats the first, so it adds no query. Raises RuntimeError if the results differ by more than the
-    rounding of 16 bits."""
+    Tries two packed sequences, and then a row of three sequences in which each common prefix stands once. In this row
+    the third sequence equals the first, so it has no tokens, and no queries, of its own. Raises RuntimeError if the
+    results differ by more than the rounding of 16 bits."""
     longest = 13
     starts = torch.tensor([0, 13, 24, 37], dtype=torch.int32, device=device)
     own_starts = torch.tensor([0, 13, 17, 17], dtype=torch.int32, device=device)

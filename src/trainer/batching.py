@@ -296,8 +296,9 @@ def plan(
     packed: bool = False,
     shares: bool = False,
 ) -> list[list[MicroBatch]]:
-    """Returns the micro-batches of each rank, [R][M] with the same M for all ranks. Every datum is in exactly one
-    micro-batch, not counting fillers. Deterministic.
+    """Returns the micro-batches of each rank, [R][M] with the same M for all ranks. Every datum is in exactly one of
+    them. A rank with fewer than M micro-batches also gets fillers: micro-batches that repeat a datum with weight 0.
+    Deterministic.
 
     `forest` has at least one datum. `shares`: the models can be computed with shared prefixes. If they cannot,
     `assignment` still decides the rank of each datum, but every datum is computed whole.
@@ -323,12 +324,12 @@ def plan(
 
 
 class FlatTokens:
-    """Index arrays for datums that are laid out one after the other in one row of T tokens.
+    """Index arrays for D datums that are laid out one after the other, T tokens in all.
 
-    For each token, int64 [T]: `index`, its place in the batch's tokens; `positions`, its place in its datum; `datum`,
-    the number of its datum within the row; `places`, its place in a rectangle of shape `shape`, [datums, longest],
-    where each datum is a row, padded on the right. `starts` int32 [datums + 1]: where each datum begins in the row;
-    `longest`: tokens of the longest datum.
+    For each token, int64 [T]: `index`, its index in the batch's tokens; `positions`, its index in its datum; `datum`,
+    the number of its datum, from 0 to D - 1; `places`, its index in the flattened rectangle of shape `shape`, (D,
+    longest), in which each datum is padded on the right. `starts` int32 [D + 1]: where each datum begins in the T
+    tokens, and then T. `longest`: tokens of the longest datum.
     """
 
     def __init__(self, offsets: npt.NDArray[np.int64], datums: Sequence[int] | Numbers) -> None:
@@ -344,7 +345,7 @@ class FlatTokens:
         self.places = self.datum * self.longest + self.positions
 
     def pad(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Returns `values`, a column of the batch, as padded rows [datums, longest], 0 at the padding."""
+        """Returns `values`, a column of the batch, as padded rows [D, longest], 0 at the padding."""
         padded = np.zeros(self.shape, values.dtype)
         padded.flat[self.places] = values[self.index]
         return padded

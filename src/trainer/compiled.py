@@ -31,8 +31,9 @@ NORM_BOUND = 0.05
 
 
 def trial_batches(vocabulary: int, most_tokens: int, longest: int) -> list[TokenBatch]:
-    """Returns a batch of a few sequences and one of about `most_tokens` tokens. Both sizes are tried because sums over
-    few tokens and over many are compiled to different code. `longest`: the most tokens of a sequence."""
+    """Returns two batches for the trial: one has about `most_tokens` tokens, the other has SEQUENCES sequences. Both
+    sizes are tried because sums over many tokens and sums over few are compiled to different code. Returns only one
+    batch if at most SEQUENCES sequences fit into `most_tokens`. `longest`: the most tokens of a sequence."""
     length = max(2, min(LENGTH, longest, most_tokens // 2))
     counts = (most_tokens // length, min(SEQUENCES, most_tokens // length))
     return [_trial_batch(vocabulary, length, max(2, count)) for count in dict.fromkeys(counts)]

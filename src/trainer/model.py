@@ -75,8 +75,8 @@ class Sharding:
     def keep_whole(self, requested: bool) -> str:
         """Decides after a resume whether the whole model stays gathered over each batch. `requested`: it stayed
         gathered before the resume. If `requested`, and memory and configuration allow it, the model stays gathered
-        again. If `requested` but not possible, returns a message for the log, because the last bits of gradients then
-        change. Otherwise, and if there is only one rank, returns ""."""
+        again. If `requested`, but they do not allow it, and there are several ranks, the last bits of gradients change:
+        returns a message for the log. In all other cases returns ""."""
         self.whole = requested and self.memory.whole
         if requested == self.whole or self._mesh.size == 1:
             return ""
@@ -174,9 +174,9 @@ class Sharding:
 
     @contextmanager
     def layout_of(self, model: PreTrainedModel, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
-        """Gives `model`, within the block, the attention that `micro_batches` need: PACKED if they share prefixes. Put
-        all forward and backward passes of a batch into the block. Either all micro-batches share prefixes or none
-        does."""
+        """Context manager: within its `with` block, `model` has the attention that `micro_batches` need. This is PACKED
+        if the micro-batches share prefixes, else the attention that the model has already. Put all forward and backward
+        passes of a batch into the block. Either all micro-batches share prefixes or none does."""
         before = model.config._attn_implementation
         switches = before != PACKED and any(micro.shared for micro in micro_batches)
         if switches:
@@ -197,8 +197,9 @@ class Sharding:
 
     @contextmanager
     def accumulating(self, model: PreTrainedModel) -> Iterator[Callable[[bool], None]]:
-        """Accumulates the gradients of all micro-batches of a batch: put their forward and backward passes into this
-        block. Yields a function; call it before each pass, with True before the last pass and False before all others.
+        """Context manager: accumulates the gradients of all micro-batches of a batch. Put their forward and backward
+        passes into its `with` block. Yields a function; call it before each pass, with True before the last pass and
+        False before all others.
 
         Where memory allows (`ShardMemory`) the weights stay gathered from pass to pass. If `self.whole` is true, each
         rank also keeps the gradients of all parameters, and they are summed over ranks in the last pass alone. At the
@@ -303,7 +304,7 @@ def gathered_units(model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]
 
 @contextmanager
 def freed_after(model: PreTrainedModel) -> Iterator[None]:
-    """Frees all gathered weights of `model` at the end of the block, also after an error."""
+    """Context manager: frees all gathered weights of `model` at the end of its `with` block, also after an error."""
     try:
         yield
     finally:

@@ -52,7 +52,8 @@ class Passes:
 
     @staticmethod
     def counts(part: BatchPart, micro: MicroBatch) -> bool:
-        """Returns True if any token of the micro-batch has a mask or weight other than 0; False for a filler."""
+        """Returns True if any token of the micro-batch has a mask or weight other than 0; False for a filler
+        (`MicroBatch.filler`)."""
         return not micro.filler and any_counts(part.batch.take(part.places(micro.datums)).columns)
 
     def logprobs(
@@ -131,7 +132,7 @@ class Passes:
 
 def collect(computed: Sequence[tuple[MicroBatch, Tensor]], metrics: Mapping[str, float]) -> ShardOutput:
     """Joins `computed`, pairs of a micro-batch and its logprobs [T], and `metrics` into the shard's output. Leaves out
-    fillers. Waits for the device once."""
+    fillers (`MicroBatch.filler`). Waits for the device once."""
     counted = [(micro, p) for micro, p in computed if not micro.filler]
     datums = tuple(d for micro, _ in counted for d in micro.datums)
     if not datums:

@@ -214,9 +214,10 @@ def _prove_model(
 
 
 def _prove_kind(config: PretrainedConfig, *, packed: bool, shares: bool) -> Agreement | ProvedType | str:
-    """Returns the result of docs/models.md for the kind of model that `config` describes. If the page has no result,
-    proves a small twin and returns the twin's result, or a text that says why no twin can be built. `packed`: the
-    result covers packed rows too; `shares`: it covers shared prefixes too."""
+    """Returns the result of the proof for the kind of model that `config` describes. If docs/models.md lists this kind,
+    returns the result on that page. If not, builds a twin (a small model of this kind), proves it and returns its
+    result, or a text that says why no twin can be built. `packed`: the result covers packed rows too; `shares`: it
+    covers shared prefixes too."""
     proved = proved_type(config)
     if proved:
         return ProvedType(proved.not_packed if packed else "", proved.not_shared if shares else "")
@@ -251,7 +252,8 @@ def decide(
 ) -> Proof:
     """Returns the proof of a model, with its layout. Rows are packed if packed rows were tried and agree, else padded.
     Prefixes are shared if shared prefixes were tried and agree. `model`: the result of the sharded model. `twin`: the
-    result of a small twin or of docs/models.md, or why there is no twin.
+    result of its twin (a small model of the same kind), or the result that docs/models.md lists for this kind, or why
+    there is no twin.
 
     Raises BadInput if padded rows do not agree. Also raises BadInput if `packing` requires packed rows, or `share`
     requires shared prefixes, and the required layout does not agree.
@@ -341,8 +343,8 @@ def rounding(dtype: torch.dtype, largest_logit: float, num_layers: int) -> float
 
 @contextmanager
 def _refusing(model: PreTrainedModel) -> Iterator[None]:
-    """Catches any exception in the block, and raises a BadInput that says that a model of this class cannot be
-    computed."""
+    """Context manager: if its `with` block raises any exception, raises a BadInput that says that a model of this class
+    cannot be computed."""
     try:
         yield
     except Exception as error:  # each architecture fails in its own way
@@ -357,8 +359,8 @@ def _try_packed(
     model: PreTrainedModel, samples: Sequence[Tensor], other: Tensor, reference: Sequence[Tensor]
 ) -> dict[str, Any]:
     """Tries packed rows. Returns {field: value} for the fields of an `Agreement` about packed rows. `reference`:
-    log-probabilities of each sample alone; `other`: the first sample with changed tokens, which must not move the
-    log-probabilities of the second sample."""
+    log-probabilities of each sample alone; `other`: a copy of the first sample with all tokens changed. This change
+    must not move the log-probabilities of the second sample."""
     try:
         with _attention(model):
             first, second = _in_one_row(model, samples)
@@ -373,7 +375,8 @@ def _try_packed(
 
 @contextmanager
 def _attention(model: PreTrainedModel) -> Iterator[None]:
-    """Gives `model` the attention of packed rows within the block. After an error no layer is left gathered."""
+    """Context manager: within its `with` block, `model` has the attention of packed rows. After an error no layer is
+    left gathered."""
     before = model.config._attn_implementation
     try:
         model.set_attn_implementation(PACKED)
@@ -388,7 +391,7 @@ def _attention(model: PreTrainedModel) -> Iterator[None]:
 
 def _try_shared(model: PreTrainedModel, samples: Sequence[Tensor]) -> dict[str, Any]:
     """Tries shared prefixes. Returns {field: value} for the fields of an `Agreement` about shared prefixes. `samples`:
-    three samples with the common beginnings of BRANCHES. The end of each sample is changed in turn, which must not move
+    three samples with the common beginnings of BRANCHES. The end of each sample is changed in turn; this must not move
     the log-probabilities of the other samples."""
     config = model.config.get_text_config()
     leaks = []
@@ -461,7 +464,8 @@ def own_logits(model: PreTrainedModel, sample: Tensor) -> Tensor:
 
 @contextmanager
 def _multiplied(model: PreTrainedModel, factor: float) -> Iterator[None]:
-    """Multiplies by `factor`, within the block, the hidden states from which logits are computed."""
+    """Context manager: within its `with` block, the hidden states from which logits are computed are multiplied by
+    `factor`."""
 
     def multiply(_module: Any, _inputs: Any, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state * factor

@@ -271,9 +271,10 @@ class Shard(AdapterVerbs):
 
     @contextmanager
     def _policy_or_reference(self, which: Which) -> Iterator[PreTrainedModel]:
-        """Yields the model to compute with inside the block. If the reference is the policy's base, this is the
-        policy's model: within the block its adapters are off, or replaced by the reference's adapters. Raises BadInput
-        when there is no reference."""
+        """Context manager: yields the model that computes the policy or the reference within its `with` block. If the
+        policy is the reference plus adapters, the policy's model computes both: for a fixed reference the adapters are
+        off; for a reference that is updated they have the reference's values. Raises BadInput when there is no
+        reference."""
         if which == "policy":
             yield self._model
         elif self._reference is not None:

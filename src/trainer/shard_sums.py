@@ -28,8 +28,9 @@ from trireme.transports.tensor_sums import TensorPart, equal_parts, part_sums, r
 
 
 class PartPlace(NamedTuple):
-    """Says where a rank's part of a published tensor lies, in the whole tensor and in memory. Parts of one parameter
-    with equal places are summed together."""
+    """Says where a rank's part of a published tensor lies in the whole tensor, and how it lies in memory. Several
+    published tensors can be parts of one parameter (experts, for example). Their parts with equal PartPlaces are summed
+    as one TensorPart if they are evenly spaced in memory."""
 
     whole: tuple[int, ...]
     """Shape of the published tensor."""

@@ -111,9 +111,9 @@ def _on_gpu(query: Tensor) -> bool:
 def _groups(
     query: Tensor, path: Tensor, own_starts: Tensor, starts: Tensor, window: int | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Groups the datums by size: in a group, all B datums have q own tokens and k tokens in all. Yields for each group
-    the places in the row of their own tokens [B, q], the places of all their tokens [B, k], and the mask to add to the
-    scores [q, k]. Skips datums without own tokens."""
+    """Groups the datums by size: in a group, all B datums have q own tokens and k tokens in all. Yields three tensors
+    for each group: the places of the datums' own tokens in the row [B, q], the places of all tokens of the datums in
+    the row [B, k], and the mask to add to the scores [q, k]. Skips datums without own tokens."""
     sizes: dict[tuple[int, int], list[tuple[int, int]]] = {}
     first_Q = own_starts.tolist()
     first_K = starts.tolist()

@@ -111,8 +111,9 @@ class StagedTensor:
 class Staging:
     """Buffers in host memory for this rank's parts of all parameters, their moments, and the reference.
 
-    `buffers`: {name under which a stack is saved: the stack of copies, sharded like the parameters, on a mesh of CPUs}.
-    `tensors`: each tensor in the buffers, with the live tensor that it copies.
+    `buffers`: {name under which a buffer is saved: a DTensor with the copies of a stack of parameters (`kinds`) and of
+    their moments, or of a stack of the reference's tensors}. A buffer is sharded like the parameters, on a mesh of
+    CPUs. `tensors`: each tensor in the buffers, with the live tensor that it copies.
     """
 
     def __init__(
@@ -135,8 +136,9 @@ class Staging:
             self._add(REFERENCE + kind, [[reference[name] for name in names]])
 
     def _add(self, name: str, stacks: Sequence[Sequence[Tensor]]) -> None:
-        """Makes the buffer `name` for `stacks`: a DTensor [stacks, tensors, ...]. All stacks have the same number of
-        tensors and the same sharding."""
+        """Makes the buffer `name`, one DTensor [stacks, tensors, ...] for copies of all `stacks`. Each stack is a list
+        of tensors of one kind: parameters, their first moments, their second moments, or tensors of the reference. All
+        stacks have the same number of tensors, and all tensors have the same shape and sharding."""
         live = [[own_part(tensor) for tensor in stack] for stack in stacks]
         first = live[0][0]
         sharded = cast(DTensor, stacks[0][0])
@@ -202,9 +204,9 @@ class StateSnapshot:
                 self._stream.synchronize()
 
     def copy(self, to: Bytes, target: Bytes) -> None:
-        """Copies to `to` the snapshot's values for `target`. If `target` is a piece of the memory of the host copies,
-        the values are read there, or from the live tensors if this memory is not filled yet. If `target` is other
-        memory, copies `target` itself."""
+        """Copies into `to` the bytes that a save has to write for the memory `target`. If `target` lies in the host
+        copies, these are the snapshot's bytes: from the host copy if it is filled, else from the live tensor. If
+        `target` is any other memory, copies its own bytes."""
         address = target.__array_interface__["data"][0]
         while len(target):
             i = bisect_right(self._addresses, address) - 1

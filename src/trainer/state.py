@@ -214,8 +214,9 @@ class Checkpointer:
         self._take_over(small)
 
     def _read(self, path: Path, part: PartReader) -> dict[str, Tensor]:
-        """Reads the state saved at `path` from `part` into the buffers in host memory. Returns the small tensors by
-        name: steps, buffers, base and random generators. Raises CheckpointInvalid, StorageFailed."""
+        """Reads a saved state through `part` into the host copies (`Staging`). Returns the small tensors by name:
+        steps, the tensors of `buffers`, base and random generators. `path` names the checkpoint in errors. Raises
+        CheckpointInvalid, StorageFailed."""
         reader = StateReader(part)
         saved = set(reader.read_metadata().state_dict_metadata)
         expected = {*self._staging.buffers, *self._buffers, "steps", *(["base"] if self._base else [])}
@@ -240,7 +241,8 @@ class Checkpointer:
         return Staging(self._parameters, self._optimizer, self._reference, self._slab)
 
     def _small_state(self) -> dict[str, Tensor]:
-        """Returns copies of the small tensors of the state, by name: steps, buffers, base and random generators."""
+        """Returns copies of the small tensors of the state, by name: steps, the tensors of `buffers`, base and random
+        generators."""
         generators = {self._random_prefix + kind: tensor for kind, tensor in random_state(self._device).items()}
         if self._base:
             base = {"base": torch.tensor(list(bytes.fromhex(self._base)), dtype=torch.uint8)}

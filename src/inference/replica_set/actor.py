@@ -76,10 +76,11 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaSet:
-    """Owns the replicas: members join and leave, and take new weights and adapters (see the module).
+    """Owns the replicas: members join and leave, and take new weights and adapters. Publishes a `Table` of its members
+    after each change; routers choose replicas from the newest table.
 
-    A replica that fails gets no further requests: tables no longer list it, and say why. When no replica is left,
-    updates wait for one to join.
+    A replica that fails gets no further requests: later tables list it as departed, with the reason. When no replica is
+    left, updates wait for one to join.
     """
 
     def __init__(
@@ -96,7 +97,8 @@ class ReplicaSet:
     ) -> None:
         """`replicas`: {number: client} of the first members. They serve at once, unless `lowest` or `adopt` is given.
         `generations`: {number: the permanent name of this replica}; None: chosen here.
-        `incarnation`: the tables of a later incarnation are newer than all tables of this one.
+        `incarnation`: 1 for the first replica set of a run; a set that replaces a lost one has a higher number, and its
+        tables count as newer than all tables of the lost set.
         `lowest`: the newest weights that a lost incarnation was bringing; no replica serves with older weights.
         `adopt`: a name for the weights that the replicas loaded from disk, so that they need no first update.
         `fixed`: deterministic mode; an update waits as long as it takes, and raises the failure of a replica.

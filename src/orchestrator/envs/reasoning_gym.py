@@ -119,8 +119,8 @@ def _scorer(task: str, difficulty: str) -> Any:
 
 
 def generator(task: str, difficulty: Mapping[str, object], size: int = 1) -> Any:
-    """Returns a generator of reasoning-gym, with items 0 .. `size` - 1. Raises ValueError for an unknown task or key,
-    and the generator's errors for other values."""
+    """Returns a generator of reasoning-gym, with items 0 .. `size` - 1. Raises ValueError for an unknown `task`, or
+    an unknown key of `difficulty`. If the generator rejects a value of `difficulty`, raises the generator's error."""
     if task not in DATASETS:
         raise ValueError(f"reasoning-gym has no generator {task!r}; it has {', '.join(sorted(DATASETS))}")
     options = {field.name for field in fields(DATASETS[task][1])} - {"seed", "size"}
@@ -213,10 +213,10 @@ class ReasoningGymDataset(GeneratedDataset):
 
 
 def few_questions(items: Any, indexes: range, seconds: float = COUNTING_S) -> tuple[int, int]:
-    """Tests whether a generator has few distinct questions. Draws its items at `indexes`, in order, for at most
-    `seconds` seconds, and at most 2 * FEW_QUESTIONS items. Returns the number of drawn items, and the number of
-    distinct questions among them. The second number is 0 if the questions are not few. They are few if they are fewer
-    than the expected number of distinct questions in the same number of uniform draws from FEW_QUESTIONS questions."""
+    """Tests whether a generator has fewer than about FEW_QUESTIONS distinct questions. Draws its items at `indexes`, in
+    order, for at most `seconds` seconds, and at most 2 * FEW_QUESTIONS items. Counts the distinct questions among them,
+    and compares the count with its expectation for as many uniform draws from FEW_QUESTIONS questions. Returns (number
+    of drawn items, count) if the count is more than 0.5 below its expectation, else (number of drawn items, 0)."""
     questions: set[str] = set()
     drawn = 0
     end = time.monotonic() + seconds

@@ -182,10 +182,10 @@ class RewardDataset(ListedDataset[RewardRow]):
     answers: `FILE.py:FUNCTION`, or several function names separated by commas. `weights`: {function: its weight in the
     reward}; a function without an entry has weight 1.
 
-    `prompt` names the column of prompts; each prompt is a text or a list of messages. With `chat`, a text is a user's
-    message. `answer` names the column of known answers, if there are any. `limit_s`: seconds for all calls for one
-    answer, or for one group. Raises BadInput for functions that cannot be called with the columns of a row, ValueError
-    for other wrong arguments and for malformed files.
+    `prompt` names the column of prompts; each prompt is a text or a list of messages. With `chat`, a text prompt is a
+    user's message in a chat. `answer` names the column of known answers, if there are any. `limit_s`: seconds for all
+    calls for one answer, or for one group. Raises BadInput for functions that cannot be called with the columns of a
+    row, ValueError for other wrong arguments and for malformed files.
     """
 
     def __init__(
@@ -214,8 +214,8 @@ class RewardDataset(ListedDataset[RewardRow]):
 
 
 def row_of(place: str, row: object, prompt: str, answer: str, chat: bool) -> tuple[str, RewardRow]:
-    """Reads one row of the data. `prompt` and `answer` name its columns; `chat`: True if a prompt that is a text is a
-    user's message in a chat. Returns the prompt as JSON, and the RewardRow. Raises ValueError, which names `place`."""
+    """Reads one row of the data. `prompt` and `answer` name its columns; `chat`: True if a text prompt is a user's
+    message in a chat. Returns the prompt as JSON, and the RewardRow. Raises ValueError, which names `place`."""
     if not isinstance(row, Mapping) or not row.get(prompt):
         raise ValueError(f"{place} has no {prompt!r}, which env.args.prompt names; the row is {str(row)[:SHOWN]}")
     question = row[prompt]

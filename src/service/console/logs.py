@@ -21,8 +21,8 @@ class RunLogs:
 
     def listing(self) -> list[dict[str, object]]:
         """Lists the logs of the newest attempts, newest attempt first, with name and size in bytes. The field `now` is
-        True for logs that running parts write: all logs of the newest attempt, and logs of parts (such as replicas)
-        that an earlier attempt started and that still run."""
+        True for all logs of the newest attempt. If a part in the file STATUS has no log of that attempt (such as a
+        replica that an earlier attempt started and that still runs), `now` is also True for the part's newest log."""
         files = self._files()
         status = Status.read(self._root)
         if status:

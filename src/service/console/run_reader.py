@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 class RunReader:
     """Reads the run in the directory `root`. `open_tokenizer` is called when tokens are first shown; None: tokens are
-    shown as numbers, and texts come from the records of rollouts. `sessions` returns the sessions of the service in
+    shown as numbers, with their text only where the text was stored. `sessions` returns the sessions of the service in
     this process; None: sessions are read from the store in `root`."""
 
     def __init__(

@@ -20,8 +20,8 @@ PREVIEW_CHARS = 400
 
 
 class StoredSessions:
-    """Reads sessions from the store in `directory`. While a service has the store open, the store can be read only if
-    it is on a local file system."""
+    """Reads sessions from the store in `directory`. While a service has the store open, reading works only on a local
+    file system."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

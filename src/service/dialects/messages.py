@@ -251,8 +251,9 @@ class _Blocks:
         self._open = ""
 
     def add(self, kind: str, text: str, empty: Mapping[str, str]) -> list[str]:
-        """Returns the events that add `text` to the open block. If no block of this `kind` is open, the events first
-        close the open block and open a block of this kind, with the fields `empty`."""
+        """Returns the events that add `text` to a block of this `kind`; no events if `text` is empty. If no block of
+        this kind is open, the events first close the open block, if there is one, and begin a new block. `empty`: the
+        fields of the new block before its text, such as {"text": ""}."""
         if not text:
             return []
         if self._open == kind:

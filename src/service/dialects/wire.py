@@ -49,8 +49,8 @@ SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "see
 
 
 def few(value: T) -> T:
-    """Returns `value` unchanged. Raises ValueError if it is an object of more than MOST_FIELDS fields; otherwise
-    pydantic could make an error for each field."""
+    """Returns `value` unchanged. Raises ValueError if it is an object of more than MOST_FIELDS fields. Without this
+    check, pydantic could make an error for each of the fields."""
     if isinstance(value, dict) and len(value) > MOST_FIELDS:
         raise ValueError(f"an object of {len(value):,} fields; expected at most {MOST_FIELDS}")
     return value
@@ -248,8 +248,9 @@ def arguments_text(call: ToolCall) -> str:
 
 
 def spans_of(spans: Sequence[VersionSpan]) -> list[JsonObject]:
-    """Returns the version spans of an answer as JSON objects. Each has the fields of the span's WeightIdentity, `start`
-    (its first token), `end` (the token after its last one) and `mixed`."""
+    """Returns the version spans of an answer as JSON objects. Each object has the fields of the span's WeightIdentity
+    and three more: `start` (the index of the span's first token), `end` (the index after its last token) and `mixed`
+    (True if the span read keys and values that older weights had computed)."""
     return [{**vars(span.identity), "start": span.start, "end": span.end, "mixed": span.mixed} for span in spans]
 
 

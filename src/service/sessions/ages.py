@@ -13,9 +13,9 @@ from trireme.core.staleness import deadline
 
 
 def too_old(oldest: int, version: int, max_steps_off_policy: int | None) -> str | None:
-    """Returns why a session would be too old to train on with one more answer; None if it would not be. `oldest`: the
-    version of the session's oldest token; `version`: the version at the first token of the answer.
-    `max_steps_off_policy`: the greatest age allowed; None: there is no bound."""
+    """Returns the reason if one more answer would make a session too old to train on, else None. `oldest`: the version
+    of the session's oldest token; `version`: the version at the first token of the answer. `max_steps_off_policy`: the
+    greatest age allowed; None: there is no bound."""
     if max_steps_off_policy is None or version <= deadline(oldest, max_steps_off_policy):
         return None
     return (

@@ -63,8 +63,8 @@ def prompt_ids(tree: SessionTree, text: str, tokenizer: Tokenizer) -> Ids:
 def match_ids(tree: SessionTree, ids: Ids) -> Match:
     """Returns the place where a prompt `ids` continues: the last answer on the longest path of the tree that is a
     prefix of `ids`. If several paths are equally long, prefers an answer that the client has received. In the result,
-    `matched` counts tokens. The field `echo` may also be an answer that `ids` repeat without its last token, because
-    clients do not see the token that ended it."""
+    `matched` counts tokens, and `echo` is the last answer that `ids` repeat. An answer that `ids` repeat without its
+    last token counts too, because clients do not see the token that ends an answer."""
     best = ROOT
     matched = 0
     cut = (0, ROOT)

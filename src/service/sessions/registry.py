@@ -168,8 +168,9 @@ class SessionRegistry:
         return names
 
     async def attempt_begins(self, attempt: int, version: int) -> None:
-        """Records that attempt number `attempt` of the run begins with the weights `version`. This gives up all later
-        versions of earlier attempts. Ends each session whose floor or tokens have a version that was given up."""
+        """Records that attempt number `attempt` of the run begins with the weights `version`. Versions above `version`
+        that earlier attempts made are thereby given up. Ends each session that has such a version as its floor or in
+        its tokens."""
         self._history.begin(attempt, version)
         for session in self._end_given_up():
             await _cancel(session)
@@ -194,9 +195,9 @@ class SessionRegistry:
     # ---- verbs of agents
 
     async def turn(self, session: str, request: TurnRequest, on_part: OnPart | None = None) -> AnsweredTurn:
-        """Answers a request. A retry gets the answers to its earlier request, also if these are still being sampled.
-        Calls `on_part` with parts of new answers. Raises SessionClosed if the session takes no turn, RequestRefused,
-        and errors of the sampler and the store."""
+        """Answers a request. A retry gets the answers to its earlier request, even if these are still being sampled.
+        Calls `on_part` with parts of new answers. Raises RequestRefused, and errors of the sampler and the store.
+        Raises SessionClosed if the session is unknown, or ends before the request is answered."""
         agent_session = self._session(session)
         agent_session.heard = self._clock()
         check_request(request)
@@ -379,7 +380,7 @@ async def _cancel(session: AgentSession) -> None:
 
 
 def _running_retry(session: AgentSession, request: TurnRequest) -> RunningTurn | None:
-    """Returns the running turn whose request the retry `request` repeats; None if there is no such turn. Of several
-    such turns, returns the one with the fewest waiting callers."""
+    """Returns the running turn for the same request as the retry `request`; None if there is no such turn. If there are
+    several, returns the one with the fewest waiting callers."""
     same = [running for running in session.running if running.request.sameness == request.sameness]
     return min(same, key=lambda running: len(running.callers), default=None)

@@ -149,16 +149,16 @@ class AgentSession:
 
     @property
     def oldest_version(self) -> int | None:
-        """The version of the session's oldest token; None if the session has no answer yet. The session's deadline
-        counts from this version."""
+        """The version of the session's oldest token; None if the session has no answer yet. The session's age counts
+        from this version."""
         return min((weights.version for weights in self.tree.weights), default=None)
 
     def export(self, max_steps_off_policy: int | None = None) -> SessionExport:
         """Returns the session's answers, branch by branch (one segment each), and its rewards.
 
-        `max_steps_off_policy`: the greatest age allowed; None: there is no bound. If the weights moved on while an
-        answer was sampled, and one of its tokens has a version beyond the session's deadline, the answer is marked as
-        out of bound and does not count in the loss.
+        `max_steps_off_policy`: the greatest age allowed; None: there is no bound. If a token of an answer has a version
+        more than `max_steps_off_policy` above the version of the session's oldest token, the answer is marked as out of
+        bound and does not count in the loss. This happens if the weights change while the answer is sampled.
         """
         answers = [node for branch in self.tree.branches for node in branch.nodes if self.is_answer(node)]
         reward = sum(record.value for record in self.rewards.values())

@@ -114,12 +114,13 @@ class ForwardBackwardCall:
 
 
 def columns_of(loss_fn: str, inputs: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, npt.NDArray[np.generic]]:
-    """Returns the columns of `inputs` that the loss reads. Other columns are left out, because custom losses send
-    further columns with `forward`.
+    """Returns the columns of `inputs` that the loss reads. Other columns are left out, because clients with custom
+    losses send further columns with `forward`.
 
-    The protocol has no mask, so this function makes the column `mask`. It is gspo's `sequence_ratio_mask` if `inputs`
-    has that column. Otherwise it is 1 for tokens with an advantage other than 0, and 0 for the rest: the gradient stays
-    the same. For cross-entropy without weights, all tokens get the weight 1. Raises ValueError for missing columns.
+    For losses with advantages, this function makes the column `mask`, which the protocol does not have. If `inputs` has
+    gspo's `sequence_ratio_mask`, `mask` is a copy of it. Otherwise `mask` is 1 for tokens with a nonzero advantage, and
+    0 for all other tokens, such as those of prompts. For cross-entropy without weights, all tokens get the weight 1.
+    Raises ValueError for missing columns.
     """
     read = find_loss(loss_fn).columns
     columns = {name: values for name, values in inputs.items() if name in read}

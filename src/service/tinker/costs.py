@@ -16,8 +16,8 @@ REMEMBERED = 64
 
 
 def tokens_of(work: object) -> int:
-    """Returns the tokens that a request costs before it runs: for a pass, the number of its tokens, but at least LEAST;
-    0 for other requests."""
+    """Returns the number of tokens to charge for a request before it runs. For a pass, this is the number of its
+    tokens, but at least LEAST. For other requests, it is 0: they are charged after they ran (`MeasuredCosts`)."""
     if isinstance(work, ForwardBackwardCall):
         return max(work.tokens, LEAST)
     return 0

@@ -107,8 +107,8 @@ class Contents:
     promises: dict[str, Promise] = field(default_factory=dict)
 
     def read(self, rows: Iterable[Row], now: float) -> None:
-        """Adds the items in `rows` to these contents. The time since a session was active, or ended, counts from `now`.
-        Raises StorageFailed if a row is damaged."""
+        """Adds the items in `rows` to these contents. Rows hold no times: each session counts as last active at `now`,
+        and an ended session as ended at `now`. Raises StorageFailed if a row is damaged."""
         works: dict[str, object] = {}
         errors: dict[str, str] = {}
         for row in rows:

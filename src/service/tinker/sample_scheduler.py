@@ -20,7 +20,7 @@ from service.tinker.promises import Promise
 
 @dataclass(frozen=True)
 class LoadWeights:
-    """An action: the replicas load these weights into a slot."""
+    """An action: the replicas load the weights `name` into a `Slot`, one of their places for weights."""
 
     name: str
     slot: str = ""
@@ -29,7 +29,7 @@ class LoadWeights:
 
 @dataclass(frozen=True)
 class DropWeights:
-    """An action: the replicas empty a slot."""
+    """An action: the replicas drop the weights in a `Slot`."""
 
     slot: str
 

@@ -146,8 +146,9 @@ class TinkerServer:
     async def completions(
         self, sampler: ClientSampler, clone: int, cursor: int, retrieved: list[str], timeout_s: float | None
     ) -> tuple[list[Promise], int]:
-        """Returns (promises, next cursor): the promises of a clone's samples that finished after `cursor`. If no sample
-        has, waits for the next one, at most `timeout_s` (None: HOLD_S) seconds and never longer than HOLD_S.
+        """Returns (promises, next cursor): the promises of the samples that clone number `clone` of `sampler` requested
+        and that finished after `cursor`. (A clone is an unpickled copy of the client's sampler.) If none has finished
+        yet, waits until one finishes, at most `timeout_s` seconds (None: HOLD_S) and never longer than HOLD_S.
         `retrieved`: ids of the requests whose results the client has; the server forgets these results."""
         until = self.now() + min(HOLD_S if timeout_s is None else timeout_s, HOLD_S)
         while True:
@@ -163,7 +164,8 @@ class TinkerServer:
                 await asyncio.wait_for(event.wait(), seconds)
 
     def release(self) -> None:
-        """Makes all calls that wait for outcomes return the results so far at once. Called when the server ends."""
+        """Ends all waits for outcomes: each waiting call returns immediately, with the results that exist by then.
+        Later calls do not wait. Called when the server ends."""
         self._closing = True
         self._changed(*self._waiting)
 
@@ -271,8 +273,8 @@ class TinkerServer:
                 await self._checkpoint(model)
 
     async def _checkpoint(self, model: ClientModel) -> None:
-        """Saves a checkpoint of a model for the server itself. If the disk is full, only logs the error. After a
-        loss of the trainer, more steps then have to be repeated."""
+        """Saves a checkpoint of a model for the server itself. If the files cannot be written (a full disk, for
+        example), only logs the error: without this checkpoint, more steps must be repeated if the trainer is lost."""
         place = await asyncio.to_thread(self._checkpoints.begin, model.model_id, model.next_seq)
         fault_point("tinker.commit")
         try:

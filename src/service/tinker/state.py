@@ -358,7 +358,7 @@ class ProtocolState(PromiseBook):
         return promise
 
     def sampled(self, promise: Promise, outcome: Outcome) -> None:
-        """Records the outcome of a sample that ran; the scheduler counts the sample as ended."""
+        """Records the outcome of a sample that ran, and tells the scheduler that the sample has ended."""
         self.settle(promise, outcome)
         self.turns.finish(promise)
 

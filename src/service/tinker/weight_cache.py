@@ -25,8 +25,8 @@ class WeightCache(OrderedDict[str, PublishedWeights]):
 
 
 def following(model_id: str) -> str:
-    """Returns the name of the weights for samplers that follow a model: each new set of the model's weights replaces
-    the last."""
+    """Returns the name of a model's weights for samplers that always use the newest set: each set that is published
+    under this name replaces the set before it."""
     return f"{model_id}/inflight"
 
 

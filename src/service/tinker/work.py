@@ -106,8 +106,8 @@ class TrainingWorker:
             self._trainer.drop_adapter(model_id)
 
     def close(self) -> None:
-        """Makes a save that still runs in another thread raise RoomFailed, so that the entry does not count as saved:
-        another worker runs the request again."""
+        """Ends the use of this worker. If a save still runs in another thread, it then raises RoomFailed and does not
+        count as saved, because another worker will run its request again."""
         self._closed = True
 
     def checkpoint(self, model_id: str, directory: Path) -> None:
@@ -313,9 +313,9 @@ class TrainingWorker:
         return {"metrics": dict(self._trainer.optim_step(work.adam_params.params()).metrics)}
 
     def _save(self, path: str, work: SaveBody, request: str, write: Callable[[Path], PendingFiles]) -> SavedWeights:
-        """Has `write` fill a new directory, and completes it as the entry `path`. If the same request had already saved
-        the entry before the server was killed, returns that entry and writes nothing. Raises RoomFailed if the trainer
-        was lost."""
+        """Lets `write` fill a new directory, and adds the directory to the catalog as the entry `path`. Returns the
+        entry. If the same request saved this entry before the server was killed, writes nothing and returns that entry.
+        Raises RoomFailed if the trainer was lost, and StorageFailed."""
         saved = self._catalog.saved_by(path, request)
         if saved:
             return saved

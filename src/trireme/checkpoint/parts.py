@@ -73,9 +73,9 @@ class PartReader:
     @classmethod
     @contextmanager
     def opened(cls, path: Path, source: CheckpointSource | None) -> Iterator[PartReader]:
-        """Yields a reader of the part at `path`. If `source` is None or this process sees the run directory, it reads
-        the files there. Otherwise it downloads them from `source` into a temporary directory next to `path.parent`, and
-        deletes this directory after the block. Raises StorageFailed."""
+        """Context manager: yields a reader of the part at `path`. If `source` is None or this process sees the run
+        directory, the reader reads the files there. Otherwise the reader downloads files from `source` into a temporary
+        directory next to `path.parent`, which is deleted at the end of the `with` block. Raises StorageFailed."""
         if source is None or sees(source.mark, source.text):
             yield cls(path)
             return

@@ -102,8 +102,8 @@ def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[
 
 
 def check_fixed(chosen: VerifiedCheckpoint, fixed: Mapping[str, object], force: bool) -> tuple[str, ...]:
-    """Compares `fixed` with the fixed values of the checkpoint. If values differ, raises BadInput. With `force`,
-    instead returns a note for people on each value that differs."""
+    """Compares `fixed`, the values that a resume may not change (model, tokenizer, loss, order of the data), with the
+    same values in the checkpoint. If any differ, raises BadInput; with `force`, instead returns a note for each."""
     changed = differences(chosen.manifest.fixed, fixed)
     if changed and not force:
         raise Refusal(
@@ -116,12 +116,12 @@ def check_fixed(chosen: VerifiedCheckpoint, fixed: Mapping[str, object], force: 
 
 
 def fork(source: VerifiedCheckpoint, store: CheckpointStore, attempt: int) -> tuple[VerifiedCheckpoint, str]:
-    """Copies the checkpoint `source` of another run into `store`, as the first checkpoint there, with the rows of the
-    steps before it. `attempt` names the draft. Returns the new checkpoint, and a note for people.
+    """Copies `source`, a checkpoint of another run, into `store`, as the first checkpoint there. Also copies the rows
+    of the steps before the checkpoint from that run's metrics.jsonl and trained.jsonl. `attempt` names the draft.
+    Returns the new checkpoint, and a note about the copy.
 
     Files are hard links where possible, else copies; all are verified before they become a checkpoint. The source is
-    unchanged. If a call was interrupted, another call completes it. Raises OSError, StorageFailed,
-    CheckpointInvalid.
+    unchanged. If a call was interrupted, another call completes it. Raises OSError, StorageFailed, CheckpointInvalid.
     """
     for leftover in store.partial():
         shutil.rmtree(leftover)

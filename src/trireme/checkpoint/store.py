@@ -2,14 +2,14 @@
 checkpoint.
 
     HEAD                                       the current run, lineage and attempt
-    checkpoints/step_000020/                   a checkpoint of HEAD's branch
+    checkpoints/step_000020/                   a current checkpoint
     checkpoints/step_000040.partial-2/         a draft that attempt 2 writes, or wrote when it died
     checkpoints/step_000020.removed/           a checkpoint that is being deleted
-    checkpoints.jsonl                          one row per checkpoint of HEAD's branch, also if retention deleted it
+    checkpoints.jsonl                          one row per current checkpoint, also if retention deleted it
     branches/<lineage>/                        HEAD, checkpoints and rows that were superseded when <lineage> was left
 
-HEAD's branch is the chain of checkpoints, over one or several lineages, that no return to an earlier step has
-superseded.
+A checkpoint is current as long as no return to an earlier step supersedes it. So the current checkpoints are a chain,
+over one or several lineages.
 
 A crash at any point loses nothing: each change is a rename or the replacement of a whole file, in an order that the
 next opening can complete. Nothing depends on the clock.
@@ -154,7 +154,8 @@ class CheckpointStore:
         return [head for head in (*earlier, self.head()) if head]
 
     def checkpoints(self) -> list[Path]:
-        """Returns the directories of the checkpoints of HEAD's branch in order of step; does not verify them."""
+        """Returns the directories of the run's current checkpoints, in order of step. Superseded checkpoints (in
+        `branches/`) are not current. Verifies nothing."""
         return sorted((entry for entry in self._entries() if step_of(entry.name) is not None), key=_step)
 
     def partial(self) -> list[Path]:
@@ -274,10 +275,13 @@ class CheckpointStore:
 
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
         """Deletes checkpoints. Keeps the `keep_last` newest, checkpoints of a step divisible by `keep_every`,
-        checkpoints with a file KEEP, and the newest that verifies. Damaged checkpoints are neither counted nor deleted:
-        `checkout` moves them. Unless this store has already verified one of the `keep_last` newest, reads the contents
-        of checkpoints, newest first, until one verifies; if none does, deletes nothing. Returns the deleted names.
-        Raises StorageFailed, LockLost."""
+        checkpoints with a file KEEP, and the newest that verifies. Neither counts nor deletes a checkpoint in which a
+        file is missing or has the wrong size: `checkout` moves it.
+
+        To find the newest that verifies, reads the contents of checkpoints, newest first, and stops at the first that
+        verifies. Reads nothing if this object has already verified one of the `keep_last` newest. If no checkpoint
+        verifies, deletes nothing. Returns the names of the deleted checkpoints. Raises StorageFailed, LockLost.
+        """
         whole = self._whole()
         old = [checkpoint for checkpoint in list(whole)[:-keep_last] if not (checkpoint / KEEP).exists()]
         if keep_every:
@@ -295,14 +299,15 @@ class CheckpointStore:
         return [checkpoint.name for checkpoint in old]
 
     def checkout(self, step: int) -> list[str]:
-        """Goes back to the checkpoint of `step`, and makes it the end of HEAD's branch. Call it before this attempt
-        opens its row files.
+        """Goes back to the checkpoint of `step`, which becomes the newest current checkpoint. Call it before this
+        attempt opens its row files.
 
         Deletes drafts. Moves later checkpoints and damaged ones to `branches/<lineage>/`, the newest first. Then moves
-        the rows of `step` and of later steps to the same directory (in checkpoints.jsonl: the rows of the moved
-        checkpoints). If anything was moved, HEAD starts a new lineage. HEAD is written last: if a call was interrupted,
-        another call, for the same or another step, completes the move. Returns lines for people on what was moved.
-        Raises StorageFailed, LockLost, and CheckpointInvalid without a HEAD.
+        to the same directory the rows and recorded rollouts of the steps after the checkpoint. (Rows number steps from
+        0, so the first row that moves has the number `step`.) From checkpoints.jsonl, moves the rows of the moved
+        checkpoints. If anything was moved, HEAD starts a new lineage. HEAD is written last: if a call was interrupted,
+        another call, for the same or another step, completes the move. Returns messages about what was moved. Raises
+        StorageFailed, LockLost, and CheckpointInvalid without a HEAD.
         """
         self.check_owner()
         head = self.head()

@@ -65,7 +65,7 @@ class StoredRun:
     token: str
     """A random text that the driver has chosen, so that no two drivers write equal HEADs."""
     holder: str
-    """A text for people that names the driver's process."""
+    """The driver's process, for messages: "pid 123 on HOST"."""
     head: Head
     """The contents of the file HEAD in the run directory."""
     written: int = 0
@@ -97,7 +97,8 @@ class StoredRun:
         return stored
 
     def of_branch(self) -> dict[int, str]:
-        """Returns {step: path in the run directory} of the checkpoints of HEAD's branch, in order of step."""
+        """Returns {step: path in the run directory} of the run's current checkpoints, in order of step. Superseded
+        checkpoints (in `branches/`) are not current."""
         below = f"{CHECKPOINTS}/"
         steps = {path: step_of(path.removeprefix(below)) for path in self.commits if path.startswith(below)}
         return dict(sorted((step, path) for path, step in steps.items() if step is not None))
@@ -151,8 +152,8 @@ def elsewhere(
     storage.
 
     `stored`: the contents of HEAD in the store. `head`: HEAD of the run directory. `local`: {path: checkpoint} of the
-    run directory's checkpoints. `keep_last` and `keep_every` decide which checkpoints of HEAD's branch stay, as in
-    `CheckpointStore.prune`. If the run has gone back to an earlier step, later checkpoints get a path below
+    run directory's checkpoints. `keep_last` and `keep_every` decide which current checkpoints (not in `branches/`)
+    stay, as in `CheckpointStore.prune`. If the run has gone back to an earlier step, later checkpoints get a path below
     `branches/<lineage>/`, with the lineage that the run left.
     """
     alone: dict[str, StoredCheckpoint] = {}

@@ -107,8 +107,9 @@ class Subject:
 
     def whole(self, console: Console, ending: ExitStack) -> str:
         """Returns the directory, or the name on the hub, of the whole model. If `model` holds adapters, first merges
-        them into their base, in a directory that `ending` removes. Raises BadInput if the base has changed, or if the
-        model lacks tensors of its class. Raises StorageFailed."""
+        them into their base, in a directory that `ending` removes. Raises BadInput if the base is gone or has changed,
+        or if the files of a local Hugging Face model lack a tensor of the model's class or have it in another shape.
+        Raises StorageFailed."""
         if self.run is None:
             if Path(self.model).is_dir():  # one on the hub is fetched by the nodes of the replicas, and not here
                 advice = "save it again with save_pretrained, or evaluate another model"
@@ -258,9 +259,10 @@ class Results:
 
 
 def configured(subject: Subject | None, unread: Path, arguments: Sequence[str]) -> Loaded[Config]:
-    """Returns the configuration of a command that trains nothing. It merges, in this order, so that later values
-    override earlier ones: the configuration of the run that `subject` comes from; the file `unread`, which sets keys
-    that the command does not read; the keys in `arguments`; the model of `subject`. Raises BadInput."""
+    """Returns the configuration of a command that trains nothing. Merges, so that later values override earlier ones:
+    the configuration of the run that `subject` comes from; the file `unread`, with the command's own defaults and with
+    values for keys that `rl` requires but this command does not use; the keys in `arguments`; the model of `subject`.
+    Raises BadInput."""
     files = ["@", str(unread)]
     model_flags = list[str]()
     if subject:

@@ -194,7 +194,7 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _reader(root: Path) -> RunReader:
-    """Returns the object that reads the run in `root` for the page of the console."""
+    """Returns the object that reads the run in `root` for its web page (`trireme report`, `trireme watch --web`)."""
     from service.console.run_reader import RunReader
 
     tokenizer = tokenizer_of(run_config(root))
@@ -223,7 +223,7 @@ def _watch(options: argparse.Namespace) -> None:
 
 
 def _check_web(options: argparse.Namespace) -> None:
-    """Raises BadInput if options of the page are given without --web, or if --port is no valid port."""
+    """Raises BadInput if --host, --port or --keys is given without --web, or if --port is no valid port."""
     flags = [f"--{name}" for name in ("host", "port", "keys") if getattr(options, name) is not None]
     if flags and not options.web:
         raise Refusal(

@@ -115,9 +115,10 @@ def load_as(schema: type[C], argv: list[str], environ: Mapping[str, str] | None 
 
 
 def _ask_for_trust(line: CommandLine, named: Mapping[str, object], user_named: Mapping[str, object]) -> None:
-    """Adds a refusal to `line` if only a recorded configuration (config.json of a run) names some code to run: a
-    stranger may have written it. With `--trust-config`, instead prints the values that name this code. `named`: the
-    values that name code, from all layers. `user_named`: the same, but only from layers that the user wrote."""
+    """If a recorded configuration (config.json of a run) names code to run that the user has not named, adds a refusal
+    to `line`: a stranger may have written that file. With `--trust-config`, instead prints the values that name this
+    code. `named`: the values that name code, from all layers. `user_named`: the same, but only from layers that the
+    user wrote."""
     foreign = [f"{key} = {to_json(value)}" for key, value in named.items() if user_named.get(key, ()) != value]
     if foreign and line.trusts:
         print(f"{FLAG}: " + ", ".join(foreign), file=sys.stderr)

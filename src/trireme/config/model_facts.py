@@ -211,8 +211,8 @@ def _plain_sizes(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_facts(file: str, required: bool) -> str:
-    """Returns the text of `file`, the value of `model.facts`. Raises BadInput if the file cannot be read, or if the
-    facts are `required`: such a file may give other sizes than the weights of the run have."""
+    """Returns the text of `file`, the value of `model.facts`. Raises BadInput if the file cannot be read. If the facts
+    are `required`, always raises BadInput: a run needs the sizes of its own model, and the file may give others."""
     if required:
         raise Refusal(
             f"model.facts = {file}, without --dry-run",

@@ -119,7 +119,7 @@ class ModelConfig(Section):
     """Longest sequence (prompt and answer) in tokens; none = the model's own limit."""
 
     def dtype_bytes(self, *, on_gpus: bool) -> int:
-        """Returns the bytes of a number in the dtype in which trainer and replicas compute."""
+        """Returns the size, in bytes, of one number in the dtype in which trainer and replicas compute."""
         if self.dtype == "auto":
             if on_gpus:
                 return 2

@@ -13,7 +13,8 @@ from trireme.config.keys import Keys, Path
 from trireme.core.refusals import Refusal
 
 RECORD = "config.json"
-"""Name of the file in which a run records its configuration. It may be a stranger's; other files their reader wrote."""
+"""Name of the file in which a run records its configuration. A stranger may have written it; the user wrote all other
+files."""
 FLAG = "--trust-config"
 
 
@@ -31,8 +32,9 @@ def named_code(tree: Mapping[str, object], keys: Keys) -> dict[str, object]:
 
 
 def _values(tree: object, path: Path, place: Path = ()) -> Iterator[tuple[Path, object]]:
-    """Yields (place, value) for the value at `path` in `tree`. If the path leads into a list, yields a pair for each
-    entry of the list; the place has the number of the entry. `place`: the path of `tree` itself."""
+    """Yields (full path, value) for the value at `path` in `tree`, if there is one. If the path leads into a list,
+    yields one pair for each entry of the list, with the entry's number in the full path. `place`: the path at which
+    `tree` itself lies; all full paths begin with it."""
     if isinstance(tree, list):
         tree = {str(number): entry for number, entry in enumerate(tree)}
     if not path:

@@ -25,7 +25,7 @@ from trireme.core.prefixes import Forest, Numbers
 Value = TypeVar("Value")
 Column = npt.NDArray[np.number]
 Assign = Callable[[Forest], Sequence[Numbers]]
-"""Takes the forest of all datums of a batch. Returns for each process of the trainer the numbers of the datums that it
+"""Takes the forest of all datums of a batch. Returns for each process of the trainer the indices of the datums that it
 computes, ascending."""
 PIECE_TOKENS = 1 << 20
 """The most tokens that are laid out and stored together: few, so that no call of numpy holds Python's lock for long;
@@ -53,8 +53,8 @@ class TokenBatch:
     columns: Mapping[str, Column]  # [T] each, in the order of the tokens
     temperatures: npt.NDArray[np.float32]  # [D]
     sequences: Numbers = field(default=None)  # type: ignore[arg-type]
-    """[D], the number of each datum's sequence. It is equal for datums with tokens of the same rollout; by default each
-    datum is a sequence by itself."""
+    """[D], for each datum the index of its sequence: the same index for datums with tokens of the same rollout. By
+    default each datum is a sequence by itself."""
 
     def __post_init__(self) -> None:
         if self.sequences is None:
@@ -104,7 +104,7 @@ class TokenBatch:
         )
 
     def take(self, datums: Numbers) -> TokenBatch:
-        """Returns a batch of the datums whose numbers are in `datums`, in the order given."""
+        """Returns a batch of the datums with the indices `datums`, in the order given."""
         if len(datums) == len(self) and np.array_equal(datums, np.arange(len(self))):
             return self
         starts = self.offsets[datums].tolist()
@@ -147,7 +147,7 @@ BatchMap = Callable[[TokenBatch], TokenBatch]
 """A function that returns the same datums with other columns. It is called with the datums of one part of a batch, so
 the columns of a datum may depend on that datum alone. Must be picklable."""
 LayOut = Callable[[Numbers], TokenBatch]
-"""Takes numbers of datums of a batch, ascending. Returns these datums as a batch."""
+"""Takes indices of datums of a batch, ascending. Returns these datums as a batch."""
 Summary = Callable[[TokenBatch], npt.NDArray[np.float64]]
 """A function that returns K numbers for each datum, float64 [K, D]. The numbers of a datum may depend on that datum
 alone. Must be picklable."""
@@ -161,7 +161,7 @@ class BatchPart:
     forest: Forest
     """The forest of all datums of the batch. From it every process makes the same plan of the computation."""
     datums: Numbers
-    """[N], the numbers of the datums of this part in the whole batch, ascending."""
+    """[N], the indices of this part's datums in the whole batch, ascending."""
     batch: TokenBatch
     """The N datums of this part."""
 
@@ -178,8 +178,8 @@ class BatchPart:
         return self.forest.lengths
 
     def places(self, datums: Sequence[int]) -> Numbers:
-        """Returns for each datum its index in `batch`. `datums`: their numbers in the whole batch. Raises ValueError if
-        a datum is not in this part."""
+        """Converts indices in the whole batch, `datums`, to indices in `batch`. Raises ValueError if a datum is not in
+        this part."""
         numbers = np.asarray(datums, np.int64)
         places = np.searchsorted(self.datums, numbers)
         absent = numbers[self.datums[np.minimum(places, len(self.datums) - 1)] != numbers]
@@ -259,11 +259,13 @@ class StoredBatch:
         put: Put = lambda value: value,
         owner: str = "driver",
     ) -> StoredBatch:
-        """Lays out and stores a batch, part after part. `assign` says which datums belong to which part. A part is laid
-        out in pieces, one after the other: `lay_out` builds a piece from its datums. `put` stores a piece or a part and
+        """Builds and stores a batch, part after part, and returns it. `forest`: lengths and shared prefixes of all
+        datums. `sequences`: [D], for each datum the index of its sequence. `assign` says which datums belong to which
+        part. `lay_out` takes indices of datums, and returns these datums as a TokenBatch. `put` stores a value and
         returns a reference to it. `owner`: the name of the process that keeps the stored values.
 
-        `forest` and `sequences` cover all datums. At any time only one piece is in the memory of this process.
+        A part is built and stored in pieces, one after the other. If `put` stores outside of this process, only one
+        piece at a time is in this process's memory.
         """
         shortest = int(np.argmin(forest.lengths))
         parts_R = []
@@ -313,9 +315,9 @@ Data = Batch | Sequence[Datum]
 
 
 def cut_pieces(datums: Numbers, lengths: Numbers) -> Iterator[Numbers]:
-    """Cuts `datums` (numbers of datums, [N]) into consecutive pieces of at most PIECE_TOKENS tokens; a longer datum is
-    a piece by itself. Yields the numbers of the datums of each piece. `lengths`: [D], the number of tokens of each
-    datum of the batch."""
+    """Cuts `datums`, [N] indices of datums in a batch, into consecutive pieces of at most PIECE_TOKENS tokens. A longer
+    datum is a piece by itself. Yields the indices in each piece. `lengths`: [D], the number of tokens of each datum of
+    the batch."""
     ends = np.cumsum(lengths[datums])
     first = 0
     while first < len(datums):

@@ -37,8 +37,8 @@ WORD_BYTES = 2
 
 @dataclass(frozen=True)
 class Sums:
-    """The two sums of a tensor, or of a part of a tensor, each from 0 to 2^64 - 1. The sums of all parts, added modulo
-    2^64, are the sums of the tensor."""
+    """The digest of a tensor, or of a part of a tensor: two weighted sums of its 16-bit words (see the module), each
+    from 0 to 2^64 - 1. The sums of all parts, added modulo 2^64, are the sums of the tensor."""
 
     first: int = 0
     second: int = 0
@@ -103,8 +103,8 @@ def key(index: int, k: int) -> int:
 
 
 def key_of(x: Any) -> Any:
-    """Returns splitmix64(x - GOLDEN) | 1, a uint64. `x`: a uint64 of NumPy, or of numba in a kernel that `compiler`
-    compiles."""
+    """Computes the factor of a word, as `key` does, in NumPy or in a kernel that `compiler` compiles. `x`: 2 index + k
+    + GOLDEN modulo 2^64, a uint64. Returns splitmix64(x - GOLDEN) | 1, a uint64."""
     z = (x ^ (x >> 30)) * MIX_1
     z = (z ^ (z >> 27)) * MIX_2
     return (z ^ (z >> 31)) | np.uint64(1)

@@ -51,7 +51,8 @@ class WeightsGone(RoomFailed):
 
 
 class ReplicaBehind(TriremeError):
-    """A replica has older weights than a request may be sampled from. It has sampled nothing, and is not broken."""
+    """A replica's weights are older than a request allows, or the replica sleeps and has no weights. The replica has
+    sampled nothing, and is not broken."""
 
 
 class ProvenanceError(TriremeError):

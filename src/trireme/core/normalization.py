@@ -37,11 +37,12 @@ LossNormalization = Literal[
 
 @dataclass(frozen=True)
 class Normalization:
-    """One kind of normalisation: changes token weights and computes divisors, as the module describes."""
+    """One of the ways to weigh the tokens of a substep in its loss (`trainer.loss_normalization`): changes token
+    weights, and computes the divisor of the gradient. The module's docstring has the formulas."""
 
     kind: LossNormalization
     longest: int | None
-    """C of the module, the most tokens that a sequence may have; None if it is unknown."""
+    """C in the formulas of the module's docstring: the most tokens that a sequence may have; None if it is unknown."""
 
     def apply(self, batch: TokenBatch, column: str) -> tuple[TokenBatch, float]:
         """Returns (the minibatch `batch` with changed token weights, the number that the minibatch adds to the divisor

@@ -12,8 +12,8 @@ class Refusal(BadInput):
     `refuse`."""
 
     def __init__(self, value: str, expected: str, do: str) -> None:
-        """`value`: the input, and its value. `expected`: the values that are accepted, and why. `do`: the change that a
-        user can make."""
+        """`value`: the given input, as text with its name: "--port 99999". `expected`: the values that are accepted,
+        and why. `do`: the change that a user can make."""
         super().__init__(value, expected, do)
         self.value = value
         self.expected = expected

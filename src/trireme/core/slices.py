@@ -56,15 +56,15 @@ class Slice:
         return len(steps) <= 1 and whole_rows and self.offset % self.row + inner < self.row
 
     def of_whole(self, whole: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Returns (the published tensor as a view of `whole`, the indices at which the view begins in the published
-        tensor: zeros). `whole`: the source with all its values."""
+        """Returns (the published tensor as a view of `whole`, zeros). The zeros are the indices at which the view
+        begins in the published tensor, as `of_rows` returns them. `whole`: the source with all its values."""
         view = whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
         return view, (0,) * len(self.shape)
 
     def of_rows(self, local: Tensor, begin: int, end: int) -> tuple[Tensor, tuple[int, ...]]:
-        """Returns (a view of `local`, the indices at which the view begins in the published tensor). `local`: the rows
-        `begin : end` of the source. The view is the part of the published tensor that lies in these rows; it has no
-        elements if there is no such part."""
+        """Returns (a view of `local`, the indices at which the view begins in the published tensor). The view is the
+        part of the published tensor that lies in `local`; it has no elements if there is no such part. `local`: the
+        rows `begin : end` of the source."""
         assert len(local) == end - begin, f"rows {begin} to {end} of a tensor are {len(local)} here"
         shape, start, row = list(self.shape), [0] * len(self.shape), self.row
         first, within = divmod(self.offset, row)

@@ -102,8 +102,8 @@ def padded(nbytes: int) -> int:
 
 
 def gathered_text(names: Sequence[str]) -> str:
-    """Returns a text for people on the published tensors `names` that have to be gathered before they can be summed
-    (`trireme.core.slices`); "" if there are none.
+    """Returns a message that counts the published tensors `names`, and names the first few. These tensors have to be
+    gathered before their digests can be computed (`trireme.core.slices`). Returns "" if `names` is empty.
 
     >>> gathered_text(["a", "b", "c", "d"])
     'summed after the gather: 4 of the published tensors (a, b, c, ...)'
@@ -116,7 +116,7 @@ def gathered_text(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """Describes one LoRA adapter, where several are trained on one base."""
+    """The settings of one LoRA adapter, if several adapters are trained on the same base model."""
 
     rank: int
     """The rank of the adapter, at most `trainer.lora.rank`."""
@@ -138,9 +138,9 @@ class Adapter:
     rank: int
     alpha: float
     spec: AdapterSpec | None = None
-    """The rank, alpha, layers and seed of this adapter, where several adapters are trained on one base. Then `rank`
-    above is the rank of all published tensors; zeros fill the rows and columns beyond the adapter's rank, and the
-    tensors of layers that it does not adapt. None: the adapter is the only one, and none of its tensors are filled
+    """The rank, alpha, layers and seed of this adapter, if several adapters are trained on the same base model. Then
+    `rank` above is the rank of all published tensors; zeros fill the rows and columns beyond the adapter's rank, and
+    the tensors of layers that it does not adapt. None: the adapter is the only one, and none of its tensors are filled
     up."""
 
     def __str__(self) -> str:
@@ -342,10 +342,11 @@ def check_canary(manifest: WeightsManifest, logprobs: npt.NDArray[np.float32]) -
 def check_decoding(
     manifest: WeightsManifest, decoded: npt.NDArray[np.float32], prefilled: npt.NDArray[np.float32]
 ) -> None:
-    """Compares two log-probabilities of each of the DECODED tokens that a replica sampled after the canary, float32
-    [DECODED]. `decoded`: from decode steps. `prefilled`: from a prefill of the same tokens. Raises WeightsRefused if
-    they differ by more than the canary's bound, or are NaN. The bound of the mean is applied to the median here: with
-    few tokens, a single token whose experts change by rounding would move the mean."""
+    """Checks that the decode steps of a replica agree with its prefills. After the canary the replica samples DECODED
+    tokens, and computes the log-probability of each twice: `decoded` in decode steps, `prefilled` in a prefill of the
+    same tokens, both float32 [DECODED]. Raises WeightsRefused if the two differ by more than the canary's bound, or are
+    NaN. The bound for the mean difference is applied to the median here: with few tokens, a single token whose experts
+    change by rounding would move the mean."""
     bound = manifest.canary.bound
     difference = np.abs(decoded - prefilled)
     middle = float(np.median(difference))

@@ -85,8 +85,8 @@ class StartProgress:
 
 
 def _part_of(name: str) -> str:
-    """Returns the name of an actor in the roster and in log files: `inference_1` for the actor `name` "inference
-    replica 1". Returns "" for a name of another form."""
+    """Returns the name that the roster and log files use for the actor `name`: "inference_1" for "inference replica 1".
+    Returns "" for a name of another form."""
     match = ACTOR.match(name)
     if match:
         return f"{match['room']}_{match['number'] or 0}"

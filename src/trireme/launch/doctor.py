@@ -144,8 +144,8 @@ def _sender(nodes: Sequence[Declared], trainer: str) -> str:
 
 @contextmanager
 def _examiners(nodes: Mapping[str, Declared], token: bytes) -> Iterator[Calls]:
-    """Starts an examiner on each of `nodes`, and kills them after the block. They reserve no cores and no GPUs.
-    `token`: the secret by which examiners know each other."""
+    """Context manager: starts an examiner on each of `nodes`, and kills the examiners at the end of the `with` block.
+    Examiners reserve no cores and no GPUs. `token`: the secret by which examiners know each other."""
     handles = {
         name: create_actor(Examiner, num_cpus=0, scheduling_strategy=on_node(node.id))(name, token)
         for name, node in nodes.items()
@@ -159,8 +159,9 @@ def _examiners(nodes: Mapping[str, Declared], token: bytes) -> Iterator[Calls]:
 
 @contextmanager
 def trial_file(output_dir: str) -> Iterator[str]:
-    """Writes a temporary file into `output_dir`, or into its nearest parent that exists, and yields the file's path (""
-    if `output_dir` is ""). Deletes the file after the block. Raises BadInput if nothing can be written there."""
+    """Context manager: writes a temporary file into `output_dir`, or into its nearest parent that exists, and yields
+    the file's path ("" if `output_dir` is ""). Deletes the file at the end of the `with` block. Raises BadInput if
+    nothing can be written there."""
     if not output_dir:
         yield ""
         return

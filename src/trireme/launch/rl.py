@@ -68,9 +68,10 @@ class RlRun(TrainingRun):
         return {ON_UPDATE: self.plan.resolved(self.config).inference.on_update}
 
     def enter(self, run: RunDir) -> None:
-        """Prepares the run before Ray starts, because starting Ray takes a while. If a checkpoint holds the KL
-        reference's weights, marks the checkpoint so that no run deletes it. If ON_UPDATE is auto, keeps the value
-        that the run decided earlier. If the service has a port, reads or makes its keys. Raises BadInput."""
+        """Prepares the run. Call it before Ray starts, which takes a while, so that errors come early. If a checkpoint
+        holds the KL reference's weights, marks the checkpoint so that no run deletes it. If `inference.on_update` is
+        auto in a run that is not colocated, takes its value from the checkpoint that the run starts from, if there is
+        one. If the service has a port, reads or makes its keys. Raises BadInput."""
         keep_reference(self.config)
         inference = self.config.inference
         manifest = run.start.manifest

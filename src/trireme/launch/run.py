@@ -197,8 +197,8 @@ class Newest:
 
 @contextmanager
 def resume_hint(run: RunDir) -> Iterator[None]:
-    """If an error in the block ends the run early, adds a note to the error: the newest checkpoint, and the command
-    that resumes from it."""
+    """Context manager: if an error in the `with` block ends the run early, adds a note to the error. The note names the
+    newest checkpoint, and the command that resumes from it."""
     try:
         yield
     except (TriremeError, signals.Stopped) as error:
@@ -218,9 +218,9 @@ def resume_hint(run: RunDir) -> Iterator[None]:
 def supervised(
     training: TrainingRun, run: RunDir, roster: Roster, console: Console
 ) -> Iterator[tuple[Supervisor, str]]:
-    """Reserves places for all actors, examines the nodes of these places, starts the replicas, and runs a supervisor
-    for the time of the block. Yields the supervisor, and a text that says how many nodes there are. Raises BadInput if
-    the nodes cannot work together."""
+    """Context manager: reserves places for all actors, examines the nodes of these places, starts the replicas, and
+    runs a supervisor until the end of the `with` block. Yields the supervisor, and a text that says how many nodes
+    there are. Raises BadInput if the nodes cannot work together."""
     with ExitStack() as ending:
         places = reserve_places(training.plan, StartProgress(console), console, ending)
         training.places = places.rooms
@@ -252,9 +252,10 @@ def attempts(
 
 @contextmanager
 def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, place: str, console: Console) -> Iterator[Core]:
-    """Starts the rooms of an attempt and makes them load the attempt's checkpoint. Yields the rooms when they can
-    train. Stops them after the block, also after an error. In the first attempt of the command and in deterministic
-    mode, waits for all replicas, else for one replica. `place`: a text that says where the rooms are."""
+    """Context manager: starts the rooms of an attempt and makes them load the attempt's checkpoint. Yields the rooms
+    when they can train. Stops them at the end of the `with` block, also after an error. In the first attempt of the
+    command and in deterministic mode, waits for all replicas, else for one replica. `place`: a text that says where the
+    rooms are."""
     started = time.monotonic()
     log_dir = run.logs
     start = run.start
@@ -315,8 +316,9 @@ def await_own_places(training: TrainingRun, supervisor: Supervisor, console: Con
 def load(
     core: Core, checkpoint: Path, manifest: Manifest, source: CheckpointSource | None, roster: Roster, console: Console
 ) -> list[str]:
-    """Makes all rooms load their parts of `checkpoint`. Nodes that cannot see its directory read the parts from
-    `source`. Returns the messages of the rooms, except the trainer, that continue unfinished work."""
+    """Makes all rooms load their parts of `checkpoint`. On nodes that cannot see its directory, rooms read their parts
+    from `source`. Returns, for each room (except the trainer) that continues unfinished work, its message about this
+    work."""
     unfinished = []
     message = core.trainer.load_state(checkpoint / "trainer", manifest.identities, source)
     if message:

@@ -91,7 +91,7 @@ class FarNodes:
 
     @property
     def text(self) -> str:
-        """A sentence for people that names these nodes."""
+        """A message that names these nodes."""
         return (
             f"{self.run.root} is not seen by {'; '.join(self.nodes.values())}: parts of checkpoints travel through "
             f"{self.mirror.bucket.url}"

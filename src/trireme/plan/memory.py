@@ -127,8 +127,8 @@ class ShardMemory:
 
     @property
     def text(self) -> str:
-        """Returns a text on the choices that depend on memory: which layers are computed twice, and how often weights
-        are gathered."""
+        """Returns a text about the choices that depend on memory: which layers are computed twice, and how often
+        weights are gathered."""
         layers = "layers are kept until the backward pass"
         if self.again:
             layers = f"layers are computed twice in micro-batches of more than {self.kept_tokens:,} tokens"
@@ -145,7 +145,7 @@ class ModelMemory:
     facts: ModelFacts
     """Sizes of the model."""
     dtype_bytes: int
-    """Bytes of a number in the dtype that computes."""
+    """Size, in bytes, of one number in the dtype in which models compute."""
     on_gpus: bool
     """True: models compute on GPUs."""
 
@@ -187,8 +187,9 @@ class ModelMemory:
         return LOGIT_BYTES * min(CPU_LOGITS, tokens * self.facts.vocab_size)
 
     def flat(self, tokens: int) -> int:
-        """Returns an upper bound of `ShardMemory.flat` for a micro-batch of `tokens` distinct tokens (a shared prefix
-        counts once). A CPU needs less, because it gathers keys only for the datums of one size at a time. On a GPU,
+        """Returns an upper bound of the bytes that a micro-batch takes for the tokens of all its datums
+        (`ShardMemory.flat`). `tokens`: the number of its distinct tokens (a shared prefix counts once). A CPU needs
+        less, because it gathers keys only for the datums of one size at a time. The bound is higher on a GPU:
         FlashAttention 2 first makes gradients of keys and values for each query head, and then adds up the query heads
         that have the same key head."""
         facts = self.facts

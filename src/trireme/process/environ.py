@@ -98,8 +98,8 @@ def prepare_ray_environment(address: str | None, threads: int, deterministic: bo
     existing OMP_NUM_THREADS is kept, except with `deterministic`). They set the usual CPU priority: Ray's default for
     workers is nice 15, which leaves hardly any lower priority for work that can wait. They give Ray an authentication
     token: otherwise Ray writes a token into the home directory and prints a line on it at every start. They make all
-    processes listen at 127.0.0.1 only, also the trainer's store and Ray's metrics. (The variable for this names Windows
-    and OSX, where Ray does this by default.)
+    processes listen at 127.0.0.1 only, also the trainer's store and Ray's metrics. (Ray does this by default on Windows
+    and macOS only; so the name of the variable contains WINDOWS_OR_OSX.)
 
     If a cluster is joined, only makes the driver send its token, if it has one. Other clusters ask for a token by
     default, but a driver sends its token only if a variable says so.

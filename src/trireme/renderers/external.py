@@ -125,8 +125,8 @@ class PackageRenderer(Renderer):
         renderer strips it, the result is `sampled` without thinking. If sampling was cut off, the result also has the
         end token of `shown`.
 
-        Thinking is removed only by a cut before or after a special token. If no such cut leaves the text of `shown`,
-        all tokens stay.
+        To remove thinking, drops the tokens of `sampled` up to a special token, with or without this token. The
+        remaining tokens must have the same text as `shown`; if no such cut exists, all tokens stay.
         """
         cuts = sorted(n + after for n, token in enumerate(sampled) if token in self._special for after in (0, 1))
         text = self._text(shown)

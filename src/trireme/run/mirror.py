@@ -64,8 +64,9 @@ class Shape:
 
 
 class Mirror:
-    """Uploads the files of the run directory `root` to `bucket`, in a thread. This driver has put HEAD in the store,
-    with the contents `stored`. The store gave HEAD the tag `tag`, which changes with HEAD's contents.
+    """Uploads the files of the run directory `root` to `bucket`, in a thread. Before that, this driver must have put
+    HEAD in the store. `stored`: the contents of this HEAD. `tag`: the tag that the store gave it, which changes with
+    HEAD's contents.
 
     `limit_s`: seconds within which an upload of all new files must be done. `note` records an incident.
     """

@@ -147,9 +147,10 @@ class RemoteRun:
         ]
 
     def _bring_checkpoint(self, root: Path, stored: StoredRun) -> tuple[str | None, list[str]]:
-        """Downloads one checkpoint to `root`: the requested step, or else the newest that verifies. Returns the
-        checkpoint's name (None if no checkpoint was downloaded), and a note for each checkpoint that could not be used.
-        Raises BadInput if the store lacks the requested step."""
+        """Downloads one checkpoint to `root`. If a step is requested, this is the checkpoint of that step; if not, it
+        is the newest checkpoint that verifies. Returns the checkpoint's name (None if no checkpoint was downloaded),
+        and a note for each checkpoint that could not be used. Raises BadInput if the store lacks the requested
+        step."""
         steps = stored.of_branch()
         requested = self._config.resume.step
         notes: list[str] = []
@@ -186,8 +187,8 @@ class RemoteRun:
         write_bytes(checkpoint, MANIFEST, text[0])
 
     def claim(self, run: RunDir, note: Callable[[str], None]) -> Mirror:
-        """Takes over HEAD in the store for `run`. Returns the mirror that uploads `run`; the caller has to start it.
-        `note` records incidents of the mirror. Raises BadInput if another driver took over HEAD first,
+        """Takes over HEAD in the store for `run`. Returns the mirror that uploads `run`; the caller has to start the
+        mirror. `note` records incidents of the mirror. Raises BadInput if another driver took over HEAD first,
         StorageFailed."""
         bucket = self._bucket or self._look(run.root.name)
         if self._in_store and self._in_store.head.run_id == run.start.run_id:
@@ -215,10 +216,13 @@ class RemoteRun:
 
     @contextmanager
     def mirrored(self, run: RunDir, note: Callable[[str], None]) -> Iterator[RunDir]:
-        """Takes over HEAD in the store for `run`. Uploads `run` during the block and once more at its end. Yields the
-        run with its mirror; writes to the run directory then also raise LockLost if another driver has taken over HEAD.
+        """A context manager. Takes over HEAD in the store for `run`. Uploads `run` while the `with` block runs, and
+        once more at the end of the block. Yields the run with its mirror. Changes through the yielded run also raise
+        the errors of `Mirror.check`: LockLost, for example, once another driver has taken over HEAD.
+
         `note` records incidents. Raises BadInput if another driver took over HEAD first; LockLost; StorageFailed if the
-        last upload is not done in time."""
+        last upload is not done in time.
+        """
         mirror = self.claim(run, note)
         limit_s = self._config.timeouts.checkpoint_s
         mirror.start()
@@ -234,8 +238,8 @@ class RemoteRun:
 
 
 def _own_tag(bucket: Bucket, mine: StoredRun) -> str:
-    """Returns the tag of HEAD if HEAD is `mine`: then the put has succeeded although it was reported as refused. Raises
-    BadInput if another driver has put HEAD."""
+    """Checks a put of `mine` as HEAD that the store reported as refused. The put may have succeeded all the same.
+    Returns the tag of HEAD if HEAD is `mine`. Raises BadInput if another driver has put HEAD."""
     head_object = bucket.read(HEAD)
     if head_object and head_object[0] == mine.to_json():
         return head_object[1]

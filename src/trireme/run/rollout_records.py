@@ -53,8 +53,8 @@ class GroupRecord(TypedDict):
 
 
 def write_records(directory: Path, step: int, records: Sequence[str]) -> None:
-    """Writes the file of a step, which appears only when it is complete: each of `records`, a group as JSON, is a line.
-    Does nothing if there are no records. Raises OSError."""
+    """Writes the file of records of `step`. Each line is one of `records`, a group as JSON. The file appears only when
+    it is complete. Does nothing if there are no records. Raises OSError."""
     if not records:
         return
     directory.mkdir(exist_ok=True)

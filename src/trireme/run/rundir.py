@@ -55,8 +55,9 @@ def command_of(root: Path) -> str:
 
 def rerun_command(root: Path, *flags: str, trusted: bool = False) -> str:
     """Returns the shell command that runs the configuration of the run in `root` again, with additional `flags`.
-    `trusted`: True if this user has just run it. The command then sets the environment variables with which that run
-    found its modules, models and devices, and trusts the code that the configuration names."""
+    `trusted`: True if the command is for the user who has just started that run. The command then also sets the
+    environment variables with which the run found its modules, models and devices, and trusts the code that the
+    configuration names."""
     config = json.loads((root / CONFIG).read_bytes())
     if trusted:
         places = config.pop(WRITTEN_BY, {}).get("environment", {})
@@ -72,8 +73,8 @@ def rerun_command(root: Path, *flags: str, trusted: bool = False) -> str:
 
 
 def resume_command(root: Path, longer: int | None = None, *, trusted: bool = False) -> str:
-    """Returns the shell command that resumes the run in `root`, up to step `longer` if given. `trusted`: this user has
-    just run it, as in `rerun_command`."""
+    """Returns the shell command that resumes the run in `root`, up to step `longer` if given. `trusted`: as in
+    `rerun_command`."""
     steps = ["--max-steps", str(longer)] if longer else []
     output_dir = json.loads((root / CONFIG).read_bytes()).get("run", {}).get("output_dir", "")
     directory = ("--run.local-dir" if is_url(output_dir) else "--run.output-dir", str(root.parent))
@@ -92,7 +93,7 @@ def _written_by() -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Start:
-    """The checkpoint, step and attempt from which an attempt starts."""
+    """The start of an attempt: the number of this attempt, and the checkpoint and step from which it starts."""
 
     step: int
     checkpoint: Path | None  # None: from the beginning
@@ -150,9 +151,9 @@ class RunDir:
         return run
 
     def checkout(self) -> list[str]:
-        """Moves all checkpoints and rows after the checkpoint from which this attempt starts to `branches/`
-        (`CheckpointStore.checkout`). Call it when all rooms have loaded the checkpoint, before any row file is opened.
-        Returns a report for people. Raises StorageFailed, LockLost."""
+        """Moves to `branches/` all checkpoints and rows that are later than the start of this attempt, and damaged
+        checkpoints (`CheckpointStore.checkout`). Call it when all rooms have loaded the checkpoint, before any row file
+        is opened. Returns a report for people. Raises StorageFailed, LockLost."""
         return self.store.checkout(self.start.step)
 
     def __enter__(self) -> RunDir:

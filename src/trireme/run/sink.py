@@ -158,10 +158,10 @@ class MetricsSink:
 def metrics_sinks(
     config: CommonConfig, run_id: str, root: Path, roster: Roster, say: Callable[[str], None]
 ) -> Iterator[list[MetricsSink]]:
-    """Connects to the configured trackers of the run in `root`, for all attempts of the command, and closes them after
-    the block. Makes `roster` report each incident to the trackers. Yields a list with one sink for each tracker. A sink
-    takes the row and the rollouts of each step. `say` prints where each tracker shows the run, and at the end which
-    steps the tracker lacks."""
+    """A context manager. Connects the run in `root` to the configured trackers. The connections serve all attempts of
+    the command, and are closed at the end of the `with` block. Makes `roster` report each incident to the trackers.
+    Yields a list with one sink for each tracker. A sink takes the row and the rollouts of each step. `say` prints where
+    each tracker shows the run, and at the end how many steps the tracker lacks."""
     with ExitStack() as ending:
         sinks = [
             MetricsSink(name, connect, roster, say)

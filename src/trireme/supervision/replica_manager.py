@@ -51,7 +51,8 @@ head."""
 
 
 Number = tuple[int, int]
-"""Names one life of a replica for ever, as its generation; or orders tables."""
+"""The generation of a replica, which names one life of the replica for ever; or the number of a table, which orders the
+tables."""
 
 
 class ReplicaTable(Protocol):
@@ -119,10 +120,10 @@ class ReplicaLimits:
     """Decides whether a lost replica may be started again."""
 
     again: Lost
-    """Called with a replica's name, the failure, and True if the process died, before a successor is started. Raises an
-    error if there must be no successor."""
+    """Called before a successor is started, with three arguments: the lost replica's name, the failure, and True if the
+    process died. Raises an error if there must be no successor."""
     again_on: Callable[[str, TriremeError], None]
-    """Also called before a successor is started: with the Ray id of the lost replica's node, and the failure. Raises an
+    """Also called before a successor is started, with the Ray id of the lost replica's node, and the failure. Raises an
     error if there must be no successor."""
 
 
@@ -155,7 +156,8 @@ def _part_name(index: int) -> str:
 class ReplicaManager:
     """Starts, replaces, adds and removes the replicas of a run. Not thread-safe.
 
-    Added replicas get their places in the cluster from `places`; replicas that leave give theirs back to it.
+    `places` is a pool of places in the cluster. An added replica takes its place from the pool. When a replica leaves,
+    its place goes back to the pool.
     """
 
     def __init__(

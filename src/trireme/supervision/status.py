@@ -87,11 +87,11 @@ def read_incidents(root: Path) -> list[Incident]:
 
 
 class StatusWriter:
-    """Writes STATUS and incidents.jsonl of the run in `root` whenever `roster` changes. A context manager: at the end
-    of the block it writes into STATUS how the command ended. Enter it in the process that holds the run's lock. Once
-    another driver has taken the lock file, it writes nothing more.
+    """Writes STATUS and incidents.jsonl of the run in `root` whenever `roster` changes. Stops writing once another
+    driver has taken the lock file. If a file cannot be written, this causes one warning and does not end the run.
 
-    If a file cannot be written, this causes one warning and does not end the run.
+    A context manager for the process that holds the run's lock. At the end of the `with` block, the writer records in
+    STATUS how the command ended.
     """
 
     def __init__(self, root: Path, roster: Roster) -> None:
@@ -263,9 +263,9 @@ class ScaleRequests:
 
 @contextmanager
 def request_scale(root: Path, replicas: int) -> Iterator[Callable[[], str | None]]:
-    """Asks the driver of the run in `root` to have `replicas` replicas. Yields a function that returns the driver's
-    answer, or None if there is no answer yet. The function raises BadInput if the driver refuses. The end of the block
-    withdraws the request. Raises OSError."""
+    """A context manager. Asks the driver of the run in `root` to have `replicas` replicas, and withdraws the request at
+    the end of the `with` block. Yields a function that returns the driver's answer, or None if there is no answer yet.
+    The function raises BadInput if the driver refuses. Raises OSError."""
     request = ScaleRequest(secrets.token_hex(8), time.time(), _driver_of(root), replicas)
     question, answer = (root / SCALE / f"{request.id}.{kind}" for kind in ("json", "answer"))
     question.parent.mkdir(exist_ok=True)

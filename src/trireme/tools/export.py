@@ -55,11 +55,11 @@ def export(
 
     Casts floating-point tensors to `dtype` (None: no cast), one file after the other, and calls `on_file` with the name
     of each file. `merge`: merges the checkpoint's adapter into its base, and writes the whole model. `card`: returns
-    the text of a model card for the checkpoint and the kind of model, `adapter` or `whole model`. If `out` already has
-    the same card, the export in it is complete and is not written again.
+    the text of a model card for the checkpoint and the kind of model, `adapter` or `whole model`. If `out` already
+    holds a card with the same text, `out` is complete and nothing is written.
 
-    Raises BadInput if the checkpoint is missing or damaged, if it has no adapter to merge, if the base has changed, if
-    the model lacks tensors of its class, or if `out` exists and is not an empty directory. Raises StorageFailed.
+    Raises BadInput if the checkpoint is missing or damaged, if it has no adapter to merge, if the base has changed, or
+    if `out` exists, is not an empty directory and does not hold the same card. Raises StorageFailed.
     """
     chosen = chosen_checkpoint(root, step)
     checkpoint = chosen.path

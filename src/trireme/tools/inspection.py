@@ -53,7 +53,7 @@ class Inspection:
     head: Head | None
     lineages: Sequence[Head]  # the current one last; empty when a HEAD cannot be read
     damage: str | None  # why it cannot be read
-    commits: Sequence[InspectedCheckpoint]  # of each branch in order of step, HEAD's branch last
+    commits: Sequence[InspectedCheckpoint]  # of each branch in order of step, the current branch last
     leftovers: Sequence[str]  # paths in checkpoints/ that are no checkpoints; the next resume deletes them
     attempts: Sequence[int]
     newest: int | None  # the step that a resume takes

@@ -15,8 +15,8 @@ from trireme.core.types import OptimStepResponse
 NAMED = 8
 """The most problems that a message names."""
 ALIKE_STEPS = 5
-"""Steps in a row before a warning in which the rollouts of nearly all groups are all bad, or all good: enough to be no
-accident."""
+"""Number of consecutive steps, with nearly all groups bad or nearly all groups good, after which a warning is printed.
+Such a long series is no accident."""
 NEARLY_ALL = 0.9
 KL = "optim/kl_sample_train_v2"
 
@@ -43,8 +43,8 @@ class RefusedSteps:
             return nan
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """Checks the row of metrics of a finished step. Raises LimitReached after too many steps in a row with refused
-        updates."""
+        """Checks `row`, the metrics of a finished step. Raises LimitReached if the trainer refused an update in each of
+        the last `trainer.max_refused_steps` steps."""
         if row["optim/refused"]:
             self._refused += 1
         else:
@@ -72,8 +72,9 @@ class Guard(RefusedSteps):
         self._alarmed = False
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """Checks the row of metrics of a finished step. Raises LimitReached after too many steps in a row with refused
-        updates, and if the KL between sampler and trainer exceeds `trainer.kl.stop`."""
+        """Checks `row`, the metrics of a finished step. Raises LimitReached if the trainer refused an update in each of
+        the last `trainer.max_refused_steps` steps. Also raises LimitReached if the KL between sampler and
+        trainer exceeds `trainer.kl.stop`."""
         super().check(row)
         self._check_difficulty(row)
         kl = row[KL]
@@ -92,9 +93,10 @@ class Guard(RefusedSteps):
         self._alarmed = kl > limits.alarm
 
     def _check_difficulty(self, row: Mapping[str, Any]) -> None:
-        """Counts two things for each environment: the steps in a row in which nearly all groups had only bad rollouts,
-        and the steps in a row in which nearly all groups had only good rollouts. Warns when a count reaches
-        ALIKE_STEPS. A step without groups of the environment changes no count."""
+        """Keeps two counts for each environment: consecutive steps in which nearly all of its groups were bad, and
+        consecutive steps in which nearly all of its groups were good. A group counts as bad or good only if all its
+        rewards are equal. Warns when a count reaches ALIKE_STEPS. A step without groups of an environment leaves the
+        counts of this environment unchanged."""
         for env in self._envs:
             for kind, instead in (("bad", "easier"), ("good", "harder")):
                 share = row.get(f"env/{env}/by_group/frac_all_{kind}")

@@ -1,11 +1,11 @@
 """The penalty for moving away from a reference policy, as an addition to the advantages.
 
-With q the sampler's log-probability, ref the reference's, and m_t 1 for action tokens (mask not 0) and 0 for others:
-d_t = (q_t - ref_t) m_t, and dbar is its mean over all action tokens of a substep. A_t grows by coef m_t (dbar - d_t).
-The penalty is centred: it moves probability from tokens that are further from the reference than usual to nearer
-tokens, and changes no average. With a discount g > 0 a token's added term also sums the discounted terms of all later
-tokens in its datum: sum_k g^k (dbar - d_{t+k}) m_{t+k}, masked again. (After Tinker's KL penalty; the published code
-leaks the discounted sum onto observed tokens.)
+Let q_t be the sampler's log-probability of token t, ref_t the reference's, and m_t 1 for action tokens (mask not 0) and
+0 for others. Then d_t = (q_t - ref_t) m_t, and dbar is the mean of d_t over all action tokens of a substep. The
+advantage A_t grows by coef m_t (dbar - d_t). The penalty is centred: it moves probability from tokens that are further
+from the reference than usual to nearer tokens, and changes no average. With a discount g > 0 a token's added term also
+sums the discounted terms of all later tokens in its datum: sum_k g^k (dbar - d_{t+k}) m_{t+k}, masked again. (After
+Tinker's KL penalty; the published code leaks the discounted sum onto observed tokens.)
 
 The trainer's shards compute the penalty, where the tokens are. This process sees two numbers for each datum, and adds
 them up in the order of the datums, whichever shard computed them.
@@ -82,7 +82,8 @@ class KlPenalty:
 
 def sum_distances(batch: TokenBatch) -> Floats:
     """Returns for each datum the sum of d_t = q_t - ref_t over its action tokens (mask not 0), and the number of these
-    tokens, float64 [2, D]. The column REFERENCE of the batch has the reference's log-probabilities ref_t."""
+    tokens, float64 [2, D]. q_t is the sampler's log-probability of token t, from the column `logprobs` of the batch.
+    ref_t is the reference's, from the column REFERENCE."""
     starts = batch.offsets[:-1]
     return np.stack([np.add.reduceat(_distances(batch), starts), np.add.reduceat(1.0 * _acts(batch), starts)])
 
@@ -102,7 +103,8 @@ def _acts(batch: TokenBatch) -> npt.NDArray[np.bool_]:
 
 
 def _distances(batch: TokenBatch) -> Floats:
-    """Returns d_t = q_t - ref_t for each token of the batch, float64 [T]; 0 where the mask is 0."""
+    """Returns d_t for each token: the sampler's log-probability minus the reference's, float64 [T]; 0 where the mask is
+    0."""
     sampled = batch.columns["logprobs"].astype(np.float64)
     return np.where(_acts(batch), sampled - batch.columns[REFERENCE], 0.0)
 

@@ -1,9 +1,9 @@
 """Computes the sums of `trireme.core.digest` of many tensors by one kernel in Triton, on the device that holds them.
 
-Each tensor becomes a job: its elements as rows in memory, each row a run of the innermost dimension after dimensions
-are merged that are evenly spaced both in memory and in the whole. A program takes a piece of one row, so it divides a
-few times and never for an element. Programs add their two sums to the job's row of the result by atomic additions,
-which are exact modulo 2^64 in any order.
+Each `TensorPart` becomes a job. Dimensions that are evenly spaced both in memory and in the whole tensor are merged
+(`merged`). The elements along the innermost dimension that remains are a row. A program takes a piece of one row, so it
+divides a few times and never for an element. Programs add their two sums to the tensor's row of the result by atomic
+additions, which are exact modulo 2^64 in any order.
 
 Jobs that need different code (`Variant`) are launched separately: a few launches, however many tensors. Parts that the
 kernel cannot sum (more dimensions, other dtypes) are summed on the host; no published model has any. Tests compare the
@@ -28,7 +28,8 @@ from trireme.transports.tensor_sums import TensorPart, host_sums, merged
 
 WIDE = 2048
 NARROW = 256
-"""Elements that a program sums at once: NARROW in a tensor of more than FEW_ROWS rows that are shorter than WIDE."""
+"""Elements that a program sums at once: NARROW if a tensor has more than FEW_ROWS rows and they are shorter than WIDE,
+else WIDE."""
 FEW_ROWS = 64
 STEPS = 16
 """Most pieces, each of WIDE or NARROW elements, that one program sums along its row."""
@@ -142,9 +143,10 @@ def sum_kernel(
     CONTIGUOUS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Adds the sums of one program's piece of a row to `out`, int64 [rows, 2]. `jobs`: int64 [count, FIELDS], from
-    `_job`. `ends`, int32 [count], and `halvings`: as in `_find_job`. The arguments in capitals are the fields of
-    `Variant` with these names."""
+    """Computes the two sums of one piece of a tensor, and adds them to the tensor's row of `out`, int64 [tensors, 2].
+    The program's number selects the tensor and the piece. `jobs`: int64 [count, FIELDS], from `_job`. `ends`, int32
+    [count], and `halvings`: as in `_find_job`. The arguments in capitals are the fields of `Variant` with these
+    names."""
     program = tl.program_id(0)
     number = _find_job(program, ends, count, halvings)
     job = jobs + number.to(tl.int64) * _FIELDS

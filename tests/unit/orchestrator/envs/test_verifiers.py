@@ -395,7 +395,7 @@ def test_a_name_that_leads_to_no_taskset(name: str, message: str) -> None:
     [
         (
             {"seize": 1},
-            r"Config of verifiers cannot be made from .*: seize = 1: Extra.*env.args may have these keys: .*size, split",
+            r"Config of verifiers cannot be made from .*: seize = 1: Extra.*may have these keys: .*size, split",
         ),
         ({"size": "many"}, "size = 'many': Input should be a valid integer"),
         (
