@@ -24,7 +24,8 @@ BuildOn = Callable[[Build], Awaitable[Minibatch]]
 
 
 async def build_here(build: Build) -> Minibatch:
-    """Builds a minibatch on the event loop, not in a thread, with its tokens in this process."""
+    """Builds a minibatch on the event loop, not in a thread. The minibatch holds its tokens, and no references to the
+    object store."""
     return build(keep_whole)
 
 

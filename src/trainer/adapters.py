@@ -52,8 +52,8 @@ class WaitingAdapter:
 
 
 class Adapters:
-    """Keeps the LoRA adapters of one rank and swaps one at a time into the model. All ranks make the same calls in the
-    same order; no call communicates."""
+    """Keeps this process's shards of all LoRA adapters, and swaps one adapter at a time into the model. All processes
+    of the trainer make the same calls in the same order. No call communicates."""
 
     def __init__(
         self,

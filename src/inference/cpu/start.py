@@ -13,8 +13,8 @@ CPU_ENVIRONMENT = {
 
 
 def prepare_cpu_start() -> None:
-    """Patches vLLM in this process, and in processes forked from it. Call before the first engine; further calls change
-    nothing."""
+    """Patches vLLM in this process, and in processes forked from it, so that engines on CPUs start and compute faster.
+    Call it before the first engine starts; further calls change nothing."""
     from inference.cpu.adapters import multiply_by_adapter  # it imports vLLM, which takes seconds
 
     multiply_by_few_kernels()

@@ -164,9 +164,9 @@ class Checkpoints:
         self._boundary = None
 
     def seal(self) -> None:
-        """Turns the draft of this boundary, if there is one, into a checkpoint, in a background thread. Without
-        `checkpoint.async_save`, waits until the checkpoint is complete. Call it when the rows of metrics up to this
-        boundary are written."""
+        """Turns the draft into a checkpoint, in a background thread. Does nothing if this boundary between two steps
+        has no draft. Without `checkpoint.async_save`, waits until the checkpoint is complete. Call it when the rows of
+        metrics up to this boundary are written."""
         draft = self._draft
         self._draft = None
         if draft is None:

@@ -82,8 +82,9 @@ class RemoteRun:
             return
         if not resume.requested or (resume.dir is not None and resume.latest != "auto"):
             if not self._config.clean:
+                newest = max(stored.of_branch(), default=0)
                 raise Refusal(
-                    f"the run {self._url}/{root.name}, which is in use (step {max(stored.of_branch(), default=0)})",
+                    f"the run {self._url}/{root.name}, which already exists (newest checkpoint: step {newest})",
                     "a new run, or --resume",
                     "choose another --run.name, continue that run with --resume, or delete its files with --clean",
                 )

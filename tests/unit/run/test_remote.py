@@ -251,7 +251,7 @@ def test_back_to_an_earlier_step(url: str, tmp_path: Path) -> None:
 def test_a_new_run_does_not_take_an_old_ones_place(url: str, tmp_path: Path) -> None:
     first = begun(url, tmp_path / "one")
     first.die()
-    with pytest.raises(BadInput, match="which is in use"):
+    with pytest.raises(BadInput, match="which already exists"):
         Driver(url, tmp_path / "two")
     second = Driver(url, tmp_path / "two", "--clean").claim()
     second.step(1, saved=True)
