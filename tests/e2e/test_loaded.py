@@ -46,9 +46,7 @@ FAULTS = (
     Fault("a byte changes on the way", "experts", "received", "corrupt", ("refuses", "", "", "")),
     Fault("a norm is not loaded, after a small step", "shipped", "load", "skip_norm", UNNOTICED),
     Fault("the output matrix is not loaded", "experts", "load", "skip_head", ("agrees", "refuses", "refuses", "")),
-    Fault(
-        "two experts change places that no token of the canary chooses", "experts", "load", "swap_experts", UNNOTICED
-    ),
+    Fault("two experts that no token of the canary chooses are swapped", "experts", "load", "swap_experts", UNNOTICED),
     Fault("a weight changes after it was loaded", "shipped", "loaded", "corrupt", ("agrees", "refuses", "refuses", "")),
     # When vLLM packs them itself, the experts' part of `inference.worker.load_weights` can go.
     Fault("experts are not packed again, on CPUs", "experts", "repack", "skip", ("agrees", "agrees", "refuses", "")),

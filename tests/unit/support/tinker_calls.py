@@ -303,8 +303,8 @@ BY_CLIENT = {
 }
 """What the client refuses without asking the server: a part of its error, and what the docs say."""
 NOTES = {
-    "ServiceClient.create_custom_loss": "the client computes it, as the server does not ask for it",
-    "ServiceClient.copy_weights": "the copy shares the files of its source; projects are names, and any is taken",
+    "ServiceClient.create_custom_loss": "the loss runs in the client, not on the server",
+    "ServiceClient.copy_weights": "the copy shares the files of its source; any name is accepted as a project",
     "ServiceClient.get_console_url": "a page of the client's makers, which the client names without asking the server",
     "TrainingClient.get_console_url": "a page of the client's makers, which the client names without asking the server",
     "ServiceClient.get_telemetry": "accepted, and not kept",
@@ -313,10 +313,10 @@ NOTES = {
     "TrainingClient.save_weights_external": "without `age_encryption_recipients`",
     "SamplingClient.on_queue_state_change": "the client's own, which writes to its log",
     "SamplingClient.sample": "without the options that *Refused calls* names",
-    "RestClient.assign_session_project": "projects are names, and any is taken",
+    "RestClient.assign_session_project": "any name is accepted as a project",
     "RestClient.copy_weights": "as `ServiceClient.copy_weights`",
     "RestClient.get_external_weights_urls": "they hold for an hour, and until the server ends",
     "RestClient.publish_checkpoint_from_tinker_path": "all keys may then read it",
-    "RestClient.get_current_checkpoint_storage_usage": "it costs nothing",
+    "RestClient.get_current_checkpoint_storage_usage": "the cost is always 0",
 }
 """What else the docs say of methods that work."""
