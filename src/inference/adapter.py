@@ -90,10 +90,10 @@ def take_adapter(
     traced: bool,
 ) -> dict[str, str]:
     """Replaces the values of the policy's adapter in vLLM's model runner, while the scheduler is paused. `tensors`:
-    {peft's name: tensor}. `follower`: a TensorFollower made with `stacks`, which observes the load, so that it can
-    compute checksums of the loaded values afterwards. `traced`: True if an earlier update has recorded where vLLM's
-    loaders copy the tensors, and the replica has accepted this record. Returns {tensor whose values the follower cannot
-    find in the model: reason}."""
+    {peft's name: tensor}. `follower`: a TensorFollower that was made with the function `stacks`. It observes the load,
+    and can then compute checksums of the loaded values. `traced`: True if the replica has a checked record, from an
+    earlier update, of where vLLM's loaders copy the tensors; False: `follower` makes a record now. Returns {tensor
+    whose values `follower` cannot find in the model: reason}."""
     # vLLM's public way, `add_lora`, reads files of a directory: a second copy on a disk, which has no digest.
     manager = runner.lora_manager._adapter_manager
     dtype = manager.lora_config.lora_dtype

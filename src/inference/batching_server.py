@@ -45,7 +45,7 @@ class Outbox:
 
     @property
     def idle(self) -> bool:
-        """True if none of the caller's requests is in flight and no call waits here."""
+        """True if none of the caller's requests is in flight and no call of `fetch` is waiting."""
         return not self.unanswered and self._fetching is None
 
     def put(self, name: str, outcome: Outcome) -> None:
@@ -103,9 +103,9 @@ class Outbox:
 class BatchingServer:
     """Takes requests from all callers of one replica, and hands out their outcomes.
 
-    `sample` begins to sample a list of requests together. It returns, or raises, once they have entered the engine, and
-    passes the outcome of each request to its second argument as soon as the request ends. `failure` returns why the
-    replica is broken; None if it is not.
+    It uses two functions of the replica. `sample(requests, give)` begins to sample `requests` together, and returns
+    once they have entered the engine. It raises if the engine can take no requests. When a request ends, `sample` calls
+    `give(request id, outcome)`. `failure()` returns why the replica is broken; None if it is not.
     """
 
     def __init__(

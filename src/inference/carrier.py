@@ -1,4 +1,4 @@
-"""Carries bytes of host memory to a GPU, three times as fast as the driver copies memory that is not pinned."""
+"""Copies bytes from host memory to a GPU, three times as fast as CUDA's driver copies memory that is not pinned."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SLAB_BYTES = 2**26
 
 
 class Carrier:
-    """Copies host bytes to a GPU through two slabs of host memory, page-locked if `pinned`: threads fill one slab while
-    the other is copied to the device."""
+    """Copies host bytes to a GPU through two staging buffers in host memory, which are page-locked if `pinned` is True.
+    While one buffer is copied to the GPU, `threads` threads fill the other."""
 
     def __init__(self, threads: int, *, pinned: bool) -> None:
         self._threads = threads

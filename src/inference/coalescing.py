@@ -38,7 +38,8 @@ HOLD_S = 0.1
 
 
 class HeldOutputs:
-    """Holds back outputs of vLLM's engine, and joins the outputs of each request into one."""
+    """Holds back outputs of vLLM's engine, and joins the outputs of each request into one, so that the engine sends
+    fewer messages. An output is held until its request has an output that may not wait, or until `take` is called."""
 
     def __init__(self) -> None:
         self._held_outputs: defaultdict[str, list[EngineCoreOutput]] = defaultdict(list)

@@ -132,8 +132,8 @@ class LogOnce(logging.Filter):
 
 def quieten_vllm() -> None:
     """Silences two messages of an engine in this process, or forked from it. The message about a tensor that is loaded
-    in another dtype is logged only once. The message that OMP_NUM_THREADS is set is never logged, because Ray or the
-    plan sets this variable."""
+    in another dtype is logged only once. The message that OMP_NUM_THREADS is set is never logged, because every run
+    has this variable: Trireme or Ray sets it."""
     logging.getLogger("vllm.model_executor.models.utils").addFilter(LogOnce())
     logging.getLogger("vllm.utils.torch_utils").addFilter(LogOnce("OMP_NUM_THREADS="))
 

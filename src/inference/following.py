@@ -95,10 +95,11 @@ class TensorFollower:
         the loaded values. Yields an iterator of (name, tensor) for the loaders; start to iterate only after vLLM has
         prepared its parameters. The tensors must live until `loaded` is called.
 
-        `traced`: True if an earlier update has recorded where the loaders copy the tensors, and the replica has
-        accepted this record. If `traced` is False, or if the tensors' names, shapes or dtypes differ from the recorded
-        ones, the copies are recorded in this block. `factors`: {tensor: power of two by which it was multiplied since
-        it was published}. `copied`: the tensors that `copy` has loaded; the loaders do not get them.
+        `traced`: True if the replica has a checked record, which this follower made at an earlier update, of where the
+        loaders copy the tensors. If `traced` is False, or if the tensors' names, order, shapes, dtypes or factors
+        differ from the recorded ones, the follower makes a new record in this block. `factors`: {tensor: power of two
+        by which it was multiplied since it was published}. `copied`: the tensors that `copy` has loaded; the loaders do
+        not get them.
         """
         table = _table_of(tensors, factors)
         self._sums.clear()
@@ -155,9 +156,9 @@ class TensorFollower:
         yield from tensors.items()
 
     def pack(self, when: str, pack: Callable[[nn.Module], None], layer: nn.Module) -> None:
-        """Calls `pack(layer)`, which may rearrange the layer's parameters for its kernels. Before that, sums the
-        parameters that `pack` changes. `when`: WITHIN if vLLM calls this method during its reload of the weights, AFTER
-        if the method is called after the reload."""
+        """Calls the function `pack` with `layer`. The function may rearrange the layer's parameters for its kernels;
+        the parameters that it changes are summed before the call. `when`: WITHIN if vLLM calls this method during its
+        reload of the weights, AFTER if the method is called after the reload."""
         if self._watch is None:
             for name, tensor in self._tensors_of_layer(layer).items():
                 if self._packed.get(name) == when:
@@ -171,8 +172,9 @@ class TensorFollower:
             self._pack_watched(when, pack, layer)
 
     def _pack_watched(self, when: str, pack: Callable[[nn.Module], None], layer: nn.Module) -> None:
-        """Does the work of `pack` at the first update, when it is not yet known which parameters `pack` changes. Finds
-        them by sums of all the layer's parameters before and after."""
+        """Does the work of the method `pack` at an update that records the copies. It is not yet known then which
+        parameters the function `pack` changes. To find out, sums the layer's parameters before and after this function
+        is called."""
         before = {name: tensor for name, tensor in self._tensors_of_layer(layer).items() if name not in self._packed}
         memory = {name: tensor.data_ptr() for name, tensor in before.items()}
         plain = {name: self._sum(name, tensor) for name, tensor in before.items()}
@@ -250,13 +252,14 @@ class TensorFollower:
             self._sums |= self._pending.popleft().result()
 
     def _sum(self, name: str, tensor: Tensor) -> dict[int, Tensor]:
-        """Returns {number of a recorded copy: the sums of the copied values} for all copies of published values into
-        the parameter `name`. Returns {} if the parameter's layout in memory has changed."""
+        """Returns {number of a recorded copy operation: checksum of the copied values, int64 [2]} for all operations
+        that copy published values into the parameter `name`. Returns {} if the parameter's layout in memory has
+        changed."""
         return _sums_by_number(self._parts(name, tensor))
 
     def _parts(self, name: str, tensor: Tensor) -> dict[int, TensorPart]:
-        """Returns {number of a recorded copy: the part of the parameter to sum} for all copies of published values into
-        the parameter `name`. Returns {} if the parameter's layout in memory has changed."""
+        """Returns {number of a recorded copy operation: the part of the parameter to sum} for all operations that copy
+        published values into the parameter `name`. Returns {} if the parameter's layout in memory has changed."""
         if name not in self._copies or self._layouts[name] != layout_of(tensor):
             return {}
         parts = {}
@@ -319,8 +322,8 @@ def _elements(tensor: Tensor, elements: Elements) -> Tensor:
 
 
 def _sums_by_number(parts: Mapping[int, TensorPart]) -> dict[int, Tensor]:
-    """Returns {number of a recorded copy: the two sums of its part, int64 [2]}. `parts`: {number of a recorded copy:
-    its part of a parameter}; all parts are on one device."""
+    """Returns {number of a recorded copy operation: checksum of its part, two sums as int64 [2]}. `parts`: {number of a
+    recorded copy operation: the part of a parameter to which it copied values}. All parts must be on one device."""
     if not parts:
         return {}
     return dict(zip(parts, part_sums(list(parts.values())), strict=True))

@@ -46,8 +46,9 @@ log = logging.getLogger(__name__)
 @dataclass
 class ReplicaClient:
     """Calls one replica actor for a router or replica set. Each method raises TriremeError when its call fails in the
-    replica, or when the replica is dead. The replica enforces `update_s` itself, and its error names the step that was
-    late. Calls here wait a little longer, so they time out only if the replica cannot answer at all."""
+    replica, or when the replica is dead. `update_s`: the time limit of an update, in seconds. The replica enforces this
+    limit itself, and its error names the part of the update that was late. `load_weights`, `load_adapter` and `sleep`
+    wait GRACE_S seconds longer, so they time out only if the replica cannot answer at all."""
 
     handle: ActorProxy[ReplicaActor]
     name: str
@@ -237,8 +238,8 @@ class InferenceHandle:
         return list(self._ready.values()), [self.name(index) for index in self._ready]
 
     def replica_set(self) -> ReplicaSet:
-        """Returns a replica set of the present replicas, in this process, for a router in this process. Later replicas
-        do not join it."""
+        """Returns a ReplicaSet of the replicas that exist now. The set is an object of this process, not an actor, so
+        only routers in this process can use it. Replicas that are added later do not join the set."""
         clients = {index: self.client(index) for index in self.indices}
         return ReplicaSet(clients, fixed=self.config.deterministic, update_s=self.config.timeouts.update_s)
 

@@ -18,8 +18,8 @@ Answer = TypeVar("Answer", SampledSequence, Progress)
 
 @dataclass(frozen=True)
 class HeldAdapter:
-    """An adapter that the engine holds for requests that name it, in addition to the policy's adapter, which updates
-    replace."""
+    """An adapter that the engine holds for requests that name it. The policy's own adapter is not a HeldAdapter: each
+    update replaces its values."""
 
     request: LoRARequest
     """vLLM's object by which a request names the adapter."""

@@ -34,7 +34,8 @@ from trireme.process.faults import fault_point, number_process
 
 
 class OrchestratorActor:
-    """An async actor: all methods run on one event loop. The driver calls `start` before all other methods."""
+    """The Ray actor of the orchestrator: samples rollouts, and builds the minibatches that the trainer trains on. All
+    methods run on one event loop. The driver calls `start` before all other methods."""
 
     def __init__(
         self,

@@ -189,8 +189,8 @@ class Backpressure:
         self.gate.set_limit(max(limit, least))
 
     def take(self) -> dict[str, float]:
-        """Returns metrics for a row: the gate's present limit (if it has one), and the highest KV cache usage and the
-        number of preemptions since the last call."""
+        """Returns values for a step's row of metrics: the gate's present limit (if it has one), and the highest KV
+        cache usage and the number of preemptions since the last call."""
         row = {"perf/kv_used": self._kv_used, "perf/preemptions": float(self._preemptions)}
         self._kv_used = self._kv_now
         self._preemptions = 0

@@ -41,9 +41,9 @@ _current: AgentSessions | None = None
 
 @asynccontextmanager
 async def agent_sessions(factory: Callable[[], AgentSessions]) -> AsyncIterator[None]:
-    """Makes an AgentSessions object by `factory` and starts it, and stops it at the end of the block. Within the block,
-    `play_session` uses this object to open and close a session for each rollout. A run enters the block once and stays
-    in it until the run ends."""
+    """Context manager: makes an AgentSessions object by `factory`, starts it, and stops it at the end of the
+    `async with` block. Within the block, `play_session` uses this object to open and close a session for each rollout.
+    A run enters the block once and stays in it until the run ends."""
     global _current
     _current = started = factory()
     await started.start()

@@ -31,8 +31,9 @@ Metrics, all under `eval/<environment>/`
   .../ci95            half the width of the 95 % interval of such a mean, problems being the sample
   reward/total, ...   the metrics `env/all/*` and `stop/*` of training
 
-State. A checkpoint holds the version evaluated last, the metrics that are not in a row yet, and whether an evaluation
-was due or running: after a resume that evaluation is repeated, with the weights of the checkpoint.
+State. A checkpoint holds the version evaluated last, the metrics that are not in a step's row of metrics yet, and
+whether an evaluation was begun and has not ended: after a resume that evaluation is repeated, with the weights of the
+checkpoint.
 
 `trireme eval` stores each group that has ended while others are sampled. When it resumes an evaluation of the same
 weights with the same options, these groups are not sampled again. So a resumed evaluation gives the same metrics as one
@@ -90,7 +91,7 @@ class EvaluationState(TypedDict):
     owed: bool
     """True: an evaluation was begun and has not ended."""
     rows: Sequence[tuple[int, dict[str, float]]]
-    """Pairs of a step, and metrics for its row that are not in the row yet."""
+    """Pairs (step, metrics): the metrics belong in the step's row of metrics, and are not in the row yet."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,8 @@ class Evaluator:
 
     def state_dict(self) -> EvaluationState:
         """Returns the state as JSON values: the version evaluated last, whether an evaluation is owed, and the metrics
-        that are not in a row yet, as [step, metrics] pairs because JSON keys are text."""
+        that are not in a step's row of metrics yet. These metrics are [step, metrics] pairs, because JSON keys are
+        text."""
         return {
             "done": self._evaluated,
             "owed": self._owed,
@@ -202,7 +204,8 @@ class Evaluator:
         self._owed = False
 
     def take_lines(self) -> list[str]:
-        """Returns a line of JSON for each group of the running evaluation that has ended since the last call."""
+        """Returns the results of the groups of the present evaluation that have ended since the last call: a line of
+        JSON for each group. With these lines, `evaluate` can continue the evaluation after an interruption."""
         return [line for e in self._running for line in e.take_lines()]
 
     async def evaluate(self, version: int, lines: Sequence[str] = ()) -> dict[str, float]:
@@ -316,7 +319,7 @@ class Evaluation:
         self._new.append(group)
 
     def take_lines(self) -> list[str]:
-        """Returns a line of JSON for each group that has ended since the last call."""
+        """Returns the results of the groups that have ended since the last call: a line of JSON for each group."""
         lines = []
         for group in self._new:
             scored = self.ended[group.index]

@@ -90,8 +90,8 @@ class GroupRunner:
 
     @property
     def _seed(self) -> int | None:
-        """The run's seed, from which each request gets its own seed, in evaluations and in deterministic mode.
-        Otherwise None: requests without seeds let vLLM draw the tokens of all sequences of a decode step at once, which
+        """In evaluations and in deterministic mode: the run's seed, from which the seed of each request is made.
+        Otherwise None, because without seeds vLLM can draw the tokens of all sequences of a decode step at once, which
         is faster."""
         if self.evaluates or self.config.deterministic:
             return self.config.seed
@@ -116,8 +116,9 @@ class GroupRunner:
         progress: GroupProgress | None = None,
     ) -> GroupOutcome:
         """Runs all rollouts of `group`, scores them and cleans up. Rollouts that have progress in `progress` continue
-        from it. Each rollout that ends gives back its place in `permit`. `tokens` counts the sampled tokens. `over` is
-        always called before the cleanup, even after an error. A cancellation does not interrupt the cleanup."""
+        from it. `permit` holds the group's places within the limit on rollouts in flight; each rollout that ends gives
+        one place back. `tokens` counts the sampled tokens. `over` is called when the rollouts have been scored, before
+        the cleanup, and also after an error. A cancellation does not interrupt the cleanup."""
         progress = progress or GroupProgress(keeps_finished=False)
         started: set[asyncio.Task[object]] = set()
         place = f"environment {self.env.label}, problem {group.problem}"

@@ -244,7 +244,8 @@ class Ledger:
 
         May be called several times for one batch. The call that takes the last group of the batch also drops the groups
         that would be too old for the next batch. Raises ProvenanceError for a group that is too old; ValueError if
-        `step` is not the batch that is being assembled, or if this batch lacks fewer than `count` groups.
+        `step` is not the batch that is being assembled, or if `count` is below 1 or above the number of places left in
+        this batch.
         """
         if step != self.batch or not 0 < count <= self.lacking:
             raise ValueError(

@@ -93,7 +93,8 @@ async def contained(work: Awaitable[T]) -> T:
 
 
 class _Close:
-    """A done callback of a task: closes the coroutine `work`. An object of this class takes less memory than a function
+    """A done callback of a task: closes the coroutine `work`. If the task was cancelled before it started, `work` never
+    began, and Python would warn that it was never awaited. An object of this class takes less memory than a function
     that refers to the coroutine."""
 
     __slots__ = ("_work",)

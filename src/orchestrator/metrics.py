@@ -64,7 +64,7 @@ class StepMeter:
     """Failed tries, by the type of their error."""
     lag_s: float = 0.0
     updates: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Metrics of updates that are not in a row yet, by version. The next update may end before a row is made."""
+    """{version: metrics of the update to it}, until `take` returns them. The next update may end before that."""
 
     def note_lag(self, seconds: float) -> None:
         """Records that the event loop was late by `seconds`. Each row of metrics has the largest delay since the last
@@ -72,8 +72,9 @@ class StepMeter:
         self.lag_s = max(self.lag_s, seconds)
 
     def note_update(self, version: int, reports: Sequence[UpdateReport], seconds: float) -> None:
-        """Stores the metrics of the update to `version`, for its row. `reports`: one for each replica; `seconds`: from
-        the start of the update to the last replica's acknowledgement."""
+        """Stores the metrics of the update to `version` until `take` puts them into the row of metrics of step
+        `version`. `reports`: one for each replica; `seconds`: from the start of the update to the last replica's
+        acknowledgement."""
         self.updates[version] = {
             "weights/canary_max_diff": max(report.drift.largest for report in reports),
             "weights/canary_mean_diff": max(report.drift.mean for report in reports),

@@ -372,7 +372,8 @@ class Pipeline:
 
     async def _dispatch_loop(self) -> None:
         """First starts the groups that were running when the loaded state was saved. Then, without end, waits for a
-        free slot and a permit, and dispatches a group; the group's floor is the ledger's floor at that moment."""
+        free slot and for the permit to run a group (`_permit`), and dispatches a group. The group's floor is the
+        ledger's floor at that moment."""
         for group in [group for group in self._ledger.active.values() if not group.finished]:
             permit = await self._permit()
             if group.index in self._ledger.active:
@@ -392,8 +393,9 @@ class Pipeline:
                     permit.close()
 
     async def _permit(self) -> Permit:
-        """Waits for a permit for the largest group size of any environment, because the environment of a group is known
-        only when the group is dispatched."""
+        """Waits until the rollouts of one more group may be in flight, and returns the permit for them. Assumes the
+        largest group size of any environment, because the environment of a group is known only when the group is
+        dispatched."""
         return await self._pressure.gate.enter("train", self._config.largest_group)
 
     def _start_group(self, group: Group, permit: Permit) -> None:
@@ -425,9 +427,9 @@ class Pipeline:
         return self._options.remove_constant_reward_groups and is_constant(scored.rewards_G)
 
     def _is_due(self, group: Group) -> bool:
-        """True if no batch after the one that is being assembled may take the group. The runner then retries a rollout
-        only after a BadSample. If max_steps_off_policy is 0, returns False: otherwise every group would be due from its
-        start. In deterministic mode, also returns False: otherwise the result would depend on timing."""
+        """Returns True if no batch after the one that is being assembled may take the group. The runner then retries a
+        rollout only after a BadSample. Always returns False if max_steps_off_policy is 0, because otherwise every group
+        would be due from its start, and in deterministic mode, because otherwise the result would depend on timing."""
         bound = self._options.max_steps_off_policy
         return bool(bound) and not self._config.deterministic and self._ledger.deadline(group) <= self._ledger.batch
 

@@ -36,7 +36,8 @@ PR_SET_DUMPABLE = 4
 
 
 def main(parent: int) -> None:
-    """Answers calls, one after the other, until the socket or process `parent` ends."""
+    """Answers the calls that arrive on the socket at standard input, one after the other, until the other end closes
+    the socket. When the process `parent` ends, the system kills this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends this process in order
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -105,6 +105,6 @@ class LoopbackSessions:
 
 
 async def _no_floor() -> WeightIdentity:
-    """Returns version 0 as the floor of every session. No version is below 0, so the service refuses no answer for its
-    version. The orchestrator checks the versions instead, because it knows the floor of the rollout's group."""
+    """Returns version 0 as the floor of every session. Every version is at least 0, so the service accepts answers of
+    all versions. The orchestrator checks the versions instead, because it knows the floor of the rollout's group."""
     return WeightIdentity(0, 0, "")

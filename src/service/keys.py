@@ -51,7 +51,8 @@ class ServiceKey:
 
     @property
     def owner(self) -> str:
-        """The name of the owner of everything made with this key."""
+        """The name of the owner of this key, who also owns everything that clients make with the key, such as training
+        runs. If the file of keys names no owner, this is the key's own name."""
         return self.whose or self.name
 
     @property

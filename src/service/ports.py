@@ -47,7 +47,9 @@ ADMISSION = "trireme.admission"
 
 @dataclass(slots=True)
 class Admission:
-    """Records whether a connection has shown a key, or has used a route that needs none; the guard sets it."""
+    """Records whether the service trusts a connection. `service.guard.RequestGuard` sets `granted` when it admits a
+    request with a valid key, or a request without a key to a route that this machine may use without a key. Requests to
+    routes that are open to all do not count."""
 
     granted: bool = False
 

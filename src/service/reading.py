@@ -121,8 +121,8 @@ class AnswerPieces:
         self._tokens: list[int] = []
 
     def next(self, part: SampledPart) -> Delta | None:
-        """Returns the piece of `part` (the answer so far) that was not sent yet; None if it has no new tokens. Raises
-        RequestRefused if the answer differs from the text already sent."""
+        """Returns the piece of `part` (the answer so far) that was not sent yet; None if `part` has no new tokens.
+        Raises RequestRefused if the answer differs from the text already sent."""
         if len(part.tokens) <= len(self._tokens):
             return None
         reading = self._reader.read(part.tokens.tolist(), False)
@@ -153,9 +153,10 @@ class AnswerPieces:
 
 
 def more_of(sent: str, now: str, whole: bool) -> str:
-    """Returns the part of `now`, the text of the answer so far, that comes after `sent`, the text already sent. While
-    the answer is not `whole`, `now` may be a prefix of `sent`, because more of its end is held back than before; then
-    returns "". In all other cases, raises RequestRefused unless `now` begins with `sent`."""
+    """Returns the text that must still be sent to the client: the part of `now` after `sent`. `now`: the answer's text
+    so far; `sent`: the text already sent. While the answer is not `whole`, the reader may hold back more of the text's
+    end than before. If `now` is therefore only a prefix of `sent`, returns "". Otherwise, raises RequestRefused if
+    `now` does not begin with `sent`."""
     if not whole and sent.startswith(now):
         return ""
     if not now.startswith(sent):

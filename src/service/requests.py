@@ -1,4 +1,4 @@
-"""The forms of requests and answers of all dialects inside the service.
+"""Requests and answers inside the service, in one form for all dialects (the APIs of OpenAI and Anthropic).
 
 body --dialect--> TurnRequest, ... --gateway--> Delta, ..., Delta with its ServiceAnswer --dialect--> body, or events
 """
@@ -24,7 +24,8 @@ USUAL = SamplingParams()
 
 
 class RequestRefused(Exception):
-    """The refusal of a request. Each dialect writes it in the form of its error bodies."""
+    """Raised to refuse a request. `service.errors` turns this exception into an error reply, in the format of OpenAI's
+    or Anthropic's API. The path of the request decides the format."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class TurnRequest:
 
     @property
     def param(self) -> str:
-        """The field of the body that holds the prompt, for refusals."""
+        """The name of the body's field that holds the prompt. A refusal of the prompt names this field."""
         if self.is_prompt:
             return "prompt"
         return "messages"
@@ -124,7 +125,8 @@ class TurnRequest:
 
 @dataclass(frozen=True)
 class ServiceAnswer:
-    """A whole answer to a request, in the form that all dialects read."""
+    """A whole answer to a request, in the same form for all APIs. Each module of `service.dialects` builds the reply of
+    its API from it."""
 
     choice: int
     """The number of the answer in the reply."""

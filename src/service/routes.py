@@ -109,8 +109,9 @@ def in_session(path: str) -> tuple[str, str]:
 
 
 def name_of(path: str) -> str:
-    """Returns the name of a path in the table of routes, with `{session}` in place of the session's name. Returns
-    "other" for all other paths, such as unknown ones and the path of a single model."""
+    """Returns the label of a path for metrics and refusals. It is the path with `{session}` in place of the session's
+    name, if the table of routes has this path. Otherwise it is "other": for unknown paths, and for paths with another
+    name in them, such as the path of a single model."""
     session, rest = in_session(path)
     path = f"{SESSIONS}{{session}}{rest}" if session else path
     if path in CALLERS:
@@ -119,8 +120,9 @@ def name_of(path: str) -> str:
 
 
 def caller_of(method: str, path: str) -> Caller:
-    """Returns which callers may use a path. An unknown path has the callers of its prefix, such as `/console/api`. So
-    these callers get the status 404, and all others are refused as on the known routes with this prefix."""
+    """Returns which callers may use a path. An unknown path is treated like the known routes with the same prefix
+    (`/console/api`, for example): a caller who may use those routes gets status 404, and any other caller is
+    refused."""
     session, rest = in_session(path)
     if path.startswith(SIGNED):
         return "all"

@@ -162,8 +162,8 @@ class Store:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Commits all changes of the block at once, or none if the block or the commit raises. The block must not
-        await. Raises StorageFailed."""
+        """Context manager: commits all changes that are made in its `with` block together. If the block or the commit
+        raises, none of the changes is made. The block must not await. Raises StorageFailed."""
         base = self._opened_base()
         with _store_errors(self.path):
             base.execute("BEGIN IMMEDIATE")
@@ -301,8 +301,8 @@ def _locked(path: Path) -> int:
 
 @contextmanager
 def _store_errors(path: Path) -> Iterator[None]:
-    """Turns an error of sqlite in the block into StorageFailed, or into DiskFull for lack of space; the error names
-    `path`."""
+    """Context manager: turns an error of sqlite in its `with` block into StorageFailed, or into DiskFull if there was
+    no space. The message names `path`."""
     try:
         yield
     except sqlite3.Error as error:

@@ -52,8 +52,8 @@ class WaitingAdapter:
 
 
 class Adapters:
-    """Keeps this process's shards of all LoRA adapters, and swaps one adapter at a time into the model. All processes
-    of the trainer make the same calls in the same order. No call communicates."""
+    """Keeps this rank's part of each LoRA adapter, and swaps one adapter at a time into the model. All ranks must make
+    the same calls in the same order. No call communicates."""
 
     def __init__(
         self,

@@ -45,7 +45,8 @@ class MicroBatch:
     datums: tuple[int, ...]
     """Their numbers in the batch."""
     shared: tuple[int, ...] = ()
-    """With how many tokens of the datum before it each datum begins, 0 for the first; empty if nothing is shared."""
+    """For each datum, the number of tokens at its beginning that it shares with the datum before it, 0 for the first;
+    empty if nothing is shared."""
     filler: bool = False
     """True: it repeats a datum with weight 0, so that this rank takes part in collectives; it has no loss and no
     metrics."""
@@ -104,7 +105,8 @@ def _swap(costs: npt.NDArray[np.int64], rank_D: npt.NDArray[np.int64], num_ranks
 
 def compute_cost(lengths: npt.NDArray[np.int64], attention_length: int) -> npt.NDArray[np.int64]:
     """Returns the cost of computing each sequence, int64 [D]: n tokens cost n (attention_length + n), in arbitrary
-    units. At `attention_length` tokens attention, which grows with n^2, costs as much as everything else."""
+    units. The term n^2 is the cost of attention. In a sequence of `attention_length` tokens, attention costs as much as
+    everything else."""
     return lengths * (attention_length + lengths)
 
 
@@ -296,12 +298,12 @@ def plan(
     packed: bool = False,
     shares: bool = False,
 ) -> list[list[MicroBatch]]:
-    """Returns the micro-batches of each rank, [R][M] with the same M for all ranks. Every datum is in exactly one of
-    them. A rank with fewer than M micro-batches also gets fillers: micro-batches that repeat a datum with weight 0.
-    Deterministic.
+    """Returns the micro-batches of each rank, [R][M]. Every datum is in exactly one micro-batch, not counting fillers.
+    A filler is a micro-batch that repeats a datum with weight 0. A rank that needs fewer micro-batches than another
+    rank gets fillers, so that all ranks have M micro-batches. Deterministic.
 
-    `forest` has at least one datum. `shares`: the models can be computed with shared prefixes. If they cannot,
-    `assignment` still decides the rank of each datum, but every datum is computed whole.
+    `forest` has at least one datum. `shares`: True if the policy and the reference can be computed with shared
+    prefixes. If False, `assignment` still decides the rank of each datum, but every datum is computed whole.
     """
     lengths = forest.lengths
     trees_R = assignment.trees(forest)
@@ -395,8 +397,8 @@ class SummarizedOutput:
     datums: Numbers
     """[N], the numbers in the batch of the datums that it computed."""
     column: Any
-    """float32, the log-probabilities in the order of the tokens of its part, 0 for datums that it did not compute; a
-    reference to them once they have left the shard's process."""
+    """float32, the log-probabilities in the order of the tokens of the shard's part, 0 for datums that the shard did
+    not compute. Outside of the shard's process, a reference to these log-probabilities."""
     sums: npt.NDArray[np.float64]
     """[K, N], K numbers about each of these datums."""
 

@@ -23,7 +23,7 @@ from trireme.core.batch import BatchPart, TokenBatch
 
 SEQUENCES = 16
 LENGTH = 123
-"""Tokens of the small trial; no attention head has this size."""
+"""The most tokens of a sequence in the trial batches; no attention head has this size."""
 LONGEST = 300
 """Longest part of a compiler's message that is passed on, in characters."""
 NORM_BOUND = 0.05
@@ -31,18 +31,19 @@ NORM_BOUND = 0.05
 
 
 def trial_batches(vocabulary: int, most_tokens: int, longest: int) -> list[TokenBatch]:
-    """Returns two batches for the trial: one has about `most_tokens` tokens, the other has SEQUENCES sequences. Both
-    sizes are tried because sums over many tokens and sums over few are compiled to different code. Returns only one
-    batch if at most SEQUENCES sequences fit into `most_tokens`. `longest`: the most tokens of a sequence."""
+    """Returns two batches with which `why_uncompiled` compares compiled and uncompiled layers. One has about
+    `most_tokens` tokens, the other has SEQUENCES sequences. Both sizes are tried because sums over many tokens and sums
+    over few are compiled to different code. Returns only one batch if at most SEQUENCES sequences fit into
+    `most_tokens`. `longest`: the most tokens of a sequence."""
     length = max(2, min(LENGTH, longest, most_tokens // 2))
     counts = (most_tokens // length, min(SEQUENCES, most_tokens // length))
     return [_trial_batch(vocabulary, length, max(2, count)) for count in dict.fromkeys(counts)]
 
 
 def trial_micro_batches(batch: TokenBatch, sharding: Sharding) -> list[MicroBatch]:
-    """Returns the micro-batches in which the trial computes `batch`. The first one computes each datum whole. If
-    prefixes are shared, a second one pretends that each datum shares a prefix with the datum before it. The pretended
-    prefix is half as long as the shorter of the two datums."""
+    """Returns the micro-batches in which `why_uncompiled` computes `batch`. In the first one, each datum is whole. If
+    the trainer shares prefixes, a second one tries that layout too: each datum is treated as if it shared a prefix with
+    the datum before it. This prefix is half as long as the shorter of the two datums."""
     datums = tuple(range(len(batch)))
     micro_batches = [MicroBatch(datums)]
     if sharding.shares:

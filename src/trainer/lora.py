@@ -86,8 +86,9 @@ def start_values(model: PreTrainedModel, source: Mapping[str, Tensor], seed: int
 
 @contextmanager
 def adapter_mode(model: nn.Module, *, off: bool = False, dropout: bool = False) -> Iterator[None]:
-    """Sets how adapters take part in passes within the block. `off`: adapters are off, so `model` computes as its base;
-    only for passes without a gradient. `dropout`: adapters drop the configured share of their inputs."""
+    """Context manager: sets how adapters take part in the passes in its `with` block. `off`: adapters are off, so
+    `model` computes as its base; only for passes without a gradient. `dropout`: adapters drop the configured share of
+    their inputs. Without these, adapters are on and drop nothing, as after the block."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
 
     def switch(off: bool, dropout: bool) -> None:
@@ -120,8 +121,9 @@ def published_adapters(model: PreTrainedModel, dtype: torch.dtype) -> list[list[
 
 
 def adapter_sums(model: PreTrainedModel, dtype: torch.dtype, *, is_first: bool) -> ShardSums:
-    """Returns the `ShardSums` of the tensors that `adapter_units` yields: it computes this rank's share of their
-    checksums for the digest. `dtype`: the dtype in which they are published; `is_first`: as in `ShardSums`."""
+    """Returns a `ShardSums` for the tensors that `adapter_units` yields. This object computes this rank's share of the
+    tensors' checksums, from which the digest is made. `dtype`: the dtype in which the tensors are published.
+    `is_first`: True if this rank sums the tensors that are not sharded."""
     return ShardSums([dict(_adapter_parameters(model))], dict, dtype, is_first=is_first)
 
 

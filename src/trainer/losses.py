@@ -84,7 +84,8 @@ def _only(values: Tensor, mask: Tensor) -> Tensor:
 
 
 class _Ratios:
-    """The ratios r = exp(p - q) of trainer to sampler, masked and truncated, from which all ratio losses start.
+    """The ratios r = exp(p - q) of trainer to sampler, masked and truncated (limited to `max_ratio`), from which all
+    ratio losses start.
 
     `mask` is the column `mask`, with 0 also where r is outside the range from `mask_ratio_low` to `mask_ratio_high`.
     `log` = p - q and `advantages` are 0 where `mask` is 0. `metrics` count the tokens whose r is outside this range
@@ -126,22 +127,25 @@ def cross_entropy(p: Tensor, columns: Columns, config: Mapping[str, float]) -> t
 
 
 def importance_sampling(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """Returns the loss sum -m r A, with the mask m, the ratio r = exp(p - q) and the advantage A of each token; and
-    metrics. Its gradient is the policy gradient on the sampler's tokens, corrected by the ratio."""
+    """Returns the loss sum -m r A, and metrics. For each token, m is the mask, A the advantage, q the sampler's
+    log-probability, and r = exp(p - q) the ratio. The gradient of the loss is the policy gradient on the sampler's
+    tokens, corrected by the ratio."""
     r = _Ratios(p, columns, config)
     return -(r.mask * r.exp(r.log, r.advantages != 0) * r.advantages).sum(), r.metrics
 
 
 def ppo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """Returns the loss sum -m min(r A, clamp(r, lo, hi) A), with the mask m, the ratio r = exp(p - q) and the advantage
-    A of each token; and metrics. `clip_frac` counts the tokens that have no gradient because of the clamp."""
+    """Returns the loss sum -m min(r A, clamp(r, lo, hi) A), and metrics. For each token, m is the mask, A the
+    advantage, q the sampler's log-probability, and r = exp(p - q) the ratio. `clip_frac:sum` is the number of tokens
+    that have no gradient because of the clamp; a step's metrics divide it by the number of loss tokens."""
     r = _Ratios(p, columns, config)
     return _clipped(r, r.log, columns, config)
 
 
 def _clipped(r: _Ratios, log: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """Returns the loss sum -m min(x A, clamp(x, lo, hi) A) for ratios x = exp(log), and its metrics. A token is clipped
-    if its x, before truncation, is above hi with A > 0, or below lo with A < 0."""
+    """Returns the loss sum -m min(x A, clamp(x, lo, hi) A) for ratios x = exp(log), and its metrics. For each token, m
+    is the mask and A the advantage. A token is clipped, and then has no gradient, if x is above hi with A > 0, or below
+    lo with A < 0. This is decided before `max_ratio` limits x. `clip_frac:sum` is the number of clipped tokens."""
     low, high = _thresholds(columns, config, log)
     up = r.advantages > 0
     down = r.advantages < 0
@@ -167,8 +171,8 @@ def gspo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tens
 def _means(values: Tensor, counts: Tensor, datum: Tensor) -> Tensor:
     """Returns for each token the mean of `values` over the counted tokens of its datum, float32 [T]; 0 if none is
     counted. `counts` bool [T]: the counted tokens; `values` [T] are 0 at all other tokens. `datum` int [T]: the number
-    of each token's datum. The sums have T entries, enough for any number of datums, because the actual number is known
-    only on the device."""
+    of each token's datum. Computes T sums, one for each datum that there could be, because the number of datums is
+    known only on the device."""
     total = values.new_zeros(values.shape).double().index_add_(0, datum, values.double())
     count = values.new_zeros(values.shape).index_add_(0, datum, counts.to(values.dtype)).clamp_(min=1)
     return total.div_(count).to(values.dtype).index_select(0, datum)
@@ -203,8 +207,9 @@ def with_sequence_ratios(batch: TokenBatch, mean_N: npt.NDArray[np.float64]) -> 
 
 
 def cispo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """Returns the loss sum -m sg(clamp(r, lo, hi)) p A, with the mask m, the ratio r = exp(p - q) and the advantage A
-    of each token, where sg() stops the gradient; and metrics. Every token keeps a gradient, whatever its ratio."""
+    """Returns the loss sum -m sg(clamp(r, lo, hi)) p A, and metrics. For each token, m is the mask, A the advantage, q
+    the sampler's log-probability, and r = exp(p - q) the ratio; sg() stops the gradient. Every token keeps a gradient,
+    whatever its ratio."""
     r = _Ratios(p, columns, config)
     low, high = _thresholds(columns, config, r.log)
     log = r.log.detach()
@@ -215,8 +220,8 @@ def cispo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Ten
 
 
 def dro(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """Returns the loss sum -m (p A - beta/2 (p - q)^2), with the mask m and the advantage A of each token; and
-    metrics."""
+    """Returns the loss sum -m (p A - beta/2 (p - q)^2), and metrics. For each token, m is the mask, A the advantage,
+    and q the sampler's log-probability."""
     r = _Ratios(p, columns, config)
     gain = _only(p, r.mask) * r.advantages
     return -(r.mask * (gain - config["beta"] / 2 * r.log.square())).sum(), r.metrics
@@ -292,8 +297,9 @@ def read_metrics(parts: Sequence[Metrics]) -> list[dict[str, float]]:
 def surrogate(
     batch: TokenBatch, logprobs: npt.NDArray[np.float32], loss: CustomLoss
 ) -> tuple[TokenBatch, dict[str, float]]:
-    """Returns a batch whose cross_entropy has the same gradient as `loss` has at `logprobs`, float32 [T]. Also returns
-    the metrics of `loss`, with its value as `loss:sum`. Raises ValueError if the gradient is not finite."""
+    """Converts a custom `loss`, which the shards cannot compute, into a batch that they can train on with the loss
+    cross_entropy. On this batch, cross_entropy has the same gradient as `loss` has at `logprobs`, float32 [T]. Also
+    returns the metrics of `loss`, with its value as `loss:sum`. Raises ValueError if the gradient is not finite."""
     import torch
 
     p_D = [torch.tensor(part, requires_grad=True) for part in np.split(logprobs, batch.offsets[1:-1].astype(int))]

@@ -73,10 +73,10 @@ class Sharding:
         self._offload = CPUOffloadPolicy(pin_memory=on_gpus) if options.offload == "cpu" else OffloadPolicy()
 
     def keep_whole(self, requested: bool) -> str:
-        """Decides after a resume whether the whole model stays gathered over each batch. `requested`: it stayed
-        gathered before the resume. If `requested`, and memory and configuration allow it, the model stays gathered
-        again. If `requested`, but they do not allow it, and there are several ranks, the last bits of gradients change:
-        returns a message for the log. In all other cases returns ""."""
+        """Decides after a resume whether the whole model stays gathered over each batch. It does if it stayed gathered
+        before the resume (`requested`) and memory and configuration still allow it. If they no longer allow it and
+        there are several ranks, the last bits of gradients change, and this method returns a message for the log. In
+        all other cases returns ""."""
         self.whole = requested and self.memory.whole
         if requested == self.whole or self._mesh.size == 1:
             return ""
@@ -203,7 +203,7 @@ class Sharding:
 
         Where memory allows (`ShardMemory`) the weights stay gathered from pass to pass. If `self.whole` is true, each
         rank also keeps the gradients of all parameters, and they are summed over ranks in the last pass alone. At the
-        end of the block nothing is left gathered, also after an error.
+        end of the `with` block nothing is left gathered, also after an error.
         """
         root = fsdp_units(model)[0]
         frees = not (self.whole or self.memory.weights_stay)

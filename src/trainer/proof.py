@@ -334,9 +334,10 @@ def rounding(dtype: torch.dtype, largest_logit: float, num_layers: int) -> float
     """Returns how much the logprobs of two right implementations may differ, in nats: the larger of 1e-4 and
     4 u * largest_logit * sqrt(num_layers), with u the unit roundoff (2^-8 in bfloat16).
 
-    Rounding errors of the layers add up like independent ones and move logits in proportion. Between bfloat16 and
-    float32, for random Qwen3 models of 2 to 28 layers, the largest difference was 0.8 to 1.4 times
-    u * largest_logit * sqrt(num_layers); a single layer's missing MLP moved the logprobs by 5 to 90 times as much.
+    The rounding errors of the layers add up like independent errors: their sum grows with the square root of the number
+    of layers. The error of a logit is proportional to the size of the logits. Between bfloat16 and float32, for random
+    Qwen3 models of 2 to 28 layers, the largest difference was 0.8 to 1.4 times u * largest_logit * sqrt(num_layers); a
+    single layer's missing MLP moved the logprobs by 5 to 90 times as much.
     """
     return max(1e-4, 2 * torch.finfo(dtype).eps * largest_logit * math.sqrt(num_layers))
 
@@ -465,7 +466,8 @@ def own_logits(model: PreTrainedModel, sample: Tensor) -> Tensor:
 @contextmanager
 def _multiplied(model: PreTrainedModel, factor: float) -> Iterator[None]:
     """Context manager: within its `with` block, the hidden states from which logits are computed are multiplied by
-    `factor`."""
+    `factor`. Tests of a twin use this, because its own logits are so small that errors in soft caps and scales would
+    not show."""
 
     def multiply(_module: Any, _inputs: Any, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state * factor

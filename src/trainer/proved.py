@@ -68,8 +68,8 @@ def proved_type(config: PretrainedConfig) -> ProvedType | None:
 
 
 def versions() -> dict[str, str]:
-    """Returns the installed versions of transformers and vLLM. The page's results hold only for the versions that the
-    page names."""
+    """Returns the installed versions of transformers and vLLM. The results in docs/models.md hold only for the versions
+    that this page names."""
     engine = (installed_vllm() or "none").rpartition(" ")[2]  # the builds for CPUs and GPUs know the same models
     return {"transformers": transformers.__version__, "vllm": engine}
 

@@ -360,15 +360,16 @@ class Shard(AdapterVerbs):
         return lay_out(shapes(self._model, self._sharding.dtype))
 
     def terms(self) -> tuple[tuple[int, ...], Endpoint | None]:
-        """Returns what an offer to replicas needs from this rank: the sizes of the buckets in bytes, and the address at
-        which replicas reach this rank's sender (None for a transport that does not send to a fixed group of
-        replicas)."""
+        """Returns what the trainer needs from this rank to offer a version to the replicas
+        (`trireme.core.transport.Offer`): the sizes of the buckets in bytes, and the address at which replicas reach
+        this rank's sender (None for a transport that does not send to a fixed group of replicas)."""
         return self.layout.sizes, self._sender.endpoint
 
     def publish_weights(self, version: int, session: Session | None = None) -> PublishedWeights:
-        """Sends the weights in the inference dtype as `version`. `session` names the replicas that are ready to receive
-        them; None: replicas fetch the bytes later. Returns the manifest, with this rank's part of the bytes as its
-        source: `trireme.core.transport.Transport.join` joins the parts of all ranks. Collective."""
+        """Sends the weights in the inference dtype as `version`. `session` (`trireme.core.transport.Session`) names the
+        replicas that are ready to receive the weights; None: replicas fetch the bytes later. Returns the manifest, and
+        a source that has only this rank's part of the bytes; `trireme.core.transport.Transport.join` joins the parts of
+        all ranks. Collective."""
         fault_point("trainer.publish")
         base = self._last
         self._last = None

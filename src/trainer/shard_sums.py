@@ -28,18 +28,18 @@ from trireme.transports.tensor_sums import TensorPart, equal_parts, part_sums, r
 
 
 class PartPlace(NamedTuple):
-    """Says where a rank's part of a published tensor lies in the whole tensor, and how it lies in memory. Several
-    published tensors can be parts of one parameter (experts, for example). Their parts with equal PartPlaces are summed
-    as one TensorPart if they are evenly spaced in memory."""
+    """Says where a rank's piece of a published tensor lies in the whole tensor, and how the piece lies in memory. One
+    parameter can contain several published tensors (experts, for example). If their pieces have equal PartPlaces and
+    are evenly spaced in memory, the pieces are summed together, as one TensorPart."""
 
     whole: tuple[int, ...]
     """Shape of the published tensor."""
     start: tuple[int, ...]
-    """Index of the part's first element in the published tensor."""
+    """Index of the piece's first element in the published tensor."""
     shape: tuple[int, ...]
-    """Shape of the part."""
+    """Shape of the piece."""
     strides: tuple[int, ...]
-    """Strides of the part in memory, in elements."""
+    """Strides of the piece in memory, in elements."""
 
 
 class ShardSums:

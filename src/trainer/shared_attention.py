@@ -138,8 +138,8 @@ def _by_head(states: Tensor) -> Tensor:
 
 
 def _bounds(window: int | None) -> tuple[int, int]:
-    """Returns a causal window as the kernel takes it: the most tokens before and after its place that a query sees, -1
-    for no limit."""
+    """Returns a causal window in the kernel's form: how many tokens before its own place a query sees at most (-1: no
+    limit), and how many after it (0). `window` counts the query's own token too; None: no limit."""
     if window is None:
         return (-1, 0)
     return (window - 1, 0)

@@ -34,8 +34,8 @@ reads a part of a stack reads everything that another rank has written of this s
 
 def kinds(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """Groups the tensors whose names differ only in numbers, and which have the same shape and dtype, into stacks of
-    limited size. Returns {name of the stack: names of its tensors, in order of their numbers}. A stack is named
-    "FIRST..LAST", or by the name of its only tensor.
+    limited size. A stack is saved as one tensor, because saving takes time for each tensor. Returns {name of the stack:
+    names of its tensors, in order of their numbers}. A stack is named "FIRST..LAST", or by the name of its only tensor.
 
     The result is the same for any number of ranks: shapes and STACKED_BYTES count whole tensors.
     """
@@ -54,8 +54,9 @@ def kinds(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 
 class Slab:
-    """Host memory for copies of the state, `nbytes` bytes in one piece. `pinned`: page-locked, for copies from a GPU.
-    Pinning takes seconds (the system maps and the driver locks each page), so a thread pins the memory.
+    """Host memory, `nbytes` bytes in one piece, for copies of the trainer's state that a save reads. `pinned`:
+    page-locked, for copies from a GPU. Pinning takes seconds (the system maps each page and the GPU's driver locks it),
+    so a thread pins the memory.
 
     (PyTorch rounds the size of its own pinned memory up to a power of two, which would take a third more memory.)
     """
@@ -109,11 +110,11 @@ class StagedTensor:
 
 
 class Staging:
-    """Buffers in host memory for this rank's parts of all parameters, their moments, and the reference.
+    """Buffers in host memory for copies of this rank's parts of all parameters, their moments, and the reference.
 
-    `buffers`: {name under which a buffer is saved: a DTensor with the copies of a stack of parameters (`kinds`) and of
-    their moments, or of a stack of the reference's tensors}. A buffer is sharded like the parameters, on a mesh of
-    CPUs. `tensors`: each tensor in the buffers, with the live tensor that it copies.
+    `buffers`: {name under which a buffer is saved: the buffer, a DTensor}. A buffer has copies either of one stack of
+    parameters (`kinds`) and their moments, or of one stack of the reference's tensors. It is sharded like the
+    parameters, on a mesh of CPUs. `tensors`: each tensor in the buffers, with the live tensor that it copies.
     """
 
     def __init__(
@@ -204,9 +205,9 @@ class StateSnapshot:
                 self._stream.synchronize()
 
     def copy(self, to: Bytes, target: Bytes) -> None:
-        """Copies into `to` the bytes that a save has to write for the memory `target`. If `target` lies in the host
-        copies, these are the snapshot's bytes: from the host copy if it is filled, else from the live tensor. If
-        `target` is any other memory, copies its own bytes."""
+        """Copies bytes into `to` for a save. `target`: the memory that the save was asked to write. If `target` lies in
+        the host copies, copies the snapshot's bytes: from the host copy if it is filled, else from the live tensor. If
+        `target` is any other memory, copies the bytes in it."""
         address = target.__array_interface__["data"][0]
         while len(target):
             i = bisect_right(self._addresses, address) - 1

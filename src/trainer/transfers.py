@@ -17,7 +17,8 @@ from torch import Tensor
 
 @dataclass
 class TransferCounts:
-    """The copies that this process has made so far."""
+    """Counts the copies between host and device that this process has made so far. Tests use these counts to limit the
+    waits of a micro-batch."""
 
     to_device: int = 0
     waits: int = 0

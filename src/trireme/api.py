@@ -112,9 +112,9 @@ def new_directory(path: Path) -> Path:
 def open_rooms(
     config: Config, logs: Path, rooms: Sequence[PartKind] = LOOP_ROOMS
 ) -> Iterator[tuple[TrainerHandle, SamplingClient]]:
-    """Starts a trainer and `inference.replicas` replicas. Yields the trainer and a sampler that uses the replicas;
-    stops all of them at the end of the block. Trainer and replicas load `model.name`, but the replicas sample only
-    after the first published weights.
+    """Context manager: starts a trainer and `inference.replicas` replicas, yields the trainer and a sampler that uses
+    the replicas, and stops all of them at the end of its `with` block. Trainer and replicas load `model.name`, but the
+    replicas sample only after the first published weights.
 
     `logs`: the directory for the actors' logs. `rooms`: the rooms to reserve CPUs, GPUs and memory for, among them
     trainer and inference. Raises BadInput, RoomFailed.
@@ -134,7 +134,8 @@ def open_rooms(
 
 @contextmanager
 def open_trainer(config: Config, logs: Path) -> Iterator[TrainerHandle]:
-    """Starts a trainer, as `open_rooms` does, for a loop that samples nothing. Yields the trainer."""
+    """Context manager: starts a trainer, as `open_rooms` does, for a loop that samples nothing. Yields the trainer, and
+    stops it at the end of its `with` block."""
     with _opened(config, [TrainerPart], logs.absolute()) as (trainer, _):
         yield trainer
 
@@ -143,8 +144,8 @@ def open_trainer(config: Config, logs: Path) -> Iterator[TrainerHandle]:
 def _opened(
     config: Config, rooms: Sequence[PartKind], logs: Path
 ) -> Iterator[tuple[TrainerHandle, InferenceHandle | None]]:
-    """Starts the shards, and the replicas if `rooms` has them, in parallel. Yields handles of the trainer and of the
-    replicas (None if there are none), and stops both at the end of the block."""
+    """Context manager: starts the shards and, in parallel, the replicas if `rooms` has them. Yields handles of the
+    trainer and of the replicas (None if there are none), and stops both at the end of its `with` block."""
     plan = Plan(config, ModelFacts.of(config, required=True), Resources.of_this_machine(), rooms)
     prepare_cluster(config, plan)
     from inference.handle import InferenceHandle

@@ -1,4 +1,5 @@
-"""Adds steps that vLLM omits in a rank on CPUs: without them an engine dies, or leaves memory behind."""
+"""Adds steps that vLLM omits in a rank on CPUs. Without them an engine dies, leaves memory behind, or computes wrong
+logprobs."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 def ask_for_tiles() -> None:
     """Asks Linux for permission to use AMX tiles, which vLLM's attention in bfloat16 uses on processors that have them.
 
-    Gain: without it the process ends by SIGILL. oneDNN asks in its first product, which small models do not make.
+    Gain: without the permission, the process is killed by SIGILL. oneDNN also asks for it when it first multiplies
+    matrices, but small models multiply no matrices with oneDNN.
     """
     torch.cpu._init_amx()
 

@@ -214,9 +214,10 @@ class ReasoningGymDataset(GeneratedDataset):
 
 def few_questions(items: Any, indexes: range, seconds: float = COUNTING_S) -> tuple[int, int]:
     """Tests whether a generator has fewer than about FEW_QUESTIONS distinct questions. Draws its items at `indexes`, in
-    order, for at most `seconds` seconds, and at most 2 * FEW_QUESTIONS items. Counts the distinct questions among them,
-    and compares the count with its expectation for as many uniform draws from FEW_QUESTIONS questions. Returns (number
-    of drawn items, count) if the count is more than 0.5 below its expectation, else (number of drawn items, 0)."""
+    order, for at most `seconds` seconds, and at most 2 * FEW_QUESTIONS items. Counts the distinct questions among
+    them. Computes how many distinct questions to expect if the items were uniform draws from FEW_QUESTIONS questions.
+    If the count is more than 0.5 below this number, the generator has few questions: returns (number of drawn items,
+    count). Else returns (number of drawn items, 0)."""
     questions: set[str] = set()
     drawn = 0
     end = time.monotonic() + seconds

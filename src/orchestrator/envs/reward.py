@@ -71,8 +71,9 @@ class RewardRow:
 
 
 class RewardFile:
-    """A file of reward functions. Making or unpickling a RewardFile runs the file. A worker process does so when it
-    reads a call, before the time limit of the call begins."""
+    """A file of reward functions. A process runs the file when it first makes or unpickles a RewardFile for it. A
+    worker process unpickles the RewardFile of a call before the call's time limit begins, so the limit does not include
+    running the file."""
 
     def __init__(self, source: str) -> None:
         self.source = source

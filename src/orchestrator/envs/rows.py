@@ -49,10 +49,10 @@ def problems_of_split(
 ) -> list[P]:
     """Returns the problems of the context's split, in the order of the files.
 
-    `read` takes the name of a row's place (a text for messages) and the row's value. It returns the text of the
-    question, and the problem. The split `eval` has the rows of `eval_path`. Without `eval_path`, it has about an eighth
-    of the rows of `path`, chosen by the question's text, and training leaves these rows out. Raises ValueError if no
-    problem is left, and errors of `read`.
+    `read` takes two arguments: a text that says where a row is, for error messages, and the row's value. It returns the
+    text of the question, and the problem. The split `eval` has the rows of `eval_path`. Without `eval_path`, it has
+    about an eighth of the rows of `path`, chosen by the question's text, and training leaves these rows out. Raises
+    ValueError if no problem is left, and errors of `read`.
     """
     if eval_path and context.split == "eval":
         source = eval_path
@@ -67,9 +67,9 @@ def problems_of_split(
 
 
 def read_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """Yields the rows of the files that `path` names, each as a text that says where the row is (for messages), and the
-    row's value. `path` may be a pattern, or an `hf://` path. Raises ValueError for a missing file and for a line that
-    is not JSON, and BadInput if a package is missing."""
+    """Yields a pair for each row of the files that `path` names: a text that says where the row is, for error messages,
+    and the row's value. `path` may be a pattern, or an `hf://` path. Raises ValueError for a missing file and for a
+    line that is not JSON, and BadInput if a package is missing."""
     for file in _files(path):
         if file.suffix == ".parquet":
             parquet = require("pyarrow.parquet", extra="parquet", what_for=f"the parquet file {file}")

@@ -11,8 +11,9 @@ PROMPT = "Sort: {}\n"
 
 @dataclass(kw_only=True)
 class SortDataset(QuestionDataset):
-    """`num_batches` batches of `batch_size` problems of `min_digits` to `max_digits` digits; lengths and digits are
-    uniform. The reward is half the share of positions with the right digit, plus 0.5 if the answer is exact.
+    """Problems that ask to sort a string of digits: `num_batches` batches of `batch_size` problems. A string has
+    `min_digits` to `max_digits` digits; its length and its digits are drawn uniformly. The reward is half the share of
+    positions with the right digit, plus 0.5 if the answer is exact and ends with the end-of-sequence token.
 
     Raises ValueError for sizes below 1, lengths in the wrong order, and a tokenizer without an end of sequence.
     """

@@ -59,8 +59,8 @@ def become(memory_bytes: int, parent: int, command: list[str]) -> None:
 
 
 def silence() -> None:
-    """Replaces this process's standard input, output and error by /dev/null: then only the program holds the pipes, and
-    they are closed when the program ends."""
+    """Replaces this process's standard input, output and error by /dev/null, so that this process does not keep the
+    caller's pipes open. The pipes then close when the started program and its children end."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)

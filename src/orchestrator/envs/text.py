@@ -104,8 +104,8 @@ class Answer:
 
     @classmethod
     def read(cls, tokenizer: Tokenizer, tokens: Sequence[int]) -> Answer:
-        """Reads an answer that was sampled as `tokens`, token by token: for tokenizers in which the text of a token
-        does not depend on its neighbours."""
+        """Decodes the sampled answer `tokens`, one token at a time. Use this only with tokenizers in which the text of
+        a token does not depend on its neighbours."""
         tokens = list(tokens)
         end = end_of_sequence(tokenizer)
         finished = end in tokens
@@ -135,7 +135,7 @@ def by_position(target: str, answer: Answer) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class QuestionEnv(Env):
-    """One answer to one question. `prompt` holds the token ids of the question."""
+    """An episode in which the policy gives one answer to one question. `prompt` holds the token ids of the question."""
 
     tokenizer: Tokenizer
     question: Question

@@ -44,7 +44,8 @@ needle
 
 
 def yes_or_no(text: str) -> str:
-    """Returns the first word of an answer in lower case if it is "yes" or "no", else a text that says neither."""
+    """Returns "yes" or "no" if this is the first word of the answer `text`, in upper or lower case. Otherwise returns
+    "I can not say." as the reply to the policy."""
     first = re.search(r"[a-z]+", text.casefold())
     if first and first[0] in ("yes", "no"):
         return first[0]

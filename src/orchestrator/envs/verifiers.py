@@ -167,8 +167,8 @@ def make_trace(task: Any, prompt: Sequence[int], action: Sequence[int], message:
 
 
 class TaskEnv(Env):
-    """One answer to one task. A malformed or cut-off answer is scored like any other. Adds the metric `parse_error`: 1
-    for a malformed answer, else 0."""
+    """An episode in which the policy gives one answer to one task. A malformed or cut-off answer is scored like any
+    other. Adds the metric `parse_error`: 1 for a malformed answer, else 0."""
 
     def __init__(self, task: Any, renderer: Renderer, scoring: Scoring, limit_s: float) -> None:
         self._task = task

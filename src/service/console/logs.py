@@ -21,8 +21,9 @@ class RunLogs:
 
     def listing(self) -> list[dict[str, object]]:
         """Lists the logs of the newest attempts, newest attempt first, with name and size in bytes. The field `now` is
-        True for all logs of the newest attempt. If a part in the file STATUS has no log of that attempt (such as a
-        replica that an earlier attempt started and that still runs), `now` is also True for the part's newest log."""
+        False for a log that the console marks as earlier. It is True for all logs of the newest attempt. If the file
+        STATUS names a process that has no log of that attempt (such as a replica that an earlier attempt started and
+        that still runs), `now` is also True for the newest log of this process."""
         files = self._files()
         status = Status.read(self._root)
         if status:

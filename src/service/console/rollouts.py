@@ -77,8 +77,8 @@ class RecordedRollouts:
         return files[step]
 
     def _group(self, step: int, number: int) -> GroupRecord:
-        """Returns group `number` of a step. The last group is cached, because its tokens are requested page by page.
-        Raises RequestRefused if there is no such group."""
+        """Returns group `number` of a step. The group that was requested last is cached, because its tokens are
+        requested page by page. Raises RequestRefused if there is no such group."""
         file = self._file(step)
         key = step, number, file.stat().st_mtime_ns
         if self._last is None or self._last[0] != key:

@@ -21,8 +21,8 @@ class SessionClosed(RequestRefused):
 
 
 def check_request(request: TurnRequest) -> None:
-    """Raises RequestRefused for a conversation that does not end with a message to answer, or that has token ids in a
-    message: the session itself has the tokens of its answers."""
+    """Raises RequestRefused if a conversation does not end with a message to answer, or if one of its messages has
+    token ids. Clients must not send token ids, because the session already has the tokens of its answers."""
     if request.is_prompt:
         return
     if request.messages:

@@ -1,4 +1,4 @@
-"""Finds where in a session a plain prompt (text or token ids, as of `/v1/completions`) continues.
+"""Finds the answer in a session that a plain prompt (text or token ids, as of `/v1/completions`) continues.
 
     text    "Q: 2+2" "= 4" " Q: 3"      the longest beginning that the session has, as text, up to an answer
                |       |      |
@@ -23,7 +23,7 @@ from service.sessions.tree import ROOT, Match, SessionTree
 from trireme.core.tokenizer import Tokenizer
 
 PROMPT = "prompt"
-"""The role of the message that stands for a plain prompt in a session's tree. No dialect has this role."""
+"""The role of the message that stands for a plain prompt in a session's tree. No API has this role."""
 Ids = npt.NDArray[np.int32]
 
 
@@ -61,10 +61,11 @@ def prompt_ids(tree: SessionTree, text: str, tokenizer: Tokenizer) -> Ids:
 
 
 def match_ids(tree: SessionTree, ids: Ids) -> Match:
-    """Returns the place where a prompt `ids` continues: the last answer on the longest path of the tree that is a
-    prefix of `ids`. If several paths are equally long, prefers an answer that the client has received. In the result,
-    `matched` counts tokens, and `echo` is the last answer that `ids` repeat. An answer that `ids` repeat without its
-    last token counts too, because clients do not see the token that ends an answer."""
+    """Finds the answer that the plain prompt `ids` continues: `ids` must begin with all tokens from the root of the
+    tree to the end of this answer. If several answers qualify, takes the one with the longest path; if paths are
+    equally long, prefers an answer that the client has received. In the result, `node` is this answer, `matched` is the
+    number of tokens on its path, and `echo` is the last answer that `ids` repeat. The last token of `echo` may be
+    missing in `ids`, because clients do not see the token that ends an answer."""
     best = ROOT
     matched = 0
     cut = (0, ROOT)
@@ -98,9 +99,10 @@ def is_prompt(tree: SessionTree, node: int) -> bool:
 
 
 def text_behind(tree: SessionTree, match: Match, text: str | None, ids: Ids, tokenizer: Tokenizer) -> str:
-    """Returns the part of a prompt's `text` that comes after the continued answer, as the client wrote it. If the
-    prompt is given as token ids (`text` None) or continues a conversation, decodes the prompt's tokens after that
-    answer instead."""
+    """Returns the text of a plain prompt after the answer that the prompt continues (`match.node`). This is the end of
+    `text`, exactly as the client sent it. Instead, decodes the prompt's tokens after that answer if the client sent
+    token ids (`text` None), if the answer belongs to a conversation, or if `text` does not begin with the text of the
+    prompts and answers up to that answer."""
     before = ""
     node = match.node
     while text is not None and node != ROOT:

@@ -86,7 +86,7 @@ PLAIN = {kind.__name__: kind for kind in (SessionOpened, AnswersDelivered, Rewar
 
 
 def encode(record: SessionRecord) -> Row:
-    """Returns a record as a row, with the session's name as its owner."""
+    """Returns a record as a row of the session store. The row's `owner` is the session's name."""
     if not isinstance(record, TurnAnswered):
         return Row(record.session, {"kind": type(record).__name__, **vars(record)})
     columns: list[npt.NDArray[np.generic]] = [record.turn.prompt]

@@ -50,9 +50,9 @@ DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 class SessionRegistry:
     """All sessions of one service. `sampling` holds the sampling parameters of all answers. `clock` returns seconds,
-    and continues to count when the service is restarted. `max_steps_off_policy` bounds the age of tokens; None means no
-    bound, because nothing is trained. `history` says which weights the run has given up; None means none. `store` keeps
-    sessions over a restart; with None they end with this process."""
+    and continues to count when the service is restarted. `max_steps_off_policy`: the greatest age of tokens; None: the
+    age has no bound here. `history`: the run's attempts, which show what weights the run has given up; None: the run
+    has given up no weights. `store` keeps sessions over a restart; without it (None) they end with this process."""
 
     def __init__(
         self,
@@ -169,14 +169,14 @@ class SessionRegistry:
 
     async def attempt_begins(self, attempt: int, version: int) -> None:
         """Records that attempt number `attempt` of the run begins with the weights `version`. Versions above `version`
-        that earlier attempts made are thereby given up. Ends each session that has such a version as its floor or in
-        its tokens."""
+        that earlier attempts made are thereby given up. Ends each session whose floor is such a version, or that has
+        a token sampled by such a version."""
         self._history.begin(attempt, version)
         for session in self._end_given_up():
             await _cancel(session)
 
     def _end_given_up(self) -> list[AgentSession]:
-        """Ends all sessions with weights that the run has given up (`RunHistory`). Returns these sessions."""
+        """Ends all sessions that depend on weights that the run has given up (`_given_up`). Returns these sessions."""
         sessions = []
         for session in self.book.sessions.values():
             reason = self._given_up(session)
@@ -186,8 +186,8 @@ class SessionRegistry:
         return sessions
 
     def _given_up(self, session: AgentSession) -> str | None:
-        """Returns why the run has given up weights that the session has, as its floor or in its tokens; None if all
-        these weights are still valid."""
+        """Returns a reason if the session depends on weights that the run has given up: they are the session's floor,
+        or they sampled one of its tokens. Returns None if all these weights are still valid."""
         floor = session.opened.attempt, session.opened.floor
         reason = self._history.given_up(*floor) or self._history.of(session.tree.weights)
         return reason and f"stale: {reason}"
@@ -235,7 +235,7 @@ class SessionRegistry:
 
     def _admit(self, session: AgentSession) -> None:
         """Raises SessionClosed if no turn may begin in the session. Before that, ends the session if it has reached a
-        limit or has weights that the run has given up."""
+        limit or depends on weights that the run has given up."""
         if session.end_record is None:
             reason = session.limit_reached(self._limits, self._clock()) or self._given_up(session)
             if reason is not None:
@@ -282,7 +282,7 @@ class SessionRegistry:
         self, session: AgentSession, placed: PlacedTurn, callers: Sequence[OnPart | None], stream: bool
     ) -> tuple[int, ...]:
         """Samples all answers of a turn and records them; returns their nodes. If one answer fails, none is recorded.
-        If an answer has weights that the session may not have, ends the session and raises SessionClosed."""
+        If an answer must not be added to the session (`_unfit`), ends the session and raises SessionClosed."""
 
         def on_part(placed: PlacedTurn, number: int, part: SampledPart) -> None:
             if not part.spans or self._unfit(session, part.spans):
@@ -309,9 +309,9 @@ class SessionRegistry:
         return self._write(TurnAnswered(name, self._clock(), replace(placed.turn, answers=tuple(answers))))
 
     def _unfit(self, session: AgentSession, spans: Sequence[VersionSpan]) -> str | None:
-        """Returns why a session may not have an answer that the weights in `spans` sampled: weights below the session's
-        floor, weights that the run has given up, or a session that would be too old to train on. Returns None if the
-        session may have the answer."""
+        """Returns a reason if an answer must not be added to the session: a version that sampled it (`spans`) is below
+        the session's floor, or the run has given up such a version, or the answer would make the session too old to
+        train on. Returns None if the answer may be added."""
         floor = session.opened.floor
         first = min(span.identity.version for span in spans)
         if first < floor:

@@ -99,7 +99,7 @@ class TreeNode:
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """The place in a tree where a request continues."""
+    """Says which answer in a session's tree a request continues, and how much of the request the tree already has."""
 
     node: int
     """The answer that the request continues, or ROOT."""
@@ -138,7 +138,7 @@ class SessionTree:
         self.branches: list[Branch] = []
         self.counts = TreeCounts()
         self.weights: set[WeightIdentity] = set()
-        """The weights that sampled any of its tokens."""
+        """All weights that sampled a token of this tree."""
         self.texts: dict[int, str] = {}
         """A cache of answers as text, special tokens included, by node; `service.sessions.prompts` fills it."""
         self._chains = MessageChains()
@@ -146,8 +146,8 @@ class SessionTree:
     # ---- reading
 
     def match(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Match:
-        """Returns the place where a conversation continues: the last answer of the conversation that is in the tree. Of
-        answers with equal messages, prefers one that was delivered to the client."""
+        """Finds the answer that a conversation continues: the last of its answers that is in the tree. Of answers with
+        equal messages, prefers one that was delivered to the client."""
         path = self._chains.walk(messages, tools)
         if len(path) == len(messages) + 1:
             same = tuple(path[-1].prompts)

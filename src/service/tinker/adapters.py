@@ -38,8 +38,9 @@ def spec_of(wish: LoraBody | None, lora: LoraConfig) -> AdapterSpec:
 
 
 def record_of(spec: AdapterSpec, lora: LoraConfig) -> dict[str, object]:
-    """Returns the record that is saved with an adapter's files: the adapter itself, and the rank and layers in the
-    server's settings `lora`. This rank and these layers give the sizes of the adapter's saved states."""
+    """Returns the record of an adapter, which is saved with its training run (`SavedRun.lora`). The record has the
+    adapter's own rank, alpha, layers and seed, and also the rank and layers in the server's settings `lora`. The
+    server's rank and layers matter because the adapter's saved states are padded to them."""
     return {**asdict(spec), "of_rank": lora.rank, "of_targets": list(lora.target_modules)}
 
 

@@ -127,7 +127,7 @@ class TinkerRoutes:
         return JsonReply({"supported_models": models})
 
     async def create_session(self, caller: Asking, body: SessionBody) -> JsonReply:
-        """Begins a session of a client. Replies with its id."""
+        """Begins a session of a client. Replies with the session's id."""
         session_id = uuid.uuid4().hex
         metadata = body.model_dump(include={"user_metadata", "display_name", "project_id"})
         self._state.begin_session(session_id, self._server.now(), caller, **metadata, created_s=time.time())
@@ -151,7 +151,8 @@ class TinkerRoutes:
     # ---- training
 
     async def create_model(self, caller: Asking, body: CreateModelBody) -> JsonReply:
-        """Accepts a request for a new model, and replies with the id of its promise."""
+        """Accepts a request for a new model. Replies with the request's id, by which the client retrieves the outcome
+        later (`retrieve_future`)."""
         return _promised(self._state.create_model(body.session_id, body.model_seq_id, body, caller))
 
     async def load_weights(self, caller: Asking, body: LoadModelBody | LoadWeightsBody) -> JsonReply:
@@ -162,7 +163,8 @@ class TinkerRoutes:
         return self._train(caller, body)
 
     def _train(self, caller: Caller, work: TrainingBody | ForwardBackwardCall) -> JsonReply:
-        """Accepts a request to a model of this caller, and replies with the id of its promise."""
+        """Accepts a request to a model of this caller. Replies with the request's id, by which the client retrieves the
+        outcome later (`retrieve_future`)."""
         return _promised(self._server.train(work.model_id, work.seq_id, work, caller))
 
     async def get_info(self, caller: Asking, body: ModelBody) -> JsonReply:
@@ -177,8 +179,9 @@ class TinkerRoutes:
         return JsonReply({"model_id": model.model_id, "model_name": name, "model_data": data, **lora})
 
     async def forward_backward(self, caller: Asking, request: Request) -> JsonReply:
-        """Accepts a forward, or forward and backward, pass on datums; the body is a protobuf message. Replies with the
-        id of its promise."""
+        """Accepts a request for a forward pass, or a forward and backward pass, on datums; the body is a protobuf
+        message. Replies with the request's id, by which the client retrieves the outcome later
+        (`retrieve_future`)."""
         encoding = request.headers.get("content-encoding")
         if encoding:
             raise RequestRefused(f"a body in the encoding {encoding}; expected none, as client/config says")
@@ -230,7 +233,8 @@ class TinkerRoutes:
         return JsonReply({"client_counter": self._state.join(self._state.sampler(body.sampling_session_id, caller))})
 
     async def asample(self, caller: Asking, body: SampleBody) -> JsonReply:
-        """Accepts a request for samples. Replies with the id of its promise, and with an id for each sample."""
+        """Accepts a request for samples. Replies with an id for each sample and with the request's id, by which the
+        client retrieves the outcome later (`retrieve_future`)."""
         sampler = self._state.sampler(body.sampling_session_id, caller)
         prompt = ModelInput(body.tokens())
         params = body.params(self._server.offer.room(prompt, body.sampling_params.stop_ids()))

@@ -276,8 +276,8 @@ class SampleBody(Body):
         return [token for chunk in self.prompt.chunks for token in chunk.tokens]
 
     def params(self, room: int) -> SamplingParams:
-        """Returns the sampling parameters, with a `max_tokens` of at most `room` tokens. Raises RequestRefused for
-        unsupported fields."""
+        """Returns the sampling parameters. `room`: the number of tokens that fit into the model's context after the
+        prompt. A larger or missing `max_tokens` becomes `room`. Raises RequestRefused for unsupported fields."""
         unsupported: Mapping[str, tuple[object, str]] = {
             "topk_sample_logprobs": (
                 self.topk_sample_logprobs,

@@ -133,8 +133,8 @@ class Catalog:
         shutil.rmtree(self._place(path, STAGING), ignore_errors=True)
 
     def saved_by(self, path: str, request: str) -> SavedWeights | None:
-        """Returns the entry at `path` if the request with the id `request` saved it (before the server was killed),
-        else None."""
+        """Returns the entry at `path` if the request with the id `request` saved it, else None. When a restarted server
+        runs the request again, it sees by this that the entry was already saved."""
         try:
             saved = self._look_up(path, SERVER)
         except RequestRefused:

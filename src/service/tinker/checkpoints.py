@@ -23,8 +23,8 @@ class OwnCheckpoints:
         return path_in(self._root, place)
 
     def begin(self, model_id: str, seq: int) -> str:
-        """Begins a checkpoint of a model's state before its request `seq`. Returns the name of the directory to write,
-        and removes an unfinished directory of that name."""
+        """Begins a checkpoint of the state that a model has before its request number `seq` is run. Removes an
+        unfinished directory of the same name. Returns the name of the directory to write."""
         self._writing = f"{model_id.replace(':', '-')}-{seq}"
         self._root.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.directory(self._writing), ignore_errors=True)

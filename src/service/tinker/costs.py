@@ -24,7 +24,8 @@ def tokens_of(work: object) -> int:
 
 
 class MeasuredCosts:
-    """Measures the speed of the trainer, and turns the time of requests other than passes into tokens."""
+    """Measures the trainer's speed in tokens per second, so that requests other than passes (an update or a save, for
+    example) can be charged in tokens too. Such a request costs the seconds that it took, times this speed."""
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0

@@ -1,7 +1,6 @@
 """Lets a Tinker server listen on a port, in a thread with an event loop of its own.
 
-It listens from the start of the server to its end. While rooms are being started it answers that results are not there
-yet.
+The server listens from its start to its end. While rooms are being started, it replies that results are not there yet.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ log = logging.getLogger(__name__)
 
 
 class TinkerListener(threading.Thread):
-    """The thread that listens. `address` (a URL) is None until the server listens; `failure` is set if an error ends
-    the server."""
+    """The thread of the Tinker server. It runs the server's event loop, and answers HTTP requests on the server's port.
+    `address` (a URL) is None until the server listens. `failure` is the error that ended the server, or None."""
 
     def __init__(self, server: TinkerServer, keys: ServiceKeys, limits: Limits, host: str, port: int) -> None:
         """Opens the socket. Raises RoomFailed if the server cannot listen at `host` and `port`."""

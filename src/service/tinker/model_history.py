@@ -1,8 +1,10 @@
-"""Remembers the trainer's steps for a model since the model's newest checkpoint, so that they can be repeated.
+"""Remembers the requests that the trainer has done for a model since the model's newest checkpoint, so that they can be
+repeated.
 
 A server saves a model for itself from time to time, after an update, when no gradients are held. If the trainer is
-lost, the server loads that checkpoint and repeats the later steps: passes with a gradient, updates, and steps that made
-weights available to samplers. The client's results do not change.
+lost, the server loads that checkpoint and repeats the later requests: creations of models, loads of saved states,
+passes with a gradient, updates, and requests that made weights available to samplers. The client's results do not
+change. Such a request is called a step in this module; it is not a training step.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Step:
 
 @dataclass(frozen=True)
 class ModelHistory:
-    """The newest checkpoint of one model, and the trainer's steps for it since then."""
+    """Holds all that restores one model after a loss of the trainer: the model's newest checkpoint, and the requests
+    (each a `Step`) that the trainer has done for the model since that checkpoint."""
 
     place: str = ""
     """The directory of the model's newest checkpoint; "": there is none."""
@@ -70,9 +73,10 @@ class ModelHistory:
         return replace(self, place=place, steps=(), began_s=None)
 
     def is_due(self, now: float, every_s: float) -> bool:
-        """Returns True if the server should save the model now. Either a step in this history loaded a saved state,
-        which its client may delete; or the first step was done at least `every_s` seconds ago, and the newest step is
-        an optimiser update. Always False while the trainer holds gradients of the model."""
+        """Returns True if the server should save the model now. While the trainer holds gradients of the model, this is
+        always False. Otherwise it is True if a step in this history loaded a saved state, because the client may delete
+        that state. It is also True if the first step was done at least `every_s` seconds ago and the newest step is an
+        optimiser update."""
         if self.batch or not self.steps:
             return False
         if any(isinstance(step.work, LoadModelBody | LoadWeightsBody) for step in self.steps):

@@ -161,8 +161,8 @@ class SampleScheduler:
         return False
 
     def _close_one(self) -> None:
-        """If samples wait for a slot, all slots are taken, and no slot is already closing or about to be emptied,
-        closes one slot to new samples."""
+        """Closes one slot to new samples, so that it becomes idle and can take the weights that other samples wait for.
+        Does nothing if no sample waits, if a slot is free, or if a slot is already closing or about to be emptied."""
         leaving = any(slot.closing or not slot.name for slot in self._slots)
         if self._waiting and len(self._slots) == self._capacity and not leaving:
             min(self._slots, key=lambda slot: (slot.busy, slot.used)).closing = True

@@ -28,9 +28,10 @@ class TokenShares:
         self._least = 0
 
     def choose(self, ready: Sequence[str]) -> str:
-        """Returns the model in `ready` that the trainer serves next. This is the last served model while its account is
-        less than a quantum above the lowest account; else the first model with the lowest account. `ready`: the names
-        of the models with a request, at least one."""
+        """Returns the model in `ready` that the trainer serves next. `ready`: the names of the models with a request,
+        at least one. If the model that was served last is in `ready`, and its account is less than a quantum (QUANTUM
+        tokens) above the lowest account in `ready`, it is served again. Otherwise, returns the first model with the
+        lowest account."""
         for name in ready:
             if name not in self._requesting:
                 self._accounts[name] = max(self._accounts.get(name, self._least), self._least - self._quantum)

@@ -81,7 +81,8 @@ class Bucket:
 
     @contextmanager
     def _storage_errors(self, key: str) -> Iterator[None]:
-        """Turns an error in the block into StorageFailed, and a refused condition into PutRefused."""
+        """Context manager: turns an error in its `with` block into StorageFailed, and the error of a put whose
+        condition does not hold into PutRefused. The messages name the object `key`."""
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         try:

@@ -55,8 +55,8 @@ class FileRecord:
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turns an OSError in the block into StorageFailed, or DiskFull if there was no space. The message names `path` and
-    the free space there."""
+    """Context manager: turns an OSError in its `with` block into StorageFailed, or into DiskFull if there was no space.
+    The message names `path` and the free space there."""
     try:
         yield
     except OSError as error:

@@ -51,7 +51,8 @@ KEEP = "KEEP"
 
 @dataclass(frozen=True)
 class Head:
-    """The current run, lineage and attempt of a run directory."""
+    """The contents of the file HEAD in a run directory: the current run, lineage and attempt, and the checkpoint that
+    the lineage started from. (HEAD in object storage has more: see `trireme.checkpoint.stored_run`.)"""
 
     run_id: str  # 8 hex digits, the same in all attempts
     lineage: str  # 8 hex digits

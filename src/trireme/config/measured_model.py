@@ -20,8 +20,8 @@ LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_le
 
 
 def measure(described: Mapping[str, object]) -> dict[str, object]:
-    """Returns {field of ModelFacts: value} of the model whose config.json is `described`: all fields except the names
-    of the model, its architecture and type, and `described` itself.
+    """Returns {field of ModelFacts: value} for the model whose config.json is `described`. Leaves out four fields: the
+    model's name, its architecture, its type, and `described` itself.
 
     Raises ValueError that names the size that cannot be read.
     """

@@ -25,8 +25,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.tx
 
 
 def fixed_parts(config: Config, facts: ModelFacts) -> JsonObject:
-    """Returns the fixed parts of a run of `rl`, as a nested dict of JSON values. A resume is refused if they differ
-    from the parts of its checkpoint."""
+    """Returns the values that must not change when a run of `rl` is resumed, such as the model, the loss and the order
+    of the data, as a nested dict of JSON values. A resume is refused if they differ from the values in the checkpoint,
+    unless `--resume.force` is given."""
     alone = len(config.env) == 1  # else names and weights are in the order of the problems too
     envs = [
         {"id": env.id, "args": redact_values(env.args)} | ({} if alone else {"name": env.label, "weight": env.weight})
@@ -55,9 +56,9 @@ def fixed_parts(config: Config, facts: ModelFacts) -> JsonObject:
 
 
 def common_parts(config: CommonConfig, facts: ModelFacts) -> JsonObject:
-    """Returns the parts that a resume may not change in any kind of run: the model, the tokenizer and, if adapters are
-    trained, the LoRA options. The weights of the adapters' base are not included: they are compared when adapters are
-    loaded."""
+    """Returns the values that must not change when a run of any kind is resumed: the model, the tokenizer and, if
+    adapters are trained, the LoRA options. The weights of the adapters' base are not included: they are compared when
+    adapters are loaded."""
     files = {file: model_file(config.tokenizer_name, file) for file in TOKENIZER_FILES}
     parts: JsonObject = {
         "model": {name: value for name, value in facts.described.items() if name not in IRRELEVANT},
@@ -71,9 +72,9 @@ def common_parts(config: CommonConfig, facts: ModelFacts) -> JsonObject:
 
 
 def reference_weights(name: str) -> str | dict[str, str]:
-    """Returns a value that identifies a model's weights. For a local directory: {file: digest} of its safetensors
-    files, independent of the directory's path. For a model on the hub: its name. Does not read all of the weights,
-    because that takes minutes for a large model."""
+    """Returns a value that identifies a model's weights. For a model on the hub, this is its name. For a local
+    directory, it is {file: digest} of the safetensors files, independent of the directory's path. The digest of a large
+    file covers only some pieces of it, because reading all weights of a large model takes minutes."""
     if not looks_like_path(name):
         return name
     digests = file_digests(Path(name).expanduser())

@@ -33,28 +33,31 @@ enough, so that the calls take less time than the work in them."""
 
 
 class Fetch(Protocol):
-    """Takes a reference and the name of the process that keeps its value, and returns the value."""
+    """A function that takes a reference and the name of the process that keeps the referenced value, and returns the
+    value."""
 
     def __call__(self, reference: Ref[Value], owner: str, /) -> Value: ...
 
 
 class Put(Protocol):
-    """Stores a value, and returns a reference to it; or returns the value itself."""
+    """A function that stores a value and returns a reference to it. A Put that stores nothing returns the value
+    itself."""
 
     def __call__(self, value: Value, /) -> Ref[Value] | Value: ...
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """A batch of D datums in this process: all tokens in one array, with columns of numbers for each token."""
+    """A batch of D datums in the memory of the process that uses it (the values of a `StoredBatch` are in the object
+    store): all tokens in one array, with columns of numbers for each token."""
 
     tokens: npt.NDArray[np.int32]  # [T], all inputs concatenated; datum d is at `offsets[d]:offsets[d + 1]`
     offsets: Numbers  # [D + 1]
     columns: Mapping[str, Column]  # [T] each, in the order of the tokens
     temperatures: npt.NDArray[np.float32]  # [D]
     sequences: Numbers = field(default=None)  # type: ignore[arg-type]
-    """[D], for each datum the index of its sequence: the same index for datums with tokens of the same rollout. By
-    default each datum is a sequence by itself."""
+    """[D], for each datum the index of the rollout that its tokens come from. Losses count a rollout as one sequence,
+    also if its tokens are in several datums. By default each datum is a sequence by itself."""
 
     def __post_init__(self) -> None:
         if self.sequences is None:
@@ -119,7 +122,8 @@ class TokenBatch:
         )
 
     def mapped(self, function: BatchMap) -> TokenBatch:
-        """Returns `function(self)`: the same datums with other columns."""
+        """Returns `function(self)`, the same datums with other columns. A StoredBatch has this method too, so a caller
+        need not know which kind of batch it has."""
         return function(self)
 
     def __len__(self) -> int:
@@ -178,8 +182,8 @@ class BatchPart:
         return self.forest.lengths
 
     def places(self, datums: Sequence[int]) -> Numbers:
-        """Converts indices in the whole batch, `datums`, to indices in `batch`. Raises ValueError if a datum is not in
-        this part."""
+        """Converts `datums`, indices in the whole batch, to indices in this part (in `self.batch`). Raises ValueError
+        if a datum is not in this part."""
         numbers = np.asarray(datums, np.int64)
         places = np.searchsorted(self.datums, numbers)
         absent = numbers[self.datums[np.minimum(places, len(self.datums) - 1)] != numbers]
@@ -198,12 +202,13 @@ class PartPieces:
     forest: Forest
     datums: Numbers
     pieces: tuple[Ref[TokenBatch] | TokenBatch, ...]
-    """The datums in pieces of about PIECE_TOKENS: references to TokenBatches, or the batches. Each is stored by itself,
-    because storing holds Python's lock while it copies."""
+    """The part's datums, cut into pieces of at most PIECE_TOKENS tokens (a longer datum is a piece by itself). Each
+    piece is a reference to a TokenBatch, or the TokenBatch itself. Pieces are stored one by one, because storing holds
+    Python's lock while it copies."""
 
     def opened(self, fetch: Fetch, owner: str) -> BatchPart:
-        """Fetches all pieces, and returns the part. `fetch` fetches a piece from `owner`, the process that keeps the
-        pieces."""
+        """Fetches the pieces of this part of a batch, and joins them into a BatchPart. `fetch(piece, owner)` returns a
+        stored piece. `owner`: the name of the process that keeps the pieces."""
         pieces = [piece if isinstance(piece, TokenBatch) else fetch(piece, owner) for piece in self.pieces]
         return BatchPart(self.forest, self.datums, TokenBatch.join(pieces))
 
@@ -218,13 +223,14 @@ class StoredPart:
     owner: str
     """The name of the process that keeps the stored values of the part."""
     columns: tuple[tuple[str, Ref[Column]], ...] = ()
-    """Names of further columns of this part, and references to their values."""
+    """For each column that `StoredBatch.with_column` has added: its name, and a reference to its values for this
+    part."""
     maps: tuple[BatchMap, ...] = ()
-    """Functions to apply to the fetched part, in this order."""
+    """The functions that `StoredBatch.mapped` has added. They are applied to the fetched part, in this order."""
 
     def opened(self, fetch: Fetch) -> BatchPart:
-        """Fetches the part, adds its further columns, applies `maps` to it in order, and returns it. `fetch` fetches
-        each stored value."""
+        """Fetches this part of a batch, adds the columns in `self.columns`, then applies the functions in `self.maps`
+        in order. Returns the resulting part. `fetch(reference, owner)` returns a stored value."""
         if isinstance(self.part, PartPieces):
             stored = self.part
         else:
@@ -259,13 +265,15 @@ class StoredBatch:
         put: Put = lambda value: value,
         owner: str = "driver",
     ) -> StoredBatch:
-        """Builds and stores a batch, part after part, and returns it. `forest`: lengths and shared prefixes of all
-        datums. `sequences`: [D], for each datum the index of its sequence. `assign` says which datums belong to which
-        part. `lay_out` takes indices of datums, and returns these datums as a TokenBatch. `put` stores a value and
-        returns a reference to it. `owner`: the name of the process that keeps the stored values.
+        """Builds a batch and stores it in parts, one part for each process of the trainer. Returns the batch.
 
-        A part is built and stored in pieces, one after the other. If `put` stores outside of this process, only one
-        piece at a time is in this process's memory.
+        `forest`: lengths and shared prefixes of all datums. `sequences`: [D], for each datum the index of the rollout
+        that its tokens come from (`TokenBatch.sequences`). `assign` says which datums belong to which part. `lay_out`
+        takes indices of datums, and returns these datums as a TokenBatch. `put` stores a value and returns a reference
+        to it. `owner`: the name of the process that keeps the stored values.
+
+        Each part is built and stored in pieces of at most PIECE_TOKENS tokens. If `put` stores outside of this process,
+        only one piece at a time is in this process's memory.
         """
         shortest = int(np.argmin(forest.lengths))
         parts_R = []
@@ -302,7 +310,8 @@ class StoredBatch:
         )
 
     def whole(self, fetch: Fetch) -> TokenBatch:
-        """Fetches all parts, and returns all datums in their order as one batch. `fetch` fetches each stored value."""
+        """Fetches all parts, and returns all datums in their order as one batch. `fetch(reference, owner)` returns a
+        stored value."""
         parts = [part.opened(fetch) for part in self.parts_R]
         numbers, first = np.unique(np.concatenate([part.datums for part in parts]), return_index=True)
         assert len(numbers) == len(self), "every datum is in a part"

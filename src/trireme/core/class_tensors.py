@@ -83,9 +83,9 @@ def differences(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -
 
 
 def refuse_kinds(label: str, model: PreTrainedModel, kinds: Mapping[str, Collection[str]], advice: str) -> None:
-    """Raises BadInput if `kinds` names any tensor. `kinds`: {a fault, such as "lacks": the names of the tensors with
-    this fault}. The error begins with `label`, which names the files, then names the class of `model` and the tensors,
-    and ends with `advice`, which says what to do."""
+    """Raises BadInput if any tensor of a model has a fault. `kinds`: {a fault, such as "lacks": the names of the
+    tensors with this fault}. The error begins with `label`, which names the model, then names the class of `model` and
+    the tensors, and ends with `advice`, which says what to do."""
     wrong = [f"{kind} {len(names)}: {', '.join(sorted(names)[:NAMED])}" for kind, names in kinds.items() if names]
     if wrong:
         raise Refusal(

@@ -87,8 +87,9 @@ def sums_of(data: npt.NDArray[np.uint8], first_word: int = 0) -> Sums:
 
 
 def sums_of_rows(words: npt.NDArray[np.uint16], first_word: int, step: int = 0) -> Sums:
-    """Returns the sums of rows of a tensor: contiguous `words`, uint16 [rows, words]. Row r begins at word number
-    `first_word + r step` of the whole tensor."""
+    """Returns the sums of a part of a tensor: one Sums for all rows of the part. `words`: the part, uint16 [rows, words
+    in a row], contiguous in memory. In the whole tensor, row r begins at word `first_word + r * step`, and the words of
+    a row follow each other."""
     if not words.size:
         return Sums()
     first, second = _kernel()(words, np.uint64(first_word), np.uint64(step))
@@ -103,8 +104,9 @@ def key(index: int, k: int) -> int:
 
 
 def key_of(x: Any) -> Any:
-    """Computes the factor of a word, as `key` does, in NumPy or in a kernel that `compiler` compiles. `x`: 2 index + k
-    + GOLDEN modulo 2^64, a uint64. Returns splitmix64(x - GOLDEN) | 1, a uint64."""
+    """Computes the factor of a word, as `key` does, in NumPy or in a kernel that `compiler` compiles. `x`: 2 * index +
+    k + GOLDEN modulo 2^64, a uint64; here the caller has already done the first step of splitmix64, which adds GOLDEN.
+    Returns splitmix64(2 * index + k) | 1, a uint64."""
     z = (x ^ (x >> 30)) * MIX_1
     z = (z ^ (z >> 27)) * MIX_2
     return (z ^ (z >> 31)) | np.uint64(1)

@@ -26,13 +26,14 @@ class BadInput(TriremeError):
 
 
 class BadRequest(BadInput):
-    """No replica can sample this request: its contents are refused, or engines died while they sampled it. The caller
-    has to change the request; nothing else is broken."""
+    """No replica can sample this request: vLLM refuses it, or several replicas were lost while they sampled it. The
+    caller has to change the request. Other requests can still be sampled."""
 
 
 class LimitReached(TriremeError):
-    """The run stopped at one of its own limits: too many failures, nothing but filtered groups, or a part that died too
-    often."""
+    """The run stopped at one of its own limits: too many failed or refused rollouts, too many groups in a row that
+    cannot be trained on, too many steps in a row with a refused update, a KL that is too large, or too many
+    restarts."""
 
     exit_code = EXIT_LIMIT
 
@@ -46,8 +47,8 @@ class ServicesLost(RoomFailed):
 
 
 class WeightsGone(RoomFailed):
-    """The trainer no longer keeps the bytes of a version that a replica or a checkpoint needs. The receiver still has
-    its earlier weights, and nothing is broken."""
+    """The trainer no longer keeps the bytes of a version that a replica or a checkpoint needs. The replica is not
+    broken: the next update brings it newer weights."""
 
 
 class ReplicaBehind(TriremeError):

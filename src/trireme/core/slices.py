@@ -28,8 +28,8 @@ _RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 @dataclass(frozen=True)
 class Slice:
-    """A published tensor that is a part of `source`: its element [j_0, j_1, ...] is element
-    `offset + sum of j_d strides[d]` of the whole `source`, counted in C order."""
+    """A published tensor that is a part of the tensor `source`. Element [j_0, j_1, ...] of the published tensor is
+    element `offset + sum over d of j_d * strides[d]` of the whole `source`, counted in C order."""
 
     source: Tensor
     shape: tuple[int, ...]
@@ -82,8 +82,9 @@ class Slice:
 
 
 class _CopiesAsViews(TorchDispatchMode):
-    """A dispatch mode. Within its `with` block, a copy of a tensor becomes a view of that tensor. Also notes which
-    tensors are changed."""
+    """A dispatch mode with which `find_slices` traces published tensors to their sources. Within its `with` block, a
+    copy of a tensor becomes a view of that tensor, so both have the same storage. The mode also records which storages
+    are written to: a tensor in such a storage is not a plain part of its source."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,9 +110,10 @@ def _storage(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def find_slices(tensors: Mapping[str, Tensor], convert: Convert) -> dict[str, Slice | None]:
-    """Returns {name of a published tensor: its Slice, which says which part of a tensor in `tensors` it is}. The value
-    is None if the published tensor has to be gathered. `tensors`: the model's tensors by name; they may be
-    sharded, and their values are not read. `convert` makes the published tensors from the model's tensors."""
+    """Returns {name of a published tensor: its Slice}. The Slice says which tensor in `tensors` contains the published
+    tensor, and where. The value is None if the published tensor has to be gathered. `tensors`: the model's tensors by
+    name; they may be sharded, and their values are not read. `convert` makes the published tensors from the model's
+    tensors."""
     empty = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     sources = {_storage(tensor): tensors[name] for name, tensor in empty.items()}
     with _CopiesAsViews() as copies:

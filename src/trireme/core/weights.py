@@ -85,8 +85,8 @@ class Layout:
         return tuple(sizes)
 
     def share(self, rank: int, size: int) -> set[str]:
-        """Returns the names of the tensors in the share of rank `rank` of `size` ranks: bucket b belongs to rank
-        b mod `size`."""
+        """Returns the names of the tensors that trainer rank `rank`, one of `size` ranks, stores for receivers: the
+        tensors in its share of the buckets. Bucket b belongs to rank b mod `size`."""
         return {entry.name for entry in self.entries if entry.bucket % size == rank}
 
     def with_hashes(self, hashes: Mapping[str, str]) -> tuple[TensorEntry, ...]:
@@ -176,7 +176,8 @@ class Drift:
 
     @classmethod
     def worst(cls, drifts: Iterable[Drift]) -> Drift:
-        """Returns the largest `mean` and the largest `largest` among `drifts`, which has at least one entry."""
+        """Returns a Drift with the greatest `mean` and the greatest `largest` among `drifts`; the two may come from
+        different entries. `drifts` must have at least one entry."""
         measured = list(drifts)
         return cls(max(drift.mean for drift in measured), max(drift.largest for drift in measured))
 
@@ -315,8 +316,8 @@ def check_received(
 
 
 def _piece_sums(buckets: Sequence[npt.NDArray[np.uint8]], piece: tuple[TensorEntry, int]) -> Sums:
-    """Returns the sums of a piece of at most PIECE_BYTES of a tensor. `piece`: (the tensor's entry, the byte within the
-    tensor at which the piece begins)."""
+    """Returns the sums of one piece of a tensor; a piece has at most PIECE_BYTES bytes. `piece`: (the tensor's entry,
+    the byte within the tensor at which the piece begins)."""
     entry, at = piece
     begin = entry.offset + at
     end = entry.offset + min(at + PIECE_BYTES, entry.nbytes)

@@ -107,8 +107,8 @@ class TrainingRun(ABC):
 
     @abstractmethod
     def train(self, core: Core, attempt: Attempt, journal: Journal) -> None:
-        """Runs the training loop of `attempt` with the rooms `core` to its last step. `journal` writes the row of each
-        step."""
+        """Runs the training loop of `attempt` with the rooms `core` to its last step. `journal` writes the metrics and
+        other results of each step."""
 
     @abstractmethod
     def step_line(self, row: Mapping[str, object]) -> str:

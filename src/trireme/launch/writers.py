@@ -53,9 +53,13 @@ class Sight:
 
 
 def look(mark: Path, text: str, url: str | None, limit_s: float) -> Sight:
-    """Waits up to `limit_s` seconds until this node sees the file `mark` with the contents `text`. If it does not, and
-    `url` is given, deletes drafts of killed attempts from this node's disk and reads HEAD in the store. Returns a
-    Sight. Raises StoreSilent."""
+    """Waits up to `limit_s` seconds until this node sees the file `mark` with the contents `text`. Returns a Sight,
+    which says whether it does.
+
+    If the node does not see the file, and `url` is given, the node has to send its parts of checkpoints to the object
+    storage `url`. Then this function checks that the node can read HEAD in that storage, and deletes drafts that killed
+    attempts have left on the node's disk. Raises StoreSilent if the storage does not answer.
+    """
     deadline = time.monotonic() + limit_s
     while not (visible := sees(mark, text)) and time.monotonic() < deadline:
         time.sleep(TICK_S)

@@ -40,8 +40,8 @@ prefix is distinct once, but is in each datum that begins with it. Columns are c
 datum (with a user's own loss they have it). Keys of a layer are gathered for the tokens of all datums at once (64
 answers to 30,000 tokens have 2 million)."""
 PLACE_BYTES = 96
-"""Bytes for each of these tokens of all datums: columns, log-probabilities and their gradient, and what losses and
-monitors compute with them (counted in `tests/unit/trainer/test_shard_prefixes.py`)."""
+"""Bytes for each token, counted in all datums (see FLAT_TOKENS): columns, log-probabilities and their gradient, and
+what losses and monitors compute with them (counted in `tests/unit/trainer/test_shard_prefixes.py`)."""
 GPU_ALLOWANCES = {"CUDA context": GIB // 2, "NCCL": GIB, "workspaces": GIB // 2}
 """{purpose: bytes} that a shard takes of its GPU in addition to tensors. These are allowances: nothing was measured on
 a GPU."""
@@ -153,8 +153,9 @@ class ModelMemory:
         """Returns the memory of a shard that may fill `room` bytes. `tokens`: the tokens of a full micro-batch;
         `state_bytes`: weights, gradients and moments of the whole model, over all shards.
 
-        The bytes that the state leaves go to activations first, because computing layers twice costs more than
-        gathering weights again. The rest is for keeping all weights and gradients gathered, or at least all weights.
+        After the state, memory is used for activations first, because computing layers twice costs more than gathering
+        weights again. If enough memory is left, all weights and gradients stay gathered. If it is enough only for the
+        weights, all weights stay gathered.
         """
         offloaded = self.on_gpus and options.offload == "cpu"
         state = state_bytes // options.mesh.parts
@@ -188,10 +189,13 @@ class ModelMemory:
 
     def flat(self, tokens: int) -> int:
         """Returns an upper bound of the bytes that a micro-batch takes for the tokens of all its datums
-        (`ShardMemory.flat`). `tokens`: the number of its distinct tokens (a shared prefix counts once). A CPU needs
-        less, because it gathers keys only for the datums of one size at a time. The bound is higher on a GPU:
-        FlashAttention 2 first makes gradients of keys and values for each query head, and then adds up the query heads
-        that have the same key head."""
+        (`ShardMemory.flat`), where a shared prefix counts for each datum. `tokens`: the number of the micro-batch's
+        distinct tokens, where a shared prefix counts once.
+
+        A CPU takes fewer bytes than the bound, because it gathers keys only for the datums of one size at a time. On a
+        GPU the bound is higher if query heads share key heads: FlashAttention 2 first makes gradients of keys and
+        values for each query head, and then adds them up for each key head.
+        """
         facts = self.facts
         heads = 4 * facts.num_kv_heads
         if self.on_gpus and facts.num_heads != facts.num_kv_heads:
@@ -222,8 +226,8 @@ class ModelMemory:
         return values * self.dtype_bytes + (2 * facts.hidden_size + queries + keys) * 4
 
     def activations(self, tokens: int, again: bool) -> int:
-        """Returns the bytes that all layers keep for `tokens` tokens until the backward pass. `again`: layers are
-        computed twice, so they keep only the input of each layer, and all values of one layer."""
+        """Returns the bytes that all layers keep for `tokens` tokens until the backward pass. `again`: True if layers
+        are computed twice. Then each layer keeps only its input, and all values are kept for one layer at a time."""
         layers = self.facts.num_layers
         inputs = self.facts.hidden_size * self.dtype_bytes
         return tokens * (layers * inputs + self.layer_bytes if again else layers * self.layer_bytes)
@@ -236,11 +240,11 @@ class ModelMemory:
         """Returns the most bytes of gathered (whole) weights, gradients and buffers of collectives that a shard holds
         together with the activations.
 
-        With `whole` these are all weights in the dtype that computes, and all gradients, which are summed in float32.
-        Otherwise these are the embeddings and the output matrix, which stay gathered during a pass, and the larger of
-        two peaks. At the first peak the output matrix's gradient is summed in float32 and cast. At the second the shard
-        holds this gradient and a layer's memory: the gathered weights of this layer and the next, the layer's gradient,
-        and the float32 buffer in which gradients are summed over shards.
+        With `whole` these are all weights in the dtype in which models compute, and all gradients, which are summed in
+        float32. Otherwise these are the embeddings and the output matrix, which stay gathered during a pass, and the
+        larger of two peaks. At the first peak the output matrix's gradient is summed in float32 and cast. At the second
+        the shard holds this gradient and a layer's memory: the gathered weights of this layer and the next, the layer's
+        gradient, and the float32 buffer in which gradients are summed over shards.
         """
         dtype = self.dtype_bytes
         layer = self._layer
@@ -299,8 +303,9 @@ def bytes_per_trained(config: CommonConfig) -> int:
 
 
 def bytes_per_parameter(config: CommonConfig, dtype_bytes: int) -> int:
-    """Returns the bytes of state for each parameter of the whole model, in addition to the bytes of trained parameters.
-    Under LoRA these are the bytes of the frozen base, in the dtype that computes. If the KL reference is another model,
-    its bytes are added."""
+    """Returns the bytes of state for each parameter of the whole model, in addition to `bytes_per_trained`. Under LoRA,
+    the frozen weight takes `dtype_bytes`, the size of a number in the dtype in which models compute. If the KL
+    reference is a second model, its weight takes the size of a number in `trainer.master_dtype`. Without LoRA and
+    without such a reference, returns 0."""
     base = dtype_bytes if config.trainer.lora.on else 0
     return base + (DTYPE_BYTES[config.trainer.master_dtype] if config.loads_reference else 0)

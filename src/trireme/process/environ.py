@@ -95,14 +95,15 @@ def prepare_ray_environment(address: str | None, threads: int, deterministic: bo
     be started on this machine, with `threads` threads for each process.
 
     If Ray is started here, all processes of the cluster inherit the variables. They set the number of threads (an
-    existing OMP_NUM_THREADS is kept, except with `deterministic`). They set the usual CPU priority: Ray's default for
-    workers is nice 15, which leaves hardly any lower priority for work that can wait. They give Ray an authentication
-    token: otherwise Ray writes a token into the home directory and prints a line on it at every start. They make all
-    processes listen at 127.0.0.1 only, also the trainer's store and Ray's metrics. (Ray does this by default on Windows
-    and macOS only; so the name of the variable contains WINDOWS_OR_OSX.)
+    existing OMP_NUM_THREADS is kept, except with `deterministic`). They give workers the usual CPU priority. Ray's
+    default for workers is nice 15, which leaves hardly any lower priority for work that can wait. The variables also
+    give Ray an authentication token: otherwise Ray writes a token into the home directory and prints a line on it at
+    every start. They make all processes listen at 127.0.0.1 only, also the trainer's store and Ray's metrics. (Ray does
+    this by default on Windows and macOS only; so the name of the variable contains WINDOWS_OR_OSX.)
 
-    If a cluster is joined, only makes the driver send its token, if it has one. Other clusters ask for a token by
-    default, but a driver sends its token only if a variable says so.
+    If a cluster is joined, sets only RAY_AUTH_MODE, and only if the driver has an authentication token (in
+    RAY_AUTH_TOKEN or in ~/.ray/auth_token). Clusters ask for a token by default, but a driver sends its token only if
+    this variable says so.
     """
     if address is not None:
         if "RAY_AUTH_TOKEN" in os.environ or (Path.home() / ".ray" / "auth_token").is_file():

@@ -164,11 +164,12 @@ class Stop:
 
 def end_after(close: Callable[[], Awaitable[object]]) -> None:
     """Makes SIGTERM end this process, an actor, only after `close()` has finished. `close` must limit its own time.
-    Call this function in the actor's event loop. Ray's own SIGTERM handler is called last, because it ends the process
-    even in the middle of work in that loop.
+    Call this function in the actor's event loop. Ray's own SIGTERM handler runs last, because that handler ends the
+    process at once, even in the middle of work in the event loop.
 
-    A handler in Python is not possible: it needs the main thread, which Ray occupies. faulthandler's handler runs in
-    whichever thread gets the signal, and its output wakes the event loop.
+    The signal is caught by faulthandler, which writes to a pipe and so wakes the event loop. A handler in Python is not
+    possible: it needs the main thread, which Ray occupies. faulthandler's handler runs in whichever thread gets the
+    signal.
     """
     loop = asyncio.get_running_loop()
     (reading, writing) = os.pipe()

@@ -121,9 +121,10 @@ def _beginning(secrets: Mapping[str, str]) -> Callable[[], None]:
 
 
 def _chosen(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns {name: value} of the variables in `environ` that travel: variables with a prefix in PREFIXES (except
-    OF_ONE_NODE and variables with a prefix in KEYS), variables in NAMES, and the variables `names`. Relative entries of
-    PYTHONPATH become absolute. Raises BadInput if one of `names` is not set."""
+    """Returns {name: value} of the variables in `environ` that travel to other nodes: the variables `names`, which the
+    configuration lists; the variables in the constant NAMES; and variables that begin with one of PREFIXES, except
+    OF_ONE_NODE and variables that begin with KEYS. Relative entries of PYTHONPATH become absolute. Raises BadInput if
+    one of `names` is not set."""
     for name in names:
         if name not in environ:
             raise Refusal(

@@ -56,11 +56,11 @@ class Renderer(Protocol):
     def continuation(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int] | None:
         """Returns the end of the prompt for the assistant's next message: the tokens after the last sampled message.
         The whole next prompt is: the prompt of the last sampled message, the tokens of this message, then the result.
-        The last sampled message need not have the key `prompt`.
+        The last sampled message may lack the key `prompt`, because this method does not need it.
 
-        Returns None if the next prompt may not begin with that prompt and those tokens, for example because it strips
-        earlier thinking. Also returns None if the renderer can only make whole prompts. This default always returns
-        None.
+        Returns None if the next prompt might not begin with the earlier prompt and the sampled tokens, for example
+        because the renderer strips earlier thinking. Also returns None if the renderer can only make whole prompts.
+        This default always returns None.
         """
         return None
 

@@ -125,8 +125,9 @@ class PackageRenderer(Renderer):
         renderer strips it, the result is `sampled` without thinking. If sampling was cut off, the result also has the
         end token of `shown`.
 
-        To remove thinking, drops the tokens of `sampled` up to a special token, with or without this token. The
-        remaining tokens must have the same text as `shown`; if no such cut exists, all tokens stay.
+        To remove thinking, cuts `sampled` directly before or after a special token, and drops all tokens before the
+        cut. Takes the last cut after which the remaining tokens have the same text as `shown`. If there is no such cut,
+        keeps all tokens.
         """
         cuts = sorted(n + after for n, token in enumerate(sampled) if token in self._special for after in (0, 1))
         text = self._text(shown)
@@ -170,7 +171,8 @@ class PackageRenderer(Renderer):
 def suitable(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None) -> PackageRenderer:
     """Returns the package's renderer for the tokenizer's model. If the package names a format for this model, takes
     this format. Otherwise takes the first format that renders a test conversation to the same tokens as the tokenizer's
-    chat template. `strip`: True removes thinking from before the last question. Raises BadInput if no format fits."""
+    chat template. `strip`: True if the renderer removes thinking from messages before the last question. Raises
+    BadInput if no format fits."""
     if tokenizer.chat_template is None and Path(tokenizer.name_or_path).is_dir():
         raise BadInput(
             f"{tokenizer.name_or_path} has no chat template, with which a format of the package {PACKAGE} could be "

@@ -29,9 +29,10 @@ def make_renderer(
 ) -> Renderer:
     """Returns the renderer `name` for a `transformers` tokenizer.
 
-    With `name` auto: the renderer in `kinds` that writes the same text as the tokenizer's chat template; else the
-    format of the package `renderers` for the model (`external.suitable`); else the template itself. For a tokenizer
-    without a template: the format that the package names for the model, else role_colon.
+    With `name` auto, takes the first of these three that exists: the renderer in `kinds` that writes the same text as
+    the tokenizer's chat template; the format that the third-party package `renderers` has for the model
+    (`external.suitable`); the template itself. If the tokenizer has no template, takes the format that the third-party
+    package names for the model, or else role_colon.
 
     `strip_thinking_from_history`: prompts show no thinking from before the last question, if the format strips it.
     `enable_thinking` False: prompts ask for an answer without thinking, as Qwen3's template does; None: the format's
@@ -76,8 +77,9 @@ def _class_of(name: str) -> Callable[..., Renderer]:
 
 
 def _suitable(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None) -> Renderer:
-    """Returns the renderer for the name auto (see `make_renderer`). Logs a warning if this renderer is a format of the
-    package `renderers`, or the tokenizer's chat template."""
+    """Returns the renderer for the name auto (see `make_renderer`). If this is a format of the third-party package
+    `renderers`, logs a warning that names the format. If it is the tokenizer's chat template, logs a warning that says
+    why no format of that package is used."""
     if tokenizer.chat_template is None:
         fallback = "role_colon"
     else:

@@ -51,8 +51,8 @@ class TextRenderer(Renderer):
     """The base class of renderers that write a conversation as text.
 
     The constructor of a subclass takes a `transformers` tokenizer, `strip` (True: a prompt shows no thinking from
-    before the last question) and `enable_thinking`. The module in `kinds` that defines the subclass names it
-    `RENDERER`.
+    before the last question) and `enable_thinking`. Each module of `kinds` assigns its subclass to the variable
+    `RENDERER`, through which `table.make_renderer` finds the subclass by the module's name.
     """
 
     thinking_is_open = False
@@ -82,8 +82,8 @@ class TextRenderer(Renderer):
 
     def thinking_from(self, messages: Sequence[Message], generate: bool) -> int:
         """Returns an index into `messages`: the text shows no thinking of messages before this index. If `generate` is
-        False and the last message is the assistant's, this message does not count: the index is the same as in the
-        prompt that asks for it."""
+        False and the last message is the assistant's, computes the index without this message. The index is then the
+        same as in the prompt from which this message is sampled."""
         speaks = bool(messages) and messages[-1]["role"] == "assistant" and not generate
         return self._boundary(messages[:-1] if speaks else messages)
 
@@ -100,8 +100,8 @@ class TextRenderer(Renderer):
     # ---- prompts
 
     def generation_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        """See `Renderer`. If the last sampled message has its `prompt`, the result extends this prompt, unless thinking
-        must be stripped from it."""
+        """See `Renderer`. If the last sampled message has the key `prompt`, the result begins with that earlier prompt,
+        unless the new prompt strips thinking that the earlier prompt shows."""
         sampled = [i for i, m in enumerate(messages) if "tokens" in m]
         if not sampled:
             return self.encode(self.text(messages, tools, True))
@@ -203,9 +203,9 @@ class TextRenderer(Renderer):
 
     def _span(self, full: str, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec]) -> tuple[int, int]:
         """Returns the range of characters (start, end) of message `i` in `full`, the text of the conversation: from the
-        end of the message's header to the end of the token that ends the message. If `full` begins with the generation
-        prompt of an assistant's message, the message's header ends where this prompt ends. Raises ValueError if the
-        message cannot be located."""
+        end of the message's header to the end of the token that ends the message. If message `i` is the assistant's,
+        and `full` begins with the text of the prompt from which it would be sampled, the header ends where this prompt
+        ends. Raises ValueError if the message cannot be located."""
         before, after = self._around(messages, i, tools, False)
         headers = [before]
         if messages[i]["role"] == "assistant":

@@ -71,8 +71,8 @@ class CheckpointDraft:
 
 
 class Checkpoints:
-    """Makes the checkpoints of one attempt. `fixed`: the values that a resume must find unchanged. `decided`: {key of
-    the configuration with the value auto: the value that was decided for it}. `other_rooms`: {name of a part of each
+    """Makes the checkpoints of one attempt. `fixed`: the values that a resume must find unchanged. `decided`:
+    {configuration key: the value that this run uses}, for keys that can be auto. `other_rooms`: {name of a part of each
     checkpoint: the room that saves it}, without the trainer. `note` records an incident. `far` collects the parts from
     nodes that cannot see the run directory; None if all nodes see it."""
 
@@ -113,10 +113,14 @@ class Checkpoints:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """Completes the last checkpoint if training has reached its end. Takes a last checkpoint if a signal or a limit
-        stops the run at a boundary between two steps. If the disk is full, deletes old checkpoints and tries again.
-        Raises StorageFailed if there are no old checkpoints to delete, or if storage fails for another reason. After
-        any other error, waits up to END_S seconds for a checkpoint in flight. Raises RoomFailed, LockLost."""
+        """If training has reached its end, completes the last checkpoint. If a signal or a limit stopped the run
+        between two steps, takes a last checkpoint. In both cases, if the disk is full, deletes old checkpoints and
+        tries again. Raises StorageFailed if there are no old checkpoints to delete, or if storage fails for another
+        reason. Also raises RoomFailed and LockLost.
+
+        If the block ended with any other error, or with StoppedWithoutCheckpoint, only waits up to END_S seconds for
+        the checkpoint that is being written, if there is one.
+        """
         may_save = isinstance(error, Stopped | LimitReached) and not isinstance(error, StoppedWithoutCheckpoint)
         try:
             if error is None or may_save:
@@ -134,7 +138,7 @@ class Checkpoints:
 
     @property
     def _is_unsaved(self) -> bool:
-        """True if the run is at a boundary, and its version has no checkpoint yet."""
+        """True if the run is between two steps, and the current version of the weights has no checkpoint yet."""
         return self._boundary is not None and (self._parent is None or self._boundary[0] != self._parent.step)
 
     def at_boundary(self, version: int, weights: PublishedWeights | None = None) -> None:
@@ -159,14 +163,14 @@ class Checkpoints:
             self._save()
 
     def leave_boundary(self) -> None:
-        """Ends the boundary between two steps. Call it when the trainer is about to change its weights. Until the next
-        boundary no checkpoint can begin."""
+        """Call it when the trainer is about to change its weights. After that, no checkpoint can begin until
+        `at_boundary` is called again."""
         self._boundary = None
 
     def seal(self) -> None:
-        """Turns the draft into a checkpoint, in a background thread. Does nothing if this boundary between two steps
-        has no draft. Without `checkpoint.async_save`, waits until the checkpoint is complete. Call it when the rows of
-        metrics up to this boundary are written."""
+        """Turns the draft into a checkpoint, in a background thread. Does nothing if there is no draft. Without
+        `checkpoint.async_save`, waits until the checkpoint is complete. Call it when the rows of metrics of all
+        finished steps are written."""
         draft = self._draft
         self._draft = None
         if draft is None:
@@ -324,9 +328,10 @@ class Checkpoints:
         self._run.store.check_owner()
 
     def make_room(self) -> None:
-        """Frees space for a row of metrics: waits for the checkpoint in flight, and deletes old checkpoints. If there
-        are no old checkpoints to delete, deletes the draft of this boundary, which then counts as a missed checkpoint.
-        Raises StorageFailed after too many missed checkpoints."""
+        """Frees space for a row of metrics: waits for the checkpoint that is being written in the background, and
+        deletes old checkpoints. If there are no old checkpoints to delete, deletes the draft that waits for `seal`, if
+        there is one; the draft then counts as a missed checkpoint. Raises StorageFailed after too many missed
+        checkpoints. Also raises RoomFailed and LockLost."""
         self._settle()
         if not self._prune_for_room() and self._draft:
             draft = self._draft

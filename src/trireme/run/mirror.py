@@ -47,16 +47,17 @@ TREES = (ROLLOUTS, "logs", "trace", "tensorboard", "wandb")
 LOOK_S = 1.0
 """Seconds between looks for a new checkpoint."""
 EVERY_S = 60.0
-"""Seconds between two uploads while there is no new checkpoint. Each upload brings rows and logs, and finds out whether
-HEAD in the store is still this driver's."""
+"""Seconds between two uploads while there is no new checkpoint. Each upload brings new metrics and logs, and
+finds out if HEAD in the store is still this driver's."""
 RETRY_S = 30.0
 """Seconds until a failed upload is tried again."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The part of a run directory that changes only when an attempt starts: HEAD, and the checkpoints in
-    `branches/`."""
+    """The state of a run directory that changes only when an attempt starts: HEAD (run, lineage and attempt), and the
+    list of checkpoints in `branches/`. `Mirror.bring` compares it before and after an upload, to find out if an attempt
+    began meanwhile."""
 
     head: Head
     parked: frozenset[str]
@@ -314,7 +315,8 @@ class Mirror:
 
     def _put_head(self, new: StoredRun) -> None:
         """Puts `new` as HEAD on the condition that HEAD is still this driver's, then deletes the objects that only the
-        old HEAD named. Raises LockLost if HEAD is another driver's, StorageFailed."""
+        old HEAD named. Raises LockLost if another driver has put HEAD, or if HEAD is missing. Also raises
+        StorageFailed."""
         old = self._stored
         try:
             self._tag = self.bucket.swap(HEAD, new.to_json(), self._tag)
@@ -373,8 +375,9 @@ def _parked(root: Path) -> list[Path]:
 
 
 def _files(root: Path) -> Iterator[str]:
-    """Yields the paths, relative to `root`, of the files to upload other than checkpoints: rows, logs, traces and
-    trackers' files, of the run and of its branches. Leaves out links."""
+    """Yields the paths, relative to `root`, of all files to upload that belong to no checkpoint, such as metrics,
+    rollouts, logs, traces and the files of trackers. Includes these files of the run's branches, and the branches' HEAD
+    files. Leaves out symbolic links in the directories of TREES."""
     for top in (root, *root.glob("branches/*")):
         for name in (*FILES, *((HEAD,) if top != root else ())):
             if (top / name).is_file():

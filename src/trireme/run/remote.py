@@ -46,7 +46,7 @@ class RemoteRun:
     def __init__(self, url: str, config: CommonConfig, say: Callable[[str], None]) -> None:
         """Checks that the store at `url` can hold a run. If the configuration names the run, reads its HEAD, and
         downloads the run if a resume needs it. `say` prints notes. Raises BadInput if the store or the run cannot be
-        used, StorageFailed, CheckpointInvalid."""
+        used. Also raises StorageFailed and CheckpointInvalid."""
         self._url = url
         self._config = config
         self._say = say
@@ -189,8 +189,8 @@ class RemoteRun:
 
     def claim(self, run: RunDir, note: Callable[[str], None]) -> Mirror:
         """Takes over HEAD in the store for `run`. Returns the mirror that uploads `run`; the caller has to start the
-        mirror. `note` records incidents of the mirror. Raises BadInput if another driver took over HEAD first,
-        StorageFailed."""
+        mirror. `note` records incidents of the mirror. Raises BadInput if another driver took over HEAD first. Also
+        raises StorageFailed."""
         bucket = self._bucket or self._look(run.root.name)
         if self._in_store and self._in_store.head.run_id == run.start.run_id:
             before = self._in_store
@@ -221,8 +221,8 @@ class RemoteRun:
         once more at the end of the block. Yields the run with its mirror. Changes through the yielded run also raise
         the errors of `Mirror.check`: LockLost, for example, once another driver has taken over HEAD.
 
-        `note` records incidents. Raises BadInput if another driver took over HEAD first; LockLost; StorageFailed if the
-        last upload is not done in time.
+        `note` records incidents. Raises BadInput if another driver took over HEAD first, and StorageFailed if the last
+        upload is not done in time. Also raises LockLost.
         """
         mirror = self.claim(run, note)
         limit_s = self._config.timeouts.checkpoint_s
@@ -239,8 +239,9 @@ class RemoteRun:
 
 
 def _own_tag(bucket: Bucket, mine: StoredRun) -> str:
-    """Checks a put of `mine` as HEAD that the store reported as refused. The put may have succeeded all the same.
-    Returns the tag of HEAD if HEAD is `mine`. Raises BadInput if another driver has put HEAD."""
+    """Finds out if this driver put `mine` as HEAD although the store refused the put. (A put may succeed although its
+    answer is lost; the store then refuses the same put when it is sent again.) Returns the tag of HEAD if HEAD is
+    `mine`. Otherwise raises BadInput, because another driver has put HEAD. Also raises StorageFailed."""
     head_object = bucket.read(HEAD)
     if head_object and head_object[0] == mine.to_json():
         return head_object[1]
@@ -267,8 +268,8 @@ def _is_up_to_date(root: Path, stored: StoredRun) -> bool:
 
 def _set_aside(root: Path, driver: int) -> Path | None:
     """Renames the directory `root` to <name>.before-<driver>-<random>, and returns the new path. Returns None if there
-    is no such directory. Deletes the directory and returns None if it holds no run. Raises BadInput if the directory's
-    driver is alive, OSError."""
+    is no such directory. Deletes the directory and returns None if it holds no run. Raises BadInput if a running driver
+    uses the directory. Also raises OSError."""
     if not root.exists():
         return None
     if {entry.name for entry in root.iterdir()} <= set(BEFORE_MARKS):

@@ -151,9 +151,10 @@ class RunDir:
         return run
 
     def checkout(self) -> list[str]:
-        """Moves to `branches/` all checkpoints and rows that are later than the start of this attempt, and damaged
-        checkpoints (`CheckpointStore.checkout`). Call it when all rooms have loaded the checkpoint, before any row file
-        is opened. Returns a report for people. Raises StorageFailed, LockLost."""
+        """Moves to `branches/` all checkpoints that are later than the start of this attempt, all metrics, trained
+        problems and rollouts of later steps, and damaged checkpoints (`CheckpointStore.checkout`). Call it when all
+        rooms have loaded the checkpoint, before metrics.jsonl or trained.jsonl is opened. Returns a report for people.
+        Raises StorageFailed, LockLost."""
         return self.store.checkout(self.start.step)
 
     def __enter__(self) -> RunDir:
@@ -291,10 +292,9 @@ def _logs(root: Path, attempt: int) -> Path:
 
 
 def _claim(config: CommonConfig, store: CheckpointStore, head: Head) -> Head:
-    """Claims a number for the attempt. Writes config.json and then HEAD, and returns this HEAD. The order matters: a
-    directory without HEAD holds an interrupted fork or no run (`_begun`). The number is the first free one from
-    `head.attempt` on. The process that makes the attempt's log directory owns the number, even where file locks do not
-    work."""
+    """Claims a number for the attempt. Writes config.json first and HEAD last, because a directory counts as a run as
+    soon as it has HEAD (`_begun`). Returns this HEAD. The number is the first free one from `head.attempt` on. The
+    process that makes the attempt's log directory owns the number, even where file locks do not work."""
     # Without `clean` and `resume`: to run it again must not delete anything.
     resolved = config.model_dump(mode="json", exclude={"clean", "resume"}) | {WRITTEN_BY: _written_by()}
     replace_file(store.root / CONFIG, (to_json(redact_values(resolved), indent=2) + "\n").encode())
@@ -315,7 +315,7 @@ def _created(directory: Path) -> bool:
 
 def _begun(store: CheckpointStore) -> Head | None:
     """Returns HEAD, or None if no run has begun in this directory. Raises BadInput if HEAD is damaged. Also raises
-    BadInput if HEAD is missing although there are checkpoints or rows, as after an interrupted fork."""
+    BadInput if HEAD is missing although there are checkpoints or a file of metrics, as after an interrupted fork."""
     try:
         head = store.head()
         problem = f"{store.root / HEAD} is missing"

@@ -70,7 +70,8 @@ class ReplicaTable(Protocol):
 
 
 class ReplicaSetRoom(Protocol):
-    """The handle of the replica set of an attempt (`inference.replica_set.handle`)."""
+    """The replica set of an attempt, as the manager calls it (`inference.replica_set.handle`). The replica set is an
+    actor that decides which replicas serve, and publishes this as tables."""
 
     incarnation: int
 
@@ -241,9 +242,10 @@ class ReplicaManager:
         return [self._replicas.name(index) for index in starting if self._lives[index].placeless]
 
     def look(self) -> None:
-        """Does the work that is due. Replaces replicas that the replica set has reported as gone for SECOND_OPINION_S,
-        but not while Ray does not know whether they live. Fails replicas that take too long to start. Starts new
-        replicas in the place of replicas that were left out, when it is time to try again."""
+        """Does the work that is due. Replaces a replica once the replica set has reported it as gone for
+        SECOND_OPINION_S. If a request did not reach the replica, the replacement waits until Ray knows if the replica
+        lives. Fails replicas that take too long to start. If a replica was lost and not replaced, because the restart
+        budget was used up, starts another replica in its place after `cluster.restart_window_s`."""
         now = time.monotonic()
         for index in self._of(PartHealth.CATCHING_UP, PartHealth.HEALTHY):
             reason = self._reason(index)
@@ -268,9 +270,10 @@ class ReplicaManager:
         return index in self._lives and self._lives[index].state is PartHealth.HEALTHY
 
     def lost(self, index: int, failure: TriremeError, died: bool) -> None:
-        """Replaces replica `index`, which was lost with `failure`. If the restart budget is used up, leaves the replica
-        out. If the replica was leaving, only removes it. If it can neither be replaced nor left out, raises the error
-        that ends the run. `died`: the replica's process ended."""
+        """Replaces replica `index`, which was lost with `failure`. If the restart budget is used up but enough other
+        replicas remain, the run continues without this replica. If the replica was leaving, only removes it. If the
+        replica can neither be replaced nor spared, raises the error that ends the run. `died`: the replica's process
+        ended."""
         if self._replica_set:
             self._replica_set.leave(index, str(failure))
         life = self._lives[index]
@@ -311,7 +314,8 @@ class ReplicaManager:
 
     def scale(self, target: int) -> str:
         """Changes the number of replicas to `target`: starts some, or makes some leave after their present requests.
-        Returns a sentence for people about the changes. Replicas that were left out are not tried again."""
+        Returns a sentence for people about the changes. From then on, `look` no longer starts replicas in the place of
+        lost ones that were not replaced."""
         staying = [index for index, life in self._lives.items() if life.state is not PartHealth.DRAINING]
         while self._left_out:
             self._places.give_back(self._left_out.pop()[1])

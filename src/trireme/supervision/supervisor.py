@@ -231,7 +231,9 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------------ the thread
 
     def _follow(self) -> None:
-        """Runs the thread. An unexpected error also ends the run, which must not continue unsupervised."""
+        """The function of the supervisor's thread: monitors the run until `__exit__` is called or Ray's processes are
+        lost. If an unexpected error ends the thread, `check` raises a RoomFailed that ends the run, because a run must
+        not continue unsupervised."""
         try:
             while not self._ending.is_set():
                 self._turn()

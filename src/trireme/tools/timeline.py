@@ -307,8 +307,8 @@ def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def timeline_to_json(timeline: Timeline) -> JsonObject:
-    """Returns the timeline as JSON values. Times are in seconds since its start; spans that are not over end with the
-    timeline."""
+    """Returns the timeline as JSON values. Times are in seconds since its start. If a span has not ended yet, its end
+    is the end of the timeline."""
 
     def seconds(at: int | None) -> float:
         return round(((timeline.end if at is None else at) - timeline.start) / 1e6, 5)

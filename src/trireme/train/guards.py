@@ -22,8 +22,8 @@ KL = "optim/kl_sample_train_v2"
 
 
 class RefusedSteps:
-    """Counts the steps of one attempt in which the trainer refused an update, because a gradient was not finite. `say`
-    prints a line."""
+    """Counts consecutive steps of one attempt in which the trainer refused to change its weights in a substep, because
+    the gradient was not finite. `say` prints a line of text."""
 
     def __init__(self, config: CommonConfig, say: Callable[[str], None]) -> None:
         self._limit = config.trainer.max_refused_steps
@@ -31,9 +31,10 @@ class RefusedSteps:
         self._refused = 0
 
     def update(self, update: Callable[[], OptimStepResponse], name: str, suspects: Sequence[str]) -> float:
-        """Updates the weights by calling `update`. Returns the norm of the gradient. If the gradient is not finite, the
-        trainer refuses the update: the weights do not change, the run continues, and this returns NaN. `name`: the name
-        of the update in messages. `suspects`: the problems of the datums whose loss was not finite."""
+        """Changes the weights by calling `update`, which runs one step of the optimiser. Returns the norm of the
+        gradient. If the gradient is not finite, the trainer refuses to change the weights; this method then returns
+        NaN, and the run continues. `name`: the name of the optimiser's step in messages. `suspects`: the problems of
+        the datums whose loss was not finite."""
         try:
             return update().metrics["grad_norm"]
         except NonFiniteGradient as error:
@@ -43,8 +44,8 @@ class RefusedSteps:
             return nan
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """Checks `row`, the metrics of a finished step. Raises LimitReached if the trainer refused an update in each of
-        the last `trainer.max_refused_steps` steps."""
+        """Checks `row`, the metrics of a finished step. Raises LimitReached if, in each of the last
+        `trainer.max_refused_steps` steps, the trainer refused at least once to change its weights."""
         if row["optim/refused"]:
             self._refused += 1
         else:
@@ -59,9 +60,9 @@ class RefusedSteps:
 
 
 class Guard(RefusedSteps):
-    """Guards a run of `rl`. Counts refused updates as RefusedSteps does. Warns, or stops the run, when trainer and
-    sampler are too far apart. Warns when, for several steps, nearly all problems of an environment were too hard, or
-    too easy, to learn from."""
+    """Guards a run of `rl`. Counts steps in which the trainer refused to change its weights, as RefusedSteps does.
+    Warns, or stops the run, when trainer and sampler are too far apart. Warns when, for several steps, nearly all
+    problems of an environment were too hard, or too easy, to learn from."""
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
         super().__init__(config, say)
@@ -72,9 +73,9 @@ class Guard(RefusedSteps):
         self._alarmed = False
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """Checks `row`, the metrics of a finished step. Raises LimitReached if the trainer refused an update in each of
-        the last `trainer.max_refused_steps` steps. Also raises LimitReached if the KL between sampler and
-        trainer exceeds `trainer.kl.stop`."""
+        """Checks `row`, the metrics of a finished step. Raises LimitReached if, in each of the last
+        `trainer.max_refused_steps` steps, the trainer refused at least once to change its weights. Also raises
+        LimitReached if the KL between sampler and trainer exceeds `trainer.kl.stop`."""
         super().check(row)
         self._check_difficulty(row)
         kl = row[KL]

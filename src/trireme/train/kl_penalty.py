@@ -31,7 +31,8 @@ REFERENCE = "reference_logprobs"
 
 class KlPenalty:
     """Adds the KL penalty to the advantages of the minibatches of a step. If `coef` is 0, passes the minibatches on
-    unchanged. Stores the mean distance dbar of each substep for the metrics of the step.
+    unchanged. For the metrics of the step, stores dbar of each substep: the mean, over the action tokens of the
+    substep, of the sampler's log-probability minus the reference's.
 
     `update_every`: the policy's weights become the reference every `update_every` steps; 0: never.
     """
@@ -45,8 +46,8 @@ class KlPenalty:
 
     def __call__(self, minibatches: Iterator[Minibatch]) -> Iterator[Minibatch]:
         """Yields the minibatches of one substep with the penalty added. Computes the reference's log-probabilities of
-        each minibatch as soon as the minibatch arrives. But dbar needs all minibatches, so no minibatch is yielded
-        before the last has arrived."""
+        each minibatch as soon as the minibatch arrives. Yields no minibatch before the last has arrived, because the
+        penalty contains dbar, a mean over all minibatches."""
         if not self._coef:
             yield from minibatches
             return
@@ -71,8 +72,8 @@ class KlPenalty:
             self._trainer.update_reference()
 
     def take(self) -> dict[str, float]:
-        """Returns the metric `kl_policy_base`: the mean of dbar over the substeps since the last call. Without a
-        penalty returns no metric."""
+        """Returns the metric `kl_policy_base`: the mean of dbar (see KlPenalty) over the substeps since the last call.
+        Without a penalty returns no metric."""
         means = self._means
         self._means = []
         if means:
@@ -89,8 +90,10 @@ def sum_distances(batch: TokenBatch) -> Floats:
 
 
 def with_penalty(batch: TokenBatch, mean: float, coef: float, discount: float) -> TokenBatch:
-    """Returns the batch with the penalty added to its advantages, and without the column REFERENCE. `mean`: dbar, the
-    mean of d_t over all action tokens of the substep."""
+    """Returns the batch with the penalty added to its advantages, and without the column REFERENCE. Let d_t be the
+    sampler's log-probability of token t minus the reference's. The penalty adds coef (mean - d_t) to the advantage of
+    each action token (mask not 0). With `discount` > 0 it also adds the discounted terms of the later action tokens of
+    the datum. `mean`: dbar, the mean of d_t over all action tokens of the substep."""
     added = coef * _acts(batch) * (mean - _distances(batch))
     if discount:
         added = _acts(batch) * discounted_future_sum(added, batch.offsets, discount)

@@ -122,8 +122,8 @@ def _encode(base: Any, bucket: Any, changes: Any) -> Any:
 
 def _apply(changes: Any, words: Any, starts: Any, added: Any) -> Any:
     """Applies `changes`, uint8 in the format of this module, to `words`, uint16. Adds to `added`, uint64 [tensors, 2],
-    what the changes add to both sums of each tensor. `starts`: the number of each tensor's first word. Returns False
-    for changes that do not fit `words`."""
+    what the changes add to the two checksums (`Sums`) of each tensor. `starts`: the number of each tensor's first word.
+    Returns False for changes that do not fit `words`."""
     position = -1
     tensor = 0
     at = 0

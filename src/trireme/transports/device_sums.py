@@ -1,13 +1,13 @@
-"""Computes the sums of `trireme.core.digest` of many tensors by one kernel in Triton, on the device that holds them.
+"""Computes the checksums (`trireme.core.digest.Sums`) of many tensors by one Triton kernel, on the tensors' device.
 
 Each `TensorPart` becomes a job. Dimensions that are evenly spaced both in memory and in the whole tensor are merged
 (`merged`). The elements along the innermost dimension that remains are a row. A program takes a piece of one row, so it
 divides a few times and never for an element. Programs add their two sums to the tensor's row of the result by atomic
 additions, which are exact modulo 2^64 in any order.
 
-Jobs that need different code (`Variant`) are launched separately: a few launches, however many tensors. Parts that the
-kernel cannot sum (more dimensions, other dtypes) are summed on the host; no published model has any. Tests compare the
-kernel with an oracle that computes the same sums by tensor operations.
+Jobs that need different code (`Variant`) are launched separately: a few launches, however many tensors. If the kernel
+cannot process a part (more dimensions, other dtypes), the CPU computes its checksums; no published model has such a
+part. Tests compare the kernel with an oracle that computes the same checksums by tensor operations.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ _MAX_OUTER = tl.constexpr(MAX_OUTER)
 
 
 class Variant(NamedTuple):
-    """Properties that are fixed when the kernel is compiled. One launch sums all jobs with the same properties."""
+    """The properties of a job that are compile-time constants of the kernel. One launch computes the checksums of all
+    jobs with equal properties."""
 
     source: torch.dtype
     """The dtype that is loaded: an integer of the same size, unless elements are converted."""
@@ -107,8 +108,9 @@ def _find_job(program: tl.tensor, ends: tl.tensor, count: tl.tensor, halvings: t
 def _add(
     first: tl.tensor, second: tl.tensor, value: tl.tensor, element: tl.tensor, WORDS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Adds the words of the elements `value` to the sums `first` and `second`, uint64, and returns the new sums.
-    `element`: the elements' places in the whole tensor. `WORDS`: words of an element; 0: an element is half a word."""
+    """Adds the contributions of the elements `value` to `first` and `second`, uint64: a tensor's two checksums so far.
+    Returns the new values. `element`: the elements' places in the whole tensor. `WORDS`: 16-bit words of an element; 0:
+    an element is half a word."""
     if WORDS == 0:
         half = value.to(tl.uint8, bitcast=True).to(tl.uint64)
         word = half << ((element & 1) * 8).to(tl.uint64)
@@ -143,10 +145,10 @@ def sum_kernel(
     CONTIGUOUS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Computes the two sums of one piece of a tensor, and adds them to the tensor's row of `out`, int64 [tensors, 2].
-    The program's number selects the tensor and the piece. `jobs`: int64 [count, FIELDS], from `_job`. `ends`, int32
-    [count], and `halvings`: as in `_find_job`. The arguments in capitals are the fields of `Variant` with these
-    names."""
+    """Computes the two checksums (`Sums`) of one piece of a tensor, and adds them to the tensor's row of `out`, int64
+    [tensors, 2]. The program's number selects the tensor and the piece. `jobs`: int64 [count, FIELDS], from `_job`.
+    `ends`, int32 [count], and `halvings`: as in `_find_job`. The arguments in capitals are the fields of `Variant` with
+    these names."""
     program = tl.program_id(0)
     number = _find_job(program, ends, count, halvings)
     job = jobs + number.to(tl.int64) * _FIELDS
@@ -192,8 +194,9 @@ def sum_kernel(
 
 
 def device_sums(parts: Sequence[TensorPart]) -> Tensor:
-    """Returns the sums of all tensors of `parts`, in order: int64 [tensors, 2] on the device of the tensors. Does not
-    wait for the device: do not write to the tensors' memory until the work now queued in the current stream is done."""
+    """Returns the two checksums (`Sums.signed`) of each tensor of `parts`, in order: int64 [tensors, 2] on the device
+    of the tensors. Does not wait for the device: do not write to the tensors' memory until the work now queued in the
+    current stream is done."""
     device = parts[0].tensor.device
     total = torch.zeros(sum(part.tensors for part in parts), 2, dtype=torch.int64, device=device)
     by_variant, host_parts = jobs_of(parts)
@@ -216,8 +219,8 @@ def device_sums(parts: Sequence[TensorPart]) -> Tensor:
 
 
 def jobs_of(parts: Sequence[TensorPart]) -> tuple[dict[Variant, list[list[int]]], dict[int, TensorPart]]:
-    """Returns {variant: its jobs, each a list of FIELDS numbers} for the parts that the kernel can sum, and {row: part}
-    for the other parts. `row` is the row of the result for the part's first tensor."""
+    """Returns {variant: its jobs, each a list of FIELDS numbers} for the parts that the kernel can process, and {row:
+    part} for the other parts. `row` is the row of the result for the part's first tensor."""
     by_variant: defaultdict[Variant, list[list[int]]] = defaultdict(list)
     host_parts = {}
     row = 0

@@ -1,4 +1,4 @@
-"""The sums of `trireme.core.digest` of tensors on any device, whole or in part.
+"""Computes the checksums (`trireme.core.digest.Sums`) of whole tensors and of parts of tensors, on any device.
 
 A part says where its elements lie in the whole tensor: element [j_0, j_1, ...] of the part is element
 `first + sum of j_d strides[d]` of the whole, counted in C order. So a rectangle of the whole has the strides of the
@@ -45,9 +45,10 @@ def rectangle(whole: Sequence[int], start: Sequence[int]) -> tuple[int, tuple[in
 
 
 def merged(dimensions: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Merges dimensions of a tensor that lies in two memories. Each of `dimensions` is (size, stride in the first
-    memory, stride in the second memory). Returns the fewest dimensions, at least one, that reach the same elements,
-    with the smallest stride in the first memory first.
+    """Merges the dimensions of an array as far as its elements stay evenly spaced in two layouts, such as a part's
+    memory and the whole tensor. A kernel then has fewer dimensions to go through. Each of `dimensions` is (size, stride
+    in the first layout, stride in the second layout). Returns the fewest such dimensions, at least one, that describe
+    the same elements, with the smallest stride in the first layout first.
 
     >>> merged([(5, 24, 24), (3, 8, 8), (8, 1, 1)]), merged([(5, 24, 80), (3, 8, 8), (1, 8, 8), (8, 1, 1)])
     ([(120, 1, 1)], [(24, 1, 1), (5, 24, 80)])
@@ -62,8 +63,9 @@ def merged(dimensions: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, i
 
 
 class TensorPart(NamedTuple):
-    """Tensors of one storage to sum, with equal shapes and strides. Each tensor is a part of a larger tensor, its
-    whole; all tensors have the same place in their wholes."""
+    """One or more tensors whose checksums are computed together. They are in one storage, with equal shapes and
+    strides. Each tensor is all or part of a published tensor, its whole. All of them have the same place in their
+    wholes."""
 
     tensor: Tensor
     """The first of the tensors."""
@@ -72,7 +74,7 @@ class TensorPart(NamedTuple):
     strides: Sequence[int]
     """For each dimension of a tensor, the distance in its whole from one element to the next, in elements."""
     dtype: torch.dtype
-    """The dtype in which the tensors are summed."""
+    """The dtype to which the tensors are converted before their checksums are computed."""
     tensors: int = 1
     """Number of tensors."""
     pace: int = 0
@@ -84,8 +86,8 @@ def equal_parts(
 ) -> list[TensorPart]:
     """Returns `tensors` as parts, in order. The tensors have one storage, shape and strides. If they are evenly spaced
     in memory (experts of a stack), one TensorPart has all of them; else each tensor has one. `first`, `strides`: place
-    and strides of each tensor in its whole, in elements. `dtype`: the dtype in which they are summed (None: their
-    own)."""
+    and strides of each tensor in its whole, in elements. `dtype`: the dtype to which the tensors are converted before
+    their checksums are computed (None: their own)."""
     start = tensors[0].detach()
     target = dtype or tensors[0].dtype
     paces = {int(b.storage_offset() - a.storage_offset()) for a, b in pairwise(tensors)} or {0}
@@ -95,10 +97,11 @@ def equal_parts(
 
 
 def part_sums(parts: Sequence[TensorPart]) -> Tensor:
-    """Returns the sums of all tensors of `parts`, in order: int64 [tensors, 2] (`Sums.signed`). All tensors are on one
-    device, and the result is on it too. Does not wait for the device.
+    """Returns the two checksums (`Sums.signed`) of each tensor of `parts`, in order: int64 [tensors, 2]. All tensors
+    are on one device, and the result is on it too. Does not wait for the device.
 
-    On CUDA, a kernel computes the sums in a few launches. On a CPU, the kernel of `trireme.core.digest` computes them.
+    On CUDA, a kernel computes the checksums in a few launches. On a CPU, the kernel of `trireme.core.digest` computes
+    them.
     """
     if parts[0].tensor.is_cuda:
         from trireme.transports.device_sums import device_sums  # imports Triton
@@ -108,12 +111,12 @@ def part_sums(parts: Sequence[TensorPart]) -> Tensor:
 
 
 def tensor_sums(tensor: Tensor) -> Tensor:
-    """Returns the sums of a whole tensor, int64 [2] on its device, as `part_sums` does."""
+    """Returns the two checksums of a whole tensor, int64 [2] on its device, as `part_sums` does."""
     return part_sums([TensorPart(tensor.detach(), 0, c_strides(tensor.shape), tensor.dtype)])[0]
 
 
 def host_sums(part: TensorPart) -> Iterator[tuple[int, int]]:
-    """Yields for each tensor of a part its two sums (`Sums.signed`), which the CPU computes."""
+    """Yields for each tensor of a part its two checksums (`Sums.signed`), which the CPU computes."""
     limit = PIECE_WORDS * WORD_BYTES // part.dtype.itemsize
     start = part.tensor.storage_offset()
     for number in range(part.tensors):
@@ -146,8 +149,8 @@ def _pieces(part: Tensor, first: int, strides: Sequence[int], limit: int) -> Ite
 
 
 def _piece_sums(piece: Tensor, first: int, strides: Sequence[int]) -> Sums:
-    """Returns the sums of `piece`, a contiguous CPU tensor. `first`, `strides`: the place of its first element, and its
-    strides, in the whole tensor, in elements."""
+    """Returns the checksums of `piece`, a contiguous CPU tensor. `first`, `strides`: the place of its first element,
+    and its strides, in the whole tensor, in elements."""
     if piece.element_size() == 1:  # halves of words; zeros between them add nothing
         ends = ((size - 1) * stride for size, stride in zip(piece.shape, strides, strict=True))
         spread = torch.zeros(first % WORD_BYTES + sum(ends) + 1, dtype=torch.uint8)

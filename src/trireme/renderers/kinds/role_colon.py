@@ -71,8 +71,8 @@ class RoleColonRenderer(TextRenderer):
         return super()._followed_by(self.closed(sampled), after)
 
     def _next_speaker(self, sampled: list[int]) -> str:
-        """Returns the text of a sampled message from the beginning of its stop string on; "" if no stop string ended
-        the message."""
+        r"""Returns the stop string that ended a sampled message, such as `\n\nUser:`, with any text after it. Returns
+        "" if no stop string ended the message."""
         text = str(self._tokenizer.decode(sampled))
         place = first_of(self.stop_strings, text)
         if place is None:
