@@ -95,7 +95,8 @@ def _first(text: PretrainedConfig, names: tuple[str, ...]) -> Any:
 def _size(text: PretrainedConfig, *names: str) -> int:
     value = _first(text, names)
     if type(value) is not int or value < 1:
-        raise ValueError(f"its {' or '.join(names)} is {value}; expected a whole number above 0")
+        size = "is missing" if value is None else f"is {value!r}"
+        raise ValueError(f"its {' or '.join(names)} {size}; expected a whole number above 0")
     return value
 
 

@@ -73,7 +73,7 @@ def test_the_text_part_of_a_model_that_also_sees() -> None:
         ({"model_type": "no_such"}, "model_type = no_such is none that transformers"),
         ({"hidden_size": 64}, "model_type = None"),
         ({"model_type": "mamba", "num_hidden_layers": 2}, "write max_position_embeddings into it"),
-        ({"model_type": "deepseek_v2"}, "it has no num_experts_per_tok"),
+        ({"model_type": "deepseek_v2"}, "top_k_experts is missing"),
         ({"model_type": "reformer"}, "transformers cannot build the model (AssertionError"),
         ({"model_type": "clip"}, "Unrecognized configuration class"),
     ],

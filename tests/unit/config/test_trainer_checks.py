@@ -79,7 +79,7 @@ def test_the_engine_has_room_for_one_adapter_on_the_layers_that_are_not_merged()
     taken = config({"rank": 16}).model_copy(
         update={"inference": config({}).inference.model_copy(update={"engine_args": {"max_loras": 4}})}
     )
-    with pytest.raises(BadInput, match="sets max_loras"):
+    with pytest.raises(BadInput, match="Trireme sets itself: max_loras"):
         engine_args(taken, on_cpu=True)
 
 

@@ -215,7 +215,7 @@ def test_logprobs_are_those_of_the_sampled_tokens() -> None:
     answer = sampled_sequence(request, output, None)
     assert (answer.logprobs.dtype, answer.logprobs.tolist()) == (np.float32, [0, -1, -2])
     output.outputs[0].token_ids[1] = 9
-    with pytest.raises(RoomFailed, match=r"logprobs of \[0, 1, 2\] for the sampled tokens \[0, 9, 2\]"):
+    with pytest.raises(RoomFailed, match=r"sampled the tokens \[0, 9, 2\], but gave logprobs of \[0, 1, 2\]"):
         sampled_sequence(request, output, None)
 
 
