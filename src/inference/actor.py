@@ -116,9 +116,9 @@ log = logging.getLogger(__name__)
 class ReplicaActor:
     """The Ray actor of one replica. Call `start` first, and wait for it; then methods may be called concurrently.
 
-    After WeightsRefused, a failed update or the death of the engine this replica is broken: it no longer samples, and
-    `heartbeat` raises the reason. A failed update is never repeated, so the replica must be replaced. If only the
-    engine was lost (`has_lost_engine`), `restart` starts another engine in this actor.
+    This replica breaks when its engine dies or hangs, or when loading weights fails. It then no longer samples, and
+    `heartbeat` raises the reason. If only the engine was lost (`has_lost_engine`), `restart` starts another engine in
+    this actor. After any other failure the replica must be replaced, because a failed update is never repeated.
     """
 
     engine: AsyncLLM
@@ -150,7 +150,7 @@ class ReplicaActor:
         trace.start(log_dir, f"inference_{index}", config.trace.max_mb)
 
     def _begin_anew(self) -> None:
-        """Resets this actor's state for a new engine, without requests and weights."""
+        """Resets this actor's state for a new engine, which has no requests and has not taken any weights."""
         self.sampling = trace.Busy("sampling")
         self.identity: WeightIdentity | None = None
         self._updates = OnceForEach[UpdateReport]()
@@ -243,9 +243,10 @@ class ReplicaActor:
 
     @remote_method
     async def heartbeat(self) -> Heartbeat:
-        """Returns, without waiting, a Heartbeat: the process ids of this actor and its engine, their node, and the
-        engine's silence with its limit (see `behind`). Raises RoomFailed or WeightsRefused, with the reason, if this
-        replica is broken. Kills an engine that has been silent for too long, and then raises RoomFailed."""
+        """Returns a Heartbeat without waiting: the process ids of this actor and its engine, their node, how many
+        seconds the engine has been silent, and how many seconds of silence are allowed (see `behind`). Raises
+        RoomFailed or WeightsRefused, with the reason, if this replica is broken. If the engine has been silent for too
+        long, kills it and raises RoomFailed."""
         with self._log_in_errors():
             self._raise_if_broken()
         node = ray.get_runtime_context().get_node_id()
@@ -265,9 +266,9 @@ class ReplicaActor:
 
     @remote_method
     async def exchange(self, caller: str, message: bytes) -> bytes:
-        """Begins to sample the packed requests in `message`. Waits for outcomes of this `caller`'s requests, including
-        requests from earlier calls. Returns the outcomes as a packed `Reply` (`BatchingServer.exchange` in
-        `inference.batching_server`)."""
+        """Begins to sample the packed requests in `message`. Then waits until a request of this `caller`, from this
+        call or an earlier one, has an outcome, or until the caller makes another call. Returns the outcomes as a packed
+        `Reply` (see `BatchingServer.exchange` in `inference.batching_server`)."""
         return await self._desk.exchange(caller, message)
 
     @remote_method
@@ -277,8 +278,9 @@ class ReplicaActor:
 
     @remote_method
     async def stats(self) -> ReplicaStats:
-        """Returns the utilisation at the engine's last step, and the weights in use. Raises RoomFailed or
-        WeightsRefused when this replica is broken."""
+        """Returns how busy the engine was at its last step (running and waiting sequences, share of the KV cache in
+        use), and the identity of the weights in use. Raises RoomFailed or WeightsRefused when this replica is
+        broken."""
         self._raise_if_broken()
         stats = self.engine_stats.stats(self.engine.get_num_unfinished_requests())
         return replace(stats, weights=self.identity)
@@ -450,9 +452,10 @@ class ReplicaActor:
         adapter: LoRARequest | None = None,
         arrival: float | None = None,
     ) -> RequestOutputCollector:
-        """Adds the request `name` to the engine's queue; returns where its answer will come. `salt`: only requests with
-        equal salts share blocks of the prefix cache. `priority`: lower numbers run first. `adapter`: None: the
-        weights of the newest update. `arrival`: Unix time that orders the queue; None: now."""
+        """Adds the request `name` to the engine's queue; returns the collector that will get its answer. `salt`: only
+        requests with equal salts share blocks of the prefix cache. `priority`: lower numbers run first. `adapter`: the
+        adapter to sample with. If it is None, the weights of the newest update are used. `arrival`: the Unix time by
+        which the queue orders requests of equal priority. If it is None, the present time is used."""
         from vllm.inputs import tokens_input
 
         if not self._has_requests:
@@ -589,10 +592,11 @@ class ReplicaActor:
     @asynccontextmanager
     async def _received(self, published: PublishedWeights, step: Step) -> AsyncIterator[dict[str, Any]]:
         """Context manager: fetches the bytes of `published` and maps them into the engine process. The block of the
-        caller's `async with` then loads them. Yields two fields of an UpdateReport by name: `received`, the number of
-        bytes, and `refused`, True if a delta was refused. If a delta does not yield the published bytes, fetches the
-        whole weights instead. If the first fetch fails, raises a TriremeError, and nothing has changed. If anything
-        fails later, also in the block, this replica breaks, and a TriremeError is raised."""
+        caller's `async with` then loads them. If a delta does not produce the published bytes, this replica refuses the
+        delta and fetches the whole weights instead. Yields a dict with two fields for the UpdateReport: `received`, the
+        number of bytes in the last fetch, and `refused`, True if a delta was refused. If the first fetch fails, raises
+        a TriremeError, and nothing has changed. If anything fails later, also in the block, breaks this replica and
+        raises a TriremeError."""
         self._raise_if_broken()
         stack = AsyncExitStack()
         try:
@@ -649,9 +653,10 @@ class ReplicaActor:
         self.identity = identity
 
     async def _receive(self, manifest: WeightsManifest, arrived: Arrived, step: Step) -> str:
-        """Maps the bytes `arrived` into the engine process and waits until they are checked; the engine continues to
-        sample. Returns "" if the bytes match the manifest, else why they do not. Raises WeightsRefused for an adapter
-        if the files of the base model that it was trained on differ from this replica's."""
+        """Maps the received bytes (`arrived`) into the engine process and waits until they are checked. The engine
+        continues to sample meanwhile. Returns "" if the bytes match the manifest, else the reason why they do not. For
+        an adapter, raises WeightsRefused if the adapter was trained on a base model whose files differ from this
+        replica's."""
         if manifest.adapter and manifest.adapter.base != self.base:
             raise WeightsRefused(
                 f"version {manifest.identity.version} is an {manifest.adapter}, but the files of "
@@ -863,10 +868,10 @@ class ReplicaActor:
         self._step_deadline.note(self._stalls.answered(silent_s))
 
     def behind(self) -> tuple[float, float]:
-        """Returns how long the engine has been silent, and the limit for that, both in seconds. Two silences are
-        measured, each with its own limit: the time since the engine's last answer, and the time without progress on CPU
-        or GPU (`StallClock`). Returns the silence that is closer to its limit; 0 if the engine has no work or is
-        paused. At the limit, kills the engine and raises RoomFailed."""
+        """Returns two durations in seconds: how long the engine has been silent, and the limit. Measures silence in two
+        ways, each with its own limit: the time since the engine's last answer, and the time without progress on CPU or
+        GPU (`StallClock`). Returns the measurement that is closer to its limit; the silence is 0 if the engine has no
+        work or is paused. At the limit, kills the engine and raises RoomFailed."""
         # Nothing is expected of the engine while it stands still for an update, which has a deadline of its own.
         works = (self._has_requests or self.halting) and not self.standing
         silent_s = self.engine_stats.silent_s if works else 0.0
@@ -968,8 +973,8 @@ async def answer_of(collector: RequestOutputCollector) -> RequestOutput:
 
 
 def refusal(error: BaseException) -> TriremeError:
-    """Returns the error that the caller of a request gets for `error`, an exception about the request itself: `error`
-    if it is a TriremeError, else a BadRequest."""
+    """Converts `error`, an exception that a request itself caused, to the error that the request's caller gets. Returns
+    `error` unchanged if it is a TriremeError, else a BadRequest."""
     if isinstance(error, TriremeError):
         return error
     log.warning("a request is refused", exc_info=error)

@@ -45,7 +45,8 @@ file of that name: it has the adapter."""
 
 
 def request_of(name: str, number: int) -> LoRARequest:
-    """Returns the vLLM request object that names the loaded adapter `name`, under vLLM's number `number`."""
+    """Returns a LoRARequest, the object by which a sampling request tells vLLM which adapter to use. `name`: the
+    adapter's name. `number`: the number under which vLLM holds the adapter."""
     return LoRARequest(name, number, "in memory")
 
 
@@ -91,9 +92,9 @@ def take_adapter(
 ) -> dict[str, str]:
     """Replaces the values of the policy's adapter in vLLM's model runner, while the scheduler is paused. `tensors`:
     {peft's name: tensor}. `follower`: a TensorFollower that was made with the function `stacks`. It observes the load,
-    and can then compute checksums of the loaded values. `traced`: True if the replica has a checked record, from an
-    earlier update, of where vLLM's loaders copy the tensors; False: `follower` makes a record now. Returns {tensor
-    whose values `follower` cannot find in the model: reason}."""
+    and can then compute checksums of the loaded values. `traced`: True if an earlier update recorded where vLLM's
+    loaders copy the tensors, and the replica accepted the record (`LoadedProof.traced`). If it is False, `follower`
+    makes a new record during this load. Returns {tensor whose values `follower` cannot find in the model: reason}."""
     # vLLM's public way, `add_lora`, reads files of a directory: a second copy on a disk, which has no digest.
     manager = runner.lora_manager._adapter_manager
     dtype = manager.lora_config.lora_dtype

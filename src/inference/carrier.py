@@ -24,8 +24,9 @@ class Carrier:
         self._slabs = cycle((slab, torch.cuda.Event() if pinned else None) for slab in slabs)
 
     def carry(self, source: npt.NDArray[np.uint8], target: Tensor) -> None:
-        """Copies `source` to `target`, uint8 [n] on the GPU, on the device's current stream. On return `source` may be
-        overwritten, although the last pieces may still be in transit to the GPU."""
+        """Copies `source` to `target`, uint8 [n] on the GPU, on the device's current stream. The caller can reuse
+        `source` after the return, even if the last pieces have not reached the GPU yet: they are in the staging
+        buffers."""
         for at in range(0, len(source), SLAB_BYTES):
             slab, free = next(self._slabs)
             part = source[at : at + SLAB_BYTES]

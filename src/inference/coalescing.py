@@ -119,8 +119,8 @@ def joined_logprobs(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
 class CoalescingScheduler(Scheduler):
     """vLLM's scheduler, except for two things. It keeps a place in the batch free for the canary. And it holds back the
     outputs of requests, so that several travel in one message. When a request ends, or has an output that may not wait,
-    its held outputs are sent. All held outputs are sent at a pause, and when a step ends HOLD_S seconds or more after
-    the last time that all were sent."""
+    its held outputs are sent. At a pause, all held outputs are sent. Without a pause, all are sent at the end of a step
+    once HOLD_S seconds have passed since all were last sent."""
 
     _all_sent = 0.0
 

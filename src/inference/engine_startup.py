@@ -114,8 +114,8 @@ def _start_ranks_by(method: str | None) -> None:
 
 
 class LogOnce(logging.Filter):
-    """A log filter: passes only the first record of each message, whatever its arguments. Also drops every message that
-    begins with `without`, unless this is empty."""
+    """A log filter: passes only the first record of each message, whatever its arguments. If the prefix `without` is
+    not empty, also drops every message that begins with this prefix."""
 
     def __init__(self, without: str = "") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A replica's utilisation, from the statistics that vLLM's scheduler sends along with every step's tokens.
+"""Reports how busy a replica's engine is, from the statistics that vLLM's scheduler sends with every step's tokens.
 
 Asking the engine instead would wait for the step in progress.
 """
@@ -68,7 +68,8 @@ class EngineStats(PrometheusStatLogger):
         return time.monotonic() - self._heard
 
     def stats(self, unfinished: int) -> ReplicaStats:
-        """Returns the utilisation at the engine's last step. `unfinished`: the number of sequences that the engine was
+        """Returns how busy the engine was at its last step: the running and waiting sequences, the share of the KV
+        cache in use, and the number of preemptions so far. `unfinished`: the number of sequences that the engine was
         given and has not finished."""
         running = min(self.running, unfinished)
         waiting = unfinished - running

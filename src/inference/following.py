@@ -91,15 +91,15 @@ class TensorFollower:
         factors: Mapping[str, float] = MappingProxyType({}),
         copied: frozenset[str] = frozenset(),
     ) -> Iterator[Iterator[tuple[str, Tensor]]]:
-        """Context manager: observes how vLLM's loaders load `tensors` within its `with` block, so that `loaded` can sum
-        the loaded values. Yields an iterator of (name, tensor) for the loaders; start to iterate only after vLLM has
-        prepared its parameters. The tensors must live until `loaded` is called.
+        """Context manager: observes how vLLM's loaders load `tensors` within its `with` block; the method `loaded` then
+        sums the loaded values. Yields an iterator of (name, tensor) for the loaders; start to iterate only after vLLM
+        has prepared its parameters. The tensors must live until `loaded` is called.
 
-        `traced`: True if the replica has a checked record, which this follower made at an earlier update, of where the
-        loaders copy the tensors. If `traced` is False, or if the tensors' names, order, shapes, dtypes or factors
-        differ from the recorded ones, the follower makes a new record in this block. `factors`: {tensor: power of two
-        by which it was multiplied since it was published}. `copied`: the tensors that `copy` has loaded; the loaders do
-        not get them.
+        `traced`: True if this follower recorded at an earlier update where the loaders copy the tensors, and the
+        replica accepted the record (`LoadedProof.traced`). If `traced` is False, or if the tensors' names, order,
+        shapes, dtypes or factors differ from the recorded ones, the follower makes a new record in this block.
+        `factors`: {tensor: the factor by which it was multiplied since it was published}; its sums are exact only if
+        the factor is a power of two. `copied`: the tensors that `copy` has loaded; the loaders do not get them.
         """
         table = _table_of(tensors, factors)
         self._sums.clear()

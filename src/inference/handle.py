@@ -152,8 +152,8 @@ class InferenceHandle:
 
     @classmethod
     def start(cls, config: Config, options_N: list[ActorOptions], log_dir: Path | None) -> InferenceHandle:
-        """Creates one replica actor for each entry of `options_N`, Ray's options of the actor, and begins to start the
-        actors. Does not wait: see `ready_refs`."""
+        """Creates the replica actors, one for each entry of `options_N`. Each entry holds the Ray options of one actor.
+        Calls each actor's `start` without waiting for it: see `ready_refs`."""
         options = dict(enumerate(options_N))
         return cls(config, {i: _create(config, i, options[i], log_dir) for i in options}, log_dir, options)
 
@@ -245,8 +245,8 @@ class InferenceHandle:
 
     def router_factory(self, source: ReplicaSet | RemoteSet, attempt: int = 0) -> partial[Router]:
         """Returns a function that makes a router over `source` in the process that calls it; picklable if `source` is.
-        `attempt`: the number of the present attempt. The floor of a request is a version of this attempt; weights of an
-        earlier attempt are below every floor."""
+        `attempt`: the number of the present attempt, which the router adds to each request. A replica refuses the
+        request if the replica's weights are from an earlier attempt, whatever their version."""
         facts = ModelFacts.of(self.config, required=False)
         return partial(
             Router,

@@ -39,8 +39,8 @@ class EngineRequest:
     """The adapter that samples the request; None: the weights of updates sample it."""
 
     def named(self, answer: Answer) -> Answer:
-        """Returns `answer` with the identity of the request's adapter in all spans. If the request names no adapter,
-        returns `answer` itself, in which vLLM has already named the weights."""
+        """Returns `answer` with the identity of the request's adapter in all version spans. If the request names no
+        adapter, returns `answer` unchanged: its spans already name the weights that sampled them."""
         if self.adapter is None:
             return answer
         spans = tuple(replace(span, identity=self.adapter.identity, mixed=False) for span in answer.spans)

@@ -84,7 +84,8 @@ class LoadedProof:
 
     @property
     def traced(self) -> bool:
-        """True once an update has recorded where the engine's loaders copy the published tensors."""
+        """True once an update has recorded where the engine's loaders copy the published tensors, and `check` has
+        accepted the record."""
         return self._engine_tensors is not None
 
     def check(self, manifest: WeightsManifest, answers_R: Sequence[bytes]) -> None:

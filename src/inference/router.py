@@ -113,8 +113,9 @@ class Target:
         self.issued.update(dict.fromkeys(row.issued))
 
     def makes_sense(self, answer: SampledSequence | Progress, vocab_size: int | None) -> bool:
-        """Returns True if the tokens of `answer` are in the vocabulary (None: its size is not known) and have finite
-        log-probabilities. Raises RoomFailed at the `SENSELESS`th senseless answer in a row."""
+        """Returns True if `answer` makes sense: every token has a finite log-probability and is in range(`vocab_size`).
+        If `vocab_size` is None, the size is not known, and any token >= 0 is accepted. After SENSELESS senseless
+        answers in a row, raises RoomFailed."""
         tokens = answer.tokens
         logprobs = answer.logprobs
         # Ufuncs, without the Python around them. A negative token is a large one without its sign, and a sum is finite
@@ -193,8 +194,8 @@ class Router:
         `reports`: failures of replicas are reported to the replica set. False: another router uses the same replicas
         and reports them. This router then tries a failed replica again after AGAIN_S seconds, and does not check which
         weights a replica names. Its requests may come before a run has published weights, and wait for them.
-        `attempt`: the number of the present attempt. The floor of a request is a version of this attempt; weights of an
-        earlier attempt are below every floor.
+        `attempt`: the number of the present attempt, which this router adds to each request. A replica refuses the
+        request if the replica's weights are from an earlier attempt, whatever their version.
         """
         self._newest = NewestTable()
         self._targets: dict[int, Target] = {}

@@ -63,7 +63,7 @@ class SamplingClient:
         """
         if num_samples < 1 or not prompt.length:
             raise ValueError(
-                f"{num_samples} samples of a prompt of {prompt.length} tokens; expected at least one of each"
+                f"num_samples = {num_samples} and prompt.length = {prompt.length}; expected both to be at least 1"
             )
         name = f"sample-{next(self._numbers)}"
         params = sampling_params

@@ -114,8 +114,8 @@ class Resumable:
     """Base class of environments whose state a checkpoint may save, so that an unfinished rollout continues after a
     resume.
 
-    A subclass overrides both methods or neither. Defining a class that overrides only `state_dict` raises TypeError,
-    because otherwise the mistake would show only at a resume.
+    A subclass overrides both `state_dict` and `load_state_dict`, or neither. Defining a class that overrides only
+    `state_dict` raises TypeError, because otherwise the mistake would show only at a resume.
     """
 
     def __init_subclass__(cls, **options: object) -> None:

@@ -29,8 +29,8 @@ def scored_to_json(scored: ScoredGroup) -> JsonObject:
 
 
 def scored_from_json(values: Mapping[str, Any], trajectory_from_json: TrajectoryFromJson) -> ScoredGroup:
-    """Returns the group that `scored_to_json` converted to `values`. `trajectory_from_json` makes each trajectory, with
-    its arrays."""
+    """Converts `values`, the result of `scored_to_json`, back to a ScoredGroup. `values` has no arrays, so
+    `trajectory_from_json` gets the values of each trajectory and must return the trajectory with its arrays."""
     return ScoredGroup(
         group=Group(**values["group"]),
         trajectories_G=tuple(map(trajectory_from_json, values["rollouts"])),
@@ -46,7 +46,7 @@ def trajectory_to_json(trajectory: Trajectory) -> JsonObject:
 
 
 def turns_from_json(values: Mapping[str, Any]) -> tuple[Turn, ...]:
-    """Returns the turns of the trajectory that `trajectory_to_json` turned into `values`."""
+    """Returns the turns of a trajectory from `values`, the result of `trajectory_to_json`."""
     return tuple(map(_turn_from_json, values["turns"]))
 
 

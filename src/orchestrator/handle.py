@@ -74,10 +74,10 @@ class OrchestratorHandle:
         self._await_update(self._actor.end_version.remote(), on_tick)
 
     def begin_version(self, identity: WeightIdentity, on_tick: Callable[[], None] = lambda: None) -> None:
-        """Begins the version of the weights `identity`: its groups are sampled once the replicas have these weights.
-        Waits for the update to end if the version is the first or the last of the run, or if `max_steps_off_policy` is
-        0. Waits for the version's evaluation if the version is the last, or in deterministic mode. `on_tick`: see
-        `end_version`."""
+        """Tells the orchestrator that the replicas' update to a new version begins. `identity`: the weights of this
+        version. Does not wait for the update, except for the first and the last version of the run, or if
+        `max_steps_off_policy` is 0. If the version is the last, or in deterministic mode, also waits for the version's
+        evaluation. `on_tick`: see `end_version`."""
         self._await_update(self._actor.begin_version.remote(identity), on_tick)
 
     def follow(self, source: Any) -> None:
@@ -139,8 +139,8 @@ class OrchestratorHandle:
         return self._wait(released, f"the release of step {step + 1}", self._config.timeouts.step_s)
 
     def save_state(self, path: Path) -> waits.Pending[FileRecord]:
-        """Saves the orchestrator's state of the last boundary between two steps to directory `path`. The state is
-        copied before this call returns; the copy is written in the background.
+        """Saves the orchestrator's state in the directory `path`, so that a resumed run continues after the last
+        completed step. The state is copied before this call returns; the copy is written in the background.
 
         May be called until the next update begins, also in the middle of a step that will not be finished. Waiting for
         the returned Pending gives the FileRecords of the written files, or raises StorageFailed.

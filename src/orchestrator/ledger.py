@@ -268,10 +268,11 @@ class Ledger:
     def takeable(self, limit: int) -> int:
         """Returns how many groups to take now, at most `limit`.
 
-        With the policy `wait`, counts all groups that may be taken. With the policy `drop`, counts all finished groups.
-        But if fewer than `limit` groups have finished, `drop` keeps one place of the batch free for each running group
-        that is older (has a lower floor) than a group dispatched now would be. Without this place, such a group could
-        be dropped as too old once the batch is complete.
+        If the stale policy is `wait`, this is the number of groups that may be taken. If it is `drop`, this is the
+        number of finished groups. But if fewer than `limit` groups have finished under `drop`, the result is small
+        enough to leave one place in the batch for each running group that is older (has a lower floor) than a group
+        dispatched now would be. Without this place, such a group could be dropped as too old once the batch is
+        complete.
         """
         count = len(self._takeable(limit))
         if self.policy == "wait" or count == limit:

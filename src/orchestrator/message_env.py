@@ -69,8 +69,9 @@ class MessageEnv(Resumable, ABC):
         Returns the reward, and the next messages or the end of the episode."""
 
     async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
-        """Called instead of `step` for a message that `Renderer.parse_response` cannot read: it was cut off by its
-        length (`cut_off` is True), or is malformed. Unless overridden, ends the episode with reward 0."""
+        """Called instead of `step` for a message that `Renderer.parse_response` cannot read. Either the message reached
+        the token limit and was cut off (`cut_off` is True), or it is malformed. Unless overridden, ends the episode
+        with reward 0."""
         return MessageStep(0.0, True)
 
     def known_answer(self) -> str | None:
@@ -90,8 +91,8 @@ class MessageEnv(Resumable, ABC):
 
 class RenderedEnv(Env):
     """An Env that plays the MessageEnv `env`; `renderer` turns its messages into tokens, and sampled tokens into
-    messages. Adds the metric `parse_error`: 1 for a malformed message, else 0. A message that was cut off by its length
-    does not count as malformed."""
+    messages. Adds the metric `parse_error`: 1 for a malformed message, else 0. A message that was cut off at the token
+    limit does not count as malformed."""
 
     def __init__(self, env: MessageEnv, renderer: Renderer) -> None:
         self._env = env

@@ -213,11 +213,11 @@ class Pipeline:
 
     def release(self, step: int) -> StepSummary:
         """Records that `step` has been trained on. The slots of its groups become free once the replicas have
-        acknowledged the version that the step made. Returns the step's row of metrics, facts of its groups, and its
-        recorded rollouts.
+        acknowledged the version that the step made. Returns the step's row of metrics, the problem, index and floor of
+        each of its groups, and its recorded rollouts.
 
-        The step began with the update to version `step`, and the row holds the metrics of this update. The next update
-        may still be in progress.
+        The row includes the metrics of the update to version `step`, with which the step began. The next update, to the
+        version that the step made, may still be in progress.
         """
         fault_point("orchestrator.release")
         self._background.raise_error(but_limits=True)

@@ -184,7 +184,7 @@ def below(pid: int) -> list[int]:
 
 
 def resident(pid: int) -> int:
-    """Returns the bytes of a process that are in memory."""
+    """Returns the resident memory of the process `pid` in bytes; 0 if the process has ended."""
     try:
         with open(f"/proc/{pid}/statm", "rb") as file:
             return int(file.read().split()[1]) * PAGE
@@ -375,8 +375,9 @@ def be_init(program: int) -> None:
 
 def become(start: CodeStart, directory: str, user: int | None, lower: int) -> None:
     """Sets limits and environment, and replaces this process by the program in `directory`. `user`: the user id to
-    change to first (None: keep the present one). `lower`: the number of other processes that the kernel counts towards
-    the program's process limit. Raises OSError if the program cannot be started."""
+    change to first (None: keep the present one). `lower`: how many processes the kernel counts towards the program's
+    limit on processes although they do not belong to the program; the limit is raised by this number. Raises OSError if
+    the program cannot be started."""
     os.setsid()
     if user is not None:
         os.setgroups([])

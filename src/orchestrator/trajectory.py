@@ -42,7 +42,7 @@ class Transition:
     versions: npt.NDArray[np.int32]
     """[T_ac], the version that sampled each token."""
     mixed: npt.NDArray[np.bool_]
-    """[T_ac], True where that version read keys and values that an older version had computed."""
+    """[T_ac], True where the token was sampled with entries of the KV cache that an older version had computed."""
     identities: tuple[WeightIdentity, ...]
     """The weights that sampled the answer, in order; `versions` has their versions."""
     stop_reason: StopReason
@@ -55,7 +55,8 @@ class Transition:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a trajectory: the place of its tokens, and its values."""
+    """One turn of a trajectory: where its tokens are in the trajectory, which weights sampled its answer, why the
+    answer ended, and the environment's result for the answer."""
 
     start: int
     """The index of the first token of its prompt, which is also the first token of its segment."""
@@ -85,7 +86,8 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """The tokens, log-probabilities and turns of one rollout, or of the turns of an unfinished rollout."""
+    """The tokens, log-probabilities and turns of one rollout. If the rollout is unfinished, they cover its completed
+    turns only."""
 
     tokens: npt.NDArray[np.int32]
     """[T], segment after segment; the last turn ends with the last token."""

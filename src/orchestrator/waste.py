@@ -111,13 +111,14 @@ class TokenCounts:
         return group
 
     def note_pace(self, tokens: int, seconds: float) -> None:
-        """Adds a complete response, of `tokens` tokens in `seconds`, to the mean pace."""
+        """Updates the mean pace (tokens per second) with a complete response that had `tokens` tokens and took
+        `seconds` seconds."""
         self._pace_tokens = FADING * self._pace_tokens + tokens
         self._pace_s = FADING * self._pace_s + seconds
 
     def tokens_within(self, seconds: float) -> int:
-        """Returns about how many tokens one response gets in `seconds`; 0 before the first complete response, and where
-        metrics have to be repeatable."""
+        """Estimates how many tokens one response gets in `seconds` seconds at the mean pace. Returns 0 before the first
+        complete response, and if metrics must be repeatable."""
         if self._repeatable or not self._pace_s:
             return 0
         return int(seconds * self._pace_tokens / self._pace_s)

@@ -105,7 +105,8 @@ def encoded(result: object) -> bytes:
 
 
 def send(stream: BinaryIO | Any, token: bytes, text: bytes) -> None:
-    """Writes one part of an answer: size, `token` and `text`."""
+    """Writes one message of an answer to `stream`: the message's size in bytes, the call's `token` (random bytes, not a
+    token of a language model), and `text`."""
     stream.write(HEADER.pack(len(token) + len(text)) + token + text)
     stream.flush()
 

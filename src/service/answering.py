@@ -71,8 +71,9 @@ OnAnswer = Callable[[PlacedTurn, int, SampledSequence], None]
 
 
 class TurnAnswering:
-    """Finds the earlier answer that a turn continues, samples the turn, and reads the sampled tokens as text. `models`:
-    the model that answers; `places`: limits how many answers are sampled at the same time."""
+    """Answers turns of sessions and chats: finds the earlier answer that a turn continues, samples the turn, and
+    decodes the sampled tokens. `models`: the served model and its names; `places`: limits how many answers are sampled
+    at the same time."""
 
     def __init__(
         self, sample: Sample, models: ServedModels, tokenizer: Tokenizer, renderer: Renderer, places: Places

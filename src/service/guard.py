@@ -231,8 +231,9 @@ def _key_in(headers: Headers) -> str | None:
 
 
 def _may(caller: Caller, key: ServiceKey | None, session: str, scope: Scope, headers: Headers) -> bool:
-    """Returns True if a request with `key` may use a route that is open to `caller`. `session`: the session in the
-    route's path. A route for loopback needs no key if the connection comes directly from this machine."""
+    """Returns True if a request with `key` (None: without a key) may use a route that is open to callers of the kind
+    `caller`. `session`: the session in the route's path. If `caller` is "admin or loopback", a request that comes
+    directly from this machine needs no key."""
     if caller == "all" or (key is not None and key.role == "admin"):
         return True
     if caller in KEYED:

@@ -121,9 +121,9 @@ def generate(file: Path, prefix: str = "tr") -> list[ServiceKey]:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         raise Refusal(
-            f"the file of keys {file}, which exists",
-            "a new file for new keys",
-            f"name another file; to use its keys, give --service.keys {file}",
+            f"the file of keys {file}, which already exists",
+            "a file that does not exist yet, for new keys",
+            f"name another file. To use the keys that {file} already has, set --service.keys {file}",
         ) from None
     with os.fdopen(descriptor, "w") as opened:
         opened.write("".join(f"{key.role} {key.value}\n" for key in keys))

@@ -10,9 +10,9 @@ from service.requests import RequestRefused
 
 
 class Places:
-    """A limit of `places` on answers that are sampled at the same time, first come, first served. `async with places`
-    waits for a place and holds it; after `wait_s` seconds without a place it raises RequestRefused (429). At most
-    `waiting` answers may wait for a place: `check` refuses further answers."""
+    """Limits the answers that are sampled at the same time to `places`, first come, first served. `async with` on this
+    object waits for a place and holds it; after `wait_s` seconds without a place it raises RequestRefused (429). The
+    argument `waiting` is the most answers that may wait for a place: `check` refuses further answers."""
 
     def __init__(self, places: int, waiting: int, wait_s: float) -> None:
         self.places = places
@@ -23,7 +23,7 @@ class Places:
 
     @property
     def waiting(self) -> int:
-        """Number of answers that wait for a place."""
+        """The number of answers that are waiting for a place now."""
         return len(self._waiting)
 
     def resize(self, places: int) -> None:

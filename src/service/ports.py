@@ -48,8 +48,8 @@ ADMISSION = "trireme.admission"
 @dataclass(slots=True)
 class Admission:
     """Records whether the service trusts a connection. `service.guard.RequestGuard` sets `granted` when it admits a
-    request with a valid key, or a request without a key to a route that this machine may use without a key. Requests to
-    routes that are open to all do not count."""
+    request that has a valid key, or a request from the server's own machine to a route that local clients may call
+    without a key. Requests to routes that are open to everyone do not set it."""
 
     granted: bool = False
 

@@ -43,8 +43,8 @@ class TextReader:
         self._stop = stop
 
     def read(self, tokens: Sequence[int], whole: bool) -> Reading:
-        """Returns the text of `tokens`, which are all tokens of an answer so far. Until the answer is `whole`, leaves
-        out the end of the text where later tokens may change it."""
+        """Returns the text of `tokens`, all tokens of the answer so far. Until the answer is `whole`, leaves out the
+        part at the end that later tokens may still change."""
         text, stopped_by = _cut(str(self._tokenizer.decode(tokens, skip_special_tokens=True)), self._stop)
         return Reading(text if whole or stopped_by else settled(text, self._stop), stopped_by=stopped_by)
 
@@ -62,8 +62,8 @@ class MessageReader:
         self._reads_pieces = isinstance(renderer, TextRenderer)
 
     def read(self, tokens: Sequence[int], whole: bool) -> Reading:
-        """Returns the message in `tokens`, which are all tokens of an answer so far. Until the answer is `whole`,
-        leaves out tool calls, and the end of the text where later tokens may change it. If the renderer is no
+        """Returns the message in `tokens`, all tokens of the answer so far. Until the answer is `whole`, leaves out
+        tool calls, and the part at the end of the text that later tokens may still change. If the renderer is not a
         TextRenderer, leaves out everything until the answer is `whole`."""
         if not whole and not self._reads_pieces:
             return Reading("")
@@ -122,15 +122,15 @@ class AnswerPieces:
 
     def next(self, part: SampledPart) -> Delta | None:
         """Returns the piece of `part` (the answer so far) that was not sent yet; None if `part` has no new tokens.
-        Raises RequestRefused if the answer differs from the text already sent."""
+        Raises RequestRefused if the answer does not agree with the pieces already sent."""
         if len(part.tokens) <= len(self._tokens):
             return None
         reading = self._reader.read(part.tokens.tolist(), False)
         return self._delta(part, reading.thinking, reading.content, None)
 
     def last(self, answer: ServiceAnswer) -> Delta:
-        """Returns the last piece, with the whole answer. Raises RequestRefused if the answer differs from the text
-        already sent."""
+        """Returns the last piece: the part of the answer that was not sent yet. The piece's field `answer` holds the
+        whole answer. Raises RequestRefused if the answer does not begin with the pieces already sent."""
         return self._delta(answer.sequence, answer.thinking, answer.content, answer)
 
     def _delta(self, part: SampledPart, thinking: str, content: str, answer: ServiceAnswer | None) -> Delta:
@@ -154,9 +154,9 @@ class AnswerPieces:
 
 def more_of(sent: str, now: str, whole: bool) -> str:
     """Returns the text that must still be sent to the client: the part of `now` after `sent`. `now`: the answer's text
-    so far; `sent`: the text already sent. While the answer is not `whole`, the reader may hold back more of the text's
-    end than before. If `now` is therefore only a prefix of `sent`, returns "". Otherwise, raises RequestRefused if
-    `now` does not begin with `sent`."""
+    so far; `sent`: the text already sent. If the answer is not yet `whole` and `now` is a prefix of `sent`, returns "":
+    the reader may hold back more of the text's end than before. In all other cases, raises RequestRefused if `now` does
+    not begin with `sent`."""
     if not whole and sent.startswith(now):
         return ""
     if not now.startswith(sent):

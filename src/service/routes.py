@@ -109,9 +109,9 @@ def in_session(path: str) -> tuple[str, str]:
 
 
 def name_of(path: str) -> str:
-    """Returns the label of a path for metrics and refusals. It is the path with `{session}` in place of the session's
-    name, if the table of routes has this path. Otherwise it is "other": for unknown paths, and for paths with another
-    name in them, such as the path of a single model."""
+    """Returns the label of a path for metrics and refusals. If the table of routes has the path with `{session}` in
+    place of the session's name, returns that path. Otherwise returns "other": the path is unknown, or it contains
+    another variable part, such as the name of a model."""
     session, rest = in_session(path)
     path = f"{SESSIONS}{{session}}{rest}" if session else path
     if path in CALLERS:

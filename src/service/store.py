@@ -135,8 +135,9 @@ class Store:
         self._execute("INSERT INTO rows (owner, checksum, head, columns) VALUES (?, ?, ?, ?)", *columns)
 
     def put(self, row: Row) -> None:
-        """Replaces the row of `row.owner` at its place in the order, or adds the row after all others if the owner has
-        none (an owner has at most one row here). Raises StorageFailed; the store is then unchanged."""
+        """Replaces the row of `row.owner` and keeps its place in the order. If the owner has no row yet, adds `row`
+        after all others. Only for stores with at most one row for each owner. Raises StorageFailed; the store is then
+        unchanged."""
         head = to_json(row.head)
         columns = _checksum(head, row.columns), head, row.columns, row.owner
         changed = self._execute("UPDATE rows SET checksum = ?, head = ?, columns = ? WHERE owner = ?", *columns)
@@ -217,8 +218,9 @@ def read_copy(directory: Path, row_format: str) -> tuple[list[Row], bool]:
 
 
 def _readable(path: Path, lock: BinaryIO) -> str:
-    """Returns the URI by which sqlite can read a store without changing it. Takes a shared lock on the file `lock` if
-    no process holds the store: until `lock` is closed, no process can then open the store for writing."""
+    """Returns the URI by which sqlite can read a store without changing it. If no process holds the store, takes a
+    shared lock on the file `lock`, so that no process can open the store for writing until `lock` is closed. If a
+    process holds the store, takes no lock and does not wait."""
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         whole = not path.with_name(f"{FILE}-wal").exists()  # else a process that was killed has left rows there

@@ -131,8 +131,8 @@ class Adapters:
                 layer.scaling[ADAPTER] = self.adapter.alpha / self.adapter.rank
 
     def drop(self, name: str) -> None:
-        """Forgets the adapter `name`. If it is in use, puts the adapter FIRST into the model instead. Raises
-        BadInput for FIRST and for an unknown name."""
+        """Forgets the adapter `name`. If it is in use, the model first switches back to its initial adapter, which is
+        named `FIRST`. Raises BadInput for an unknown name, and for the initial adapter, which cannot be dropped."""
         if name == FIRST:
             raise BadInput("the first adapter cannot be dropped; expected the name of one that was added")
         if name == self.name:
@@ -156,9 +156,9 @@ class Adapters:
             yield state["step"]
 
     def _start_values(self, spec: AdapterSpec, start: Path | None) -> Iterator[tuple[DTensor, Tensor]]:
-        """Yields each parameter with its first values as an unsharded tensor: an adapter of rank `spec.rank` on the
-        layers `spec.targets`, padded with zeros to the parameter's shape. With `start` the values are read from this
-        directory. Without it, A is random and B is zero."""
+        """Yields (parameter, initial values) for each parameter; the values are an unsharded tensor of the parameter's
+        shape. Together these tensors form an adapter of rank `spec.rank` on the layers `spec.targets`, padded with
+        zeros. With `start`, the adapter is read from this directory. Without it, A is random and B is zero."""
         generator = torch.Generator().manual_seed(spec.seed)
         wholes = dict[str, Tensor]()
         local = dict[str, Tensor]()  # the parts of these that are the adapter's
@@ -209,13 +209,13 @@ class AdapterVerbs:
         self._several().add(name, spec, start)
 
     def use_adapter(self, name: str) -> None:
-        """Makes all other verbs work with the adapter `name`, in the state in which it was left. FIRST names the
-        adapter that the model began with. Raises BadInput for an unknown name."""
+        """Makes all other verbs work with the adapter `name`, in the state in which it was left. The model's initial
+        adapter is named `FIRST`. Raises BadInput for an unknown name."""
         self._several().use(name)
 
     def drop_adapter(self, name: str) -> None:
-        """Forgets the adapter `name`; if it is in use, FIRST is used from then on. Raises BadInput for FIRST and for an
-        unknown name."""
+        """Forgets the adapter `name`. If it is in use, the model first switches back to its initial adapter, which is
+        named `FIRST`. Raises BadInput for an unknown name, and for the initial adapter, which cannot be dropped."""
         self._several().drop(name)
 
     def _several(self) -> Adapters:

@@ -137,7 +137,10 @@ def packed_attention(
             feature = "dropout"
         else:
             feature = "a soft cap"
-        raise BadInput(f"{type(module).__name__} uses {feature}, which packed rows lack: set --trainer.packing rows")
+        raise BadInput(
+            f"{type(module).__name__} uses {feature}, which does not work if several sequences share a row: set "
+            "--trainer.packing rows (one sequence per row)"
+        )
     batch, _, length, _ = query.shape
     starts = cu_seq_lens_q
     longest = max_length_q

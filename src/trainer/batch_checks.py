@@ -115,7 +115,7 @@ def _first_place(part: BatchPart, wrong: npt.NDArray[np.bool_]) -> tuple[int, in
 def nonfinite_datums(
     part: BatchPart, output: ShardOutput, loss: LossFn, loss_config: Mapping[str, float]
 ) -> tuple[int, ...]:
-    """Returns the numbers of the datums of `output` for which the loss, or its gradient with respect to the
+    """Returns the indices in the batch of the datums of `output` whose loss, or its gradient with respect to the
     log-probabilities, is not finite.
 
     A batch's loss is a sum over sequences. If this sum is not finite, the loss of at least one datum is not finite

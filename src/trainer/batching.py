@@ -29,8 +29,8 @@ MICRO_BATCH_COST = 32
 GOOD_ENOUGH = 1e-4
 """Share by which the highest cost of a rank may exceed the mean."""
 OVER_MEAN = 1.1
-"""A tree that costs more than this times the mean cost of a rank is cut. The larger of two halves may cost a little
-more than the mean, and would else be cut again."""
+"""A tree that costs more than this times the mean cost of a rank is cut in two. The value is above 1 because the more
+expensive half may cost a little more than the mean; with 1, it would be cut again."""
 OVER_LONGEST = 1.25
 """A row with shared prefixes may have this many times the tokens of the longest datum, if that is more than
 `micro_batch_tokens`: else a datum longer than a row could share its prefix with no other datum."""
@@ -64,8 +64,8 @@ def balance(costs: npt.NDArray[np.int64], num_ranks: int) -> list[list[int]]:
 
     First each datum, most expensive first, goes to the rank with the lowest sum (Graham 1969). Then, in each round, the
     rank with the highest sum gives one datum to another rank or swaps one with it. The round chooses the move or swap
-    after which the larger sum of these two ranks is lowest. The rounds end when the highest sum is within GOOD_ENOUGH
-    of the mean, or when no move or swap lowers it.
+    that minimises the larger sum of these two ranks. The rounds end when the highest sum is within GOOD_ENOUGH of the
+    mean, or when no move or swap lowers it.
     """
     order = np.argsort(-costs, kind="stable")
     rank_D = np.zeros(len(costs), np.int64)
@@ -168,8 +168,9 @@ class RankAssignment:
         return [[trees[n] for n in numbers] for numbers in trees_R]
 
     def _cut_trees(self, forest: Forest) -> tuple[list[Tree], Numbers]:
-        """Returns the trees of the forest and the cost of each tree, int64 [N]. As long as a tree costs more than
-        OVER_MEAN times the mean cost of a rank, it is cut in two, at the place where the larger part is cheapest."""
+        """Returns the trees of the forest and the cost of each tree, int64 [N]. If a tree of several datums costs more
+        than OVER_MEAN times the mean cost of a rank, it is cut in two. The cut minimises the cost of the more expensive
+        part. A part that still costs too much is cut again."""
         order = forest.order
         prefix_D = compute_cost(forest.shared, self.attention_length)
         cost_D = compute_cost(forest.lengths[order], self.attention_length) - prefix_D

@@ -209,8 +209,9 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def _chunks(tokens: int, vocabulary: int, logits: int) -> list[slice]:
-    """Cuts `tokens` tokens into slices. A slice has at most `logits` logits (`vocabulary` for each token), but at least
-    one token."""
+    """Returns consecutive slices that cover `tokens` tokens. `logits`: the most logits that a slice may have, where
+    each token has as many logits as the `vocabulary`. A slice has at least one token, even if this is above the
+    limit."""
     size = max(1, logits // vocabulary)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
@@ -218,8 +219,8 @@ def _chunks(tokens: int, vocabulary: int, logits: int) -> list[slice]:
 def _scaled_logits(
     hidden: Tensor, weight: Tensor, temperature: Tensor | None, rows: slice, head_dtype: torch.dtype
 ) -> Tensor:
-    """Returns logits / temperature for the tokens `rows`: a new tensor, float32 [rows, V], which the caller may
-    overwrite."""
+    """Returns logits / temperature for the tokens in the slice `rows`: a new tensor, float32 [rows, V], which the
+    caller may overwrite."""
     logits = _logits(hidden[rows], weight, head_dtype).float()
     if temperature is None:
         return logits

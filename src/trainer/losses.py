@@ -84,12 +84,13 @@ def _only(values: Tensor, mask: Tensor) -> Tensor:
 
 
 class _Ratios:
-    """The ratios r = exp(p - q) of trainer to sampler, masked and truncated (limited to `max_ratio`), from which all
-    ratio losses start.
+    """The ratios r = exp(p - q) from which all ratio losses start. For each token, p is the trainer's log-probability
+    and q the sampler's.
 
     `mask` is the column `mask`, with 0 also where r is outside the range from `mask_ratio_low` to `mask_ratio_high`.
-    `log` = p - q and `advantages` are 0 where `mask` is 0. `metrics` count the tokens whose r is outside this range
-    and, after `exp`, the tokens whose r is truncated.
+    `log` = p - q and `advantages` are 0 where `mask` is 0. The method `exp` computes ratios, truncated at `max_ratio`.
+    `metrics` holds the number of tokens whose r is outside the range, and, once the method `exp` has been called, also
+    the number of tokens whose ratio was truncated.
     """
 
     def __init__(self, p: Tensor, columns: Columns, config: Mapping[str, float]) -> None:
@@ -155,9 +156,9 @@ def _clipped(r: _Ratios, log: Tensor, columns: Columns, config: Mapping[str, flo
 
 
 def gspo(p: Tensor, columns: Columns, config: Mapping[str, float]) -> tuple[Tensor, Metrics]:
-    """Returns the ppo loss with the same ratio s for all tokens of a sequence, the geometric mean of the tokens'
-    ratios; and metrics. The gradient is GSPO-token's, with s_t = sg(s) exp(p_t - sg(p_t)), where sg() stops the
-    gradient; it equals GSPO's if all tokens of a sequence have the same advantage."""
+    """Returns the loss of `ppo` with one ratio s for all tokens of a sequence, and its metrics. s is the geometric mean
+    of the tokens' ratios. The gradient is that of GSPO-token, where s_t = sg(s) exp(p_t - sg(p_t)) and sg() stops the
+    gradient. It equals GSPO's gradient if all tokens of a sequence have the same advantage."""
     r = _Ratios(p, columns, config)
     mean = columns.get("sequence_log_ratio")
     if mean is None:

@@ -84,9 +84,9 @@ class Mesh:
         dist.all_reduce(values)
 
     def smallest_room(self, config: CommonConfig, replica_share: float) -> int:
-        """Returns the bytes of memory that each shard may fill (`trireme.plan.memory`): the minimum over all ranks, so
-        that all make the same decisions. `replica_share`: the share of this rank's GPU that a replica takes.
-        Collective."""
+        """Returns how many bytes of memory each shard may fill (`trireme.plan.memory`). This is the minimum over all
+        ranks, so that all ranks make the same decisions. `replica_share`: the part of this rank's GPU, 0 to 1, that a
+        replica takes. Collective."""
         if self.device.type == "cuda":
             free, memory = torch.cuda.mem_get_info(self.device)
             room = gpu_room(free, memory, replica_share)

@@ -25,7 +25,7 @@ the first match counts."""
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Returns a GPU's peak arithmetic rate in 16 bits, in operations per second. Returns infinity for unknown GPUs,
-    other devices and other dtypes, so that the computed time at the peak is 0."""
+    other devices and other dtypes, so that a number of operations divided by this rate is 0 seconds."""
     if device.type != "cuda" or dtype.itemsize != 2:
         return inf
     device_name = torch.cuda.get_device_name(device)

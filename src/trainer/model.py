@@ -43,13 +43,13 @@ class Sharding:
     """Decides how the models of a run are held and computed, and loads them sharded.
 
     `dtype`: the dtype in which the model computes and is published; with `model.dtype` auto, bfloat16 on GPUs and
-    float32 on CPUs. `memory`: the decisions that depend on free memory; a replica takes `replica_share` of this rank's
-    GPU. `whole`: the whole model stays gathered over each batch; it is `memory.whole`, unless a resumed run has decided
-    otherwise. `packed`: rows are packed; with `trainer.packing` auto, only if there is a kernel for packed rows.
-    `shares`: common prefixes are computed once. Both become False if `trainer.proof` shows that a model cannot be
-    computed like this. `kernel`: the name of the kernel for packed rows and, if it is not the newest one, why; "" if
-    there is none. `compiles`: layers are compiled, unless a trial shows that they cannot be compiled
-    (`trainer.compiled`).
+    float32 on CPUs. `memory`: the decisions that depend on free memory. Memory that a replica takes on this rank's GPU
+    (the part `replica_share` of the GPU) does not count as free. `whole`: the whole model stays gathered over each
+    batch; it is `memory.whole`, unless a resumed run has decided otherwise. `packed`: rows are packed; with
+    `trainer.packing` auto, only if there is a kernel for packed rows. `shares`: common prefixes are computed once.
+    `packed` and `shares` become False if `trainer.proof` shows that a model cannot be computed like this. `kernel`: the
+    name of the kernel for packed rows and, if it is not the newest one, why; "" if there is none. `compiles`: layers
+    are compiled, unless a trial shows that they cannot be compiled (`trainer.compiled`).
     """
 
     def __init__(self, config: CommonConfig, facts: ModelFacts, mesh: Mesh, replica_share: float) -> None:

@@ -131,8 +131,8 @@ class Passes:
 
 
 def collect(computed: Sequence[tuple[MicroBatch, Tensor]], metrics: Mapping[str, float]) -> ShardOutput:
-    """Joins `computed`, pairs of a micro-batch and its logprobs [T], and `metrics` into the shard's output. Leaves out
-    fillers (`MicroBatch.filler`). Waits for the device once."""
+    """Joins `computed` and `metrics` into the shard's output. `computed`: pairs of a micro-batch and its
+    log-probabilities [T]. Leaves out fillers (`MicroBatch.filler`). Waits for the device once."""
     counted = [(micro, p) for micro, p in computed if not micro.filler]
     datums = tuple(d for micro, _ in counted for d in micro.datums)
     if not datums:

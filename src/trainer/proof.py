@@ -250,13 +250,13 @@ def decide(
     packing: Packing,
     share: SharePrefixes = "auto",
 ) -> Proof:
-    """Returns the proof of a model, with its layout. Rows are packed if packed rows were tried and agree, else padded.
-    Prefixes are shared if shared prefixes were tried and agree. `model`: the result of the sharded model. `twin`: the
-    result of its twin (a small model of the same kind), or the result that docs/models.md lists for this kind, or why
-    there is no twin.
+    """Returns the proof of a model, with its layout. `model`: the result of the sharded model. `twin`: the result of
+    its twin (a small model of the same kind), or the result that docs/models.md lists for this kind, or why there is no
+    twin. A layout is right if neither result shows a difference above the tolerance (see `Agreement`).
 
-    Raises BadInput if padded rows do not agree. Also raises BadInput if `packing` requires packed rows, or `share`
-    requires shared prefixes, and the required layout does not agree.
+    If packed rows were tried and are right, rows are packed; else they are padded. If shared prefixes were tried and
+    are right, prefixes are shared. Raises BadInput if padded rows are wrong. Also raises BadInput if `packing` requires
+    packed rows, or `share` requires shared prefixes, and the required layout is wrong.
     """
     agreements: dict[str, Agreement | ProvedType] = {"": model}
     if not isinstance(twin, str):
@@ -298,8 +298,8 @@ def prove(
     shares: bool = False,
     magnified: float | None = None,
 ) -> Agreement:
-    """Computes the log-probabilities of the samples by the model's own forward pass and in the trainer's layouts;
-    returns how far they differ. `model` may be sharded; its passes compute in `dtype` on `device`.
+    """Computes the log-probabilities of short test samples twice: by the model's own forward pass, and in the trainer's
+    layouts. Returns how far the two differ. `model` may be sharded; its passes compute in `dtype` on `device`.
 
     Padded rows are always tried. `packed`: also try a packed row. `shares`: also try a row in which each common prefix
     stands once. `magnified`: the hidden states are scaled so that the largest logit has this size; None: they are not

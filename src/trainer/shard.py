@@ -68,7 +68,7 @@ class Shard(AdapterVerbs):
     collective.
 
     `sender` sends published weights to where replicas get them. `attempt` becomes part of the identity of all weights
-    that are published. A replica takes `replica_share` of this rank's GPU.
+    that are published. `replica_share`: the part of this rank's GPU, 0 to 1, that a replica takes.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Shard(AdapterVerbs):
         log.info("ready")
 
     def _try_compiled(self) -> str:
-        """Compiles the layers on trial. Returns a line for the log that says that layers are compiled, or why they are
+        """Tries to compile the layers. Returns a line for the log that says that they are compiled, or why they are
         not. Raises BadInput if they cannot be compiled although `trainer.compile` is true. Collective."""
         log.info("compiling layers")
         required = self._config.trainer.compile is True
@@ -188,8 +188,9 @@ class Shard(AdapterVerbs):
         wants_logprobs: bool = True,
     ) -> ShardOutput:
         """Adds the gradient of the raw masked sum of the loss over the batch to the accumulated gradient. Returns the
-        log-probabilities of the datums that this rank computed (none unless `wants_logprobs`), the numbers of its
-        datums whose loss is not finite, and metrics: `loss:sum` and the metrics of `trainer.losses`.
+        log-probabilities of the datums that this rank computed (none unless `wants_logprobs`), and metrics: `loss:sum`
+        and the metrics of `trainer.losses`. If the loss of a computed datum, or its gradient, is not finite, also
+        returns the datum's index in the batch.
 
         `data`: this rank's part, or the whole batch. Raises ProvenanceError for tokens or floors that are too old, and
         BadInput for an unknown loss, a missing column, or tokens outside the model's vocabulary.

@@ -32,8 +32,9 @@ class SharedRow:
     For each token of the row, int64 [Q]: `index`, its place in the batch's tokens; `positions`, its place in its datum.
     `path` int64 [K]: for each token of each datum, its place in the row. `own_starts` int32 [datums + 1]: where each
     datum's own tokens begin in the row. `starts` int32 [datums + 1]: where each datum's tokens begin in `path`.
-    `longest_own`: the most own tokens of a datum; `longest`: the most tokens of a datum. For each token of each datum,
-    int64 [K]: `datum`, the number of its datum among these datums; `flat_index`, its place in the batch's tokens.
+    `longest_own`: the largest number of own tokens that any datum has; `longest`: the largest number of tokens that any
+    datum has. For each token of each datum, int64 [K]: `datum`, the index of its datum among these datums;
+    `flat_index`, its place in the batch's tokens.
     """
 
     def __init__(self, offsets: Numbers, datums: Numbers, shared: Sequence[int]) -> None:

@@ -35,7 +35,8 @@ reads a part of a stack reads everything that another rank has written of this s
 def kinds(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """Groups the tensors whose names differ only in numbers, and which have the same shape and dtype, into stacks of
     limited size. A stack is saved as one tensor, because saving takes time for each tensor. Returns {name of the stack:
-    names of its tensors, in order of their numbers}. A stack is named "FIRST..LAST", or by the name of its only tensor.
+    names of its tensors, sorted by the numbers in them}. A stack is named "FIRST..LAST", after its first and last
+    tensor, or by the name of its only tensor.
 
     The result is the same for any number of ranks: shapes and STACKED_BYTES count whole tensors.
     """
@@ -54,9 +55,9 @@ def kinds(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 
 class Slab:
-    """Host memory, `nbytes` bytes in one piece, for copies of the trainer's state that a save reads. `pinned`:
-    page-locked, for copies from a GPU. Pinning takes seconds (the system maps each page and the GPU's driver locks it),
-    so a thread pins the memory.
+    """A block of host memory of `nbytes` bytes, private to this process, for the copies of the trainer's state that a
+    save reads. `pinned`: the memory is page-locked, for copies from a GPU. Pinning takes seconds (the system maps each
+    page and the GPU's driver locks it), so a thread pins the memory.
 
     (PyTorch rounds the size of its own pinned memory up to a power of two, which would take a third more memory.)
     """
@@ -77,7 +78,8 @@ class Slab:
         return address
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns a tensor in the next free part of the slab; waits until the slab is ready."""
+        """Returns a tensor in the next free part of this memory. If the memory has to be pinned, first waits until it
+        is."""
         self._ready.result()
         nbytes = prod(shape) * dtype.itemsize
         part = self._memory[self._used : self._used + nbytes]
@@ -174,7 +176,7 @@ class StateSnapshot:
         self._over = False
 
     def host_is_free(self) -> None:
-        """Allows writing to the host copies. Call it once the previous save has read them."""
+        """Allows writing to the host copies. Call this after the previous save has finished reading them."""
         self._host_free.set()
 
     def end(self) -> None:
@@ -205,9 +207,9 @@ class StateSnapshot:
                 self._stream.synchronize()
 
     def copy(self, to: Bytes, target: Bytes) -> None:
-        """Copies bytes into `to` for a save. `target`: the memory that the save was asked to write. If `target` lies in
-        the host copies, copies the snapshot's bytes: from the host copy if it is filled, else from the live tensor. If
-        `target` is any other memory, copies the bytes in it."""
+        """Copies into `to` the bytes that a save writes to its file. `target`: the memory whose contents the save was
+        asked to write. If `target` lies in the host copies, copies the snapshot's bytes: from the host copy if it is
+        filled, else from the live tensor. If `target` is any other memory, copies the bytes in it."""
         address = target.__array_interface__["data"][0]
         while len(target):
             i = bisect_right(self._addresses, address) - 1

@@ -75,7 +75,8 @@ class StateReader(dcp.FileSystemReader):
 
 
 def _check(saved: Any) -> None:
-    """Raises CheckpointInvalid unless all entries are tensors in files of the directory itself."""
+    """Raises CheckpointInvalid unless every entry of `saved`, the metadata of a checkpoint, is a tensor that was stored
+    unchanged in a data file directly in the directory of the metadata."""
     for name, tensor in saved.state_dict_metadata.items():
         if not isinstance(tensor, metadata.TensorStorageMetadata):
             raise CheckpointInvalid(f"{name} is a {type(tensor).__name__}; expected tensors only")

@@ -32,8 +32,8 @@ def _at_most(limit: int) -> Size:
 
 
 def _key_heads(value: int, section: Mapping[str, object]) -> int:
-    """Returns the twin's number of key heads. If the model has one key head for each query head, so has the twin: 4.
-    Otherwise the twin has at most 2."""
+    """Returns the twin's number of key heads. `value`: the model's number of key heads. If the model has as many query
+    heads as key heads, returns 4 (a twin has at most 4 query heads); otherwise returns min(value, 2)."""
     heads = {
         size for key, size in section.items() if re.fullmatch(r"(num_attention_|n_|swa_num_attention_)heads?", key)
     }
@@ -43,8 +43,9 @@ def _key_heads(value: int, section: Mapping[str, object]) -> int:
 
 
 def _width(value: int, section: Mapping[str, Any]) -> int:
-    """Returns the twin's size for a width of `value`: 64 if it equals the model's hidden size, at most 96 if it is
-    larger, at most 48 if it is smaller."""
+    """Returns a width of the twin. `value`: the same width in the model. Returns 64 if `value` is the model's hidden
+    size, min(value, 96) if it is larger than the hidden size, and min(value, 48) if it is smaller. If `section` has no
+    hidden size, returns 64."""
     hidden = next((section[key] for key in HIDDEN if isinstance(section.get(key), int)), value)
     if value == hidden:
         return 64

@@ -100,7 +100,7 @@ def new_directory(path: Path) -> Path:
     already, such as files of another run: the loop would overwrite them."""
     if path.exists() and (names := sorted(entry.name for entry in path.iterdir())):
         raise Refusal(
-            f"the directory {path}, which is in use (it holds {', '.join(names[:3])}{', ..' if names[3:] else ''})",
+            f"the directory {path}, which is not empty (it holds {', '.join(names[:3])}{', ..' if names[3:] else ''})",
             "a new or an empty directory",
             "choose another --run.name or --run.output-dir, or delete that directory",
         )

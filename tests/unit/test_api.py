@@ -46,7 +46,7 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput) as refused:
         new_directory(tmp_path / "loop")
     assert str(refused.value).splitlines() == [
-        f"given: the directory {tmp_path}/loop, which is in use (it holds metrics.jsonl)",
+        f"given: the directory {tmp_path}/loop, which is not empty (it holds metrics.jsonl)",
         "  expected: a new or an empty directory",
         "  to do: choose another --run.name or --run.output-dir, or delete that directory",
     ]

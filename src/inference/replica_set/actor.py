@@ -99,7 +99,8 @@ class ReplicaSet:
         `generations`: {number: the permanent name of this replica}; None: chosen here.
         `incarnation`: 1 for the first replica set of a run; a set that replaces a lost one has a higher number, and its
         tables count as newer than all tables of the lost set.
-        `lowest`: the newest weights that a lost incarnation was bringing; no replica serves with older weights.
+        `lowest`: the weights of the newest update that a lost incarnation was given. A replica serves only once it has
+        these weights or newer ones. If `lowest` is None, there is no such limit.
         `adopt`: a name for the weights that the replicas loaded from disk, so that they need no first update.
         `fixed`: deterministic mode; an update waits as long as it takes, and raises the failure of a replica.
         `patience_s`: when no replica is left, the seconds to wait for one to join.

@@ -12,8 +12,8 @@ Value = TypeVar("Value")
 
 
 class ReplicaCalls:
-    """Makes the calls to one replica, until a call raises: then calls `fails` with the error, and the replica is given
-    up."""
+    """Makes the calls to one replica until the replica is given up. If a call raises a TriremeError other than
+    WeightsGone, passes the error to the function `fails`, which has to give the replica up by calling `end`."""
 
     def __init__(self, fails: Callable[[TriremeError], None]) -> None:
         self.failure: TriremeError | None = None

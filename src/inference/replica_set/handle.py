@@ -121,9 +121,10 @@ class ReplicaSetHandle:
         """The replica set as routers read it."""
 
     def begin_again(self, clients: Mapping[int, ReplicaClient], generations: Mapping[int, Generation]) -> Ref[None]:
-        """Starts a new incarnation of the replica set after the old one was lost, with the same replicas: `clients` and
-        `generations`, by number of the replica. Then repeats the newest update or, if the replicas sleep, puts them to
-        sleep. Returns a reference that resolves once the new actor is ready."""
+        """Starts a new incarnation of the replica set, with the same replicas, after the old one was lost. `clients`:
+        {number of a replica: its client}. `generations`: {number of a replica: its permanent name}. The new incarnation
+        repeats the newest update, but if the replicas are to sleep, it puts them to sleep instead. Returns a reference
+        that resolves once the new actor is ready."""
         ray.kill(self.actor)
         self._start(clients, generations)
         if self._sleeping:

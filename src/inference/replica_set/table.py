@@ -152,8 +152,8 @@ class NewestTable:
 
 
 def check_issued(says: str, identities: Sequence[WeightIdentity], issued: Collection[WeightIdentity]) -> None:
-    """Raises ProvenanceError unless all `identities` are in `issued`, the weights that the replica was given. `says`
-    begins the message, such as "NAME sampled tokens from"."""
+    """Raises ProvenanceError unless all `identities` are in `issued`, the weights that the replica was given. `says`:
+    the beginning of the error message, for example "NAME sampled tokens from"."""
     strange = [identity for identity in identities if identity not in issued]
     if strange:
         raise ProvenanceError(

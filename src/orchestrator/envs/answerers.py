@@ -24,8 +24,8 @@ MAX_TOKENS = 16
 
 @dataclass(frozen=True)
 class UrlAnswerer:
-    """Answers the policy's questions in an environment with a model behind a server with OpenAI's chat completions API.
-    `server.url` is the base URL of the API, such as http://host:8000/v1."""
+    """Lets a model answer the policy's questions in an environment. The model is behind a server that has OpenAI's chat
+    completions API. `server.url`: the base URL of the API, such as http://host:8000/v1."""
 
     server: EnvServer
     model: str
@@ -41,8 +41,8 @@ class UrlAnswerer:
 
 @dataclass(frozen=True)
 class StartAnswerer:
-    """Answers the policy's questions in an environment with the weights that the run starts from. These weights stay
-    frozen. The model runs in a worker process on CPUs, so it must be small. For a larger model, start a server
+    """Lets the model that the run starts from answer the policy's questions in an environment. Its weights stay frozen.
+    The model runs in a worker process on CPUs, so it must be small. For a larger model, start a server
     (`vllm serve MODEL`) and give its URL."""
 
     model: str

@@ -213,11 +213,11 @@ class ReasoningGymDataset(GeneratedDataset):
 
 
 def few_questions(items: Any, indexes: range, seconds: float = COUNTING_S) -> tuple[int, int]:
-    """Tests whether a generator has fewer than about FEW_QUESTIONS distinct questions. Draws its items at `indexes`, in
-    order, for at most `seconds` seconds, and at most 2 * FEW_QUESTIONS items. Counts the distinct questions among
-    them. Computes how many distinct questions to expect if the items were uniform draws from FEW_QUESTIONS questions.
-    If the count is more than 0.5 below this number, the generator has few questions: returns (number of drawn items,
-    count). Else returns (number of drawn items, 0)."""
+    """Tests whether a generator has fewer than about FEW_QUESTIONS distinct questions. If it has, returns (number of
+    drawn items, number of distinct questions among them); else returns (number of drawn items, 0). Draws the
+    generator's items at `indexes`, in order, for at most `seconds` seconds, and at most 2 * FEW_QUESTIONS items.
+    Computes how many distinct questions to expect if the items were uniform draws from FEW_QUESTIONS questions. The
+    generator has few questions if the drawn items have more than 0.5 fewer distinct questions than that."""
     questions: set[str] = set()
     drawn = 0
     end = time.monotonic() + seconds

@@ -71,9 +71,9 @@ class RewardRow:
 
 
 class RewardFile:
-    """A file of reward functions. A process runs the file when it first makes or unpickles a RewardFile for it. A
-    worker process unpickles the RewardFile of a call before the call's time limit begins, so the limit does not include
-    running the file."""
+    """A file of reward functions. Making or unpickling a RewardFile runs its file, unless this process has already run
+    the file. A worker process unpickles the RewardFile of a call before the call's time limit begins, so the limit does
+    not include running the file."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -100,8 +100,8 @@ class RewardProblem(EnvGroupBuilder):
         return RewardEnv(self)
 
     async def try_rewards(self) -> None:
-        """Scores two answers by all functions: the known answer (if there is one) and an empty answer. Raises BadInput
-        if a function fails."""
+        """Calls every reward function with two trial answers: the known answer (if there is one) and an empty answer.
+        Raises BadInput if a function fails."""
         end = () if isinstance(self.row.prompt, str) else self.context.renderer.stop_tokens()[:1]
         texts = (self.row.known_answer or "", "")
         answers = [self.answer([*encode_text(self.context.tokenizer, text), *end]) for text in texts]
@@ -114,8 +114,8 @@ class RewardProblem(EnvGroupBuilder):
             ) from error
 
     async def score_alone(self, answer: Answer) -> Scored:
-        """Scores one answer by the functions that take a single answer and are no coroutine functions. Raises the
-        errors of `run_in_worker`."""
+        """Returns the scores of one answer, from the functions that take a single answer and are not coroutine
+        functions. Raises the errors of `run_in_worker`."""
         return (await self._scored([name for name in self.weights if not self._waits(name)], [answer]))[0]
 
     async def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[Scored]:

@@ -43,8 +43,9 @@ def main(memory_bytes: int, parent: int, command: list[str]) -> int:
 
 
 def become(memory_bytes: int, parent: int, command: list[str]) -> None:
-    """Replaces this process by the program `command`. The program leads a session of its own in the sense of Unix
-    (`setsid`), so that `kill 0` in a script does not reach `parent`, the present parent process. Does not return."""
+    """Replaces this process by the program `command`, with at most `memory_bytes` of data memory. The program gets a
+    Unix session of its own (`setsid`), so that `kill 0` in a script does not kill this process's parent. `parent`: the
+    parent's process id. If the parent has already ended, exits instead. Does not return."""
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

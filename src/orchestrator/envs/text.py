@@ -1,5 +1,5 @@
-"""Shared parts of environments: problems made from their number, answers read from tokens, and environments with one
-question and one answer.
+"""Shared parts of environments: problems that are generated from their index, answers that are decoded from tokens, and
+environments with one question and one answer.
 
 A new environment with one question and one answer is a subclass of `QuestionDataset`: its `question` returns the
 question of problem i, and its `grade` is a function that grades an answer. Each `tokenizer` is a `transformers`
@@ -34,10 +34,10 @@ def is_held_out(text: str) -> bool:
 
 @dataclass
 class GeneratedDataset(RLDataset):
-    """`num_batches` batches of `batch_size` problems, each made from its number. A subclass is a dataclass too: its
-    fields are the arguments of the environment.
+    """A dataset of `num_batches` batches with `batch_size` problems each. A problem is generated from its index in the
+    dataset. Subclasses must be dataclasses, because their fields are the arguments of the environment.
 
-    Raises ValueError if a whole number among the arguments is below 1.
+    Raises ValueError if an integer among the arguments is below 1.
     """
 
     name: ClassVar[str]
@@ -54,7 +54,8 @@ class GeneratedDataset(RLDataset):
 
     @abstractmethod
     def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:
-        """Returns the problems with these numbers, each a pure function of the seed, the split and the arguments."""
+        """Returns a builder for each problem whose index is in `numbers`. A problem depends only on its index, the
+        seed, the split and the arguments."""
 
     def get_batch(self, index: int) -> list[EnvGroupBuilder]:
         return self.builders(range(index * self.batch_size, (index + 1) * self.batch_size))
@@ -100,7 +101,7 @@ class Answer:
     text: str
     """The text before the end-of-sequence token."""
     finished: bool
-    """False if the answer has no end-of-sequence token, because it was cut off by its length."""
+    """False if the answer has no end-of-sequence token, because it reached the token limit and was cut off."""
 
     @classmethod
     def read(cls, tokenizer: Tokenizer, tokens: Sequence[int]) -> Answer:
@@ -168,7 +169,8 @@ class QuestionDataset(GeneratedDataset):
 
     @abstractmethod
     def question(self, index: int) -> Question:
-        """Returns problem `index`, a pure function of the seed, the split and the arguments."""
+        """Returns the question of problem `index`. It depends only on the index, the seed, the split and the
+        arguments."""
 
     def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:
         tokenizer = self.context.tokenizer

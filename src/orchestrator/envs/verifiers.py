@@ -127,7 +127,7 @@ def _message(source: Any) -> Message:
 def _arguments(call: Any) -> dict[str, object]:
     arguments = json.loads(call.arguments)
     if not isinstance(arguments, dict):
-        raise ValueError(f"has a call of the tool {call.name} in its prompt, with arguments that are no JSON object")
+        raise ValueError(f"has a prompt that calls the tool {call.name} with arguments that are not a JSON object")
     return arguments
 
 
@@ -263,8 +263,9 @@ def load_tasks(taskset_id: str, args: Mapping[str, object], select: Mapping[str,
         raise
     except Exception as error:
         raise BadInput(
-            f"taskset {taskset_id!r} of verifiers cannot be loaded: {type(error).__name__}: {str(error).rstrip('.')}; "
-            "expected the name of an installed package that exports a Taskset, and all that it needs"
+            f"taskset {taskset_id!r} of verifiers cannot be loaded: {type(error).__name__}: {str(error).rstrip('.')}. "
+            "Expected the name of an installed package that exports a Taskset. Other packages and data files that this "
+            "package needs must be installed too"
         ) from error
     return tasks
 

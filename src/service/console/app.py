@@ -78,7 +78,7 @@ class _Console:
         return _file("console.html", "text/html")
 
     async def asset(self, name: str) -> Response:
-        """Returns a style or a script of the page."""
+        """Returns the stylesheet or script file `name` of the page."""
         if name not in ASSETS:
             raise HTTPException(404, "the console has no such file")
         return _file(name, ASSETS[name])

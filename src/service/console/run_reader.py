@@ -148,8 +148,8 @@ def _shown(names: str, row: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def _stored(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns a row of the overview if the run is in object storage: the row says that the page shows only the run's
-    local directory. Returns no row for other runs."""
+    """Returns (label, text) rows for the overview. If the run is in object storage, there is one row, which says that
+    the page shows only the run's local directory. Otherwise there is none."""
     place = config.get("run", {}).get("output_dir", "")
     if not is_url(place):
         return []

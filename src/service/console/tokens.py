@@ -23,7 +23,7 @@ def missing(subject: str, expected: str) -> RequestRefused:
 
 @dataclass(frozen=True)
 class TokenPiece:
-    """Consecutive tokens that were observed together, or sampled together."""
+    """Consecutive tokens of one origin: one observation (a prompt, or its new part), or one sampled answer."""
 
     kind: str
     """The kind of all its tokens: `observed` or `sampled`."""

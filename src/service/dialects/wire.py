@@ -61,7 +61,8 @@ Few = BeforeValidator(few)
 
 
 class Body(BaseModel):
-    """A part of a request. Unknown fields are refused by name, so that none is silently ignored."""
+    """A part of a request. A request with an unknown field is refused, with a message that names the field, so that no
+    field is silently ignored."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
@@ -250,7 +251,7 @@ def arguments_text(call: ToolCall) -> str:
 def spans_of(spans: Sequence[VersionSpan]) -> list[JsonObject]:
     """Returns the version spans of an answer as JSON objects. Each object has the fields of the span's WeightIdentity
     and three more: `start` (the index of the span's first token), `end` (the index after its last token) and `mixed`
-    (True if the span read keys and values that older weights had computed)."""
+    (True if the span was sampled with entries of the KV cache that older weights had computed)."""
     return [{**vars(span.identity), "start": span.start, "end": span.end, "mixed": span.mixed} for span in spans]
 
 

@@ -63,9 +63,10 @@ def prompt_ids(tree: SessionTree, text: str, tokenizer: Tokenizer) -> Ids:
 def match_ids(tree: SessionTree, ids: Ids) -> Match:
     """Finds the answer that the plain prompt `ids` continues: `ids` must begin with all tokens from the root of the
     tree to the end of this answer. If several answers qualify, takes the one with the longest path; if paths are
-    equally long, prefers an answer that the client has received. In the result, `node` is this answer, `matched` is the
-    number of tokens on its path, and `echo` is the last answer that `ids` repeat. The last token of `echo` may be
-    missing in `ids`, because clients do not see the token that ends an answer."""
+    equally long, prefers an answer that the client has received. In the result, `node` is this answer, and `matched` is
+    the number of tokens on its path. `echo` is the last answer that the client sent back. Usually `echo` is `node`. But
+    clients do not see the token that ends an answer. So if `ids` go beyond `node` and repeat another answer except for
+    its last token, `echo` is that other answer."""
     best = ROOT
     matched = 0
     cut = (0, ROOT)
@@ -99,10 +100,10 @@ def is_prompt(tree: SessionTree, node: int) -> bool:
 
 
 def text_behind(tree: SessionTree, match: Match, text: str | None, ids: Ids, tokenizer: Tokenizer) -> str:
-    """Returns the text of a plain prompt after the answer that the prompt continues (`match.node`). This is the end of
-    `text`, exactly as the client sent it. Instead, decodes the prompt's tokens after that answer if the client sent
-    token ids (`text` None), if the answer belongs to a conversation, or if `text` does not begin with the text of the
-    prompts and answers up to that answer."""
+    """Returns the text of a plain prompt after the answer that the prompt continues (`match.node`). Normally this is
+    the end of `text`, exactly as the client sent it. In three cases it is decoded from the prompt's tokens: the client
+    sent token ids (`text` is None), the answer or one before it belongs to a conversation, or `text` does not begin
+    with the text of the prompts and answers up to that answer."""
     before = ""
     node = match.node
     while text is not None and node != ROOT:

@@ -49,10 +49,11 @@ DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class SessionRegistry:
-    """All sessions of one service. `sampling` holds the sampling parameters of all answers. `clock` returns seconds,
-    and continues to count when the service is restarted. `max_steps_off_policy`: the greatest age of tokens; None: the
-    age has no bound here. `history`: the run's attempts, which show what weights the run has given up; None: the run
-    has given up no weights. `store` keeps sessions over a restart; without it (None) they end with this process."""
+    """All sessions of one service. `sampling`: the run's sampling parameters, which apply to all answers. `clock`:
+    returns seconds, and continues to count when the service is restarted. `max_steps_off_policy`: the greatest age that
+    a session's tokens may have; None: no limit. `history`: the run's attempts so far. They show which versions were
+    given up: when an attempt begins with a version, all later versions of earlier attempts are given up. None: no
+    attempt is known yet. `store`: keeps sessions across a restart; None: they are lost when this process ends."""
 
     def __init__(
         self,
@@ -186,8 +187,8 @@ class SessionRegistry:
         return sessions
 
     def _given_up(self, session: AgentSession) -> str | None:
-        """Returns a reason if the session depends on weights that the run has given up: they are the session's floor,
-        or they sampled one of its tokens. Returns None if all these weights are still valid."""
+        """Returns a reason if the session depends on a version that the run has given up: this version is the session's
+        floor, or it sampled one of the session's tokens. Returns None if the session depends on no such version."""
         floor = session.opened.attempt, session.opened.floor
         reason = self._history.given_up(*floor) or self._history.of(session.tree.weights)
         return reason and f"stale: {reason}"

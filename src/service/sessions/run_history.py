@@ -28,14 +28,15 @@ class RunHistory:
         self._starts[attempt] = version
 
     def given_up(self, attempt: int, version: int) -> str | None:
-        """Returns why the weights `version` of `attempt` were given up by a later attempt; None if they were not."""
+        """Returns a reason if version `version`, made by attempt `attempt`, is no longer valid because a later attempt
+        began with an earlier version. Returns None if it is still valid."""
         for later, begins in self._starts.items():
             if attempt < later and begins < version:
                 return f"attempt {later} of the run began with version {begins}, before version {version} of {attempt}"
         return None
 
     def of(self, identities: Iterable[WeightIdentity]) -> str | None:
-        """Returns why a later attempt has given up weights in `identities`; None if all of them are still valid. If
-        several were given up, returns the reason for the first."""
+        """Returns a reason if at least one of the weights in `identities` is no longer valid (`given_up`); None if all
+        of them are still valid. If several are not valid, returns the reason for the first."""
         reasons = (self.given_up(identity.attempt, identity.version) for identity in identities)
         return next((reason for reason in reasons if reason), None)

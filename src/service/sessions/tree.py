@@ -205,7 +205,7 @@ class SessionTree:
         return self.joined(node, np.empty(0, np.int32))
 
     def joined(self, node: int, behind: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Returns a new array: all tokens from the root of the tree to the end of a node, and then the tokens
+        """Returns a new array: all tokens from the root of the tree to the end of `node`, followed by the tokens in
         `behind`."""
         pieces = [behind]
         while node != ROOT:

@@ -35,8 +35,8 @@ class Step:
 
 @dataclass(frozen=True)
 class ModelHistory:
-    """Holds all that restores one model after a loss of the trainer: the model's newest checkpoint, and the requests
-    (each a `Step`) that the trainer has done for the model since that checkpoint."""
+    """Holds everything that is needed to restore one model if the trainer dies: the model's newest checkpoint, and the
+    requests (each a `Step`) that the trainer has done for the model since that checkpoint."""
 
     place: str = ""
     """The directory of the model's newest checkpoint; "": there is none."""

@@ -3,9 +3,9 @@
 A request is in the store before it is accepted. All of this runs in one event loop, which never waits for a room:
 methods of rooms are called in threads.
 
-Rooms come and go. `run` works with one trainer and one sampler until one of them is lost, and raises the error of that
-loss; meanwhile the server answers that results are not there yet. The next call of `run` restores each model
-(`service.tinker.model_history`) and continues with requests without an outcome. The store has the requests that a
+Rooms come and go. `run` works with one trainer and one sampler; if one of them is lost, `run` raises RoomFailed. Until
+`run` is called again, the server answers that results are not there yet. The next call of `run` restores each model
+(`service.tinker.model_history`) and continues with the requests that have no outcome. The store has the requests that a
 killed server had accepted.
 """
 
@@ -182,8 +182,8 @@ class TinkerServer:
     # ---- rooms
 
     async def run(self, worker: TrainingWorker, sampler: SamplerVerbs) -> None:
-        """Runs clients' requests with this trainer and sampler until one of the two is lost. Raises RoomFailed for the
-        loss, and another TriremeError if the state cannot be restored or stored."""
+        """Runs clients' requests with this trainer and sampler until one of the two dies, and then raises RoomFailed.
+        Raises another TriremeError if the state cannot be restored or stored."""
         self._worker = worker
         self._sampler = sampler
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -348,7 +348,7 @@ class TinkerServer:
             self._end(error)
 
     def _end(self, error: TriremeError) -> None:
-        """Makes `run` raise `error`, or the first of several errors."""
+        """Makes `run` raise `error`. If this is called several times, `run` raises the error of the first call."""
         if not self._lost.done():
             self._lost.set_exception(error)
 

@@ -295,7 +295,7 @@ class ProtocolState(PromiseBook):
     def trained(self, outcome: Outcome, tokens: int = 0, now: float = 0.0) -> None:
         """Records the outcome of the running request, and charges its model `tokens` more tokens. If the request was
         the creation of the model and failed, ends the model. The changed history of the model (the steps to repeat
-        after a loss of the trainer) is committed together with the outcome."""
+        if the trainer dies) is committed together with the outcome."""
         promise = self.running
         assert promise, "only after next_training"
         model = self.models[promise.owner_id]
@@ -363,8 +363,8 @@ class ProtocolState(PromiseBook):
         self.turns.finish(promise)
 
     def sample_again(self, available: Collection[str], failure: Failure) -> None:
-        """Queues all samples without an outcome again, because the replicas that worked on them are lost. Samples from
-        weights that are not in `available` get the outcome `failure`."""
+        """Puts all samples that have no outcome back in the queue, because the replicas that worked on them are gone.
+        If a sample needs weights that are not in `available`, it is not queued and gets the outcome `failure`."""
         self.turns = self.make_turns()
         for promise in list(self.promises.values()):
             if promise.outcome is None and (sampler := self.samplers.get(promise.owner_id)):

@@ -259,10 +259,15 @@ class Results:
 
 
 def configured(subject: Subject | None, unread: Path, arguments: Sequence[str]) -> Loaded[Config]:
-    """Returns the configuration of a command that trains nothing. Merges, so that later values override earlier ones:
-    the configuration of the run that `subject` comes from; the file `unread`, with the command's own defaults and with
-    values for keys that `rl` requires but this command does not use; the keys in `arguments`; the model of `subject`.
-    Raises BadInput."""
+    """Returns the configuration of a command that trains nothing, without `trainer.lora`. Raises BadInput. The
+    configuration is merged from four sources; each source overrides the sources before it:
+
+    1. the configuration of the run that `subject` comes from, if it comes from a run;
+    2. the TOML file `unread`: the command's own defaults, and values for keys that `rl` requires but this command does
+       not read;
+    3. the keys in `arguments`;
+    4. the model of `subject`.
+    """
     files = ["@", str(unread)]
     model_flags = list[str]()
     if subject:

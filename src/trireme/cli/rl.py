@@ -53,8 +53,9 @@ def _rl(argv: list[str], console: Console) -> None:
         if loaded.dry_run:
             if not _waited(environments_are_made, config.timeouts.start_s):
                 raise RoomFailed(
-                    f"waited {config.timeouts.start_s:g} s (timeouts.start_s) for the environments: their datasets, "
-                    "get_batch(0), make_env(0) or initial_observation()"
+                    f"the environments were not made within {config.timeouts.start_s:g} s (timeouts.start_s): the "
+                    "loading of a dataset, get_batch(0), make_env(0) or initial_observation() took too long. Speed it "
+                    "up, or raise timeouts.start_s"
                 )
             show(plan, config, console)
             return

@@ -96,8 +96,8 @@ class Sweep:
         return curves
 
     def metric(self, name: str) -> float | None:
-        """Returns the compared metric of the run `name`, the mean of its last `window` values. Returns None if no row
-        has the metric."""
+        """Returns the result of the run `name` in the metric by which the sweep compares its runs: the mean of the
+        metric's last `window` values. Returns None if no row of the run has the metric."""
         values = self.curves(name).values(self.options.metric)
         if values:
             return mean(values[-self.options.window :])

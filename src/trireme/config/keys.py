@@ -268,8 +268,9 @@ class Keys:
         return table is not None and (table.entry_type is Any or len(path) == len(table.path) + 1)
 
     def nearest(self, path: Path) -> Path | None:
-        """Returns the known option or section with the name most like the unknown `path`; None if none is similar. The
-        last part of `path` decides. A `path` of one part is also compared with whole paths."""
+        """Returns the known option or section that is most similar to the unknown `path`; None if none is similar.
+        Compares the last parts of both paths. If `path` has only one part, also compares it with whole known paths. If
+        its last part is a name that another system uses (WORDS), returns the option with the same meaning."""
 
         def alike(candidate: Path) -> tuple[float, float]:
             whole = difflib.SequenceMatcher(None, ".".join(path), ".".join(candidate)).ratio()

@@ -166,7 +166,7 @@ def _is_plain(described: Mapping[str, object]) -> bool:
 
 
 def _plain_sizes(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sizes, fields of ModelFacts, of a decoder of the Llama type.
+    """Returns the sizes of a decoder of the Llama type, as {field of ModelFacts: value}.
 
     Counts the parameters of the embeddings, of the output matrix unless it is tied, and of the final norm. For each
     layer it counts the four projections of attention (with biases of queries, keys and values in Qwen2), the three

@@ -139,7 +139,7 @@ def _check_ports(ports: str) -> str:
         first, end = _ends(ports)
         if 1024 <= first < end <= 65536:
             return ports
-    raise ValueError("a range of ports from 1024 to 65535, such as 20000-20999")
+    raise ValueError("a range of ports between 1024 and 65535, such as 20000-20999")
 
 
 class ClusterConfig(Section):

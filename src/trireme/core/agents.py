@@ -31,8 +31,9 @@ class AgentAccess:
 
 @dataclass(frozen=True, eq=False)
 class AgentTurn:
-    """One sampled answer of a session, T tokens, with its prompt. If the prompt does not continue the previous turn,
-    the turn begins a new branch of the session. In a session's turns, the turns of one branch are consecutive."""
+    """One sampled answer of a session (T tokens), and its prompt. If the prompt does not continue the previous turn,
+    the turn begins a new branch of the session. In the list of a session's turns, the turns of a branch are
+    consecutive."""
 
     prompt: npt.NDArray[np.int32]
     """The token ids of the prompt: all of them, or, if the turn `follows`, only those after the answer of the turn

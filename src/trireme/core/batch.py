@@ -293,8 +293,8 @@ class StoredBatch:
 
     @property
     def offsets(self) -> Numbers:
-        """[D + 1]: the offset in tokens of each datum in the concatenation of all datums; last the total number of
-        tokens."""
+        """Offsets of the datums, int64 [D + 1]: element d is the position of datum d's first token when all datums are
+        concatenated; the last element is the total number of tokens."""
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
     def mapped(self, function: BatchMap) -> StoredBatch:
@@ -324,9 +324,9 @@ Data = Batch | Sequence[Datum]
 
 
 def cut_pieces(datums: Numbers, lengths: Numbers) -> Iterator[Numbers]:
-    """Cuts `datums`, [N] indices of datums in a batch, into consecutive pieces of at most PIECE_TOKENS tokens. A longer
-    datum is a piece by itself. Yields the indices in each piece. `lengths`: [D], the number of tokens of each datum of
-    the batch."""
+    """Cuts `datums`, [N] indices of datums in a batch, into consecutive pieces of at most PIECE_TOKENS tokens. A datum
+    with more tokens is a piece by itself. Yields the indices in each piece. `lengths`: [D], the number of tokens of
+    each datum of the batch."""
     ends = np.cumsum(lengths[datums])
     first = 0
     while first < len(datums):

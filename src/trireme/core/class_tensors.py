@@ -1,7 +1,7 @@
-"""Compares the tensors that a model's class computes with and saves with the tensors in its files.
+"""Compares the tensors in a model's files with the tensors that the model's class saves.
 
-A model opens with initial values wherever its files lack a tensor, and says so at most in a log. So the trainer,
-exports and evaluations compare names and shapes before they use the files.
+If the files lack a tensor, the model opens with initial values for it, and at most logs this. So the trainer, exports
+and evaluations compare names and shapes before they use the files.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ NAMED = 3
 
 @dataclass(frozen=True)
 class Differences:
-    """The differences between the tensors in a model's files and the tensors of its class. Names are as in files."""
+    """The differences between the tensors in a model's files and the tensors that the model's class saves. Each tensor
+    has the name under which the class saves it."""
 
     lacking: Sequence[str]
-    """Tensors that the class saves, and the files lack."""
+    """Tensors that the class saves but the files lack."""
     reshaped: Sequence[str]
     """Tensors that the files have in another shape."""
 
@@ -83,9 +84,9 @@ def differences(model: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -
 
 
 def refuse_kinds(label: str, model: PreTrainedModel, kinds: Mapping[str, Collection[str]], advice: str) -> None:
-    """Raises BadInput if any tensor of a model has a fault. `kinds`: {a fault, such as "lacks": the names of the
-    tensors with this fault}. The error begins with `label`, which names the model, then names the class of `model` and
-    the tensors, and ends with `advice`, which says what to do."""
+    """Raises BadInput if any tensor of a model has a fault. `kinds` maps each kind of fault, as a verb phrase for the
+    message (such as "lacks"), to the names of the tensors with this fault. The error begins with `label`, which names
+    the model, then names the class of `model` and the tensors, and ends with `advice`, which says what to do."""
     wrong = [f"{kind} {len(names)}: {', '.join(sorted(names)[:NAMED])}" for kind, names in kinds.items() if names]
     if wrong:
         raise Refusal(

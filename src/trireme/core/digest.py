@@ -52,7 +52,7 @@ class Sums:
 
     @classmethod
     def parse(cls, text: str) -> Sums:
-        """Returns the sums that `text` stands for, the 32 hex digits that `str(sums)` returned."""
+        """Parses the 32 hex digits that `str(sums)` returned, and returns the sums."""
         return cls(int(text[:16], 16), int(text[16:], 16))
 
     @property
@@ -104,9 +104,9 @@ def key(index: int, k: int) -> int:
 
 
 def key_of(x: Any) -> Any:
-    """Computes the factor of a word, as `key` does, in NumPy or in a kernel that `compiler` compiles. `x`: 2 * index +
-    k + GOLDEN modulo 2^64, a uint64; here the caller has already done the first step of splitmix64, which adds GOLDEN.
-    Returns splitmix64(2 * index + k) | 1, a uint64."""
+    """Computes the factor of a word in a sum, as `key` does. Works on NumPy values, and in kernels that `compiler`
+    compiles. `x`, a uint64, is 2 * index + k + GOLDEN modulo 2^64: the caller adds GOLDEN, which is the first step of
+    splitmix64. Returns splitmix64(2 * index + k) | 1, a uint64."""
     z = (x ^ (x >> 30)) * MIX_1
     z = (z ^ (z >> 27)) * MIX_2
     return (z ^ (z >> 31)) | np.uint64(1)
@@ -114,7 +114,7 @@ def key_of(x: Any) -> Any:
 
 @cache
 def compiler() -> Callable[..., Any]:
-    """Returns numba's `njit`, for kernels that release the GIL and may call `key_of`."""
+    """Returns numba's `njit` with `nogil=True`: kernels that it compiles release the GIL. They can call `key_of`."""
     from numba import njit  # an import of a quarter of a CPU second
     from numba.extending import register_jitable
 

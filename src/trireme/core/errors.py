@@ -78,7 +78,7 @@ class StorageFailed(TriremeError):
 
 
 class DiskFull(StorageFailed):
-    """Something could not be written for lack of space, or beyond a quota."""
+    """Something could not be written because the disk is full or a quota is used up."""
 
 
 class LockLost(TriremeError):

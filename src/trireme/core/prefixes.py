@@ -30,20 +30,20 @@ class Forest:
     lengths: Numbers
     """[D], the number of tokens of each datum."""
     order: Numbers
-    """[D], the numbers of the datums in an order in which datums with equal beginnings follow each other."""
+    """[D], the indices of the datums, sorted so that datums with equal beginnings follow each other."""
     shared: Numbers
-    """[D], in this order: how many tokens at its beginning a datum shares with the datum before it; 0 for the first
-    datum, and if they are fewer than FEWEST_SHARED."""
+    """[D], for each datum in `order`: the number of tokens at its beginning that it shares with the datum before it in
+    `order`. It is 0 for the first datum, and if fewer than FEWEST_SHARED tokens are shared."""
 
     @classmethod
     def flat(cls, lengths: Numbers) -> Forest:
-        """Returns the forest of datums that share nothing, in the order of their numbers."""
+        """Returns the forest of datums that share nothing, in the order of `lengths`."""
         return cls(lengths, np.arange(len(lengths)), np.zeros(len(lengths), np.int64))
 
     @classmethod
     def find(cls, tokens_D: Sequence[npt.NDArray[np.int32]]) -> Forest:
         """Returns the forest of D datums with the tokens `tokens_D`, int32 [T] for each datum. Datums with the same
-        tokens keep the order of their numbers."""
+        tokens stay in the order that they have in `tokens_D`."""
         keys = [tokens.astype(">i4").tobytes() for tokens in tokens_D]  # compared as bytes, they order as their tokens
         order = np.asarray(sorted(range(len(keys)), key=keys.__getitem__), np.int64)
         shared = np.zeros(len(order), np.int64)

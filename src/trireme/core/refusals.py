@@ -24,8 +24,8 @@ class Refusal(BadInput):
 
 
 def refuse(refusals: Sequence[Refusal]) -> None:
-    """Raises the refusal in `refusals` if there is one, or a BadInput that lists them all if there are several. Does
-    nothing if `refusals` is empty."""
+    """If there is exactly one refusal, raises this refusal. If there are several, raises a BadInput that lists them
+    all. If `refusals` is empty, does nothing."""
     if len(refusals) == 1:
         raise refusals[0]
     if refusals:

@@ -43,8 +43,8 @@ class Slice:
 
     @property
     def steps(self) -> list[int]:
-        """The dimensions of the published tensor that run over rows of the source: a step of one index along such a
-        dimension leads to another row. A step along any other dimension stays within a row."""
+        """The dimensions of the published tensor whose stride is at least one row of the source. Along such a
+        dimension, the next element always lies in another row. Dimensions of size 1 are left out."""
         return [d for d, stride in enumerate(self.strides) if self.shape[d] > 1 and stride >= self.row]
 
     @property
@@ -56,8 +56,9 @@ class Slice:
         return len(steps) <= 1 and whole_rows and self.offset % self.row + inner < self.row
 
     def of_whole(self, whole: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Returns (the published tensor as a view of `whole`, zeros). The zeros are the indices at which the view
-        begins in the published tensor, as `of_rows` returns them. `whole`: the source with all its values."""
+        """Returns (view, begin), in the form of `of_rows`. `view`: the published tensor as a view of `whole`. `begin`:
+        a 0 for each dimension, because the view begins at the first element of the published tensor. `whole`: the
+        source with all its values."""
         view = whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
         return view, (0,) * len(self.shape)
 

@@ -116,7 +116,7 @@ def gathered_text(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """The settings of one LoRA adapter, if several adapters are trained on the same base model."""
+    """The settings of one LoRA adapter in a run that can train several adapters on the same base model."""
 
     rank: int
     """The rank of the adapter, at most `trainer.lora.rank`."""
@@ -138,10 +138,10 @@ class Adapter:
     rank: int
     alpha: float
     spec: AdapterSpec | None = None
-    """The rank, alpha, layers and seed of this adapter, if several adapters are trained on the same base model. Then
-    `rank` above is the rank of all published tensors; zeros fill the rows and columns beyond the adapter's rank, and
-    the tensors of layers that it does not adapt. None: the adapter is the only one, and none of its tensors are filled
-    up."""
+    """The rank, alpha, layers and seed of this adapter, in a run that can train several adapters on the same base
+    model. There, `rank` above is the rank of all published tensors; zeros fill the rows and columns beyond the
+    adapter's rank, and the tensors of layers that it does not adapt. None: the run trains a single adapter, and none of
+    its tensors are padded."""
 
     def __str__(self) -> str:
         return f"adapter of rank {self.rank} and alpha {self.alpha:g} on base {self.base}"
@@ -239,7 +239,8 @@ class PublishedWeights:
 
     manifest: WeightsManifest
     source: Any
-    """How a receiver gets the bytes; only the transport that made it reads it (`trireme.core.transport`)."""
+    """The object from which a receiver gets the bytes. Only the transport that made it reads it
+    (`trireme.core.transport`)."""
     session: Session | None = None
     """The replicas to which the version was sent; None if it was sent to none."""
 
@@ -346,8 +347,8 @@ def check_decoding(
     """Checks that the decode steps of a replica agree with its prefills. After the canary the replica samples DECODED
     tokens, and computes the log-probability of each twice: `decoded` in decode steps, `prefilled` in a prefill of the
     same tokens, both float32 [DECODED]. Raises WeightsRefused if the two differ by more than the canary's bound, or are
-    NaN. The bound for the mean difference is applied to the median here: with few tokens, a single token whose experts
-    change by rounding would move the mean."""
+    NaN. The bound for the mean difference is applied to the median here: in a mixture-of-experts model, rounding can
+    route a token to other experts, and with few tokens, one such token would move the mean."""
     bound = manifest.canary.bound
     difference = np.abs(decoded - prefilled)
     middle = float(np.median(difference))

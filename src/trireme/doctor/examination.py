@@ -59,7 +59,7 @@ class Examination:
     facts: Mapping[str, NodeFacts]
     """The report of each node that answered, by the node's name."""
     silent: Mapping[str, str] = field(default_factory=dict)
-    """The nodes that are alive by the cluster's state and did not answer, with the reason."""
+    """{node that did not answer, although the cluster lists it as alive: the reason}."""
     links: Sequence[Link] = ()
     """The results of connecting: for each ordered pair of nodes, one for each endpoint of the second node."""
     sender: str = ""
@@ -82,7 +82,8 @@ class Examination:
 
 @dataclass(frozen=True)
 class Expected:
-    """The requirements that the nodes must meet for a run. If no run is specified, the requirements of every run."""
+    """The requirements that the nodes must meet for a run. If no run is given, only the requirements that all runs have
+    in common."""
 
     nodes: Sequence[str] = ()
     """Host names or addresses of the nodes that should be there; empty if they are not specified."""

@@ -39,8 +39,8 @@ MAX_WARNINGS = 8
 
 
 class Calls:
-    """Calls the examiners of all nodes, `nodes` {name: actor handle}, at the same time. A node that fails to answer is
-    removed from `nodes`, and `silent` {name: reason} gets the reason."""
+    """Calls the examiners of all nodes at the same time. `nodes`: {name of a node: handle of its examiner}. If a node
+    fails to answer, it is removed from the attribute `nodes`, and added to `silent`, {name of a node: reason}."""
 
     def __init__(self, nodes: Mapping[str, ActorProxy[Examiner]]) -> None:
         self.nodes = dict(nodes)

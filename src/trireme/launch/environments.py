@@ -1,5 +1,5 @@
-"""Makes the environments of a run once before the run starts, in the way in which the run's orchestrator will. A
-separate process does this, because code of environments may do anything. Imports no Ray."""
+"""Makes the environments of a run once before the run starts, in the same way as the run's orchestrator does later. A
+separate process does this, because the code of environments may do anything. Imports no Ray."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ WARNING = "warning: "
 
 @contextmanager
 def checked_environments(config: Config) -> Iterator[Callable[[float], bool]]:
-    """Starts a process that makes the environments of `config`, and kills it after the block. Yields a function that
-    waits for the process, up to the given seconds. The function returns True if all environments could be made, False
-    if the process has not ended yet, and raises BadInput if an environment cannot be made or its first problem cannot
-    be built."""
+    """Context manager: starts a process that makes the environments of `config`, and kills the process at the end of
+    the `with` block. Yields `wait(timeout_s)`, which waits up to `timeout_s` seconds for the process. `wait` returns
+    True if all environments could be made, and False if the process has not ended yet. It raises BadInput if an
+    environment cannot be made or its first problem cannot be built."""
     with tempfile.TemporaryFile("w+") as config_file, tempfile.TemporaryFile("w+") as output:
         config_file.write(config.model_dump_json())
         config_file.seek(0)

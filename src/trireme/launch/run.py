@@ -253,9 +253,9 @@ def attempts(
 @contextmanager
 def attempt(training: TrainingRun, run: RunDir, supervisor: Supervisor, place: str, console: Console) -> Iterator[Core]:
     """Context manager: starts the rooms of an attempt and makes them load the attempt's checkpoint. Yields the rooms
-    when they can train. Stops them at the end of the `with` block, also after an error. In the first attempt of the
-    command and in deterministic mode, waits for all replicas, else for one replica. `place`: a text that says where the
-    rooms are."""
+    when they can train. Stops them at the end of the `with` block, also after an error. Waits for all replicas if this
+    is the first attempt of the command or the run is deterministic; otherwise waits for one replica. `place`: a text
+    that says where the rooms are."""
     started = time.monotonic()
     log_dir = run.logs
     start = run.start

@@ -30,8 +30,8 @@ class SftRun(TrainingRun):
         self._data = data
 
     def enter(self, run: RunDir) -> None:
-        """Moves the data to the example at which the run starts. If the number of steps is not given, computes
-        the number after which all epochs are over, and sets it in `config`."""
+        """Sets the position in the data to the example at which the run starts. If the number of steps is not given,
+        computes the step at which all epochs are over, and sets it in `config`."""
         self._data.load_state(run.start.checkpoint and run.start.checkpoint / "data")
         self.config = self._data.cursor.with_steps(self.config, run.start.step)
 

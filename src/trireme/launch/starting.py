@@ -38,8 +38,9 @@ Starting = tuple[Sequence[Ref[object]], Sequence[str]]
 
 @contextmanager
 def joined(plan: Plan) -> Iterator[Plan]:
-    """Starts Ray on this machine, or joins the cluster that the configuration names, for the time of the block. Yields
-    the plan, completed with the resources of the machines. Raises BadInput if the plan needs more than they have."""
+    """Context manager: starts Ray on this machine, or joins the cluster that the configuration names. Stops Ray, or
+    leaves the cluster, at the end of the `with` block. Yields the plan, completed with the resources of the machines.
+    Raises BadInput if the plan needs more than the machines have."""
     with ray_cluster(plan.config, plan.resources) as resources:
         plan = replace(plan, resources=resources)
         plan.check_resources()
@@ -90,8 +91,9 @@ def reserve_places(plan: Plan, progress: Progress, console: Console, ending: Exi
 
 
 def await_ready(rooms: Sequence[Starting], plan: Plan, log_dir: Path, on_tick: Progress) -> None:
-    """Waits until all `rooms`, given by the `ready_refs` of their handles, have started, and calls `on_tick` meanwhile.
-    After the time that the plan allows for a start, raises RoomFailed that names the late rooms and `log_dir`."""
+    """Waits until all rooms have started, and calls `on_tick` meanwhile. `rooms`: for each room, the `ready_refs()` of
+    its handle. After the time that the plan allows for a start, raises RoomFailed that names the late actors and
+    `log_dir`."""
     refs = [ref for room_refs, _ in rooms for ref in room_refs]
     names = [name for _, room_names in rooms for name in room_names]
     waits.get_all(refs, owners=names, timeout_s=plan.start_s, log=log_dir, on_tick=on_tick, limit=plan.start_text)

@@ -54,9 +54,10 @@ def serve_clients(
     say: Callable[[str], None],
 ) -> None:
     """Serves Tinker's clients until a signal comes. `names`: the names by which clients may request the model;
-    `service.tinker.names` are added, and clients see the first name. `rooms()` starts a trainer and replicas for the
-    time of a block. If one of them is lost, all are started again and repeat the work since their last checkpoint.
-    `directory` holds the clients' state. Raises Stopped, TriremeError."""
+    `service.tinker.names` are added, and clients see the first name. `rooms()` returns a context manager that starts a
+    trainer and replicas, and stops them at the end of its `with` block. If one of them is lost, all are started again
+    and repeat the work since their last checkpoint. `directory` holds the clients' state. Raises Stopped,
+    TriremeError."""
     max_len = config.seq_limit(facts)
     options = config.service
     names = (*names, *options.tinker.names)

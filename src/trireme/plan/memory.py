@@ -35,9 +35,9 @@ parameters (docs/internals/memory.md). glibc gives back tensors of more than LAR
 LARGEST_KEPT bytes, glibc keeps KEPT_BYTES, and KEPT_OF_LAYERS bytes for each parameter of the layers; if it has more,
 KEPT_OF_LARGE bytes."""
 FLAT_TOKENS = 8
-"""A plan counts on at most FLAT_TOKENS tokens in all datums of a micro-batch for each of its distinct tokens: a shared
-prefix is distinct once, but is in each datum that begins with it. Columns are counted as if they had a row for each
-datum (with a user's own loss they have it). Keys of a layer are gathered for the tokens of all datums at once (64
+"""A plan assumes that all datums of a micro-batch together have at most FLAT_TOKENS tokens for each distinct token: a
+shared prefix is distinct once, but is in each datum that begins with it. Columns are counted as if they had a row for
+each datum (with a user's own loss they have it). Keys of a layer are gathered for the tokens of all datums at once (64
 answers to 30,000 tokens have 2 million)."""
 PLACE_BYTES = 96
 """Bytes for each token, counted in all datums (see FLAT_TOKENS): columns, log-probabilities and their gradient, and
@@ -189,12 +189,13 @@ class ModelMemory:
 
     def flat(self, tokens: int) -> int:
         """Returns an upper bound of the bytes that a micro-batch takes for the tokens of all its datums
-        (`ShardMemory.flat`), where a shared prefix counts for each datum. `tokens`: the number of the micro-batch's
-        distinct tokens, where a shared prefix counts once.
+        (`ShardMemory.flat`). These tokens include a shared prefix once for each datum. `tokens`, the number of the
+        micro-batch's distinct tokens, includes it only once.
 
-        A CPU takes fewer bytes than the bound, because it gathers keys only for the datums of one size at a time. On a
-        GPU the bound is higher if query heads share key heads: FlashAttention 2 first makes gradients of keys and
-        values for each query head, and then adds them up for each key head.
+        A CPU needs fewer bytes than the bound, because it gathers keys for one group of datums at a time. Within a
+        group, all datums have the same number of tokens, and shared prefixes of the same length. On a GPU the bound is
+        higher if query heads share key heads: FlashAttention 2 first makes gradients of keys and values for each query
+        head, and then adds them up for each key head.
         """
         facts = self.facts
         heads = 4 * facts.num_kv_heads
@@ -238,13 +239,15 @@ class ModelMemory:
 
     def gathered(self, lora: LoraConfig, *, whole: bool) -> int:
         """Returns the most bytes of gathered (whole) weights, gradients and buffers of collectives that a shard holds
-        together with the activations.
+        together with the activations. Numbers are in the dtype in which models compute, unless float32 is named.
 
-        With `whole` these are all weights in the dtype in which models compute, and all gradients, which are summed in
-        float32. Otherwise these are the embeddings and the output matrix, which stay gathered during a pass, and the
-        larger of two peaks. At the first peak the output matrix's gradient is summed in float32 and cast. At the second
-        the shard holds this gradient and a layer's memory: the gathered weights of this layer and the next, the layer's
-        gradient, and the float32 buffer in which gradients are summed over shards.
+        If `whole`, these bytes hold all weights, all gradients in float32 (counted as 0 under LoRA), and the output
+        matrix's gradient. Otherwise they hold the embeddings and the output matrix, which stay gathered during a pass,
+        and in addition the larger of two peaks. At the first peak the output matrix's gradient, which was summed in
+        float32, is cast: the shard holds this gradient in both dtypes, and a layer's weights. At the second peak a
+        layer's gradient is summed over shards: the shard holds the output matrix's gradient, the weights of this layer
+        and the next, the layer's gradient, and a float32 buffer for the sum (counted as 0 under LoRA). The output
+        matrix's gradient is 0 bytes if LoRA leaves the matrix frozen.
         """
         dtype = self.dtype_bytes
         layer = self._layer

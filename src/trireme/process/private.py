@@ -5,8 +5,8 @@ and for the files of one download.
         owner               held by flock while its process lives
         r/                  Ray's files; Ray opens r/ to all users, and its token does not protect unix sockets
 
-A user who can rename a socket could replace it. What a killed process leaves is removed by the next one that makes such
-a directory at the same place.
+A user who can rename a socket could replace it. If a killed process leaves such a directory, the next process that
+makes one at the same place removes it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ bytes, Ray's directory 2, and Ray's sockets below it 64; the system allows 107 b
 
 @contextmanager
 def private_directory() -> Iterator[Path]:
-    """Makes a private directory for the files of this driver, and yields its path. The directory exists until the end
-    of the block (`held_directory`)."""
+    """Context manager: makes a private directory for the files of this driver, yields its path, and removes the
+    directory at the end of the `with` block, as `held_directory` does."""
     base = Path(tempfile.gettempdir())
     if len(os.fsencode(base)) > LONGEST_BASE:
         base = Path("/tmp")
@@ -40,9 +40,9 @@ def private_directory() -> Iterator[Path]:
 
 @contextmanager
 def held_directory(base: Path, prefix: str) -> Iterator[Path]:
-    """Makes a private directory in `base`, with a name that begins with `prefix`, and yields its path. Removes the
-    directory at the end of the block. First removes directories with this prefix that killed processes of this user
-    have left in `base`. Raises OSError."""
+    """Context manager: makes a private directory in `base`, with a name that begins with `prefix`, yields its path, and
+    removes the directory at the end of the `with` block. First removes directories with this prefix that killed
+    processes of this user have left in `base`. Raises OSError."""
     for directory in base.glob(f"{escape(prefix)}*"):
         with suppress(OSError):  # of another user, of a process that lives, or of something else
             _sweep(directory)
@@ -57,7 +57,8 @@ def held_directory(base: Path, prefix: str) -> Iterator[Path]:
 
 
 def _sweep(directory: Path) -> None:
-    """Removes `directory` if it belongs to this user and its process has ended; otherwise raises OSError."""
+    """Removes `directory` if it belongs to this user and the process that made it has ended; otherwise raises
+    OSError."""
     if directory.is_symlink() or directory.stat().st_uid != os.geteuid():
         raise PermissionError(f"{directory} belongs to another user")
     with (directory / LOCK).open("r+") as lock:

@@ -70,9 +70,10 @@ def _without_obituaries() -> None:
 
 @contextmanager
 def ray_cluster(config: CommonConfig, local: Resources) -> Iterator[Resources]:
-    """Connects to the cluster at `cluster_address` for the time of the block. If there is no such address, starts Ray
-    on this machine instead, with the cores of `local`, this machine's resources. Yields the resources of the cluster. A
-    cluster that was started here leaves no processes and no files behind."""
+    """Context manager: connects to the cluster at `cluster_address`, and disconnects at the end of the `with` block. If
+    there is no such address, starts Ray on this machine instead, with the cores of `local`, this machine's resources.
+    At the end of the block it stops Ray, and leaves no processes and no files behind. Yields the resources of the
+    cluster."""
     address = cluster_address(config)
     if address is None:
         _without_obituaries()
@@ -91,9 +92,9 @@ def cluster_resources(timeout_s: float) -> Resources:
 
 @contextmanager
 def connected(address: str, config: CommonConfig | None) -> Iterator[None]:
-    """Connects to the running cluster at `address` for the time of the block. The processes that this driver starts
-    there get the environment variables and the code of a run of `config`; if `config` is None, they get neither. Raises
-    BadInput if no cluster answers."""
+    """Context manager: connects to the running cluster at `address`, and disconnects at the end of the `with` block.
+    The processes that this driver starts there get the environment variables and the code of a run of `config`; if
+    `config` is None, they get neither. Raises BadInput if no cluster answers."""
     _without_obituaries()
     _refuse_unless_reachable(address)
     os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # else Ray refuses variables that a submitted job also sets
@@ -178,8 +179,8 @@ def _remove(group: PlacementGroup) -> None:
 
 @contextmanager
 def _local_cluster(cpus: int) -> Iterator[None]:
-    """Runs Ray with `cpus` cores on this machine for the time of the block. If the block fails because Ray's services
-    have ended, raises ServicesLost instead of the block's error."""
+    """Context manager: starts Ray with `cpus` cores on this machine, and stops it at the end of the `with` block. If
+    the block fails because Ray's services have ended, raises ServicesLost instead of the block's error."""
     before = _children()
     keep_compiled_code()  # TMPDIR ends with this block. (vLLM's own cache is in ~/.cache.)
     with private_directory() as directory:

@@ -58,8 +58,9 @@ sends to all processes, into a SIGTERM."""
 
 
 def _end_at_the_next(first: int) -> None:
-    """Makes the next signal end the process immediately. But ignores a signal that comes within SAME_S seconds of the
-    signal `first` (BOTH_S if it is a different signal), because both then belong to one request."""
+    """Makes the next signal end the process immediately, unless it comes soon after the signal `first`: such a signal
+    belongs to the same request and is ignored. Soon means: within SAME_S seconds if it is the same signal, within
+    BOTH_S seconds if it is the other one."""
     arrived = time.monotonic()
 
     def end(signum: int, _frame: FrameType | None) -> None:
@@ -97,8 +98,9 @@ def check() -> None:
 
 @contextmanager
 def as_stopped() -> Iterator[None]:
-    """Turns any error of the block into Stopped if a signal came. This is needed because Ray's compiled code raises
-    another error if a Stopped interrupts it, and other libraries turn a Stopped into their own errors."""
+    """Context manager: if a signal came, turns any error in the `with` block into Stopped. This is needed because Ray's
+    compiled code raises another error if a Stopped interrupts it, and other libraries turn a Stopped into their own
+    errors."""
     try:
         yield
     except Exception as error:
@@ -115,12 +117,12 @@ def arm() -> None:
 
 
 class Stop:
-    """A context manager around training: during its block SIGTERM and Ctrl-C are only noted, so that training stops
-    where the run can be saved (`check`).
+    """A context manager around training: during its `with` block SIGTERM and Ctrl-C are only noted, so that training
+    stops where the run can be saved (`check`).
 
-    Raises StoppedWithoutCheckpoint in the main thread if the block has not ended `grace_s` seconds after the signal. A
-    second signal (see SAME_S) ends the process immediately. A room that fails after a signal is not built again: its
-    RoomFailed becomes StoppedWithoutCheckpoint.
+    Raises StoppedWithoutCheckpoint in the main thread if the `with` block has not ended `grace_s` seconds after the
+    signal. A second signal (see SAME_S) ends the process immediately. A room that fails after a signal is not built
+    again: its RoomFailed becomes StoppedWithoutCheckpoint.
     """
 
     def __init__(self, grace_s: float) -> None:

@@ -155,8 +155,8 @@ def died(error: BaseException) -> bool:
 
 def unreached(error: BaseException) -> bool:
     """Returns True if `error` says that a call did not reach its actor, and Ray does not know yet whether the actor
-    lives. If the actor's node is lost, calls fail in this way until Ray gives up the node. Until then Ray would place a
-    successor of the actor on the lost node."""
+    lives. If the actor's node is lost, calls fail in this way until Ray gives up the node. Do not start a successor of
+    the actor before that: Ray would place it on the lost node."""
     return isinstance(error.__cause__, ActorUnavailableError)
 
 

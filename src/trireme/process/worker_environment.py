@@ -143,9 +143,9 @@ def _chosen(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def modules_not_installed(names: Iterable[str]) -> tuple[Path, ...]:
-    """Returns the files and directories of this project's packages, and of the top-level modules `names` with all
-    modules that `names` import, directly or indirectly. Leaves out installed packages, which are expected on every
-    node."""
+    """Returns the paths (files or directories) of this project's packages, of the top-level modules `names`, and of all
+    top-level modules that the modules `names` import, directly or indirectly. Leaves out installed packages, which are
+    expected on every node."""
     installed = [Path(sysconfig.get_path(kind)).resolve() for kind in INSTALLED]
     modules: dict[str, Path] = {}
     pending = [ENTRY, *OWN_PACKAGES, *names]

@@ -51,7 +51,10 @@ class PackageRenderer(Renderer):
         self._special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
         self._question_tokens = self.generation_prompt([{"role": "user", "content": QUESTION}])
         if QUESTION not in tokenizer.decode(self._question_tokens):
-            raise BadInput(f"renderer.name = {PACKAGE}:{name}, a format with other tokens than this tokenizer's")
+            raise BadInput(
+                f"renderer.name = {PACKAGE}:{name} does not work with this tokenizer: the format uses other token ids. "
+                "Choose another renderer.name"
+            )
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(PackageRenderer, name=self.name), self._settings
@@ -190,7 +193,10 @@ def suitable(tokenizer: Tokenizer, strip: bool, enable_thinking: bool | None) ->
             renderer = PackageRenderer(tokenizer, strip, enable_thinking, name=name)
             if _writes_template(renderer, tokenizer, enable_thinking):
                 return renderer
-    raise BadInput(f"the package {PACKAGE} has no format for {tokenizer.name_or_path or 'this tokenizer'}")
+    raise BadInput(
+        f"the package {PACKAGE} has no format for {tokenizer.name_or_path or 'this tokenizer'}. To choose another "
+        "renderer, set --renderer.name"
+    )
 
 
 def _writes_template(renderer: PackageRenderer, tokenizer: Tokenizer, enable_thinking: bool | None) -> bool:

@@ -57,8 +57,9 @@ def parse_text(text: str) -> tuple[Message, bool]:
     """Parses the `text` of an assistant's message, without its end mark. Returns the message, and True if it is well
     formed.
 
-    Returns False if the thinking or a tool call has no end or no beginning, or if a call is not a JSON object with a
-    name and arguments. Then `content` holds the text after the thinking unchanged.
+    The message is malformed if its thinking or a tool call lacks the opening or the closing tag, if other text comes
+    before the thinking or after a tool call, or if a call is not a JSON object with a name and arguments. The second
+    value is then False, the message has no `tool_calls`, and `content` is all text after the thinking, calls included.
     """
     message: Message = {"role": "assistant", "content": text}
     if text.lstrip().startswith(THINK):

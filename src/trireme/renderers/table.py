@@ -29,14 +29,14 @@ def make_renderer(
 ) -> Renderer:
     """Returns the renderer `name` for a `transformers` tokenizer.
 
-    With `name` auto, takes the first of these three that exists: the renderer in `kinds` that writes the same text as
-    the tokenizer's chat template; the format that the third-party package `renderers` has for the model
-    (`external.suitable`); the template itself. If the tokenizer has no template, takes the format that the third-party
-    package names for the model, or else role_colon.
+    If `name` is auto, takes the first of these three that exists: the renderer in `kinds` that writes the same text as
+    the tokenizer's chat template; a format of the third-party package `renderers` that suits the model
+    (`external.suitable`); the template itself. If the tokenizer has no template, takes the format that this package
+    lists under the model's name, or else role_colon.
 
-    `strip_thinking_from_history`: prompts show no thinking from before the last question, if the format strips it.
-    `enable_thinking` False: prompts ask for an answer without thinking, as Qwen3's template does; None: the format's
-    default. Raises BadInput for an unknown name, for a tokenizer that does not suit the renderer, and if
+    `strip_thinking_from_history` True: if the format supports it, prompts show no thinking from before the last
+    question. `enable_thinking` False: prompts ask for an answer without thinking, as Qwen3's template does; None: the
+    format's default. Raises BadInput for an unknown name, for a tokenizer that does not suit the renderer, or if
     `enable_thinking` is given and the format has no such switch.
     """
     expected = unknown_renderer(name)

@@ -204,8 +204,8 @@ class TextRenderer(Renderer):
     def _span(self, full: str, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec]) -> tuple[int, int]:
         """Returns the range of characters (start, end) of message `i` in `full`, the text of the conversation: from the
         end of the message's header to the end of the token that ends the message. If message `i` is the assistant's,
-        and `full` begins with the text of the prompt from which it would be sampled, the header ends where this prompt
-        ends. Raises ValueError if the message cannot be located."""
+        and `full` begins with the prompt that asks for this message, the header ends where this prompt ends. Raises
+        ValueError if the message cannot be located."""
         before, after = self._around(messages, i, tools, False)
         headers = [before]
         if messages[i]["role"] == "assistant":
@@ -241,8 +241,8 @@ class TextRenderer(Renderer):
         return text[:place], by_token or place is not None
 
     def parse_text(self, text: str) -> tuple[Message, bool]:
-        """Parses the text of an assistant's message, without its end mark. Returns the message, and False if it is
-        malformed."""
+        """Parses the text of an assistant's message, without its end mark. Returns the message, and True if it is well
+        formed."""
         return parse_text(text)
 
 

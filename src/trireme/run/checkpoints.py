@@ -72,9 +72,9 @@ class CheckpointDraft:
 
 class Checkpoints:
     """Makes the checkpoints of one attempt. `fixed`: the values that a resume must find unchanged. `decided`:
-    {configuration key: the value that this run uses}, for keys that can be auto. `other_rooms`: {name of a part of each
-    checkpoint: the room that saves it}, without the trainer. `note` records an incident. `far` collects the parts from
-    nodes that cannot see the run directory; None if all nodes see it."""
+    {configuration key: the value that this run uses}, for keys that can be auto. `other_rooms`: {name: room} for each
+    room, other than the trainer, that saves a part of each checkpoint; the part has this name. `note` records an
+    incident. `far` collects the parts from nodes that cannot see the run directory; None if all nodes see it."""
 
     def __init__(
         self,
@@ -113,13 +113,13 @@ class Checkpoints:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """If training has reached its end, completes the last checkpoint. If a signal or a limit stopped the run
-        between two steps, takes a last checkpoint. In both cases, if the disk is full, deletes old checkpoints and
-        tries again. Raises StorageFailed if there are no old checkpoints to delete, or if storage fails for another
-        reason. Also raises RoomFailed and LockLost.
+        """If the block ended without an error, training has reached its end: completes the last checkpoint. If the
+        block ended with Stopped or LimitReached between two steps, takes a last checkpoint. In both cases, if the disk
+        is full, deletes old checkpoints and tries again. Raises StorageFailed if there are no old checkpoints to
+        delete, or if storage fails for another reason. Also raises RoomFailed and LockLost.
 
-        If the block ended with any other error, or with StoppedWithoutCheckpoint, only waits up to END_S seconds for
-        the checkpoint that is being written, if there is one.
+        If the block ended with another error, or with StoppedWithoutCheckpoint, takes no checkpoint. If a checkpoint is
+        being written, waits for it up to END_S seconds.
         """
         may_save = isinstance(error, Stopped | LimitReached) and not isinstance(error, StoppedWithoutCheckpoint)
         try:

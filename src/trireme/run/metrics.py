@@ -101,8 +101,10 @@ class Journal:
 
     def write(self, row: Mapping[str, Any], trained: Mapping[str, Any], records: Sequence[str] = ()) -> None:
         """Writes the results of one step. `row` has the metrics; `trained` has, under the key `groups` or `examples`,
-        what was trained on; `records` has a JSON text for each recorded group. On return the operating system has each
-        line. Raises LockLost, and StorageFailed if there is no room even after old checkpoints were deleted."""
+        what was trained on; `records` has a JSON text for each recorded group. On return all files are written, but not
+        fsynced: a crash of this process loses no line, a crash of the machine may. If the disk is full, deletes old
+        checkpoints and tries again. Raises StorageFailed if that also fails, or if a write fails for another reason.
+        Also raises LockLost and RoomFailed."""
         self._checkpoints.check_owner()
         self._with_room(partial(self._append, TRAINED, {"step": row["step"], "attempt": row["attempt"], **trained}))
         self._with_room(partial(write_records, self._root / ROLLOUTS, row["step"], records))
@@ -126,7 +128,8 @@ class Journal:
             raise
 
     def _with_room(self, write: Callable[[], None]) -> None:
-        """Calls `write`, and if the disk is full makes room and calls it once more. Raises StorageFailed."""
+        """Calls `write`. If the disk is full, makes room and calls `write` once more. Raises StorageFailed if that also
+        fails, or if the first call fails for another reason. Also raises the errors of `Checkpoints.make_room`."""
         try:
             with storage_errors(self._root):
                 write()
@@ -171,8 +174,8 @@ def evaluation_text(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def step_line(row: Mapping[str, Any], max_steps: int) -> str:
-    """Returns the text for the terminal on a step of `rl`: a line with metrics of `row`, and a line for each evaluation
-    in it."""
+    """Returns the text that the terminal shows for a step of `rl`: a line with metrics of `row`, then the lines of
+    `evaluation_text`."""
     return "\n".join(
         [
             f"step {shown_step(row):>{len(str(max_steps))}}/{max_steps}"

@@ -218,8 +218,9 @@ class RemoteRun:
     @contextmanager
     def mirrored(self, run: RunDir, note: Callable[[str], None]) -> Iterator[RunDir]:
         """A context manager. Takes over HEAD in the store for `run`. Uploads `run` while the `with` block runs, and
-        once more at the end of the block. Yields the run with its mirror. Changes through the yielded run also raise
-        the errors of `Mirror.check`: LockLost, for example, once another driver has taken over HEAD.
+        once more at the end of the block. Yields a copy of `run` that knows its mirror. Before each change, the `store`
+        of this copy calls `Mirror.check`, and raises its errors: LockLost, for example, if another driver has taken
+        over HEAD.
 
         `note` records incidents. Raises BadInput if another driver took over HEAD first, and StorageFailed if the last
         upload is not done in time. Also raises LockLost.

@@ -1,5 +1,5 @@
-"""The rooms of a run as its driver and its checkpoints see them: their verbs as Protocols. Only `trireme.launch` and
-`trireme.api` see the handles behind them."""
+"""Protocols of the rooms of a run: the methods that the driver and the checkpoints call. Only `trireme.launch` and
+`trireme.api` see the handles that implement them."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class StatefulRoom(Protocol):
         written after that."""
 
     def load_state(self, path: Path, source: CheckpointSource | None, /) -> str | None:
-        """Loads the room's part of a checkpoint, the directory `path`. A node that does not see `path` reads the part
-        from `source`. Returns a message for the log, or None."""
+        """Loads the room's part of a checkpoint from the directory `path`. A node that does not see `path` reads the
+        part from `source`. Returns a message for the log, or None."""
 
 
 class Trainer(Protocol):
-    """The verbs of the trainer (`trainer.handle`). Every verb blocks until all shards have answered, except
-    `save_state` and `save_weights`, which return at once. Raises TriremeError."""
+    """The interface of the trainer's handle (`trainer.handle`). Each method returns when all shards have answered,
+    except `save_state` and `save_weights`, which return at once. All methods raise TriremeError."""
 
     def forward_backward(
         self,
@@ -90,7 +90,7 @@ class Trainer(Protocol):
 
 
 class Orchestrator(Protocol):
-    """The verbs of the orchestrator (`orchestrator.handle`)."""
+    """The interface of the orchestrator's handle (`orchestrator.handle`)."""
 
     def finish_sampling(self, on_tick: Callable[[], None]) -> None: ...
 

@@ -56,8 +56,8 @@ def command_of(root: Path) -> str:
 def rerun_command(root: Path, *flags: str, trusted: bool = False) -> str:
     """Returns the shell command that runs the configuration of the run in `root` again, with additional `flags`.
     `trusted`: True if the command is for the user who has just started that run. The command then also sets the
-    environment variables with which the run found its modules, models and devices, and trusts the code that the
-    configuration names."""
+    environment variables with which the run found its modules, models and devices. If the configuration names code, the
+    command also has the flag `--trust-config`, which allows this code to run."""
     config = json.loads((root / CONFIG).read_bytes())
     if trusted:
         places = config.pop(WRITTEN_BY, {}).get("environment", {})

@@ -112,7 +112,7 @@ class MetricsSink:
             self._attempt(partial(self._close, tracker))
 
     def _attempt(self, call: Callable[[], Value]) -> Value | None:
-        """Returns the result of `call`. After an error counts a failure and returns None."""
+        """Calls `call` and returns its result. If `call` raises an error, counts a failure and returns None."""
         self._call_began = time.monotonic()
         try:
             return call()

@@ -248,11 +248,13 @@ def _mlflow_name(name: str) -> str:
 
 
 def _rollouts(records: Sequence[str]) -> list[list[Any]]:
-    """Returns a row with the columns TABLE_COLUMNS for each rollout in `records`, which are groups as JSON texts."""
+    """Returns a row with the columns TABLE_COLUMNS for each rollout of the groups in `records`. Each record is the JSON
+    text of one group."""
     return table_rows([json.loads(record) for record in records])
 
 
 def _rollouts_text(records: Sequence[str]) -> str:
-    """Returns the rollouts in `records`, which are groups as JSON texts, as Markdown."""
+    """Returns Markdown that shows the rollouts of the groups in `records`. Each record is the JSON text of one
+    group."""
     rows = [dict(zip(TABLE_COLUMNS, row, strict=True)) for row in _rollouts(records)]
     return "\n\n---\n\n".join(f"reward {row['reward']:g}\n\n{row['prompt']}{row['conversation']}" for row in rows)

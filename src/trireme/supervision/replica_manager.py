@@ -70,8 +70,8 @@ class ReplicaTable(Protocol):
 
 
 class ReplicaSetRoom(Protocol):
-    """The replica set of an attempt, as the manager calls it (`inference.replica_set.handle`). The replica set is an
-    actor that decides which replicas serve, and publishes this as tables."""
+    """The interface of the handle of an attempt's replica set (`inference.replica_set.handle`). The replica set is an
+    actor. It decides which replicas serve, and publishes its decisions as tables."""
 
     incarnation: int
 

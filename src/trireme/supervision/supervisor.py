@@ -63,7 +63,7 @@ class Room(Protocol):
 
 @dataclass(frozen=True)
 class ElasticReplicas:
-    """The replicas of a run or a service, with everything that a change of their number needs."""
+    """The replicas of a run or a service, and the objects with which the supervisor changes the number of replicas."""
 
     config: Config
     replicas: ReplicaActors

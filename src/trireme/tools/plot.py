@@ -78,7 +78,8 @@ def draw_knob(points: Sequence[tuple[Mapping[str, object], float]], *, knob: str
     between them. Returns the SVG file. Each run is a dot. Lines connect the means of runs that differ only in the seed;
     `lines_of` groups the runs.
 
-    `points`: for each run ({key: value} of all keys that differ between the runs, the metric).
+    `points` has one pair for each run: a dict {key: value} of all keys that differ between the runs, and the run's
+    value of `metric`.
     """
     lines = lines_of(points, knob)
     places, scale = axis_of(list(dict.fromkeys(values[knob] for values, _ in points)))

@@ -97,8 +97,8 @@ def _until(
             raise RoomFailed(f"the driver of {root} ended{reason}")
         if now > end:
             raise RoomFailed(
-                f"waited {now - start:.0f} s for the driver of {root} (process {driver.pid} on {driver.node}): "
-                f"{describe()}"
+                f"the driver of {root} (process {driver.pid} on {driver.node}) has not completed this change within "
+                f"{now - start:.0f} s: {describe()}"
             )
         time.sleep(POLL_S)
     return value

@@ -61,8 +61,8 @@ class RefusedSteps:
 
 class Guard(RefusedSteps):
     """Guards a run of `rl`. Counts steps in which the trainer refused to change its weights, as RefusedSteps does.
-    Warns, or stops the run, when trainer and sampler are too far apart. Warns when, for several steps, nearly all
-    problems of an environment were too hard, or too easy, to learn from."""
+    Warns, or stops the run, when the KL between sampler and trainer is too large. Warns when, for several steps, nearly
+    all problems of an environment were too hard, or nearly all were too easy, to learn from."""
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
         super().__init__(config, say)
@@ -94,10 +94,10 @@ class Guard(RefusedSteps):
         self._alarmed = kl > limits.alarm
 
     def _check_difficulty(self, row: Mapping[str, Any]) -> None:
-        """Keeps two counts for each environment: consecutive steps in which nearly all of its groups were bad, and
-        consecutive steps in which nearly all of its groups were good. A group counts as bad or good only if all its
-        rewards are equal. Warns when a count reaches ALIKE_STEPS. A step without groups of an environment leaves the
-        counts of this environment unchanged."""
+        """Warns when an environment was too hard or too easy in ALIKE_STEPS consecutive steps. It is too hard in a step
+        if nearly all of its groups are bad: all rewards of the group are equal and below 0.5. It is too easy if nearly
+        all of its groups are good: all rewards of the group are equal and at least 0.5. Steps without groups of the
+        environment are skipped."""
         for env in self._envs:
             for kind, instead in (("bad", "easier"), ("good", "harder")):
                 share = row.get(f"env/{env}/by_group/frac_all_{kind}")

@@ -1,6 +1,6 @@
 """The phases of a step of `rl`, and the order in which they take place.
 
-`StepPhases` says what each phase does, `overlap` and `Alternation` when:
+`StepPhases` says what each phase does. `overlap` and `Alternation` say when the phases take place:
 
     overlap       replicas   |---- sample ----|---- sample ----|     the next batches while the trainer works
                   trainer         |-- train --|    |-- train --|
@@ -48,12 +48,13 @@ class StepPhases:
             self.rooms.sleep(self.attempt.check)
 
     def train_on_substeps(self) -> None:
-        """Updates the weights by the minibatches of each substep, as they are sampled."""
+        """Runs all substeps: trains on each minibatch as soon as it is sampled, and updates the weights at the end of
+        each substep."""
         for substep in range(self.config.trainer.num_substeps):
             self.train(self.sample(substep))
 
     def train(self, minibatches: Iterator[Minibatch]) -> None:
-        """Updates the weights by the minibatches of a substep."""
+        """Runs one substep: trains on its `minibatches`, then updates the weights."""
         trainer = self.rooms.trainer
         record = self.record
         for minibatch in self.penalty(minibatches):

@@ -1,4 +1,4 @@
-"""The loop of supervised training (`sft`). It reads as the algorithm; the trainer behind its verbs is actors."""
+"""The loop of supervised training (`sft`). It reads like the algorithm: the trainer's methods hide the actors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def train(config: SftConfig, trainer: Trainer, data: SftData, attempt: Attempt, 
 def train_step(
     trainer: Trainer, examples: Examples, chosen: Sequence[int], attempt: Attempt, record: StepRecord
 ) -> dict[str, float]:
-    """Updates the weights by the examples `chosen`, and returns the metrics of the step."""
+    """Trains one step on the examples whose indices are in `chosen`: computes the gradient and updates the weights.
+    Returns the metrics of the step."""
     batch = examples.batch(chosen)
     adam = attempt.adam_params(record.step)
     weighted, divisor = attempt.config.normalization.apply(batch, "weights")

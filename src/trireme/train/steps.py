@@ -35,7 +35,7 @@ class Rooms:
 
 @dataclass(frozen=True)
 class Attempt:
-    """The parts of one attempt that a training loop uses in addition to the algorithm: first step, learning rate,
+    """The parts of one attempt that the training loops of `rl` and `sft` both use: first step, learning rate,
     checkpoints, guard and checks."""
 
     config: CommonConfig
@@ -81,8 +81,8 @@ class Attempt:
         }
 
     def end_step(self, row: Mapping[str, object]) -> None:
-        """Ends a step whose `row` is written: makes the step's draft, if there is one, a checkpoint, and checks the
-        row. Raises LimitReached if training goes wrong."""
+        """Ends a step whose `row` is written. If the step has a draft, turns the draft into a checkpoint
+        (`Checkpoints.seal`). Then checks `row`. Raises LimitReached if training goes wrong."""
         self.checkpoints.seal()
         self.guard.check(row)
 

@@ -248,9 +248,9 @@ def constants(variant: Variant) -> dict[str, object]:
 
 
 def _job(part: TensorPart, dimensions: Sequence[tuple[int, int, int]], out: int) -> tuple[Variant, list[int]]:
-    """Returns the variant of a part's job and the FIELDS numbers that describe the job to the kernel. `dimensions`:
-    (size, distance in memory, distance in the whole), from `merged`. `out`: the row of the result for the part's first
-    tensor."""
+    """Returns the variant of a part's job and the FIELDS numbers that describe the job to the kernel. `dimensions`,
+    from `merged`: for each dimension (size, stride in memory, stride in the whole tensor), in elements. `out`: the row
+    of the result for the part's first tensor."""
     inner, *outer = dimensions
     rows = prod(size for size, _, _ in outer)
     converts = part.tensor.dtype != part.dtype

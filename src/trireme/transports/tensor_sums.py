@@ -2,7 +2,7 @@
 
 A part says where its elements lie in the whole tensor: element [j_0, j_1, ...] of the part is element
 `first + sum of j_d strides[d]` of the whole, counted in C order. So a rectangle of the whole has the strides of the
-whole, whatever its own place in memory, and a slice of a fused parameter is any view.
+whole, whatever its own layout in memory. A part may be any view, such as a slice of a fused parameter.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ def rectangle(whole: Sequence[int], start: Sequence[int]) -> tuple[int, tuple[in
 
 
 def merged(dimensions: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Merges the dimensions of an array as far as its elements stay evenly spaced in two layouts, such as a part's
-    memory and the whole tensor. A kernel then has fewer dimensions to go through. Each of `dimensions` is (size, stride
-    in the first layout, stride in the second layout). Returns the fewest such dimensions, at least one, that describe
-    the same elements, with the smallest stride in the first layout first.
+    """Merges dimensions of an array that has two layouts, such as a part's memory and the whole tensor. Dimensions
+    become one dimension if, in each layout, all their elements are evenly spaced. A kernel then has fewer dimensions to
+    go through. Each of `dimensions` is (size, stride in the first layout, stride in the second layout). Returns the
+    fewest such dimensions, at least one, that describe the same elements, with the smallest stride in the first layout
+    first.
 
     >>> merged([(5, 24, 24), (3, 8, 8), (8, 1, 1)]), merged([(5, 24, 80), (3, 8, 8), (1, 8, 8), (8, 1, 1)])
     ([(120, 1, 1)], [(24, 1, 1), (5, 24, 80)])
@@ -64,8 +65,8 @@ def merged(dimensions: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, i
 
 class TensorPart(NamedTuple):
     """One or more tensors whose checksums are computed together. They are in one storage, with equal shapes and
-    strides. Each tensor is all or part of a published tensor, its whole. All of them have the same place in their
-    wholes."""
+    strides. Each tensor is all or part of a published tensor; this published tensor is called its whole. Each tensor
+    has the same place in its whole."""
 
     tensor: Tensor
     """The first of the tensors."""

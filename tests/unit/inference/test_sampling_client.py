@@ -98,7 +98,7 @@ def test_strings_end_answers_whether_the_replica_stopped_there_or_not(client: Sa
 
 def test_what_cannot_be_sampled_is_refused_and_what_fails_is_raised(client: SamplingClient, router: Router) -> None:
     for prompt, number in ((PROMPT, 0), (ModelInput(), 1)):
-        with pytest.raises(ValueError, match="expected at least one of each"):
+        with pytest.raises(ValueError, match="expected both to be at least 1"):
             client.sample(prompt, number, SamplingParams())
     router.fails = True
     with pytest.raises(RoomFailed, match="no inference replica is left"):

@@ -85,7 +85,7 @@ def test_the_wait_for_a_slow_environment_is_named_and_has_a_deadline(
     assert dry_run("--env.id", "mine:Dataset", "--timeouts.start-s", "0.1") == EXIT_FAILED
     output = capsys.readouterr().err
     assert "waiting for the environments and their first problems (0 s)\n" in output
-    assert "waited 0.1 s (timeouts.start_s) for the environments" in output
+    assert "the environments were not made within 0.1 s (timeouts.start_s)" in output
 
 
 def test_a_dry_run_shows_what_an_environment_warns_of(capfd: pytest.CaptureFixture[str]) -> None:

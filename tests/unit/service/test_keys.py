@@ -15,7 +15,7 @@ def test_made_keys_are_read_again(tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
     assert read(file) == keys
     assert len({key.value for key in keys} | {key.value for key in generate(tmp_path / "other")}) == 4
-    with pytest.raises(BadInput, match="which exists"):
+    with pytest.raises(BadInput, match="which already exists"):
         generate(file)
 
 

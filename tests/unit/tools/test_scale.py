@@ -124,6 +124,6 @@ def test_it_does_not_wait_for_ever(tmp_path: Path, capsys: pytest.CaptureFixture
     run = make_run(tmp_path / "run", timeouts={"start_s": 0.2, "update_s": 0.1})
     with driven(run):
         assert main(["scale", str(run), "--replicas", "3"]) == EXIT_FAILED
-    assert "waited 0 s for the driver" in capsys.readouterr().err
+    assert "has not completed this change within 0 s" in capsys.readouterr().err
     assert scaled(run, roster_of(PartHealth.HEALTHY, PartHealth.STARTING), 3, lambda _: None) == EXIT_FAILED
     assert "1 of 3 replicas serve; inference_1 starting" in capsys.readouterr().err

@@ -104,7 +104,8 @@ def _assistant(message: Message, shows_thinking: bool, answers_last: bool) -> st
 
 
 def _tool(messages: Sequence[Message], i: int) -> str:
-    """Returns the text of message `i`, a tool's answer. Consecutive answers of tools share one user message."""
+    """Returns the text of message `i`, a tool's answer. Consecutive answers of tools form one user message: only the
+    first answer opens it, and only the last answer closes it."""
     first = not i or messages[i - 1]["role"] != "tool"
     last = i == len(messages) - 1 or messages[i + 1]["role"] != "tool"
     header = f"{START}user" if first else ""

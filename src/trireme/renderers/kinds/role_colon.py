@@ -21,10 +21,10 @@ class RoleColonRenderer(TextRenderer):
 
         System: Be brief.\n\nUser: 2 + 2?\n\nAssistant: 4<eos>\n\nUser: 3 + 3?\n\nAssistant:
 
-    A base model seldom writes the end-of-sequence token. Instead it continues with another speaker, such as
-    `\n\nUser:`, so these strings are stop strings. If the next message is from the speaker that the model wrote, the
-    next prompt keeps the sampled tokens of the stop string. Raises BadInput if the tokenizer has no end-of-sequence
-    token, or if `enable_thinking` is given.
+    A base model seldom writes the end-of-sequence token. Instead it goes on with the name of another speaker, such as
+    `\n\nUser:`, so these strings are stop strings. If the next message is from the speaker that the stop string names,
+    the next prompt keeps the sampled tokens of the stop string. Otherwise the end-of-sequence token replaces them.
+    Raises BadInput if the tokenizer has no end-of-sequence token, or if `enable_thinking` is given.
     """
 
     stop_strings = tuple(f"\n\n{speaker}:" for speaker in OTHER_SPEAKERS)
