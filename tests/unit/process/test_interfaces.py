@@ -66,7 +66,8 @@ def test_an_interface_that_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("two_networks")
 @pytest.mark.parametrize(
-    ("host", "reason"), [("172.16.0.1", "no route .*unreachable"), ("10.9.9.9", "from its address 10.8.8.8")]
+    ("host", "reason"),
+    [("172.16.0.1", "no route .*unreachable"), ("10.9.9.9", "no network interface with the address 10.8.8.8")],
 )
 def test_a_first_shard_that_cannot_be_reached_is_said(host: str, reason: str) -> None:
     with pytest.raises(RoomFailed, match=reason):

@@ -295,7 +295,7 @@ def test_what_is_refused_leaves_all_as_it_is(make: Make) -> None:
 
 
 def test_a_model_that_is_trained_whole_has_no_adapters(make: Make) -> None:
-    with pytest.raises(BadInput, match=r"whole model is trained.*set trainer\.lora\.rank"):
+    with pytest.raises(BadInput, match=r"trains the whole model.*set trainer\.lora\.rank"):
         make({}).add_adapter("a", SPECS["whole"])
 
 

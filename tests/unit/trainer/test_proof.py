@@ -255,7 +255,7 @@ def test_what_opens_as_another_model_is_refused(monkeypatch):
     twin = twin_of("llama")
     units = [[(n, t * 1.01 if n.endswith("norm.weight") else t) for n, t in u] for u in proof.gathered_units(twin)]
     monkeypatch.setattr(proof, "gathered_units", lambda _: iter(units))
-    with pytest.raises(BadInput, match=r"LlamaForCausalLM.*differ by"):
+    with pytest.raises(BadInput, match=r"LlamaForCausalLM.*log-probabilities change by"):
         prove_reload(twin)
 
 
