@@ -108,6 +108,8 @@ class Slow:
         slow_s, self.slow_s = self.slow_s, 0.0
         await asyncio.sleep(UPDATE_S + slow_s)
         await self.alive()
+        if self.engine_dead:
+            raise RoomFailed(f"{self.name}: its engine died")
         self.identity = published.identity
         return UpdateReport(self.index, published.identity, Drift(0.0, 0.0), 0, UPDATE_S)
 
