@@ -54,7 +54,8 @@ class DownloadRoutes:
         return JsonReply({"urls": urls, "expires": datetime.fromtimestamp(until, UTC).isoformat()})
 
     async def file(self, until: Seq, signature: str, model_id: str, name: str, file: str) -> FileResponse:
-        """Serves a file to whoever has the file's signed URL. `until`: when the URL expires, in seconds since 1970."""
+        """Returns a file of a saved adapter or model. Needs no key, because the URL is signed. `until`: when the URL
+        expires, in seconds since 1970. Raises RequestRefused if the signature is wrong or the URL has expired."""
         if not same_text(signature, self._sign(until, model_id, name, file)) or until < self._now():
             raise RequestRefused(
                 "an address that this server did not sign, or not within the last hour; get_external_weights_urls "

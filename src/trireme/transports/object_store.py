@@ -81,4 +81,4 @@ def lease(source: object) -> None:
 
 
 def release(source: object) -> None:
-    """Does nothing, because Ray frees the bytes when nobody holds the references in `source` any more."""
+    """Does nothing: Ray frees the bytes by itself, once the last reference to them is gone."""

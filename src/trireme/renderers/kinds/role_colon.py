@@ -16,8 +16,8 @@ OTHER_SPEAKERS = ("User", "System", "Tool")
 
 
 class RoleColonRenderer(TextRenderer):
-    r"""A renderer that writes `Speaker: text` with an empty line between messages. The end-of-sequence token ends an
-    answer.
+    r"""A renderer for base models. It writes each message as `Speaker: text`, with an empty line between two messages.
+    The end-of-sequence token ends an answer:
 
         System: Be brief.\n\nUser: 2 + 2?\n\nAssistant: 4<eos>\n\nUser: 3 + 3?\n\nAssistant:
 
