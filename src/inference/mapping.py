@@ -1,5 +1,5 @@
 """Finds where arrays of Ray's object store lie in files, so that other processes of this node can map them without a
-copy.
+copy. Also has the memory into which weights arrive.
 
 Ray keeps objects in files without a name, which the raylet holds open and every worker maps. An engine's process is no
 part of Ray, but it runs for the same user, so it can open the raylet's files as /proc/<raylet>/fd/N.
@@ -12,13 +12,14 @@ import mmap
 import os
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
+ON_DEVICE = "the engine's device"
 MADV_POPULATE_READ = 22
 """From Linux's headers; the module `mmap` does not name it."""
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ...s ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+)")
@@ -30,7 +31,7 @@ class Region:
     """The place of one bucket's bytes in a file that other processes of this user can map."""
 
     path: str
-    """The file, which need not have a name: a path below /proc."""
+    """The file, which need not have a name: a path below /proc. ON_DEVICE: memory of the engine's own device."""
     offset: int
     """Where in the file the bytes begin."""
     nbytes: int
@@ -55,6 +56,12 @@ class _Mapping:
     """Device and inode."""
 
 
+def page_offsets(sizes: Sequence[int]) -> list[int]:
+    """Returns where buckets of the given numbers of bytes lie in one memory, each at the beginning of a page, and then
+    where the last one ends."""
+    return list(accumulate((-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes), initial=0))
+
+
 class Landing:
     """Memory for received bytes, in a file without a name. Other processes can map it by its `path`, as long as this
     object lives. It stays mapped here, because a new mapping of the same pages costs a page fault for each page."""
@@ -70,7 +77,7 @@ class Landing:
     def regions(self, sizes: Sequence[int]) -> list[Region]:
         """Returns for each bucket a region of the file, which begins at a page and has the number of bytes in `sizes`.
         Resizes the file so that all regions fit."""
-        *offsets, end = accumulate((-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes), initial=0)
+        *offsets, end = page_offsets(sizes)
         if len(self.whole) != max(end, 1):
             os.ftruncate(self._file, max(end, 1))
             self.whole = np.memmap(self.path, np.uint8, "r+", shape=(max(end, 1),))
@@ -138,21 +145,23 @@ def _open_files(holders: Sequence[int], files: set[tuple[int, int]]) -> Iterator
                 continue
 
 
-def populate(buckets: Sequence[npt.NDArray[np.uint8]]) -> None:
-    """Enters the pages of mapped buckets into this process's page table, so that loading them, in a pause of the
-    engine, meets no page faults. Call it in a thread. Linux before 5.14 ignores the request, and loading is only
-    slower then."""
+def populate(buckets: Iterable[object]) -> None:
+    """Enters the pages of the mapped ones of `buckets`, which are arrays, into this process's page table, so that
+    loading them, in a pause of the engine, meets no page faults. Call it in a thread. Linux before 5.14 ignores the
+    request, and loading is only slower then."""
     madvise = ctypes.CDLL(None).madvise  # unlike `mmap.madvise` it does not hold Python's lock
     for bucket in buckets:
+        if not isinstance(bucket, np.ndarray):
+            continue
         begin = bucket.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
         length = bucket.ctypes.data + bucket.nbytes - begin
         madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), MADV_POPULATE_READ)
 
 
-def mappings_of(buckets: Sequence[npt.NDArray[np.uint8]]) -> list[weakref.ref[mmap.mmap]]:
-    """Returns weak references to the mappings behind buckets from `Region.map`. A reference that is still alive after
-    the buckets are dropped shows that something uses its mapping."""
-    owners: list[object] = [bucket.base for bucket in buckets]
+def mappings_of(buckets: Iterable[object]) -> list[weakref.ref[mmap.mmap]]:
+    """Returns weak references to the mappings behind those of `buckets` that `Region.map` returned. A reference that is
+    still alive after the buckets are dropped shows that something uses its mapping."""
+    owners = [bucket.base for bucket in buckets if isinstance(bucket, np.ndarray)]
     return [weakref.ref(owner) for owner in owners if isinstance(owner, mmap.mmap)]
 
 

@@ -4,6 +4,9 @@ The bytes of a version come into one file without a name, which all ranks of the
 received bucket, so that the check of a version need not read it again. The receiving thread writes its progress to a
 pipe of the replica's actor, a line of JSON for each message, because the engine itself answers only between two steps.
 Waiting for bytes does not hold Python's lock.
+
+What comes through memory of the same GPU (`trireme.transports.slabs`) stays on the GPU, if the engine has one rank: it
+comes into memory of the engine for a whole version (`DeviceLanding`).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from inference.mapping import Landing
+from inference.mapping import ON_DEVICE, Landing, Region, page_offsets
 from trireme.core.digest import sums_of
 from trireme.core.errors import RoomFailed
 from trireme.core.finite_json import to_json
@@ -28,6 +31,7 @@ from trireme.core.weights import TensorPlace
 from trireme.process.faults import fault_point
 from trireme.transports.collective import GlooCollective
 from trireme.transports.meeting import BroadcastGroup, GroupMember, open_store
+from trireme.transports.slabs import SlabReceiver, slab_memory
 
 LEAST_S = 0.1
 PASS_ON_S = 1.0
@@ -38,12 +42,35 @@ LONGEST = 1000
 log = logging.getLogger(__name__)
 
 
-class Receiving:
-    """Receives the newest version that was offered to a replica, in rank 0 of its engine."""
+class DeviceLanding:
+    """Memory on `device` for the received bytes of a whole version."""
 
-    def __init__(self) -> None:
+    path = ON_DEVICE
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self.whole = torch.empty(0, dtype=torch.uint8)
+        """All bytes."""
+
+    def regions(self, sizes: Sequence[int]) -> list[Region]:
+        """Returns for each bucket a region of this memory with the number of bytes in `sizes`. Makes the memory anew if
+        its size differs."""
+        *offsets, end = page_offsets(sizes)
+        if len(self.whole) != end:
+            self.whole = torch.empty(0, dtype=torch.uint8)  # two would not fit
+            with slab_memory().on_stream():  # memory that the engine's stream has freed may still be in use there
+                self.whole = torch.empty(end, dtype=torch.uint8, device=self._device)
+        return [Region(ON_DEVICE, offset, size) for offset, size in zip(offsets, sizes, strict=True)]
+
+
+class Receiving:
+    """Receives the newest version that was offered to a replica, in rank 0 of its engine. `device`: where bytes stay
+    that come through memory of this device; None: all bytes come into host memory."""
+
+    def __init__(self, device: str | None = None) -> None:
+        self._device = device
         self._current: Broadcast | None = None
-        self._spare: Landing | None = None  # of a version that was loaded
+        self._spare: Landing | DeviceLanding | None = None  # of a version that was loaded
         self._places: Sequence[TensorPlace] = ()
 
     def start(self, offer: Offer, number: int, serial: int, pipe: str) -> None:
@@ -54,7 +81,13 @@ class Receiving:
             last.given_up.set()
         spare = self._spare
         self._spare = None
-        self._current = Broadcast(offer, number, serial, pipe, last, spare, self._places)
+        self._current = Broadcast(offer, number, serial, pipe, last, spare, self._places, self._device)
+
+    def on_device(self, region: Region) -> torch.Tensor:
+        """Returns the bytes of the newest version at `region`, which is on the device."""
+        landing = self._current.landing if self._current else None
+        assert isinstance(landing, DeviceLanding), "the actor begins no other version before this is called"
+        return landing.whole[region.offset : region.offset + region.nbytes]
 
     def sums(self, paths: Set[str]) -> dict[TensorPlace, str]:
         """Returns {place: sums} of the tensors that were summed as they arrived. Returns {} unless the file into which
@@ -87,8 +120,8 @@ def sums_at(bucket: npt.NDArray[np.uint8], places: Sequence[TensorPlace]) -> dic
 class Broadcast:
     """Receives the version of `offer` in a thread of its own, for replica `number`. If possible, uses the communication
     group of `before`, the broadcast of the previous version, again. The thread's messages carry `serial` and go to the
-    pipe at the path `pipe`. `landing`: memory to receive into; None: new memory. `places`: the tensors that are summed
-    as they arrive."""
+    pipe at the path `pipe`. `landing`: memory to receive into, if it is of the right kind; else new memory is made.
+    `places`: the tensors that are summed as they arrive in host memory. `device`: as for `Receiving`."""
 
     def __init__(
         self,
@@ -97,8 +130,9 @@ class Broadcast:
         serial: int,
         pipe: str,
         before: Broadcast | None,
-        landing: Landing | None,
+        landing: Landing | DeviceLanding | None,
         places: Sequence[TensorPlace],
+        device: str | None,
     ) -> None:
         self.version = offer.version
         self._offer = offer
@@ -109,9 +143,10 @@ class Broadcast:
         self._deadline = time.monotonic() + offer.timeout_s
         self.given_up = threading.Event()
         self.group: BroadcastGroup | None = None
-        self.landing: Landing | None = landing or Landing()
-        """The memory with the received bytes; None once nothing here needs it."""
+        self.landing = landing
+        """The memory with the received bytes; None before they arrive, and once nothing here needs it."""
         self._places = places
+        self._device = device
         self._sums: list[Future[dict[TensorPlace, str]]] = []
         name = f"receiving version {offer.version}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -167,11 +202,6 @@ class Broadcast:
         store = open_store(host, port, timeout_s=self._offer.ready_s)
         fault_point("transport.ready")
         self._tell(pipe, ready=True)
-        landing = self.landing
-        if landing is None:
-            raise RoomFailed("a later version was offered")
-        offsets = [region.offset for region in landing.regions(self._offer.sizes)]
-        whole = landing.whole
         version = self._offer.version
         attempt = self._offer.attempt
         member = GroupMember(store, host, self._number, attempt, version, self.given_up.is_set)
@@ -180,23 +210,44 @@ class Broadcast:
         group = member.meet(last, self._deadline)
         summing = ThreadPoolExecutor(1, "sums")
         try:
-            for number, (offset, size) in enumerate(zip(offsets, self._offer.sizes, strict=True)):
+            landing = self._make_landing(group)
+            regions = landing.regions(self._offer.sizes)
+            for number, region in enumerate(regions):
                 fault_point("transport.bucket")
-                bucket = whole[offset : offset + size]
-                if size:
-                    self._receive_bucket(group, torch.from_numpy(bucket))
-                self._sums.append(summing.submit(sums_at, bucket, [p for p in self._places if p.bucket == number]))
+                bucket = landing.whole[region.offset : region.offset + region.nbytes]
+                if region.nbytes:
+                    self._receive_bucket(group, torch.as_tensor(bucket))
+                if isinstance(bucket, np.ndarray):
+                    places = [place for place in self._places if place.bucket == number]
+                    self._sums.append(summing.submit(sums_at, bucket, places))
+        except Exception:
+            if isinstance(group.collective, SlabReceiver):
+                group.collective.abort()  # so that the sender need not wait for it
+            raise
         finally:
             summing.shutdown(wait=False)
         fault_point("transport.finish")
-        self._tell(pipe, arrived={"path": landing.path, "offsets": offsets})
+        self._tell(pipe, arrived={"path": landing.path, "offsets": [region.offset for region in regions]})
         return group
+
+    def _make_landing(self, group: BroadcastGroup) -> Landing | DeviceLanding:
+        """Returns memory for what comes by `group`: the present memory if it is of the right kind, else new memory."""
+        landing: Landing | DeviceLanding | None = self.landing
+        if self._device is not None and isinstance(group.collective, SlabReceiver):
+            if not isinstance(landing, DeviceLanding):
+                landing = DeviceLanding(self._device)
+        elif not isinstance(landing, Landing):
+            landing = Landing()
+        if self.given_up.is_set():
+            raise RoomFailed("a later version was offered")
+        self.landing = landing
+        return landing
 
     def _receive_bucket(self, group: BroadcastGroup, place: torch.Tensor) -> None:
         if self.given_up.is_set():
             raise RoomFailed("a later version was offered")
         collective = group.collective
-        if isinstance(collective, GlooCollective):
+        if isinstance(collective, (GlooCollective, SlabReceiver)):
             collective.broadcast(place, self._left_s)
             return
         with collective.on_stream():  # on this thread's own the engine computes, and its steps would come first

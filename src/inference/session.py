@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from inference.mapping import Landing, Region, regions_of
+from inference.mapping import ON_DEVICE, Landing, Region, regions_of
 from trireme.core.errors import RoomFailed
 from trireme.core.transport import Offer, Transport
 from trireme.core.types import WeightIdentity
@@ -44,19 +44,20 @@ class BucketStep:
 
 @dataclass(frozen=True)
 class Arrived:
-    """The bytes of a version in this node's memory. They stay there as long as this object lives."""
+    """The bytes of a version in this node's memory, or on the engine's device. They stay there as long as this object
+    lives."""
 
     regions: list[Region]
     """Where other processes map the buckets."""
     buckets: Sequence[npt.NDArray[np.uint8]]
-    """The bytes that arrived, as arrays of this process. Without `steps` they are the bytes at `regions`; with `steps`
-    they are written there."""
+    """The bytes that arrived, as arrays of this process; none of bytes on the device. Without `steps` they are the
+    bytes at `regions`; with `steps` they are written there."""
     steps: tuple[BucketStep, ...] = ()
     """What the engine's rank 0 writes to each of `regions`; (): nothing, as the bytes are there already."""
 
     @property
     def nbytes(self) -> int:
-        return sum(len(bucket) for bucket in self.buckets)
+        return sum(region.nbytes for region in [step.region for step in self.steps] or self.regions)
 
     @property
     def has_changes(self) -> bool:
@@ -158,7 +159,7 @@ class Broadcasts:
                 if incoming and incoming.is_of(published.identity):
                     log.info("inference replica %d takes version %d as it was broadcast", number, version)
                     regions = incoming.arrived.result()
-                    yield Arrived(regions, [region.map() for region in regions])
+                    yield Arrived(regions, [region.map() for region in regions if region.path != ON_DEVICE])
                     return
             refusal = "another version was offered"
         if published.session:

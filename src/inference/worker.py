@@ -16,9 +16,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,7 @@ from inference.cpu.rank import ask_for_tiles, forget_rank_memory, pack_experts
 from inference.engine_startup import forget_shared_memory
 from inference.following import AFTER, TensorFollower, derives
 from inference.loaded import LoadedSums
-from inference.mapping import Region, make_own, mappings_of, populate
+from inference.mapping import ON_DEVICE, Region, make_own, mappings_of, populate
 from inference.receiving import Receiving
 from inference.session import BucketStep
 from trireme.core import digest
@@ -44,6 +45,8 @@ from trireme.core.weights import TensorEntry, TensorPlace, WeightsManifest, chec
 from trireme.process.faults import fault_point
 from trireme.transports import delta as codec
 from trireme.transports.packing import tensor_of
+from trireme.transports.slabs import slab_memory
+from trireme.transports.tensor_sums import TensorPart, c_strides, part_sums, to_sums
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,6 +62,8 @@ for _reload in (inplace, layerwise):
 ask_for_tiles()  # on import, before a model is warmed up
 
 
+Buckets: TypeAlias = "list[npt.NDArray[np.uint8] | torch.Tensor]"
+"""Received bytes: mapped arrays, or tensors of bytes on the engine's device."""
 EXECUTE = "execute_model"
 READERS = 8
 """Most threads that read received bytes: this number of them is as fast as a machine's memory."""
@@ -94,24 +99,29 @@ def load_weights(
 def copy_weights(
     runner: ModelRunner,
     follower: TensorFollower,
-    carrier: Carrier,
+    carrier: Callable[[], Carrier],
     entries: Iterable[TensorEntry],
-    buckets: list[npt.NDArray[np.uint8]],
+    buckets: Buckets,
 ) -> None:
     """Copies the tensors `entries` from `buckets` to the parameters. They must be tensors that vLLM's loaders would
-    only copy (`TensorFollower.copied`). Each bucket travels to the device as a whole, and from there to the parameters
-    in one launch of a kernel. Copies of single tensors from the host would each wait for the device, which the
-    trainer's process may be using."""
+    only copy (`TensorFollower.copied`). A bucket that is not on the device travels there as a whole. From there all its
+    tensors are copied in one launch of a kernel. Copies of single tensors from the host would each wait for the device,
+    which the trainer's process may be using. `carrier` returns the Carrier that brings buckets to the device."""
     by_bucket: defaultdict[int, list[TensorEntry]] = defaultdict(list)
     for entry in entries:
         by_bucket[entry.bucket].append(entry)
     fault = fault_point("inference.load")
     device = next(runner.get_model().parameters()).device
-    landing = torch.empty(max(len(buckets[number]) for number in by_bucket), dtype=torch.uint8, device=device)
+    sizes = [len(buckets[number]) for number in by_bucket if not isinstance(buckets[number], torch.Tensor)]
+    landing = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
 
     def landed(number: int) -> dict[str, torch.Tensor]:
-        part = landing[: len(buckets[number])]
-        carrier.carry(buckets[number], part)
+        bucket = buckets[number]
+        if isinstance(bucket, torch.Tensor):
+            part = bucket
+        else:
+            part = landing[: len(bucket)]
+            carrier().carry(bucket, part)
         tensors = [(entry.name, tensor_of(entry, {number: part})) for entry in by_bucket[number]]
         return dict(_as_loaded(tensors, fault))
 
@@ -126,7 +136,7 @@ def load_version(
     follower: TensorFollower,
     carrier: Callable[[], Carrier],
     entries: Sequence[TensorEntry],
-    buckets: list[npt.NDArray[np.uint8]],
+    buckets: Buckets,
     *,
     traced: bool,
 ) -> None:
@@ -137,9 +147,17 @@ def load_version(
     tensors = {entry.name: tensor_of(entry, buckets) for entry in entries}
     copied = follower.copied(tensors, traced=traced)
     if copied:
-        copy_weights(runner, follower, carrier(), [entry for entry in entries if entry.name in copied], buckets)
+        copy_weights(runner, follower, carrier, [entry for entry in entries if entry.name in copied], buckets)
     if len(copied) < len(tensors) or derives(runner.get_model()):
         load_weights(runner, follower, tensors, traced=traced, copied=copied)
+
+
+def keeps_part(model: torch.nn.Module, buckets: Buckets) -> bool:
+    """Returns True if a parameter or buffer of `model` lies in the memory of `buckets` on the device: vLLM took a part
+    of it, not a copy, so the next version must come into other memory."""
+    memory = {bucket.untyped_storage().data_ptr() for bucket in buckets if isinstance(bucket, torch.Tensor)}
+    tensors = chain(model.parameters(), model.buffers()) if memory else ()
+    return any(tensor.untyped_storage().data_ptr() in memory for tensor in tensors)
 
 
 def _left_out(layer: torch.nn.Module) -> None:
@@ -195,11 +213,10 @@ def readers() -> int:
     return max(1, min(READERS, len(os.sched_getaffinity(0)) // 2))
 
 
-def _refusal_of(
-    manifest: WeightsManifest, buckets: list[npt.NDArray[np.uint8]], sums: Callable[[], Mapping[TensorPlace, str]]
-) -> str:
+def _refusal_of(manifest: WeightsManifest, buckets: Buckets, sums: Callable[[], Mapping[TensorPlace, str]]) -> str:
     """Compares received `buckets` with the manifest. Returns why they are refused; "" if they match. `sums` returns
-    {place of a tensor: its sums} for the tensors that are summed already and need not be read again."""
+    {place of a tensor: its sums} for the tensors in mapped buckets that are summed already and need not be read
+    again."""
     populate(buckets)
     try:
         digests = sums()
@@ -207,13 +224,31 @@ def _refusal_of(
         return str(refused)
     if fault_point("inference.received") == "corrupt":
         entry = manifest.entries[len(manifest.entries) // 2]
-        buckets[entry.bucket][entry.offset] ^= 1
+        with slab_memory().on_stream():
+            buckets[entry.bucket][entry.offset] ^= 1
         digests = {}
+    on_device = {number: bucket for number, bucket in enumerate(buckets) if isinstance(bucket, torch.Tensor)}
+    mapped = [bucket for bucket in buckets if isinstance(bucket, np.ndarray)]
     try:
-        check_received(manifest, buckets, digests, readers())
+        check_received(manifest, mapped, {**digests, **sums_on_device(manifest.entries, on_device)}, readers())
     except WeightsRefused as refused:
         return str(refused)
     return ""
+
+
+def sums_on_device(entries: Iterable[TensorEntry], buckets: Mapping[int, torch.Tensor]) -> dict[TensorPlace, str]:
+    """Returns {place: sums} of the tensors in `buckets`, bytes on the engine's device, by number. The device computes
+    the sums on another stream than the engine's, so that they do not wait for its steps."""
+    arrived = [entry for entry in entries if entry.bucket in buckets]
+    sums = {entry.place: str(digest.Sums()) for entry in arrived}
+    summed = [entry for entry in arrived if entry.nbytes]
+    tensors = [tensor_of(entry, buckets) for entry in summed]
+    parts = [TensorPart(tensor, 0, c_strides(tensor.shape), tensor.dtype) for tensor in tensors]
+    if parts:
+        with slab_memory().on_stream():
+            totals = to_sums(part_sums(parts))
+        sums |= {entry.place: str(total) for entry, total in zip(summed, totals, strict=True)}
+    return sums
 
 
 def _resolve(future: Future[str], work: Callable[[], str | None]) -> None:
@@ -230,7 +265,7 @@ class WorkerExtension:
     rank: int
     model_runner: ModelRunner
     vllm_config: VllmConfig
-    received: tuple[WeightsManifest, list[npt.NDArray[np.uint8]]] | None = None
+    received: tuple[WeightsManifest, Buckets] | None = None
     base_entries: tuple[TensorEntry, ...] = ()
     """The tensors of the version that lies in the memory for received bytes, to which the changes of the next version
     apply; () if that is unknown."""
@@ -260,8 +295,16 @@ class WorkerExtension:
         """Begins to receive an offered version, on rank 0; does nothing on other ranks. `pickled_offer`: the pickled
         arguments of `Receiving.start`."""
         if self.rank == 0:
-            self.receiving = self.receiving or Receiving()
+            self.receiving = self.receiving or Receiving(self._landing_device)
             self.receiving.start(*pickle.loads(pickled_offer))
+
+    @property
+    def _landing_device(self) -> str | None:
+        """The device on which a version can stay that arrives there: the GPU of an engine of one rank. vLLM copies
+        adapters from host memory."""
+        if current_platform.is_cuda() and self.vllm_config.parallel_config.world_size == 1:
+            return None if self.vllm_config.lora_config else current_platform.device_type
+        return None
 
     def receive_weights(self, pickled_files: bytes) -> None:
         """Maps the received bytes on this rank. On rank 0 also begins to check them, in a thread alongside the engine's
@@ -269,7 +312,7 @@ class WorkerExtension:
         `inference.mapping.Region` of each bucket, and the `inference.session.BucketStep` of each bucket, () if nothing
         has to be written to the regions first."""
         manifest, regions, steps = pickle.loads(pickled_files)
-        buckets = [region.map() for region in regions]
+        buckets = [self._bucket_at(region) for region in regions]
         if steps:
             digests: Callable[[], Mapping[TensorPlace, str]] = partial(self._write, manifest.entries, regions, steps)
         elif self.receiving:
@@ -283,6 +326,12 @@ class WorkerExtension:
         self._checking = Future()
         self.received = (manifest, buckets)
         Thread(target=_resolve, args=(self._checking, work), name="check", daemon=True).start()
+
+    def _bucket_at(self, region: Region) -> npt.NDArray[np.uint8] | torch.Tensor:
+        if region.path == ON_DEVICE:
+            assert self.receiving, "it has arrived"
+            return self.receiving.on_device(region)
+        return region.map()
 
     def _write(
         self, entries: Sequence[TensorEntry], regions: Sequence[Region], steps: Sequence[BucketStep]
@@ -348,6 +397,7 @@ class WorkerExtension:
             torch.accelerator.synchronize()
         self.received = None
         self.base_entries = manifest.entries
+        copied = not keeps_part(runner.get_model(), buckets)
         del buckets
         for mapping in filter(
             None, (reference() for reference in mapped)
@@ -355,7 +405,7 @@ class WorkerExtension:
             make_own(mapping)
         if self.receiving:
             # The other ranks have loaded it too before the engine's process is called again.
-            self.receiving.forget(manifest.identity.version, [e.place for e in manifest.entries], copied=True)
+            self.receiving.forget(manifest.identity.version, [e.place for e in manifest.entries], copied=copied)
         return loaded
 
     def add_adapter(self, number: int) -> None:

@@ -1,4 +1,5 @@
-"""Runs whose weights travel by broadcasts: real Ray, gloo between two shards and two vLLM engines.
+"""Runs whose weights travel by broadcasts, or through memory that shards and engines share: real Ray, two shards and
+two vLLM engines.
 
 That each run learns, publishes the same weights as with the object store, and loses no more than a lost replica. What a
 sender and receivers do when one of them is lost: unit/transports/test_broadcast.py; what shards keep for checkpoints:
@@ -16,11 +17,10 @@ from run_support import Ended, assert_bound_and_conservation, run_rl, taken
 
 from trireme.core.errors import EXIT_OK
 
-BROADCAST = ("--inference.transport", "broadcast")
 STEPS = 4
 TWO_BY_TWO = [
     *("--trainer.shards", "2", "--inference.replicas", "2", "--orchestrator.max-steps-off-policy", "0"),
-    *("--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--max-steps", str(STEPS), *BROADCAST),
+    *("--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--max-steps", str(STEPS)),
 ]
 """Synchronous: a replica that still takes a version is not asked for the next one, and fetches that."""
 
@@ -41,14 +41,16 @@ def assert_learned(outcome: Ended) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("transport", ["object_store", "broadcast"])
+@pytest.mark.parametrize("transport", ["object_store", "broadcast", "ipc"])
 def test_the_quickstart_learns_with_each_transport(tmp_path: Path, transport: str, replicas: int) -> None:
     """It has two shards, and its updates are in flight."""
     outcome = run_rl(tmp_path, "--inference.replicas", str(replicas), "--inference.transport", transport)
     steps = assert_learned(outcome)
     for replica in range(replicas):
         sent = versions(outcome, replica, "as it was broadcast")
-        assert len(sent) > steps / 2 if transport == "broadcast" else not sent
+        assert len(sent) > steps / 2 if transport != "object_store" else not sent
+    shards = "".join(log.read_text() for log in (outcome.root / "logs").rglob("trainer_*.log"))
+    assert ("weights travel through memory of this process to inference replica 0" in shards) == (transport == "ipc")
 
 
 @pytest.mark.long
@@ -57,23 +59,29 @@ def test_the_quickstart_learns_with_each_transport(tmp_path: Path, transport: st
     [("--inference.tensor-parallel", "2"), ("--trainer.lora.rank", "16", "--trainer.learning-rate", "2e-3")],
     ids=["two ranks", "adapters"],
 )
-def test_a_run_learns_by_broadcasts(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    outcome = run_rl(tmp_path, *flags, *BROADCAST)
+@pytest.mark.parametrize("transport", ["broadcast", "ipc"])
+def test_a_run_learns_by_broadcasts(tmp_path: Path, flags: tuple[str, ...], transport: str) -> None:
+    outcome = run_rl(tmp_path, *flags, "--inference.transport", transport)
     assert len(versions(outcome, 0, "as it was broadcast")) > assert_learned(outcome) / 2
 
 
+POINTS = ("bucket", "offer", "ready", "finish")
 LOST = [
-    f"transport.{point}[1]@3={action}"
-    for point in ("bucket", "offer", "ready", "finish")
+    (transport, f"transport.{point}[1]@3={action}")
+    for transport, points in (("broadcast", POINTS), ("ipc", (*POINTS, "slab")))
+    for point in points
     for action in ("kill", "stop")
 ]
 
 
 @pytest.mark.long  # of senders and receivers without a run: unit/transports/test_broadcast.py
-@pytest.mark.parametrize("fault", LOST)
-def test_a_replica_that_is_lost_in_the_middle_costs_the_run_nothing_else(tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize(("transport", "fault"), LOST)
+def test_a_replica_that_is_lost_in_the_middle_costs_the_run_nothing_else(
+    tmp_path: Path, transport: str, fault: str
+) -> None:
     """Every version has one bucket, so it is the third version. The trainer gives the sending up at its deadline."""
-    outcome = run_rl(tmp_path, *TWO_BY_TWO, "--timeouts.update-s", "20", environ=armed(tmp_path, [fault]))
+    flags = [*TWO_BY_TWO, "--inference.transport", transport, "--timeouts.update-s", "20"]
+    outcome = run_rl(tmp_path, *flags, environ=armed(tmp_path, [fault]))
     assert os.listdir(tmp_path / "once") == [fault], outcome.out
     assert outcome.code == EXIT_OK, outcome.out
     assert {row["attempt"] for row in outcome.rows} == {1}, "the trainer has seen nothing of it"

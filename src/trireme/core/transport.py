@@ -61,13 +61,18 @@ class TransportKind:
     received: bool = False
     """True: a replica receives a version into memory of its own. False: it maps the stored version, and needs memory of
     its own only if changes travel."""
+    slabs: bool = False
+    """True: a replica on the device of the rank that serves it receives through memory which both map, and on a GPU
+    into the GPU's memory."""
 
 
 TRANSPORTS = {
     "object_store": TransportKind("trireme.transports.object_store", stored=True),
     "broadcast": TransportKind("trireme.transports.broadcast", received=True),
+    "ipc": TransportKind("trireme.transports.ipc", received=True, slabs=True),
 }
-"""{value of `inference.transport`: the transport}."""
+"""{value of `inference.transport`: the transport}; "auto" is one of them."""
+DEFAULT = "object_store"
 
 Endpoint = tuple[str, int]
 """The address of a node, and a port."""
@@ -244,5 +249,6 @@ class Transport(Protocol):
 
 
 def load_transport(name: str) -> Transport:
-    """Imports and returns the module of the transport `name`, a key of `TRANSPORTS`."""
-    return cast(Transport, importlib.import_module(TRANSPORTS[name].module))
+    """Imports and returns the module of the transport `name`, a key of `TRANSPORTS`. "auto", which a configuration
+    without a plan has, is DEFAULT."""
+    return cast(Transport, importlib.import_module(TRANSPORTS[DEFAULT if name == "auto" else name].module))

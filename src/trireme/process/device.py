@@ -53,6 +53,15 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def own_gpu() -> str:
+    """Returns the identity (UUID) of this process's GPU; "" if it has none."""
+    import torch
+
+    if has_gpu():
+        return str(torch.cuda.get_device_properties(0).uuid)
+    return ""
+
+
 def require_gpu(process: str, key: str = "cluster.device") -> None:
     """Raises BadInput, with the facts about GPUs, if PyTorch can use no GPU in this process. `process`: the name of
     this process in the error. `key`: the option that requires a GPU, also for the error."""

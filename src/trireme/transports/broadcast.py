@@ -49,15 +49,18 @@ class Source:
     """For each trainer rank the handle of the actor that keeps its share: bucket b is in the share of rank b mod R."""
 
 
-def make_sender(rank: int, size: int, ports: Sequence[int] = (), *, delta: bool = False) -> Sender:
+def make_sender(
+    rank: int, size: int, ports: Sequence[int] = (), *, delta: bool = False, shares_device: bool = False
+) -> Sender:
     """Makes the sender of trainer rank `rank` of `size`. Call it in the rank's actor, because this actor also serves
-    the buckets that the rank keeps. `ports`: where the sender may listen; empty: any. `delta`: must be False."""
+    the buckets that the rank keeps. `ports`: where the sender may listen; empty: any. `delta`: must be False.
+    `shares_device`: replicas on this rank's device receive through slabs (`trireme.transports.slabs`)."""
     from trireme.transports.sending import BroadcastSender  # imports torch, which receivers do not need
 
     assert not delta, "refused with the configuration"
     host = ray.util.get_node_ip_address()
     holder = ray.get_runtime_context().current_actor
-    return BroadcastSender(rank, size, host, holder, ports)
+    return BroadcastSender(rank, size, host, holder, ports, shares_device=shares_device)
 
 
 def join(parts_R: Sequence[KeptPart]) -> Source:

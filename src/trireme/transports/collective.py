@@ -34,6 +34,11 @@ CONNECTING = 5
 member that died after it had sent its address."""
 
 
+def pause_between_looks(waited_s: float) -> float:
+    """Returns the seconds of pause after a look at a call of a GPU that has lasted `waited_s` seconds."""
+    return min(max(waited_s / LOOKS, SHORTEST_S), LONGEST_S)
+
+
 class GlooCollective:
     """A group over TCP, as a chain: each member passes arrived bytes on to the next member, in pieces, so that at most
     one copy leaves each member. (gloo's own broadcast is a tree of whole messages: log2 of the group's size copies
@@ -179,7 +184,7 @@ class NcclCollective:
             now = time.monotonic()
             if now > deadline:
                 raise RoomFailed(f"waited for {label} until its deadline")
-            time.sleep(min(max((now - started) / LOOKS, SHORTEST_S), LONGEST_S))
+            time.sleep(pause_between_looks(now - started))
 
 
 class _Config(ctypes.Structure):

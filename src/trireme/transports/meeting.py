@@ -3,6 +3,9 @@
     root: `call`, which says who is asked --> members: `answer`, with the group and the GPU that they have
     root: `go`, the group to send by and who is in it --> all of them: join that group, if they have not yet
 
+A member on the root's device need not be in a group. If the call names the root's slabs, the member connects to these
+before it answers, and the root says in `go` which members it sends to in this way (`trireme.transports.slabs`).
+
 A member that does not answer in time is left out before anything is sent. A group lives on while its members and the
 epoch stay and all of them still have it. A member that gave it up says so here, so that no other waits in a broken
 group. Keys and groups are named by attempt, epoch and version.
@@ -11,21 +14,23 @@ group. Keys and groups are named by attempt, epoch and version.
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch.distributed import Store, TCPStore
 
 from trireme.core.errors import RoomFailed
 from trireme.core.finite_json import to_json
 from trireme.core.transport import Session
-from trireme.process.device import has_gpu
+from trireme.process.device import own_gpu
 from trireme.transports.collective import Collective, join_group
+from trireme.transports.slabs import SlabReceiver, SlabSender, device_key
 
+log = logging.getLogger(__name__)
 POLL_S = 0.01
 STORE_S = 30.0
 """Time limit for connecting to a store that listens."""
@@ -42,8 +47,20 @@ class BroadcastGroup:
     members: tuple[int, ...]
     """Numbers of the replicas, in order of their ranks, which begin at 1. Each replica passes bytes on to the next."""
     kind: str
-    """The library that sends: "nccl" or "gloo"."""
-    collective: Collective
+    """What sends: "nccl", "gloo" or, at a member that receives through the root's slabs, "slabs"."""
+    collective: Collective | SlabReceiver
+
+
+@dataclass(frozen=True)
+class Receivers:
+    """The replicas that the root sends a version to, by the way in which it travels."""
+
+    group: BroadcastGroup | None
+    """The replicas that receive in a group; None: there are none."""
+    sharing: tuple[int, ...]
+    """The replicas that receive through the root's slabs."""
+    late: tuple[int, ...]
+    """The replicas that did not answer in time and get nothing."""
 
 
 def open_store(host: str, port: int, listening: int | None = None, timeout_s: float = STORE_S) -> TCPStore:
@@ -56,17 +73,20 @@ def open_store(host: str, port: int, listening: int | None = None, timeout_s: fl
     return store
 
 
-def own_gpu() -> str:
-    """Returns the identity (UUID) of this process's GPU; "" if it has none."""
-    if has_gpu():
-        return str(torch.cuda.get_device_properties(0).uuid)
-    return ""
-
-
 class GroupRoot:
-    """The root's side of a meeting: calls the replicas `members`, and decides which group of them gets `version`."""
+    """The root's side of a meeting: calls the replicas `members`, and decides in which way each of them gets `version`.
+    `slabs`: memory that replicas on the root's device can open; None: all receive in a group."""
 
-    def __init__(self, store: Store, host: str, version: int, session: Session, members: Sequence[int]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        host: str,
+        version: int,
+        session: Session,
+        members: Sequence[int],
+        slabs: SlabSender | None = None,
+    ) -> None:
+        self._slabs = slabs
         self._store = store
         self._host = host
         self._session = session
@@ -74,35 +94,45 @@ class GroupRoot:
         self._version = version
         self._key = _key(session.attempt, version)
 
-    def meet(self, last: BroadcastGroup | None, deadline: float) -> tuple[BroadcastGroup, tuple[int, ...]]:
-        """Returns the group to send with, and the members that did not answer in time. The group is `last` if three
-        things hold: its epoch is the current one, exactly its members have answered, and all of them still have this
-        group. Else it is a new group. Raises RoomFailed when no member answers, or when the group is not complete by
-        `deadline`, in seconds of the monotonic clock."""
+    def meet(self, last: BroadcastGroup | None, deadline: float) -> Receivers:
+        """Returns the members to send to. Their group is `last` if three things hold: its epoch is the current one,
+        exactly its members have to receive in a group, and all of them still have this group. Else it is a new group.
+        Raises RoomFailed when no member answers, or when the group is not complete by `deadline`, in seconds of the
+        monotonic clock."""
         if last and last.epoch != self._session.epoch:
             last = None
-        self._set("call", members=self._members)
+        if self._slabs:
+            self._set("call", members=self._members, device=self._slabs.device, slabs=self._slabs.address)
+        else:
+            self._set("call", members=self._members, device="", slabs="")
         answers = self._answers(time.monotonic() + ANSWER_SHARE * (deadline - time.monotonic()))
-        present = tuple(answers)
         late = tuple(member for member in self._members if member not in answers)
-        if not present:
+        if not answers:
             raise RoomFailed(f"{named(late)} were ready to receive, but did not answer in the TCPStore of the trainer")
-        gpus = [own_gpu(), *(answer["gpu"] for answer in answers.values())]
+        sharing: tuple[int, ...] = ()
+        if self._slabs:
+            connected = [member for member, answer in answers.items() if answer["connected"]]
+            sharing = self._slabs.begin(connected, deadline - time.monotonic())
+        grouped = {member: answer for member, answer in answers.items() if member not in sharing}
+        gpus = [own_gpu(), *(answer["gpu"] for answer in grouped.values())]
         if all(gpus) and len(set(gpus)) == len(gpus):
             kind = "nccl"
         else:
             kind = "gloo"
-        stays = last and last.members == present and all(answer["group"] == last.name for answer in answers.values())
+        present = tuple(grouped)
+        stays = last and last.members == present and all(answer["group"] == last.name for answer in grouped.values())
         if last and stays:
             name = last.name
         else:
             name = f"{self._session.attempt}.{self._session.epoch}.{self._version}"
-        self._set("go", group=name, members=present, kind=kind, epoch=self._session.epoch)
+        self._set("go", group=name, members=present, kind=kind, epoch=self._session.epoch, sharing=sharing)
+        if not present:
+            return Receivers(None, sharing, late)
         if last and stays:
-            return last, late
+            return Receivers(last, sharing, late)
         left_s = max(deadline - time.monotonic(), POLL_S)
         joined = join_group(kind, self._store, name, 0, 1 + len(present), left_s, self._host)
-        return BroadcastGroup(name, self._session.epoch, present, kind, joined), late
+        return Receivers(BroadcastGroup(name, self._session.epoch, present, kind, joined), sharing, late)
 
     def clear(self) -> None:
         """Removes the messages about this version. Members at the end of a chain may read them after the root has sent
@@ -113,8 +143,8 @@ class GroupRoot:
     def _set(self, key: str, **values: object) -> None:
         self._store.set(self._key + key, to_json(values))
 
-    def _answers(self, deadline: float) -> dict[int, dict[str, str]]:
-        answers: dict[int, dict[str, str]] = {}
+    def _answers(self, deadline: float) -> dict[int, dict[str, Any]]:
+        answers: dict[int, dict[str, Any]] = {}
         while True:
             for member in self._members:
                 key = f"{self._key}answer/{member}"
@@ -142,13 +172,20 @@ class GroupMember:
         """Returns the group to receive with: `last` if the root says so, else a new group. Raises RoomFailed if the
         root leaves this member out, if `given_up` returns True, or if the meeting is not over at the monotonic time
         `deadline`."""
-        if self._number not in self._await("call", deadline)["members"]:
+        call = self._await("call", deadline)
+        if self._number not in call["members"]:
             raise RoomFailed(
                 f"member {self._number} was not ready in time for the broadcast of this version, which began without it"
             )
-        answer = to_json({"group": last.name if last else "", "gpu": own_gpu()})
-        self._store.set(f"{self._key}answer/{self._number}", answer)
+        slabs = self._connect(call, last)
+        answer = {"group": last.name if last else "", "gpu": own_gpu(), "connected": slabs is not None}
+        self._store.set(f"{self._key}answer/{self._number}", to_json(answer))
         go = self._await("go", deadline)
+        if slabs and self._number in go["sharing"]:
+            slabs.given_up = self._given_up
+            return BroadcastGroup("", go["epoch"], (self._number,), "slabs", slabs)
+        if slabs:  # which receivers of earlier versions block
+            slabs.abort()
         name = go["group"]
         members = tuple(go["members"])
         kind = go["kind"]
@@ -163,6 +200,21 @@ class GroupMember:
         left_s = max(deadline - time.monotonic(), POLL_S)
         joined = join_group(kind, self._store, name, rank, 1 + len(members), left_s, self._host)
         return BroadcastGroup(name, go["epoch"], members, kind, joined)
+
+    def _connect(self, call: Mapping[str, Any], last: BroadcastGroup | None) -> SlabReceiver | None:
+        """Returns a connection to the root's slabs: that of `last` if it has one. Returns None if the root has no
+        slabs, is on another device, or has ended."""
+        if last and isinstance(last.collective, SlabReceiver):
+            if last.collective.address == call["slabs"]:
+                return last.collective
+            last.collective.abort()
+        if call["device"] != device_key():
+            return None
+        try:
+            return SlabReceiver(call["slabs"], self._number)
+        except OSError as error:
+            log.warning("replica %d cannot connect to the shared memory of the trainer: %s", self._number, error)
+            return None
 
     def _await(self, key: str, deadline: float) -> dict[str, Any]:
         while not self._store.check([self._key + key]):

@@ -81,7 +81,7 @@ def lay_out(units: Units, bucket_bytes: int = BUCKET_BYTES) -> Layout:
     return Layout(tuple(entries))
 
 
-def tensor_of(entry: TensorEntry, buckets: Mapping[int, Bucket | Tensor] | Sequence[Bucket]) -> Tensor:
+def tensor_of(entry: TensorEntry, buckets: Mapping[int, Bucket | Tensor] | Sequence[Bucket | Tensor]) -> Tensor:
     """Returns the tensor that `entry` describes, as a view of its bucket. `buckets`: the buckets, indexed by their
     number."""
     if not entry.nbytes:  # which cannot be viewed as another dtype

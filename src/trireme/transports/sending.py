@@ -27,20 +27,23 @@ from trireme.transports.broadcast import KeptPart
 from trireme.transports.kept_versions import Bucket, KeptVersions
 from trireme.transports.meeting import BroadcastGroup, GroupRoot, named, open_store
 from trireme.transports.packing import BUFFERS, fill
+from trireme.transports.slabs import SlabSender
 
 Buffer: TypeAlias = "Bucket | Tensor"
 """A flat array of bytes in host memory, or a tensor of them on a GPU."""
+Way: TypeAlias = BroadcastGroup | SlabSender
 TICK_S = 0.02
 log = logging.getLogger(__name__)
 
 
 class Sending:
-    """Broadcasts one version to the replicas `members`, in a thread. `group`: the group that sent the previous version;
-    it is used again if its members stay the same. `before`: this rank's side of the meeting for the previous version;
-    the messages of that meeting are removed.
+    """Sends one version to the replicas `members`, in a thread. `slabs`: memory for replicas on this rank's device.
+    `group`: the group that sent the previous version; it is used again if its members stay the same. `before`: this
+    rank's side of the meeting for the previous version; the messages of that meeting are removed.
 
-    The thread owns the group. The thread ends at the deadline at the latest, also after a failure, and the group's
-    sockets end with it.
+    A version goes to some replicas through slabs and to others by a group. If one of these ways fails, the other
+    continues. The thread owns the group. The thread ends at the deadline at the latest, also after a failure, and the
+    group's sockets end with it.
     """
 
     def __init__(
@@ -49,16 +52,22 @@ class Sending:
         version: int,
         session: Session,
         members: tuple[int, ...],
+        slabs: SlabSender | None,
         group: BroadcastGroup | None,
         before: GroupRoot | None,
     ) -> None:
         self.group: BroadcastGroup | None = group
         self.root: GroupRoot | None = None
+        self.sharing: tuple[int, ...] = ()
+        """Members that receive through slabs."""
         self.failure = ""
         """Why sending was abandoned; "" while it was not."""
+        self.lost_ways: list[str] = []
+        """Why a way failed, while another continued."""
         self.late: tuple[int, ...] = ()
         """Members that did not connect in time, and were left out."""
         self.deadline = time.monotonic() + session.left_s
+        self._slabs = slabs
         self._root_of = endpoint, version, session, members, before
         self._finished = threading.Event()
         self._full: queue.Queue[tuple[Buffer, Callable[[], None]] | None] = queue.Queue(BUFFERS)
@@ -114,20 +123,44 @@ class Sending:
     ) -> None:
         if before:
             before.clear()
-        self.root = root = GroupRoot(open_store(*endpoint), endpoint[0], version, session, members)
-        group, self.late = root.meet(self.group, self.deadline)
-        self.group = group
+        self.root = root = GroupRoot(open_store(*endpoint), endpoint[0], version, session, members, self._slabs)
+        receivers = root.meet(self.group, self.deadline)
+        self.group = receivers.group
+        self.sharing = receivers.sharing
+        self.late = receivers.late
+        ways: list[Way] = [self.group] if self.group else []
+        if self._slabs and self.sharing:
+            ways.append(self._slabs)
         while item := self._next():
             bucket, sent = item
             if isinstance(bucket, Tensor):
                 buffer = bucket
             else:
                 buffer = torch.from_numpy(bucket)
-            if group.kind == "gloo":
-                buffer = buffer.cpu()  # of a GPU that the trainer shares with a replica
-            if len(buffer):
-                group.collective.broadcast(buffer, max(self.deadline - time.monotonic(), TICK_S))
+            for way in list(ways) if len(buffer) else []:
+                self._send(way, buffer, ways)
             sent()
+
+    def _send(self, way: Way, buffer: Tensor, ways: list[Way]) -> None:
+        """Sends a bucket by one of `ways`. If that fails, removes the way; if it was the last one, raises
+        RoomFailed."""
+        timeout_s = max(self.deadline - time.monotonic(), TICK_S)
+        try:
+            if isinstance(way, SlabSender):
+                # If a receiver is stopped, the error names it before the deadline, and the group has the rest.
+                way.broadcast(buffer, max(timeout_s / len(ways) - 2 * TICK_S, TICK_S))
+            elif way.kind == "gloo":  # from a GPU through host memory
+                way.collective.broadcast(buffer.cpu(), timeout_s)
+            else:
+                way.collective.broadcast(buffer, timeout_s)
+        except RoomFailed as error:
+            ways.remove(way)
+            if not ways or self.failure:
+                raise
+            self.lost_ways.append(str(error))
+            if isinstance(way, BroadcastGroup):
+                way.collective.abort()
+                self.group = None
 
     def _next(self) -> tuple[Buffer, Callable[[], None]] | None:
         while not self.failure and time.monotonic() < self.deadline:
@@ -238,9 +271,19 @@ class Packing:
 
 class BroadcastSender:
     """Implements `trireme.core.transport.Sender` for rank `rank` of `size`. `host`: the address of this rank's node in
-    the cluster. `holder`: the actor that serves kept buckets. `ports`: where the sender may listen; empty: any."""
+    the cluster. `holder`: the actor that serves kept buckets. `ports`: where the sender may listen; empty: any.
+    `shares_device`: replicas on this rank's device receive through slabs."""
 
-    def __init__(self, rank: int, size: int, host: str, holder: Any, ports: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        host: str,
+        holder: Any,
+        ports: Sequence[int] = (),
+        *,
+        shares_device: bool = False,
+    ) -> None:
         self._rank = rank
         self._size = size
         self._on_gpu = has_gpu()
@@ -251,6 +294,7 @@ class BroadcastSender:
         it, which know nothing of Ray."""
         self._holder = holder
         self.versions = KeptVersions()
+        self._slabs = SlabSender() if shares_device else None
         self._group: BroadcastGroup | None = None
         self._last: Sending | None = None
         self._free: queue.SimpleQueue[Buffer] | None = None
@@ -262,7 +306,8 @@ class BroadcastSender:
         sending = None
         if session and members:
             before = self._last.root if self._last else None
-            self._last = sending = Sending(self.endpoint, version, session, members, self._group, before)
+            sharing_before = self._last.sharing if self._last else ()
+            self._last = sending = Sending(self.endpoint, version, session, members, self._slabs, self._group, before)
             self._group = None
         self.versions.begin(version)
         share = range(self._rank, len(layout.sizes), self._size)
@@ -275,6 +320,11 @@ class BroadcastSender:
             failure = f"version {version} was not sent to all of {named(members)}: {sending.failure}"
         elif sending and sending.late:
             failure = f"version {version}: {named(sending.late)} did not connect though ready"
+        elif sending and sending.lost_ways:
+            failure = f"version {version} was not sent to some of {named(members)}: {'; '.join(sending.lost_ways)}"
+        if sending and sending.sharing != sharing_before:
+            names = named(sending.sharing) if sending.sharing else "nobody"
+            log.info("weights travel through memory of this process to %s", names)
         if failure:
             log.warning("%s; who lacks bytes takes them on demand", failure)
         self._free = packing.free

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trireme.core.errors import TriremeError, WeightsRefused
-from trireme.core.transport import TRANSPORTS, Sender, TransportKind, join_parts, load_transport
+from trireme.core.transport import DEFAULT, TRANSPORTS, Sender, TransportKind, join_parts, load_transport
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest, check_received, weights_digest
 from trireme.transports.packing import Packer, fill, hash_tensor, lay_out, tensor_of
@@ -172,7 +172,7 @@ TRANSPORTS["file"] = TRANSPORTS["broadcast"]
 from pydantic import ValidationError
 from trireme.config.schema import InferenceConfig
 sampling = {"max_tokens": 1}
-for name in ("object_store", "broadcast", "file"):
+for name in ("auto", "object_store", "broadcast", "ipc", "file"):
     assert InferenceConfig(sampling=sampling, transport=name).transport == name
 try:
     InferenceConfig(sampling=sampling, transport="carrier_pigeon")
@@ -180,4 +180,11 @@ except ValidationError as error:
     print(error)
 """
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert "Input should be 'object_store', 'broadcast' or 'file'" in output
+    assert "Input should be 'auto', 'object_store', 'broadcast', 'ipc' or 'file'" in output
+
+
+def test_all_transports_have_both_ends_and_auto_is_one_of_them() -> None:
+    for name in TRANSPORTS:
+        module = vars(load_transport(name))
+        assert module.keys() >= {"make_sender", "join", "open", "with_changes", "lease", "release"}, name
+    assert load_transport("auto") is load_transport(DEFAULT)

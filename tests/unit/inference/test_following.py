@@ -119,10 +119,13 @@ def in_buckets(tensors: Mapping[str, Tensor]) -> tuple[list[TensorEntry], list[A
     return entries, buckets
 
 
-def take(runner: Any, follower: TensorFollower, tensors: dict[str, Tensor]) -> None:
-    """Loads a version after the first."""
+def take(runner: Any, follower: TensorFollower, tensors: dict[str, Tensor], *, on_device: bool = False) -> None:
+    """Loads a version after the first; `on_device`: one that has arrived on the device."""
     entries, buckets = in_buckets(tensors)
-    load_version(runner, follower, lambda: Carrier(1, pinned=False), entries, buckets, traced=True)
+    if on_device:
+        buckets = [torch.from_numpy(bucket) for bucket in buckets]
+    carrier = Carrier(1, pinned=False)
+    load_version(runner, follower, lambda: carrier, entries, buckets, traced=True)
     follower.loaded()
 
 
@@ -161,6 +164,9 @@ def test_copies_in_place_are_what_loaders_load(
     take(runner, follower, later)
     assert {name: parameter.data_ptr() for name, parameter in runner.get_model().named_parameters()} == lies
     in_place = runner.values()
+    take(runner, follower, random_bits(tensors, seed=4))
+    take(runner, follower, later, on_device=True)
+    assert all(torch.equal(value, in_place[name]) for name, value in runner.values().items())
     load_weights(runner, TensorFollower(runner.get_model()), random_bits(tensors, seed=3), traced=False)
     load_weights(runner, TensorFollower(runner.get_model()), later, traced=False)
     for name, value in runner.values().items():

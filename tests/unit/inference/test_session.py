@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.mapping import Landing
+from inference.mapping import ON_DEVICE, Landing
 from inference.session import Broadcasts
 from trireme.core.errors import RoomFailed
 from trireme.core.finite_json import to_json
@@ -116,6 +116,19 @@ def test_what_was_broadcast_is_mapped_where_it_arrived() -> None:
         await asyncio.sleep(0)
         replica.engine.say(arrived=replica.engine.arrival)
         assert await waiting == [bucket.tolist() for bucket in SENT]
+
+    assert played(play).on_demand.fetched == 0
+
+
+def test_what_arrived_on_the_engines_device_is_mapped_by_nobody() -> None:
+    async def play(replica: Replica) -> None:
+        await replica.broadcasts.offer(OFFER)
+        replica.engine.say(arrived={"path": ON_DEVICE, "offsets": [0, 4096, 4096]})
+        async with replica.broadcasts.fetched(2, published()) as arrived:
+            assert [(region.path, region.offset) for region in arrived.regions] == [
+                (ON_DEVICE, 0), (ON_DEVICE, 4096), (ON_DEVICE, 4096)
+            ]  # fmt: skip
+            assert (list(arrived.buckets), arrived.nbytes) == ([], sum(OFFER.sizes))
 
     assert played(play).on_demand.fetched == 0
 

@@ -5,6 +5,7 @@ import os
 import pickle
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,14 @@ import torch
 from broadcast_support import HOST, laid_out, tensors_of
 
 from inference import worker
-from inference.mapping import Region
+from inference.mapping import ON_DEVICE, Region
+from inference.receiving import Receiving
 from inference.worker import WorkerExtension
 from trireme.core import weights
 from trireme.core.transport import Offer, Session
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import EXACT, Canary, Layout, WeightsManifest, weights_digest
-from trireme.transports.packing import hash_tensor
+from trireme.transports.packing import hash_tensor, tensor_of
 from trireme.transports.sending import BroadcastSender
 
 LIMIT_S = 60.0
@@ -34,12 +36,14 @@ def manifest_of(version: int, layout: Layout, tensors: Tensors) -> WeightsManife
 
 
 class Engine:
-    """Rank 0 of an engine, and the trainer's rank that sends to it."""
+    """Rank 0 of an engine, and the trainer's rank that sends to it. `device`: where versions stay that come through
+    memory of this device."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str | None = None) -> None:
         self.rank = WorkerExtension()
         self.rank.rank = 0
-        self.sender = BroadcastSender(0, 1, HOST, None)
+        self.rank.receiving = Receiving(device)
+        self.sender = BroadcastSender(0, 1, HOST, None, shares_device=device is not None)
         read, self._write = os.pipe()
         self._messages = os.fdopen(read)
 
@@ -75,6 +79,14 @@ class Engine:
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     started = Engine()
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """One whose versions stay on the device. Here that is the CPU; all else is the code for GPUs."""
+    started = Engine("cpu")
     yield started
     started.close()
 
@@ -133,6 +145,57 @@ def test_sums_of_a_broadcast_do_not_stand_for_bytes_that_came_otherwise(engine: 
     os.pwrite(file, b"\xff", copies[entry.bucket].offset + entry.offset)
     assert f"tensor {entry.name} of version 1 arrived with hash" in engine.refusal(manifest, copies)
     os.close(file)
+
+
+def test_a_version_that_stays_on_the_device_is_summed_there(on_device: Engine, summed: list[int]) -> None:
+    memory = set()
+    for version in range(3):
+        tensors = [*tensors_of(version), ("empty", torch.zeros(0)), ("scalar", torch.tensor(2.5))]
+        manifest = manifest_of(version, laid_out(tensors), tensors)
+        regions = on_device.receive(version, tensors)
+        assert {region.path for region in regions} == {ON_DEVICE}
+        assert on_device.refusal(manifest, regions) == ""
+        assert on_device.rank.received is not None
+        buckets = on_device.rank.received[1]
+        arrived = {entry.name: tensor_of(entry, buckets) for entry in manifest.entries}
+        assert all(torch.equal(arrived[name], tensor) for name, tensor in tensors)
+        memory.add(buckets[0].data_ptr())  # type: ignore[union-attr]
+        on_device.loaded(manifest)
+    assert summed == [], "the host reads nothing"
+    assert len(memory) == 1, "each version comes into the memory of the one before"
+
+
+def test_other_values_on_the_device_are_refused(on_device: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = tensors_of(0)
+    wrong = [(name, tensor + (name == "t7")) for name, tensor in tensors]
+    manifest = manifest_of(0, laid_out(tensors), wrong)
+    assert "tensor t7 of version 0 arrived with hash" in on_device.refusal(manifest, on_device.receive(0, tensors))
+    on_device.loaded(manifest)
+    regions = on_device.receive(1, tensors)
+    monkeypatch.setattr(worker, "fault_point", lambda _: "corrupt")
+    assert "arrived with hash" in on_device.refusal(manifest_of(1, laid_out(tensors), tensors), regions)
+
+
+def test_memory_that_vllm_took_a_part_of_is_not_for_the_next_version() -> None:
+    landing = torch.zeros(64, dtype=torch.uint8)
+    buckets: worker.Buckets = [landing[:32], landing[32:]]
+    model = torch.nn.Linear(2, 2)
+    assert not worker.keeps_part(model, buckets)
+    model.bias.data = landing[32:40].view(torch.float32)
+    assert worker.keeps_part(model, buckets)
+    assert not worker.keeps_part(model, [landing.numpy()]), "host memory is looked at in another way"
+
+
+def test_only_an_engine_of_one_rank_on_a_gpu_has_versions_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks could not map them, and vLLM copies adapters from host memory."""
+    rank: Any = WorkerExtension()
+    for on_cuda, size, lora, device in [
+        (True, 1, None, "cuda"), (True, 2, None, None), (True, 1, object(), None), (False, 1, None, None)
+    ]:  # fmt: skip
+        platform = SimpleNamespace(is_cuda=lambda on_cuda=on_cuda: on_cuda, device_type="cuda")
+        monkeypatch.setattr(worker, "current_platform", platform)
+        rank.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=size), lora_config=lora)
+        assert rank._landing_device == device
 
 
 def test_it_is_the_workers_own_check(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

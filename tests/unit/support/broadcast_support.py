@@ -49,12 +49,13 @@ def importing_once() -> Any:
 
 
 class Receiver:
-    """A process with an `inference.receiving.Receiving`, as rank 0 of the engine of replica `number` has one."""
+    """A process with an `inference.receiving.Receiving`, as rank 0 of the engine of replica `number` has one.
+    `elsewhere`: it takes itself to be on another device than the sender."""
 
-    def __init__(self, number: int, faults: str = "") -> None:
+    def __init__(self, number: int, faults: str = "", *, elsewhere: bool = False) -> None:
         context, self.number = importing_once(), number
         self._end, child = context.Pipe()
-        self.process = context.Process(target=_receive, args=(child, number, faults), daemon=True)
+        self.process = context.Process(target=_receive, args=(child, number, faults, elsewhere), daemon=True)
         self.process.start()
         child.close()
 
@@ -122,10 +123,13 @@ class Receiver:
         self._end.close()
 
 
-def _receive(end: Any, number: int, faults: str) -> None:
+def _receive(end: Any, number: int, faults: str, elsewhere: bool) -> None:
     from inference.receiving import Receiving
     from trireme.process.faults import number_process
+    from trireme.transports import meeting
 
+    if elsewhere:
+        meeting.device_key = lambda: "another device"
     os.environ.update(GLOO_SOCKET_IFNAME="lo", TRIREME_FAULTS=faults)
     number_process(number)
     read, write = os.pipe()
@@ -238,8 +242,8 @@ class Fleet:
 
 
 @contextmanager
-def receivers(count: int, faults: str = "") -> Iterator[list[Receiver]]:
-    created = [Receiver(number, faults) for number in range(count)]
+def receivers(count: int, faults: str = "", elsewhere: Sequence[int] = ()) -> Iterator[list[Receiver]]:
+    created = [Receiver(number, faults, elsewhere=number in elsewhere) for number in range(count)]
     try:
         yield created
     finally:

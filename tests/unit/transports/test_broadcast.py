@@ -1,4 +1,5 @@
-"""Broadcasts between real processes over the loopback: what arrives, and who waits for whom when one of them dies."""
+"""Broadcasts between real processes, over the loopback or through memory that they share: what arrives, and who waits
+for whom when one of them dies."""
 
 import os
 import signal
@@ -31,8 +32,8 @@ from hypothesis import strategies as st
 from trireme.core.digest import sums_of
 from trireme.core.transport import Session
 from trireme.core.weights import TensorPlace
-from trireme.transports import broadcast
-from trireme.transports.meeting import BroadcastGroup, GroupRoot
+from trireme.transports import broadcast, slabs
+from trireme.transports.meeting import BroadcastGroup, GroupRoot, Receivers
 from trireme.transports.packing import tensor_of
 from trireme.transports.sending import BroadcastSender
 
@@ -47,9 +48,17 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
-@pytest.fixture
-def sender() -> BroadcastSender:
-    return BroadcastSender(0, 1, HOST, None)
+@pytest.fixture(params=["broadcast", "ipc"])
+def sender(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> BroadcastSender:
+    """That of a transport; of `ipc` with slabs that take several pieces for most buckets."""
+    monkeypatch.setattr(slabs, "SLAB_BYTES", BUCKET_BYTES // 2)
+    return BroadcastSender(0, 1, HOST, None, shares_device=request.param == "ipc")
+
+
+def sharing(sender: BroadcastSender) -> tuple[int, ...]:
+    """Returns the replicas to which the last version went through slabs."""
+    assert sender._last is not None
+    return sender._last.sharing
 
 
 def published(sender: BroadcastSender, fleet: Fleet, version: int) -> list[str]:
@@ -97,27 +106,33 @@ def test_tensors_are_summed_as_they_arrive_at_the_places_of_the_version_before(s
 def test_all_receive_the_same_bytes_version_after_version_by_one_group(sender: BroadcastSender) -> None:
     with receivers(3) as members:
         fleet = Fleet(members, (sender.endpoint,))
-        groups = set()
+        groups = []
         for version in range(3):
             sent = published(sender, fleet, version)
             assert [member.outcome() for member in members] == ["arrived"] * 3
             assert [member.digests() for member in members] == [sent] * 3
-            assert sender._group is not None
-            groups.add(sender._group.name)
+            groups.append(sender._group.name if sender._group else sharing(sender))
             assert [member.resources() for member in members] == [{"files": 0}] * 3, "the memory was given back"
-        assert groups == {"1.0.0"}
+        assert groups == [(0, 1, 2) if sender._slabs else "1.0.0"] * 3
         fleet.epoch, fleet.members = 1, (0, 2)
         sent = published(sender, fleet, 3)
         assert [members[number].outcome() for number in (0, 2)] == ["arrived"] * 2
-        assert sender._group.name == "1.1.3"
+        assert (sender._group.name if sender._group else sharing(sender)) == ((0, 2) if sender._slabs else "1.1.3")
     assert what_is_held()["threads"] == 0
 
 
 POINTS = ["transport.ready", "transport.bucket@1", "transport.bucket@3", "transport.finish"]
 
 
+LOST = [*((point, 1) for point in POINTS), ("transport.bucket@2", 0)]
+
+
 @pytest.mark.parametrize("action", ["kill", "stop"])
-@pytest.mark.parametrize(("point", "lost"), [*((point, 1) for point in POINTS), ("transport.bucket@2", 0)])
+@pytest.mark.parametrize(
+    ("sender", "point", "lost"),
+    [*((transport, *lost) for transport in ("broadcast", "ipc") for lost in LOST), ("ipc", "transport.slab@2", 1)],
+    indirect=["sender"],
+)
 def test_a_receiver_that_is_lost_holds_nobody_up(
     sender: BroadcastSender, point: str, lost: int, action: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -138,6 +153,11 @@ def test_a_receiver_that_is_lost_holds_nobody_up(
         if name == "transport.ready":
             assert arrived == [0, 2, 3], "it was left out before anything was sent"
             assert "inference replica 1 did not connect though ready" in caplog.text
+        elif sender._slabs and (action == "kill" or name == "transport.finish"):
+            assert len(arrived) == 3, "nobody passes anything on to others"
+        elif sender._slabs:
+            assert arrived == []
+            assert f"waited for inference replica {lost} to copy a piece of the weights" in caplog.text
         elif name == "transport.finish":
             assert set(arrived) >= {0}, outcomes
         elif lost == 1:
@@ -152,6 +172,12 @@ def test_a_receiver_that_is_lost_holds_nobody_up(
         assert [survivor.outcome() for survivor in survivors] == ["arrived"] * 3
         assert [survivor.digests() for survivor in survivors] == [sent] * 3
         assert what_is_held()["threads"] == 0, threading.enumerate()
+        stops = name in ("transport.bucket", "transport.slab") and action == "stop"
+        if sender._slabs and not stops:
+            assert sharing(sender) == fleet.members
+            among_four = nothing
+        elif sender._slabs:
+            assert sharing(sender) == (), "the one that is stopped may still read both slabs"
         assert soon(lambda: of_groups(sender.endpoint, before), among_four) == among_four
         for survivor in survivors:
             assert soon(survivor.groups, among_four) == among_four
@@ -170,8 +196,26 @@ def test_a_group_that_broke_behind_the_senders_back_is_made_anew_in_the_same_epo
         sent = published(sender, fleet, 1)
         assert [member.outcome() for member in members] == ["arrived"] * 2
         assert [member.digests() for member in members] == [sent] * 2
-        assert sender._group is not None
-        assert sender._group.name == "1.0.1"
+        assert (sender._group.name if sender._group else sharing(sender)) == ((0, 1) if sender._slabs else "1.0.1")
+
+
+def test_a_version_goes_several_ways_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To replicas on the sender's device and to others; each way goes on without the other."""
+    monkeypatch.setattr(slabs, "SLAB_BYTES", BUCKET_BYTES // 2)
+    sender = BroadcastSender(0, 1, HOST, None, shares_device=True)
+    with receivers(4, "transport.bucket[0]@2=kill,transport.bucket[2]@2=kill", elsewhere=(2, 3)) as members:
+        fleet = Fleet(members, (sender.endpoint,))
+        sent = published(sender, fleet, 0)
+        assert sharing(sender) == (0, 1)
+        outcomes = [member.outcome() for member in members]
+        assert outcomes[1] == "arrived", "a broken group does not stop the slabs"
+        assert members[1].digests() == sent
+        assert [outcomes[0], outcomes[2]] == ["dead"] * 2
+        fleet.epoch, fleet.members = 1, (1, 3)
+        sent = published(sender, fleet, 1)
+        assert [sharing(sender), sender._group and sender._group.members] == [(1,), (3,)]
+        assert [members[number].outcome() for number in (1, 3)] == ["arrived"] * 2
+        assert [members[number].digests() for number in (1, 3)] == [sent] * 2
 
 
 def test_a_later_offer_ends_what_is_still_received(sender: BroadcastSender) -> None:
@@ -210,10 +254,11 @@ def host_a_store(end: Any) -> None:
     threading.Event().wait()
 
 
-def test_when_the_sender_dies_its_receivers_know() -> None:
+@pytest.mark.parametrize("shares_device", [False, True], ids=["broadcast", "ipc"])
+def test_when_the_sender_dies_its_receivers_know(shares_device: bool) -> None:
     context = importing_once()
     parent, child = context.Pipe()
-    process = context.Process(target=send_and_die, args=(child,), daemon=True)
+    process = context.Process(target=send_and_die, args=(child, shares_device), daemon=True)
     process.start()
     assert parent.poll(DEADLINE_S)
     endpoint, timeout_s = parent.recv(), 30.0
@@ -227,10 +272,10 @@ def test_when_the_sender_dies_its_receivers_know() -> None:
             assert member.resources(sockets=True) == {"files": 0, "sockets": 0, "threads": 0}
 
 
-def send_and_die(end: Any) -> None:
+def send_and_die(end: Any, shares_device: bool) -> None:
     """Gathers half of the tensors while it sends, and is killed."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    sender, tensors = BroadcastSender(0, 1, HOST, None), tensors_of(0)
+    sender, tensors = BroadcastSender(0, 1, HOST, None, shares_device=shares_device), tensors_of(0)
     end.send(sender.endpoint)
 
     def half() -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -288,7 +333,7 @@ def test_tensors_are_kept_and_sent(shapes: list[tuple[int, ...]], dtype: torch.d
         group = BroadcastGroup("1.0.0", 0, (rank,), "gloo", collective)
         session = Session(1, 0, {rank: rank for rank in range(size)}, 30.0) if served else None
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(GroupRoot, "meet", lambda *_, group=group: (group, ()))
+            patched.setattr(GroupRoot, "meet", lambda *_, group=group: Receivers(group, (), ()))
             patched.setattr(GroupRoot, "clear", lambda _: None)
             parts.append(sender.send(3, layout, [tensors], session))
         retained.update({n: sender.versions.bucket(3, n) for n in range(rank, len(layout.sizes), size)})
