@@ -55,6 +55,12 @@ class Member:
         """True if the replica takes requests."""
         return self.row.serves and not self.failure
 
+    @property
+    def receives(self) -> bool:
+        """True if the replica can receive a version while the trainer sends it: it serves, or it sleeps until the next
+        update."""
+        return (self.row.serves or (self.row.asleep and not self.row.draining)) and not self.failure
+
     def change(self, **columns: Any) -> None:
         """Changes fields of the replica's ReplicaRow, given by name, and publishes a table with the new row."""
         self.row = replace(self.row, **columns)

@@ -4,12 +4,12 @@
 
 A session here is a `trireme.core.transport.Session`: the members that one version is sent to.
 
-*Who is asked.* Members that serve and have taken all weights that they were to take. The trainer publishes a version
-before it waits for the update to the previous version (`trireme.train.phases.overlap`), so some members may still load
-the previous one. They are not asked, and fetch the new bytes afterwards, as all replicas do with Ray's object store. So
-no replica receives a version while it holds bytes that it has still to load, and a replica never has bytes of more than
-one version. Nothing here waits for an update: the trainer gathers and sends while replicas are updated, as it does
-without sessions, so there is no circle of waits.
+*Who is asked.* Members that serve or sleep, and have taken all weights that they were to take. The trainer publishes a
+version before it waits for the update to the previous version (`trireme.train.phases.overlap`), so some members may
+still load the previous one. They are not asked, and fetch the new bytes afterwards, as all replicas do with Ray's
+object store. So no replica receives a version while it holds bytes that it has still to load, and a replica never has
+bytes of more than one version. Nothing here waits for an update: the trainer gathers and sends while replicas are
+updated, as it does without sessions, so there is no circle of waits.
 
 One exception: a member takes a version that was not sent to it. It has to fetch the version, which may last until after
 the next offer; then the next version is not sent to it either, and so on. So the offer waits for such a member, once
@@ -69,26 +69,27 @@ class Offers:
         """When the last session is over in any case, in seconds by the event loop's clock."""
 
     async def make_session(self, offer: Offer, newest: WeightIdentity | None) -> Session:
-        """Asks the members that serve and have taken version `newest` (None: there was none) to receive the offered
-        version. After at most `offer.ready_s` seconds, returns the transfer to the members that are ready by then."""
+        """Asks the members that serve or sleep and have taken version `newest` (None: there was none) to receive the
+        offered version. After at most `offer.ready_s` seconds, returns the transfer to the members that are ready by
+        then."""
         now = asyncio.get_running_loop().time
         started = now()
         limit_s = min(self._deadline.seconds, offer.ready_s)
         self._until = started + offer.timeout_s
-        serving = [member for member in self._members() if member.serves]
-        settled = [member for member in serving if _is_settled(member, newest)]
-        servers = _servers(serving, offer.senders)
+        receiving = [member for member in self._members() if member.receives]
+        settled = [member for member in receiving if _is_settled(member, newest)]
+        servers = _servers(receiving, offer.senders)
         offered = self._offer_all(settled, offer, servers)
-        fetching = self._note_busy([member for member in serving if member not in settled])
+        fetching = self._note_busy([member for member in receiving if member not in settled])
         if fetching:
             limit_s = offer.ready_s
             await asyncio.wait(fetching.values(), timeout=limit_s / 2)
-            caught_up = [member for member in fetching if member.serves and _is_settled(member, newest)]
+            caught_up = [member for member in fetching if member.receives and _is_settled(member, newest)]
             offered |= self._offer_all(caught_up, offer, servers)
         if offered:
             await asyncio.wait(offered.values(), timeout=started + limit_s - now())
         refusals = {member: _refusal(answer, limit_s) for member, answer in offered.items()}
-        ready = {member for member, refusal in refusals.items() if member.serves and not refusal}
+        ready = {member for member, refusal in refusals.items() if member.receives and not refusal}
         self._begin({member: server for member, server in servers.items() if member in ready})
         for member, refusal in refusals.items():
             if refusal and not member.failure and member not in self._warned:

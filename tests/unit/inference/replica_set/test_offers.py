@@ -226,6 +226,17 @@ async def test_an_epoch_begins_exactly_when_the_members_are_others() -> None:
     assert [members for _, members in epochs] == [3, 3, 4, 4, 4, 4, 3, 3, 2, 2, 2, 3, 2, 2, 1, 1]
 
 
+async def test_those_that_sleep_receive_meanwhile() -> None:
+    """While the trainer has their devices; the update that wakes them finds the bytes there."""
+    router = fleet(Replica(0), Replica(1))
+    await publish(router, 0)
+    await router.source.sleep()
+    assert (await router.source.offer(offer(1))).members == (0, 1)
+    assert (await router.source.offer(offer(2))).members == (0, 1), "no update was between"
+    await router.source.update(version(2))
+    assert (await publish(router, 3)).members == (0, 1)
+
+
 # ---- leaving
 
 
