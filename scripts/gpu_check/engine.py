@@ -6,6 +6,7 @@ import os
 import time
 
 from gpu_check.checks import Check, Context, Failed, Figures
+from gpu_check.ipc import within_device
 from gpu_check.rooms import (
     GPU_SHARE,
     STALE,
@@ -119,6 +120,7 @@ def _computes(context: Context) -> Figures:
 
 
 CHECKS: tuple[Check, ...] = (
+    Check("weights within a device", within_device, SYSTEM[2:]),
     Check("updates in flight", _in_flight, SYSTEM),
     Check("decode steps of other weights", _stale, SYSTEM),
     Check("experts in flight", _experts, SYSTEM),
