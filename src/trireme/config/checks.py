@@ -193,7 +193,7 @@ def _encoding(config: Config) -> Iterator[Refusal]:
             "dense",
             "leave --inference.encoding out",
         )
-    if config.inference.transport != "object_store":
+    if config.transport not in ("auto", "object_store"):
         yield Refusal(
             f"inference.encoding = delta with inference.transport = {config.inference.transport}",
             "object_store, where each replica fetches what it lacks",

@@ -14,7 +14,7 @@ from trireme.core.types import SamplingParams
 if TYPE_CHECKING:
     TransportName = str
 else:
-    TransportName = Literal[*TRANSPORTS]
+    TransportName = Literal["auto", *TRANSPORTS]
 
 Temperature = Annotated[float, Field(ge=0.01, le=BOUNDS["temperature"].largest)]
 """The trainer divides by it, and vLLM samples at 0.01 where less is asked for."""
@@ -56,10 +56,13 @@ class InferenceConfig(Section):
     """Number of vLLM replicas (tensor_parallel GPUs each where there are GPUs)."""
     tensor_parallel: PositiveInt = 1
     """Ranks of a replica, on one node: each holds a part of every layer, and has one GPU where there are GPUs."""
-    transport: TransportName = "object_store"
+    transport: TransportName = "auto"
     """How weights travel to the replicas. object_store: each machine with a replica fetches one copy from Ray's store.
     broadcast: each trainer shard sends all weights to the replicas of its nodes, by gloo on CPUs and NCCL on GPUs (not
-    tried on several GPUs yet); a replica that is not ready in time fetches them from the shards."""
+    tried on several GPUs yet); a replica that is not ready in time fetches them from the shards. ipc: like broadcast,
+    but a replica on the GPU of the shard that serves it (on CPUs: on its machine) copies them from memory that both
+    map (not run on a GPU yet). auto: ipc for whole weights where trainer and replica share a GPU that has room for a
+    version and nine tenths of the KV cache that the replica would have without it, else object_store."""
     encoding: Literal["auto", "dense", "delta"] = "auto"
     """What travels. dense: all weights. delta: the words that changed since the version before, which the replicas have
     in host memory (a version more for each replica); replicas that miss it get all weights. Few words of 16-bit weights

@@ -119,7 +119,8 @@ class CommonConfig(Section, ABC):
 
     @property
     def transport(self) -> str:
-        """The transport of published weights: a key of `trireme.core.transport.TRANSPORTS`."""
+        """The transport of published weights: a key of `trireme.core.transport.TRANSPORTS`; "auto" until the plan has
+        decided."""
         return "object_store"
 
     @property

@@ -40,6 +40,10 @@ BUFFERS = 2
 BUCKET_BYTES = 64 * 2**20
 """The number of buckets of published weights that a rank sends at the same time, and the bytes of a usual bucket
 (`BUFFERS` and `BUCKET_BYTES` of `trireme.transports.packing`, which imports torch)."""
+SLABS = 2
+SLAB_BYTES = 64 * 2**20
+"""The number of slabs through which a rank sends to replicas on its device, and the bytes of each (`SLABS` and
+`SLAB_BYTES` of `trireme.transports.slabs`, which imports torch)."""
 
 
 @dataclass(frozen=True)

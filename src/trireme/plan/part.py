@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import CommonConfig
-from trireme.core.transport import TRANSPORTS, TransportKind
+from trireme.core.transport import DEFAULT, TRANSPORTS, TransportKind
 from trireme.plan.needs import ASSUMED_GPU, Need
 from trireme.process.environ import Resources
 
@@ -29,6 +29,8 @@ class Part(ABC):
     """True: the part's only actor shares a GPU with the only actor of another room. `Plan.parts` decides it."""
     colocated: bool = field(default=False, kw_only=True)
     """True: trainer and replicas take turns on the same devices; `Plan.parts` decides it."""
+    ipc_fits: bool = field(default=False, kw_only=True)
+    """True: `inference.transport` = auto means ipc; `Plan.parts` decides it."""
     taken_share: float = field(default=0.0, kw_only=True)
     """The share of a shared GPU that the actor of the other room takes while this part's actor works; 0 if no GPU is
     shared. `Plan.parts` decides it."""
@@ -71,9 +73,21 @@ class Part(ABC):
         return 0
 
     @property
+    def transport_name(self) -> str:
+        """The value of `inference.transport`, with auto decided."""
+        if self.config.transport != "auto":
+            return self.config.transport
+        return "ipc" if self.ipc_fits else DEFAULT
+
+    @property
     def transport(self) -> TransportKind:
         """The kind of transport: how published weights travel, and where they are held in memory."""
-        return TRANSPORTS[self.config.transport]
+        return TRANSPORTS[self.transport_name]
+
+    @property
+    def within_gpu(self) -> bool:
+        """True if weights travel to the replica within the GPU that it shares with the trainer."""
+        return self.shares_gpu and self.transport.slabs
 
     @property
     def gpu_bytes(self) -> int:
@@ -94,7 +108,7 @@ class Part(ABC):
         if chosen != "auto":
             return chosen
         few_change = self.dtype_bytes == 2 and not self.config.trainer.lora.on
-        if few_change and len(self.resources.nodes) > 1 and self.config.transport == "object_store":
+        if few_change and len(self.resources.nodes) > 1 and self.transport_name == "object_store":
             return "delta"
         return "dense"
 

@@ -93,7 +93,9 @@ class InferencePart(Part):
         if self.facts is None:
             return None
         weights = self._weight_bytes
-        if self.transport.received or self.encoding == "delta":
+        if self._arrives_on_gpu:
+            arriving = {}
+        elif self.transport.received or self.encoding == "delta":
             arriving = {ARRIVING: self.published_bytes}
         else:
             arriving = {}
@@ -119,7 +121,19 @@ class InferencePart(Part):
     def resting(self) -> Mapping[str, int]:
         if not self.on_gpus:
             return {}
-        return {"a replica's weights": self._weight_bytes // self.ranks, "its workspaces": ENGINE_BYTES}
+        arriving = {ARRIVING: self.published_bytes} if self._arrives_on_gpu else {}
+        return {"a replica's weights": self._weight_bytes // self.ranks, "its workspaces": ENGINE_BYTES, **arriving}
+
+    @property
+    def _arrives_on_gpu(self) -> bool:
+        """True if a version arrives in memory on the replica's GPU. Adapters, which vLLM copies from host memory, do
+        not."""
+        return self.within_gpu and self.ranks == 1 and not self.config.trainer.lora.on
+
+    @property
+    def _resting_bytes(self) -> int:
+        """Bytes that a rank has on its GPU in addition to its KV cache."""
+        return sum(self.resting.values())
 
     def _gpu_cache(self, facts: ModelFacts) -> int:
         """Returns the bytes of KV cache on each GPU of a replica: `gpu_cache_gb` if it is set; else as much as the
@@ -131,7 +145,7 @@ class InferencePart(Part):
     @property
     def _cache_left(self) -> int:
         """Bytes that are left for the KV cache in a replica's share of a GPU."""
-        return int(self.gpu_bytes * self._most_share) - ENGINE_BYTES - self._weight_bytes // self.ranks
+        return int(self.gpu_bytes * self._most_share) - self._resting_bytes
 
     @property
     def _most_share(self) -> float:
@@ -164,7 +178,7 @@ class InferencePart(Part):
         # What the engine cannot use is left to others on its GPU, and vLLM need not find it free when it starts.
         if self.facts is None:
             return self._most_share
-        taken = ENGINE_BYTES + self._weight_bytes // self.ranks + self._gpu_cache(self.facts)
+        taken = self._resting_bytes + self._gpu_cache(self.facts)
         share = round(taken / self.gpu_bytes + SHARE_STEP / 2, 3)
         if self.colocated:
             return share
@@ -181,15 +195,19 @@ class InferencePart(Part):
         # A KV cache of its own size has no limit by a share. Else there must be room for one sequence.
         if self.facts is None or self.config.inference.gpu_cache_gb:
             return 0.0
-        return (ENGINE_BYTES + self._weight_bytes // self.ranks + self._sequence_cache(self.facts)) / self.gpu_bytes
+        return (self._resting_bytes + self._sequence_cache(self.facts)) / self.gpu_bytes
 
     def decided(self) -> dict[str, object]:
         """Returns {key or section: value} of the values that the machines decide: `placement`, and the section
-        `inference` with `on_update`, `encoding` and, on GPUs, `gpu_memory_utilization`. If the engine can use less KV
-        cache than its share of a GPU leaves, also decides `gpu_cache_gb`. It does so too on a GPU shared with the
-        trainer, because vLLM would measure free memory there while the trainer takes some."""
+        `inference` with `on_update`, `transport`, `encoding` and, on GPUs, `gpu_memory_utilization`. If the engine can
+        use less KV cache than its share of a GPU leaves, also decides `gpu_cache_gb`. It does so too on a GPU shared
+        with the trainer, because vLLM would measure free memory there while the trainer takes some."""
         inference = self.config.inference
-        changes: dict[str, object] = {"on_update": self.on_update, "encoding": self.encoding}
+        changes: dict[str, object] = {
+            "on_update": self.on_update,
+            "transport": self.transport_name,
+            "encoding": self.encoding,
+        }
         if self.on_gpus:
             changes["gpu_memory_utilization"] = self.gpu_share
         cache = inference.gpu_cache_gb or (self._gpu_cache(self.facts) / GIB if self.facts else None)
@@ -293,7 +311,7 @@ class InferencePart(Part):
         text = "the adapters" if lora.on else "all weights"
         if self.facts:
             text += f" ({self.published_bytes / 2**20:,.2f} MiB)"
-        text += f" travel by {config.transport}; "
+        text += f" travel by {self.transport_name}; "
         if self.encoding == "delta":
             text += "only what changed where a replica has the version before; "
         if self.on_update == "drain":

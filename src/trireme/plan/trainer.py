@@ -24,6 +24,8 @@ from trireme.plan.needs import (
     BUFFERS,
     HOST_OF_CUDA_GIB,
     KEPT_VERSIONS,
+    SLAB_BYTES,
+    SLABS,
     VERSIONS,
     Need,
     gib,
@@ -33,6 +35,7 @@ from trireme.plan.whole import count
 
 ON_THEIR_WAY = "buckets on their way"
 COPIES = "copies for checkpoints"
+SHARED_SLABS = "memory shared with replicas"
 SHARES = "shares of two versions of the weights"
 """The purpose of a rank's host memory for published weights if no object store has them: the rank keeps its own buckets
 of both versions."""
@@ -90,6 +93,10 @@ class TrainerPart(Part):
         else:
             of_layers = {ON_THEIR_WAY: self._send_buffers(self.facts, embeddings=False)}
             of_embeddings = {ON_THEIR_WAY: self._send_buffers(self.facts, embeddings=True)}
+        if self.within_gpu:
+            gpu |= {SHARED_SLABS: SLABS * SLAB_BYTES}
+        elif self.transport.slabs and not self.on_gpus:
+            host |= {SHARED_SLABS: SLABS * SLAB_BYTES}
         resting = self.resting if self.colocated else None
         first = Need({**host, "loading": self._loading(host), **of_embeddings}, gpu=gpu, resting=resting, parts=parts)
         rest = [Need({**host, **of_layers}, gpu=gpu, resting=resting, parts=parts)] * (
@@ -105,7 +112,8 @@ class TrainerPart(Part):
         if memory is None or not self.on_gpus:
             return {}
         state = {} if memory.offloaded else {"state": memory.state}
-        return {**state, **GPU_ALLOWANCES}
+        slabs = {SHARED_SLABS: SLABS * SLAB_BYTES} if self.within_gpu else {}
+        return {**state, **GPU_ALLOWANCES, **slabs}
 
     def _send_buffers(self, facts: ModelFacts, *, embeddings: bool) -> int:
         """Returns the bytes of host memory through which a rank sends its buckets. `embeddings`: the rank's share of

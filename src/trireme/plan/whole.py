@@ -20,6 +20,7 @@ from trireme.config.run import READ_BYTES_PER_S
 from trireme.config.schema import CommonConfig
 from trireme.core.actors import ActorOptions
 from trireme.core.refusals import Refusal
+from trireme.core.transport import DEFAULT
 from trireme.plan.needs import (
     GPU_TOLERANCE,
     HOST_TOLERANCE,
@@ -74,6 +75,9 @@ SHARED_GPU_UTILIZATION = 0.5
 """The most that a replica may take of a GPU that it shares with the trainer."""
 SUGGESTED_UTILIZATION = 0.4
 """What a plan suggests that a replica takes of such a GPU."""
+IPC_LEAVES = 0.9
+"""The share of the KV cache that must be left if weights arrive in memory on the replica's GPU. An estimate: nothing
+was measured on a GPU."""
 TURNS = frozenset({"trainer", "inference"})
 """The rooms that can take turns on the same devices. With `placement = auto` they do so only in a run with an
 orchestrator."""
@@ -116,9 +120,30 @@ class Plan:
         colocated = chosen and rooms >= TURNS
         shares = (self.on_gpus and colocated) or halves
         parts = [replace(part, shares_gpu=shares, colocated=colocated) for part in parts]
+        if shares and "orchestrator" in rooms and self._ipc_fits:  # another loop offers no versions to replicas
+            parts = [replace(part, ipc_fits=True) for part in parts]
         if shares:
             return [replace(part, taken_share=_taken_by_others(part, parts)) for part in parts]
         return parts
+
+    @property
+    def _ipc_fits(self) -> bool:
+        """True if `inference.transport` = auto can be ipc, on a shared GPU: a whole arriving version has room there and
+        leaves the replica most of its KV cache. Adapters are not worth it, as vLLM copies them from host memory."""
+        if self.config.transport != "auto" or self.config.encoding == "delta" or self.config.trainer.lora.on:
+            return False
+        stored, within_gpu = (self._with_transport(name) for name in (DEFAULT, "ipc"))
+        leaves = 0 < IPC_LEAVES * stored._cache_bytes <= within_gpu._cache_bytes
+        return leaves and len(within_gpu.shortages(hopeless=False)) <= len(stored.shortages(hopeless=False))
+
+    def _with_transport(self, name: str) -> Plan:
+        inference = getattr(self.config, "inference").model_copy(update={"transport": name})  # noqa: B009  it has one
+        return replace(self, config=self.config.model_copy(update={"inference": inference}))
+
+    @property
+    def _cache_bytes(self) -> int:
+        """Bytes of KV cache on GPUs; 0 if the sizes of the model are unknown."""
+        return sum(need.gpu.get(KV_CACHE, 0) for part in self.parts for need in part.needs or [])
 
     @property
     def _placement(self) -> str:
@@ -347,7 +372,7 @@ class Plan:
         if self.config.transport == "broadcast":
             raise Refusal(
                 "placement = colocated on a GPU with inference.transport = broadcast",
-                "object_store: NCCL does not send from a GPU to the same GPU",
+                "ipc or object_store: NCCL does not send from a GPU to the same GPU",
                 "leave --inference.transport out",
             )
 

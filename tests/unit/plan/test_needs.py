@@ -15,11 +15,11 @@ from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput
 from trireme.core.transport import TRANSPORTS, TransportKind
 from trireme.plan.memory import GIB, gpu_room
-from trireme.plan.needs import BUCKET_BYTES, BUFFERS, GPU_TOLERANCE, HOST_TOLERANCE
+from trireme.plan.needs import BUCKET_BYTES, BUFFERS, GPU_TOLERANCE, HOST_TOLERANCE, SLAB_BYTES, SLABS
 from trireme.plan.rl import BLOCK_TOKENS
 from trireme.plan.suggestions import suggestions
 from trireme.plan.whole import Plan
-from trireme.transports import packing
+from trireme.transports import packing, slabs
 
 BILLIONS_8 = replace(
     FACTS,
@@ -166,6 +166,38 @@ class TestPublishedWeights:
         assert "buckets on their way" not in machine.host
         sent = machine.actors["trainer shard 3"].gpu["buckets on their way"]
         assert sent == 2 * 2 * BILLIONS_8.vocab_size * BILLIONS_8.hidden_size
+
+    @pytest.mark.parametrize("placement", ["split", "colocated"])
+    def test_within_a_gpu_a_version_arrives_there_through_slabs(self, placement: str) -> None:
+        """All the time, whoever works: slabs and the memory for a version are never given back."""
+        assert (SLABS, SLAB_BYTES) == (slabs.SLABS, slabs.SLAB_BYTES)
+        share = {"gpu_memory_utilization": 0.9 if placement == "colocated" else 0.45}
+        gpu = machines(cpus=8, gpus=1, memory_bytes=HUGE, gpu_bytes=80 * GIB)
+        small = replace(BILLIONS_8, num_parameters=600_000_000)
+        planned = plan(shards=1, facts=small, resources=gpu, placement=placement, inference=share)
+        (machine,) = planned.machines
+        shard = machine.actors["trainer shard 0"]
+        replica = machine.actors["inference replica 0"]
+        assert shard.gpu["memory shared with replicas"] == SLABS * SLAB_BYTES
+        assert replica.gpu["arriving weights"] == 1_200_000_000
+        assert "arriving weights" not in machine.host
+        assert machine.host["shares of two versions of the weights"] == 2 * 1_200_000_000
+        if placement == "colocated":
+            assert shard.resting is not None
+            assert shard.resting["memory shared with replicas"] == SLABS * SLAB_BYTES
+            assert replica.resting is not None
+            assert replica.resting["arriving weights"] == 1_200_000_000
+        adapters = plan(
+            shards=1, facts=small, resources=gpu, placement=placement, inference=share, trainer={"lora": {"rank": 8}}
+        )
+        replica = adapters.machines[0].actors["inference replica 0"]
+        assert "arriving weights" in replica.host, "vLLM copies adapters from host memory"
+        assert "arriving weights" not in replica.gpu
+
+    def test_on_cpus_slabs_are_in_the_memory_of_each_rank(self) -> None:
+        host = self.by(plan(shards=2), "ipc").machines[0].host
+        assert host["memory shared with replicas"] == 2 * SLABS * SLAB_BYTES
+        assert host["arriving weights"] == 4 * FACTS.num_parameters
 
     def test_the_largest_bucket_is_that_of_the_layout(self) -> None:
         """Of a model without memory, in the sizes of Qwen3-8B."""

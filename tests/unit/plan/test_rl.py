@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_support import FACTS
 from plan_support import cluster, inference, machines, plan, text_of, trainer
 from vllm.v1.core.block_pool import BlockPool
 
@@ -16,7 +17,8 @@ from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts
 from trireme.plan.memory import GIB, gpu_room
 from trireme.plan.needs import VERSIONS
-from trireme.plan.rl import BLOCK_TOKENS, ENGINE_BYTES, RL_ROOMS
+from trireme.plan.rl import BLOCK_TOKENS, ENGINE_BYTES, LOOP_ROOMS, RL_ROOMS
+from trireme.plan.serve import SERVE_ROOMS
 from trireme.plan.whole import Plan
 
 
@@ -132,6 +134,45 @@ class TestEncoding:
         arriving = [need.host.get("arriving weights", 0) for need in inference(planned).needs or []]
         transport = options.get("inference", {}).get("transport")
         assert arriving == [2 * 1_000_000 if decided == "delta" or transport == "broadcast" else 0]
+
+
+class TestTransport:
+    """`inference.transport = "auto"`."""
+
+    @pytest.fixture(autouse=True)
+    def _gpu_build(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
+
+    @pytest.mark.parametrize(
+        ("gpus", "gib_of_gpu", "options", "decided"),
+        [
+            (1, 80, {}, "ipc"),
+            (1, 0, {}, "ipc"),  # a GPU that no driver describes
+            (1, 80, {"placement": "colocated"}, "ipc"),
+            (1, 80, {"trainer": {"lora": {"rank": 8}}}, "object_store"),  # vLLM copies adapters from host memory
+            (1, 24, {}, "object_store"),  # where a version of 2 GB lacks room
+            (2, 80, {}, "object_store"),
+            (0, 0, {}, "object_store"),
+            (1, 80, {"facts": None}, "object_store"),
+            (1, 80, {"inference": {"encoding": "delta"}}, "object_store"),
+            (1, 80, {"inference": {"transport": "object_store"}}, "object_store"),
+            (0, 0, {"inference": {"transport": "ipc"}}, "ipc"),
+        ],
+    )
+    def test_it_is_ipc_within_a_gpu_that_has_room(
+        self, gpus: int, gib_of_gpu: int, options: dict[str, Any], decided: str
+    ) -> None:
+        facts = replace(FACTS, num_parameters=1_000_000_000)
+        resources = machines(gpus=gpus, gpu_bytes=gib_of_gpu * GIB, memory_bytes=64 * GIB)
+        planned = plan(**{"shards": 1, "resources": resources, "facts": facts, **options})
+        assert planned.resolved(planned.config).inference.transport == decided  # type: ignore[attr-defined]
+        assert f"travel by {decided}" in text_of(planned)
+
+    def test_without_offers_to_replicas_nothing_would_travel_within_a_gpu(self) -> None:
+        """A loop of your own, and `trireme serve`: replicas fetch what they need."""
+        for kinds in (LOOP_ROOMS, SERVE_ROOMS):
+            planned = replace(plan(shards=1, resources=machines(gpus=1), placement="colocated"), kinds=kinds)
+            assert inference(planned).transport_name == "object_store"
 
 
 class TestInFlight:

@@ -325,7 +325,8 @@ class TestPlacement:
         text = text_of(planned)
         assert "while trainer shard 0 works, " in text
         assert "while inference replica 0 works, " in text
-        assert planned.taken_share == pytest.approx((3 * GIB + 2 * 100_000_000) / (16 * GIB))
+        taken = 3 * GIB + 2 * 2 * 100_000_000  # its weights, and a version that arrives
+        assert planned.taken_share == pytest.approx(taken / (16 * GIB))
         halves = plan(
             shards=1, resources=machine, facts=facts, placement="split", inference={"gpu_memory_utilization": 0.4}
         )
