@@ -134,7 +134,10 @@ class Plan:
             return False
         stored, within_gpu = (self._with_transport(name) for name in (DEFAULT, "ipc"))
         leaves = 0 < IPC_LEAVES * stored._cache_bytes <= within_gpu._cache_bytes
-        return leaves and len(within_gpu.shortages(hopeless=False)) <= len(stored.shortages(hopeless=False))
+        return leaves and all(
+            machine.node.smallest_gpu is None or sum(machine.gpu.values()) <= machine.node.smallest_gpu.free_bytes
+            for machine in within_gpu.machines
+        )
 
     def _with_transport(self, name: str) -> Plan:
         inference = getattr(self.config, "inference").model_copy(update={"transport": name})  # noqa: B009  it has one

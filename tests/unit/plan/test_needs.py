@@ -188,7 +188,12 @@ class TestPublishedWeights:
             assert replica.resting is not None
             assert replica.resting["arriving weights"] == 1_200_000_000
         adapters = plan(
-            shards=1, facts=small, resources=gpu, placement=placement, inference=share, trainer={"lora": {"rank": 8}}
+            shards=1,
+            facts=small,
+            resources=gpu,
+            placement=placement,
+            inference={**share, "transport": "ipc"},
+            trainer={"lora": {"rank": 8}},
         )
         replica = adapters.machines[0].actors["inference replica 0"]
         assert "arriving weights" in replica.host, "vLLM copies adapters from host memory"
