@@ -315,18 +315,18 @@ class BroadcastSender:
         fill(layout, units, packing.selected, packing.buffer, packing.finish)
         for number, bucket in packing.buckets.items():
             self.versions.keep(version, number, bucket)
-        failure = ""
+        failures = []
         if sending and not sending.finish():
-            failure = f"version {version} was not sent to all of {named(members)}: {sending.failure}"
-        elif sending and sending.late:
-            failure = f"version {version}: {named(sending.late)} did not connect though ready"
-        elif sending and sending.lost_ways:
-            failure = f"version {version} was not sent to some of {named(members)}: {'; '.join(sending.lost_ways)}"
+            failures.append(f"was not sent to all of {named(members)}: {sending.failure}")
+        if sending and sending.late:
+            failures.append(f"{named(sending.late)} did not connect though ready")
+        if sending and sending.lost_ways:
+            failures.append(f"was not sent to some of {named(members)}: {'; '.join(sending.lost_ways)}")
         if sending and sending.sharing != sharing_before:
             names = named(sending.sharing) if sending.sharing else "nobody"
             log.info("weights travel through memory of this process to %s", names)
-        if failure:
-            log.warning("%s; who lacks bytes takes them on demand", failure)
+        if failures:
+            log.warning("version %d: %s; who lacks bytes takes them on demand", version, "; ".join(failures))
         self._free = packing.free
         if sending and sending.failure:
             self._free = None

@@ -120,7 +120,7 @@ class SlabSender:
             if self._slabs and not self._free():
                 connections = {}
             self._receivers = list(connections.values())
-            return tuple(connections)
+            return tuple(sorted(connections))
 
     def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
         """Sends `buffer` (uint8) to the receivers, piece by piece, after the work already queued in the current stream.
