@@ -161,7 +161,7 @@ def populate(buckets: Iterable[object]) -> None:
 def mappings_of(buckets: Iterable[object]) -> list[weakref.ref[mmap.mmap]]:
     """Returns weak references to the mappings behind those of `buckets` that `Region.map` returned. A reference that is
     still alive after the buckets are dropped shows that something uses its mapping."""
-    owners = [bucket.base for bucket in buckets if isinstance(bucket, np.ndarray)]
+    owners: list[object] = [bucket.base for bucket in buckets if isinstance(bucket, np.ndarray)]
     return [weakref.ref(owner) for owner in owners if isinstance(owner, mmap.mmap)]
 
 

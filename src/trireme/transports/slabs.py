@@ -131,7 +131,10 @@ class SlabSender:
             for piece in buffer.split(SLAB_BYTES):
                 slab = self._await_slab(deadline)
                 if not slab_memory().copy(piece, slab.memory[: len(piece)], deadline - time.monotonic()):
-                    raise RoomFailed(f"waited until the deadline for a copy of {len(piece)} bytes into shared memory")
+                    raise RoomFailed(
+                        f"waited for this trainer shard's device to copy {len(piece)} bytes into shared memory, until "
+                        "the deadline"
+                    )
                 slab.readers.update(self._receivers)
                 for link in list(self._receivers):
                     self._send(link, [self._slabs.index(slab), len(piece)])
@@ -140,7 +143,7 @@ class SlabSender:
     def _turn(self, timeout_s: float) -> Iterator[None]:
         """Keeps other threads out of the block: one that was given up may still copy."""
         if not self._lock.acquire(timeout=max(timeout_s, 0.0)):
-            raise RoomFailed("waited until the deadline for this process's thread that sends an earlier version")
+            raise RoomFailed("waited for this trainer shard's thread that sends an earlier version, until the deadline")
         try:
             yield
         finally:
@@ -252,7 +255,9 @@ class SlabReceiver:
             with slab_memory().on_stream():  # this thread's own is the engine's, whose steps would come first
                 copied = slab_memory().copy(self._slabs[number][:nbytes], piece, deadline - time.monotonic())
             if not copied:
-                raise RoomFailed(f"waited until the deadline for a copy of {nbytes} bytes out of shared memory")
+                raise RoomFailed(
+                    f"waited for this replica's device to copy {nbytes} bytes out of shared memory, until the deadline"
+                )
             self._acknowledge(number)
             at += nbytes
 

@@ -201,7 +201,7 @@ def test_another_users_process_is_no_receiver_and_no_sender(
 
 def test_an_older_thread_is_waited_for_until_the_deadline(sender: SlabSender) -> None:
     """One that was given up may hang in a copy."""
-    with sender._lock, pytest.raises(RoomFailed, match="this process's thread that sends an earlier version"):
+    with sender._lock, pytest.raises(RoomFailed, match="this trainer shard's thread that sends an earlier version"):
         sender.begin((0,), 0.05)
 
 
@@ -238,9 +238,11 @@ def test_both_sides_speak_only_once_their_copy_has_ended(sender: SlabSender, mon
     memory.log.clear()
     sender.broadcast(numbered(PIECE), LONG_S)
     memory.ends = False
-    with pytest.raises(RoomFailed, match="waited until the deadline for a copy of 1000 bytes out of shared memory"):
+    with pytest.raises(RoomFailed, match="waited for this replica's device to copy 1000 bytes out of shared memory"):
         received(receiver, [PIECE])
-    with pytest.raises(RoomFailed, match="waited until the deadline for a copy of 1000 bytes into shared memory"):
+    with pytest.raises(
+        RoomFailed, match="waited for this trainer shard's device to copy 1000 bytes into shared memory"
+    ):
         sender.broadcast(numbered(PIECE), LONG_S)
     assert memory.log == ["copied", "_send", "late", "late"]
 
