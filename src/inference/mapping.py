@@ -57,8 +57,8 @@ class _Mapping:
 
 
 def page_offsets(sizes: Sequence[int]) -> list[int]:
-    """Returns where buckets of the given numbers of bytes lie in one memory, each at the beginning of a page, and then
-    where the last one ends."""
+    """Returns the offsets of buckets in one block of memory, and then the offset at which the last bucket ends. Each
+    bucket begins at a page. `sizes`: the bytes of each bucket."""
     return list(accumulate((-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes), initial=0))
 
 
@@ -146,9 +146,9 @@ def _open_files(holders: Sequence[int], files: set[tuple[int, int]]) -> Iterator
 
 
 def populate(buckets: Iterable[object]) -> None:
-    """Enters the pages of the mapped ones of `buckets`, which are arrays, into this process's page table, so that
-    loading them, in a pause of the engine, meets no page faults. Call it in a thread. Linux before 5.14 ignores the
-    request, and loading is only slower then."""
+    """Adds the pages of mapped buckets to this process's page table, so that loading the buckets, while the engine is
+    paused, causes no page faults. Skips buckets that are no arrays. Call it in a thread. Linux before 5.14 ignores the
+    request; loading is then only slower."""
     madvise = ctypes.CDLL(None).madvise  # unlike `mmap.madvise` it does not hold Python's lock
     for bucket in buckets:
         if not isinstance(bucket, np.ndarray):
@@ -159,8 +159,8 @@ def populate(buckets: Iterable[object]) -> None:
 
 
 def mappings_of(buckets: Iterable[object]) -> list[weakref.ref[mmap.mmap]]:
-    """Returns weak references to the mappings behind those of `buckets` that `Region.map` returned. A reference that is
-    still alive after the buckets are dropped shows that something uses its mapping."""
+    """Returns weak references to the memory mappings of the arrays in `buckets` that came from `Region.map`. If a
+    reference is still alive after the buckets are dropped, something still uses its mapping."""
     owners: list[object] = [bucket.base for bucket in buckets if isinstance(bucket, np.ndarray)]
     return [weakref.ref(owner) for owner in owners if isinstance(owner, mmap.mmap)]
 

@@ -5,8 +5,8 @@ received bucket, so that the check of a version need not read it again. The rece
 pipe of the replica's actor, a line of JSON for each message, because the engine itself answers only between two steps.
 Waiting for bytes does not hold Python's lock.
 
-What comes through memory of the same GPU (`trireme.transports.slabs`) stays on the GPU, if the engine has one rank: it
-comes into memory of the engine for a whole version (`DeviceLanding`).
+Bytes that come through memory of the same GPU (`trireme.transports.slabs`) stay on the GPU if the engine has one rank
+and takes no adapters. They come into memory of the engine for a whole version (`DeviceLanding`).
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class DeviceLanding:
 
 
 class Receiving:
-    """Receives the newest version that was offered to a replica, in rank 0 of its engine. `device`: where bytes stay
-    that come through memory of this device; None: all bytes come into host memory."""
+    """Receives the newest version that was offered to a replica, in rank 0 of its engine. `device`: the engine's GPU.
+    Bytes that come through memory of this GPU (`trireme.transports.slabs`) stay on the GPU; all other bytes come into
+    host memory. None: all bytes come into host memory."""
 
     def __init__(self, device: str | None = None) -> None:
         self._device = device
@@ -179,8 +180,9 @@ class Broadcast:
             self.group = group
 
     def _last_group(self) -> BroadcastGroup | None:
-        """Returns the group by which the previous version arrived. Returns None if there is none, or if the thread that
-        received this version does not end within PASS_ON_S seconds."""
+        """Returns the group by which the previous version arrived, so that it can be used again. Returns None if there
+        was no previous version, if receiving it failed or its group was given up, or if its thread does not end within
+        PASS_ON_S seconds."""
         before = self._before
         self._before = None
         if before is None:
@@ -231,7 +233,8 @@ class Broadcast:
         return group
 
     def _make_landing(self, group: BroadcastGroup) -> Landing | DeviceLanding:
-        """Returns memory for what comes by `group`: the present memory if it is of the right kind, else new memory."""
+        """Returns memory for the bytes that arrive by `group`: the present memory if it is of the right kind, else new
+        memory. Raises RoomFailed if a later version was offered."""
         landing: Landing | DeviceLanding | None = self.landing
         if self._device is not None and isinstance(group.collective, SlabReceiver):
             if not isinstance(landing, DeviceLanding):

@@ -79,8 +79,8 @@ def load_weights(
 ) -> None:
     """Loads a version by vLLM's loaders; `follower` sums what they load. `tensors`: {name: tensor} of the whole
     version, in one call, because fused groups (q, k, v; gate and up) must be loaded together. `copied`: names of
-    tensors that `copy_weights` has loaded already; loaders do not get them. `traced`: an earlier update has recorded
-    which elements the loaders copy where, and the record was accepted."""
+    tensors that `copy_weights` has loaded already; loaders do not get them. `traced`: True if an earlier update has
+    recorded where the loaders copy the tensors, and the replica has accepted this record."""
     with follower.following(tensors, traced=traced, copied=copied) as followed:
         runner.reload_weights(weights_iterator=_as_loaded(followed, fault_point("inference.load")))
     skip = fault_point("inference.repack") == "skip"
@@ -142,8 +142,8 @@ def load_version(
 ) -> None:
     """Loads the version with the tensors `entries` in `buckets`: copies the tensors that vLLM's loaders would only
     copy, and then calls the loaders for the rest. The loaders come second, because at their end they derive values from
-    all weights. `carrier` returns the Carrier that brings buckets to the device. `traced`: an earlier update has
-    recorded which elements the loaders copy where, and the record was accepted."""
+    all weights. `carrier` returns the Carrier that brings buckets to the device. `traced`: True if an earlier update
+    has recorded where the loaders copy the tensors, and the replica has accepted this record."""
     tensors = {entry.name: tensor_of(entry, buckets) for entry in entries}
     copied = follower.copied(tensors, traced=traced)
     if copied:
@@ -300,8 +300,8 @@ class WorkerExtension:
 
     @property
     def _landing_device(self) -> str | None:
-        """The device on which a version can stay that arrives there: the GPU of an engine of one rank. vLLM copies
-        adapters from host memory."""
+        """The engine's GPU, if bytes of a version that arrive on the GPU can stay there until they are loaded. None if
+        the engine runs on CPUs, has several ranks, or takes adapters, which vLLM copies from host memory."""
         if current_platform.is_cuda() and self.vllm_config.parallel_config.world_size == 1:
             return None if self.vllm_config.lora_config else current_platform.device_type
         return None
@@ -336,9 +336,10 @@ class WorkerExtension:
     def _write(
         self, entries: Sequence[TensorEntry], regions: Sequence[Region], steps: Sequence[BucketStep]
     ) -> dict[TensorPlace, str]:
-        """Writes the bytes that arrived to the memory at `regions`: for each bucket its step says whether they are the
-        whole bucket or changes to it. Returns {place of a tensor: its new sums} for buckets with changes: the sums that
-        the tensor had before, plus what the changes add. Raises WeightsRefused for changes that do not fit."""
+        """Writes the received bytes into the memory at `regions`. The step of each bucket says whether its bytes are
+        the whole bucket or changes to the bucket. Returns {place of a tensor: its new sums} for buckets with changes:
+        the sums that the tensor had before, plus the sums that the changes add. Raises WeightsRefused if changes do not
+        fit."""
         before = {entry.place: digest.Sums.parse(entry.hash) for entry in self.base_entries}
         self.base_entries = ()
         totals: dict[TensorPlace, str] = {}
@@ -365,8 +366,8 @@ class WorkerExtension:
 
     def take_weights(self, traced: bool) -> bytes:
         """Loads the received weights into this rank's parameters, while the scheduler is paused. Returns a pickled
-        `inference.loaded.LoadedSums`. An error names the rank. `traced`: an earlier update has recorded which elements
-        the loaders copy where, and the record was accepted."""
+        `inference.loaded.LoadedSums`. An error names the rank. `traced`: True if an earlier update has recorded where
+        the loaders copy the tensors, and the replica has accepted this record."""
         try:
             return pickle.dumps(self._load_received(traced))
         except Exception as error:  # vLLM passes its text on, and does not say whose it is

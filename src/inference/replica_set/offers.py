@@ -51,8 +51,9 @@ log = logging.getLogger(__name__)
 
 
 class Offers:
-    """Decides which members of a replica set receive an offered version: makes the `trireme.core.transport.Session` of
-    each version, one at a time. `members` returns all present members."""
+    """Decides which members of a replica set receive each offered version. For each version, makes a
+    `trireme.core.transport.Session`, which describes the transfer to these members. Handles one version at a time.
+    `members` returns all present members."""
 
     def __init__(self, members: Callable[[], Iterable[Member]]) -> None:
         self._members = members
@@ -115,8 +116,9 @@ class Offers:
                     await self._sent.wait()
 
     def _begin(self, group: dict[Member, int]) -> None:
-        """Records which members receive the offered version. `group`: {member: the trainer's rank that sends to it}.
-        Begins a new epoch if `group` differs from the group of the version before."""
+        """Records which members receive the offered version. `group`: {member: the trainer's rank that sends to it}. If
+        `group` differs from the previous version's, begins a new epoch: the epoch's number increases, and senders and
+        receivers make new communication groups (`Session.epoch`)."""
         self._group = group
         self._sent.clear()
         if self._epochs.begins(list(group.items())):
@@ -126,8 +128,8 @@ class Offers:
 
     def _note_busy(self, busy: list[Member]) -> dict[Member, asyncio.Task[None]]:
         """Records `busy`, the members that still have to take weights. Returns {member: the task of its update} for the
-        busy members that this offer waits for: they fetch a version that was not sent to them, and were not busy at the
-        last offer."""
+        busy members that this offer waits for. It waits for a member that is fetching a version that was not sent to
+        the member, unless the member was busy at the last offer too."""
         before = self._busy
         self._busy = set(busy)
         worth = [

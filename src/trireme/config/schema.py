@@ -326,6 +326,6 @@ class Config(CommonConfig):
 
     def enough_rollouts(self, places: int) -> int:
         """Returns how many concurrent rollouts keep the replicas busy. `places`: the number of sequences that the
-        replicas can decode at the same time. The result is a quarter more, so that no replica idles while answers
-        travel, and at least one group. This is the initial value of `max_concurrent = auto`."""
+        replicas can decode at the same time. The result is a quarter more than `places`, so that no replica idles while
+        answers travel; it is at least the size of one group. This is the initial value of `max_concurrent = auto`."""
         return max(places + places // 4, self.largest_group)

@@ -50,7 +50,7 @@ BucketRef = Ref[npt.NDArray[np.uint8]]
 
 @dataclass(frozen=True)
 class TransportKind:
-    """The facts about a transport that configuration and plan need. With them, they need not import the transport's
+    """The facts about a transport that configuration and plan need, so that neither has to import the transport's
     module."""
 
     module: str
@@ -62,8 +62,8 @@ class TransportKind:
     """True: a replica receives a version into memory of its own. False: it maps the stored version, and needs memory of
     its own only if changes travel."""
     slabs: bool = False
-    """True: a replica on the device of the rank that serves it receives through memory which both map, and on a GPU
-    into the GPU's memory."""
+    """True: if a replica is on the same device as the rank that sends to it, it receives through memory that both
+    processes map. If this device is a GPU, the version arrives in the GPU's memory."""
 
 
 TRANSPORTS = {
@@ -180,8 +180,8 @@ class Epochs:
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """A source made of awaitable references: to each bucket of a version, and to the changes of the bucket since the
-    base."""
+    """A source, from which receivers get the bytes of a version. For each bucket (a byte array with several tensors) it
+    has an awaitable reference to the whole bucket, and maybe one to the bucket's changes since the base."""
 
     buckets: tuple[BucketRef, ...]
     changes: tuple[BucketRef | None, ...]

@@ -16,8 +16,8 @@ from trireme.process.environ import Resources
 
 @dataclass(frozen=True)
 class Part(ABC):
-    """The contribution of one room (or of the data) to a plan: its actors, its memory, and the rows of the plan that it
-    prints."""
+    """The part of a plan that belongs to one room (or to the data): its actors, the memory that they need, and the rows
+    that are printed about it."""
 
     config: CommonConfig
     """The configuration of the run."""
@@ -62,7 +62,7 @@ class Part(ABC):
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes of a number in the dtype in which trainer and replicas compute."""
+        """Size, in bytes, of one number in the dtype in which trainer and replicas compute."""
         return self.config.model.dtype_bytes(on_gpus=self.on_gpus)
 
     @property
@@ -119,7 +119,8 @@ class Part(ABC):
 
     @property
     def gpu_share(self) -> float:
-        """The share, 0 to 1, of each of its GPUs' memory that an engine takes; 0 in a part without an engine."""
+        """The share, 0 to 1, of a GPU's memory that an engine takes, on each GPU that it uses; 0 in a part without an
+        engine."""
         return 0.0
 
     @property
@@ -138,8 +139,8 @@ class Part(ABC):
         return [Need({}) for _ in self.actors]
 
     def decided(self) -> dict[str, object]:
-        """Returns {section: the section of the configuration} for each section in which the machines decide values that
-        the configuration left open."""
+        """Returns the values that the configuration leaves open and the machines decide: {name of a section: the
+        section with these values filled in}, and {name of a key: its value} for keys outside of sections."""
         return {}
 
     @property
@@ -149,5 +150,5 @@ class Part(ABC):
 
     @abstractmethod
     def rows(self, device_text: str) -> list[tuple[str, str]]:
-        """Returns the rows of the plan that this part prints, as (name of the row, text) pairs. `device_text`: a text
-        on the device with which an actor with a model computes."""
+        """Returns the rows of the plan that this part prints, as (name of the row, text) pairs. `device_text`: the
+        device of an actor that computes with a model, in words: "one GPU each, 4 threads each"."""

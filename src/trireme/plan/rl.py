@@ -187,7 +187,8 @@ class InferencePart(Part):
         return self._most_share
 
     def _is_cache_bounded(self, facts: ModelFacts) -> bool:
-        """Returns True if the engine can use less KV cache than its share of a GPU leaves."""
+        """Returns True if the engine's share of a GPU leaves more KV cache than the engine can use. Returns False if
+        `gpu_cache_gb` is set."""
         return not self.config.inference.gpu_cache_gb and self._useful_cache(facts) < self._cache_left
 
     @property
@@ -199,9 +200,10 @@ class InferencePart(Part):
 
     def decided(self) -> dict[str, object]:
         """Returns {key or section: value} of the values that the machines decide: `placement`, and the section
-        `inference` with `on_update`, `transport`, `encoding` and, on GPUs, `gpu_memory_utilization`. If the engine can
-        use less KV cache than its share of a GPU leaves, also decides `gpu_cache_gb`. It does so too on a GPU shared
-        with the trainer, because vLLM would measure free memory there while the trainer takes some."""
+        `inference` with `on_update`, `transport`, `encoding` and, on GPUs, `gpu_memory_utilization`. If the engine's
+        share of a GPU leaves more KV cache than the engine can use, also decides `gpu_cache_gb`. Also decides
+        `gpu_cache_gb` if the engine shares a GPU with the trainer, because vLLM would measure free memory there while
+        the trainer takes some."""
         inference = self.config.inference
         changes: dict[str, object] = {
             "on_update": self.on_update,
@@ -379,7 +381,7 @@ class OrchestratorPart(Part):
         )
 
     def _in_flight_text(self) -> str:
-        """Returns a text on how many rollouts, of training and evaluation, are sampled at the same time."""
+        """Returns a text about how many rollouts, of training and evaluation, are sampled at the same time."""
         config, options = self.config, self.config.orchestrator
         slots = f"{config.groups_in_flight} groups x {config.largest_group} rollouts of training"
         if config.deterministic:

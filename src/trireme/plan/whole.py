@@ -72,9 +72,9 @@ SHORT = (
 SUGGESTIONS = 3
 """The most suggestions that a refusal has."""
 SHARED_GPU_UTILIZATION = 0.5
-"""The most that a replica may take of a GPU that it shares with the trainer."""
+"""The largest share of a GPU that a replica may take if the trainer has the same GPU."""
 SUGGESTED_UTILIZATION = 0.4
-"""What a plan suggests that a replica takes of such a GPU."""
+"""The share of such a GPU that a plan suggests for a replica."""
 IPC_LEAVES = 0.9
 """The share of the KV cache that must be left if weights arrive in memory on the replica's GPU. An estimate: nothing
 was measured on a GPU."""
@@ -128,8 +128,9 @@ class Plan:
 
     @property
     def _ipc_fits(self) -> bool:
-        """True if `inference.transport` = auto can be ipc, on a shared GPU: a whole arriving version has room there and
-        leaves the replica most of its KV cache. Adapters are not worth it, as vLLM copies them from host memory."""
+        """True if `inference.transport` = auto becomes ipc on a shared GPU: there is room for a whole version to arrive
+        in the GPU's memory, and the replica keeps most of its KV cache. False for adapters: ipc gains nothing, because
+        vLLM copies adapters from host memory."""
         if self.config.transport != "auto" or self.config.encoding == "delta" or self.config.trainer.lora.on:
             return False
         stored, within_gpu = (self._with_transport(name) for name in (DEFAULT, "ipc"))
@@ -165,7 +166,8 @@ class Plan:
 
     @property
     def taken_share(self) -> float:
-        """The share of a shard's GPU that a replica takes while the shard trains; 0 if they share none."""
+        """The share, 0 to 1, of a shard's GPU that a replica takes while the shard trains; 0 if no replica uses that
+        GPU."""
         return next(part.taken_share for part in self.parts if part.room == "trainer")
 
     @property
@@ -196,7 +198,7 @@ class Plan:
 
     @property
     def start_text(self) -> str:
-        """Returns a text on how `start_s` is made up: `timeouts.start_s`, and the time to read the model."""
+        """Returns a text about the two parts of `start_s`: `timeouts.start_s`, and the time to read the model."""
         configured_s = self.config.timeouts.start_s
         rate = f"{READ_BYTES_PER_S / 1e6:g} MB/s"
         reading_s = self.start_s - configured_s
@@ -209,7 +211,7 @@ class Plan:
 
     @property
     def _widest(self) -> int:
-        """Number of processes of the actor that has most; they are all on one node."""
+        """The largest number of processes in one actor; they are all on one node."""
         return max(part.ranks for part in self.parts)
 
     @property
@@ -238,8 +240,8 @@ class Plan:
     def cpus_per_process(self) -> float:
         """Ray's CPU share (num_cpus) of a process that computes. If there are enough cores, it is 1. Otherwise it is
         small enough that all actors find a place, however the cores are spread over the nodes. An actor of w processes
-        finds no place only if each of the n nodes has less than w shares left. So all actors find a place if the cores
-        are worth n * w shares more than there are processes."""
+        finds no place only if each of the n nodes has less than w shares left, in all less than n * w. So the cores are
+        divided into at least n * w more shares than there are processes."""
         resources = self.resources
         nodes = len(self.resources.nodes)
         widest = self._widest
@@ -487,8 +489,8 @@ class Plan:
         ]
 
     def _placement_text(self) -> str:
-        """Returns a text on a run whose trainer and replicas have the same devices: how and why they share them, what
-        that needs of a GPU, and what the other placement would need."""
+        """Returns a text about a run whose trainer and replicas have the same devices: how and why they share them, the
+        GPU memory that this needs, and the GPU memory that the other placement would need."""
         if self.colocated:
             why = ""
             if self._placement == "auto":
@@ -500,8 +502,8 @@ class Plan:
         return "; ".join([*texts, *self._other_texts()])
 
     def _other_texts(self) -> list[str]:
-        """Returns a text on the same run in the other placement: its flags, and what it would need of a GPU. Returns an
-        empty list if it is not possible on GPUs, or if the sizes of the model are unknown."""
+        """Returns a text about the same run in the other placement: its flags, and the GPU memory that it would need.
+        Returns an empty list if that placement is not possible on GPUs, or if the sizes of the model are unknown."""
         if not (self.machines and self.shares_gpu and _models(self.parts) == [1, 1]):
             return []
         inference = getattr(self.config, "inference")  # noqa: B009  it has one
@@ -521,8 +523,8 @@ class Plan:
         return [f"with {flags}: {other._gpu_text()}"]
 
     def _gpu_text(self) -> str:
-        """Returns a text on the fullest GPU: the bytes that are needed, in each phase of a colocated run; whether they
-        are free; and the size of the KV cache. Only for a run that has replicas and a model of known sizes."""
+        """Returns a text about the fullest GPU: the bytes that are needed (in a colocated run, in each phase), whether
+        they are free, and the size of the KV cache. Only for a run that has replicas and a model of known sizes."""
         machine = max(self.machines, key=lambda machine: sum(machine.gpu.values()))
         needed = sum(machine.gpu.values())
         if self.colocated:

@@ -23,11 +23,11 @@ from trireme.process.interfaces import gloo_interface
 
 ROOT = 0
 LOOKS = 8
-"""A call that has lasted t seconds is looked at again after t / LOOKS seconds: so its end is noticed late by an eighth
-of its time at most, and not by a whole pause."""
+"""A call that has lasted t seconds is checked again after t / LOOKS seconds. So its end is noticed late by at most an
+eighth of its time, or by SHORTEST_S if that is longer."""
 SHORTEST_S = 2e-5
 LONGEST_S = 0.001
-"""Bounds of the pause between two looks, in seconds."""
+"""Bounds of the pause between two checks, in seconds."""
 PIECE_BYTES = 2**20
 CONNECTING = 5
 """gloo waits this multiple of its timeout for a member to connect (`Pair::waitUntil` in its tcp/pair.cc), for example a
@@ -35,7 +35,8 @@ member that died after it had sent its address."""
 
 
 def pause_between_looks(waited_s: float) -> float:
-    """Returns the seconds of pause after a look at a call of a GPU that has lasted `waited_s` seconds."""
+    """Returns how long to pause, in seconds, before checking again if a GPU call has ended. `waited_s`: how long the
+    call has lasted so far, in seconds."""
     return min(max(waited_s / LOOKS, SHORTEST_S), LONGEST_S)
 
 
@@ -66,8 +67,8 @@ class GlooCollective:
     def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
         """Sends the root's `buffer` (uint8) to the other members, which receive it into their own `buffer`.
 
-        Raises RoomFailed after `timeout_s` seconds, if the member before this one in the chain is lost, or, at the
-        root, if the next member is lost. Call `abort` then.
+        Raises RoomFailed in three cases: `timeout_s` seconds have passed; the member before this one in the chain is
+        lost; at the root, the next member is lost. Call `abort` after a RoomFailed.
         """
         group = self._group  # destroying it waits for its thread: this one may have to do that, `abort` never
         if group is None:
@@ -143,14 +144,14 @@ class NcclCollective:
         self._await(lambda: True, deadline, f"the members of a group of {size} GPUs to connect")
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """Makes the group's CUDA stream the current one of this thread within the block. GPU work of the block then
-        does not wait for other work of this process."""
+        """Returns a context manager that makes the group's CUDA stream the current stream of this thread. GPU work in
+        the `with` block then does not wait for other work of this process."""
         return torch.cuda.stream(self._stream)
 
     def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
         """Sends the root's `buffer` (uint8) to the other members, which receive it into their own `buffer`. The
         broadcast starts, on the GPU, after the work already queued in the current CUDA stream. Raises RoomFailed after
-        `timeout_s` seconds, or for an error of NCCL. Call `abort` then."""
+        `timeout_s` seconds, or if NCCL reports an error. Call `abort` after a RoomFailed."""
         deadline = time.monotonic() + timeout_s
         finished = torch.cuda.Event()
         self._stream.wait_stream(torch.cuda.current_stream())  # which has filled the buffer
@@ -171,7 +172,8 @@ class NcclCollective:
 
     def _await(self, condition: Callable[[], bool], deadline: float, label: str) -> None:
         """Waits until NCCL has no call in progress and `condition()` is true. Raises RoomFailed at the monotonic time
-        `deadline`, for an error of NCCL, and after `abort`. `label` says in the message what was waited for."""
+        `deadline`, if NCCL reports an error, and after `abort`. The message of RoomFailed says that `label` was waited
+        for."""
         started = time.monotonic()
         while True:
             if not self._comm:

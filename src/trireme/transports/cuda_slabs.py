@@ -1,9 +1,10 @@
 """Slabs of a GPU's memory (`trireme.transports.slabs`), which other processes can open on the same GPU. Not run on a
 GPU yet.
 
-The slabs are raw allocations of CUDA. PyTorch's allocator may have expandable segments, which have no handle, and it
-takes memory apart: a handle names a whole allocation. Each process sees one GPU. Copies have a stream of their own, and
-an event shows their end.
+The slabs are raw allocations of CUDA, for two reasons. PyTorch's allocator may have expandable segments, which have no
+handle. It also divides an allocation among tensors, but a handle names a whole allocation.
+
+Each process sees one GPU. Copies have a stream of their own, and an event shows their end.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ HANDLE_BYTES = 64
 
 
 def make(nbytes: int) -> tuple[Tensor, str]:
-    """Raises RoomFailed if the GPU has not enough memory."""
+    """Allocates GPU memory. Returns the memory, uint8 [nbytes], and a handle by which other processes open it
+    (`SlabMemory.make`). Raises RoomFailed if the GPU has not enough memory."""
     (address,) = _checked(runtime.cudaMalloc(nbytes), f"memory of {nbytes} bytes for another process")
     (handle,) = _checked(runtime.cudaIpcGetMemHandle(address), "a handle of that memory")
     return _tensor_at(address, nbytes), ctypes.string_at(handle.getPtr(), HANDLE_BYTES).hex()
 
 
 def open(handle: str, nbytes: int) -> Tensor:
-    """Raises RoomFailed if the memory is of a process that has ended, or of another GPU or container."""
+    """Maps the GPU memory of another process, and returns it, uint8 [nbytes] (`SlabMemory.open`). `handle`: from `make`
+    in that process. Raises RoomFailed if that process has ended, or is on another GPU or in another container."""
     copied = runtime.cudaIpcMemHandle_t()
     ctypes.memmove(copied.getPtr(), bytes.fromhex(handle), HANDLE_BYTES)
     opened = runtime.cudaIpcOpenMemHandle(copied, runtime.cudaIpcMemLazyEnablePeerAccess)
@@ -71,7 +74,7 @@ def _stream() -> torch.cuda.Stream:
 
 
 class _RawMemory:
-    """Describes `nbytes` bytes at `address` of the GPU by the protocol through which PyTorch takes memory of others."""
+    """Describes `nbytes` bytes of GPU memory at `address` by the CUDA array interface, so that PyTorch can use them."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -88,8 +91,8 @@ def _tensor_at(address: int, nbytes: int) -> Tensor:
 
 
 def _checked(outcome: tuple[Any, ...], label: str) -> tuple[Any, ...]:
-    """Returns the values of a call of CUDA, without its error code. Raises RoomFailed if the call failed; `label` says
-    in the message what it was to provide."""
+    """Returns the values that a CUDA call has returned in `outcome`, without the error code. Raises RoomFailed if the
+    call failed. `label`: the name in the message for the thing that CUDA should have provided."""
     error, *values = outcome
     if error != runtime.cudaError_t.cudaSuccess:
         (_, text) = runtime.cudaGetErrorString(error)

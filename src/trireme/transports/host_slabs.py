@@ -22,7 +22,7 @@ def make(nbytes: int) -> tuple[Tensor, str]:
 
 
 def open(handle: str, nbytes: int) -> Tensor:
-    """Writes to the tensor would stay private."""
+    """Other processes do not see what this process writes to the tensor."""
     return torch.from_numpy(np.memmap(handle, np.uint8, "c", shape=(nbytes,)))
 
 

@@ -6,9 +6,9 @@
 A member on the root's device need not be in a group. If the call names the root's slabs, the member connects to these
 before it answers, and the root says in `go` which members it sends to in this way (`trireme.transports.slabs`).
 
-A member that does not answer in time is left out before anything is sent. A group lives on while its members and the
-epoch stay and all of them still have it. A member that gave it up says so here, so that no other waits in a broken
-group. Keys and groups are named by attempt, epoch and version.
+A member that does not answer in time is left out before anything is sent. A group is used again if its members and the
+epoch are the same, and all members still have the group. A member that gave up the group says so here, so that no other
+member waits in a broken group. Keys and groups are named by attempt, epoch and version.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ class BroadcastGroup:
     members: tuple[int, ...]
     """Numbers of the replicas, in order of their ranks, which begin at 1. Each replica passes bytes on to the next."""
     kind: str
-    """What sends: "nccl", "gloo" or, at a member that receives through the root's slabs, "slabs"."""
+    """The way of sending: "nccl", "gloo" or, at a member that receives through the root's slabs, "slabs"."""
     collective: Collective | SlabReceiver
 
 
 @dataclass(frozen=True)
 class Receivers:
-    """The replicas that the root sends a version to, by the way in which it travels."""
+    """The replicas that were called to receive a version. Some receive it in a group, some through the root's slabs.
+    Late replicas get nothing."""
 
     group: BroadcastGroup | None
     """The replicas that receive in a group; None: there are none."""
@@ -64,8 +65,8 @@ class Receivers:
 
 
 def open_store(host: str, port: int, listening: int | None = None, timeout_s: float = STORE_S) -> TCPStore:
-    """Connects to the store at `host` and `port`, trying for `timeout_s` seconds. With `listening`, the descriptor of a
-    listening socket, which the store then owns, this process also hosts the store."""
+    """Connects to the store at `host` and `port`, trying for `timeout_s` seconds. `listening`: the descriptor of a
+    listening socket. If it is given, this process also hosts the store, and the store owns the socket."""
     hosts = listening is not None
     timeout = timedelta(seconds=timeout_s)
     store = TCPStore(host, port, None, hosts, timeout, wait_for_workers=False, master_listen_fd=listening)
@@ -202,8 +203,8 @@ class GroupMember:
         return BroadcastGroup(name, go["epoch"], members, kind, joined)
 
     def _connect(self, call: Mapping[str, Any], last: BroadcastGroup | None) -> SlabReceiver | None:
-        """Returns a connection to the root's slabs: that of `last` if it has one. Returns None if the root has no
-        slabs, is on another device, or has ended."""
+        """Returns a connection to the root's slabs. If `last` has a connection to these slabs, returns that one.
+        Returns None if the root has no slabs, is on another device, or has ended."""
         if last and isinstance(last.collective, SlabReceiver):
             if last.collective.address == call["slabs"]:
                 return last.collective

@@ -33,6 +33,8 @@ Buffer: TypeAlias = "Bucket | Tensor"
 """A flat array of bytes in host memory, or a tensor of them on a GPU."""
 Way: TypeAlias = BroadcastGroup | SlabSender
 TICK_S = 0.02
+ENDING_S = 5.0
+"""The most seconds after its deadline within which a thread that sends through slabs alone ends."""
 log = logging.getLogger(__name__)
 
 
@@ -88,9 +90,17 @@ class Sending:
         while not self.failure:
             if condition():
                 return not self.failure
-            if time.monotonic() > self.deadline:
+            if time.monotonic() > self._last_moment:
                 self._give_up("its deadline has passed")
         return False
+
+    @property
+    def _last_moment(self) -> float:
+        """When sending is abandoned at the latest, in seconds of the monotonic clock. A thread that sends through slabs
+        alone ends by itself at the deadline, with an error that names the late replicas; this error is waited for."""
+        if self.sharing and not self.group:
+            return self.deadline + ENDING_S
+        return self.deadline
 
     def _accepts(self, item: tuple[Buffer, Callable[[], None]] | None) -> bool:
         try:
@@ -147,8 +157,7 @@ class Sending:
         timeout_s = max(self.deadline - time.monotonic(), TICK_S)
         try:
             if isinstance(way, SlabSender):
-                # If a receiver is stopped, the error names it before the deadline, and the group has the rest.
-                way.broadcast(buffer, max(timeout_s / len(ways) - 2 * TICK_S, TICK_S))
+                way.broadcast(buffer, timeout_s / len(ways))  # the group has the rest
             elif way.kind == "gloo":  # from a GPU through host memory
                 way.collective.broadcast(buffer.cpu(), timeout_s)
             else:

@@ -64,13 +64,13 @@ class SlabMemory(Protocol):
         True once the copy has ended, False if it has not ended after `timeout_s` seconds."""
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """Makes the stream of the copies the current one within the block, so that work of the block does not wait for
-        other work of this process."""
+        """Returns a context manager that makes the stream of the copies the current stream. Work in the `with` block
+        then does not wait for other work of this process."""
 
 
 @cache
 def slab_memory() -> SlabMemory:
-    """Returns the module for this process's device."""
+    """Returns the module of slab memory for this process's device."""
     name = "cuda_slabs" if has_gpu() else "host_slabs"
     return cast(SlabMemory, import_module(f"trireme.transports.{name}"))
 
@@ -111,8 +111,9 @@ class SlabSender:
         self._lock = threading.Lock()  # held by the thread that sends
 
     def begin(self, members: Collection[int], timeout_s: float) -> tuple[int, ...]:
-        """Begins a version for the replicas `members`, which have connected, and returns those that `broadcast` sends
-        to. Returns none if receivers of earlier versions block all slabs."""
+        """Begins a version for the replicas `members`, which have connected. Returns the replicas that `broadcast` will
+        send to. Returns no replica if receivers of earlier versions block all slabs. Raises RoomFailed after
+        `timeout_s` seconds."""
         with self._turn(timeout_s):
             self._accept()
             self._hear(0.0)
@@ -141,7 +142,9 @@ class SlabSender:
 
     @contextmanager
     def _turn(self, timeout_s: float) -> Iterator[None]:
-        """Keeps other threads out of the block: one that was given up may still copy."""
+        """A context manager with a lock: only one thread at a time can be in its `with` block. (A thread that sends an
+        earlier version may still be copying after its deadline.) Raises RoomFailed if the lock is not free within
+        `timeout_s` seconds."""
         if not self._lock.acquire(timeout=max(timeout_s, 0.0)):
             raise RoomFailed("waited for this trainer shard's thread that sends an earlier version, until the deadline")
         try:
@@ -150,8 +153,9 @@ class SlabSender:
             self._lock.release()
 
     def _accept(self) -> None:
-        """Takes the receivers that have connected since the last version. A receiver sends its number as it connects,
-        and only then says in the meeting that it has."""
+        """Accepts the connections of new receivers, reads their numbers, and sends them the handles of the slabs. A
+        receiver sends its number before it reports its connection in the meeting, so the number of each receiver that
+        has reported is here already."""
         while True:
             try:
                 link, _ = self._listening.accept()
@@ -241,7 +245,7 @@ class SlabReceiver:
 
     def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
         """Receives what the sender broadcasts into `buffer`, uint8 of the same size. Raises RoomFailed if the sender
-        has ended, after `timeout_s` seconds, or if `given_up` returns True; call `abort` then."""
+        has ended, if `given_up` returns True, or after `timeout_s` seconds. Call `abort` after a RoomFailed."""
         deadline = time.monotonic() + timeout_s
         at = 0
         while at < len(buffer):
@@ -265,7 +269,8 @@ class SlabReceiver:
         """Does nothing: this receiver passes nothing on."""
 
     def abort(self) -> None:
-        """Ends the connection. Only the thread that receives may call it: the sender then writes to the slabs."""
+        """Ends the connection. After that, the sender may overwrite the slabs. So only the thread that reads the slabs
+        may call this."""
         self._link.close()
 
     def _open(self, deadline: float) -> None:
@@ -303,8 +308,8 @@ _opened: dict[str, list[Tensor]] = {}  # the slabs of the newest sender, by its 
 
 
 def opened_slabs(address: str, handles: list[str], nbytes: int) -> list[Tensor]:
-    """Returns the slabs of the sender at `address`, of `nbytes` bytes. Opens them once in this process's life; closes
-    those of another sender, which has ended or sends to this process no more."""
+    """Returns the slabs of the sender at `address`, each of `nbytes` bytes. If they are not open yet, closes the slabs
+    of the earlier sender, which has ended or no longer sends to this process, and then opens them."""
     with _opening:
         if address not in _opened:
             for slab in chain(*_opened.values()):
@@ -321,7 +326,8 @@ def _is_of_this_user(link: socket.socket) -> bool:
 
 
 def _received(link: socket.socket) -> bytes:
-    """Returns the next message of a connection that has one; b"" if the connection has ended or has none."""
+    """Returns the next message of a non-blocking connection; b"" if no message has arrived, or if the connection has
+    ended."""
     try:
         return link.recv(MESSAGE_BYTES)
     except OSError:
