@@ -91,9 +91,9 @@ class Receiving:
         return landing.whole[region.offset : region.offset + region.nbytes]
 
     def sums(self, paths: Set[str]) -> dict[TensorPlace, str]:
-        """Returns {place: sums} of the tensors that were summed as they arrived. Returns {} unless the file into which
-        the newest version is received is the only one in `paths`. Waits for sums that are not ready: call it in a
-        thread."""
+        """Returns {place: sums} of the tensors that were summed as they arrived. `paths`: the files that hold the
+        version to be checked. If they are not exactly the one file of the newest broadcast, returns {}, because the
+        sums are of the bytes in that file. Waits for sums that are not ready: call it in a thread."""
         current = self._current
         landing = current.landing if current else None
         if current and landing and paths == {landing.path}:
@@ -119,10 +119,11 @@ def sums_at(bucket: npt.NDArray[np.uint8], places: Sequence[TensorPlace]) -> dic
 
 
 class Broadcast:
-    """Receives the version of `offer` in a thread of its own, for replica `number`. If possible, uses the communication
-    group of `before`, the broadcast of the previous version, again. The thread's messages carry `serial` and go to the
-    pipe at the path `pipe`. `landing`: memory to receive into, if it is of the right kind; else new memory is made.
-    `places`: the tensors that are summed as they arrive in host memory. `device`: as for `Receiving`."""
+    """Receives the version of `offer` in a thread of its own, for replica `number`. If possible, reuses the
+    communication group of `before`, which is the broadcast of the previous version. The thread's messages carry
+    `serial` and go to the pipe at the path `pipe`. `landing`: memory to receive into, if it is of the right kind; else
+    new memory is made. `places`: the tensors that are summed as they arrive in host memory. `device`: as for
+    `Receiving`."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class Arrived:
     regions: list[Region]
     """Where other processes map the buckets."""
     buckets: Sequence[npt.NDArray[np.uint8]]
-    """The bytes that arrived, as arrays of this process; none of bytes on the device. Without `steps` they are the
+    """The bytes that arrived, as arrays of this process; bytes on the device are left out. Without `steps` they are the
     bytes at `regions`; with `steps` they are written there."""
     steps: tuple[BucketStep, ...] = ()
     """What the engine's rank 0 writes to each of `regions`; (): nothing, as the bytes are there already."""
@@ -147,10 +147,10 @@ class Broadcasts:
 
     @asynccontextmanager
     async def fetched(self, number: int, published: PublishedWeights, *, whole: bool = False) -> AsyncIterator[Arrived]:
-        """Yields the bytes of `published` once they are in this node's memory. Takes the bytes that were broadcast to
-        replica `number`; if these do not arrive, fetches bytes on demand. If `landing` holds the base of a delta,
-        fetches only the delta, unless `whole`. Other processes can map the bytes until the end of the block. Raises
-        RoomFailed if the bytes are not available."""
+        """Context manager: yields the bytes of `published` once they are in this node's memory. Takes the bytes that
+        were broadcast to replica `number`; if these do not arrive, fetches bytes on demand. If `landing` holds the base
+        of a delta, fetches only the delta, unless `whole` is True. Other processes can map the bytes until the end of
+        the `async with` block. Raises RoomFailed if the bytes are not available."""
         version = published.identity.version
         refusal = await self._why_not(number, published)
         if not refusal:
@@ -180,8 +180,9 @@ class Broadcasts:
 
     @asynccontextmanager
     async def _mapped(self, buckets: list[npt.NDArray[np.uint8]]) -> AsyncIterator[Arrived]:
-        """Yields fetched `buckets` with the regions where other processes can map them until the end of the block. If
-        other processes cannot map the buckets where they lie, copies them first."""
+        """Context manager: yields the fetched `buckets`, and the regions where other processes can map them until the
+        end of the `async with` block. If other processes cannot map the buckets where they lie, copies the buckets
+        first."""
         mapped = await asyncio.to_thread(regions_of, buckets, [os.getpid(), os.getppid()])  # the parent: the raylet
         if mapped is not None:
             yield Arrived(mapped, buckets)

@@ -79,8 +79,9 @@ def load_weights(
 ) -> None:
     """Loads a version by vLLM's loaders; `follower` sums what they load. `tensors`: {name: tensor} of the whole
     version, in one call, because fused groups (q, k, v; gate and up) must be loaded together. `copied`: names of
-    tensors that `copy_weights` has loaded already; loaders do not get them. `traced`: True if an earlier update has
-    recorded where the loaders copy the tensors, and the replica has accepted this record."""
+    tensors that `copy_weights` has loaded already; loaders do not get them. `traced`: True if the replica has a
+    checked record, from an earlier update, of where the loaders copy the tensors; False: `follower` makes a record
+    now."""
     with follower.following(tensors, traced=traced, copied=copied) as followed:
         runner.reload_weights(weights_iterator=_as_loaded(followed, fault_point("inference.load")))
     skip = fault_point("inference.repack") == "skip"
@@ -142,8 +143,9 @@ def load_version(
 ) -> None:
     """Loads the version with the tensors `entries` in `buckets`: copies the tensors that vLLM's loaders would only
     copy, and then calls the loaders for the rest. The loaders come second, because at their end they derive values from
-    all weights. `carrier` returns the Carrier that brings buckets to the device. `traced`: True if an earlier update
-    has recorded where the loaders copy the tensors, and the replica has accepted this record."""
+    all weights. `carrier` returns the Carrier that brings buckets to the device. `traced`: True if the replica has
+    a checked record, from an earlier update, of where the loaders copy the tensors; False: `follower` makes a record
+    now."""
     tensors = {entry.name: tensor_of(entry, buckets) for entry in entries}
     copied = follower.copied(tensors, traced=traced)
     if copied:
@@ -176,8 +178,8 @@ def _as_loaded(tensors: Iterable[tuple[str, torch.Tensor]], fault: str | None) -
 
 
 def _corrupt(model: torch.nn.Module) -> None:
-    """Changes one value on which every logit depends: in the last adapter if there are adapters, else in the final
-    norm."""
+    """Injects a fault for tests: changes one value on which every logit depends. The value is in the last adapter if
+    there are adapters, else in the final norm."""
     norms = [p for name, p in model.named_parameters() if name.endswith("norm.weight") and "layers" not in name]
     adapters = [tensor for layer in model.modules() for tensor in stacks(layer).values()]
     [*norms, *adapters][-1].data[(0,) * [*norms, *adapters][-1].dim()] += 1.0
@@ -237,8 +239,8 @@ def _refusal_of(manifest: WeightsManifest, buckets: Buckets, sums: Callable[[], 
 
 
 def sums_on_device(entries: Iterable[TensorEntry], buckets: Mapping[int, torch.Tensor]) -> dict[TensorPlace, str]:
-    """Returns {place: sums} of the tensors in `buckets`, bytes on the engine's device, by number. The device computes
-    the sums on another stream than the engine's, so that they do not wait for its steps."""
+    """Returns {place: sums} of the tensors in `buckets`. `buckets`: {number of a bucket: its bytes on the engine's
+    device}. The device computes the sums on a stream of their own, so that they do not wait for the engine's steps."""
     arrived = [entry for entry in entries if entry.bucket in buckets]
     sums = {entry.place: str(digest.Sums()) for entry in arrived}
     summed = [entry for entry in arrived if entry.nbytes]
@@ -336,10 +338,10 @@ class WorkerExtension:
     def _write(
         self, entries: Sequence[TensorEntry], regions: Sequence[Region], steps: Sequence[BucketStep]
     ) -> dict[TensorPlace, str]:
-        """Writes the received bytes into the memory at `regions`. The step of each bucket says whether its bytes are
-        the whole bucket or changes to the bucket. Returns {place of a tensor: its new sums} for buckets with changes:
-        the sums that the tensor had before, plus the sums that the changes add. Raises WeightsRefused if changes do not
-        fit."""
+        """Writes the received bytes into the memory at `regions`. `steps`: for each bucket a BucketStep, which says
+        whether the received bytes are the whole bucket or changes to the bucket. Returns {place of a tensor: its new
+        sums} for buckets with changes: the sums that the tensor had before, plus the sums that the changes add. Raises
+        WeightsRefused if changes do not fit."""
         before = {entry.place: digest.Sums.parse(entry.hash) for entry in self.base_entries}
         self.base_entries = ()
         totals: dict[TensorPlace, str] = {}
@@ -366,8 +368,8 @@ class WorkerExtension:
 
     def take_weights(self, traced: bool) -> bytes:
         """Loads the received weights into this rank's parameters, while the scheduler is paused. Returns a pickled
-        `inference.loaded.LoadedSums`. An error names the rank. `traced`: True if an earlier update has recorded where
-        the loaders copy the tensors, and the replica has accepted this record."""
+        `inference.loaded.LoadedSums`. An error names the rank. `traced`: True if the replica has a checked record, from
+        an earlier update, of where the loaders copy the tensors; False: this update makes a record."""
         try:
             return pickle.dumps(self._load_received(traced))
         except Exception as error:  # vLLM passes its text on, and does not say whose it is

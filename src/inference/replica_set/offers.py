@@ -128,8 +128,9 @@ class Offers:
 
     def _note_busy(self, busy: list[Member]) -> dict[Member, asyncio.Task[None]]:
         """Records `busy`, the members that still have to take weights. Returns {member: the task of its update} for the
-        busy members that this offer waits for. It waits for a member that is fetching a version that was not sent to
-        the member, unless the member was busy at the last offer too."""
+        members that this offer waits for. These members are fetching a version because the trainer did not send it to
+        them, and they were not busy at the last offer. Without the wait, this version would not be sent to them
+        either."""
         before = self._busy
         self._busy = set(busy)
         worth = [
@@ -140,7 +141,7 @@ class Offers:
     def _offer_all(
         self, members: Sequence[Member], offer: Offer, servers: dict[Member, int]
     ) -> dict[Member, asyncio.Task[TriremeError | None]]:
-        """Asks `members` to receive the offered version, without the members that still owe an answer to an earlier
+        """Asks `members` to receive the offered version, except those members that still owe an answer to an earlier
         offer. `servers`: {member: the rank that sends to it}. Returns {member: the task of its answer}."""
         free = [member for member in members if not member.offering and member in servers]
         return {member: self._begin_offer(member, replace(offer, server=servers[member])) for member in free}

@@ -247,8 +247,8 @@ class Config(CommonConfig):
 
     @property
     def groups_per_minibatch(self) -> tuple[int, int]:
-        """The smallest and the largest number of groups in a minibatch; the last minibatch of a substep may have
-        fewer."""
+        """The limits for the number of groups in a minibatch: (minimum, maximum). Only the last minibatch of a substep
+        may have fewer groups than the minimum."""
         whole = self.groups_per_substep
         parts = self.trainer.num_minibatches
         if parts != "auto":

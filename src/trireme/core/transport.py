@@ -71,7 +71,7 @@ TRANSPORTS = {
     "broadcast": TransportKind("trireme.transports.broadcast", received=True),
     "ipc": TransportKind("trireme.transports.ipc", received=True, slabs=True),
 }
-"""{value of `inference.transport`: the transport}; "auto" is one of them."""
+"""{value of `inference.transport`: the transport}. The value "auto" stands for one of these transports."""
 DEFAULT = "object_store"
 
 Endpoint = tuple[str, int]
@@ -110,16 +110,16 @@ class Offer:
 
     @property
     def ready_s(self) -> float:
-        """Seconds within which replicas have to report that they are ready. It is a small part of `timeout_s`: an
-        engine needs only one step for the report, the trainer stands still meanwhile, and sending needs most of the
-        time."""
+        """Seconds within which replicas have to report that they are ready. This is a small part of `timeout_s`,
+        because the trainer stands still meanwhile. It is enough, because an engine begins to receive between two of its
+        decoding steps. The rest of `timeout_s` is for sending."""
         return self.timeout_s / READY_PART
 
 
 @dataclass(frozen=True)
 class Session:
-    """The transfer of one version to a fixed set of replicas: which replicas take part, and which rank sends to each of
-    them. (It is not an agent's session.)"""
+    """The transfer of one version to a fixed set of replicas: says which replicas take part, and which trainer rank
+    sends to each of them. (It is not an agent's session.)"""
 
     attempt: int
     epoch: int
@@ -127,8 +127,8 @@ class Session:
     groups are made then; otherwise equal, and the groups are used again. A process that replaces a lost replica is a
     different member, although it has the replica's number."""
     servers: Mapping[int, int]
-    """{number of a replica that reported ready in time: the rank that sends to it}. The replicas of a rank are in
-    forwarding order: it sends to the first, which passes the bytes to the second, and so on."""
+    """{number of a replica that reported ready in time: the trainer rank that sends to it}. The replicas of a rank are
+    in forwarding order: the rank sends to the first, which passes the bytes to the second, and so on."""
     left_s: float = 0.0
     """Seconds from the moment when the trainer's ranks get this object until sending is abandoned. The trainer's
     handle, which made the offer, sets it."""
@@ -162,8 +162,8 @@ def servers_of(nodes: Mapping[int, str], ranks: Sequence[int]) -> dict[int, int]
 
 
 class Epochs:
-    """Numbers the epochs of transfers (`Session.epoch`). A new epoch begins when the members of a transfer differ from
-    the members of the transfer before."""
+    """Counts the epochs of transfers (`Session.epoch`). Consecutive transfers with the same members belong to one epoch
+    and use the same communication groups. A transfer with other members begins a new epoch."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -197,8 +197,8 @@ class StoredVersion:
 
 
 def join_parts(parts_R: Sequence[Mapping[int, Stored]]) -> tuple[Stored, ...]:
-    """Returns the buckets of all ranks in order of their numbers. `parts_R`: for each rank, {number of a bucket: the
-    bucket, or a reference to it}."""
+    """Returns all buckets of a version, sorted by bucket number. `parts_R`: for each trainer rank, {number of a bucket:
+    the bucket, or a reference to it}."""
     joined = {bucket: reference for part in parts_R for bucket, reference in part.items()}
     return tuple(joined[bucket] for bucket in range(len(joined)))
 
@@ -249,6 +249,6 @@ class Transport(Protocol):
 
 
 def load_transport(name: str) -> Transport:
-    """Imports and returns the module of the transport `name`, a key of `TRANSPORTS`. "auto", which a configuration
-    without a plan has, is DEFAULT."""
+    """Imports the module of the transport `name`, a key of `TRANSPORTS`, and returns it. If `name` is "auto", returns
+    the module of DEFAULT: a configuration still says "auto" if no plan has chosen a transport."""
     return cast(Transport, importlib.import_module(TRANSPORTS[DEFAULT if name == "auto" else name].module))

@@ -132,7 +132,8 @@ class InferencePart(Part):
 
     @property
     def _resting_bytes(self) -> int:
-        """Bytes that a rank has on its GPU in addition to its KV cache."""
+        """Bytes that one rank of a replica takes on its GPU in addition to its KV cache: the sum of `resting`, which a
+        colocated replica keeps while it sleeps."""
         return sum(self.resting.values())
 
     def _gpu_cache(self, facts: ModelFacts) -> int:

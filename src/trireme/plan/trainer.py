@@ -116,17 +116,18 @@ class TrainerPart(Part):
         return {**state, **GPU_ALLOWANCES, **slabs}
 
     def _send_buffers(self, facts: ModelFacts, *, embeddings: bool) -> int:
-        """Returns the bytes of host memory through which a rank sends its buckets. `embeddings`: the rank's share of
-        the buckets has the embeddings, or an output matrix of its own."""
+        """Returns the bytes of the buffers in host memory through which a rank sends its buckets. `embeddings`: True if
+        the buckets contain the embeddings, or an output matrix that is not tied to them."""
         largest = self._largest_bucket(facts, embeddings=embeddings)
         if self.on_gpus and largest:  # PyTorch gives page-locked memory in powers of two
             largest = 1 << (largest - 1).bit_length()
         return BUFFERS * largest
 
     def _largest_bucket(self, facts: ModelFacts, *, embeddings: bool) -> int:
-        """Returns the bytes of the largest bucket in a rank's share. This is BUCKET_BYTES, unless a larger tensor needs
-        more, or gate and up of a layer together (replicas fuse them). `embeddings`: the share has the embeddings, or an
-        output matrix of its own."""
+        """Returns the bytes of the largest bucket that a rank sends. This is BUCKET_BYTES, or more if a single tensor
+        is larger, or if the gate and up projections of a layer together are larger (replicas fuse the two, so they
+        share a bucket). It is at most the bytes of a whole version. `embeddings`: True if the buckets contain the
+        embeddings, or an output matrix that is not tied to them."""
         columns = 0
         if not self.config.trainer.lora.on:
             if embeddings:
@@ -143,11 +144,13 @@ class TrainerPart(Part):
         return 3 * DTYPE_BYTES[self.config.trainer.master_dtype] * trained // self.config.trainer.mesh.parts
 
     def _loading(self, host: Mapping[str, int]) -> int:
-        """Returns the additional bytes of host memory that shard 0 needs while it loads the model's files. Only a model
-        with experts needs any, estimated as the bytes of all its files, because experts are stacked in memory. All
-        other tensors are copied out of mapped files. `host`: the planned bytes of its host memory by purpose. Memory in
-        it that is not used yet while loading is deducted: copies for checkpoints, and gradients and moments if the
-        state is on the host."""
+        """Returns the additional bytes of host memory that shard 0 needs while it loads the model's files. `host`:
+        {purpose: planned bytes} of shard 0's host memory.
+
+        Only a model with experts needs any, because experts are stacked in memory; all other tensors are copied out of
+        mapped files. The estimate is the bytes of all files of the model, less the bytes in `host` that are not yet
+        used during loading: copies for checkpoints, and gradients and moments if the state is in host memory.
+        """
         assert self.facts is not None
         if self.facts.num_chosen:
             stored = self.facts.stored_bytes
@@ -197,7 +200,8 @@ class TrainerPart(Part):
         return [("trainer", f"{self._shards_text()}, {device_text}"), *adapters, ("memory", self._memory_text())]
 
     def _shards_text(self) -> str:
-        """Returns a text on the number of shards and copies, and on the chosen options that save memory or time."""
+        """Returns a text on the number of shards, the number of copies of the model (`trainer.replicate`), and the
+        chosen options that save memory or time."""
         options = self.config.trainer
         if options.replicate > 1:
             copies = f" x {options.replicate} copies"

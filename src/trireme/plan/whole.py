@@ -239,9 +239,9 @@ class Plan:
     @property
     def cpus_per_process(self) -> float:
         """Ray's CPU share (num_cpus) of a process that computes. If there are enough cores, it is 1. Otherwise it is
-        small enough that all actors find a place, however the cores are spread over the nodes. An actor of w processes
-        finds no place only if each of the n nodes has less than w shares left, in all less than n * w. So the cores are
-        divided into at least n * w more shares than there are processes."""
+        small enough that all actors find a place, however the cores are spread over the nodes: with n nodes, and actors
+        of up to w processes, the cores are divided into at least n * w more shares than there are processes. Then,
+        while an actor has no place yet, at least n * w shares are free, so some node has w of them."""
         resources = self.resources
         nodes = len(self.resources.nodes)
         widest = self._widest
@@ -316,8 +316,11 @@ class Plan:
         """Raises BadInput in these cases: the run needs more GPUs than there are; it has more processes than Ray can
         place on the cores; it needs far more memory than there is, or more of /dev/shm; it has replicas and the
         installed build of vLLM is not for its devices. Too few cores, and somewhat too little memory, only give
-        warnings. Memory that other programs and runs use counts as taken on this machine, and in a cluster once actors
-        are placed. In a cluster before that, all memory counts as free."""
+        warnings.
+
+        If no cluster is joined, memory that other programs and runs use counts as taken. In a cluster it counts as
+        taken only once actors are placed; before that, all memory counts as free.
+        """
         self._check_places()
         check_shm(self.machines)
         short = self.shortages(hopeless=True)

@@ -29,7 +29,8 @@ ANSWER_S = 30.0
 
 @dataclass(frozen=True)
 class KeptPart:
-    """One trainer rank's part of the source of a version: where the rank keeps its share of the buckets."""
+    """Says where one trainer rank keeps its share of the buckets of a published version. `join` makes a `Source` from
+    the KeptParts of all ranks."""
 
     version: int
     buckets: int

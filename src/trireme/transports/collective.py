@@ -42,8 +42,8 @@ def pause_between_looks(waited_s: float) -> float:
 
 class GlooCollective:
     """A group over TCP, as a chain: each member passes arrived bytes on to the next member, in pieces, so that at most
-    one copy leaves each member. (gloo's own broadcast is a tree of whole messages: log2 of the group's size copies
-    leave the root.) Constructing the object is collective.
+    one copy leaves each member. (gloo's own broadcast sends whole messages down a tree: in a group of n members, the
+    root sends log2(n) copies.) Constructing the object is collective.
 
     If a member's successor is lost, the member still receives; members behind the successor do not. A send to a stopped
     process cannot be aborted and ends at its deadline. The sockets of the group end with the last reference to it.
@@ -171,9 +171,9 @@ class NcclCollective:
             self._nccl.abort(comm)  # also ends the kernel that waits for the others
 
     def _await(self, condition: Callable[[], bool], deadline: float, label: str) -> None:
-        """Waits until NCCL has no call in progress and `condition()` is true. Raises RoomFailed at the monotonic time
-        `deadline`, if NCCL reports an error, and after `abort`. The message of RoomFailed says that `label` was waited
-        for."""
+        """Waits until NCCL has no call in progress and `condition()` is true. Raises RoomFailed in three cases: the
+        monotonic time `deadline` has passed; NCCL reports an error; `abort` was called. In the first two cases the
+        message says that `label` was waited for."""
         started = time.monotonic()
         while True:
             if not self._comm:

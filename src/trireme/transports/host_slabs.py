@@ -22,7 +22,9 @@ def make(nbytes: int) -> tuple[Tensor, str]:
 
 
 def open(handle: str, nbytes: int) -> Tensor:
-    """Other processes do not see what this process writes to the tensor."""
+    """Maps the memory of another process, and returns it, uint8 [nbytes] (`SlabMemory.open`). `handle`: from `make` in
+    that process. The mapping is private: other processes do not see what this process writes to the tensor. Raises
+    OSError if that process has ended."""
     return torch.from_numpy(np.memmap(handle, np.uint8, "c", shape=(nbytes,)))
 
 

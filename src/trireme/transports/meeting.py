@@ -96,10 +96,10 @@ class GroupRoot:
         self._key = _key(session.attempt, version)
 
     def meet(self, last: BroadcastGroup | None, deadline: float) -> Receivers:
-        """Returns the members to send to. Their group is `last` if three things hold: its epoch is the current one,
-        exactly its members have to receive in a group, and all of them still have this group. Else it is a new group.
-        Raises RoomFailed when no member answers, or when the group is not complete by `deadline`, in seconds of the
-        monotonic clock."""
+        """Returns the members to send to. Their group is `last` if three things hold: `last` has the epoch of this
+        transfer (`Session.epoch`), exactly its members have to receive in a group, and all of them still have this
+        group. Else it is a new group. Raises RoomFailed when no member answers, or when the group is not complete by
+        `deadline`, in seconds of the monotonic clock."""
         if last and last.epoch != self._session.epoch:
             last = None
         if self._slabs:

@@ -34,7 +34,7 @@ Buffer: TypeAlias = "Bucket | Tensor"
 Way: TypeAlias = BroadcastGroup | SlabSender
 TICK_S = 0.02
 ENDING_S = 5.0
-"""The most seconds after its deadline within which a thread that sends through slabs alone ends."""
+"""If a thread sends only through slabs, it ends at most this many seconds after its deadline."""
 log = logging.getLogger(__name__)
 
 
@@ -96,8 +96,9 @@ class Sending:
 
     @property
     def _last_moment(self) -> float:
-        """When sending is abandoned at the latest, in seconds of the monotonic clock. A thread that sends through slabs
-        alone ends by itself at the deadline, with an error that names the late replicas; this error is waited for."""
+        """The time at which sending is abandoned, in seconds of the monotonic clock: usually the deadline. If only
+        slabs are used, it is ENDING_S later. The thread then ends by itself at the deadline, with an error that names
+        the late replicas, and `failure` should be this error."""
         if self.sharing and not self.group:
             return self.deadline + ENDING_S
         return self.deadline

@@ -153,9 +153,10 @@ class SlabSender:
             self._lock.release()
 
     def _accept(self) -> None:
-        """Accepts the connections of new receivers, reads their numbers, and sends them the handles of the slabs. A
-        receiver sends its number before it reports its connection in the meeting, so the number of each receiver that
-        has reported is here already."""
+        """Accepts the connections of new receivers, reads their numbers, and sends them the handles of the slabs.
+        Closes a connection if no number has arrived on it, or if it is from another user. A receiver sends its number
+        before it reports its connection in the meeting. So if a receiver has reported, its number has arrived and can
+        be read without waiting."""
         while True:
             try:
                 link, _ = self._listening.accept()
