@@ -564,7 +564,8 @@ class ReplicaActor:
 
             if self.identity is None:
                 raise WeightsRefused(
-                    f"adapter {name!r} came to a replica without weights; expected an update of the weights first"
+                    f"adapter {name!r} was sent to a replica that has not taken any weights yet; expected an update "
+                    "of the replica's weights first"
                 )
             if published.manifest.adapter is None:
                 raise WeightsRefused(
@@ -659,8 +660,9 @@ class ReplicaActor:
         replica's."""
         if manifest.adapter and manifest.adapter.base != self.base:
             raise WeightsRefused(
-                f"version {manifest.identity.version} is an {manifest.adapter}, but the files of "
-                f"{self.config.model.name} here have digest {self.base}: every node needs the same files"
+                f"version {manifest.identity.version} is a LoRA adapter of a base model with digest "
+                f"{manifest.adapter.base}, but the files of {self.config.model.name} on this node have digest "
+                f"{self.base}. Put the same model files on every node"
             )
         self.broadcasts.base = None
         pickled = pickle.dumps((manifest, arrived.regions, arrived.steps))

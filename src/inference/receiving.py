@@ -64,9 +64,9 @@ class DeviceLanding:
 
 
 class Receiving:
-    """Receives the newest version that was offered to a replica, in rank 0 of its engine. `device`: the engine's GPU.
-    Bytes that come through memory of this GPU (`trireme.transports.slabs`) stay on the GPU; all other bytes come into
-    host memory. None: all bytes come into host memory."""
+    """Receives the newest version that was offered to a replica, in rank 0 of its engine. `device`: the engine's GPU,
+    or None. Bytes that come through memory of this GPU (`trireme.transports.slabs`) stay on the GPU; all other bytes
+    come into host memory. If `device` is None, all bytes come into host memory."""
 
     def __init__(self, device: str | None = None) -> None:
         self._device = device

@@ -79,9 +79,9 @@ def load_weights(
 ) -> None:
     """Loads a version by vLLM's loaders; `follower` sums what they load. `tensors`: {name: tensor} of the whole
     version, in one call, because fused groups (q, k, v; gate and up) must be loaded together. `copied`: names of
-    tensors that `copy_weights` has loaded already; loaders do not get them. `traced`: True if the replica has a
-    checked record, from an earlier update, of where the loaders copy the tensors; False: `follower` makes a record
-    now."""
+    tensors that `copy_weights` has loaded already; loaders do not get them. `traced`: True if an earlier update
+    recorded where the loaders copy the tensors, and the replica accepted the record (`LoadedProof.traced`). If it is
+    False, `follower` makes a new record during this load."""
     with follower.following(tensors, traced=traced, copied=copied) as followed:
         runner.reload_weights(weights_iterator=_as_loaded(followed, fault_point("inference.load")))
     skip = fault_point("inference.repack") == "skip"
@@ -143,9 +143,9 @@ def load_version(
 ) -> None:
     """Loads the version with the tensors `entries` in `buckets`: copies the tensors that vLLM's loaders would only
     copy, and then calls the loaders for the rest. The loaders come second, because at their end they derive values from
-    all weights. `carrier` returns the Carrier that brings buckets to the device. `traced`: True if the replica has
-    a checked record, from an earlier update, of where the loaders copy the tensors; False: `follower` makes a record
-    now."""
+    all weights. `carrier` returns the Carrier that brings buckets to the device. `traced`: True if an earlier update
+    recorded where the loaders copy the tensors, and the replica accepted the record (`LoadedProof.traced`). If it is
+    False, `follower` makes a new record during this load."""
     tensors = {entry.name: tensor_of(entry, buckets) for entry in entries}
     copied = follower.copied(tensors, traced=traced)
     if copied:
@@ -310,9 +310,9 @@ class WorkerExtension:
 
     def receive_weights(self, pickled_files: bytes) -> None:
         """Maps the received bytes on this rank. On rank 0 also begins to check them, in a thread alongside the engine's
-        loop; all ranks map the same memory. `pickled_files`: a pickled tuple of the manifest, the
-        `inference.mapping.Region` of each bucket, and the `inference.session.BucketStep` of each bucket, () if nothing
-        has to be written to the regions first."""
+        loop; all ranks map the same memory. `pickled_files`: a pickled tuple (manifest, regions, steps). `regions` has
+        an `inference.mapping.Region` for each bucket. `steps` has an `inference.session.BucketStep` for each bucket; it
+        is empty if nothing has to be written to the regions first."""
         manifest, regions, steps = pickle.loads(pickled_files)
         buckets = [self._bucket_at(region) for region in regions]
         if steps:
@@ -368,8 +368,9 @@ class WorkerExtension:
 
     def take_weights(self, traced: bool) -> bytes:
         """Loads the received weights into this rank's parameters, while the scheduler is paused. Returns a pickled
-        `inference.loaded.LoadedSums`. An error names the rank. `traced`: True if the replica has a checked record, from
-        an earlier update, of where the loaders copy the tensors; False: this update makes a record."""
+        `inference.loaded.LoadedSums`. An error names the rank. `traced`: True if an earlier update recorded where the
+        loaders copy the tensors, and the replica accepted the record (`LoadedProof.traced`). If it is False, this rank
+        makes a new record during this load."""
         try:
             return pickle.dumps(self._load_received(traced))
         except Exception as error:  # vLLM passes its text on, and does not say whose it is

@@ -334,8 +334,8 @@ class Ledger:
         release and is complete."""
         if step != self.released or step >= self.batch:
             raise ValueError(
-                f"batch {step} cannot be released: the next is batch {self.released}, once it is complete (complete "
-                f"batches: {self.batch})"
+                f"batch {step} cannot be released. The next to release is batch {self.released}, after it is complete. "
+                f"The first batch that is not complete is batch {self.batch}"
             )
         groups = self.consumed[step]
         self.released += 1

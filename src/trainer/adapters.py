@@ -109,7 +109,9 @@ class Adapters:
             return
         entering = self._waiting.pop(name, None)
         if entering is None:
-            raise BadInput(f"an adapter {name!r}; expected one of {', '.join(map(repr, (self.name, *self._waiting)))}")
+            raise BadInput(
+                f"there is no adapter {name!r}; expected one of {', '.join(map(repr, (self.name, *self._waiting)))}"
+            )
         self._checkpointer.keep()
         for live, waiting in zip(self._live(), entering.state, strict=True):
             before = live.to("cpu", copy=True)

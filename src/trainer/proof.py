@@ -266,7 +266,7 @@ def decide(
             raise Refusal(
                 f"{architecture}: {agreement.not_rows}{place}",
                 f"a difference that rounding explains, at most {agreement.tolerance:.2g}",
-                "train another model: the trainer would not compute this one's probabilities",
+                "train another model: the trainer would compute wrong probabilities for this one",
             )
     reason = next((agreement.not_packed + place for place, agreement in agreements.items() if agreement.not_packed), "")
     if reason and packing == "packed":

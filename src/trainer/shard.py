@@ -306,7 +306,8 @@ class Shard(AdapterVerbs):
         change."""
         if not self._refreshed:
             raise BadInput(
-                "a reference that can change needs trainer.kl.coef and trainer.kl.reference.update_every > 0"
+                "this run has no reference that can change: set trainer.kl.coef > 0 and "
+                "trainer.kl.reference.update_every > 0"
             )
         self._checkpointer.keep()
         for tensor, parameter in zip(self._refreshed.values(), self._parameters, strict=True):

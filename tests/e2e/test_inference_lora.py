@@ -243,7 +243,7 @@ def test_adapters_of_another_base_are_refused(everywhere: AdapterRoom) -> None:
     room.next_weights()
     strange = room.publish(len(room.models) - 1, Adapter("0" * 32, 8, 16.0))
     with pytest.raises(
-        WeightsRefused, match=rf"base {'0' * 32}, but the files of .* have digest {base_digest(str(room.base))}"
+        WeightsRefused, match=rf"digest {'0' * 32}, but the files of .* have digest {base_digest(str(room.base))}"
     ):
         asyncio.run(room.router.source.update(strange))
 

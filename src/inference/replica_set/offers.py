@@ -128,9 +128,9 @@ class Offers:
 
     def _note_busy(self, busy: list[Member]) -> dict[Member, asyncio.Task[None]]:
         """Records `busy`, the members that still have to take weights. Returns {member: the task of its update} for the
-        members that this offer waits for. These members are fetching a version because the trainer did not send it to
-        them, and they were not busy at the last offer. Without the wait, this version would not be sent to them
-        either."""
+        members that this offer waits for. Such a member was not busy at the previous offer, and is now taking a version
+        that the trainer did not send to it. Without the wait it would stay busy, so this version would not be sent to
+        it either."""
         before = self._busy
         self._busy = set(busy)
         worth = [

@@ -67,7 +67,11 @@ class Sweep:
         config, *_ = [load_as(SCHEMAS[options.kind], command).config for command in self.commands.values()]
         if config.resume.requested or config.clean or config.run.url:
             problem = "--resume, --clean or object storage for a sweep"
-            raise Refusal(problem, "none of the three", "run the same sweep again: it continues in its directory")
+            raise Refusal(
+                problem,
+                "a sweep without any of these",
+                "leave them out. To continue a sweep, run the same sweep again: it continues in its directory",
+            )
         digest = short_digest(options.kind + to_json(config.model_dump(mode="json", exclude={"run"})))
         self.root = (
             Path(config.run.output_dir).expanduser().absolute() / f"{options.name or f'sweep-{config.label}'}-{digest}"

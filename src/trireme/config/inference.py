@@ -45,8 +45,9 @@ class SamplingConfig(Section):
     """Strings that end an answer wherever they appear in it, in addition to the environment's."""
 
     def params(self, seed: int | None, stop: tuple[int | str, ...], room: int) -> SamplingParams:
-        """Returns the sampling parameters of one request. Its answer has at most `room` tokens, and ends at any token
-        or string in `stop`, which replaces the option `stop`."""
+        """Returns the sampling parameters of one request. `room`: the most tokens that fit after the prompt; the answer
+        has at most `room` tokens, and at most the option `max_tokens`. `stop`: tokens and strings that end the answer;
+        they replace the option `stop`."""
         overrides = {"max_tokens": min(self.max_tokens, room), "stop": stop}
         return SamplingParams(**(vars(self) | overrides), seed=seed)  # model_dump takes ten times as long
 

@@ -260,7 +260,8 @@ class Config(CommonConfig):
 
     @property
     def colocated(self) -> bool:
-        """True if trainer and replicas take turns on the same devices; `auto` has been decided by the plan."""
+        """True if trainer and replicas take turns on the same devices. Read this only after the plan has replaced
+        `placement = auto`; before that, this is False for `auto`."""
         return self.placement == "colocated"
 
     @property

@@ -148,9 +148,10 @@ class Session:
 
 
 def servers_of(nodes: Mapping[int, str], ranks: Sequence[int]) -> dict[int, int]:
-    """Returns {replica: the rank among the trainer's `ranks` that sends to it}, in forwarding order: replicas on the
-    same node are consecutive. `nodes`: {number of the replica: its node}; a replica on an unknown node ("") counts as a
-    node of its own.
+    """Chooses the trainer rank that sends to each replica. Returns {replica: its rank, one of `ranks`}. The order of
+    the dict is the order in which the replicas of a rank forward the bytes to each other; replicas on the same node
+    follow each other. `nodes`: {number of the replica: its node}; a replica on an unknown node ("") counts as a node of
+    its own.
 
     >>> servers_of({0: "a", 1: "b", 2: "a", 3: "", 4: ""}, [0, 8])
     {0: 0, 2: 0, 1: 8, 3: 0, 4: 8}
@@ -189,8 +190,8 @@ class StoredVersion:
     there is no such version, or the changes are not much smaller than the whole bucket."""
 
     async def open_changes(self) -> list[npt.NDArray[np.uint8]]:
-        """Returns for each bucket, uint8, what is needed to turn the base into this version: the changes of the bucket,
-        or the whole bucket if there are no changes for it."""
+        """Returns one uint8 array for each bucket: the bucket's changes since the base, or the whole bucket if
+        `changes` has None for it. Together with the base, the arrays give this version."""
         return list(
             await asyncio.gather(*(changes or whole for whole, changes in zip(self.buckets, self.changes, strict=True)))
         )
@@ -214,10 +215,11 @@ class Sender(Protocol):
     def send(
         self, version: int, layout: Layout, units: Iterable[Sequence[tuple[str, Tensor]]], session: Session | None
     ) -> object:
-        """Sends the tensors of `version`, and returns this rank's part of the source. `units`: lists of (name, tensor)
-        in the order of `layout`; the tensors of a unit live until the next unit is taken. `session`: the replicas to
-        send to; None: no replica takes part, and replicas only open the source later. Collective: every rank must call
-        it and take all units in order, because gathering a unit is collective too."""
+        """Sends the tensors of `version`. Returns this rank's part of the source, from which receivers can get the
+        bytes later (`Transport.join`, `Transport.open`). `units`: lists of (name, tensor) in the order of `layout`; the
+        tensors of a unit live until the next unit is taken. `session`: the replicas to send to now; None: this call
+        only stores the bytes, and replicas get them when they open the source. Collective: every rank must call it and
+        take all units in order, because gathering a unit is collective too."""
 
 
 class Transport(Protocol):
@@ -232,9 +234,9 @@ class Transport(Protocol):
         each rank."""
 
     async def open(self, source: object) -> Sequence[npt.NDArray[np.uint8]]:
-        """Waits until all bytes of `source` are in this process, which is a replica or writes a checkpoint. Returns the
-        buckets, uint8 arrays that may be read-only. Raises if the bytes cannot be had, for example because the
-        sender is dead."""
+        """Waits until this process has all bytes of `source`. Returns the buckets, uint8 arrays that may be read-only.
+        Raises if the bytes are not available, for example because the sender is dead. Replicas call this function, and
+        so do processes that write a checkpoint."""
 
     def with_changes(self, source: object) -> StoredVersion | None:
         """Returns `source` as a StoredVersion if it contains, in addition to the whole buckets, what changed in them

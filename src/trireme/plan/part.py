@@ -30,7 +30,7 @@ class Part(ABC):
     colocated: bool = field(default=False, kw_only=True)
     """True: trainer and replicas take turns on the same devices; `Plan.parts` decides it."""
     ipc_fits: bool = field(default=False, kw_only=True)
-    """True: `inference.transport` = auto means ipc; `Plan.parts` decides it."""
+    """True: the value auto of `inference.transport` means ipc. `Plan.parts` decides it."""
     taken_share: float = field(default=0.0, kw_only=True)
     """The share of a shared GPU that the actor of the other room takes while this part's actor works; 0 if no GPU is
     shared. `Plan.parts` decides it."""
@@ -150,5 +150,5 @@ class Part(ABC):
 
     @abstractmethod
     def rows(self, device_text: str) -> list[tuple[str, str]]:
-        """Returns the rows of the plan that this part prints, as (name of the row, text) pairs. `device_text`: the
-        device of an actor that computes with a model, in words: "one GPU each, 4 threads each"."""
+        """Returns the rows of the plan that this part prints, as (name of the row, text) pairs. `device_text`: a text
+        about the devices and threads of each actor that holds a model, such as "one GPU each, 4 threads each"."""

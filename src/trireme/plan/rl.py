@@ -25,20 +25,21 @@ BLOCK_TOKENS = 16
 RANK_GIB = 0.35
 """Measured memory of each of several ranks of a replica, with its part of shared pages, without weights and cache."""
 QUEUE_BYTES = 10 * (24 * 2**20 + 2)
-"""What vLLM asks to be free in /dev/shm for the answers of each of several ranks: ten chunks of 24 MiB. It touches few
-pages of them, so that ranks that have started leave as much free for the next ones."""
+"""Bytes that vLLM asks to be free in /dev/shm for the answers of each of several ranks: ten chunks of 24 MiB. vLLM
+touches few pages of them, so ranks that have started leave as much free for the next ones."""
 
 ARRIVING = "arriving weights"
 """The purpose of a replica's host memory for a version that it receives while another one is loaded. The ranks of the
 replica map this memory. If changes travel, they turn one version into the next in this memory."""
 FORWARD_PASSES = 3
-"""The arithmetic of training on a token, in forward passes: one is the forward pass, and the backward pass costs
+"""The FLOPs of training on a token, in forward passes: the forward pass itself is one, and the backward pass costs
 two."""
 KEEP_SHARE = 0.3
-"""Above this `recompute_share` `inference.on_update = "auto"` keeps KV caches on GPUs."""
+"""If `recompute_share` is above this, `inference.on_update = "auto"` keeps KV caches on GPUs, except in a colocated
+run."""
 DEAR_SHARE = 2.0
-"""A plan warns from this `recompute_share` on. It is an upper bound: requests in flight are half done on average, so at
-this share replicas compute as long as the trainer does."""
+"""A plan warns if `recompute_share` is above this. `recompute_share` is an upper bound: requests in flight are half
+done on average. So if it has this value, replicas compute as long as the trainer does."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,8 @@ class InferencePart(Part):
 
     @property
     def _resting_bytes(self) -> int:
-        """Bytes that one rank of a replica takes on its GPU in addition to its KV cache: the sum of `resting`, which a
-        colocated replica keeps while it sleeps."""
+        """Bytes that one rank of a replica takes on its GPU for everything but the KV cache, its weights included: the
+        sum of `resting`. A colocated replica keeps these bytes also while it sleeps."""
         return sum(self.resting.values())
 
     def _gpu_cache(self, facts: ModelFacts) -> int:
@@ -241,9 +242,9 @@ class InferencePart(Part):
 
     @property
     def recompute_share(self) -> float | None:
-        """The arithmetic with which one replica recomputes KV at an update, divided by the arithmetic with which one
-        shard trains a step. None if the longest sequence is unknown. Both are upper bounds: full lengths, all requests
-        in flight. Training on a token counts as three forward passes."""
+        """The FLOPs that one replica spends on recomputing KV at an update, divided by the FLOPs that one shard spends
+        on training a step. None if the longest sequence is unknown. Both are upper bounds: full lengths, all requests
+        in flight. Training on a token counts as three forward passes, recomputing KV for a token as one."""
         config, limit = self.config, self.config.seq_limit(self.facts)
         if self.recomputed_tokens is None or limit is None:
             return None
@@ -409,8 +410,8 @@ class OrchestratorPart(Part):
 
 @dataclass(frozen=True)
 class ServicePart(Part):
-    """The part of the HTTP service, to which external clients send chats. It needs no CPU or GPU of its own: it
-    computes nothing."""
+    """The HTTP service's part of a plan. External clients send chats to the service. It needs no CPU or GPU of its own,
+    because it computes nothing."""
 
     config: Config
     room = "service"

@@ -128,9 +128,10 @@ class Plan:
 
     @property
     def _ipc_fits(self) -> bool:
-        """True if `inference.transport` = auto becomes ipc on a shared GPU: there is room for a whole version to arrive
-        in the GPU's memory, and the replica keeps most of its KV cache. False for adapters: ipc gains nothing, because
-        vLLM copies adapters from host memory."""
+        """True if the value auto of `inference.transport` should become ipc on a shared GPU: the GPU's memory has room
+        for a whole version to arrive, and the replica keeps at least IPC_LEAVES of its KV cache. False if
+        another value or the encoding delta is configured. False for adapters: ipc gains nothing, because vLLM copies
+        adapters from host memory."""
         if self.config.transport != "auto" or self.config.encoding == "delta" or self.config.trainer.lora.on:
             return False
         stored, within_gpu = (self._with_transport(name) for name in (DEFAULT, "ipc"))
@@ -238,10 +239,11 @@ class Plan:
 
     @property
     def cpus_per_process(self) -> float:
-        """Ray's CPU share (num_cpus) of a process that computes. If there are enough cores, it is 1. Otherwise it is
-        small enough that all actors find a place, however the cores are spread over the nodes: with n nodes, and actors
-        of up to w processes, the cores are divided into at least n * w more shares than there are processes. Then,
-        while an actor has no place yet, at least n * w shares are free, so some node has w of them."""
+        """Ray's num_cpus for one process that computes. If there are enough cores, it is 1. Otherwise it is so small
+        that each actor finds a node with room for all its processes, however the cores are spread over the nodes. For
+        this, the cores are divided into at least n * w more shares than there are processes (n: number of nodes; w:
+        processes of the largest actor). So while an actor has no place yet, more than n * w shares are free, and some
+        node has at least w of them."""
         resources = self.resources
         nodes = len(self.resources.nodes)
         widest = self._widest
@@ -313,10 +315,11 @@ class Plan:
         return [text for machine in self.machines for text in machine.excess(hopeless=hopeless)]
 
     def check_resources(self) -> None:
-        """Raises BadInput in these cases: the run needs more GPUs than there are; it has more processes than Ray can
-        place on the cores; it needs far more memory than there is, or more of /dev/shm; it has replicas and the
-        installed build of vLLM is not for its devices. Too few cores, and somewhat too little memory, only give
-        warnings.
+        """Raises BadInput in these cases: the run is colocated, but its trainer and replicas cannot take turns
+        (`_check_colocated`); the run needs more GPUs than there are; a replica needs more GPUs than one node has; the
+        run has more processes than Ray can place on the cores; it needs far more memory than there is; it needs more
+        space in /dev/shm than a machine has; it has replicas, and the installed build of vLLM is not for its devices.
+        Too few cores, and somewhat too little memory, only give warnings.
 
         If no cluster is joined, memory that other programs and runs use counts as taken. In a cluster it counts as
         taken only once actors are placed; before that, all memory counts as free.
@@ -367,7 +370,8 @@ class Plan:
             )
 
     def _check_colocated(self) -> None:
-        """Raises BadInput for a colocated run that cannot take turns."""
+        """Raises BadInput if the run is colocated on GPUs but its trainer and replicas cannot take turns: it has
+        several shards, several replicas or a replica of several ranks, or its transport is broadcast."""
         if not (self.colocated and self.on_gpus):
             return
         if _models(self.parts) != [1, 1]:

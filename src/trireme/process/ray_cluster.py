@@ -358,7 +358,8 @@ def await_places(options: Mapping[str, Sequence[ActorOptions]], timeout_s: float
     while names := _without_place(options):
         if waited > timeout_s:
             raise RoomFailed(
-                f"waited {timeout_s:g} s (timeouts.place_s) for {' and '.join(names)}: add a node to the cluster"
+                f"Ray did not find {' and '.join(names)} within {timeout_s:g} s (timeouts.place_s). Add a node to the "
+                "cluster"
             )
         progress(names, waited)
         time.sleep(PLACE_TICK_S)

@@ -160,7 +160,8 @@ class RemoteRun:
                 raise Refusal(
                     f"--resume.step {requested}, for which {self._url}/{root.name.removesuffix(ARRIVING)} holds "
                     "no checkpoint",
-                    f"a step with a checkpoint on this branch; there are: {', '.join(map(str, steps)) or 'none'}",
+                    "the step of a checkpoint that is not superseded; there are: "
+                    f"{', '.join(map(str, steps)) or 'none'}",
                     "choose one of these, or the newest with --resume alone",
                 )
             steps = {requested: steps[requested]}
@@ -247,7 +248,7 @@ def _own_tag(bucket: Bucket, mine: StoredRun) -> str:
     if head_object and head_object[0] == mine.to_json():
         return head_object[1]
     raise Refusal(
-        f"the run {bucket.url}. Since this driver began, another driver has put HEAD",
+        f"the run {bucket.url}, which another driver has taken over since this driver began",
         "one driver for a run",
         "stop the other driver or wait until it ends, then start this one again",
     ) from None

@@ -168,7 +168,8 @@ class Supervisor:
             if now - placed > timeouts.place_s:
                 wait = f"a place in the cluster for {', '.join(placeless)}"
                 raise RoomFailed(
-                    f"waited {timeouts.place_s:.0f} s (timeouts.place_s) for {wait}: add a node to the Ray cluster"
+                    f"Ray did not find {wait} within {timeouts.place_s:.0f} s (timeouts.place_s). Add a node to the "
+                    "cluster"
                 )
             progress(
                 [f"a place in the cluster for {name}" for name in placeless] or missing, now - min(started, placed)

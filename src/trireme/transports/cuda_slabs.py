@@ -30,7 +30,7 @@ def make(nbytes: int) -> tuple[Tensor, str]:
     """Allocates GPU memory. Returns the memory, uint8 [nbytes], and a handle by which other processes open it
     (`SlabMemory.make`). Raises RoomFailed if the GPU has not enough memory."""
     (address,) = _checked(runtime.cudaMalloc(nbytes), f"memory of {nbytes} bytes for another process")
-    (handle,) = _checked(runtime.cudaIpcGetMemHandle(address), "a handle of that memory")
+    (handle,) = _checked(runtime.cudaIpcGetMemHandle(address), "handle of that memory")
     return _tensor_at(address, nbytes), ctypes.string_at(handle.getPtr(), HANDLE_BYTES).hex()
 
 
@@ -91,8 +91,8 @@ def _tensor_at(address: int, nbytes: int) -> Tensor:
 
 
 def _checked(outcome: tuple[Any, ...], label: str) -> tuple[Any, ...]:
-    """Returns the values that a CUDA call has returned in `outcome`, without the error code. Raises RoomFailed if the
-    call failed. `label`: the name in the message for the thing that CUDA should have provided."""
+    """Returns the values in `outcome`, the result of a CUDA call, without the error code. If the call failed, raises
+    RoomFailed with a message that CUDA gives no `label`."""
     error, *values = outcome
     if error != runtime.cudaError_t.cudaSuccess:
         (_, text) = runtime.cudaGetErrorString(error)

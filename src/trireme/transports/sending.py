@@ -96,9 +96,9 @@ class Sending:
 
     @property
     def _last_moment(self) -> float:
-        """The time at which sending is abandoned, in seconds of the monotonic clock: usually the deadline. If only
-        slabs are used, it is ENDING_S later. The thread then ends by itself at the deadline, with an error that names
-        the late replicas, and `failure` should be this error."""
+        """The time at which sending is abandoned, in seconds of the monotonic clock. Usually it is the deadline. If
+        only slabs are used, it is ENDING_S later, because the thread then ends by itself at the deadline. The thread's
+        error names the late replicas, and the extra time lets this error become `failure`."""
         if self.sharing and not self.group:
             return self.deadline + ENDING_S
         return self.deadline

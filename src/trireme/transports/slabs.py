@@ -133,7 +133,7 @@ class SlabSender:
                 slab = self._await_slab(deadline)
                 if not slab_memory().copy(piece, slab.memory[: len(piece)], deadline - time.monotonic()):
                     raise RoomFailed(
-                        f"waited for this trainer shard's device to copy {len(piece)} bytes into shared memory, until "
+                        f"the device of this trainer shard did not copy {len(piece)} bytes into shared memory before "
                         "the deadline"
                     )
                 slab.readers.update(self._receivers)
@@ -146,7 +146,7 @@ class SlabSender:
         earlier version may still be copying after its deadline.) Raises RoomFailed if the lock is not free within
         `timeout_s` seconds."""
         if not self._lock.acquire(timeout=max(timeout_s, 0.0)):
-            raise RoomFailed("waited for this trainer shard's thread that sends an earlier version, until the deadline")
+            raise RoomFailed("a thread of this trainer shard was still sending an earlier version at the deadline")
         try:
             yield
         finally:
@@ -188,8 +188,8 @@ class SlabSender:
             if left_s <= 0:
                 late = sorted({self._numbers[link] for slab in self._slabs for link in slab.readers})
                 raise RoomFailed(
-                    f"waited for inference replica {', '.join(map(str, late))} to copy a piece of the weights out of "
-                    "shared memory, until the deadline"
+                    "a piece of the weights was not copied out of shared memory before the deadline. Late inference "
+                    f"replicas: {', '.join(map(str, late))}"
                 )
             self._hear(left_s)
         raise RoomFailed("all replicas that receive through shared memory have ended")
@@ -245,8 +245,9 @@ class SlabReceiver:
         self._link.settimeout(TICK_S)
 
     def broadcast(self, buffer: Tensor, timeout_s: float) -> None:
-        """Receives what the sender broadcasts into `buffer`, uint8 of the same size. Raises RoomFailed if the sender
-        has ended, if `given_up` returns True, or after `timeout_s` seconds. Call `abort` after a RoomFailed."""
+        """Fills `buffer` with the bytes that the sender broadcasts. `buffer` is uint8, and has the size of the sender's
+        buffer. Raises RoomFailed if the sender has ended, if `given_up` returns True, or after `timeout_s` seconds.
+        Call `abort` after a RoomFailed."""
         deadline = time.monotonic() + timeout_s
         at = 0
         while at < len(buffer):
@@ -255,13 +256,16 @@ class SlabReceiver:
             number, nbytes = self._next(deadline)
             piece = buffer[at : at + nbytes]
             if len(piece) < nbytes:
-                raise RoomFailed(f"{SENDER} sent a piece of {nbytes} bytes, where {len(piece)} were missing")
+                raise RoomFailed(
+                    f"{SENDER} sent a piece of {nbytes} bytes; expected at most {len(piece)} bytes, which is the rest "
+                    "of the buffer"
+                )
             fault_point("transport.slab")
             with slab_memory().on_stream():  # this thread's own is the engine's, whose steps would come first
                 copied = slab_memory().copy(self._slabs[number][:nbytes], piece, deadline - time.monotonic())
             if not copied:
                 raise RoomFailed(
-                    f"waited for this replica's device to copy {nbytes} bytes out of shared memory, until the deadline"
+                    f"the device of this replica did not copy {nbytes} bytes out of shared memory before the deadline"
                 )
             self._acknowledge(number)
             at += nbytes
@@ -295,7 +299,7 @@ class SlabReceiver:
             if not message:
                 raise RoomFailed(f"{SENDER} has ended")
             return list(json.loads(message))
-        raise RoomFailed(f"waited for a piece of the weights from {SENDER}, until the deadline")
+        raise RoomFailed(f"the next piece of the weights did not come from {SENDER} before the deadline")
 
     def _acknowledge(self, number: int) -> None:
         try:

@@ -240,7 +240,7 @@ class TestAwaitPlaces:
         assert self.notices[-1][1] == 40.0
 
     def test_it_ends_when_none_comes_in_time(self) -> None:
-        with pytest.raises(RoomFailed, match=r"waited 60 s \(timeouts.place_s\) for a place .* the trainer \(1 of 2"):
+        with pytest.raises(RoomFailed, match=r"a place .* trainer \(1 of 2 actors\) within 60 s \(timeouts\.place_s"):
             cluster.await_places(self.OPTIONS, 60.0, lambda *_: None)
 
     def test_places_that_are_there_are_not_waited_for(self) -> None:

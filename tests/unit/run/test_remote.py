@@ -117,7 +117,7 @@ def test_of_two_that_begin_together_one_is_refused(url: str, tmp_path: Path) -> 
     begun(url, tmp_path / "one").die()
     second, third = (Driver(url, tmp_path / name, "--resume") for name in ("two", "three"))
     second.claim()
-    with pytest.raises(BadInput, match="another driver has put"):
+    with pytest.raises(BadInput, match="another driver has taken over"):
         third.claim()
 
 
