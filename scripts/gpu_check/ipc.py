@@ -204,7 +204,8 @@ def _layout(device: str) -> Layout:
 
     size = _nbytes(device) // TENSORS // 2
     with torch.device("meta"):
-        return lay_out([[(f"t{number}", torch.empty(size, dtype=torch.bfloat16)) for number in range(TENSORS)]], 2**24)
+        tensors = [(f"t{number}", torch.empty(size, dtype=torch.bfloat16)) for number in range(TENSORS)]
+    return lay_out([tensors], bucket_bytes=2 * size)  # a bucket for each
 
 
 def _tensors(version: int, device: str) -> dict[str, Tensor]:
