@@ -683,9 +683,10 @@ class ReplicaActor:
             remaining_s = started + limit - time.monotonic()
             if remaining_s <= 0:
                 raise RoomFailed(
-                    f"{self.name} could not take version {identity.version} within {limit:g} s: it waited for "
-                    f"{len(self.running)} requests in flight ({', '.join(sorted(self.running)[:NAMED])}). Raise "
-                    "timeouts.update_s, or let requests continue during updates: inference.on_update = recompute_kv"
+                    f"{self.name} could not take version {identity.version} within {limit:g} s. Requests still in "
+                    f"flight: {len(self.running)} ({', '.join(sorted(self.running)[:NAMED])}"
+                    f"{', ...' if len(self.running) > NAMED else ''}). Raise timeouts.update_s, or let requests "
+                    "continue during updates: inference.on_update = recompute_kv"
                 )
             tasks = [running.task for running in self.running.values()]
             await asyncio.wait(tasks, timeout=min(remaining_s, HEALTH_TICK_S))

@@ -56,7 +56,8 @@ def add_adapter(runner: ModelRunner, number: int, tensors: Mapping[str, torch.Te
     output matrix."""
     if any(name in tensors for name in map(_HEAD.format, "AB")):
         raise WeightsRefused(
-            "a second adapter has tensors of lm_head; expected none, since all requests share one adapter of lm_head"
+            "the added adapter has tensors of lm_head, but a replica has only one lm_head for all requests. Train the "
+            "adapter without lm_head (trainer.lora.train_unembed, trainer.lora.targets)"
         )
     manager = runner.lora_manager._adapter_manager
     dtype = manager.lora_config.lora_dtype

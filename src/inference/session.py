@@ -148,9 +148,10 @@ class Broadcasts:
     @asynccontextmanager
     async def fetched(self, number: int, published: PublishedWeights, *, whole: bool = False) -> AsyncIterator[Arrived]:
         """Context manager: yields the bytes of `published` once they are in this node's memory. Takes the bytes that
-        were broadcast to replica `number`; if these do not arrive, fetches bytes on demand. If `landing` holds the base
-        of a delta, fetches only the delta, unless `whole` is True. Other processes can map the bytes until the end of
-        the `async with` block. Raises RoomFailed if the bytes are not available."""
+        were broadcast to replica `number`; if these do not arrive, fetches bytes on demand. Fetches only the delta if
+        there is one, `whole` is False, and this replica's memory `self.landing` holds the version to which the delta
+        applies. Other processes can map the bytes until the end of the `async with` block. Raises RoomFailed if the
+        bytes are not available."""
         version = published.identity.version
         refusal = await self._why_not(number, published)
         if not refusal:

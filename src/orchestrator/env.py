@@ -446,10 +446,16 @@ def named_function(kind: str, source: str, name: str) -> Callable[..., Any]:
             names = vars(importlib.import_module(source))
         function: Callable[..., Any] = names[name]
     except Exception as error:
+        if not source:
+            problem = "which names no file or module"
+        elif not name:
+            problem = f"which names no function of {source}"
+        else:
+            problem = f"whose function {name} cannot be loaded from {source}: {in_short(error)}"
         raise Refusal(
-            f"env.id = {kind}:{source}:{name}, where {source or 'no module'} has no function "
-            f"{name or '(none is named)'}: {in_short(error)}",
-            "reward:FILE.py:FUNCTION (or FUNCTION,FUNCTION), or agent:MODULE:FUNCTION, where MODULE has `problems`",
+            f"env.id = {kind}:{source}:{name}, {problem}",
+            "reward:FILE.py:FUNCTION (or FUNCTION,FUNCTION), or agent:MODULE:FUNCTION with a function `problems` in "
+            "the same MODULE",
             "correct the name or the file; the directory of a module must be in PYTHONPATH",
         ) from error
     return function

@@ -334,7 +334,7 @@ class Ledger:
         release and is complete."""
         if step != self.released or step >= self.batch:
             raise ValueError(
-                f"batch {step} cannot be released. The next to release is batch {self.released}, after it is complete. "
+                f"batch {step} cannot be recorded as trained; expected batch {self.released}, which must be complete. "
                 f"The first batch that is not complete is batch {self.batch}"
             )
         groups = self.consumed[step]
@@ -390,9 +390,13 @@ class Ledger:
         later version, or all replicas had done so before they left. No run could continue from such a state."""
         ahead = {replica: version for replica, version in self.replicas.items() if version > self.released}
         if ahead or self.floor > self.released:
+            if ahead:
+                later = ", ".join(f"replica {replica} has version {version}" for replica, version in ahead.items())
+            else:
+                later = f"all replicas had at least version {self.floor} before they left"
             raise ValueError(
-                f"{self.released} batches are released, but replicas have later versions; expected at most version "
-                f"{self.released}. All replicas had version {self.floor} or later. Replicas that are ahead: {ahead}"
+                f"the ledger's state cannot be saved: the batches trained so far make version {self.released}, but "
+                f"{later}"
             )
         groups = sorted([*self._in_training(), *self.active.values()], key=lambda group: group.index)
         return {

@@ -266,8 +266,8 @@ class Pipeline:
     def _state(self) -> OrchestratorState:
         if self._newest > self._ledger.released:
             raise ValueError(
-                "the state can no longer be saved at this step: "
-                f"{self._ledger.released} batches are released, but the update to version {self._newest} has begun"
+                f"the batches trained so far make version {self._ledger.released}, but the update of the replicas to "
+                f"version {self._newest} has begun: the state can no longer be saved. Save it before this update"
             )
         # After a stop by a limit, the user repairs the cause and resumes: then the limits count anew.
         if self._config.deterministic:
@@ -428,8 +428,8 @@ class Pipeline:
 
     def _is_due(self, group: Group) -> bool:
         """Returns True if no batch after the one that is being assembled may take the group. The runner then retries a
-        rollout only after a BadSample. Always returns False if max_steps_off_policy is 0, because otherwise every group
-        would be due from its start, and in deterministic mode, because otherwise the result would depend on timing."""
+        rollout only after a BadSample. Always returns False in two cases: if max_steps_off_policy is 0 (every group
+        would be due from its start), and in deterministic mode (the result would depend on timing)."""
         bound = self._options.max_steps_off_policy
         return bool(bound) and not self._config.deterministic and self._ledger.deadline(group) <= self._ledger.batch
 

@@ -140,9 +140,12 @@ class Adapters:
         if name == self.name:
             self.use(FIRST)
         if self._waiting.pop(name, None) is None:
-            raise BadInput(
-                f"there is no adapter {name!r} to drop; expected one of {', '.join(map(repr, self._waiting))}"
-            )
+            added = [repr(other) for other in (self.name, *self._waiting) if other != FIRST]
+            if added:
+                expected = f"expected one of {', '.join(added)}"
+            else:
+                expected = "none has been added to the first one, which cannot be dropped"
+            raise BadInput(f"there is no adapter {name!r} to drop; {expected}")
 
     @property
     def _all(self) -> list[nn.Parameter]:

@@ -48,12 +48,16 @@ class PublishedVersions:
     def check(self, provenance: Provenance) -> None:
         """Raises ProvenanceError unless `provenance.step` is the newest version, every token was sampled by one of the
         versions in this object, and every group's age is from 0 to `max_steps_off_policy`."""
-        if self._identities:
-            version = self._identities[-1].version
-        else:
-            version = None
+        if not self._identities:
+            raise ProvenanceError(
+                f"a batch of step {provenance.step} came, but the trainer has not published a version yet"
+            )
+        version = self._identities[-1].version
         if provenance.step != version:
-            raise ProvenanceError(f"a batch of step {provenance.step} came while the trainer holds version {version}")
+            raise ProvenanceError(
+                f"a batch of step {provenance.step} came, but the newest version of the trainer is {version}; expected "
+                f"a batch of step {version}"
+            )
         for identity in provenance.identities:
             if identity not in self._identities:
                 published = ", ".join(map(str, self._identities))

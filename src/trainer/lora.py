@@ -179,7 +179,10 @@ def read_adapter(
         )
     unsupported = [name for name in OTHER_FORMULAS if config.get(name)]
     if unsupported:
-        raise BadInput(f"the adapter {directory} has {', '.join(unsupported)}; expected plain LoRA, B A x alpha / rank")
+        raise BadInput(
+            f"the adapter {directory} has {', '.join(unsupported)}; expected plain LoRA: start from an adapter that "
+            "was trained without such options"
+        )
     names = {PREFIX + name.replace(f".{ADAPTER}.", "."): name for name in shapes}
     renamed = {names.get(name, name): tensor for name, tensor in tensors.items()}
     wrong = [

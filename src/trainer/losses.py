@@ -268,8 +268,8 @@ def backward(
     the device that is true if value and gradient are finite. Does not wait for the device. The gradient is checked only
     if `p` retains it (a leaf, or after `retain_grad`).
 
-    `counts` False: no token has a mask or weight. Then value and gradient are 0 and `loss` is not called, because a
-    user's loss may divide by the sum of the mask.
+    `counts` is False if no token counts: the mask or weight of every token is 0 (`any_counts`). Then value and gradient
+    are 0, and `loss` is not called, because a user's loss may divide by the sum of the mask.
     """
     if not counts:
         p.backward(p.new_zeros(p.shape))

@@ -42,7 +42,10 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         if (module, name) not in ALLOWED:
-            raise CheckpointInvalid(f"it refers to {module}.{name}, which is no part of the metadata of tensors")
+            raise CheckpointInvalid(
+                f"it refers to {module}.{name}; expected only the classes that describe tensors. The file was damaged "
+                "or altered: resume from another checkpoint"
+            )
         return ALLOWED[module, name]
 
 

@@ -293,7 +293,7 @@ def test_batches_of_unknown_or_stale_weights_are_refused_and_the_group_goes_on(g
         train(2, [1, 2], identities[0])
     with pytest.raises(ProvenanceError, match="not among"):
         train(2, [2, 2], WeightIdentity(2, 2, identities[2].digest))
-    with pytest.raises(ProvenanceError, match="step 1 came while the trainer holds version 2"):
+    with pytest.raises(ProvenanceError, match="step 1 came, but the newest version of the trainer is 2"):
         train(1, [1, 1], identities[1])
     with pytest.raises(BadInput, match="parameters of ppo: clip_low_threshold"):
         group.forward_backward(batch, "ppo", {"beta": 1.0})

@@ -127,7 +127,8 @@ def generator(task: str, difficulty: Mapping[str, object], size: int = 1) -> Any
     unknown = difficulty.keys() - options
     if unknown:
         raise ValueError(
-            f"difficulty of {task} has no {', '.join(sorted(unknown))}; it has {', '.join(sorted(options))}"
+            f"difficulty sets {', '.join(sorted(unknown))}; expected only options of {task}: "
+            f"{', '.join(sorted(options)) or 'none'}"
         )
     return create_dataset(task, seed=0, size=size, **difficulty)
 
@@ -187,8 +188,9 @@ class ReasoningGymDataset(GeneratedDataset):
             if is_held_out(entry["question"]) == (self.context.split == "eval"):
                 return self._make(self._row(index, entry))
         raise ValueError(
-            f"tried {MOST_TRIES} items of reasoning_gym:{self._task}: no question is in the split "
-            f"{self.context.split!r}; expected more questions: choose another task, difficulty or size"
+            f"none of {MOST_TRIES} drawn items of reasoning_gym:{self._task} belongs to the split "
+            f"{self.context.split!r}: the items have too few different questions. Choose another task or difficulty, "
+            "or a larger size"
         )
 
     def _row(self, index: int, entry: Entry) -> RewardRow:

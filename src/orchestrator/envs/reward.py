@@ -241,10 +241,11 @@ def _refuse_columns(source: str, name: str, row: RewardRow) -> None:
         raise Refusal(
             f"the reward function {name} of {source}, which cannot be called for {row.place}: {error}. The columns of "
             f"this row: {', '.join(row.columns)}",
-            "a function with a parameter for the answer, or with `completions`. Each other parameter is `prompts` or "
-            "names a column that every row has",
-            "add the column, or give the parameter a default; if a column has the name of the first parameter, rename "
-            "the parameter",
+            "a function whose first parameter takes the answer, or a function with a parameter `completions`. Each "
+            "other parameter needs a default, or the name of a column that every row has (with `completions` also "
+            "`prompts`)",
+            "add the missing column, or give its parameter a default; if a column has the name of the function's first "
+            "parameter, rename this parameter",
         ) from None
 
 

@@ -90,7 +90,10 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 def end_of_sequence(tokenizer: Tokenizer) -> int:
     """Returns the id of the end-of-sequence token. Raises ValueError for a tokenizer without such a token."""
     if tokenizer.eos_token_id is None:
-        raise ValueError("the model's tokenizer has no end-of-sequence token, which ends an answer")
+        raise ValueError(
+            "the model's tokenizer has no end-of-sequence token; expected one to end an answer. Set eos_token in its "
+            "tokenizer_config.json"
+        )
     return tokenizer.eos_token_id  # slow in transformers, hence the cache
 
 

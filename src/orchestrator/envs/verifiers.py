@@ -106,7 +106,8 @@ def conversation(data: Any) -> list[Message]:
     a task without a prompt, or with content that is no text."""
     if not data.prompt:
         raise ValueError(
-            "has no prompt (another party would have to open the conversation); expected at least one message"
+            "has no prompt, and no simulated user can open the conversation here; expected a prompt of at least one "
+            "message"
         )
     return [_message(message) for message in spoken(data)]
 

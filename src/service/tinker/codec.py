@@ -131,7 +131,9 @@ def columns_of(loss_fn: str, inputs: Mapping[str, npt.NDArray[np.generic]]) -> d
         return columns
     missing = sorted({"logprobs", "advantages"} - set(columns))
     if missing:
-        raise ValueError(f"no {' and no '.join(missing)}, which the loss {loss_fn} reads; given are {sorted(inputs)}")
+        raise ValueError(
+            f"the loss {loss_fn} reads {' and '.join(missing)}; loss_fn_inputs has only {', '.join(sorted(inputs))}"
+        )
     columns["mask"] = inputs[SEQUENCE_MASK] if SEQUENCE_MASK in inputs else columns["advantages"] != 0
     columns["mask"] = columns["mask"].astype(np.float32)
     thresholds = {name: inputs[name] for name in THRESHOLDS if name in inputs}

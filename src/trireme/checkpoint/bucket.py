@@ -159,8 +159,8 @@ class Bucket:
         if written != record:
             raise StorageFailed(
                 f"{self.url}/{key} arrived with checksum {written.checksum}, but was written with {record.checksum}: "
-                "it was altered in the store, or on the way. Try again; if the checksum is the same, the object is "
-                "damaged: resume from an earlier step (--resume.step)"
+                f"it was altered in the store, or on the way. Try again; if it again arrives with {written.checksum}, "
+                "the object in the store is damaged: resume from an earlier step (--resume.step)"
             )
 
     def _piece(self, key: str, size: int, offset: int) -> memoryview:

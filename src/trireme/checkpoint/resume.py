@@ -52,17 +52,21 @@ def choose(
 
 def _of_step(store: CheckpointStore, step: int, flag: str, newest: str) -> VerifiedCheckpoint:
     checkpoint = store.checkpoint(step)
-    steps = ", ".join(str(step_of(entry.name)) for entry in store.checkpoints()) or "none"
+    steps = ", ".join(str(step_of(entry.name)) for entry in store.checkpoints())
     try:
         return VerifiedCheckpoint(checkpoint, Manifest.verified(checkpoint))
     except CheckpointInvalid as error:
         wrong = f"whose checkpoint {checkpoint} does not verify: {error}"
     if not checkpoint.exists():
         wrong = f"of which {store.directory} holds no checkpoint"
+    if steps:
+        do = f"choose one of these, or use {newest} to take the newest undamaged checkpoint"
+    else:
+        do = "choose a run with a checkpoint"
     raise Refusal(
         f"{flag} {step}, {wrong}",
-        f"the step of a checkpoint that is whole and not superseded; there are: {steps}",
-        f"choose one of these, or use {newest} to take the newest checkpoint that passes verification",
+        f"the step of an undamaged checkpoint in the run's checkpoints/; there are: {steps or 'none'}",
+        do,
     )
 
 

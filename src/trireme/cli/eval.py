@@ -195,9 +195,9 @@ def subjects_of(name: str, steps: str | None) -> list[Subject]:
         numbers = list(dict.fromkeys(steps.split(",")))
     if not numbers or not all(number.isdecimal() for number in numbers):
         raise Refusal(
-            f"--step {steps} for {name}",
-            "a step, steps such as 20,40,60, or `all` for a run with checkpoints",
-            "`trireme inspect` lists the checkpoints of a run",
+            f"--step {steps} for {name}" + (", which has no checkpoint" if steps == "all" else ""),
+            "one step such as 40, several such as 20,40,60, or `all` for a run with checkpoints",
+            f"choose from the steps that `trireme inspect {name}` lists",
         )
     return [Subject.of(name, int(number)) for number in numbers]
 

@@ -227,7 +227,9 @@ def _check_web(options: argparse.Namespace) -> None:
     flags = [f"--{name}" for name in ("host", "port", "keys") if getattr(options, name) is not None]
     if flags and not options.web:
         raise Refusal(
-            f"{' '.join(flags)} without --web", "--web, for options of its page", f"add --web, or drop {flags[0]}"
+            f"{' '.join(flags)} without --web",
+            "--web, because only its web page uses --host, --port and --keys",
+            f"add --web, or leave out {' and '.join(flags)}",
         )
     if options.port is not None and not 0 <= options.port < 65536:
         raise Refusal(f"--port {options.port}", "a number from 0 to 65535", "0 takes any port that is free")

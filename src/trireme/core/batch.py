@@ -189,8 +189,8 @@ class BatchPart:
         absent = numbers[self.datums[np.minimum(places, len(self.datums) - 1)] != numbers]
         if len(absent):
             raise ValueError(
-                f"datum {absent[0]} belongs to another part of the batch; expected the parts to be cut by the plan of "
-                "this trainer (trainer.batching.RankAssignment)"
+                f"datum {absent[0]} is not in this shard's part of the batch; expected a batch that was divided by "
+                "this trainer's own trainer.batching.RankAssignment"
             )
         return places
 

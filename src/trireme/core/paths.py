@@ -37,5 +37,8 @@ def path_in(directory: Path, path: object) -> Path:
     for name in names_of(path):
         place = place / name
         if os.path.islink(place):
-            raise CheckpointInvalid(f"{path} is or lies behind a symbolic link in {directory}; expected a file")
+            raise CheckpointInvalid(
+                f"{place} is a symbolic link, so {path!r} may lead out of {directory}; expected a plain file or "
+                "directory"
+            )
     return place

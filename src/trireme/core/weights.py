@@ -300,7 +300,10 @@ def check_received(
     version = manifest.identity.version
     digest = manifest.identity.digest
     if weights_digest(manifest.entries, manifest.adapter) != digest:
-        raise WeightsRefused(f"the table of tensors of version {version} does not have digest {digest}")
+        raise WeightsRefused(
+            f"the table of tensors of version {version} does not have the digest {digest} with which it was published: "
+            "it was corrupted on the way"
+        )
     unread = [entry for entry in manifest.entries if entry.place not in known_sums]
     pieces = [(entry, at) for entry in unread for at in range(0, max(entry.nbytes, 1), PIECE_BYTES)]
     sums = {entry.place: Sums() for entry in unread}

@@ -200,8 +200,8 @@ def check_shm(machines: Sequence[NodeNeeds]) -> None:
     for machine in machines:
         if machine.shm_free > machine.node.shm_bytes:
             raise Refusal(
-                f"{machine.node.name}, which has {gib(machine.node.shm_bytes)} in /dev/shm",
-                f"{gib(machine.shm_free)} free there, which vLLM needs to start a replica of several ranks",
+                f"{machine.node.name}, whose /dev/shm has a size of {gib(machine.node.shm_bytes)}",
+                f"at least {gib(machine.shm_free)} free there, which vLLM needs to start a replica of several ranks",
                 "`mount -o remount,size=1G /dev/shm` there (Docker: --shm-size 1g), or --inference.tensor-parallel 1",
             )
 

@@ -429,7 +429,7 @@ def _refuse_unless_a_node_has(bundle: Mapping[str, float], key: str) -> None:
     if not any(all(node.get(name, 0) >= amount for name, amount in bundle.items()) for node in nodes):
         largest = {name: max(node.get(name, 0) for node in nodes) for name in bundle}
         raise Refusal(
-            f"{key}, which asks for {dict(bundle)} on one node, where no node has more than {largest}",
+            f"{key}, which needs {dict(bundle)} on one node, but no node has more than {largest}",
             "a number of processes that one node can hold",
             f"lower --{key.replace('_', '-')}, or leave it out",
         )

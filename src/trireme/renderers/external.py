@@ -90,7 +90,10 @@ class PackageRenderer(Renderer):
         weights = [owner in trained and says_it for owner, says_it in zip(owners, says, strict=True)]
         last = max((n for n, weight in enumerate(weights) if weight), default=None)
         if last is None:
-            raise ValueError(f"the format {self.name} does not say which tokens train_on = {train_on} selects")
+            raise ValueError(
+                f"the format {self.name} marks no token of the messages that train_on = {train_on} selects; expected a "
+                "format that marks them: choose another renderer.name, or train_on = all_tokens"
+            )
         if messages[-1]["role"] == "assistant" and trained[-1] == len(messages) - 1 and tokens[last] not in self._stop:
             tokens = [*tokens, self._stop[0]]
             weights = [*weights, True]  # GLM ends a message by the next one's header
@@ -115,7 +118,10 @@ class PackageRenderer(Renderer):
                 continue
             places = [n for n, owner in enumerate(owners) if owner == i and says[n]]
             if not places:
-                raise ValueError(f"the format {self.name} shows nothing of the sampled message {i}")
+                raise ValueError(
+                    f"the format {self.name} shows nothing of message {i}, which the model sampled; expected a format "
+                    "that shows each message's content: choose another renderer.name"
+                )
             start = places[0]
             end = places[-1] + 1
             sampled = self._as_shown(list(message["tokens"]), tokens[start:end])

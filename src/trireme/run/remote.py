@@ -157,12 +157,16 @@ class RemoteRun:
         notes: list[str] = []
         if requested is not None and requested >= 0:
             if requested not in steps:
+                if steps:
+                    do = "choose one of these, or use --resume alone to take the newest"
+                else:
+                    do = "use --resume alone, which begins at step 0, or choose a run with a checkpoint"
                 raise Refusal(
                     f"--resume.step {requested}, for which {self._url}/{root.name.removesuffix(ARRIVING)} holds "
                     "no checkpoint",
-                    "the step of a checkpoint that is not superseded; there are: "
+                    "the step of a checkpoint in the run's checkpoints/; there are: "
                     f"{', '.join(map(str, steps)) or 'none'}",
-                    "choose one of these, or the newest with --resume alone",
+                    do,
                 )
             steps = {requested: steps[requested]}
         for path in reversed(steps.values()):

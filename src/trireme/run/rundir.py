@@ -325,9 +325,9 @@ def _begun(store: CheckpointStore) -> Head | None:
         problem = str(error)
     raise Refusal(
         f"a run that cannot be resumed: {problem}",
-        "a run with the file HEAD, which a fork writes last",
-        "if a fork was interrupted here, repeat its command with the same --resume.dir; otherwise fork this run: "
-        f"--resume.dir {store.root} with another --run.name",
+        "a run with an undamaged file HEAD",
+        "if a command with --resume.dir was interrupted while it made this run, repeat that command: it writes HEAD "
+        f"last. Otherwise continue this run as a new one: --resume.dir {store.root} with another --run.name",
     )
 
 

@@ -126,7 +126,8 @@ def best(rows: Mapping[str, Mapping[str, float]], metric: str) -> str:
         raise Refusal(
             f"--keep-best {metric}, for which no checkpoint has a value",
             "an evaluation with at least one rollout that did not fail",
-            "look at the column `failed`",
+            "find out why the rollouts failed (`failed` and `errors/...` in the tables of the evaluations), and "
+            "evaluate again",
         )
     return max(having, key=having.__getitem__)
 

@@ -130,7 +130,11 @@ def _run_id(root: Path) -> str:
     """Returns the id of the run in `root`. Raises BadInput if the run has no checkpoint."""
     head = CheckpointStore(root).head()
     if head is None:
-        raise Refusal(f"{root}, which has no checkpoint", "a run with a checkpoint", "push later")
+        raise Refusal(
+            f"{root}, which has no file HEAD",
+            "the directory of a run with a checkpoint",
+            "correct the directory, or push after the run has written its first checkpoint",
+        )
     return head.run_id
 
 

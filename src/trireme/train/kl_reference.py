@@ -53,9 +53,10 @@ def keep_reference(config: Config) -> None:
         (Path(path).parent / KEEP).touch()
     except OSError as error:
         raise Refusal(
-            f"trainer.kl.reference.load_checkpoint_path in {Path(path).parent}, where no file can be made ({error})",
-            f"a checkpoint that can be marked with a file {KEEP}, so that its run does not prune it",
-            f"permit writing there, or copy its {INFERENCE}/ elsewhere and set the key to the copy",
+            f"trainer.kl.reference.load_checkpoint_path = {path}: no file can be written to its checkpoint ({error})",
+            f"a checkpoint directory that can be written: a file {KEEP} there keeps the run that made the checkpoint "
+            "from pruning it",
+            f"make {Path(path).parent} writable, or copy {path} elsewhere and set the key to the copy",
         ) from None
 
 

@@ -52,7 +52,8 @@ def apply(changes: Bytes, bucket: Bytes, offsets: Sequence[int]) -> list[Sums]:
     starts = np.asarray(offsets, np.int64) // WORD_BYTES
     if not _kernels()[1](changes, bucket.view(np.uint16), starts, added):
         raise WeightsRefused(
-            f"changes of {len(changes)} bytes do not fit a bucket of {len(bucket)}: they are corrupted"
+            f"the delta was corrupted on the way: its {len(changes)} bytes cannot be applied to a part of "
+            f"{len(bucket)} bytes of the base weights"
         )
     return [Sums(int(first), int(second)) for first, second in added]
 

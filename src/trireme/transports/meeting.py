@@ -109,7 +109,10 @@ class GroupRoot:
         answers = self._answers(time.monotonic() + ANSWER_SHARE * (deadline - time.monotonic()))
         late = tuple(member for member in self._members if member not in answers)
         if not answers:
-            raise RoomFailed(f"{named(late)} were ready to receive, but did not answer in the TCPStore of the trainer")
+            raise RoomFailed(
+                f"the trainer called for the broadcast of version {self._version}, but no answer came in time to its "
+                f"TCPStore from {named(late)}, which had reported ready"
+            )
         sharing: tuple[int, ...] = ()
         if self._slabs:
             connected = [member for member, answer in answers.items() if answer["connected"]]
@@ -176,7 +179,8 @@ class GroupMember:
         call = self._await("call", deadline)
         if self._number not in call["members"]:
             raise RoomFailed(
-                f"member {self._number} was not ready in time for the broadcast of this version, which began without it"
+                f"replica {self._number} was not ready when the broadcast of this version began, so the trainer left "
+                "the replica out"
             )
         slabs = self._connect(call, last)
         answer = {"group": last.name if last else "", "gpu": own_gpu(), "connected": slabs is not None}
@@ -192,8 +196,8 @@ class GroupMember:
         kind = go["kind"]
         if self._number not in members:
             raise RoomFailed(
-                f"member {self._number} did not answer in time to the call for the broadcast of this version, which "
-                "began without it"
+                f"replica {self._number} was ready, but did not confirm in time that it takes part in the broadcast "
+                "of this version, so the trainer left the replica out"
             )
         if last and last.name == name:
             return last

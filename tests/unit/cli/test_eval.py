@@ -165,12 +165,12 @@ def test_several_steps_are_taken_in_their_order_and_all_of_them(run: Path) -> No
 
 @pytest.mark.parametrize("steps", ["", "4,", "-1", "newest", "4;2", "1e1"])
 def test_what_is_no_step_is_refused(run: Path, steps: str) -> None:
-    with pytest.raises(BadInput, match="a step, steps such as 20,40,60, or `all`"):
+    with pytest.raises(BadInput, match="one step such as 40, several such as 20,40,60, or `all`"):
         subjects_of(str(run), steps)
 
 
 def test_steps_of_what_is_no_run_are_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="--step all for some/model"):
+    with pytest.raises(BadInput, match="--step all for some/model, which has no checkpoint"):
         subjects_of("some/model", "all")
     with pytest.raises(BadInput, match="--step 4 for some/model"):
         subjects_of("some/model", "4")

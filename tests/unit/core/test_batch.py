@@ -131,7 +131,7 @@ def test_a_datum_of_another_part_is_refused():
     part = BatchPart(batch.find_forest(), np.array([1, 2]), batch.take(np.array([1, 2])))
     assert part.places([2, 1, 2]).tolist() == [1, 0, 1]
     for wrong in (0, 3):
-        with pytest.raises(ValueError, match=rf"datum {wrong} belongs to another part"):
+        with pytest.raises(ValueError, match=rf"datum {wrong} is not in this shard's part"):
             part.places([1, wrong])
     assert BatchPart.of(batch).places([2, 0]).tolist() == [2, 0]
     assert BatchPart.of(part) is part

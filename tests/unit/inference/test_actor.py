@@ -847,7 +847,7 @@ async def test_a_drain_that_takes_too_long_says_who_is_waited_for() -> None:
     sampling = asyncio.create_task(outcomes(updating, requests_of("slow one", "slow two")))
     await turns()
     expected = (
-        r"inference replica 0 could not take version 1 within 0.5 s: it waited for 2 requests in flight "
+        r"inference replica 0 could not take version 1 within 0.5 s. Requests still in flight: 2 "
         r"\(slow one, slow two\). Raise timeouts.update_s, .* inference.on_update = recompute_kv"
     )
     with pytest.raises(RoomFailed, match=expected):

@@ -56,6 +56,6 @@ def test_an_adapter_is_scaled_and_a_copy_under_its_own_number(runner: Any, manag
 
 
 def test_one_of_the_output_matrix_is_refused(runner: Any, manager: Manager) -> None:
-    with pytest.raises(WeightsRefused, match=r"tensors of lm_head.*all requests share one adapter"):
+    with pytest.raises(WeightsRefused, match=r"tensors of lm_head.*one lm_head for all requests"):
         add_adapter(runner, 2, tensors("base_model.model.lm_head"), Adapter("d", 4, 8.0))
     assert manager.adapters == {}

@@ -260,11 +260,11 @@ def test_the_example_asks_helpers_and_shortens_its_history(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("env_id", "reason"),
     [
-        ("agent:calculator", r"has no function \(none is named\)"),
-        ("agent:calculator:nothing", "has no function nothing"),
+        ("agent:calculator", "which names no function of calculator"),
+        ("agent:calculator:nothing", "function nothing cannot be loaded from calculator: KeyError: 'nothing'"),
         ("agent:delegating:user", "a coroutine that takes one AgentRun"),
-        ("agent:not_there:play", "has no function play: ModuleNotFoundError: No module named 'not_there'"),
-        ("agent:", "no module"),
+        ("agent:not_there:play", "cannot be loaded from not_there: ModuleNotFoundError: No module named 'not_there'"),
+        ("agent:", "which names no file or module"),
     ],
 )
 def test_agents_that_are_refused(env_id: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -343,7 +343,7 @@ async def test_no_snapshot_between_two_versions() -> None:
         run.sampler.hold_update(1)
         await run.pipeline.next_minibatch(0, 0)
         await begin_version(run.pipeline, published(1))
-        with pytest.raises(ValueError, match="0 batches are released, but the update to version 1 has begun"):
+        with pytest.raises(ValueError, match="make version 0, but the update of the replicas to version 1 has begun"):
             run.pipeline.snapshot()
         run.pipeline.release(0)
         assert run.pipeline.snapshot().ledger["released"] == 1, "not all replicas are there yet"

@@ -198,7 +198,7 @@ class TestCores:
     def test_a_shared_memory_without_room_for_the_queues_of_ranks_is_refused(self) -> None:
         (node,) = machines().nodes
         small = Resources((replace(node, shm_bytes=200 * 2**20),), "this machine")
-        with pytest.raises(BadInput, match=r"this machine, which has 0\.20 GiB in /dev/shm(.|\n)*--shm-size 1g"):
+        with pytest.raises(BadInput, match=r"this machine, whose /dev/shm has a size of 0\.20 GiB(.|\n)*--shm-size 1g"):
             plan(resources=small, inference={"tensor_parallel": 2}).check_resources()
         plan(resources=small).check_resources()
         plan(inference={"tensor_parallel": 2}).check_resources()

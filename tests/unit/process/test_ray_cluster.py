@@ -67,7 +67,7 @@ def test_the_ranks_of_a_replica_are_one_bundle_which_some_node_must_hold() -> No
     assert (group.bundles[1], places) == ({"CPU": 4.0, "GPU": 4.0}, [0, 1])
     with pytest.raises(BadInput) as refused:
         reserved([SHARD, {"num_cpus": 8.0, "num_gpus": 8.0}], [])
-    assert "inference.tensor_parallel, which asks for {'CPU': 8.0, 'GPU': 8.0} on one node" in str(refused.value)
+    assert "inference.tensor_parallel, which needs {'CPU': 8.0, 'GPU': 8.0} on one node" in str(refused.value)
     assert "no node has more than {'CPU': 64.0, 'GPU': 4.0}" in str(refused.value)
     assert "--inference.tensor-parallel" in str(refused.value)
 

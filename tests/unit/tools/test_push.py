@@ -212,7 +212,7 @@ def test_a_run_without_a_checkpoint_is_refused(
     store = make_run(tmp_path / "empty")
     assert "which holds no checkpoint" in refused(store, capsys)
     (store.root / "HEAD").unlink()
-    assert "which has no checkpoint" in refused(store, capsys)
+    assert "which has no file HEAD" in refused(store, capsys)
 
 
 def test_the_card_of_an_adapter_names_peft_and_no_path_of_this_machine(store: CheckpointStore, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_results_return_to_the_order_of_the_batch():
 
 def test_nothing_published_means_nothing_accepted():
     provenance = Provenance(0, np.zeros(1, dtype=np.int32), (WeightIdentity(1, 0, "aa"),))
-    with pytest.raises(ProvenanceError, match="holds version None"):
+    with pytest.raises(ProvenanceError, match="has not published a version yet"):
         PublishedVersions(1).check(provenance)
     PublishedVersions(0, [WeightIdentity(1, 0, "aa")]).check(provenance)
 

@@ -100,7 +100,7 @@ def test_changes_that_do_not_fit_are_refused(corrupt: Any) -> None:
     new = old.copy()
     new[1000] = 77
     changes = encoded(old.view(np.uint8), new.view(np.uint8))
-    with pytest.raises(WeightsRefused, match="do not fit a bucket of 2048"):
+    with pytest.raises(WeightsRefused, match="cannot be applied to a part of 2048 bytes"):
         delta.apply(corrupt(changes), old.view(np.uint8), [0])
 
 

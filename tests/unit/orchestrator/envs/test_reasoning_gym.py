@@ -108,8 +108,8 @@ def test_difficulty_are_the_keys_of_the_generator(tokenizer: Any) -> None:
     ("task", "args", "message"),
     [
         ("gdc", {}, "has no generator 'gdc'; it has ab, acre"),
-        ("gcd", {"difficulty": {"terms": 3}}, "difficulty of gcd has no terms; it has max_numbers, max_value"),
-        ("gcd", {"difficulty": {"seed": 3}}, "difficulty of gcd has no seed"),
+        ("gcd", {"difficulty": {"terms": 3}}, "difficulty sets terms; expected only options of gcd: max_numbers, "),
+        ("gcd", {"difficulty": {"seed": 3}}, "difficulty sets seed; expected only options of gcd: "),
         ("gcd", {"difficulty": {"min_numbers": 0}}, "AssertionError: min_numbers must be at least 2"),
         ("gcd", {"answer": "number"}, "answer = 'number'; expected one of raw, tag, last_number, last_word"),
         ("gcd", {"reward": "Exact"}, "reward = 'Exact'; expected one of exact, score"),
@@ -135,7 +135,7 @@ def test_a_generator_of_few_questions_says_so(tokenizer: Any, caplog: pytest.Log
 
 def test_a_split_without_questions_is_refused_and_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reasoning_gym, "is_held_out", lambda _: False)
-    with pytest.raises(ValueError, match="500 items of reasoning_gym:gcd: no question is in the split 'eval'"):
+    with pytest.raises(ValueError, match="none of 500 drawn items of reasoning_gym:gcd belongs to the split 'eval'"):
         dataset(None, split="eval").get_batch(0)
 
 

@@ -140,8 +140,8 @@ def test_a_function_that_fails_is_refused_before_the_run(tmp_path: Path, tokeniz
 @pytest.mark.parametrize(
     ("functions", "rewards", "rows", "message"),
     [
-        ("nothing", REWARDS, ROWS, "has no function nothing: KeyError: 'nothing'"),
-        ("score", "import nowhere", ROWS, "has no function score: ModuleNotFoundError.*my_rewards.py, line 1"),
+        ("nothing", REWARDS, ROWS, "function nothing cannot be loaded from .*my_rewards.py: KeyError: 'nothing'"),
+        ("score", "import nowhere", ROWS, "function score cannot .*: ModuleNotFoundError.*my_rewards.py, line 1"),
         ("score", REWARDS, [*ROWS, {"prompt": "no target"}], "line 41 of .*: missing a required argument: 'target'"),
         ("score", "def score(answer, **row): return 1", ROWS, "multiple values for argument 'answer'"),
         ("score", REWARDS, [{"question": "?", "target": "1"}] * 9, "line 1 of .* has no 'prompt'"),

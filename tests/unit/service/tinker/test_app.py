@@ -114,7 +114,7 @@ class TestTheClient:
     def test_failures_are_told_and_leave_the_server_usable(self, served: Served) -> None:
         with client_of(served) as client:
             model = model_of(client)
-            for loss, named in (("stable_reinforce", "importance_sampling"), ("ppo", "no advantages")):
+            for loss, named in (("stable_reinforce", "importance_sampling"), ("ppo", "ppo reads advantages")):
                 with pytest.raises(tinker.RequestFailedError, match=named):
                     model.forward_backward([datum(TARGETS)], loss).result(DEADLINE_S)
             with pytest.raises(tinker.RequestFailedError, match="a part of them is missing"):

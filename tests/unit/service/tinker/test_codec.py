@@ -202,7 +202,7 @@ def test_a_sequence_mask_is_the_mask() -> None:
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        (one("ppo", target_tokens=[2, 3], logprobs=[0.0, 0.0]), "datum 0: no advantages"),
+        (one("ppo", target_tokens=[2, 3], logprobs=[0.0, 0.0]), "datum 0: the loss ppo reads advantages; "),
         (one(weights=[1.0, 1.0]), "no target_tokens"),
         (one(target_tokens=[2, 3, 4]), "column 'target_tokens' has shape"),
         (one(target_tokens=[2, 2**32 + 3]), "the number 4294967299"),

@@ -161,7 +161,7 @@ def test_a_failed_part_drops_the_gradients_of_its_own_model_alone(served: Served
         broken, whole = model_of(one), model_of(other)
         for model in (broken, whole):
             model.forward_backward([datum(4)], "cross_entropy").result(DEADLINE_S)
-        with pytest.raises(tinker.RequestFailedError, match="no advantages"):
+        with pytest.raises(tinker.RequestFailedError, match="ppo reads advantages"):
             broken.forward_backward([datum(4)], "ppo").result(DEADLINE_S)
         with pytest.raises(tinker.RequestFailedError, match="a part of them is missing"):
             broken.optim_step(ADAM).result(DEADLINE_S)
