@@ -5,6 +5,9 @@ arrays. Here the output matrix is applied to one chunk of tokens after the other
 backward pass. Between the two passes are kept: the hidden states, the logarithm of the softmax's denominator for each
 token, and the logits of the last chunk; a single chunk is therefore not computed twice.
 
+What comes between the products is done by tensor operations on CPUs, and by two kernels (`trainer.head_kernels`) on
+GPUs where they compute the same (`why_unfused`).
+
 Logits are float32 also where the model computes in 16 bits (`model.head_dtype`): rounded to bfloat16, one of 20 would
 be off by up to 1/16.
 """
@@ -21,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
+from trainer.head_kernels import head_backward, head_forward
 from trainer.transfers import to_device
 from trireme.core.errors import BadInput
 from trireme.core.prefixes import Numbers
@@ -30,12 +34,16 @@ METHOD = "token_logprobs"
 CAST_ELEMENTS = 2**19
 """Elements of the output matrix that a CPU casts at a time: 2 MiB of float32, which stay in its cache. A cast of the
 whole matrix would go to new memory each time, which the system gives page by page."""
+LOGPROB_BOUND = 1e-4
+"""Largest difference between a log-probability with kernels and without, in nats."""
 
 
-def add_token_logprobs(model: PreTrainedModel, head_dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def add_token_logprobs(
+    model: PreTrainedModel, head_dtype: torch.dtype = torch.float32, *, fused: bool = False
+) -> PreTrainedModel:
     """Gives `model` the method that `token_logprobs` calls, and returns `model`. Call it after `fully_shard`: FSDP
     treats the method as a forward pass. Logits are computed in `head_dtype`: float32, or the dtype in which the model
-    computes.
+    computes. `fused`: as in `SelectedLogprobs`.
 
     Raises BadInput if the model has no output matrix, or if its class does not name the part that computes hidden
     states (`base_model`). `trainer.proof` shows at the start that the model's logits are its hidden states times the
@@ -48,7 +56,7 @@ def add_token_logprobs(model: PreTrainedModel, head_dtype: torch.dtype = torch.f
         raise BadInput(
             f"{name} does not say which part of it computes hidden states (base_model): its logprobs are not supported"
         )
-    setattr(model, METHOD, partial(_forward, model, head_dtype))
+    setattr(model, METHOD, partial(_forward, model, head_dtype, fused))
     register_fsdp_forward_method(model, METHOD)
     return model
 
@@ -56,6 +64,7 @@ def add_token_logprobs(model: PreTrainedModel, head_dtype: torch.dtype = torch.f
 def _forward(
     model: PreTrainedModel,
     head_dtype: torch.dtype,
+    fused: bool,
     tokens: Tensor,
     targets: Tensor,
     temperatures: Tensor | None,
@@ -72,7 +81,7 @@ def _forward(
         temperature = None
     else:
         temperature = temperatures.flatten()
-    return SelectedLogprobs.apply(rows, weight, targets.flatten(), temperature, head_dtype, bounds)
+    return SelectedLogprobs.apply(rows, weight, targets.flatten(), temperature, head_dtype, bounds, fused)
 
 
 def _head(model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +143,8 @@ class SelectedLogprobs(torch.autograd.Function):
     `bounds` int64 [T + 1]: row t has the targets from `bounds[t]` up to, not including, `bounds[t + 1]`. None: each row
     has one target. Logits have `head_dtype`, products of the backward pass the dtype of `hidden`; sums over the
     vocabulary and over chunks are float32. With p the result, z = logits / temperature and s = softmax(z): dp/dz =
-    onehot(target) - s, so a row's gradient is sum_m g_m onehot(target_m) - (sum_m g_m) s.
+    onehot(target) - s, so a row's gradient is sum_m g_m onehot(target_m) - (sum_m g_m) s. `fused`: all but the products
+    is computed by kernels.
     """
 
     @staticmethod
@@ -146,24 +156,32 @@ class SelectedLogprobs(torch.autograd.Function):
         temperature: Tensor | None,
         head_dtype: torch.dtype = torch.float32,
         bounds: Numbers | None = None,
+        fused: bool = False,
     ) -> Tensor:
         normalizers = []
         selected = []
         ctx.logits = chunk_logits(_free_bytes(hidden.device))
         for rows in _chunks(len(hidden), len(weight), ctx.logits):
-            scaled = _scaled_logits(hidden, weight, temperature, rows, head_dtype)
-            normalizer = scaled.logsumexp(-1)
+            logits = _logits(hidden[rows], weight, head_dtype)
+            divisor = None if temperature is None else temperature[rows]
             span, row = _targets_of(rows, bounds, hidden.device)
-            selected.append(scaled[row, targets[span]] - normalizer[row])
+            if fused:
+                normalizer, logprobs = head_forward(logits, divisor, targets[span], row)
+            else:
+                logits = _scaled(logits, divisor)
+                normalizer = logits.logsumexp(-1)
+                logprobs = logits[row, targets[span]] - normalizer[row]
+            selected.append(logprobs)
             normalizers.append(normalizer)
         ctx.head_dtype = head_dtype
         ctx.bounds = bounds
-        ctx.save_for_backward(hidden, weight, targets, temperature, torch.cat(normalizers), scaled)
+        ctx.fused = fused
+        ctx.save_for_backward(hidden, weight, targets, temperature, torch.cat(normalizers), logits)
         return torch.cat(selected)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
         hidden, weight, targets, temperature, normalizer, last = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         if ctx.needs_input_grad[1]:
@@ -171,21 +189,25 @@ class SelectedLogprobs(torch.autograd.Function):
         else:
             grad_weight = None
         for number, rows in enumerate(reversed(_chunks(len(hidden), len(weight), ctx.logits))):
-            if number:
-                scaled = _scaled_logits(hidden, weight, temperature, rows, ctx.head_dtype)
-            else:
-                scaled = last
+            logits = _logits(hidden[rows], weight, ctx.head_dtype) if number else last
+            divisor = None if temperature is None else temperature[rows]
             span, row = _targets_of(rows, ctx.bounds, hidden.device)
-            total = torch.zeros_like(normalizer[rows]).scatter_add_(0, row, grad[span])
-            grad_z = scaled.sub_(normalizer[rows, None]).exp_().mul_(-total[:, None])
-            grad_z.view(-1).scatter_add_(0, row * len(weight) + targets[span], grad[span])
-            if temperature is not None:
-                grad_z.div_(temperature[rows, None])
-            grad_logits = grad_z.to(hidden.dtype)
+            if ctx.fused:
+                grad_logits = head_backward(
+                    logits, divisor, targets[span], row, normalizer[rows], grad[span], hidden.dtype
+                )
+            else:
+                scaled = _scaled(logits, divisor) if number else logits
+                total = torch.zeros_like(normalizer[rows]).scatter_add_(0, row, grad[span])
+                grad_z = scaled.sub_(normalizer[rows, None]).exp_().mul_(-total[:, None])
+                grad_z.view(-1).scatter_add_(0, row * len(weight) + targets[span], grad[span])
+                if divisor is not None:
+                    grad_z.div_(divisor[:, None])
+                grad_logits = grad_z.to(hidden.dtype)
             grad_hidden[rows] = grad_logits @ weight
             if grad_weight is not None:
                 grad_weight += grad_logits.T @ hidden[rows]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 def _targets_of(rows: slice, bounds: Numbers | None, device: torch.device) -> tuple[slice, Tensor]:
@@ -216,15 +238,11 @@ def _chunks(tokens: int, vocabulary: int, logits: int) -> list[slice]:
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def _scaled_logits(
-    hidden: Tensor, weight: Tensor, temperature: Tensor | None, rows: slice, head_dtype: torch.dtype
-) -> Tensor:
-    """Returns logits / temperature for the tokens in the slice `rows`: a new tensor, float32 [rows, V], which the
-    caller may overwrite."""
-    logits = _logits(hidden[rows], weight, head_dtype).float()
+def _scaled(logits: Tensor, temperature: Tensor | None) -> Tensor:
+    """Returns logits [T, V] / temperature [T] in float32. Overwrites `logits` if they are float32."""
     if temperature is None:
-        return logits
-    return logits.div_(temperature[rows, None])
+        return logits.float()
+    return logits.float().div_(temperature[:, None])
 
 
 def _logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -247,3 +265,30 @@ def _wide_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
             rows = slice(start, start + at_once)
             torch.mm(wide, weight[rows].to(dtype).T, out=product[:, rows])
         return product
+
+
+def why_unfused(device: torch.device, dtype: torch.dtype, head_dtype: torch.dtype, vocabulary: int) -> str:
+    """Computes log-probabilities of random hidden states, and their gradients, with kernels and without. Returns "" if
+    both agree within rounding; else why kernels cannot be used. Rows have two targets, none and one, with temperatures
+    and without."""
+    generator = torch.Generator(device).manual_seed(0)
+    hidden, weight = (torch.randn(size, 64, generator=generator, device=device).to(dtype) for size in (3, vocabulary))
+    factors = (hidden.requires_grad_(), weight.requires_grad_())
+    targets = torch.tensor([1, vocabulary - 1, 0], device=device)
+    temperature = torch.tensor([0.7, 1.0, 1.6], device=device)
+    upstream = torch.tensor([1.0, -2.0, 0.5], device=device)
+    for divisor in (None, temperature):
+        options = (targets, divisor, head_dtype, np.array([0, 2, 2, 3]))
+        try:
+            plain, fused = (SelectedLogprobs.apply(*factors, *options, kernels) for kernels in (False, True))
+            pairs = [torch.autograd.grad(p, factors, upstream) for p in (plain, fused)]
+        except Exception as error:  # a compiler fails in its own ways
+            return f"{type(error).__name__}: {error}"
+        distance = float((plain - fused).detach().abs().max())
+        if not distance <= LOGPROB_BOUND:
+            return f"log-probabilities differ by {distance:.3g}"
+        for right, got in zip(*pairs, strict=True):
+            distance = float((got.float() - right.float()).norm() / right.float().norm())
+            if not distance <= max(LOGPROB_BOUND, torch.finfo(dtype).eps):
+                return f"a gradient differs by {distance:.3g} of its norm"
+    return ""

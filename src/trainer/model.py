@@ -24,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from trainer.attention import PACKED, choose_kernel, has_kernel
 from trainer.batching import MicroBatch
-from trainer.logprobs import add_token_logprobs
+from trainer.logprobs import add_token_logprobs, why_unfused
 from trainer.lora import add_adapters, start_values
 from trainer.mesh import Mesh
 from trainer.shard_sums import ShardSums
@@ -48,8 +48,9 @@ class Sharding:
     batch; it is `memory.whole`, unless a resumed run has decided otherwise. `packed`: rows are packed; with
     `trainer.packing` auto, only if there is a kernel for packed rows. `shares`: common prefixes are computed once.
     `packed` and `shares` become False if `trainer.proof` shows that a model cannot be computed like this. `kernel`: the
-    name of the kernel for packed rows and, if it is not the newest one, why; "" if there is none. `compiles`: layers
-    are compiled, unless a trial shows that they cannot be compiled (`trainer.compiled`).
+    name of the kernel for packed rows and, if it is not the newest one, why; "" if there is none. `head`: whether
+    kernels turn logits into log-probabilities and, if they do not, why; "" on CPUs. `compiles`: layers are compiled,
+    unless a trial shows that they cannot be compiled (`trainer.compiled`).
     """
 
     def __init__(self, config: CommonConfig, facts: ModelFacts, mesh: Mesh, replica_share: float) -> None:
@@ -68,6 +69,12 @@ class Sharding:
         self.kernel = ""  # of packed attention, where there is one
         if (self.packed or self.shares) and has_kernel(mesh.device, self.dtype):
             self.kernel = choose_kernel(mesh.device, self.dtype, facts.num_heads, facts.num_kv_heads, facts.head_dim)
+        self.head = ""
+        self._fused = False
+        if on_gpus:
+            reason = why_unfused(mesh.device, self.dtype, self._head_dtype, facts.vocab_size)
+            self._fused = not reason
+            self.head = f"logits are computed without kernels: {reason}" if reason else "logits are computed by kernels"
         self.memory = shard_memory(config, facts, on_gpus=on_gpus, room=mesh.smallest_room(config, replica_share))
         self.whole = self.memory.whole  # layers stay gathered between micro-batches (`accumulating`)
         self._offload = CPUOffloadPolicy(pin_memory=on_gpus) if options.offload == "cpu" else OffloadPolicy()
@@ -134,7 +141,7 @@ class Sharding:
         if source is not None:
             model.generation_config = source.generation_config
         model._weight_conversions = self._mesh.broadcast_object(source and source._weight_conversions)
-        return add_token_logprobs(model, self._head_dtype)
+        return add_token_logprobs(model, self._head_dtype, fused=self._fused)
 
     def _fill(self, unit: nn.Module, prefix: str, tensors: dict[str, Tensor]) -> None:
         """Allocates the tensors of `unit` on the device and fills them with the first rank's values. `tensors`: the

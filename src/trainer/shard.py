@@ -174,9 +174,9 @@ class Shard(AdapterVerbs):
 
     def shown(self) -> tuple[str, str]:
         """Returns two texts for the log. The first has the result of the model's proof at the start, and notes on
-        compiled layers, memory, and the tensors whose checksums need a gather. The second names what the configuration
-        asks for but the model cannot do: packed rows or shared prefixes ("" if there is nothing)."""
-        texts = self.proof.text, self._layers_text, self._sharding.memory.text, self._sums.text
+        compiled layers, logits, memory, and the tensors whose checksums need a gather. The second names what the
+        configuration asks for but the model cannot do: packed rows or shared prefixes ("" if there is nothing)."""
+        texts = self.proof.text, self._layers_text, self._sharding.head, self._sharding.memory.text, self._sums.text
         return "; ".join(filter(None, texts)), self.proof.notice
 
     def forward_backward(

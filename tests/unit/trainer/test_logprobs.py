@@ -6,7 +6,7 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trainer import logprobs
-from trainer.logprobs import SelectedLogprobs, add_token_logprobs, token_logprobs
+from trainer.logprobs import SelectedLogprobs, add_token_logprobs, token_logprobs, why_unfused
 from trireme.core.errors import BadInput
 
 TOKENS, HIDDEN, VOCABULARY = 37, 8, 50
@@ -76,7 +76,7 @@ def test_a_model_in_bfloat16_has_exact_logits_unless_they_are_asked_for_in_its_d
 def test_in_float32_nothing_changes_bit_for_bit(monkeypatch):
     """The logits are those of the plain product, in chunks as without, and no other product is asked for."""
     hidden, weight, targets, temperature, upstream = inputs()
-    scaled = logprobs._scaled_logits(hidden, weight, temperature, slice(None), torch.float32)
+    scaled = logprobs._scaled(logprobs._logits(hidden, weight, torch.float32), temperature)
     assert torch.equal(scaled, (hidden @ weight.T) / temperature[:, None])
     p = SelectedLogprobs.apply(hidden, weight, targets, temperature, torch.float32)
     assert torch.equal(p, scaled.gather(-1, targets[:, None])[:, 0] - scaled.logsumexp(-1))
@@ -125,3 +125,61 @@ def test_without_a_temperature_it_is_1(dtype):
     assert torch.equal(with_ones, without)
     gradients = [torch.autograd.grad(p, factors, upstream) for p in (with_ones, without)]
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def forward_by_operations(logits, temperatures, targets, rows):
+    """Computes what the kernel does, which `test_head_kernels.py` tests."""
+    scaled = logits.float() if temperatures is None else logits / temperatures[:, None]
+    normalizers = scaled.logsumexp(-1)
+    return normalizers, scaled[rows, targets] - normalizers[rows], None
+
+
+def backward_by_operations(logits, temperatures, targets, rows, normalizers, upstream, dtype):
+    leaf = logits.detach().requires_grad_()
+    with torch.enable_grad():
+        _, p, _ = forward_by_operations(leaf, temperatures, targets, rows)
+    return torch.autograd.grad(p, leaf, upstream)[0].to(dtype)
+
+
+@pytest.fixture
+def by_operations(monkeypatch):
+    """Operations in place of the kernels, which are for GPUs."""
+    monkeypatch.setattr(logprobs, "head_forward", forward_by_operations)
+    monkeypatch.setattr(logprobs, "head_backward", backward_by_operations)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_that_agree_are_used(by_operations, dtype):
+    assert why_unfused(torch.device("cpu"), dtype, torch.float32, 60) == ""
+
+
+def test_without_a_gpu_the_kernels_fail_aloud():
+    assert "0 active drivers" in why_unfused(torch.device("cpu"), torch.float32, torch.float32, 60)
+
+
+def test_kernels_that_compute_something_else_are_not_used(by_operations, monkeypatch):
+    def without_temperature(logits, temperatures, *others):
+        return forward_by_operations(logits, None, *others)
+
+    def with_wrong_targets(logits, temperatures, targets, *others):
+        return backward_by_operations(logits, temperatures, targets.roll(1), *others)
+
+    arguments = torch.device("cpu"), torch.bfloat16, torch.float32, 60
+    with monkeypatch.context() as patch:
+        patch.setattr(logprobs, "head_backward", with_wrong_targets)
+        assert why_unfused(*arguments).startswith("a gradient differs by ")
+    monkeypatch.setattr(logprobs, "head_forward", without_temperature)
+    assert why_unfused(*arguments).startswith("log-probabilities differ by ")
+
+
+def test_a_model_passes_its_head_to_the_kernels(by_operations, monkeypatch):
+    calls = []
+    monkeypatch.setattr(logprobs, "head_forward", lambda *args: calls.append(args) or forward_by_operations(*args))
+    tokens, targets = torch.arange(6)[None], torch.arange(1, 7)[None]
+    model = tiny()
+    temperatures = 0.5 + torch.rand(1, 6)
+    expected, got = (
+        token_logprobs(add_token_logprobs(model, fused=fused), tokens, targets, temperatures) for fused in (False, True)
+    )
+    assert len(calls) == 1
+    torch.testing.assert_close(got, expected)

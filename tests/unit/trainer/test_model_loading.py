@@ -1,6 +1,8 @@
 """A model's values reach the shard as they are stored, read once and cast once; what follows from the memory that is
 free changes no bit, or is kept over resumes."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,8 @@ from model_support import SMALL
 from trainer_support import make_batch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer import mesh
-from trainer.model import load_source
+from trainer import mesh, model
+from trainer.model import Sharding, load_source
 from trireme.core.types import AdamParams
 from trireme.plan import memory
 
@@ -112,3 +114,23 @@ def test_a_shard_beside_a_replica_asks_for_what_that_leaves(shard, monkeypatch):
     monkeypatch.setattr(mesh.torch, "tensor", lambda value, device: torch.full((), value))
     assert one._mesh.smallest_room(one._config, 0.4) == 7
     assert arguments["of"] == (60 * memory.GIB, 80 * memory.GIB, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        ("", "logits are computed by kernels"),
+        ("no compiler", "logits are computed without kernels: no compiler"),
+    ],
+)
+def test_on_a_gpu_logits_are_computed_by_kernels_or_it_is_said_why_not(shard, monkeypatch, reason, text):
+    """Not run on a GPU: the trial's result is made up."""
+    one = shard()
+    assert one._sharding.head == "", "on CPUs there is no choice"
+    trials = []
+    monkeypatch.setattr(model, "why_unfused", lambda *arguments: trials.append(arguments) or reason)
+    monkeypatch.setattr(model, "choose_kernel", lambda *_: "")
+    gpu = SimpleNamespace(device=torch.device("cuda"), smallest_room=lambda *_: 2**40)
+    sharding = Sharding(one._config, one._facts, gpu, 0.0)
+    assert (sharding.head, sharding._fused) == (text, not reason)
+    assert trials == [(gpu.device, torch.float32, torch.float32, one._facts.vocab_size)]
