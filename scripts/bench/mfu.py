@@ -65,6 +65,7 @@ def main() -> None:
             "tokens": args.tokens,
             "sequences": args.sequences,
             "compiled": args.compile,
+            "head": shard._sharding.head,
             "layers_kept_up_to_tokens": shard._sharding.memory.kept_tokens,
             "peak_memory_gib": round(peak_bytes / 2**30, 2),
         },

@@ -371,6 +371,56 @@ def _sums(context: Context) -> Figures:
     return figures
 
 
+def _head(context: Context) -> Figures:
+    """Compares the output matrix and its loss by kernels with the same by tensor operations, for random hidden states
+    in the shape of 0.6B and with temperatures: log-probabilities, gradients, and the seconds of both passes. Raises
+    Failed."""
+    import torch
+
+    from trainer.logprobs import LOGPROB_BOUND, SelectedLogprobs, why_unfused
+
+    shape, device = SHAPES["0.6b"], context.torch_device
+    figures: dict[str, float] = {}
+    bounds: dict[str, float] = {}
+    for head_dtype in (torch.float32, torch.bfloat16):
+        reason = why_unfused(torch.device(device), torch.bfloat16, head_dtype, shape["vocab_size"])
+        if reason:
+            raise Failed(f"kernels and tensor operations: {reason}")
+        sizes = (TOKENS, shape["vocab_size"])
+        hidden, weight = (
+            torch.randn(size, shape["hidden_size"], device=device, dtype=torch.bfloat16).div_(4).requires_grad_()
+            for size in sizes
+        )
+        targets = torch.randint(shape["vocab_size"], (TOKENS,), device=device)
+        temperature = 0.5 + torch.rand(TOKENS, device=device)
+        upstream = torch.randn(TOKENS, device=device)
+
+        factors = [hidden, weight]
+
+        def both_passes(
+            fused: bool,
+            factors: Sequence[Tensor] = factors,
+            options: Sequence[object] = (targets, temperature, head_dtype, None),
+            upstream: Tensor = upstream,
+        ) -> list[Tensor]:
+            p = SelectedLogprobs.apply(*factors, *options, fused)
+            return [p.detach(), *torch.autograd.grad(p, factors, upstream)]
+
+        name = f"logits in {str(head_dtype).removeprefix('torch.')}: "
+        fused, plain = both_passes(True), both_passes(False)
+        figures[name + "largest difference of logprobs"] = float((fused[0] - plain[0]).abs().max())
+        figures[name + "of gradients, relative"] = max(
+            float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(fused[1:], plain[1:], strict=True)
+        )
+        bounds[name + "largest difference of logprobs"] = LOGPROB_BOUND
+        bounds[name + "of gradients, relative"] = torch.finfo(torch.bfloat16).eps
+        del fused, plain  # their memory is for the chunks
+        for form, is_fused in (("kernels", True), ("operations", False)):
+            figures[f"{name}s by {form}"] = _seconds(partial(both_passes, is_fused), REPEATS)
+    _within(figures, bounds)
+    return figures
+
+
 def _speed(shape: str, compiled: bool, context: Context) -> Figures:
     """Trains a random model on 16k tokens in one packed micro-batch: tokens per second, MFU, and memory against the
     plan."""
@@ -493,6 +543,7 @@ CHECKS: tuple[Check, ...] = (
     Check("waits of the host", partial(_waits, 0), NEEDS, only_gpu=NO_WAITS),
     Check("waits of the host with shared prefixes", partial(_waits, 48), NEEDS, only_gpu=NO_WAITS),
     Check("sums of published tensors", _sums, NEEDS),
+    Check("the head by kernels", _head, NEEDS, only_gpu="on CPUs it is computed by tensor operations"),
     Check("0.6B: speed and memory", partial(_speed, "0.6b", False), NEEDS),
     Check(
         "0.6B, compiled: speed and memory",

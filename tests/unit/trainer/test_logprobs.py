@@ -131,13 +131,13 @@ def forward_by_operations(logits, temperatures, targets, rows):
     """Computes what the kernel does, which `test_head_kernels.py` tests."""
     scaled = logits.float() if temperatures is None else logits / temperatures[:, None]
     normalizers = scaled.logsumexp(-1)
-    return normalizers, scaled[rows, targets] - normalizers[rows], None
+    return normalizers, scaled[rows, targets] - normalizers[rows]
 
 
 def backward_by_operations(logits, temperatures, targets, rows, normalizers, upstream, dtype):
     leaf = logits.detach().requires_grad_()
     with torch.enable_grad():
-        _, p, _ = forward_by_operations(leaf, temperatures, targets, rows)
+        _, p = forward_by_operations(leaf, temperatures, targets, rows)
     return torch.autograd.grad(p, leaf, upstream)[0].to(dtype)
 
 
