@@ -208,11 +208,13 @@ class Sharding:
         passes into its `with` block. Yields a function; call it before each pass, with True before the last pass and
         False before all others.
 
-        Where memory allows (`ShardMemory`) the weights stay gathered from pass to pass. If `self.whole` is true, each
-        rank also keeps the gradients of all parameters, and they are summed over ranks in the last pass alone. At the
-        end of the `with` block nothing is left gathered, also after an error.
+        Where memory allows (`ShardMemory`) the weights stay gathered from pass to pass. Elsewhere only the root and the
+        last layer stay gathered from a forward pass to its backward pass, which begins with them. If `self.whole` is
+        true, each rank also keeps the gradients of all parameters, and they are summed over ranks in the last pass
+        alone. At the end of the `with` block nothing is left gathered, also after an error.
         """
-        root = fsdp_units(model)[0]
+        units = fsdp_units(model)
+        root = units[0]
         frees = not (self.whole or self.memory.weights_stay)
 
         def next_pass(last: bool) -> None:
@@ -220,6 +222,8 @@ class Sharding:
             root.set_reshard_after_backward(last or frees)
 
         root.set_reshard_after_forward(frees)
+        for unit in (root, units[-1]):
+            unit.set_reshard_after_forward(False, recurse=False)
         with freed_after(model):
             try:
                 yield next_pass
