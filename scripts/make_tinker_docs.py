@@ -40,8 +40,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(
         [
             f"The classes of `tinker` {tinker.__version__} have {len(outcomes)} public methods and properties,",
-            f"with their asynchronous twins. {works} of them work. A test calls each against the server. These methods",
-            "need a word, or are refused with an error that says what there is instead:\n",
+            f"asynchronous twins included. {works} of them work. A test calls each against the server. The table",
+            "lists the methods with a restriction or a difference, and those that the server refuses with an",
+            "error that names the alternative:\n",
             "| method | | |",
             "|---|---|---|",
             *rows,

@@ -102,8 +102,9 @@ class LoadedProof:
 
 
 class EngineTensors:
-    """Knows which published tensor each row of the ranks' sums belongs to, and checks the sums. The rows of rank 0 come
-    first, then the rows of rank 1, and so on."""
+    """Compares the checksums that the ranks of an engine report with the published checksums. Each rank reports a
+    table with a row for each part of a published tensor that the rank holds. This class knows the tensor of each row.
+    It reads the tables as one: first the rows of rank 0, then the rows of rank 1, and so on."""
 
     def __init__(self, followings_R: Sequence[Following], manifest: WeightsManifest) -> None:
         """`followings_R`: the record that each rank made at the first update. Raises WeightsRefused if a tensor of

@@ -75,9 +75,10 @@ class OrchestratorHandle:
 
     def begin_version(self, identity: WeightIdentity, on_tick: Callable[[], None] = lambda: None) -> None:
         """Tells the orchestrator that the replicas' update to a new version begins. `identity`: the weights of this
-        version. Does not wait for the update, except for the first and the last version of the run, or if
-        `max_steps_off_policy` is 0. If the version is the last, or in deterministic mode, also waits for the version's
-        evaluation. `on_tick`: see `end_version`."""
+        version. If the version is the first or the last of the run, or if `max_steps_off_policy` is 0 (always so in
+        deterministic mode), waits until the update has ended. If the version is the last, or in deterministic mode,
+        then also waits for the version's evaluation. In all other cases returns at once. `on_tick`: see
+        `end_version`."""
         self._await_update(self._actor.begin_version.remote(identity), on_tick)
 
     def follow(self, source: Any) -> None:

@@ -33,9 +33,9 @@ class Route:
 
 
 ROUTES = (
-    Route("GET", "/health", "all", "200 while the service answers; it tells nothing else", "health"),
-    Route("GET", "/v1/models", "client", "the models that are there", "models"),
-    Route("GET", "/v1/models/{name}", "client", "one of them", "model"),
+    Route("GET", "/health", "all", "200 while the service answers", "health"),
+    Route("GET", "/v1/models", "client", "the names of the served model", "models"),
+    Route("GET", "/v1/models/{name}", "client", "one name of the model", "model"),
     Route("POST", "/v1/chat/completions", "client", "OpenAI's chat completions", "chat"),
     Route("POST", "/v1/completions", "client", "OpenAI's completions, of text or token ids", "completions"),
     Route("POST", "/v1/responses", "client", "OpenAI's responses, without storage", "responses"),
@@ -43,14 +43,14 @@ ROUTES = (
     Route("GET", "/metrics", "admin or loopback", "numbers for Prometheus", "metrics"),
     Route("GET", "/openapi.json", "client", "the schema of all bodies"),
     Route("POST", "/sessions", "admin", "opens a session: its base URLs and its key", "open"),
-    Route("GET", "/sessions", "admin", "all sessions that are there", "list"),
+    Route("GET", "/sessions", "admin", "all sessions that were not forgotten", "list"),
     Route("GET", "/sessions/{session}", "session", "what a session has so far", "state"),
     Route("POST", "/sessions/{session}/reward", "admin", "a reward for an answer, or for the whole session", "reward"),
-    Route("POST", "/sessions/{session}/end", "session", "ends a session: no turn begins from here on", "end"),
+    Route("POST", "/sessions/{session}/end", "session", "ends a session: no further turn begins", "end"),
     Route("GET", "/sessions/{session}/export", "admin", "the tokens and rewards of a session that has ended", "export"),
     Route("DELETE", "/sessions/{session}", "admin", "forgets a session that has ended", "forget"),
-    Route("GET", "/sessions/{session}/v1/models", "session", "as without a session", "models"),
-    Route("GET", "/sessions/{session}/v1/models/{name}", "session", "as without a session", "model"),
+    Route("GET", "/sessions/{session}/v1/models", "session", "the same as /v1/models", "models"),
+    Route("GET", "/sessions/{session}/v1/models/{name}", "session", "the same as /v1/models/{name}", "model"),
     Route(
         "POST",
         "/sessions/{session}/v1/completions",

@@ -1,7 +1,7 @@
 """Copies tensors between host and device. During forward and backward passes all such copies go through this module.
 
 A copy to the device is queued behind the device's earlier work, and the host does not wait. A copy to the host waits
-until the device has done its earlier work. Both are counted, so that a test can limit the waits of a micro-batch.
+until the device has done its earlier work. Both are counted, so that a test can limit the waits of a pass.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 @dataclass
 class TransferCounts:
-    """Counts the copies between host and device that this process has made so far. Tests use these counts to limit the
-    waits of a micro-batch."""
+    """Counts the copies between host and device that this process has made so far. Each copy to the host makes the host
+    wait. Tests check that a pass makes a fixed number of copies to the host, however many micro-batches it has."""
 
     to_device: int = 0
     waits: int = 0

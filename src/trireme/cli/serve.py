@@ -59,8 +59,8 @@ def _refuse_what_is_not_served(config: Config) -> None:
     if config.run.url:
         raise Refusal(
             f"run.output_dir = {config.run.output_dir} with `trireme serve`",
-            "a directory: what clients save lies on this machine",
-            "give another --run.output-dir",
+            "a local directory, because `trireme serve` keeps what clients save on this machine",
+            "give a local path as --run.output-dir",
         )
     if "lm_head" in config.trainer.lora.target_modules and config.trainer.lora.on:
         raise Refusal(

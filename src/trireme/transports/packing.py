@@ -101,11 +101,11 @@ def fill(
     buffer: Callable[[int], Buffer],
     on_full: Callable[[int, Buffer], None],
 ) -> None:
-    """Copies the tensors of the buckets `selected` from `units` into memory. `buffer(number)` returns an array for a
-    bucket, at least as large as the bucket. When a bucket is full, calls `on_full` with its number and memory. The
-    calls are in ascending order of the numbers, because receivers expect buckets in this order. Takes every unit, even
-    if none of its tensors is in a selected bucket, because gathering a unit is a collective operation of all trainer
-    ranks. Raises TriremeError if the tensors do not match the layout."""
+    """Copies tensors from `units` into memory. Copies only tensors of the buckets with a number in `selected`.
+    `buffer(number)` returns an array for a bucket, at least as large as the bucket. When a bucket is full, calls
+    `on_full` with its number and memory. The calls are in ascending order of the numbers, because receivers expect
+    buckets in this order. Takes every unit, even if none of its tensors is in a selected bucket, because gathering a
+    unit is a collective operation of all trainer ranks. Raises TriremeError if the tensors do not match the layout."""
     places = {entry.name: entry for entry in layout.entries}
     missing = defaultdict[int, int](int)
     for bucket in (entry.bucket for entry in layout.entries):
