@@ -6,9 +6,9 @@ can be packed. Two arguments of the model's forward pass give the positions of t
 sequence. A row in which each common prefix stands once has `path` too, and `cu_seq_lens_k` and `max_length_k` for the
 sequences along `path` (`trainer.shared_attention`). Models make no mask for an attention of this name.
 
-On GPUs in 16 bits, PyTorch's variable-length kernel skips pairs of different sequences. It is FlashAttention 2, or 3
-where that is installed and computes the same (`choose_kernel`). Elsewhere a mask over all pairs of tokens gives the
-same result, with work that grows with the square of the row.
+On GPUs in 16 bits, PyTorch's variable-length kernel skips pairs of different sequences. It is FlashAttention 2, or a
+newer one that is installed and computes the same (`choose_kernel`). Elsewhere a mask over all pairs of tokens gives
+the same result, with work that grows with the square of the row.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from trainer.shared_attention import shared_attention
 from trireme.core.errors import BadInput
 
 PACKED = "packed"
+NEWER = (4, 3)
+"""Versions of FlashAttention that are tried before version 2, which PyTorch contains. Version 4 is the package
+flash-attn-4, for GPUs of capability 9 and 10 (Hopper, Blackwell); version 3 is the module flash_attn_interface."""
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -36,17 +39,21 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def choose_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> str:
-    """Chooses the variable-length attention kernel of this process. If FlashAttention 3 computes right outputs and
-    gradients at these sizes, it is used; else FlashAttention 2 stays. Returns the kernel's name and, for FlashAttention
-    2, why 3 cannot be used."""
-    try:
-        activate_flash_attention_impl("FA3")
-        _try_kernel(device, dtype, heads, key_heads, head_dim)
-    except Exception as error:  # not installed, another GPU, a head of another size: each fails in its own way
-        if current_flash_attention_impl() is not None:
-            restore_flash_attention_impl()
-        return f"FlashAttention 2, as 3 cannot be used here: {type(error).__name__}: {error}"
-    return "FlashAttention 3"
+    """Chooses the variable-length attention kernel of this process: the first of `NEWER` that computes right outputs
+    and gradients at these sizes, else FlashAttention 2. Returns the kernel's name, and why newer ones cannot be
+    used."""
+    failures = []
+    for version in NEWER:
+        try:
+            activate_flash_attention_impl(f"FA{version}")
+            _try_kernel(device, dtype, heads, key_heads, head_dim)
+        except Exception as error:  # not installed, another GPU, a head of another size: each fails in its own way
+            if current_flash_attention_impl() is not None:
+                restore_flash_attention_impl()
+            failures.append(f"{version} cannot be used here ({type(error).__name__}: {error})")
+        else:
+            return "; ".join([f"FlashAttention {version}", *failures])
+    return "; ".join(["FlashAttention 2", *failures])
 
 
 def _try_kernel(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int) -> None:

@@ -48,7 +48,7 @@ class Sharding:
     batch; it is `memory.whole`, unless a resumed run has decided otherwise. `packed`: rows are packed; with
     `trainer.packing` auto, only if there is a kernel for packed rows. `shares`: common prefixes are computed once.
     `packed` and `shares` become False if `trainer.proof` shows that a model cannot be computed like this. `kernel`: the
-    name of the kernel for packed rows and, if it is not the newest one, why; "" if there is none. `head`: whether
+    name of the kernel for packed rows and why newer ones cannot be used; "" if there is none. `head`: whether
     kernels turn logits into log-probabilities and, if they do not, why; "" on CPUs. `compiles`: layers are compiled,
     unless a trial shows that they cannot be compiled (`trainer.compiled`).
     """

@@ -1,11 +1,18 @@
 """Packed rows: no token sees another sequence, whichever function computes them."""
 
+import ast
 import itertools
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.attention import (
+    _fa4,
     _registry,
     current_flash_attention_impl,
     restore_flash_attention_impl,
@@ -16,6 +23,7 @@ from trainer import attention
 from trainer.attention import masked_attention, packed_attention
 from trireme.core.errors import BadInput
 
+ROOT = Path(__file__).parents[3]
 LENGTHS = (3, 1, 6, 2)
 HEADS, KEY_HEADS, DIM = 4, 2, 8
 STARTS = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
@@ -105,13 +113,17 @@ class Kernel:
 
 
 @pytest.fixture
-def fa3(monkeypatch):
-    """Registers a kernel as FlashAttention 3, as a package of it does."""
+def register(monkeypatch):
+    """Registers kernels as versions of FlashAttention, as packages of them do."""
 
-    def register(kernel):
-        monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", lambda: kernel)
-        monkeypatch.setattr(attention, "varlen_attn", kernel)
-        return kernel
+    def register(**kernels):
+        for name, kernel in kernels.items():
+            monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, name, lambda kernel=kernel: kernel)
+
+        def run(*arguments, **options):
+            return kernels[current_flash_attention_impl()](*arguments, **options)
+
+        monkeypatch.setattr(attention, "varlen_attn", run)
 
     yield register
     if current_flash_attention_impl():
@@ -121,22 +133,36 @@ def fa3(monkeypatch):
 SIZES = torch.device("cpu"), torch.bfloat16, HEADS, KEY_HEADS, DIM
 
 
-def test_flash_attention_3_is_used_where_it_computes_the_same(fa3):
-    kernel = fa3(Kernel())
-    assert attention.choose_kernel(*SIZES) == "FlashAttention 3"
-    assert current_flash_attention_impl() == "FA3"
+def test_the_newest_kernel_that_computes_the_same_is_used(register):
+    kernel = Kernel()
+    register(FA4=kernel, FA3=Kernel())
+    assert attention.choose_kernel(*SIZES) == "FlashAttention 4"
+    assert current_flash_attention_impl() == "FA4"
     assert not kernel.removed
 
 
-def test_flash_attention_3_that_computes_something_else_is_given_up_aloud(fa3):
-    kernel = fa3(Kernel(factor=1.1))
+def test_kernels_that_compute_something_else_are_given_up_aloud(register):
+    wrong = Kernel(factor=1.1)
+    register(FA4=wrong, FA3=Kernel())
     chosen = attention.choose_kernel(*SIZES)
-    assert chosen.startswith("FlashAttention 2, as 3 cannot be used here: RuntimeError: its output differs by 0.1")
+    assert chosen.startswith("FlashAttention 3; 4 cannot be used here (RuntimeError: its output differs by 0.1")
+    assert (current_flash_attention_impl(), wrong.removed) == ("FA3", True)
+    restore_flash_attention_impl()
+    register(FA4=Kernel(), FA3=wrong)
+    assert attention.choose_kernel(*SIZES) == "FlashAttention 4"
+    restore_flash_attention_impl()
+    register(FA4=wrong, FA3=wrong)
+    chosen = attention.choose_kernel(*SIZES)
+    assert chosen.startswith("FlashAttention 2; 4 cannot be used here (")
+    assert "; 3 cannot be used here (RuntimeError: its output differs by 0.1" in chosen
     assert current_flash_attention_impl() is None
-    assert kernel.removed
 
 
-def test_a_kernel_that_is_wrong_with_a_common_prefix_is_given_up(fa3, monkeypatch):
+def test_a_kernel_that_is_not_installed_is_named():
+    assert "FlashAttention 2; 4 cannot be used here (ModuleNotFoundError: " in attention.choose_kernel(*SIZES)
+
+
+def test_a_kernel_that_is_wrong_with_a_common_prefix_is_given_up(register, monkeypatch):
     right = attention.shared_attention
 
     def shared(*arguments):
@@ -144,7 +170,7 @@ def test_a_kernel_that_is_wrong_with_a_common_prefix_is_given_up(fa3, monkeypatc
         return 1.1 * out, normalizers
 
     monkeypatch.setattr(attention, "shared_attention", shared)
-    fa3(Kernel())
+    register(FA4=Kernel())
     assert "RuntimeError: its output differs by 0.1" in attention.choose_kernel(*SIZES)
 
 
@@ -166,3 +192,26 @@ def test_a_row_of_distinct_tokens_is_computed_along_its_path():
             **options,
         )[0]
         torch.testing.assert_close(out[0], flat[0, [*range(9), 13, 14, 15]], rtol=0, atol=1e-6)
+
+
+@pytest.mark.long
+def test_the_pinned_flash_attention_4_has_what_torch_calls(tmp_path):
+    """The package is for GPUs alone, so its source is read: names of arguments, and how many results there are."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(tmp_path), *extras["fa4"]]
+    subprocess.run(command, check=True, timeout=300)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        package = ast.parse(wheel.read("flash_attn/cute/interface.py"))
+    functions = {node.name: node for node in package.body if isinstance(node, ast.FunctionDef)}
+    torch_source = ast.parse(Path(_fa4.__file__).read_text())
+    runs = {node.name: node for node in torch_source.body if isinstance(node, ast.FunctionDef)}
+    forward, backward = runs["_fa4_run_forward"], runs["_fa4_run_backward"]
+    given = {key.value for node in ast.walk(forward) if isinstance(node, ast.Dict) for key in node.keys}
+    also_given = {keyword.arg for node in ast.walk(backward) if isinstance(node, ast.Call) for keyword in node.keywords}
+    assert len(given) > 10
+    assert len(also_given) > 5
+    for name, names in (("_flash_attn_fwd", given), ("_flash_attn_bwd", also_given)):
+        arguments = functions[name].args
+        assert names <= {argument.arg for argument in arguments.args + arguments.kwonlyargs}
+    assert ast.unparse(functions["_flash_attn_fwd"].returns) == "Tuple[torch.Tensor, torch.Tensor]"
+    assert [argument.arg for argument in functions["_flash_attn_bwd"].args.args[:6]] == ["q", "k", "v", "out", "dout", "lse"]

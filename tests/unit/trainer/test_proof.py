@@ -181,7 +181,7 @@ def test_a_model_that_can_be_packed_is(shard, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_model, "has_kernel", lambda device, dtype: True)
     one = shard(saved("qwen2", tmp_path))
     assert one.proof.packed
-    assert "rows are packed and computed by FlashAttention 2, as 3 cannot be used here" in one.proof.text
+    assert "rows are packed and computed by FlashAttention 2; 4 cannot be used here (" in one.proof.text
 
 
 @pytest.mark.parametrize("kind", ["falcon_h1", "gemma2"])
