@@ -1,9 +1,9 @@
 """The policy in the trainer: a Hugging Face causal language model, sharded by FSDP2 layer by layer.
 
 Master weights are float32 (`trainer.master_dtype`). With another inference dtype FSDP casts parameters when it gathers
-a layer, so the trainer computes with the same values that replicas get. Gradients are reduced in float32, and *summed*
-over ranks, because losses are raw sums over tokens. With copies of the model (`trainer.mesh`) parameters are spread
-over one dimension of the mesh, and gradients summed over both.
+a layer, so the trainer computes with the same values that replicas get. Gradients are reduced in float32
+(`trainer.reduce_dtype`), and *summed* over ranks, because losses are raw sums over tokens. With copies of the model
+(`trainer.mesh`) parameters are spread over one dimension of the mesh, and gradients summed over both.
 """
 
 from __future__ import annotations
@@ -62,7 +62,12 @@ class Sharding:
         self._mesh = mesh
         self._master = DTYPES[options.master_dtype]
         self.compiles = options.compiles(on_gpus=on_gpus)
-        self._gives_up_layers = options.reshard_after_forward is True
+        self._reduce = DTYPES[options.reduce_dtype] if mesh.dp_size > 1 else torch.float32
+        self._obstacle = "there is too little memory for"  # to keeping the whole model over each batch
+        if options.reshard_after_forward is True:
+            self._obstacle = "trainer.reshard_after_forward forbids"
+        elif options.reduce_dtype != "float32":
+            self._obstacle = "trainer.reduce_dtype forbids"
         auto = options.packing == "auto" and has_kernel(mesh.device, self.dtype)
         self.packed = auto or options.packing == "packed"
         self.shares = options.shares_prefixes != "off"
@@ -87,13 +92,9 @@ class Sharding:
         self.whole = requested and self.memory.whole
         if requested == self.whole or self._mesh.size == 1:
             return ""
-        if self._gives_up_layers:
-            obstacle = "trainer.reshard_after_forward forbids"
-        else:
-            obstacle = "there is too little memory for"
         return (
-            f"the run has kept the whole model over each batch, which {obstacle} now: gradients are added in another "
-            "order, which changes their last bits"
+            f"the run has kept the whole model over each batch, which {self._obstacle} now: gradients are added in "
+            "another order, which changes their last bits"
         )
 
     def shard_model(self, name: str, weights: str, lora: LoraConfig | None = None, seed: int = 0) -> PreTrainedModel:
@@ -161,7 +162,7 @@ class Sharding:
     def _shard(self, unit: nn.Module) -> None:
         dtype = None if self.dtype == self._master else self.dtype
         # The root's inputs are not cast: they are token ids, and temperatures, which must stay exact.
-        policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=not isinstance(unit, PreTrainedModel))
+        policy = MixedPrecisionPolicy(dtype, self._reduce, cast_forward_inputs=not isinstance(unit, PreTrainedModel))
         mesh = self._mesh.fsdp
         offload = self._offload
         sharded = fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=True)

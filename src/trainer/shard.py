@@ -60,6 +60,8 @@ SUMS_WHOLE = "gradients summed whole"
 """The name, among the names of buffers in a checkpoint, of a flag: true if the whole model stayed gathered over each
 batch (`ShardMemory.whole`).
 """
+SQUARED_AT_ONCE = 2**22
+"""Numbers of a gradient that are squared in float64 at the same time, which takes 8 bytes for each."""
 
 
 class Shard(AdapterVerbs):
@@ -325,9 +327,8 @@ class Shard(AdapterVerbs):
         gradients = [p.grad.to_local() for p in self._parameters if p.grad is not None]
         if not gradients:
             raise TriremeError("optim_step without a gradient: call forward_backward first")
-        # float64, so that the norm does not depend on the number of shards. Copies of a shard hold the same gradient.
-        squares = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]).square().sum()
-        grad_norm = math.sqrt(self._mesh.sum_over_shards(squares)) / normalizer
+        # Copies of a shard hold the same gradient, so only shards are summed.
+        grad_norm = math.sqrt(self._mesh.sum_over_shards(sum_of_squares(gradients))) / normalizer
         if not math.isfinite(grad_norm):
             self._optimizer.zero_grad()
             raise NonFiniteGradient(
@@ -475,3 +476,10 @@ class Shard(AdapterVerbs):
             shares=self._sharding.shares,
         )
         return ranks[self._mesh.dp_rank]
+
+
+def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of the squares of all numbers of `gradients`, as a scalar in float64. In float32 the sum would
+    depend on how the gradients are split over shards."""
+    parts = (part for gradient in gradients for part in gradient.reshape(-1).split(SQUARED_AT_ONCE))
+    return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square().sum()

@@ -161,6 +161,9 @@ class CommonTrainer(Section):
     """Free the weights of a layer that were gathered from all shards after each pass, and gather them again for the
     next one (ZeRO-3). false = gather them once for all micro-batches of a batch (ZeRO-2). auto = false where they fit
     into memory."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which several shards sum the gradients of a layer. bfloat16 halves what they send; then gradients are
+    summed after each micro-batch, because sums over micro-batches are float32."""
     compile: bool | Literal["auto"] = "auto"
     """torch.compile each decoder layer: faster steps, after half a minute of compiling at the start. auto = on GPUs
     without `lora.dropout`, where a trial shows that layers compile as one graph and compute the same."""

@@ -106,7 +106,8 @@ class ShardMemory:
     whole: bool
     """True: every shard keeps the whole model over the micro-batches of a batch, so that weights are gathered and
     gradients are summed over shards once per batch. False: once per micro-batch and layer. With several shards and
-    micro-batches the choice decides the order in which gradients are added, and so their last bits."""
+    micro-batches the choice decides the order in which gradients are added, and so their last bits. Always False if
+    gradients are summed in bfloat16, in which sums over micro-batches would be too coarse."""
     weights_stay: bool
     """True: every shard keeps all weights over the micro-batches of a batch, so that they are gathered once per batch
     (ZeRO-2; with `whole` also their gradients). False: weights are gathered layer by layer in each pass (ZeRO-3). The
@@ -169,7 +170,8 @@ class ModelMemory:
         activations = self.activations(tokens, again)
         option = options.reshard_after_forward
         remaining = free - activations
-        whole = option is not True and self.stays_whole(remaining, options.lora)
+        may_stay = option is not True and (options.reduce_dtype == "float32" or options.mesh.processes == 1)
+        whole = may_stay and self.stays_whole(remaining, options.lora)
         staying = by_layer + self.dtype_bytes * (self.facts.num_layers - 2) * self._layer
         stay = whole or (staying <= remaining if option == "auto" else not option)
         if whole:

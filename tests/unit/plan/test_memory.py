@@ -188,6 +188,9 @@ def test_weights_stay_gathered_where_they_fit_or_as_told(option: bool | str, jus
     assert shards[0].text.endswith(f"weights are gathered {message}")
     rich = memory.shard(options, 10, 0, 2**40)
     assert (rich.whole, rich.weights_stay) == ((False, False) if option is True else (True, True))
+    for shards, whole in ((1, option is not True), (2, False)):
+        coarse = options.model_copy(update={"reduce_dtype": "bfloat16", "shards": shards})
+        assert memory.shard(coarse, 10, 0, 2**40).whole is whole
 
 
 @pytest.mark.parametrize(

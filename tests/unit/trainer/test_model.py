@@ -344,6 +344,17 @@ def test_master_weights_and_what_computes(models, master, dtype):
     assert torch.nn.functional.cosine_similarity(ranks[0][2], expected, dim=0) > 0.9
 
 
+def test_gradients_that_are_summed_in_bfloat16_are_close_and_travel_after_each_micro_batch(models):
+    reduced = run_ranks(2, one_step, models["qwen3"], {"trainer__reduce_dtype": "bfloat16"})
+    exact = run_alone(one_step, models["qwen3"], {"trainer__reduce_dtype": "bfloat16"})
+    for name, expected in exact.gradient.items():
+        distance = float((reduced[0].gradient[name] - expected).norm() / expected.norm())
+        assert 1e-4 < distance < 2**-7, (name, distance)
+        assert reduced[0].gradient[name].dtype == torch.float32
+    whole = run_alone(one_step, models["qwen3"], {}).gradient
+    assert_close_to_the_norm(exact.gradient, whole)  # alone nothing is summed over shards
+
+
 def every_token(model, temperature, length=5):
     """Log-probability of every token after each of some others [V, L]."""
     tokens = torch.arange(length).expand(VOCAB, length)

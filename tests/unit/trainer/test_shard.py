@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # The tiny models and batches are the end-to-end tests' too.
 from trainer_support import make_batch, make_model, unsharded_logprobs
 from transformers import AutoModelForCausalLM
 
+from trainer import shard as trainer_shard
 from trainer.batch_checks import PublishedVersions
 from trainer.batching import MicroBatch, ShardOutput, scatter_outputs, scatter_sums
 from trainer.losses import POLICY, mean_log_ratios, resolve_loss, sum_log_ratios, with_sequence_ratios
@@ -228,3 +230,23 @@ def test_a_shard_that_shall_compute_on_a_gpu_computes_nowhere_else(shard, monkey
         BadInput, match=r"cluster\.device = gpu.*CUDA_VISIBLE_DEVICES is '3'(.|\n)*--cluster\.device cpu"
     ):
         shard(cluster__device="gpu")
+
+
+class LargestFloat64(TorchDispatchMode):
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+            self.numbers = max(self.numbers, result.numel())
+        return result
+
+
+def test_the_norm_is_exact_without_a_copy_of_a_gradient_in_float64(monkeypatch):
+    monkeypatch.setattr(trainer_shard, "SQUARED_AT_ONCE", 64)
+    gradients = [torch.randn(30, 40), torch.randn(7), torch.empty(0, 5), torch.full((), 3.0)]
+    with LargestFloat64() as largest:
+        squares = trainer_shard.sum_of_squares(gradients)
+    expected = sum(g.numpy().astype(np.float64).__pow__(2).sum() for g in gradients)
+    assert float(squares) == pytest.approx(expected, rel=1e-14)
+    assert 0 < largest.numbers <= 64
