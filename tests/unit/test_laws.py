@@ -115,6 +115,7 @@ PASS_MODULES = ("attention", "losses", "logprobs", "passes", "shared_attention",
 HOST_COPIES = {"cpu", "cuda", "from_numpy", "item", "nonzero", "numpy", "pin_memory", "tensor", "tolist"}
 OWN_HOST_COPIES = {
     "attention._try_kernel": "the trial of a kernel, at the start of a shard",
+    "logprobs.why_unfused": "the trial of two kernels, at the start of a shard",
     "losses.sum_log_ratios": "columns of the host, after a pass",
     "losses.surrogate": "a custom loss, which is computed where the batch is",
     "shared_attention._groups": "bounds of a CPU",

@@ -165,18 +165,6 @@ class ReplicaSetHandle:
             on_tick()  # first: it may have raised this failure
             time.sleep(AGAIN_S)  # the set is lost, and has a successor soon
 
-    def join(self, index: int, client: ReplicaClient, generation: Generation | None = None) -> None:
-        """Adds replica `index`, which has started."""
-        self.actor.join.remote(index, client, generation)
-
-    def leave(self, index: int, reason: str) -> None:
-        """Removes replica `index`, which was lost for this reason."""
-        self.actor.leave.remote(index, reason)
-
-    def drain(self, index: int, timeout_s: float) -> None:
-        """Makes replica `index` leave after its present requests, or after `timeout_s` seconds."""
-        self.actor.drain.remote(index, timeout_s)
-
     def table(self, after: Number, wait_s: float) -> Ref[Table]:
         """Returns a reference to the newest table. It resolves when there is a table with a higher number than `after`,
         or after `wait_s` seconds."""

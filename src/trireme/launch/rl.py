@@ -174,5 +174,5 @@ def evaluation_rooms(
     starting = [inference.ready_refs(), replicas.ready_refs(), orchestrator.ready_refs()]
     await_ready(starting, plan, log_dir, progress)
     for index in inference.indices:
-        replicas.join(index, inference.client(index))
+        replicas.actor.join.remote(index, inference.client(index))
     return orchestrator

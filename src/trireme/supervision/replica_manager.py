@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from trireme.config import Config
 from trireme.config.run import START_LIMIT
-from trireme.core.actors import ActorOptions, Ref
+from trireme.core.actors import ActorOptions, ActorProxy, Ref, remote_method
 from trireme.core.errors import BadInput, RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat
 from trireme.plan.whole import count
@@ -69,17 +69,27 @@ class ReplicaTable(Protocol):
     def reason(self, index: int, generation: Number, /) -> TriremeError | None: ...
 
 
+class Membership(Protocol):
+    """The calls to the replica set's actor that change which replicas it has (`inference.replica_set.actor`)."""
+
+    @remote_method
+    def join(self, index: int, client: Any, generation: Number | None = None) -> None: ...
+
+    @remote_method
+    def leave(self, index: int, reason: str) -> None: ...
+
+    @remote_method
+    async def drain(self, index: int, timeout_s: float) -> None: ...
+
+
 class ReplicaSetRoom(Protocol):
     """The interface of the handle of an attempt's replica set (`inference.replica_set.handle`). The replica set is an
     actor. It decides which replicas serve, and publishes its decisions as tables."""
 
     incarnation: int
 
-    def join(self, index: int, client: Any, generation: Number, /) -> None: ...
-
-    def leave(self, index: int, reason: str, /) -> None: ...
-
-    def drain(self, index: int, timeout_s: float, /) -> None: ...
+    @property
+    def actor(self) -> ActorProxy[Membership]: ...
 
     def table(self, after: Number, wait_s: float, /) -> Ref[ReplicaTable]: ...
 
@@ -275,7 +285,7 @@ class ReplicaManager:
         replica can neither be replaced nor spared, raises the error that ends the run. `died`: the replica's process
         ended."""
         if self._replica_set:
-            self._replica_set.leave(index, str(failure))
+            self._replica_set.actor.leave.remote(index, str(failure))
         life = self._lives[index]
         if life.state is PartHealth.DRAINING:
             self._take_away(index)
@@ -373,7 +383,7 @@ class ReplicaManager:
             self._join(self._replica_set, index)
 
     def _join(self, replica_set: ReplicaSetRoom, index: int) -> None:
-        replica_set.join(index, self._replicas.client(index), self._lives[index].generation)
+        replica_set.actor.join.remote(index, self._replicas.client(index), self._lives[index].generation)
 
     def _await_table(self, replica_set: ReplicaSetRoom, after: Number) -> None:
         take = partial(self._take, replica_set, replica_set.incarnation)
@@ -418,7 +428,7 @@ class ReplicaManager:
         self._drain(self._replica_set, index)
 
     def _drain(self, replica_set: ReplicaSetRoom, index: int) -> None:
-        replica_set.drain(index, self._config.timeouts.update_s)
+        replica_set.actor.drain.remote(index, self._config.timeouts.update_s)
 
     def _take_away(self, index: int) -> None:
         self._places.give_back(self._remove(index))

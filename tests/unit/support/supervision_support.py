@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from inference.replica_set.table import Departure, Generation, ReplicaRow, Table
@@ -154,6 +155,12 @@ class Room:
         departed = {**self.published.departed, **departed}
         self.published = Table((self.incarnation, number[1] + 1), rows, departed, asleep=asleep)
         return self.published
+
+    @property
+    def actor(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            **{verb.__name__: SimpleNamespace(remote=verb) for verb in (self.join, self.leave, self.drain)}
+        )
 
     def join(self, index: int, client: str, generation: Generation) -> Ref:
         self.joined[index] = generation

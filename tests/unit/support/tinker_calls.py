@@ -302,11 +302,12 @@ BY_CLIENT = {
     )
 }
 """What the client refuses without asking the server: a part of its error, and what the docs say."""
+MAKERS_PAGE = "the URL of a page of Tinker's makers; the client makes it without a request to the server"
 NOTES = {
     "ServiceClient.create_custom_loss": "the loss runs in the client, not on the server",
     "ServiceClient.copy_weights": "the copy shares the files of its source; any name is accepted as a project",
-    "ServiceClient.get_console_url": "the URL of a page of Tinker's makers; the client makes it without a request to the server",
-    "TrainingClient.get_console_url": "the URL of a page of Tinker's makers; the client makes it without a request to the server",
+    "ServiceClient.get_console_url": MAKERS_PAGE,
+    "TrainingClient.get_console_url": MAKERS_PAGE,
     "ServiceClient.get_telemetry": "accepted, and not kept",
     "TrainingClient.load_state": "the client itself says that it is deprecated",
     "TrainingClient.load_state_with_optimizer": "the client itself says that it is deprecated",
