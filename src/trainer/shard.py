@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -60,6 +61,8 @@ SUMS_WHOLE = "gradients summed whole"
 """The name, among the names of buffers in a checkpoint, of a flag: true if the whole model stayed gathered over each
 batch (`ShardMemory.whole`).
 """
+ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+"""Environment variables with settings of PyTorch's allocator; the second is the older name."""
 SQUARED_AT_ONCE = 2**22
 """Numbers of a gradient that are squared in float64 at the same time, which takes 8 bytes for each."""
 
@@ -86,6 +89,8 @@ class Shard(AdapterVerbs):
         self._config = config
         torch.use_deterministic_algorithms(config.deterministic)
         self._device = torch.device("cuda" if find_device(config, f"trainer shard {rank}") == "gpu" else "cpu")
+        if self._device.type == "cuda":
+            expand_segments(os.environ)
         set_seed(config.seed)  # of torch, numpy and Python
         log.info("loading %s", config.model.name)
         facts = ModelFacts.of(config, required=True)
@@ -476,6 +481,14 @@ class Shard(AdapterVerbs):
             shares=self._sharding.shares,
         )
         return ranks[self._mesh.dp_rank]
+
+
+def expand_segments(environ: Mapping[str, str]) -> None:
+    """Makes PyTorch's allocator grow and shrink its segments on GPUs, unless the user has chosen its settings in
+    `environ`. Packed micro-batches and chunks of logits have a new size each time; in segments of fixed sizes, what
+    they free would be in pieces that fit nothing."""
+    if not ALLOCATOR_VARIABLES & environ.keys():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # torch 2.13 has no public function
 
 
 def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:

@@ -31,10 +31,25 @@ from trireme.core.own_packages import ENTRY, OWN_PACKAGES, search
 from trireme.core.redaction import is_secret
 from trireme.core.refusals import Refusal
 
-PREFIXES = ("HF_", "WANDB_", "NCCL_", "GLOO_", "VLLM_", "TRIREME_", "PYTORCH_", "TORCH", "TRITON_")
-"""Prefixes of the variables of libraries in actors: hub, W&B, collectives, vLLM, this project."""
-OF_ONE_NODE = "VLLM_HOST_IP"
-"""The variable from which vLLM reads the address of its process: it differs between nodes, so it does not travel."""
+PREFIXES = (
+    "HF_",
+    "WANDB_",
+    "NCCL_",
+    "GLOO_",
+    "FI_",
+    "UCX_",
+    "VLLM_",
+    "TRIREME_",
+    "PYTORCH_",
+    "TORCH",
+    "TRITON_",
+    "CUDA_",
+)
+"""Prefixes of the variables of libraries in actors: hub, W&B, collectives and their networks, vLLM, this project,
+PyTorch, CUDA."""
+OF_ONE_NODE = ("VLLM_HOST_IP", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH")
+"""Variables that do not travel, because they differ between nodes: the address from which vLLM serves, the GPUs that a
+process may use (Ray sets them), and where CUDA is installed."""
 NAMES = ("PYTHONPATH", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM", "CUBLAS_WORKSPACE_CONFIG")
 """Further variables that decide which code is found and what it computes."""
 STORES = ("AWS_", "GOOGLE_", "AZURE_")
@@ -133,7 +148,7 @@ def _chosen(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
                 f"export {name}, or take it out of --cluster.variables",
             )
     usual = [name for name in environ if name.startswith(PREFIXES) and not name.startswith(KEYS)]
-    usual = [name for name in usual if name != OF_ONE_NODE]
+    usual = [name for name in usual if name not in OF_ONE_NODE]
     usual += [name for name in NAMES if name in environ]
     variables = {name: environ[name] for name in dict.fromkeys([*usual, *names])}
     paths = variables.get("PYTHONPATH")

@@ -52,11 +52,15 @@ class TestVariables:
             "TRIREME_FAULTS": "x",
             "VLLM_X": "1",
             "GLOO_SOCKET_IFNAME": "e",
+            "UCX_TLS": "rc",
+            "FI_PROVIDER": "efa",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         }
         unrelated = {
             "PATH": "/bin",
             "HOME": "/root",
             "CUDA_VISIBLE_DEVICES": "0",
+            "CUDA_HOME": "/usr/local/cuda",
             "TRIREME__SEED": "1",
             "RAY_ADDRESS": "a",
             "VLLM_HOST_IP": "10.0.0.1",
