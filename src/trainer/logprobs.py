@@ -221,13 +221,15 @@ def _targets_of(rows: slice, bounds: Numbers | None, device: torch.device) -> tu
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Returns the bytes that can be allocated on a GPU, including memory that PyTorch has reserved and does not use.
-    Returns None on a CPU. Returns None in deterministic mode too, because free memory differs between runs and would
-    change the chunks, and so the order of sums."""
+    """Returns the bytes that can be allocated on a GPU, including memory that PyTorch has reserved and does not use,
+    and within the limit of this process (`Mesh.leave_room`). Returns None on a CPU. Returns None in deterministic mode
+    too, because free memory differs between runs and would change the chunks, and so the order of sums."""
     if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return None
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+    free, memory = torch.cuda.mem_get_info(device)
+    used = torch.cuda.memory_allocated(device)
+    limit = int(memory * torch.cuda.get_per_process_memory_fraction(device))
+    return max(0, min(free + torch.cuda.memory_reserved(device) - used, limit - used))
 
 
 def _chunks(tokens: int, vocabulary: int, logits: int) -> list[slice]:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trireme.config import CommonConfig
 from trireme.core.errors import BadInput
-from trireme.plan.memory import gpu_room, host_room
+from trireme.plan.memory import gpu_limit, gpu_room, host_room
 from trireme.process.machine import this_machine
 
 Value = TypeVar("Value")
@@ -95,6 +95,14 @@ class Mesh:
         least = torch.tensor(room, device=self.device)
         dist.all_reduce(least, dist.ReduceOp.MIN)
         return int(least)
+
+    def leave_room(self, replica_share: float) -> None:
+        """Keeps PyTorch from holding more of this rank's GPU than a replica leaves that takes `replica_share` of it, 0
+        to 1. vLLM starts only where its whole share is free, and a lost replica has a successor while the trainer
+        holds memory."""
+        if self.device.type == "cuda" and replica_share:
+            memory = torch.cuda.mem_get_info(self.device)[1]
+            torch.cuda.set_per_process_memory_fraction(gpu_limit(memory, replica_share), self.device)
 
     def sum_over_shards(self, value: Tensor) -> float:
         """Returns the sum of `value` over the ranks that together hold one copy of the model. Collective."""

@@ -80,6 +80,7 @@ class Sharding:
             reason = why_unfused(mesh.device, self.dtype, self._head_dtype, facts.vocab_size)
             self._fused = not reason
             self.head = f"logits are computed without kernels: {reason}" if reason else "logits are computed by kernels"
+        mesh.leave_room(replica_share)
         self.memory = shard_memory(config, facts, on_gpus=on_gpus, room=mesh.smallest_room(config, replica_share))
         self.whole = self.memory.whole  # layers stay gathered between micro-batches (`accumulating`)
         self._offload = CPUOffloadPolicy(pin_memory=on_gpus) if options.offload == "cpu" else OffloadPolicy()

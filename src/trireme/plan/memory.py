@@ -59,6 +59,12 @@ def gpu_room(free_bytes: int, memory_bytes: int, replica_share: float = 0.0) -> 
     return int(GPU_SHARE * max(0, remaining - sum(GPU_ALLOWANCES.values())))
 
 
+def gpu_limit(memory_bytes: int, replica_share: float) -> float:
+    """Returns the part of a GPU of `memory_bytes`, 0 to 1, up to which PyTorch may hold memory in a shard beside a
+    replica that takes the part `replica_share`. What a shard takes in addition to tensors is left out."""
+    return max(0.0, 1 - replica_share - sum(GPU_ALLOWANCES.values()) / memory_bytes)
+
+
 def host_room(memory_bytes: int, config: CommonConfig) -> int:
     """Returns the bytes that a shard on CPUs may fill on a host of `memory_bytes`. They follow from the size of the
     machine, not from its free memory at the moment, so that each attempt of a run decides alike."""

@@ -248,10 +248,10 @@ def distribute(
     """Assigns actors to machines. Returns the machines that have actors, each with the needs of its actors and only the
     GPUs that they take.
 
-    `needs`: {actor: its need}; `options`: Ray's options of each actor, in the same order; `sizes`: lengths of the
-    blocks of consecutive actors that are on one machine; `placed`: {actor: Ray's id of its machine}. Actors that are
-    not in `placed` are assumed to be on as few machines as possible. Ray packs actors too, though in an order of its
-    own.
+    `needs`: {actor: its need}; `options`: Ray's options of each actor, in the same order; `sizes`: the actors, in this
+    order, form blocks of these sizes, and the actors of a block share a machine; `placed`: {actor: Ray's id of its
+    machine}. Actors that are not in `placed` are assumed to be on as few machines as possible. Ray will also place them
+    on few machines, but chooses the machines in an order of its own, so the real places may differ.
     """
     ends = list(accumulate(sizes))
     bundles = [

@@ -43,7 +43,11 @@ def test_what_is_free_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 2**37))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
     assert logprobs._free_bytes(torch.device("cuda")) == 110, "what PyTorch holds and does not use counts too"
+    for fraction, free in ((50 / 2**37, 30), (10 / 2**37, 0)):
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device, fraction=fraction: fraction)
+        assert logprobs._free_bytes(torch.device("cuda")) == free, "a replica has the rest"
     assert logprobs._free_bytes(torch.device("cpu")) is None
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert logprobs._free_bytes(torch.device("cuda")) is None, "what is free differs between two runs"

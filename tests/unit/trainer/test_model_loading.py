@@ -114,6 +114,14 @@ def test_a_shard_beside_a_replica_asks_for_what_that_leaves(shard, monkeypatch):
     monkeypatch.setattr(mesh.torch, "tensor", lambda value, device: torch.full((), value))
     assert one._mesh.smallest_room(one._config, 0.4) == 7
     assert arguments["of"] == (60 * memory.GIB, 80 * memory.GIB, 0.4)
+    limits = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *limit: limits.append(limit))
+    one._mesh.leave_room(0.0)
+    one._mesh.leave_room(0.4)
+    assert limits == [(pytest.approx(0.6 - 2 / 80), torch.device("cuda"))]
+    assert memory.gpu_room(80 * memory.GIB, 80 * memory.GIB, 0.4) == pytest.approx(
+        0.85 * limits[0][0] * 80 * memory.GIB
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,7 +138,9 @@ def test_on_a_gpu_logits_are_computed_by_kernels_or_it_is_said_why_not(shard, mo
     trials = []
     monkeypatch.setattr(model, "why_unfused", lambda *arguments: trials.append(arguments) or reason)
     monkeypatch.setattr(model, "choose_kernel", lambda *_: "")
-    gpu = SimpleNamespace(device=torch.device("cuda"), smallest_room=lambda *_: 2**40)
+    gpu = SimpleNamespace(
+        device=torch.device("cuda"), dp_size=1, smallest_room=lambda *_: 2**40, leave_room=lambda _: None
+    )
     sharding = Sharding(one._config, one._facts, gpu, 0.0)
     assert (sharding.head, sharding._fused) == (text, not reason)
     assert trials == [(gpu.device, torch.float32, torch.float32, one._facts.vocab_size)]
