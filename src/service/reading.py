@@ -153,10 +153,10 @@ class AnswerPieces:
 
 
 def more_of(sent: str, now: str, whole: bool) -> str:
-    """Returns the text that must still be sent to the client: the part of `now` after `sent`. `now`: the answer's text
-    so far; `sent`: the text already sent. If the answer is not yet `whole` and `now` is a prefix of `sent`, returns "":
-    the reader may hold back more of the text's end than before. In all other cases, raises RequestRefused if `now` does
-    not begin with `sent`."""
+    """Returns the text that must still be sent to the client: the part of `now` (the answer's text so far) after `sent`
+    (the text already sent). While the answer is not yet `whole`, `now` can be shorter than `sent`, because the reader
+    may hold back more of the text's end than before: if `now` is then a prefix of `sent`, returns "". Otherwise raises
+    RequestRefused if `now` does not begin with `sent`."""
     if not whole and sent.startswith(now):
         return ""
     if not now.startswith(sent):

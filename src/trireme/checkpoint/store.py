@@ -300,15 +300,18 @@ class CheckpointStore:
         return [checkpoint.name for checkpoint in old]
 
     def checkout(self, step: int) -> list[str]:
-        """Goes back to the checkpoint of `step`, which becomes the newest current checkpoint. Call it before this
-        attempt opens its row files.
+        """Goes back to the checkpoint of `step`: afterwards no later checkpoint is current (see the module's
+        docstring). Call it before this attempt opens its row files.
 
         Deletes drafts. Moves later checkpoints and damaged ones to `branches/<lineage>/`, the newest first. Then moves
-        to the same directory the rows and recorded rollouts of the steps after the checkpoint. (Rows number steps from
-        0, so the first row that moves has the number `step`.) From checkpoints.jsonl, moves the rows of the moved
-        checkpoints. If anything was moved, HEAD starts a new lineage. HEAD is written last: if a call was interrupted,
-        another call, for the same or another step, completes the move. Returns messages about what was moved. Raises
-        StorageFailed, LockLost, and CheckpointInvalid without a HEAD.
+        to the same directory the rows and recorded rollouts of the steps after the checkpoint (rows number steps from
+        0, so the first row that moves has the number `step`), and the rows that checkpoints.jsonl has of the moved
+        checkpoints and of deleted later ones. If anything was moved, HEAD starts a new lineage. HEAD is written last:
+        if a call was interrupted, another call, for the same or another step, completes the move. Returns messages
+        about what was moved.
+
+        Raises LockLost as `check_owner` does, StorageFailed if a file cannot be written or moved, and CheckpointInvalid
+        if HEAD is damaged or (where `owner` is None) missing, or if a manifest cannot be read.
         """
         self.check_owner()
         head = self.head()
