@@ -88,9 +88,7 @@ class Shard(AdapterVerbs):
         fault_point("trainer.start")
         self._config = config
         torch.use_deterministic_algorithms(config.deterministic)
-        self._device = torch.device("cuda" if find_device(config, f"trainer shard {rank}") == "gpu" else "cpu")
-        if self._device.type == "cuda":
-            expand_segments(os.environ)
+        self._device = prepare_device(find_device(config, f"trainer shard {rank}"), os.environ)
         set_seed(config.seed)  # of torch, numpy and Python
         log.info("loading %s", config.model.name)
         facts = ModelFacts.of(config, required=True)
@@ -483,12 +481,15 @@ class Shard(AdapterVerbs):
         return ranks[self._mesh.dp_rank]
 
 
-def expand_segments(environ: Mapping[str, str]) -> None:
-    """Makes PyTorch's allocator grow and shrink its segments on GPUs, unless the user has chosen its settings in
-    `environ`. Packed micro-batches and chunks of logits have a new size each time; in segments of fixed sizes, what
-    they free would be in pieces that fit nothing."""
+def prepare_device(kind: str, environ: Mapping[str, str]) -> torch.device:
+    """Returns the device of a shard, whose `kind` is "gpu" or "cpu". On a GPU, lets PyTorch's allocator grow and shrink
+    its segments, unless the user has chosen settings of the allocator in `environ`. Packed micro-batches and chunks of
+    logits have a new size each time; in segments of fixed sizes, what they free would be in pieces that fit nothing."""
+    if kind == "cpu":
+        return torch.device("cpu")
     if not ALLOCATOR_VARIABLES & environ.keys():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # torch 2.13 has no public function
+    return torch.device("cuda")
 
 
 def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:

@@ -232,14 +232,20 @@ def test_a_shard_that_shall_compute_on_a_gpu_computes_nowhere_else(shard, monkey
         shard(cluster__device="gpu")
 
 
-@pytest.mark.parametrize(("environ", "calls"), [({}, 1), ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, 0)])
-def test_segments_grow_unless_the_user_has_chosen_the_allocators_settings(monkeypatch, environ, calls):
+@pytest.mark.parametrize(
+    ("kind", "environ", "calls"),
+    [("gpu", {}, 1), ("gpu", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, 0), ("cpu", {}, 0)],
+)
+def test_segments_grow_on_a_gpu_unless_the_user_has_chosen_settings(monkeypatch, kind, environ, calls):
     settings = []
     change = torch._C._accelerator_setAllocatorSettings
-    monkeypatch.setattr(
-        torch._C, "_accelerator_setAllocatorSettings", lambda text: settings.append(text) or change(text)
-    )
-    trainer_shard.expand_segments(environ)
+
+    def changing(text):
+        settings.append(text)
+        change(text)
+
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", changing)
+    assert trainer_shard.prepare_device(kind, environ).type == {"gpu": "cuda", "cpu": "cpu"}[kind]
     assert settings == ["expandable_segments:True"] * calls
     with pytest.raises(ValueError, match="no_such_setting"):
         change("no_such_setting:True")
