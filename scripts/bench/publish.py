@@ -50,8 +50,12 @@ if TYPE_CHECKING:
     from trireme.core.transport import Offer, Session
 
 SHARDS = REPLICAS = 2
-TARGETS = {"object_store": 1.5, "broadcast": 1.3}
-AGAINST = {"object_store": ("gather", "cast", "reload"), "broadcast": ("gather", "broadcast", "reload")}
+TARGETS = {"object_store": 1.5, "broadcast": 1.3, "ipc": 1.3}
+AGAINST = {
+    "object_store": ("gather", "cast", "reload"),
+    "broadcast": ("gather", "broadcast", "reload"),
+    "ipc": ("gather", "cast", "reload"),
+}
 WARM_UP = 2
 BF16_FILE = "bf16.safetensors"
 

@@ -378,9 +378,10 @@ class Router:
             check_issued(f"{target.client.name} sampled tokens from", identities, target.issued)
 
     def _hand_out(self, target: Target, routed: RoutedRequest, outcome: Outcome) -> None:
-        """Gives an answer or an error to the caller of a request, or adds progress to the request's handover. Raises
-        RoomFailed at the last of SENSELESS senseless answers in a row (`Target.makes_sense`). A single senseless answer
-        goes to the caller, who judges it; senseless progress is dropped."""
+        """Gives an answer or an error to the caller of a request, or adds progress to the request's handover, from
+        which another replica can continue. A single senseless answer (for which `Target.makes_sense` is false) goes to
+        the caller, who judges it; senseless progress is dropped. At the last of SENSELESS senseless outcomes in a row,
+        answers or progress, raises RoomFailed instead."""
         sense = True
         if isinstance(outcome, SampledSequence | Progress):
             sense = target.makes_sense(outcome, self._vocab_size)

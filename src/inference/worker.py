@@ -340,8 +340,9 @@ class WorkerExtension:
     ) -> dict[TensorPlace, str]:
         """Writes the received bytes into the memory at `regions`. `steps`: for each bucket a BucketStep, which says
         whether the received bytes are the whole bucket or changes to the bucket. Returns {place of a tensor: its new
-        sums} for buckets with changes: the sums that the tensor had before, plus the sums that the changes add. Raises
-        WeightsRefused if changes do not fit."""
+        digest} for buckets with changes. A digest is two sums (`trireme.core.digest`): the new digest is the digest of
+        the tensor before the changes, plus what the changes add to its sums. Raises WeightsRefused if changes do not
+        fit."""
         before = {entry.place: digest.Sums.parse(entry.hash) for entry in self.base_entries}
         self.base_entries = ()
         totals: dict[TensorPlace, str] = {}

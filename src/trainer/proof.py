@@ -265,21 +265,24 @@ def decide(
         if agreement.not_rows:
             raise Refusal(
                 f"{architecture}: {agreement.not_rows}{place}",
-                f"a difference that rounding explains, at most {agreement.tolerance:.2g}",
+                "in padded rows the same log-probabilities as in the model's own forward pass, within "
+                f"{agreement.tolerance:.2g}, which rounding explains",
                 "train another model: the trainer would compute wrong probabilities for this one",
             )
     reason = next((agreement.not_packed + place for place, agreement in agreements.items() if agreement.not_packed), "")
     if reason and packing == "packed":
         raise Refusal(
             f"trainer.packing = packed for {architecture}: {reason}",
-            f"a difference that rounding explains, at most {model.tolerance:.2g}",
+            "in a packed row the same log-probabilities as for each sample alone, within "
+            f"{model.tolerance:.2g}, which rounding explains",
             "leave --trainer.packing out, or set it to rows",
         )
     whole = next((agreement.not_shared + place for place, agreement in agreements.items() if agreement.not_shared), "")
     if whole and share == "on":
         raise Refusal(
             f"trainer.share_prefixes = on for {architecture}: {whole}",
-            f"a difference that rounding explains, at most {model.tolerance:.2g}",
+            "in a row of distinct tokens the same log-probabilities as for each sample alone, within "
+            f"{model.tolerance:.2g}, which rounding explains",
             "leave --trainer.share-prefixes out, or set it to off",
         )
     packed = model.packed is not None and not reason
