@@ -273,16 +273,14 @@ def decide(
     if reason and packing == "packed":
         raise Refusal(
             f"trainer.packing = packed for {architecture}: {reason}",
-            "in a packed row the same log-probabilities as for each sample alone, within "
-            f"{model.tolerance:.2g}, which rounding explains",
+            "in a packed row the same log-probabilities as for each sample alone, except for rounding",
             "leave --trainer.packing out, or set it to rows",
         )
     whole = next((agreement.not_shared + place for place, agreement in agreements.items() if agreement.not_shared), "")
     if whole and share == "on":
         raise Refusal(
             f"trainer.share_prefixes = on for {architecture}: {whole}",
-            "in a row of distinct tokens the same log-probabilities as for each sample alone, within "
-            f"{model.tolerance:.2g}, which rounding explains",
+            "in a row of distinct tokens the same log-probabilities as for each sample alone, except for rounding",
             "leave --trainer.share-prefixes out, or set it to off",
         )
     packed = model.packed is not None and not reason

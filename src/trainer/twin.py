@@ -33,13 +33,11 @@ def _at_most(limit: int) -> Size:
 
 def _key_heads(value: int, section: Mapping[str, object]) -> int:
     """Returns the twin's number of key heads. `value`: the model's number of key heads. If the model has as many query
-    heads as key heads, returns 4 (a twin has at most 4 query heads); otherwise returns min(value, 2)."""
+    heads as key heads, so has the twin, which has at most 4 query heads; otherwise returns min(value, 2)."""
     heads = {
         size for key, size in section.items() if re.fullmatch(r"(num_attention_|n_|swa_num_attention_)heads?", key)
     }
-    if value in heads:
-        return 4
-    return min(value, 2)
+    return min(value, 4 if value in heads else 2)
 
 
 def _width(value: int, section: Mapping[str, Any]) -> int:

@@ -8,9 +8,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from chaos_support import armed
 from resume_support import rows_of
-from run_support import assert_bound_and_conservation, run_rl
+from run_support import ROOT, Ended, assert_bound_and_conservation, run_rl
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from trireme.core.errors import EXIT_OK
 
@@ -47,3 +49,35 @@ def test_a_replica_that_refuses_changes_takes_the_version_whole_and_then_changes
     assert [row["perf/weights_refused"] for row in outcome.rows] == [0, 0, 1, 0, 0]
     assert not (outcome.root / "incidents.jsonl").exists() or not rows_of(outcome.root / "incidents.jsonl")
     outcome.assert_nothing_left()
+
+
+def assert_changes_arrive(outcome: Ended) -> None:
+    """The first version travels whole, the others as changes; each is proved by its digest and its canary."""
+    assert outcome.code == EXIT_OK, outcome.out
+    whole = outcome.rows[0]["weights/bytes"] / 1e6
+    shares = [row["perf/weights_received_mb"] / whole for row in outcome.rows]
+    assert [share > 0.5 for share in shares] == [True, False, False, False, False], shares
+    assert [row["perf/weights_refused"] for row in outcome.rows] == [0] * STEPS
+    assert len({row["weights/digest"] for row in outcome.rows}) == STEPS
+    assert not (outcome.root / "incidents.jsonl").exists() or not rows_of(outcome.root / "incidents.jsonl")
+    outcome.assert_nothing_left()
+
+
+@pytest.mark.long
+def test_changes_reach_all_ranks_of_an_engine(tmp_path: Path) -> None:
+    assert_changes_arrive(run_rl(tmp_path, *FLAGS, "--inference.replicas", "1", "--inference.tensor-parallel", "2"))
+
+
+@pytest.mark.long
+def test_changes_reach_experts(tmp_path: Path) -> None:
+    """vLLM packs the experts of a layer into two tensors; the trainer publishes three for each expert."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "sort-base")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    special = {"vocab_size": 99, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts, **special))
+    model.save_pretrained(tmp_path / "experts")
+    tokenizer.save_pretrained(tmp_path / "experts")
+    assert_changes_arrive(run_rl(tmp_path, *FLAGS, "--model.name", str(tmp_path / "experts")))

@@ -56,6 +56,18 @@ def test_a_twin_is_small_and_computes(model_type: str) -> None:
     assert logits.shape[-1] <= VOCABULARY
 
 
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "expected"), [(2, 2, (2, 2)), (3, 3, (3, 3)), (8, 8, (4, 4)), (8, 4, (4, 2))]
+)
+def test_a_twin_has_as_many_key_heads_as_heads_if_the_model_has(
+    heads: int, key_heads: int, expected: tuple[int, int]
+) -> None:
+    config = of("qwen3", num_attention_heads=heads, num_key_value_heads=key_heads)
+    model = make_twin(config)
+    assert (model.config.num_attention_heads, model.config.num_key_value_heads) == expected
+    assert model(input_ids=torch.arange(1, 14)[None], use_cache=False).logits.isfinite().all()
+
+
 def test_token_ids_are_in_the_vocabulary_and_differ() -> None:
     small = twin_config(
         of("qwen3", vocab_size=151936, bos_token_id=151643, eos_token_id=[151645, 151643], pad_token_id=0)
