@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import Sampler
 from trireme.process import waits
 from trireme.process.ray_cluster import create_actor, on_node
+from trireme.supervision.restarts import Restarts
 from trireme.supervision.roster import PartHealth, Roster
 
 if TYPE_CHECKING:
@@ -110,18 +112,22 @@ class ServiceHandle:
     # ---- the thread
 
     def _keep(self) -> None:
-        lost = 0
+        cluster = self._config.cluster
+        restarts = Restarts(cluster.max_restarts, cluster.restart_window_s)
+        again = False
         while not self._ending.is_set():
             try:
-                self._serve(again=lost > 0)
+                self._serve(again)
             except TriremeError as failure:
                 if self._ending.is_set():
                     return
-                lost += 1
+                again = True
                 self._roster.set(PART, PartHealth.DEAD, str(failure))
-                if lost > self._config.cluster.max_restarts:
-                    self.failure = failure
-                    self._say(f"{ROOM} is given up: {failure}")
+                try:
+                    restarts.take(ROOM, failure, died=True, step=0, now=time.monotonic())
+                except TriremeError as last:
+                    self.failure = last
+                    self._say(f"{ROOM} is given up: {last}")
                     return
                 self._say(f"{ROOM} is started again: {failure}")
                 with self._lock:
@@ -149,7 +155,7 @@ class ServiceHandle:
 
     def check(self) -> None:
         """Raises RoomFailed if the service was given up, because its actor was lost more than `cluster.max_restarts`
-        times."""
+        times within `cluster.restart_window_s`."""
         if self.failure:
             raise RoomFailed(f"{ROOM} was given up: {self.failure}")
 

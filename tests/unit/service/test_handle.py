@@ -1,6 +1,8 @@
 """The driver's side of the service, without Ray."""
 
+import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +37,7 @@ def test_a_service_that_is_lost_as_the_run_ends_has_no_successor(monkeypatch: py
     monkeypatch.setattr(handle.ray, "kill", lambda _actor: service._ending.set())  # `stop` begins in this moment
     with monkeypatch.context() as first:
         first.setattr(ServiceHandle, "_keep", lambda _self: None)
-        config: Any = type("Config", (), {"cluster": type("Cluster", (), {"max_restarts": 3})})
+        config: Any = SimpleNamespace(cluster=SimpleNamespace(max_restarts=3, restart_window_s=60.0))
         service = ServiceHandle(config, make, None, print, [], Roster(lambda: 0.0))
 
     def lost(_self: ServiceHandle, again: bool) -> None:
@@ -68,14 +70,38 @@ def test_a_service_is_a_part_of_the_run_whose_health_is_shown(monkeypatch: pytes
     monkeypatch.setattr(handle, "LOOK_S", 0.0)
     monkeypatch.setattr(handle.waits, "get", get)
     monkeypatch.setattr(handle.ray, "kill", lambda _actor: None)
-    timeouts = type("Timeouts", (), {"start_s": 1.0})
-    config: Any = type("Config", (), {"cluster": type("Cluster", (), {"max_restarts": 1}), "timeouts": timeouts})
+    cluster = SimpleNamespace(max_restarts=1, restart_window_s=60.0)
+    config: Any = SimpleNamespace(cluster=cluster, timeouts=SimpleNamespace(start_s=1.0))
     service = ServiceHandle(config, Actor, None, print, [], roster)  # type: ignore[arg-type]
     service._thread.join(10)
     assert [health for health, _, _ in healths] == ["starting", "healthy", "dead", "starting", "dead"]
     assert healths[1][1:] == ((7,), 0)
     assert healths[-1][2] == 1
     assert roster.parts[0].why == "the server has ended"
+    with pytest.raises(RoomFailed, match="was given up: the service failed 2 times within"):
+        service.check()
+
+
+def test_losses_that_are_far_apart_do_not_end_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten losses, an hour apart, with one restart allowed in a minute."""
+    losses = itertools.count(1)
+    config: Any = SimpleNamespace(cluster=SimpleNamespace(max_restarts=1, restart_window_s=60.0))
+    with monkeypatch.context() as first:
+        first.setattr(ServiceHandle, "_keep", lambda _self: None)
+        service = ServiceHandle(config, Actor, None, print, [], Roster(lambda: 0.0))  # type: ignore[arg-type]
+
+    def lost(_self: ServiceHandle, again: bool) -> None:
+        now = 3600.0 * next(losses)
+        monkeypatch.setattr(handle.time, "monotonic", lambda: now)
+        if now > 36_000:
+            service._ending.set()
+        raise RoomFailed("it died")
+
+    monkeypatch.setattr(handle.ray, "kill", lambda _actor: None)
+    monkeypatch.setattr(ServiceHandle, "_serve", lost)
+    service._keep()
+    assert next(losses) == 12
+    service.check()
 
 
 def test_a_service_and_its_successor_learn_of_all_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
