@@ -211,6 +211,7 @@ class TrainerPart(Part):
             "packed rows": options.packing == "packed",
             "compiled layers": options.compiles(on_gpus=self.on_gpus),
             f"master weights in {options.master_dtype}": options.master_dtype != "float32",
+            f"gradients summed in {options.reduce_dtype}": options.reduce_dtype != "float32",
         }
         text = f"{count(options.shards, 'FSDP2 shard')}{copies}: {count(options.mesh.processes, 'actor')}"
         return ", ".join([text, *(name for name, is_so in chosen.items() if is_so)])

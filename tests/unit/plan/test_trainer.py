@@ -30,13 +30,14 @@ class TestShards:
         assert "2 FSDP2 shards x 3 copies: 6 actors" in text_of(planned)
 
     def test_what_is_done_for_memory_is_said(self) -> None:
-        options = {"offload": "cpu", "checkpointing": True, "compile": True, "master_dtype": "bfloat16"}
+        options = {"offload": "cpu", "checkpointing": True, "compile": True}
+        options |= {"master_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
         planned = plan(shards=1, trainer=options, resources=gpus(2))
         memory = trainer(planned).shard_memory
         assert memory is not None
         assert memory.total == memory.base + memory.gathered + memory.activations, "the state is elsewhere"
         text = text_of(planned)
-        assert "compiled layers, master weights in bfloat16" in text
+        assert "compiled layers, master weights in bfloat16, gradients summed in bfloat16" in text
         assert "1,000 tokens whose layers are computed twice) and in host memory 8 B x parameters" in text
         assert "whose layers are kept)" in text_of(plan(resources=gpus(3)))
 
