@@ -58,14 +58,19 @@ def assert_changes_arrive(outcome: Ended) -> None:
     shares = [row["perf/weights_received_mb"] / whole for row in outcome.rows]
     assert [share > 0.5 for share in shares] == [True, False, False, False, False], shares
     assert [row["perf/weights_refused"] for row in outcome.rows] == [0] * STEPS
-    assert len({row["weights/digest"] for row in outcome.rows}) == STEPS
     assert not (outcome.root / "incidents.jsonl").exists() or not rows_of(outcome.root / "incidents.jsonl")
     outcome.assert_nothing_left()
 
 
+def digests(outcome: Ended) -> set[str]:
+    return {row["weights/digest"] for row in outcome.rows}
+
+
 @pytest.mark.long
 def test_changes_reach_all_ranks_of_an_engine(tmp_path: Path) -> None:
-    assert_changes_arrive(run_rl(tmp_path, *FLAGS, "--inference.replicas", "1", "--inference.tensor-parallel", "2"))
+    outcome = run_rl(tmp_path, *FLAGS, "--inference.replicas", "1", "--inference.tensor-parallel", "2")
+    assert_changes_arrive(outcome)
+    assert len(digests(outcome)) == STEPS
 
 
 @pytest.mark.long
@@ -80,4 +85,6 @@ def test_changes_reach_experts(tmp_path: Path) -> None:
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts, **special))
     model.save_pretrained(tmp_path / "experts")
     tokenizer.save_pretrained(tmp_path / "experts")
-    assert_changes_arrive(run_rl(tmp_path, *FLAGS, "--model.name", str(tmp_path / "experts")))
+    outcome = run_rl(tmp_path, *FLAGS, "--model.name", str(tmp_path / "experts"))
+    assert_changes_arrive(outcome)
+    assert len(digests(outcome)) > 1, "a step changes nothing where all answers of the random model are as bad"
