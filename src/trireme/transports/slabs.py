@@ -1,16 +1,19 @@
-"""A way for weights within one device: the sender's process and the receivers map the same memory, two slabs.
+"""Sends weights to processes on the same device, through two blocks of memory (slabs) that all of them map.
 
-    sender: copies a piece of a bucket into a free slab, waits for the copy --slab, bytes--> receivers
-    receiver: copies the piece out of the slab, waits for this copy --slab--> sender, which may write to the slab again
+    1. The sender copies a piece of a bucket into a free slab, and waits until the copy has ended.
+    2. It sends the number of the slab and the number of bytes to the receivers, through sockets.
+    3. Each receiver copies the piece out of the slab, waits until the copy has ended, and acknowledges the piece.
+    4. When all receivers have acknowledged the piece or have ended, the slab is free again.
 
-A receiver on the sender's device (`device_key`) connects to the sender's Unix socket, learns the handles of the slabs
-and opens them. Slabs, connections and openings last as long as both processes live, whatever the sessions and groups.
-The system closes the sockets of a process that ends, so the end of a connection means that nobody reads a slab any
-more. A slab is free once all receivers of its piece have acknowledged the piece or have ended. A receiver that is
-stopped blocks the slab that it may be reading, until it continues or is killed. Meanwhile the sender uses the other
-slab; if both are blocked, `begin` returns no receiver, and the next version travels in another way.
+A receiver on the sender's device (`device_key`) connects to the sender's Unix socket, gets handles of the slabs, and
+maps the slabs with them. The connection and the mapping last as long as both processes live, and serve all sessions.
+The system closes the sockets of a process that ends. So when a connection ends, its receiver reads no slab any more.
 
-Memory differs between devices: `host_slabs` for CPUs, `cuda_slabs` for GPUs. All else is the same code.
+A suspended receiver (SIGSTOP) blocks the slab that it may be reading, until it continues or is killed. Meanwhile the
+sender uses the other slab. If both slabs are blocked, `begin` returns no receiver, and the next version is sent by
+another transport.
+
+`host_slabs` makes and maps the memory on CPUs, `cuda_slabs` on GPUs. The rest of the code is the same for both.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """The kernels of the head without a GPU: compiled for several, and computed by Triton's interpreter."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton_support import run_interpreted
 
 from trainer.head_kernels import COLUMNS, WARPS, backward_kernel, forward_kernel
 
@@ -21,16 +19,7 @@ MOST_BYTES = (30, 30, 16)
 @pytest.fixture(scope="module")
 def oracle() -> dict[str, dict[str, float] | list[float]]:
     """The oracle's results. It fails where the kernels differ from float64 by more than rounding."""
-    process = subprocess.run(
-        [sys.executable, "-W", "ignore", ORACLE, "cpu"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout)
+    return json.loads(run_interpreted(ORACLE))
 
 
 def test_the_interpreter_agrees_with_float64(oracle) -> None:

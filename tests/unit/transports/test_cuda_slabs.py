@@ -128,7 +128,7 @@ def test_memory_of_cuda_is_described_to_pytorch() -> None:
     assert description == {"shape": (100,), "typestr": "|u1", "data": (4096, False), "strides": None, "version": 3}
 
 
-@pytest.mark.skipif(has_gpu(), reason="it has a driver")
+@pytest.mark.skipif(has_gpu(), reason="it has a driver")  # reason: with a driver and a GPU both calls would succeed
 def test_without_a_driver_cuda_itself_says_why() -> None:
     with pytest.raises(RoomFailed, match="CUDA gives no memory of 100 bytes for another process: "):
         cuda_slabs.make(100)

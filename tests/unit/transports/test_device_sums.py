@@ -1,9 +1,7 @@
 """The kernel of device sums without a GPU: compiled for several, and computed by Triton's interpreter."""
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton_support import run_interpreted
 
 from trireme.transports.device_sums import (
     MAX_OUTER,
@@ -86,16 +85,7 @@ def test_a_word_takes_few_instructions(variant: Variant, capability: int, tmp_pa
 
 def test_the_interpreter_agrees_with_the_oracle() -> None:
     """All dtypes, strides, stacks, casts, places in the whole and distances in memory beyond 2^31."""
-    process = subprocess.run(
-        [sys.executable, "-W", "ignore", ORACLE, "cpu"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    assert "parts are equal" in process.stdout
+    assert "parts are equal" in run_interpreted(ORACLE)
 
 
 def qwen3_8b(dtype: torch.dtype) -> list[TensorPart]:

@@ -16,14 +16,16 @@ OTHER_SPEAKERS = ("User", "System", "Tool")
 
 
 class RoleColonRenderer(TextRenderer):
-    r"""A renderer for base models. It writes each message as `Speaker: text`, with an empty line between two messages.
-    The end-of-sequence token ends an answer:
+    r"""Renders conversations for base models: each message as `Speaker: text`, with an empty line before the next one.
+    The end-of-sequence token ends an answer of the assistant:
 
         System: Be brief.\n\nUser: 2 + 2?\n\nAssistant: 4<eos>\n\nUser: 3 + 3?\n\nAssistant:
 
-    A base model seldom writes the end-of-sequence token. Instead it goes on with the name of another speaker, such as
-    `\n\nUser:`, so these strings are stop strings. If the next message is from the speaker that the stop string names,
-    the next prompt keeps the sampled tokens of the stop string. Otherwise the end-of-sequence token replaces them.
+    A base model seldom samples the end-of-sequence token. More often it begins the next speaker's message, for example
+    with `\n\nUser:`. Therefore these beginnings are stop strings. When an answer ends with a stop string, the next
+    message decides what the next prompt contains after the answer. If this message is from the speaker in the stop
+    string, the prompt contains the sampled tokens of the stop string; otherwise, the end-of-sequence token.
+
     Raises BadInput if the tokenizer has no end-of-sequence token, or if `enable_thinking` is given.
     """
 
