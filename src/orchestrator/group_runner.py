@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from orchestrator.admission import Permit
@@ -20,7 +21,6 @@ from orchestrator.lifetimes import NO_CONTEXT, GroupEnvs, LeakedTasks, TaskOwner
 from orchestrator.lockstep import OwnPace
 from orchestrator.rollout import (
     AnswerTimeout,
-    BadSample,
     BadStep,
     EnvCancelled,
     PromptTooLong,
@@ -30,7 +30,7 @@ from orchestrator.rollout import (
     run_rollout,
 )
 from orchestrator.unfinished import GroupProgress, RolloutProgress
-from orchestrator.waste import GroupTokens, RolloutTokens
+from orchestrator.waste import GroupTokens
 from trireme.config import Config
 from trireme.config.schema import EnvConfig, SamplingConfig
 from trireme.core.errors import BadRequest, ProvenanceError, TriremeError
@@ -51,12 +51,6 @@ class GroupOutcome:
     """None when too few rollouts succeeded, or when their rewards could not be computed."""
 
 
-def never_due(group: Group) -> bool:
-    """Returns False for every group. Evaluations and tests use this function as `is_due`, because no batch waits for
-    their groups."""
-    return False
-
-
 @dataclass(frozen=True)
 class GroupRunner:
     """Runs groups of one environment."""
@@ -68,9 +62,6 @@ class GroupRunner:
     pace: OwnPace
     note: Callable[[Exception], None]
     """Called with each error of a rollout, of the group's rewards, and of closing the environments."""
-    is_due: Callable[[Group], bool] = never_due
-    """Returns True for a group that the next batch waits for. A rollout of this group is then retried only after a
-    BadSample."""
     evaluates: bool = False
     """True: groups of evaluations. All their tokens must be of the version `group.floor`."""
 
@@ -156,8 +147,7 @@ class GroupRunner:
         raises an error instead of returning it (see `_attempt`), or if this call is cancelled, cancels the unfinished
         rollouts, waits at most `env.close_s` seconds for them, and raises that error or CancelledError."""
         rollouts = [
-            start_contained(self._rollout(group, envs, sample, permit, counted, progress))
-            for sample, counted in enumerate(tokens.rollouts_G)
+            start_contained(self._rollout(group, envs, sample, permit, tokens, progress)) for sample in range(self.size)
         ]
         for rollout in rollouts:
             rollout.add_done_callback(permit.leave_one, context=NO_CONTEXT)
@@ -183,13 +173,12 @@ class GroupRunner:
         envs: GroupEnvs,
         sample: int,
         permit: Permit,
-        tokens: RolloutTokens,
+        tokens: GroupTokens,
         progress: GroupProgress,
     ) -> Trajectory | Exception:
         """Runs one rollout with its retries, each with an environment of its own. Returns the trajectory, or the last
         error. All tries share one time limit, so that an environment that hangs delays a batch by at most
-        `generation_timeout_s`. A PromptTooLong or BadRequest is not retried. If the batch that is being assembled waits
-        for the group, only a BadSample is retried."""
+        `generation_timeout_s`. A PromptTooLong or BadRequest is not retried."""
         if sample in progress.finished:
             return progress.finished[sample]
         tries = self.config.orchestrator.retries + 1
@@ -210,10 +199,8 @@ class GroupRunner:
             due = deadline.when()  # later than before, where requests have waited for their turn
             if isinstance(outcome, Trajectory):
                 break
-            tokens.fail()
-            # What a replica did wrong is tried again even in a group that is due: another one may do it right.
-            given_up = isinstance(outcome, PromptTooLong | BadRequest) or deadline.expired()
-            if given_up or (self.is_due(group) and not isinstance(outcome, BadSample)):
+            tokens.fail(sample)
+            if isinstance(outcome, PromptTooLong | BadRequest) or deadline.expired():
                 break
         self.pace.rollout_over(group.index)
         return outcome
@@ -224,16 +211,45 @@ class GroupRunner:
         envs: GroupEnvs,
         key: RolloutKey,
         deadline: asyncio.Timeout,
-        tokens: RolloutTokens,
+        tokens: GroupTokens,
         progress: RolloutProgress,
     ) -> Trajectory:
         with trace.overlapping("make_env", "environment", problem=group.problem):
             env = await envs.make(key.sample)
-
-        sample = _Turns(self, group, envs, key, deadline, tokens).sample
+        sample = partial(self._answer, group, envs, key, deadline, tokens)
         if isinstance(env, AgentEnv):
             return await play_session(env, sample, key, self.limits, self.sampling, self._seed)
         return await run_rollout(env, sample, key, self.limits, self.sampling, self._seed, progress)
+
+    async def _answer(
+        self,
+        group: Group,
+        envs: GroupEnvs,
+        key: RolloutKey,
+        deadline: asyncio.Timeout,
+        tokens: GroupTokens,
+        request: SampleRequest,
+        *on_progress: OnProgress,
+    ) -> SampledSequence:
+        """Returns the sampled answer to `request`, a request of the rollout `key`. `deadline`: the common deadline of
+        all tries of the rollout. Raises AnswerTimeout after `inference.answer_s` seconds, errors of the sampler, and
+        CancelledError if the rollout was cancelled and its environment ignored that."""
+        envs.check()
+        limit_s = self.config.inference.answer_s
+        await self.pace.before_sample(group.index, key.sample, deadline)
+        try:
+            with TaskOwner(None):
+                async with asyncio.timeout(limit_s) as waiting:
+                    sampled = await self.sample(replace(request, floor=group.floor), *on_progress)
+        except TimeoutError:
+            if not waiting.expired():
+                raise
+            raise AnswerTimeout(
+                f"{key}: an answer took longer than {limit_s:g} s (inference.answer_s); shorten answers "
+                "(inference.sampling.max_tokens), or raise the limit"
+            ) from None
+        tokens.respond(key.sample, len(sampled.tokens))
+        return sampled
 
     def _due(self) -> float | None:
         """Returns the deadline of a rollout that begins now, by the event loop's clock in seconds:
@@ -325,37 +341,3 @@ class GroupRunner:
             tags=(env, *tags),
             temperature=self.sampling.temperature,
         )
-
-
-@dataclass(eq=False, slots=True)
-class _Turns:
-    """Samples the answers of one try of a rollout."""
-
-    runner: GroupRunner
-    group: Group
-    envs: GroupEnvs
-    key: RolloutKey
-    deadline: asyncio.Timeout
-    """The common deadline of all tries of the rollout."""
-    tokens: RolloutTokens
-
-    async def sample(self, request: SampleRequest, *on_progress: OnProgress) -> SampledSequence:
-        """Returns the sampled answer to `request`. Raises AnswerTimeout after `inference.answer_s` seconds, errors of
-        the sampler, and CancelledError if the rollout was cancelled and its environment ignored that."""
-        self.envs.check()
-        runner, limit_s = self.runner, self.runner.config.inference.answer_s
-        await runner.pace.before_sample(self.group.index, self.key.sample, self.deadline)
-        self.tokens.request()
-        try:
-            with TaskOwner(None):
-                async with asyncio.timeout(limit_s) as waiting:
-                    sampled = await runner.sample(replace(request, floor=self.group.floor), *on_progress)
-        except TimeoutError:
-            if not waiting.expired():
-                raise
-            raise AnswerTimeout(
-                f"{self.key}: an answer took longer than {limit_s:g} s (inference.answer_s); shorten answers "
-                "(inference.sampling.max_tokens), or raise the limit"
-            ) from None
-        self.tokens.respond(len(sampled.tokens))
-        return sampled

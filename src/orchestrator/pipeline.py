@@ -41,7 +41,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -64,7 +64,7 @@ from orchestrator.rollout import PromptTooLong, RolloutLimits
 from orchestrator.running import RunningGroups
 from orchestrator.state import OrchestratorState
 from orchestrator.unfinished import GroupProgress
-from orchestrator.waste import TokenCounts
+from orchestrator.waste import WastedTokens
 from orchestrator.watch import watch_lag, watch_load
 from trireme.config import Config
 from trireme.core.errors import RoomFailed
@@ -117,10 +117,10 @@ class Pipeline:
             self._pace = OwnPace()
         self._pressure = Backpressure(config)
         self._requests = requests = Requests(self.sampler)
-        self._tokens = TokenCounts(lambda: asyncio.get_running_loop().time(), repeatable=config.deterministic)
+        self._tokens = WastedTokens()
         self._runners = {
             env.label: GroupRunner(
-                config, env, limits, requests.sample, self._pace, partial(self._note_error, env=env.label), self._is_due
+                config, env, limits, requests.sample, self._pace, partial(self._note_error, env=env.label)
             )
             for env in config.env
         }
@@ -417,7 +417,7 @@ class Pipeline:
         over = partial(self._running.ends, group)  # a drop must not interrupt the cleanup
         tokens = self._tokens.begin(group.index, progress.sampled_G(runner.size))
         life = trace.life("group", group.index, problem=group.problem, floor=group.floor)
-        with closing(tokens), life as ending:
+        with life as ending:
             outcome = await runner.run(group, builder, permit, tokens, over, progress)
             await self._pace.before_end(group.index)
             self._settle(group, outcome)
@@ -425,13 +425,6 @@ class Pipeline:
 
     def _filters(self, scored: ScoredGroup) -> bool:
         return self._options.remove_constant_reward_groups and is_constant(scored.rewards_G)
-
-    def _is_due(self, group: Group) -> bool:
-        """Returns True if no batch after the one that is being assembled may take the group. The runner then retries a
-        rollout only after a BadSample. Always returns False in two cases: if max_steps_off_policy is 0 (every group
-        would be due from its start), and in deterministic mode (the result would depend on timing)."""
-        bound = self._options.max_steps_off_policy
-        return bool(bound) and not self._config.deterministic and self._ledger.deadline(group) <= self._ledger.batch
 
     def _note_error(self, error: Exception, env: str) -> None:
         self._meter.errors[type(error).__name__] += 1
@@ -448,7 +441,7 @@ class Pipeline:
             return
         scored = outcome.scored
         filtered = scored is not None and self._filters(scored)
-        self._tokens.settle(group.index, scored, filtered)
+        self._tokens.settle(group.index, scored)
         if scored is None:
             self._ledger.fail(group)
         elif filtered:

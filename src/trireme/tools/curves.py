@@ -50,7 +50,7 @@ WASTE = {
 """{cause: text for people}, the reasons why sampled tokens are not trained on. The metric `waste/<cause>` counts the
 tokens."""
 
-SUMMED = ("perf/tokens", "perf/rollouts", *(f"waste/{cause}" for cause in WASTE))
+SUMMED = ("perf/tokens", *(f"waste/{cause}" for cause in WASTE))
 """Metrics that are summed over all rows of a run; rows that lack one of these metrics do not count."""
 
 PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
@@ -88,11 +88,6 @@ PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
             "waste/filtered": "filtered",
             "waste/failed": "failed",
         },
-    ),
-    (
-        "Length of rollouts, trained on and sampled",
-        "mean tokens",
-        {"length/trained": "trained on", "length/sampled": "all that were sampled"},
     ),
     ("Replicas that serve, and incidents so far", "", {"perf/replicas": "replicas", "perf/incidents": "incidents"}),
     ("Idle", "share of the step", {"perf/trainer_idle_frac": "trainer", "perf/inference_idle_frac": "inference"}),
@@ -226,13 +221,6 @@ class RunCurves:
         causes = ", ".join(f"{number / tokens:.1%} {text}" for text, number in wasted.items() if number)
         share = f"{1 - trained / tokens:.1%} of {tokens:,.0f} tokens"
         facts.append(("sampled in vain", f"{share}: {causes}" if causes else share))
-        sampled = self.newest.get("length/sampled")
-        if sampled:
-            trained_on = trained / self._sums["perf/rollouts"]
-            lengths = (
-                f"{trained_on:.0f} tokens trained on, {sampled:.0f} of all that were sampled, stopped ones as estimated"
-            )
-            facts.append(("length bias", f"{trained_on / sampled:.2f}: mean lengths of rollouts are {lengths}"))
         return facts
 
     def points(self, name: str) -> list[tuple[float, float]]:
