@@ -46,12 +46,11 @@ from dataclasses import replace
 from functools import partial
 
 from orchestrator.admission import Backpressure, Permit
-from orchestrator.advantages import ScoredGroup, build_minibatch, is_constant
+from orchestrator.advantages import Keep, ScoredGroup, build_minibatch, is_constant
 from orchestrator.cursor import Mix
 from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
 from orchestrator.evaluation import Evaluator
 from orchestrator.group_runner import GroupOutcome, GroupRunner
-from orchestrator.layout import BuildOn, build_here
 from orchestrator.ledger import Group, Ledger
 from orchestrator.lifetimes import TaskOwner
 from orchestrator.limits import BackgroundTasks, RunLimits
@@ -79,7 +78,9 @@ WITNESSED = ("problem", "index", "floor")
 
 class Pipeline:
     """The orchestrator without its actor, on one event loop. The first `begin_version` starts the background tasks,
-    such as the one that dispatches groups."""
+    such as the one that dispatches groups. `keep` decides where the tokens of minibatches are held; minibatches are
+    then laid out in a thread, so that the event loop serves rollouts meanwhile. Without `keep` they are laid out on the
+    event loop, and held in this process."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Pipeline:
         limits: RolloutLimits,
         held_out: Sequence[RLDataset] = (),
         decode: Decode | None = None,
-        build_on: BuildOn = build_here,
+        keep: Keep | None = None,
     ) -> None:
         self._config = config
         self._options = config.orchestrator
@@ -130,7 +131,7 @@ class Pipeline:
         self._recorder = Recorder(config, decode)
         self._meter = StepMeter(self._ledger.counts())
         self._boundary: OrchestratorState | None = None
-        self._build_on = build_on
+        self._keep = keep
 
     # ---- the driver's verbs
 
@@ -209,7 +210,11 @@ class Pipeline:
         self._meter.trained += scored_P
         last = (assembled + len(groups)) % per_substep == 0
         normalization = self._config.normalization
-        return await self._build_on(partial(build_minibatch, step, scored_P, self._options, normalization, last))
+        build = partial(build_minibatch, step, scored_P, self._options, normalization, last)
+        if self._keep is None:
+            return build()
+        with trace.span("lay_out", "layout"):
+            return await asyncio.to_thread(build, self._keep)
 
     def release(self, step: int) -> StepSummary:
         """Records that `step` has been trained on. The slots of its groups become free once the replicas have

@@ -27,7 +27,7 @@ Column = npt.NDArray[np.number]
 Assign = Callable[[Forest], Sequence[Numbers]]
 """Takes the forest of all datums of a batch. Returns for each process of the trainer the indices of the datums that it
 computes, ascending."""
-PIECE_TOKENS = 1 << 20
+PIECE_TOKENS = 1 << 18
 """The most tokens that are laid out and stored together: few, so that no call of numpy holds Python's lock for long;
 enough, so that the calls take less time than the work in them."""
 
