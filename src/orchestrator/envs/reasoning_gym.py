@@ -12,9 +12,7 @@ training or to evaluations, and the other leaves it out.
 from __future__ import annotations
 
 import json
-import logging
 import re
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -31,8 +29,6 @@ from trireme.renderers import Message
 with suppress(ImportError):  # the extra `reasoning-gym`; a worker process imports it before the time of a call begins
     from reasoning_gym.factory import DATASETS, create_dataset
 
-log = logging.getLogger(__name__)
-
 Extraction = Literal["raw", "tag", "last_number", "last_word"]
 Reward = Literal["exact", "score"]
 Entry = Mapping[str, Any]
@@ -45,9 +41,6 @@ AROUND_WORDS = ".,;:!?'\"`*()[]"
 AROUND_ANSWERS = ("1 {} 2", "x {} y", "wrong {}", "{} wrong")
 """Formats of texts that contain a right answer but are wrong answers."""
 MOST_TRIES = 500
-FEW_QUESTIONS = 1000
-COUNTING_S = 1.0
-"""Seconds for which the start of a run draws questions, to see whether there are few distinct ones."""
 
 
 def extract(text: str, extraction: Extraction) -> str:
@@ -175,7 +168,6 @@ class ReasoningGymDataset(GeneratedDataset):
         self._make = partial(RewardProblem, context, __file__, {reward: 1.0}, limit_s)
         if reward == "exact" and not isinstance(self._items[0]["answer"], str):
             raise ValueError(f"reward = 'exact' for {task}, which knows no answers; expected reward = 'score'")
-        self._warn_of_few_questions()
 
     def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:
         return [self._problem(number) for number in numbers]
@@ -207,24 +199,3 @@ class ReasoningGymDataset(GeneratedDataset):
         }
         place = f"item {index} of reasoning_gym:{self._task}"
         return RewardRow(place, columns, [Message(role="user", content=question)], answer)
-
-    def _warn_of_few_questions(self) -> None:
-        drawn, distinct = few_questions(self._items, self._indexes)
-        if distinct:
-            log.warning("reasoning_gym:%s: %d items have only %d distinct questions", self._task, drawn, distinct)
-
-
-def few_questions(items: Any, indexes: range, seconds: float = COUNTING_S) -> tuple[int, int]:
-    """Tests whether a generator has fewer than about FEW_QUESTIONS distinct questions. If it has, returns (number of
-    drawn items, number of distinct questions among them); else returns (number of drawn items, 0). Draws the
-    generator's items at `indexes`, in order, for at most `seconds` seconds, and at most 2 * FEW_QUESTIONS items.
-    Computes how many distinct questions to expect if the items were uniform draws from FEW_QUESTIONS questions. The
-    generator has few questions if the drawn items have more than 0.5 fewer distinct questions than that."""
-    questions: set[str] = set()
-    drawn = 0
-    end = time.monotonic() + seconds
-    while drawn < min(2 * FEW_QUESTIONS, len(indexes)) and time.monotonic() < end:
-        questions.add(items[indexes[drawn]]["question"])
-        drawn += 1
-    expected = FEW_QUESTIONS * (1 - (1 - 1 / FEW_QUESTIONS) ** drawn)
-    return drawn, len(questions) if len(questions) < expected - 0.5 else 0
