@@ -367,8 +367,8 @@ async def test_a_request_that_replicas_refuse_ends_its_rollout_alone_without_ano
 
 
 async def test_a_run_whose_rollouts_are_all_refused_stops_with_the_reason() -> None:
-    config = small_config(max_steps=1, max_filtered_batches=1000, max_failure_rate=1.0)
-    with pytest.raises(LimitReached, match=r"refused the last 32 rollouts .* temperature must be in \[0, 2\], got 3"):
+    config = small_config(max_steps=1, max_filtered_batches=1000)
+    with pytest.raises(LimitReached, match=r"100% of the last 32 rollouts .* temperature must be in \[0, 2\], got 3"):
         await whole_run(Run(config, Faulty(REFUSED, everywhere=True)))
 
 
