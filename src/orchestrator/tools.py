@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -165,42 +165,11 @@ async def _all(works: Sequence[Any]) -> list[Any]:
     return [task.result() for task in tasks]
 
 
-_threads: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+_threads = ThreadPoolExecutor(MOST_THREADS, "tool")
 
 
 async def in_thread(function: Callable[[], T]) -> T:
     """Returns `function()`, computed in one of at most MOST_THREADS threads for functions that block
     (`asyncio.to_thread` shares a few threads among all callers). When the caller is cancelled, the function continues,
-    and its result is dropped; its thread does not keep the process alive."""
-    loop = asyncio.get_running_loop()
-    free = _threads.setdefault(loop, asyncio.Semaphore(MOST_THREADS))
-    await free.acquire()
-    result: asyncio.Future[T] = loop.create_future()
-    try:
-        threading.Thread(target=_run, args=(function, loop, result, free), name="tool", daemon=True).start()
-    except BaseException:
-        free.release()
-        raise
-    return await result
-
-
-def _run(
-    function: Callable[[], object],
-    loop: asyncio.AbstractEventLoop,
-    result: asyncio.Future[object],
-    free: asyncio.Semaphore,
-) -> None:
-    def end(settle: Callable[[Any], None], value: Any) -> None:
-        free.release()
-        if not result.done():  # cancelled: the answer is not awaited any more
-            settle(value)
-
-    settle: Callable[[Any], None]
-    try:
-        settle = result.set_result
-        value = function()
-    except Exception as error:
-        settle = result.set_exception
-        value = error
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(end, settle, value)
+    and its result is dropped."""
+    return await asyncio.get_running_loop().run_in_executor(_threads, function)

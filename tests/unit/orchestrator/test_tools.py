@@ -123,7 +123,8 @@ def test_calls_of_one_tool_beyond_its_number_wait_and_their_wait_is_not_in_the_l
 
 def test_a_function_that_blocks_has_a_thread_of_its_own() -> None:
     texts, metrics = contents(call("block", name="a"), call("block", name="nothing"), run=asyncio.run)
-    assert texts == ["a in tool", "error: no name"]
+    assert texts[0].startswith("a in tool")
+    assert texts[1] == "error: no name"
     assert metrics["tool_errors"] == 0.5
 
 
