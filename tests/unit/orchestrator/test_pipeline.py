@@ -60,8 +60,9 @@ async def test_the_loop_turns_while_a_minibatch_is_laid_out() -> None:
 
     async with Run(small_config()) as run:
         run.pipeline._keep = keep
+        await quiesce()
         minibatch = asyncio.create_task(run.pipeline.next_minibatch(0, 0))
-        while not run.pipeline._meter.trained:
+        for _ in range(10):
             await asyncio.sleep(0)
         turned.set()
         assert len((await minibatch).batch) == 4
