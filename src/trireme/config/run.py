@@ -59,7 +59,7 @@ class RunConfig(Section):
 
 
 class ResumeConfig(Section):
-    latest: bool | Literal["auto"] = Field(False, json_schema_extra={"flag": "resume"})
+    latest: bool | Literal["auto"] = False
     """Resume from the newest checkpoint that verifies; spelled `--resume`. `--resume auto`: if the run has begun, else
     start it, so that a scheduler can repeat one command; needs run.name."""
     step: Annotated[int, Field(ge=-1)] | None = None
