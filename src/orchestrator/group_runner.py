@@ -17,7 +17,7 @@ from orchestrator.advantages import ScoredGroup
 from orchestrator.agents import play_session
 from orchestrator.env import AgentEnv, EnvGroupBuilder, Trajectory, result_of
 from orchestrator.ledger import Group
-from orchestrator.lifetimes import NO_CONTEXT, GroupEnvs, LeakedTasks, TaskOwner, start_contained, uninterrupted
+from orchestrator.lifetimes import GroupEnvs, LeakedTasks, TaskOwner, start_contained, uninterrupted
 from orchestrator.lockstep import OwnPace
 from orchestrator.rollout import (
     AnswerTimeout,
@@ -150,7 +150,7 @@ class GroupRunner:
             start_contained(self._rollout(group, envs, sample, permit, tokens, progress)) for sample in range(self.size)
         ]
         for rollout in rollouts:
-            rollout.add_done_callback(permit.leave_one, context=NO_CONTEXT)
+            rollout.add_done_callback(permit.leave_one)
         try:
             finished, _ = await asyncio.wait(rollouts, return_when=asyncio.FIRST_EXCEPTION)
             for rollout in finished:

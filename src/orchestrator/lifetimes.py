@@ -18,7 +18,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
-from contextvars import Context, ContextVar
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from orchestrator.env import AgentEnv, Env, EnvGroupBuilder, close_env, result_of
@@ -28,9 +28,6 @@ from trireme.config import Config
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-NO_CONTEXT = Context()
-"""The context for callbacks that read no context variable. Without it asyncio would copy a context for each
-callback."""
 _owner: ContextVar[set[asyncio.Task[object]] | None] = ContextVar("owner", default=None)
 
 
@@ -92,20 +89,6 @@ async def contained(work: Awaitable[T]) -> T:
         raise EnvExited(f"raised {raised!r}, which would have ended the orchestrator") from raised
 
 
-class _Close:
-    """A done callback of a task: closes the coroutine `work`. If the task was cancelled before it started, `work` never
-    began, and Python would warn that it was never awaited. An object of this class takes less memory than a function
-    that refers to the coroutine."""
-
-    __slots__ = ("_work",)
-
-    def __init__(self, work: Coroutine[object, object, object]) -> None:
-        self._work = work
-
-    def __call__(self, _task: object) -> None:
-        self._work.close()
-
-
 def start_contained(work: Coroutine[object, object, T], **options: Any) -> asyncio.Task[T]:
     """Starts the `work` of an environment in a task of its own. This lets the caller distinguish a cancellation of its
     own task from a CancelledError that the environment raises. The new task is not added to the set of a TaskOwner;
@@ -113,7 +96,8 @@ def start_contained(work: Coroutine[object, object, T], **options: Any) -> async
     wrapped: Any = contained(work)
     wrapped.__qualname__ = getattr(work, "__qualname__", wrapped.__qualname__)  # names it where it is leaked
     task: asyncio.Task[T] = asyncio.Task(wrapped, **options)
-    task.add_done_callback(_Close(work), context=NO_CONTEXT)  # a task that is cancelled first has never begun it
+    # A task that was cancelled before it started has never begun `work`, and Python would warn of that.
+    task.add_done_callback(lambda _: work.close())
     return task
 
 

@@ -44,8 +44,6 @@ CONNECT_S = 10.0
 CLOSE_S = 20.0
 BUSY = frozenset({429, 502, 503, 504})
 """HTTP status codes of a server that may accept the same request later."""
-LONGEST_ANSWER = 16 * 10**6
-"""The most bytes of a server's answer."""
 SHOWN = 300
 """The most characters of a wrong answer that an error shows."""
 SENT = ("role", "content", "thinking", "tool_calls")
@@ -92,7 +90,7 @@ class EnvServer:
     ) -> Mapping[str, Any]:
         """Sends a request by `client`, repeats it until the server answers, and returns the JSON object of the answer.
         Raises EnvServerDown if there is no answer within `limit_s` seconds, EnvServerRefused for a status of 400 or
-        more that is not in BUSY, and BadEnvAnswer if the answer is no JSON object or too long."""
+        more that is not in BUSY, and BadEnvAnswer if the answer is no JSON object."""
         url = f"{self.url}/{path}"
         failure = "no answer to the first try"
         tries = 0
@@ -102,7 +100,7 @@ class EnvServer:
                     tries += 1
                     try:
                         async with client.request(method, url, json=body) as reply:
-                            text = await _text_of(reply)
+                            text = await reply.text(errors="replace")
                         if reply.status not in BUSY:
                             return _read(f"{method} {url}", reply.status, text)
                         failure = f"status {reply.status}"
@@ -116,16 +114,6 @@ class EnvServer:
                 f"{method} {url} was not answered within {limit_s:g} s ({tries} tries; the last failure: {failure}). "
                 "Is the server up, and the limit long enough (env.args.step_s and reset_s of an environment)?"
             ) from None
-
-
-async def _text_of(reply: aiohttp.ClientResponse) -> str:
-    """Returns the text of a server's answer. Raises BadEnvAnswer if it has more than LONGEST_ANSWER bytes."""
-    body = bytearray()
-    async for piece in reply.content.iter_any():
-        body += piece
-        if len(body) > LONGEST_ANSWER:
-            raise BadEnvAnswer(f"{reply.url} was answered with more than {LONGEST_ANSWER:,} bytes; send less in a turn")
-    return body.decode(errors="replace")
 
 
 def _read(request: str, status: int, text: str) -> Mapping[str, Any]:

@@ -10,7 +10,6 @@ REMOVED: dict[str, str] = {
     "trireme distill": "run `python examples/recipes/distill.py` with the same options, a recipe of docs/supervised.md",
     "trireme launch": "edit scripts/slurm.sbatch or scripts/rayjob.yaml, which start a run on Slurm and on KubeRay",
     "trireme sweep --knob": "give the key of the horizontal axis in the first --grid",
-    "env.args.variables": "name the variables, without patterns, in env.variables",
     "orchestrator.groups_per_batch": "set orchestrator.batch_size",
     "orchestrator.rollouts_per_example": "set orchestrator.group_size",
     "orchestrator.max_requeues": "leave it out: orchestrator.stale_policy = wait, the default, samples nothing again",

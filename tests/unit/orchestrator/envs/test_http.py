@@ -207,8 +207,6 @@ GOOD = {"observation": {"messages": [{"role": "user", "content": "?"}]}}
     [
         ([], None, "expected a JSON object"),
         ({}, None, "expected `observation`"),
-        ({**GOOD, "logs": "x" * 17_000_000}, None, "more than 16,000,000 bytes"),
-        (GOOD, {"logs": "x" * 17_000_000}, "more than 16,000,000 bytes"),
         ({"observation": {"messages": [{"role": "user"}]}}, None, "`observation.messages`"),
         ({"observation": GOOD["observation"] | {"tools": [{"name": "x"}]}}, None, "`observation.tools`"),
         (GOOD, {"done": "no", "reward": 1}, "`done`, true or false"),
