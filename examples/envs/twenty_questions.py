@@ -7,8 +7,8 @@ assistant  Is it alive?
 user       yes                             the answer of the other model, which knows the secret
 assistant  Is it a dog?                    names the secret: reward 1
 
-The answerer does not learn: it is a model behind a URL, or the one that the run started from. It answers greedily, so the
-same question gets the same answer, if the server is deterministic.
+The answerer does not learn: it is a model behind a URL, or the one that the run started from. It answers greedily, so
+the same question gets the same answer, if the server is deterministic.
 """
 
 from __future__ import annotations
