@@ -11,6 +11,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 from twenty_questions import StartAnswerer, TwentyQuestions, TwentyQuestionsEnv, UrlAnswerer, yes_or_no
 
 from orchestrator import workers
@@ -21,7 +22,12 @@ from trireme.config.schema import EnvConfig
 from trireme.core.errors import BadInput
 from trireme.renderers import Message
 
-ASSET = Path(__file__).parents[4] / "assets" / "sort-base"
+ASSET = Path(__file__).parents[2] / "assets" / "sort-base"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(ASSET)
 
 
 def dataset(tokenizer: Any, split: Any = "train", seed: int = 0, **args: Any) -> TwentyQuestions:
