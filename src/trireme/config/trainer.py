@@ -19,6 +19,8 @@ LINEAR = (*ATTENTION, *MLP, *UNEMBED)
 
 SharePrefixes = Literal["auto", "on", "off"]
 """Values of `trainer.share_prefixes`."""
+Checkpointing = bool | Literal["auto", "offload"]
+"""Values of `trainer.checkpointing`."""
 
 
 class OptimConfig(Section):
@@ -154,9 +156,11 @@ class CommonTrainer(Section):
     """Compute tokens with which several sequences begin only once. auto = for each minibatch in which that saves 5 % of
     the counted work, where the model shows at the start that it can; on = for each minibatch that shares anything, and
     a model that cannot is refused. With `lora.dropout` sequences are computed whole."""
-    checkpointing: bool | Literal["auto"] = "auto"
+    checkpointing: Checkpointing = "auto"
     """Keep only the input of each decoder layer, and compute the layer again in the backward pass; auto = for
-    micro-batches with activations that exceed the memory left by the state on the shards."""
+    micro-batches with activations that exceed the memory left by the state on the shards. offload = for these
+    micro-batches copy the activations of as many layers as necessary to host memory, and back for the backward pass;
+    auto never does that, because no GPU has measured it."""
     reshard_after_forward: bool | Literal["auto"] = "auto"
     """Free the weights of a layer that were gathered from all shards after each pass, and gather them again for the
     next one (ZeRO-3). false = gather them once for all micro-batches of a batch (ZeRO-2). auto = false where they fit

@@ -35,6 +35,7 @@ from trireme.plan.whole import count
 
 ON_THEIR_WAY = "buckets on their way"
 COPIES = "copies for checkpoints"
+HOST_ACTIVATIONS = "activations in host memory"
 SHARED_SLABS = "memory shared with replicas"
 SHARES = "shares of two versions of the weights"
 """The purpose of a rank's host memory for published weights if no object store has them: the rank keeps its own buckets
@@ -84,6 +85,8 @@ class TrainerPart(Part):
             host = {"processes": int(HOST_OF_CUDA_GIB * GIB), **offloaded}
             gpu = {**of_tensors, **GPU_ALLOWANCES}
         host |= {COPIES: self._copies}
+        if memory.host_activations:
+            host |= {HOST_ACTIVATIONS: memory.host_activations}
         share = KEPT_VERSIONS * -(-self.published_bytes // self.config.trainer.mesh.processes)
         parts = {VERSIONS: share} if self.transport.stored else {}
         host |= {} if parts else {SHARES: share}
@@ -169,6 +172,14 @@ class TrainerPart(Part):
             )
         if options.offload == "cpu" and not self.on_gpus:
             texts.append("trainer.offload = cpu on CPUs: there is nothing to offload")
+        if options.checkpointing == "offload" and not self.on_gpus:
+            texts.append("trainer.checkpointing = offload on CPUs: host memory holds all activations anyway")
+        elif self.shard_memory and self.shard_memory.host_activations:
+            texts.append(
+                f"trainer.checkpointing = offload was never run on a GPU: {gib(self.shard_memory.host_activations)} go "
+                "to host memory and back in each full micro-batch, which may take longer than computing layers twice "
+                "(scripts/gpu_check.py --part trainer measures both)"
+            )
         if options.master_dtype == "bfloat16":
             texts.append(
                 "trainer.master_dtype = bfloat16: an update below 1/256 of a weight is lost, which at learning rates "
@@ -238,6 +249,9 @@ class TrainerPart(Part):
             of_state = f"({trained} B x {adapters:,} of adapters + {per_parameter} B x parameters)"
         state = f"{of_state} / shards = {gib(memory.state)}"
         layers_text = "computed twice" if memory.again else "kept"
+        moved = memory.host_layers(memory.tokens)
+        if moved:
+            layers_text += f", {moved} of {memory.movable_layers} in host memory ({gib(memory.host_activations)})"
         return (
             f"a shard up to {gib(memory.total)} ({gib(memory.base)} + "
             + ("" if memory.offloaded else f"{state} + ")
