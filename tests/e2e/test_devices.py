@@ -47,7 +47,7 @@ def test_an_actor_sees_the_gpus_that_it_has_and_no_others(actor: Callable[..., A
         "replica": (ReplicaActor, 0, config, 0, None),
         "replica on GPUs": (ReplicaActor, 2, config, 1, None),
         "orchestrator": (OrchestratorActor, 0, config, None, None, None, None),
-        "shard on a GPU": (ShardActor, 1, config, 0, None, 1, 0.0),
+        "shard on a GPU": (ShardActor, 1, config, 0, None, 1, 0.0, False),
     }
     actors = [actor(*kind) for kind in kinds.values()]
     visible = [handle.__ray_call__.remote(lambda _self: os.environ.get(VISIBLE)) for handle in actors]
