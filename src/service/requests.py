@@ -18,7 +18,7 @@ from trireme.core.finite_json import to_json
 from trireme.core.types import SamplingParams
 from trireme.renderers import Message, ToolCall, ToolSpec
 
-COUNT = re.compile("[0-9]{1,18}")
+COUNT = re.compile("[0-9]{1,19}")
 Finish = Literal["stop", "length", "tool_calls"]
 USUAL = SamplingParams()
 

@@ -27,7 +27,7 @@ from service.tinker.clients import ClientModel, ClientSampler, ClientSession
 from service.tinker.costs import tokens_of
 from service.tinker.model_history import ModelHistory, Step
 from service.tinker.owners import SERVER, Caller
-from service.tinker.promise_book import CLONE, KEPT_S, MACHINE, UNASKED_S, PromiseBook
+from service.tinker.promise_book import KEPT_S, MACHINE, SAMPLE_KEPT_S, UNASKED_S, PromiseBook
 from service.tinker.promises import Category, Failure, Outcome, Promise
 from service.tinker.rows import Change, row_of, step_key, step_row, work_key
 from service.tinker.sample_scheduler import SampleScheduler
@@ -116,7 +116,11 @@ class ProtocolState(PromiseBook):
                 given_s = ended_s
             else:
                 given_s = promise.given_s
-            if now - promise.settled_s > UNASKED_S or (given_s is not None and now - given_s > KEPT_S):
+            if promise.is_sample:
+                kept_s = SAMPLE_KEPT_S
+            else:
+                kept_s = KEPT_S
+            if now - promise.settled_s > UNASKED_S or (given_s is not None and now - given_s > kept_s):
                 over.append(promise)
         self.retire(over)
         self.retire_sessions(now)
@@ -342,11 +346,6 @@ class ProtocolState(PromiseBook):
             session.samplers.append(sampler_id)
         return self.samplers[sampler_id]
 
-    def join(self, sampler: ClientSampler) -> int:
-        """Returns the next number for a clone (an unpickled copy of the client's sampler): 1, 2, ..."""
-        self._change(sampler, joined=sampler.joined + 1)
-        return sampler.joined
-
     def sample(self, sampler: ClientSampler, seq_id: int, work: object) -> Promise:
         """Accepts request number `seq_id` of a sampler, and returns its promise; a repeated request gets the same
         promise."""
@@ -372,17 +371,3 @@ class ProtocolState(PromiseBook):
                     self.turns.add(sampler.target, promise)
                 else:
                     self.settle(promise, failure)
-
-    def completions(
-        self, sampler: ClientSampler, clone: int, cursor: int, retrieved: Collection[str]
-    ) -> tuple[list[Promise], int]:
-        """Returns (promises, next cursor): the promises of the samples that the clone number `clone` of a sampler
-        requested and that were done after `cursor`. Forgets the results of the requests in `retrieved` (ids), because
-        the client has them."""
-        promises = [self.promises.get(request_id) for request_id in retrieved]
-        self.retire(
-            [promise for promise in promises if promise and promise.outcome and promise.owner_id == sampler.sampler_id]
-        )
-        of_clone = [promise for number, promise in sampler.answers.items() if number // CLONE == clone]
-        new = sorted((promise for promise in of_clone if promise.place >= cursor), key=lambda promise: promise.place)
-        return new, sampler.settled_count
