@@ -171,12 +171,12 @@ def _export(options: argparse.Namespace) -> None:
         )
         if options.push:
             repository = HubRepository.claim(options.push, root)
-            written = write(card=partial(model_card, root, options.dtype))
+            checkpoint, out = write(card=partial(model_card, root, options.dtype))
         else:
-            written = write()
-    print(f"{written.checkpoint} is now {written.out}: {written.files} files, weights in {written.dtype}", flush=True)
+            checkpoint, out = write()
+    print(f"{checkpoint} is now {out}", flush=True)
     if options.push:
-        print(f"it is now {repository.upload(written.out, f'{root.name}: {written.checkpoint.name}')}")
+        print(f"it is now {repository.upload(out, f'{root.name}: {checkpoint.name}')}")
 
 
 def _report(options: argparse.Namespace) -> None:
