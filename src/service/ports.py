@@ -213,6 +213,6 @@ def http_server(app: ASGIApp, host: str, port: int, idle_s: int = IDLE_S) -> Htt
         return HttpServer(app, listen(host, port), idle_s)
     except OSError as error:
         raise RoomFailed(
-            f"the server cannot listen at {host}:{port}: {error}; set service.host to an address of this machine, and "
-            "service.port to a port that is free, or to 0"
+            f"the server cannot listen at {host}:{port}: {error}; choose an address of this machine as the host, and a "
+            "port that is free, or 0"
         ) from None

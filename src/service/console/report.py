@@ -96,7 +96,6 @@ def spread(steps: Sequence[int], limit: int) -> list[int]:
 def _rollouts(reader: RunReader, steps: Sequence[int]) -> Iterator[tuple[int, str, Any]]:
     """Yields (step, request, answer) for each request that the page can make about the rollouts of `steps`."""
     rollouts = reader.rollouts
-    decode = reader.decode() if steps else None
     for step in steps:
         groups = rollouts.groups(step)
         yield step, f"groups {step}", groups
@@ -106,7 +105,7 @@ def _rollouts(reader: RunReader, steps: Sequence[int]) -> Iterator[tuple[int, st
             for rollout in range(len(group["rollouts"])):
                 start = 0
                 while start is not None:
-                    page = rollouts.tokens(step, number, rollout, start, decode)
+                    page = rollouts.tokens(step, number, rollout, start)
                     yield step, f"rollout {step} {number} {rollout} {start}", page
                     start = page["next"]
 

@@ -217,7 +217,7 @@ async def test_a_cut_answer_says_so() -> None:
         ({"metadata": dict.fromkeys(map(str, range(101)), "")}, "an object of 101 fields"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"top_logprobs": 2, "logprobs": True}, "top_logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"response_format": {"type": "json_object"}}, "`response_format`"),
         ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
