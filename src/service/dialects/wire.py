@@ -26,6 +26,7 @@ from trireme.renderers import Message, ToolCall, ToolSpec
 from trireme.renderers.qwen_tags import read_json
 
 T = TypeVar("T")
+LONGEST_TEXT = 2**31
 MOST_FIELDS = 100
 """The most fields of an object in a body: pydantic would make an error for each field that it refuses."""
 Temperature = Annotated[float, BOUNDS["temperature"].field]
@@ -91,25 +92,16 @@ class Body(BaseModel):
     """A part of a request. A request with an unknown field is refused, with a message that names the field, so that no
     field is silently ignored."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    # A limit of lengths makes pydantic read texts as UTF-8: it refuses half of a surrogate pair, which JSON can write.
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=(), str_max_length=LONGEST_TEXT)
 
     @model_validator(mode="before")
     @classmethod
     def readable(cls, value: object) -> object:
         """Returns `value`, a body or a part of it as the client sent it, without unknown fields that are null or
-        NEUTRAL. Raises ValueError if `value` has more than MOST_FIELDS fields, or texts that JSON can write but UTF-8
-        cannot (half of a surrogate pair). (One function does all this, because it is called for each message of a
-        conversation.)"""
+        NEUTRAL. Raises ValueError if `value` has more than MOST_FIELDS fields."""
         if not isinstance(few(value), dict):
             return value
-        for name, part in value.items():
-            if isinstance(part, str) and part.isascii():
-                continue
-            texts = [text for text in (part if isinstance(part, list) else (part,)) if isinstance(text, str)]
-            try:
-                "".join(texts).encode()
-            except UnicodeEncodeError:
-                raise ValueError(f"`{name}` has half of a surrogate pair, which UTF-8 cannot encode") from None
         return {
             name: part
             for name, part in value.items()

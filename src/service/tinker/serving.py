@@ -27,7 +27,6 @@ from service.tinker.catalog import Catalog
 from service.tinker.checkpoints import OwnCheckpoints
 from service.tinker.clients import ClientModel, ClientSampler
 from service.tinker.codec import encode_sample
-from service.tinker.costs import MeasuredCosts
 from service.tinker.owners import SERVER, Caller
 from service.tinker.promises import Failure, Outcome, Promise, SampleWork, Success
 from service.tinker.rows import write
@@ -85,7 +84,6 @@ class TinkerServer:
         self._to_train = asyncio.Event()
         self._to_sample = asyncio.Event()
         self._sampling: set[asyncio.Task[None]] = set()
-        self._costs = MeasuredCosts()
         self._closing = False
         self.ready = False
         """True once the rooms have their former state again; before that, it is unknown which weights they have."""
@@ -237,7 +235,6 @@ class TinkerServer:
                 continue
             model, promise = turn
             fault_point("tinker.train")
-            began_s = self.now()
             work: Any = promise.work
             caller = self.state.sessions[model.session_id].caller
             outcome, published = await asyncio.to_thread(
@@ -249,7 +246,7 @@ class TinkerServer:
                 raise failure
             if published:
                 outcome = self._with_weights(model, work, outcome, published)
-            self.state.trained(outcome, self._costs.record(work, self.now() - began_s), self.now())
+            self.state.trained(outcome, self.now())
             fault_point("tinker.told")
             self.trained += 1
             if failure:

@@ -35,11 +35,8 @@ def scale(root: Path, replicas: int, wait: bool, say: Callable[[str], None]) -> 
     status = Status.read(root)
     start_s = max(timeouts["start_s"], status.start_s if status else 0.0)
     until = partial(_until, root, time.monotonic() + start_s + timeouts["update_s"], say)
-    before = len(_replicas(root))
     with request_scale(root, replicas) as answered:
         say(until(answered, lambda: "it has not answered yet; it does when all rooms have started"))
-    if before not in (0, replicas):  # 0: not known
-        say(f"to cancel this: trireme scale {root} --replicas {before}")
 
     def all_serve() -> bool | None:
         serving = [part.serves for part in _replicas(root)]

@@ -235,7 +235,6 @@ class TestRewards:
         served = await ask(service, turn_request(FIRST))
         prompt = service.book.sessions["s"].tree.nodes[served.nodes[0]].follows
         for arguments, reason in (
-            ((float("nan"),), "finite"),
             ((1.0, 77), "answer 77"),
             ((1.0, prompt), f"answer {prompt}"),
         ):

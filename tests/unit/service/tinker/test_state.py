@@ -76,9 +76,11 @@ def test_who_waits_for_the_trainer_is_told_so() -> None:
     first, second, third = (state.create_model(name, 0, WORK) for name in "stu")
     run_all(state)
     assert state.queued(first) == ""
-    assert "0 more are before" in state.queued(second)
-    assert "s:train:0 has the trainer" in state.queued(third)
-    assert "1 more are before" in state.queued(third)
+    assert state.queued(second).startswith("0 models are before")
+    assert state.queued(third).startswith("1 models are before")
+    assert "s:train:0" in state.queued(third)
+    state.begin_session("v", 0.0, Caller("bob"))
+    assert "s:train:0" not in state.queued(state.create_model("v", 0, WORK)), "it is another owner's"
 
 
 @pytest.mark.parametrize("silent", [True, False])
@@ -130,7 +132,7 @@ def test_a_silent_client_gives_its_place_to_itself_started_again(path: str, owne
     state.expire(10.0 + HEIR_S + 1)
     assert run_all(state) == (["t:train:0/0"] if gives_up else [])
     refused = state.train("s:train:0", 2, WORK).outcome
-    assert ("t:train:0 continues it" in getattr(refused, "error", "")) == gives_up
+    assert ("t:train:0 takes its place" in getattr(refused, "error", "")) == gives_up
     beat(state, "s", 60.0)  # its session is there: it may have another model, and samplers
 
 
@@ -148,7 +150,7 @@ def test_a_silent_client_whose_model_has_done_nothing_gives_its_place_to_the_sam
         assert run_all(state) == (["v:train:0/0"] if late_s == 1 else [])
     failure = state.models["s:train:0"].failure
     assert failure
-    assert "v:train:0 waits, while it has done nothing" in failure.error
+    assert "v:train:0 takes its place" in failure.error
     state.train("v:train:0", 1, WORK)
     assert run_all(state) == ["v:train:0/1"]
     state.begin_session("w", 2 * HEIR_S, Caller("alice"))
