@@ -26,7 +26,7 @@ CURVES_BYTES = 8_000_000
 """Further metrics are embedded while all answers together are shorter than this, in bytes."""
 REPORT_BYTES = 18_000_000
 """Further rollouts are embedded while all answers together are shorter than this, in bytes."""
-MOST_STEPS = 40
+MOST_STEPS = 39
 """About the most steps with embedded rollouts: the newest and the first, and steps evenly spread between them."""
 SCRIPT = re.compile(r'<script src="files/([\w.]+)" defer></script>\n')
 STYLE = re.compile(r'<link rel="stylesheet" href="files/([\w.]+)">\n')
