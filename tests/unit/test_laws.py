@@ -304,7 +304,6 @@ PATHS_ELSEWHERE = {
     },
     "trireme/run/metrics.py": {"n + failed": "a division"},
     "service/guard.py": {"self._per_minute": "a division"},
-    "service/tinker/costs.py": {"self._seconds": "a division"},
 }
 """The operands from which places are made without `path_in`, and why they name nothing elsewhere."""
 
