@@ -195,7 +195,7 @@ def play(stored: Kept, data: st.DataObject) -> None:
             assert state.running
             outcome = data.draw(st.sampled_from([Success({"a": [1]}), Success(b"x"), FAILED]))
             model = state.models[state.running.owner_id]
-            state.trained(outcome, 0, now)
+            state.trained(outcome, now)
             if data.draw(st.booleans()) and model.history.is_due(now + 1e6, 1.0):
                 state.saved(model, f"place-{model.next_seq}")
 
