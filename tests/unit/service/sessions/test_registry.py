@@ -110,8 +110,6 @@ class TestEnds:
 
     async def test_a_forgotten_session_and_one_that_never_was_are_closed(self, tmp_path: Path) -> None:
         service = opened_registry(tmp_path)
-        with pytest.raises(BadInput, match="there already"):
-            service.open("s", floor=3)
         with pytest.raises(BadInput, match="open"):
             service.forget("s")
         served = await service.turn("s", turn_request(FIRST))
