@@ -100,7 +100,8 @@ class Body(BaseModel):
     def readable(cls, value: object) -> object:
         """Returns `value`, a body or a part of it as the client sent it, without unknown fields that are null or
         NEUTRAL. Raises ValueError if `value` has more than MOST_FIELDS fields."""
-        if not isinstance(few(value), dict):
+        few(value)
+        if not isinstance(value, dict):
             return value
         return {
             name: part
