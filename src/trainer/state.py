@@ -113,7 +113,7 @@ class RecordingFileSystem(FileSystem):
         if not self._written:
             self._begin()
         with storage_errors(path):
-            with HashingWriter(path, self._thread, self._copy, large=True) as stream:
+            with HashingWriter(path, self._thread, self._copy) as stream:
                 yield stream
             fsync_directory(path.parent)
         self._written[path] = stream
