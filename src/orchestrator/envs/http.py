@@ -24,7 +24,6 @@ import json
 import os
 import resource
 import uuid
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -239,15 +238,14 @@ def _is_message(value: object) -> bool:
 class HttpDataset(GeneratedDataset):
     """The tasks of a server, as `num_batches` batches of `batch_size`. Task n of a split is the same each time.
 
-    `more_urls` may add servers to `url`; all sessions of a task use the same server. `options` are sent with each
-    reset. `token_variable` names the environment variable that holds the bearer token. Raises ValueError for limits
-    (`reset_s`, `step_s`) that are not above 0, for sizes below 1, and if that variable is not set.
+    `options` are sent with each reset. `token_variable` names the environment variable that holds the bearer token.
+    Raises ValueError for limits (`reset_s`, `step_s`) that are not above 0, for sizes below 1, and if that variable is
+    not set.
     """
 
     name = "http"
 
     url: str
-    more_urls: Sequence[str] = ()
     options: Mapping[str, object] = field(default_factory=dict)
     reset_s: float = 300.0
     step_s: float = 300.0
@@ -267,8 +265,7 @@ class HttpDataset(GeneratedDataset):
                 "process"
             )
         _allow_connections()
-        urls = [url.rstrip("/") for url in (self.url, *self.more_urls)]
-        self._servers = [EnvServer(url, self.reset_s, self.step_s, token) for url in urls]
+        self._server = EnvServer(self.url.rstrip("/"), self.reset_s, self.step_s, token)
 
     def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:
         renderer = self.context.renderer
@@ -282,5 +279,4 @@ class HttpDataset(GeneratedDataset):
             "task": number,
             "split": self.context.split,
         }
-        server = self._servers[zlib.crc32(f"{self.context.split}/{number}".encode()) % len(self._servers)]
-        return partial(HttpEnv, server, task)
+        return partial(HttpEnv, self._server, task)

@@ -4,9 +4,8 @@
     generator[index] --question--> one chat message --> answer --extract--> the part that counts --exact--> reward
 
 Item `index` of a generator follows from the generator's seed + `index`, so generators with different seeds share items.
-All runs therefore use the generator of seed 0; a run's seed decides which indexes are drawn. Training and evaluations
-draw from separate ranges of indexes. Two indexes may have the same question: so a hash assigns each question to
-training or to evaluations, and the other leaves it out.
+All runs therefore use the generator of seed 0; a run's seed decides which indexes are drawn. Two indexes may have the
+same question: so a hash assigns each question to training or to evaluations, and the other leaves it out.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from orchestrator.env import EnvContext, EnvGroupBuilder
 from orchestrator.envs.reward import RewardProblem, RewardRow
-from orchestrator.envs.text import HELD_OUT_EVERY, GeneratedDataset, is_held_out
+from orchestrator.envs.text import GeneratedDataset, is_held_out
 from trireme.core.extras import require
 from trireme.core.finite_json import to_json
 from trireme.renderers import Message
@@ -127,7 +126,7 @@ def generator(task: str, difficulty: Mapping[str, object], size: int = 1) -> Any
 
 
 class ReasoningGymDataset(GeneratedDataset):
-    """Questions from the first `size` items of the generator `task`; the last eighth of these items is for evaluations.
+    """Questions from the first `size` items of the generator `task`; about an eighth of them is for evaluations.
 
     `answer`: the rule that extracts the part of an answer that counts. `reward`: the name of the function that scores
     this part. `limit_s`: seconds to score an answer. Raises ValueError for wrong arguments, and if `reward` is "exact"
@@ -154,17 +153,11 @@ class ReasoningGymDataset(GeneratedDataset):
         for name, value, allowed in (("answer", answer, Extraction), ("reward", reward, Reward)):
             if value not in get_args(allowed):
                 raise ValueError(f"{name} = {value!r}; expected one of {', '.join(get_args(allowed))}")
-        if size < HELD_OUT_EVERY:
-            raise ValueError(f"size = {size}; expected at least {HELD_OUT_EVERY}")
         self._task = task
         self._extraction = answer
         self._difficulty = dict(difficulty or {})
         self._items = generator(task, self._difficulty, size)
-        held_out = size - size // HELD_OUT_EVERY
-        if context.split == "eval":
-            self._indexes = range(held_out, size)
-        else:
-            self._indexes = range(held_out)
+        self._size = size
         self._make = partial(RewardProblem, context, __file__, {reward: 1.0}, limit_s)
         if reward == "exact" and not isinstance(self._items[0]["answer"], str):
             raise ValueError(f"reward = 'exact' for {task}, which knows no answers; expected reward = 'score'")
@@ -175,7 +168,7 @@ class ReasoningGymDataset(GeneratedDataset):
     def _problem(self, number: int) -> RewardProblem:
         rng = self.rng(number)
         for _ in range(MOST_TRIES):
-            index = rng.choice(self._indexes)
+            index = rng.randrange(self._size)
             entry = self._items[index]
             if is_held_out(entry["question"]) == (self.context.split == "eval"):
                 return self._make(self._row(index, entry))

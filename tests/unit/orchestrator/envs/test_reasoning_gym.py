@@ -113,7 +113,6 @@ def test_difficulty_are_the_keys_of_the_generator(tokenizer: Any) -> None:
         ("gcd", {"difficulty": {"min_numbers": 0}}, "AssertionError: min_numbers must be at least 2"),
         ("gcd", {"answer": "number"}, "answer = 'number'; expected one of raw, tag, last_number, last_word"),
         ("gcd", {"reward": "Exact"}, "reward = 'Exact'; expected one of exact, score"),
-        ("gcd", {"size": 7}, "size = 7; expected at least 8"),
         ("gcd", {"terms": 7}, "does not suit environment 'reasoning_gym:gcd'"),
     ],
 )
