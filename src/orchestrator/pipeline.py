@@ -420,7 +420,7 @@ class Pipeline:
         self, group: Group, builder: EnvGroupBuilder, runner: GroupRunner, permit: Permit, progress: GroupProgress
     ) -> None:
         over = partial(self._running.ends, group)  # a drop must not interrupt the cleanup
-        tokens = self._tokens.begin(group.index, progress.sampled_G(runner.size))
+        tokens = self._tokens.begin(group.index, runner.size)
         life = trace.life("group", group.index, problem=group.problem, floor=group.floor)
         with life as ending:
             outcome = await runner.run(group, builder, permit, tokens, over, progress)

@@ -9,7 +9,6 @@ counts are part of a checkpoint.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -30,7 +29,7 @@ class GroupTokens:
     """Counts the sampled tokens of a group."""
 
     sampled_G: list[int]
-    """For each rollout the tokens of its present try; the tokens that come from a checkpoint are among them."""
+    """For each rollout the tokens that its present try has sampled since the start or the resume of the run."""
     failed: int = 0
     """The tokens of tries that failed."""
 
@@ -51,9 +50,9 @@ class WastedTokens:
         self._groups: dict[int, GroupTokens] = {}
         self._wasted: Counter[str] = Counter()
 
-    def begin(self, index: int, restored_G: Sequence[int]) -> GroupTokens:
-        """Begins to count a group. `restored_G`: the number of tokens that each rollout has from a checkpoint."""
-        group = self._groups[index] = GroupTokens(list(restored_G))
+    def begin(self, index: int, rollouts: int) -> GroupTokens:
+        """Begins to count a group with this number of rollouts."""
+        group = self._groups[index] = GroupTokens([0] * rollouts)
         return group
 
     def settle(self, index: int, scored: ScoredGroup | None) -> None:

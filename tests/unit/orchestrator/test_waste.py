@@ -19,7 +19,7 @@ def scored(tokens: int) -> ScoredGroup:
 
 def test_waste_is_counted_by_cause_until_it_is_taken() -> None:
     counts = WastedTokens()
-    failing, failed, running = (counts.begin(index, [0, 0]) for index in range(3))
+    failing, failed, running = (counts.begin(index, 2) for index in range(3))
     failing.respond(0, 2)
     failing.fail(0)
     failing.respond(0, 10)
@@ -35,11 +35,11 @@ def test_waste_is_counted_by_cause_until_it_is_taken() -> None:
     assert counts.take() == {"waste/failed": 0, "waste/expired_running": 0, "waste/expired_finished": 0}
 
 
-def test_tokens_from_a_checkpoint_count() -> None:
+def test_a_resumed_run_has_the_counts_of_its_checkpoint() -> None:
     counts = WastedTokens()
-    counts.begin(0, [6, 4]).respond(1, 5)
+    counts.begin(0, 2).respond(1, 5)
     counts.settle(0, None)
     state = counts.state_dict()
     counts = WastedTokens()
     counts.load_state_dict(state)
-    assert counts.take()["waste/failed"] == 15
+    assert counts.take()["waste/failed"] == 5
