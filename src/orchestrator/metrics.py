@@ -16,6 +16,7 @@ since the row before. Dropped and failed groups are counted, but their rewards a
   waste/<cause>           tokens wasted since the last row: of groups that were dropped while they
                           ran (`expired_running`, in whole answers) or had finished (`expired_finished`), of groups
                           that were `filtered`, and of `failed` groups and tries
+  length/trained          mean tokens of the rollouts trained on
   ledger/*                the terms of the conservation equation, since the start of the run
   rollout_errors/<type>   failed tries since the last row
   weights/canary_max_diff, canary_mean_diff, reprefill_tokens, time/update  of the update to the version that the step
@@ -93,6 +94,7 @@ class StepMeter:
             **{f"ledger/{name}": float(value) for name, value in counts.items()},
             **{f"rollout_errors/{name}": float(count) for name, count in sorted(self.errors.items())},
             "waste/filtered": float(sum(scored.tokens for scored in self.filtered)),
+            "length/trained": tokens / rollouts,
             "perf/rollouts": float(rollouts),
             "perf/tokens": float(tokens),
             "perf/inference_idle_s": idle_s,
