@@ -278,7 +278,10 @@ class GroupRunner:
             error.__cause__ = cancelled
         except TimeoutError as raised:
             if deadline.expired():
-                error = self._too_late(place)
+                error = TimeoutError(
+                    f"{place}, of {self.env.id}: took longer than orchestrator.generation_timeout_s = "
+                    f"{self.config.orchestrator.generation_timeout_s:g} s, answers included"
+                )
             else:
                 error = raised
             error.__cause__ = raised.__cause__  # it shows where the environment was
@@ -289,12 +292,6 @@ class GroupRunner:
         # cycle collector runs, which is after thousands of rollouts.
         error.__traceback__ = error.__cause__ = error.__context__ = None
         return error
-
-    def _too_late(self, place: object) -> TimeoutError:
-        return TimeoutError(
-            f"{place}, of {self.env.id}: took longer than orchestrator.generation_timeout_s = "
-            f"{self.config.orchestrator.generation_timeout_s:g} s, answers included"
-        )
 
     async def _score(
         self, group: Group, builder: EnvGroupBuilder, trajectories_G: list[Trajectory]

@@ -428,9 +428,6 @@ class Pipeline:
             self._settle(group, outcome)
             ending["versions"] = outcome.scored.versions if outcome.scored else None
 
-    def _filters(self, scored: ScoredGroup) -> bool:
-        return self._options.remove_constant_reward_groups and is_constant(scored.rewards_G)
-
     def _note_error(self, error: Exception, env: str) -> None:
         self._meter.errors[type(error).__name__] += 1
         self._run_limits.note_failure(error, env)
@@ -445,11 +442,10 @@ class Pipeline:
         if self._ledger.active.get(group.index) is not group:  # given up while its environments were cleaned up
             return
         scored = outcome.scored
-        filtered = scored is not None and self._filters(scored)
         self._tokens.settle(group.index, scored)
         if scored is None:
             self._ledger.fail(group)
-        elif filtered:
+        elif self._options.remove_constant_reward_groups and is_constant(scored.rewards_G):
             self._ledger.filter(group)
             self._meter.filtered.append(scored)
         else:

@@ -104,7 +104,13 @@ class MergedLayers:
                 self.refusals.append(Refusal(setting.description, expected, f"correct it in: {setting.place}"))
                 continue
             if not is_json(value):
-                self.refusals.append(_unwritable(setting))
+                self.refusals.append(
+                    Refusal(
+                        f"{'.'.join(setting.spelling)} = {setting.value} ({setting.place})",
+                        "numbers, text, true, false, lists and tables: JSON has no nan, inf, dates or times",
+                        "write it as text, in quotes, or leave it out",
+                    )
+                )
                 continue
             values[path] = value
         return values.items()
@@ -122,16 +128,6 @@ class MergedLayers:
                 tree[name] = {}
             tree = tree[name]
         tree[path[-1]] = value
-
-
-def _unwritable(setting: GivenValue) -> Refusal:
-    """Returns the refusal of a value that JSON cannot hold, because config.json and the manifests of checkpoints could
-    not record it."""
-    return Refusal(
-        f"{'.'.join(setting.spelling)} = {setting.value} ({setting.place})",
-        "numbers, text, true, false, lists and tables: JSON has no nan, inf, dates or times",
-        "write it as text, in quotes, or leave it out",
-    )
 
 
 def unknown_key(setting: GivenValue, keys: Keys) -> Refusal:

@@ -241,12 +241,9 @@ def _read_file(root: Path, file: File, refusals: list[Refusal], keys: Keys) -> l
     if not isinstance(tables, dict):
         refusals.append(Refusal(f"file {file}: {type(tables).__name__}", "a table of keys", "write { ... }"))
         return []
-    written_by = None if root else tables.pop(WRITTEN_BY, None)
-    if isinstance(written_by, dict):
-        origin = f", written by trireme {written_by.get('trireme')}"
-    else:
-        origin = ""
-    return list(_flatten(root, tables, f"file {file}{origin}", keys))
+    if not root:
+        tables.pop(WRITTEN_BY, None)
+    return list(_flatten(root, tables, f"file {file}", keys))
 
 
 def _read_environment(environ: Mapping[str, str], keys: Keys) -> list[GivenValue]:
