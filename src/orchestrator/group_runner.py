@@ -17,7 +17,7 @@ from orchestrator.advantages import ScoredGroup
 from orchestrator.agents import play_session
 from orchestrator.env import AgentEnv, EnvGroupBuilder, Trajectory, result_of
 from orchestrator.ledger import Group
-from orchestrator.lifetimes import GroupEnvs, LeakedTasks, TaskOwner, start_contained, uninterrupted
+from orchestrator.lifetimes import GroupEnvs, start_contained, uninterrupted
 from orchestrator.lockstep import OwnPace
 from orchestrator.rollout import (
     AnswerTimeout,
@@ -111,34 +111,15 @@ class GroupRunner:
         one place back. `tokens` counts the sampled tokens. `over` is called when the rollouts have been scored, before
         the cleanup, and also after an error. A cancellation does not interrupt the cleanup."""
         progress = progress or GroupProgress(keeps_finished=False)
-        started: set[asyncio.Task[object]] = set()
         place = f"environment {self.env.label}, problem {group.problem}"
         envs = GroupEnvs(builder, self.size, place, self.env.close_s, self.note)
         try:
-            with TaskOwner(started):
-                outcomes_G = await self._rollouts(group, envs, permit, tokens, progress)
-                scored = await self._score(group, builder, [t for t in outcomes_G if isinstance(t, Trajectory)])
+            outcomes_G = await self._rollouts(group, envs, permit, tokens, progress)
+            scored = await self._score(group, builder, [t for t in outcomes_G if isinstance(t, Trajectory)])
         finally:
             over()
-            await uninterrupted(self._end(envs, started, place))
+            await uninterrupted(envs.end())
         return GroupOutcome(outcomes_G, scored)
-
-    async def _end(self, envs: GroupEnvs, tasks: set[asyncio.Task[object]], place: str) -> None:
-        """Closes the environments of a group and lets its builder clean up. Then cancels the tasks in `tasks` that
-        still run. If there are any, reports one LeakedTasks error by `self.note`, which counts as one failed try.
-        `place` names the group in this error. Raises nothing."""
-        with TaskOwner(tasks):
-            await envs.end()
-        unfinished = sorted(task.get_coro().__qualname__ for task in tasks)  # type: ignore[union-attr]
-        for task in list(tasks):
-            task.cancel()
-        if unfinished:
-            self.note(
-                LeakedTasks(
-                    f"{place}: {len(unfinished)} tasks were still running after cleanup(), and were cancelled: "
-                    f"{', '.join(unfinished[:5])}. End them in close() or cleanup()"
-                )
-            )
 
     async def _rollouts(
         self, group: Group, envs: GroupEnvs, permit: Permit, tokens: GroupTokens, progress: GroupProgress
@@ -238,9 +219,8 @@ class GroupRunner:
         limit_s = self.config.inference.answer_s
         await self.pace.before_sample(group.index, key.sample, deadline)
         try:
-            with TaskOwner(None):
-                async with asyncio.timeout(limit_s) as waiting:
-                    sampled = await self.sample(replace(request, floor=group.floor), *on_progress)
+            async with asyncio.timeout(limit_s) as waiting:
+                sampled = await self.sample(replace(request, floor=group.floor), *on_progress)
         except TimeoutError:
             if not waiting.expired():
                 raise

@@ -52,7 +52,6 @@ from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
 from orchestrator.evaluation import Evaluator
 from orchestrator.group_runner import GroupOutcome, GroupRunner
 from orchestrator.ledger import Group, Ledger
-from orchestrator.lifetimes import TaskOwner
 from orchestrator.limits import BackgroundTasks, RunLimits
 from orchestrator.lockstep import Lockstep, OwnPace
 from orchestrator.metrics import StepMeter
@@ -157,7 +156,6 @@ class Pipeline:
         if self._config.deterministic or last:
             await self.evaluator.wait_idle()  # else it runs beside training
         if first:
-            TaskOwner.watch(asyncio.get_running_loop())
             if self._config.deterministic:
                 self._boundary = self._state()
             else:
@@ -185,7 +183,6 @@ class Pipeline:
         """Evaluates weights that the replicas have loaded from disk, without training before or after. Returns the
         metrics. `lines`: groups that an earlier evaluation has sampled, as lines of JSON (see `Evaluator.evaluate`)."""
         self._requests.start()
-        TaskOwner.watch(asyncio.get_running_loop())
         return await self._background.spawn(self.evaluator.evaluate(version, lines), "evaluation")
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:

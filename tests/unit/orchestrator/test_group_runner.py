@@ -120,23 +120,6 @@ async def cancels_itself() -> Any:
     await task
 
 
-async def leaks() -> StepResult:
-    leaves_a_task()
-    return StepResult(1.0, True)
-
-
-async def leaks_and_hangs() -> Any:
-    leaves_a_task()
-    await hangs()
-
-
-LEFTOVER: list[asyncio.Task[Any]] = []
-
-
-def leaves_a_task() -> None:
-    LEFTOVER.append(asyncio.ensure_future(asyncio.sleep(3600)))
-
-
 def errors(run: Run, name: str) -> float:
     return sum(row.get(f"rollout_errors/{name}", 0.0) for row in run.rows)
 
@@ -369,41 +352,6 @@ async def test_a_run_whose_rollouts_are_all_refused_stops_with_the_reason() -> N
     config = small_config(max_steps=1, max_filtered_batches=1000)
     with pytest.raises(LimitReached, match=r"100% of the last 32 rollouts .* temperature must be in \[0, 2\], got 3"):
         await whole_run(Run(config, Faulty(REFUSED, everywhere=True)))
-
-
-async def test_tasks_that_a_group_leaves_are_cancelled_and_counted() -> None:
-    LEFTOVER.clear()
-    run = await whole_run(Run(small_config(max_steps=3), Faulty(Fault(step=leaks))))
-    await quiesce()
-    assert len(LEFTOVER) == 2
-    assert all(task.cancelled() for task in LEFTOVER)
-    assert errors(run, "LeakedTasks") == 1
-    assert BAD in trained(run), "its rollouts are whole"
-
-
-def test_tasks_that_are_ended_in_cleaning_up_are_not_leaked() -> None:
-    LEFTOVER.clear()
-
-    async def ends_them() -> None:
-        for task in LEFTOVER:
-            task.cancel()
-        await asyncio.gather(*LEFTOVER, return_exceptions=True)
-
-    assert errors(played(Fault(step=leaks, clean=ends_them)), "LeakedTasks") == 0
-
-
-async def test_an_evicted_group_leaves_no_task_behind() -> None:
-    LEFTOVER.clear()
-    run = Run(small_config(1, 4, stale_policy="drop"), Faulty(Fault(step=leaks_and_hangs)))
-    async with run:
-        await run.step(0)
-        await run.step(1)
-        await run.step(2)
-        await quiesce()
-        assert LEFTOVER
-        assert all(task.cancelled() for task in LEFTOVER)
-    assert sum(row["off_policy/expired_running"] for row in run.rows) >= 1
-    assert errors(run, "LeakedTasks") == 1
 
 
 def test_whatever_is_logged_can_be_recorded() -> None:
