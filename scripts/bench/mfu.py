@@ -4,6 +4,9 @@
 
 A step is forward, loss (ppo), backward and update of one packed micro-batch. What counts as the model's arithmetic:
 `trainer.mfu`; the target, 40 %, is for 16k tokens.
+
+Without a GPU it counts the bytes that layers and head move through a GPU's memory in a step, and the layers' kernel
+launches, but for matrix products and attention: with compiled layers and the head's kernels, over neither.
 """
 
 from __future__ import annotations
@@ -29,6 +32,39 @@ from gpu_check.shapes import (
 
 SIZES = ("0.6b", "4b")
 WARM_UP = 3
+GB = 10**9
+TARGET_TRAFFIC = 1 / 3
+"""Bytes that compiled layers and the head's kernels move, over those of uncompiled layers and tensor operations."""
+
+
+def traffic(size: str, tokens: int, sequences: int) -> Result:
+    """Counts the traffic of a step on a machine without a GPU."""
+    from _traffic import compiled_layer, eager_layer, logit_bytes
+
+    shape = SHAPES[size]
+    layers = shape["num_hidden_layers"]
+    logits = tokens * shape["vocab_size"]
+    forms = (eager_layer(size, tokens, sequences), compiled_layer(size, tokens, sequences))
+    heads = logit_bytes()
+    eager_gb, compiled_gb = (layers * form.nbytes / GB for form in forms)
+    operations_gb, kernels_gb = (logits * head / GB for head in heads)
+    ratio = (compiled_gb + kernels_gb) / (eager_gb + operations_gb)
+    return Result(
+        name=f"traffic of Qwen3-{size}",
+        value=round(compiled_gb + kernels_gb, 1),
+        unit="GB",
+        ratio=round(ratio, 4),
+        target=TARGET_TRAFFIC,
+        holds=ratio <= TARGET_TRAFFIC,
+        against="uncompiled layers, and a head of tensor operations",
+        detail={
+            "tokens": tokens,
+            "layers_gb": {"eager": round(eager_gb, 1), "compiled": round(compiled_gb, 1)},
+            "launches_of_a_layer": {"eager": forms[0].launches, "compiled": forms[1].launches},
+            "head_gb": {"operations": round(operations_gb, 1), "kernels": round(kernels_gb, 1)},
+            "bytes_of_a_logit": {"operations": heads[0], "kernels": heads[1]},
+        },
+    )
 
 
 def main() -> None:
@@ -41,9 +77,9 @@ def main() -> None:
     args = parser.parse_args()
     import torch
 
-    from trireme.process.device import require_gpu
-
-    require_gpu("this benchmark")
+    if not torch.cuda.is_available():
+        traffic(args.size, args.tokens, args.sequences).print()
+        return
     lengths = [args.tokens // args.sequences] * args.sequences
     batch = make_batch(lengths, SHAPES[args.size]["vocab_size"], temperature=1.0)
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
