@@ -9,7 +9,7 @@ import asyncio
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -146,22 +146,26 @@ class ShardActor:
 
     @remote_method
     @in_group("save")
-    def save_weights(self, path: Path, published: PublishedWeights) -> list[FileRecord]:
-        """Fetches the bytes of `published`, writes them into directory `path` and returns the records of the files. The
-        caller has taken a lease on the bytes; this call releases it."""
+    def save_weights(self, path: Path, published: PublishedWeights, owners: Sequence[int]) -> list[FileRecord]:
+        """Fetches the buckets of `published` that the shards `owners` store, writes them into directory `path` and
+        returns the records of the files. The caller has taken a lease on the bytes; this call releases it for these
+        shards."""
         if self._config.checkpoint.async_save:
             yield_to_others()  # the threads of this group only save
         timeout_s = self._config.timeouts.checkpoint_s
         label = f"the bytes of version {published.identity.version}"
         transport = load_transport(self._config.transport)
+        manifest = published.manifest
+        size = self._config.trainer.mesh.processes
+        numbers = sorted({entry.bucket for entry in manifest.entries if entry.bucket % size in owners})
         try:
             with trace.span("save_weights", "saving weights"):
-                opening = transport.open(published.source)
+                opening = transport.open(published.source, numbers)
                 buckets = asyncio.run(waits.get_async(opening, owner=label, timeout_s=timeout_s))
-                manifest = published.manifest
-                return self._shard.save_weights(path, manifest.entries, buckets, manifest.adapter)
+                stored = dict(zip(numbers, buckets, strict=True))
+                return self._shard.save_weights(path, manifest.entries, stored, manifest.adapter)
         finally:
-            transport.release(published.source)
+            transport.release(published.source, owners)
 
     @remote_method
     @in_group("give")

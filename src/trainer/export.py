@@ -1,7 +1,8 @@
 """Published weights as a directory: a model opens with `from_pretrained` and with vLLM, adapters with peft and
 `vllm serve --lora-modules`.
 
-The tensors are written from the buckets that the replicas get, so they are not gathered again.
+The tensors are written from the buckets that the replicas get, so they are not gathered again. Each rank of the trainer
+writes the buckets that it stores for receivers, so that no bytes travel and all ranks write at the same time.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ FILE_BYTES = 4 * 2**30
 """Size at which the next file of tensors begins."""
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+Buckets = Mapping[int, npt.NDArray[np.uint8]] | Sequence[npt.NDArray[np.uint8]]
+"""Buckets by their numbers: those that are needed, or all."""
 
 
 def companion_files(
@@ -53,29 +56,40 @@ def companion_files(
 def write_weights(
     path: Path,
     entries: Sequence[TensorEntry],
-    buckets: Sequence[npt.NDArray[np.uint8]],
+    buckets: Buckets,
     companions: Mapping[str, bytes],
     adapter: bool = False,
     file_bytes: int = FILE_BYTES,
+    rank: int = 0,
+    size: int = 1,
 ) -> list[FileRecord]:
-    """Writes tensors and the files `companions`, {name: contents}, into directory `path`; returns the records of all
-    files. A model is cut into files of about `file_bytes` bytes with an index; an `adapter` is one file. `entries` say
-    where in `buckets` the tensors are. Raises StorageFailed.
+    """Writes this rank's part of published weights into directory `path`: the tensors in its share of the buckets
+    (`trireme.core.weights.Layout`), one of `size` shares. Rank 0 also writes the files `companions`, {name: contents}.
+    Returns the records of the written files. Raises StorageFailed.
+
+    A model is cut into files of about `file_bytes` bytes, each with tensors of one share; rank 0 writes their index. An
+    `adapter` is one file, which one rank writes alone. `entries` say where in `buckets` the tensors are.
 
     A safetensors file begins with the length of its header, as 8 bytes, little-endian. The header follows: a JSON
     object, padded with spaces to a multiple of 8 bytes. Source: https://github.com/safetensors/safetensors#format
     """
-    records = [write_bytes(path, name, contents) for name, contents in companions.items()]
+    records: list[FileRecord] = []
+    if rank == 0:
+        records += [write_bytes(path, name, contents) for name, contents in companions.items()]
     if adapter:
         parts = [list(entries)]
     else:
-        parts = list(_parts(entries, file_bytes))
+        shares = ([entry for entry in entries if entry.bucket % size == owner] for owner in range(size))
+        parts = [part for share in shares for part in _parts(share, file_bytes)]
     weight_map: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
         if adapter:
             name = ADAPTER_WEIGHTS
         else:
             name = f"model-{number:05d}.safetensors"
+        weight_map.update({entry.name: name for entry in part})
+        if not adapter and part[0].bucket % size != rank:
+            continue
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         for e, end in zip(part, accumulate(e.nbytes for e in part), strict=True):
             header[e.name] = {"dtype": e.dtype, "shape": e.shape, "data_offsets": [end - e.nbytes, end]}
@@ -83,15 +97,14 @@ def write_weights(
         text += b" " * (-len(text) % 8)
         tensors = (buckets[e.bucket][e.offset : e.offset + e.nbytes].data for e in part)
         records.append(write_bytes(path, name, len(text).to_bytes(8, "little"), text, *tensors))
-        weight_map.update({entry.name: name for entry in part})
-    if not adapter:
+    if rank == 0 and not adapter:
         index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": weight_map}
         records.append(write_bytes(path, INDEX, to_json(index, indent=1).encode()))
     return records
 
 
 def own_part(
-    entries: Sequence[TensorEntry], buckets: Sequence[npt.NDArray[np.uint8]], spec: AdapterSpec
+    entries: Sequence[TensorEntry], buckets: Buckets, spec: AdapterSpec
 ) -> tuple[list[TensorEntry], list[npt.NDArray[np.uint8]]]:
     """Returns an adapter's tensors at the adapter's own rank and layers: A [rank, inputs] and B [outputs, rank] of the
     layers `spec.targets`. `entries` and `buckets` have these tensors padded with zeros to the rank and layers of

@@ -125,6 +125,7 @@ class TrainerHandle:
         self._offering = offer
         self._offered_s = min(offered_s, SENDING_SHARE * self._timeouts.collective_s)
         self._assign: Assign | None = None
+        self._has_adapters = config.trainer.lora.on
         self._adapter = ""  # the one in use
 
     @classmethod
@@ -341,10 +342,16 @@ class TrainerHandle:
 
     def save_weights(self, path: Path, published: PublishedWeights) -> Pending[FileRecord]:
         """Begins to write the weights `published` into directory `path` in the Hugging Face layout (peft's for an
-        adapter), on the node of shard 0. Does not wait; `wait` of the result returns the records of the files, or
-        raises StorageFailed."""
-        self._transport.lease(published.source)  # which the shard ends
-        return Pending([self._actors_R[0].save_weights.remote(path, published)], self._names_R[:1])
+        adapter). Each shard writes the part that it stores for receivers, at this path on its node; shard 0 writes all
+        of an adapter. Does not wait; `wait` of the result returns the records of the files, or raises StorageFailed."""
+        self._transport.lease(published.source)  # which the shards end
+        ranks = range(len(self._actors_R))
+        if self._has_adapters:
+            owners = {0: list(ranks)}
+        else:
+            owners = {rank: [rank] for rank in ranks}
+        saved = [self._actors_R[rank].save_weights.remote(path, published, owners[rank]) for rank in owners]
+        return Pending(saved, [self._names_R[rank] for rank in owners])
 
     def heartbeats(self) -> dict[str, Callable[[], Ref[Heartbeat]]]:
         """Returns {shard's name in logs: a function that asks the shard for its Heartbeat and returns a Ray reference

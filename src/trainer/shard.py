@@ -17,7 +17,6 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,7 +27,7 @@ from trainer.batch_checks import PublishedVersions, find_refusal, nonfinite_datu
 from trainer.batching import MicroBatch, RankAssignment, ShardOutput, SummarizedOutput, plan
 from trainer.canary import canary_tokens, compute_canary
 from trainer.compiled import trial_batches, why_uncompiled
-from trainer.export import companion_files, own_part, write_weights
+from trainer.export import Buckets, companion_files, own_part, write_weights
 from trainer.lora import adapter_files, adapter_mode, adapter_sums, adapter_units, published_adapters
 from trainer.losses import Metrics, backward, monitors, read_metrics, resolve_loss
 from trainer.mesh import Mesh
@@ -442,13 +441,14 @@ class Shard(AdapterVerbs):
         self,
         path: Path,
         entries: Sequence[TensorEntry],
-        buckets: Sequence[npt.NDArray[np.uint8]],
+        buckets: Buckets,
         adapter: Adapter | None = None,
     ) -> list[FileRecord]:
         """Writes published weights into directory `path` in the Hugging Face layout, or peft's for an adapter, with
-        configuration and tokenizer. Returns the records of the files. The tensors `entries` are read from `buckets`.
-        `adapter`: the published adapter; None: the adapter in use, or the whole model if there are no adapters. Not
-        collective; call it from another thread than the other verbs. Raises StorageFailed.
+        configuration and tokenizer. Returns the records of the files. Of a whole model each rank writes its part
+        (`trainer.export.write_weights`); an adapter is written by rank 0, whole. The tensors `entries` are read from
+        `buckets`. `adapter`: the published adapter; None: the adapter in use, or the whole model if there are no
+        adapters. Not collective; call it from another thread than the other verbs. Raises StorageFailed.
 
         If a save of the state is running, waits until it has ended. That save is more urgent, because the next
         optimiser step waits for it. Published weights do not change, so no step waits for this call.
@@ -460,7 +460,8 @@ class Shard(AdapterVerbs):
         if adapter:
             files = {**files, **adapter_files(self._config.trainer.lora, adapter, self._config.model.name)}
             entries, buckets = own_part(entries, buckets, adapter.spec) if adapter.spec else (entries, buckets)
-        return write_weights(path, entries, buckets, files, adapter=adapter is not None)
+            return write_weights(path, entries, buckets, files, adapter=True)
+        return write_weights(path, entries, buckets, files, rank=self._mesh.rank, size=self._mesh.size)
 
     @cached_property
     def _companions(self) -> dict[str, bytes]:

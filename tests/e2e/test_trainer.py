@@ -203,6 +203,7 @@ def resharded(models, groups, stepped, alone, tmp_path_factory):
     root = tmp_path_factory.mktemp("saves")
     group = groups[QWEN, 2]
     records = group.save_state(root / "two" / "trainer").wait(60)
+    records += group.save_weights(root / "two" / "inference", group.publish_weights(1)).wait(60)
     check_records(root / "two", records)
     one = Alone(models[QWEN])
     one.load_state(root / "two" / "trainer", [])
@@ -226,6 +227,8 @@ def test_two_shards_one_and_three_hold_exactly_the_same_state(resharded, stepped
         torch.testing.assert_close(parameters, torch.stack([weights[name] for name in names]), rtol=0, atol=0)
         assert all(float(moment.abs().max()) > 0 for of_kind in moments for moment in of_kind)
     assert two[0]["steps"].tolist() == [1.0] * len(weights)
+    opened = AutoModelForCausalLM.from_pretrained(root / "two" / "inference").get_parameter
+    assert all(torch.equal(opened(name), tensor) for name, tensor in weights.items())
 
 
 def test_a_resharded_group_trains_on_as_the_one_before(groups, resharded):

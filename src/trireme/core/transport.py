@@ -4,9 +4,9 @@
 
 The layout (`trireme.core.weights.Layout`) says where each tensor lies in which bucket. It is the same for every version
 of a run, and every rank knows it before anything is gathered. Bucket b belongs to rank b mod R: the buckets of a rank
-are its share. The source belongs to the transport: small, picklable, opaque to all others. Replicas open it,
-checkpoints too (they write files from the bytes). Whatever the transport, a receiver checks the digest of the bytes,
-and each replica's canary proves their use. A new transport is a module in `trireme.transports` and a line in
+are its share. The source belongs to the transport: small, picklable, opaque to all others. Replicas open it; for a
+checkpoint each rank opens its share, and writes files from it. Whatever the transport, a receiver checks the digest of
+the bytes, and each replica's canary proves their use. A new transport is a module in `trireme.transports` and a line in
 `TRANSPORTS`.
 
 *Sessions.* A `Session` here is the transfer of one version to a fixed group of replicas. Some transports need it. The
@@ -233,10 +233,10 @@ class Transport(Protocol):
         """Returns the source of a version, from which `open` gets the bytes. `parts_R`: what `Sender.send` returned on
         each rank."""
 
-    async def open(self, source: object) -> Sequence[npt.NDArray[np.uint8]]:
-        """Waits until this process has all bytes of `source`. Returns the buckets, uint8 arrays that may be read-only.
-        Raises if the bytes are not available, for example because the sender is dead. Replicas call this function, and
-        so do processes that write a checkpoint."""
+    async def open(self, source: object, numbers: Sequence[int] | None = None) -> Sequence[npt.NDArray[np.uint8]]:
+        """Waits until this process has the buckets `numbers` of `source`, by default all. Returns them in this order,
+        as uint8 arrays that may be read-only. Raises if the bytes are not available, for example because the sender is
+        dead. Replicas call this function, and so do shards that write a checkpoint."""
 
     def with_changes(self, source: object) -> StoredVersion | None:
         """Returns `source` as a StoredVersion if it contains, in addition to the whole buckets, what changed in them
@@ -246,8 +246,8 @@ class Transport(Protocol):
         """Keeps the bytes of `source` until `release`, even if newer versions are published: a checkpoint reads them
         later, while training continues. Raises WeightsGone if the bytes are gone already."""
 
-    def release(self, source: object) -> None:
-        """Ends the lease of `source`, without waiting."""
+    def release(self, source: object, ranks: Sequence[int]) -> None:
+        """Ends the lease of the bytes that the trainer's `ranks` store of `source`, without waiting."""
 
 
 def load_transport(name: str) -> Transport:

@@ -69,9 +69,9 @@ def join(parts_R: Sequence[KeptPart]) -> Source:
     return Source(first.version, first.buckets, tuple(part.holder for part in parts_R))
 
 
-async def open(source: Source) -> list[npt.NDArray[np.uint8]]:
-    """Fetches all buckets of a version from the trainer's memory, some at the same time, and returns them in order as
-    read-only arrays. Raises the failure of a trainer shard."""
+async def open(source: Source, numbers: Sequence[int] | None = None) -> list[npt.NDArray[np.uint8]]:
+    """Fetches the buckets `numbers` of a version, by default all, from the trainer's memory, some at the same time.
+    Returns them in this order as read-only arrays. Raises the failure of a trainer shard."""
     turns = asyncio.Semaphore(AT_ONCE)
 
     async def take(number: int) -> npt.NDArray[np.uint8]:
@@ -84,7 +84,9 @@ async def open(source: Source) -> list[npt.NDArray[np.uint8]]:
                 raise waits.failure(error, owner, None) from error
             return bucket
 
-    return list(await asyncio.gather(*map(take, range(source.buckets))))
+    if numbers is None:
+        numbers = range(source.buckets)
+    return list(await asyncio.gather(*map(take, numbers)))
 
 
 def with_changes(source: Source) -> None:
@@ -99,7 +101,7 @@ def lease(source: Source) -> None:
     waits.get_all(leases, owners=owners, timeout_s=ANSWER_S)
 
 
-def release(source: Source) -> None:
-    """Ends one lease of the version on each trainer rank, without waiting."""
-    for holder in source.holders_R:
-        holder.release.remote(source.version)
+def release(source: Source, ranks: Sequence[int]) -> None:
+    """Ends one lease of the version on each of the trainer's `ranks`, without waiting."""
+    for rank in ranks:
+        source.holders_R[rank].release.remote(source.version)

@@ -67,9 +67,12 @@ def join(
     return tuple(reference for reference in joined if not isinstance(reference, tuple))
 
 
-async def open(source: StoredVersion | Sequence[BucketRef]) -> list[Bucket]:
-    """Returns the buckets of a version in order, as read-only views of the node's object store."""
-    return list(await asyncio.gather(*(source.buckets if isinstance(source, StoredVersion) else source)))
+async def open(source: StoredVersion | Sequence[BucketRef], numbers: Sequence[int] | None = None) -> list[Bucket]:
+    """Returns the buckets `numbers` of a version, by default all, as read-only views of the node's object store."""
+    buckets = source.buckets if isinstance(source, StoredVersion) else source
+    if numbers is None:
+        numbers = range(len(buckets))
+    return list(await asyncio.gather(*(buckets[number] for number in numbers)))
 
 
 def with_changes(source: object) -> StoredVersion | None:
@@ -80,5 +83,5 @@ def lease(source: object) -> None:
     """Does nothing, because Ray keeps the bytes while the caller holds the references in `source`."""
 
 
-def release(source: object) -> None:
+def release(source: object, ranks: Sequence[int]) -> None:
     """Does nothing: Ray frees the bytes by itself, once the last reference to them is gone."""

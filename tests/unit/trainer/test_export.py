@@ -5,6 +5,7 @@ import os
 import stat
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trainer.export import write_weights
 from trireme.checkpoint.files import checksum_of
 from trireme.core.errors import StorageFailed
+from trireme.transports.packing import pack
 
 
 def export(one, path, **options):
@@ -39,21 +41,26 @@ def test_an_exported_model_opens_and_is_what_was_published(shard, model, tmp_pat
         assert (record.size, record.checksum) == (file.stat().st_size, checksum_of(file))
 
 
-def test_tensors_are_spread_over_files(shard, tmp_path):
-    published = shard().publish_weights(0)
-    write_weights(tmp_path / "inference", published.manifest.entries, published.source, {}, file_bytes=20_000)
+@pytest.mark.parametrize("size", [1, 3])
+def test_ranks_write_all_tensors_into_files_of_their_own(shard, tmp_path, size):
+    units = [[(entry.name, torch.randn(entry.shape))] for entry in shard().layout.entries]
+    entries, buckets = pack(units, np.copy, bucket_bytes=10_000)
+    written = []
+    for rank in range(size):
+        share = {number: bucket for number, bucket in enumerate(buckets) if number % size == rank}
+        records = write_weights(tmp_path / "inference", entries, share, {}, False, 20_000, rank, size)
+        written += [record.path for record in records]
+    assert sorted(written) == sorted(f"inference/{file.name}" for file in (tmp_path / "inference").iterdir())
     index = json.loads((tmp_path / "inference" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert files == [f"model-{i:05d}.safetensors" for i in range(1, len(files) + 1)]
     assert len(files) > 3
     tensors = {name: load_file(tmp_path / "inference" / file) for name, file in index["weight_map"].items()}
-    for entry in published.manifest.entries:
-        assert tuple(tensors[entry.name][entry.name].shape) == entry.shape
-        content = published.source[entry.bucket][entry.offset : entry.offset + entry.nbytes]
-        assert tensors[entry.name][entry.name].numpy().tobytes() == content.tobytes()
-    sizes = [sum(e.nbytes for e in published.manifest.entries if index["weight_map"][e.name] == file) for file in files]
-    assert all(a + b > 20_000 for a, b in pairwise(sizes)), "files are filled"
-    assert index["metadata"]["total_size"] == sum(sizes) == published.nbytes
+    for [(name, tensor)] in units:
+        assert torch.equal(tensors[name][name], tensor)
+    sizes = [sum(e.nbytes for e in entries if index["weight_map"][e.name] == file) for file in files]
+    assert sum(a + b <= 20_000 for a, b in pairwise(sizes)) < size, "the files of a rank are filled"
+    assert index["metadata"]["total_size"] == sum(sizes)
 
 
 def test_an_export_to_a_full_disk_is_said(shard, tmp_path):
