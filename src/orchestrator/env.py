@@ -55,12 +55,12 @@ BUILT_IN = {
     "guess": "orchestrator.envs.guess:GuessDataset",
     "question_answer": "orchestrator.envs.question_answer:QuestionAnswerDataset",
     "sort": "orchestrator.envs.sort:SortDataset",
+    "twenty_questions": "orchestrator.envs.twenty_questions:TwentyQuestionsDataset",
 }
 MOVED = {
     "arithmetic": ("examples/envs/arithmetic.py", "arithmetic:Arithmetic"),
     "calculator": ("examples/envs/arithmetic.py", "arithmetic:Arithmetic"),
     "reverse": ("examples/envs/reverse.py", "reverse:Reverse"),
-    "twenty_questions": ("examples/envs/twenty_questions.py", "twenty_questions:TwentyQuestions"),
 }
 """For each environment that was once built in, the file of the example that replaces it, and the id of that example
 when its folder is on Python's path."""

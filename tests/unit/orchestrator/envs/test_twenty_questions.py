@@ -11,31 +11,26 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
-from twenty_questions import StartAnswerer, TwentyQuestions, TwentyQuestionsEnv, UrlAnswerer, yes_or_no
 
 from orchestrator import workers
 from orchestrator.env import EnvContext, load_dataset
+from orchestrator.envs.answerers import StartAnswerer, UrlAnswerer
 from orchestrator.envs.http import EnvServer, EnvServerDown, EnvServerRefused
+from orchestrator.envs.twenty_questions import TwentyQuestionsDataset, TwentyQuestionsEnv, yes_or_no
 from orchestrator.message_env import MessageStep
 from trireme.config.schema import EnvConfig
 from trireme.core.errors import BadInput
 from trireme.renderers import Message
 
-ASSET = Path(__file__).parents[2] / "assets" / "sort-base"
+ASSET = Path(__file__).parents[4] / "assets" / "sort-base"
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast.from_pretrained(ASSET)
-
-
-def dataset(tokenizer: Any, split: Any = "train", seed: int = 0, **args: Any) -> TwentyQuestions:
+def dataset(tokenizer: Any, split: Any = "train", seed: int = 0, **args: Any) -> TwentyQuestionsDataset:
     context = EnvContext(tokenizer, seed, 2, split, model=str(ASSET))
-    return load_dataset(EnvConfig(id="twenty_questions:TwentyQuestions", args=args), context)  # type: ignore[return-value]
+    return load_dataset(EnvConfig(id="twenty_questions", args=args), context)  # type: ignore[return-value]
 
 
-def secrets(of: TwentyQuestions, batches: int) -> list[str]:
+def secrets(of: TwentyQuestionsDataset, batches: int) -> list[str]:
     return [builder.make().secret for i in range(batches) for builder in of.get_batch(i)]  # type: ignore[attr-defined]
 
 
@@ -177,7 +172,7 @@ def test_a_server_that_is_busy_is_asked_again() -> None:
 
 
 def test_a_server_that_stays_down_is_named_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twenty_questions.REPLY_S", 0.2)
+    monkeypatch.setattr("orchestrator.envs.answerers.REPLY_S", 0.2)
     with server([]) as (url, _):
         pass
     with pytest.raises(EnvServerDown, match=rf"POST {url}/chat/completions was not answered within 0.2 s"):
