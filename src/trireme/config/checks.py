@@ -343,13 +343,21 @@ def _resume(config: CommonConfig) -> Iterator[Refusal]:
 
 
 def _concurrency(config: Config) -> Iterator[Refusal]:
-    limit = config.orchestrator.max_concurrent
+    options = config.orchestrator
+    limit = options.max_concurrent
     group = config.largest_group
+    batch = options.batch_size * config.largest_group
     if limit != "auto" and limit < group:
         yield Refusal(
             f"orchestrator.max_concurrent = {limit} with groups of {group} rollouts",
             f"room for a whole group, {group} rollouts: they are sampled together, by the same weights",
             f"set --orchestrator.max-concurrent to {group} or more, or leave it out (auto)",
+        )
+    elif limit != "auto" and config.deterministic and limit < batch:
+        yield Refusal(
+            f"orchestrator.max_concurrent = {limit} with deterministic = true",
+            f"room for a whole batch, {batch} rollouts: what runs side by side decides the last bits of each",
+            f"set --orchestrator.max-concurrent to {batch} or more, or leave it out (auto)",
         )
 
 

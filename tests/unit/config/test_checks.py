@@ -44,6 +44,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["orchestrator.max_concurrent = 7 with groups of 8 rollouts", "sampled together"],
     ),
     (
+        {**REPEATABLE, "orchestrator": {**GROUPS_OF_8, **SYNCHRONOUS, "max_concurrent": 127}},
+        ["orchestrator.max_concurrent = 127 with deterministic = true", "to 128 or more"],
+    ),
+    (
         {"orchestrator": {"generation_timeout_s": 100}, "timeouts": {"batch_s": 100}},
         ["generation_timeout_s = 100 with timeouts.batch_s = 100", "--timeouts.batch-s"],
     ),
