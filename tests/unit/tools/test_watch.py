@@ -132,6 +132,8 @@ START_S = 60.0
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--port", "8000"], "--port without --web"),
+        (["--host", "0.0.0.0", "--keys", "k"], "--host --keys without --web"),
         (["--web", "--port", "65536"], "--port 65536"),
         (["--web", "--keys", "/nowhere/keys"], "/nowhere/keys"),
     ],
