@@ -2,12 +2,8 @@
 
 import asyncio
 import threading
-from functools import partial
 
-import pytest
-
-from orchestrator.advantages import keep_whole
-from orchestrator.layout import LayoutThread, build_here
+from orchestrator.layout import LayoutThread
 from trireme.core.types import Minibatch
 
 
@@ -30,24 +26,3 @@ async def test_the_loop_turns_while_a_minibatch_is_built():
     layout.close()
     assert (built, second) == ("where tokens are kept",) * 2
     assert threads[0] is threads[1] is not threading.main_thread()
-
-
-async def test_an_error_of_the_thread_reaches_who_asked():
-    def build(keep):
-        raise ValueError("a turn has an empty observation")
-
-    layout = LayoutThread(keep_whole)
-    with pytest.raises(ValueError, match="empty observation"):
-        await layout(build)
-    layout.close()
-
-
-def test_without_an_actor_a_minibatch_is_built_here():
-    threads = []
-
-    def build(keep):
-        threads.append(threading.current_thread())
-        return keep
-
-    assert asyncio.run(build_here(partial(build))) is keep_whole
-    assert threads == [threading.main_thread()]
