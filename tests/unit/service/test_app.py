@@ -4,6 +4,7 @@ import asyncio
 import json
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
@@ -12,7 +13,8 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 from renderer_support import CALCULATOR, CALL
-from service_support import ADMIN, CLIENT, LIMITS, MAX_LEN, VERSION, Served, served
+from service_support import ADMIN, CALLS, CLIENT, LIMITS, MAX_LEN, TOOL, VERSION, Served, served
+from session_agents import text_of
 from waiting import wait_for_tasks
 
 from service.guard import Limits
@@ -22,13 +24,11 @@ from service.routes import ROUTES
 from trireme.core.errors import BadRequest, RoomFailed
 
 QUESTION: Any = [{"role": "user", "content": "What is 2 + 2?"}]
-TOOL: Any = {"type": "function", "function": dict(CALCULATOR)}
 CALLS_A_LIST: Any = {
     "role": "assistant",
     "content": None,
     "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "[1]"}}],
 }
-CALLS = 'I look.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 2"}}\n</tool_call>'
 THOUGHT = "<think>\nLet me think.\n</think>\n\nThe answer is 4."
 
 
@@ -39,10 +39,6 @@ def of(service: Served, **options: Any) -> openai.AsyncOpenAI:
 async def ask(service: Served, **body: Any) -> Any:
     agent = of(service, http_client=service.client)  # which ends with the service
     return await agent.chat.completions.create(model="policy", messages=body.pop("messages", QUESTION), **body)
-
-
-async def text_of(stream: Any) -> str:
-    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
 
 
 async def whole_choice(stream: Any) -> Any:
@@ -162,10 +158,8 @@ async def test_sampled_tokens_are_not_tokenised_again() -> None:
     async with served("It is 4.") as service:
         first = await ask(service, extra_body={"return_token_ids": True})
         ids, prompt = first.choices[0].token_ids, first.prompt_token_ids
-        odd = [
-            *service.gateway.turns.tokenizer.encode("I", add_special_tokens=False),
-            *ids,
-        ]  # not how the text is encoded
+        said = service.gateway.turns.tokenizer.encode("I", add_special_tokens=False)
+        odd = [*said, *ids]  # not how the text is encoded
         reply = {"role": "assistant", "content": "?", "token_ids": odd, "prompt_token_ids": prompt}
         await ask(service, messages=[*QUESTION, reply, {"role": "user", "content": "Sure?"}])
         assert service.sampler.requests[-1].prompt.tolist()[: len(prompt) + len(odd)] == [*prompt, *odd]
@@ -204,10 +198,7 @@ async def test_completions_take_texts_and_token_ids() -> None:
 
 async def test_a_cut_answer_says_so() -> None:
     async with served("Let me think about it.") as service:
-        choice = (await ask(service, max_tokens=3)).choices[0]
-        assert choice.finish_reason == "length"
-        thinking = (await ask(service, max_tokens=3, stream=True)).response.status_code
-        assert thinking == 200
+        assert (await ask(service, max_tokens=3)).choices[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize(
@@ -291,19 +282,11 @@ async def test_tokens_that_the_tokenizer_has_and_the_model_has_not_are_refused()
         service.gateway.turns.models = replace(service.gateway.turns.models, vocab_size=100)
         with pytest.raises(openai.BadRequestError, match="expected 0 to 99, the vocabulary"):
             await client.completions.create(model="policy", prompt=[1, 100])
-        await asked_text(client, 99)
-        for ask in (asked_text, asked_chat):
+        await client.completions.create(model="policy", prompt=[1], extra_body={"stop_token_ids": [99]})
+        stop: Any = {"extra_body": {"stop_token_ids": [100]}}
+        for create in (partial(client.completions.create, model="policy", prompt=[1]), partial(ask, service)):
             with pytest.raises(openai.BadRequestError, match="stop_token_ids with 100; expected ids below 100"):
-                await ask(client, 100)
-
-
-async def asked_text(client: openai.AsyncOpenAI, stop: int) -> None:
-    await client.completions.create(model="policy", prompt=[1], extra_body={"stop_token_ids": [stop]})
-
-
-async def asked_chat(client: openai.AsyncOpenAI, stop: int) -> None:
-    messages: Any = [{"role": "user", "content": "4"}]
-    await client.chat.completions.create(model="policy", messages=messages, extra_body={"stop_token_ids": [stop]})
+                await create(**stop)
 
 
 async def test_texts_that_are_far_too_long_are_refused_before_they_are_tokenised() -> None:
@@ -434,9 +417,6 @@ async def test_a_client_that_leaves_ends_the_sampling() -> None:
         assert service.gateway.turns.places.taken == 0
 
 
-# ---- who may call, and how much
-
-
 async def test_only_keys_open_it() -> None:
     async with served("4") as service:
         for headers in ({"Authorization": "Bearer wrong"}, {"Authorization": "Basic x"}, {"Authorization": ""}):
@@ -526,8 +506,6 @@ async def test_chats_wait_for_their_share_of_the_engine() -> None:
             await ask(service)
         assert int(full.value.response.headers["retry-after"]) >= 1
         service.sampler.hold.set()
-        assert [completion.choices[0].message.content for completion in await asyncio.gather(first, second)] == [
-            "4",
-            "4",
-        ]
+        texts = [completion.choices[0].message.content for completion in await asyncio.gather(first, second)]
+        assert texts == ["4", "4"]
         assert (places.taken, places.waiting) == (0, 0)

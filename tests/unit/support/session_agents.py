@@ -40,6 +40,10 @@ async def ask(agent: openai.AsyncOpenAI, *messages: Any, **body: Any) -> Any:
     return await agent.chat.completions.create(model="policy", messages=list(messages), **body)
 
 
+async def text_of(stream: Any) -> str:
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+
+
 def sampled(service: Served) -> list[int]:
     """The tokens of all answers, as the sampler said them."""
     tokens: list[int] = []

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import numpy as np
 import tinker
+from tinker import types
 from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served
 
 from service.tinker.protobuf import message_class
@@ -49,6 +50,13 @@ def sampling(sampler: str, seq_id: int) -> dict[str, Any]:
         "sampling_session_id": sampler,
         "seq_id": seq_id,
     }
+
+
+def datum(targets: list[int], **columns: list[float]) -> types.Datum:
+    """An input of ones with the columns of a loss."""
+    inputs: Any = {name: types.TensorData(data=values, dtype="float32") for name, values in columns.items()}
+    inputs["target_tokens"] = types.TensorData(data=targets, dtype="int64")
+    return types.Datum(model_input=types.ModelInput.from_ints([1] * len(targets)), loss_fn_inputs=inputs)
 
 
 def passing(model_id: str, seq_id: int) -> bytes:

@@ -60,9 +60,6 @@ def refusal(client: TestClient, route: str, status: int, /, **query: Any) -> str
     return str(reply.json()["error"]["message"])
 
 
-# ------------------------------------------------------------------------------------------------------- what it tells
-
-
 def test_how_the_run_and_its_parts_are(client: TestClient, root: Path) -> None:
     run = answer_of(client, "run")
     assert (run["run"], run["step"], run["target"]) == ("run", STEPS, "8")
@@ -177,9 +174,6 @@ def test_a_run_in_object_storage_says_that_this_is_its_local_directory(root: Pat
     assert place == "s3://bucket/runs; this page shows what its directory on this machine has"
 
 
-# ------------------------------------------------------------------------------------------------------ who may call
-
-
 def test_the_table_has_every_route(root: Path) -> None:
     routes = [route for route in make_console_app(reader_of(root), []).routes if isinstance(route, APIRoute)]
     pairs = {(method, route.path.replace(":path", "")) for route in routes for method in route.methods - {"HEAD"}}
@@ -241,9 +235,6 @@ def test_a_look_changes_no_file(client: TestClient, root: Path) -> None:
     for name in ("run", "curves", "timeline", "logs"):
         answer_of(client, name)
     assert stand() == before
-
-
-# ------------------------------------------------------------------------------------------------- what is never served
 
 
 PATHS = [

@@ -5,17 +5,13 @@ from typing import Any
 import anthropic
 import pytest
 from renderer_support import CALCULATOR
-from service_support import CLIENT, VERSION, Served, served
+from service_support import CALLS, CLIENT, VERSION, Served, served
 
 from service.dialects.messages import MessagesRequest
 from service.requests import RequestRefused
 
 QUESTION: Any = [{"role": "user", "content": "What is 2 + 2?"}]
 TOOL: Any = {"name": "calculator", "description": CALCULATOR["description"], "input_schema": CALCULATOR["parameters"]}
-CALLS = (
-    "<think>\nhm\n</think>\n\nI look.\n"
-    '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 2"}}\n</tool_call>'
-)
 
 
 def of(service: Served, key: str = CLIENT) -> anthropic.AsyncAnthropic:
@@ -24,7 +20,7 @@ def of(service: Served, key: str = CLIENT) -> anthropic.AsyncAnthropic:
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_thinking_text_and_calls_both_ways(streamed: bool) -> None:
-    async with served(CALLS, "It is 4.") as service, of(service) as client:
+    async with served("<think>\nhm\n</think>\n\n" + CALLS, "It is 4.") as service, of(service) as client:
         request: Any = {"model": "policy", "max_tokens": 99, "messages": QUESTION, "tools": [TOOL]}
         if streamed:
             async with client.messages.stream(**request) as stream:

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 from service_support import VERSION, Served, served
-from session_agents import QUESTION, ask, bearer, exported, of, opened, refused, sampled, trained
+from session_agents import QUESTION, ask, bearer, exported, of, opened, refused, sampled, text_of, trained
 from waiting import wait_for_tasks
 
 from service.sessions.records import TurnAnswered
@@ -26,10 +26,6 @@ BODIES: dict[str, Any] = {
 
 def turns_of(service: Served, session: Any) -> int:
     return service.gateway.registry.book.sessions[session["session"]].tree.counts.turns
-
-
-async def text_of(stream: Any) -> str:
-    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
 
 
 async def test_pieces_come_before_the_turn_is_stored_and_its_end_comes_after() -> None:

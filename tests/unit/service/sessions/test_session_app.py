@@ -10,16 +10,13 @@ import anthropic
 import openai
 import pytest
 from renderer_support import CALCULATOR
-from service_support import ADMIN, CLIENT, VERSION, Served, served
+from service_support import ADMIN, CALLS, CLIENT, TOOL, VERSION, Served, served
 from session_agents import QUESTION, admin, ask, bearer, exported, of, opened, refused, sampled, trained
 from waiting import wait_for_tasks
 
 from service import gateway as gateways
 from service.sessions.checks import SessionClosed
 from trireme.core.errors import ProvenanceError, RoomFailed, StorageFailed
-
-TOOL: Any = {"type": "function", "function": dict(CALCULATOR)}
-CALLS = 'I look.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 2"}}\n</tool_call>'
 
 
 async def test_an_agent_with_a_tool_is_one_growing_sequence() -> None:

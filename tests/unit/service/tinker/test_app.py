@@ -8,17 +8,11 @@ import numpy as np
 import pytest
 import tinker
 from tinker import types
-from tinker_posts import begun, client_of, model_of, passing, post, result
+from tinker_posts import begun, client_of, datum, model_of, passing, post, result, sampler_of, sampling
 from tinker_support import BASE_MODEL, DEADLINE_S, MAX_LEN, VOCABULARY, Served, tinker_server
 
 TARGETS = [2, 3, 4]
 ADAM = types.AdamParams(learning_rate=0.05, beta1=0.5)
-
-
-def datum(targets: list[int], **columns: list[float]) -> types.Datum:
-    inputs: Any = {name: types.TensorData(data=values, dtype="float32") for name, values in columns.items()}
-    inputs["target_tokens"] = types.TensorData(data=targets, dtype="int64")
-    return types.Datum(model_input=types.ModelInput.from_ints([1] * len(targets)), loss_fn_inputs=inputs)
 
 
 class TestTheClient:
@@ -216,19 +210,8 @@ class TestTheProtocol:
     )
     def test_samples_that_cannot_be_made_are_refused(self, served: Served, changed: Any, named: str) -> None:
         session = post(served.url, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
-        response = post(
-            served.url,
-            "create_sampling_session",
-            {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE_MODEL},
-        )
-        body = {
-            "prompt": {"chunks": [{"tokens": [1], "type": "encoded_text"}]},
-            "sampling_params": {"max_tokens": 2},
-            "sampling_session_id": response.json()["sampling_session_id"],
-            "seq_id": 0,
-        }
+        body = sampling(sampler_of(served.url, session, 0, base_model=BASE_MODEL), 0)
         refused = post(served.url, "asample", body | changed)
         assert refused.status_code == 400
         assert named in refused.text
-        accepted = post(served.url, "asample", body)
-        assert accepted.json()["sample_sequence_ids"] == [f"{body['sampling_session_id']}/0/0"]
+        assert post(served.url, "asample", body).json()["sample_sequence_ids"] == [f"{body['sampling_session_id']}/0/0"]

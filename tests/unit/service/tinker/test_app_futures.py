@@ -10,7 +10,7 @@ import tinker
 from manual_clock import ManualClock
 from tinker import types
 from tinker.lib.retryable_exception import RetryableException
-from tinker_posts import accepted, begun, passing, post, result, sampler_of, sampling
+from tinker_posts import accepted, begun, datum, passing, post, result, sampler_of, sampling
 from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served, tinker_server
 from waiting import wait_for
 
@@ -19,11 +19,6 @@ from service.tinker.owners import Caller
 from service.tinker.promises import GoneError, Promise, UnknownId
 from service.tinker.state import KEPT_S, UNASKED_S, ProtocolState
 from trireme.core.errors import StorageFailed
-
-DATUM = types.Datum(
-    model_input=types.ModelInput.from_ints([1, 1]),
-    loss_fn_inputs={"target_tokens": types.TensorData(data=[2, 3], dtype="int64")},
-)
 
 
 @pytest.fixture
@@ -112,7 +107,7 @@ def test_the_client_and_the_result_of_a_pass(
         model: Any = client.create_lora_training_client(base_model=BASE_MODEL, rank=8).result(DEADLINE_S)
         with monkeypatch.context() as patched:
             lost = answered_first(patched, error, times)
-            passed = model.forward_backward([DATUM], "cross_entropy")
+            passed = model.forward_backward([datum([2, 3])], "cross_entropy")
             if then is None:
                 assert passed.result(DEADLINE_S).metrics["loss:sum"] > 0
             else:

@@ -5,7 +5,8 @@ from typing import Any
 
 import httpx
 import pytest
-from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served
+from tinker_posts import accepted, begun, result
+from tinker_support import DEADLINE_S, KEY, Served
 
 SEARCH = "sessions/search"
 
@@ -16,19 +17,8 @@ def ask(served: Served, method: str, path: str, body: Any = None, **headers: str
     return httpx.request(method, url, headers=key | headers, timeout=DEADLINE_S, **content)
 
 
-def finished(served: Served, path: str, body: Any) -> Any:
-    request = ask(served, "POST", path, body).json()["request_id"]
-    answer = ask(served, "POST", "retrieve_future", {"request_id": request})
-    return answer.json() if answer.headers["content-type"] == "application/json" else answer.content
-
-
 def session_of(served: Served, **options: Any) -> str:
     return str(ask(served, "POST", "create_session", {"sdk_version": "0.38.0", **options}).json()["session_id"])
-
-
-def model_of(served: Served, session: str) -> str:
-    request = {"session_id": session, "model_seq_id": 0, "base_model": BASE_MODEL}
-    return str(finished(served, "create_model", request)["model_id"])
 
 
 class TestSessions:
@@ -83,8 +73,9 @@ class TestSessions:
 
 class TestDownloads:
     def urls(self, served: Served) -> dict[str, str]:
-        model = model_of(served, session_of(served))
-        saved = finished(served, "save_weights_external", {"model_id": model, "seq_id": 1, "path": "w"})
+        _, model = begun(served.url)
+        body = {"model_id": model, "seq_id": 1, "path": "w"}
+        saved = result(served.url, accepted(served.url, "save_weights_external", body))
         assert saved["size_bytes"] == served.trainer.theta.nbytes
         answer = ask(served, "GET", f"training_runs/{model}/checkpoints/external_weights/w/external_weights_urls")
         urls: dict[str, str] = answer.json()["urls"]
@@ -109,18 +100,20 @@ class TestDownloads:
         assert "get_external_weights_urls" in answer.text
 
     def test_what_would_be_encrypted_is_refused_and_later_requests_are_done(self, served: Served) -> None:
-        model = model_of(served, session_of(served))
+        _, model = begun(served.url)
         body = {"model_id": model, "seq_id": 1, "path": "w", "age_encryption_recipients": ["age1"]}
         refused = ask(served, "POST", "save_weights_external", body)
         assert refused.status_code == 400
         assert "age_encryption_recipients" in refused.text
-        assert finished(served, "save_weights", {"model_id": model, "seq_id": 2, "path": "s"})["path"]
+        saved = accepted(served.url, "save_weights", {"model_id": model, "seq_id": 2, "path": "s"})
+        assert result(served.url, saved)["path"]
 
 
 class TestCopies:
     def test_a_copy_outlives_its_source_and_is_made_once(self, served: Served) -> None:
-        model = model_of(served, session_of(served))
-        source = finished(served, "save_weights", {"model_id": model, "seq_id": 1, "path": "s"})["path"]
+        session, model = begun(served.url)
+        saved = accepted(served.url, "save_weights", {"model_id": model, "seq_id": 1, "path": "s"})
+        source = result(served.url, saved)["path"]
         body = {"source_path": source, "destination_project_id": "archive", "ttl_seconds": 3600}
         headers = {"x-idempotency-key": "one"}
         (path,) = {ask(served, "POST", "copy_weights", body, **headers).json()["tinker_path"] for _ in range(2)}
@@ -133,8 +126,8 @@ class TestCopies:
         kind_and_name = source.removeprefix("tinker://").partition("/")[2]
         assert ask(served, "DELETE", f"training_runs/{model}/checkpoints/{kind_and_name}").status_code == 204
         loaded = {"session_id": session_of(served), "model_seq_id": 0, "path": path, "optimizer": True}
-        ask(served, "POST", f"sessions/{model.partition(':')[0]}/finish", {})
-        assert finished(served, "load_weights", loaded)["path"] == path
+        ask(served, "POST", f"sessions/{session}/finish", {})
+        assert result(served.url, accepted(served.url, "load_weights", loaded))["path"] == path
 
     def test_a_copy_of_nothing_is_refused(self, served: Served) -> None:
         body = {"source_path": "tinker://a:train:0/weights/none", "destination_project_id": "p"}
