@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from console_support import ATTACK, STEPS, encoded, make_live_run, reader_of
 from fastapi.routing import APIRoute
@@ -329,23 +328,3 @@ async def test_the_port_of_a_service_has_the_console_for_admin_keys(tmp_path: Pa
         assert wrong.status_code == 400
         missing = await service.client.get("/console/api/session?name=none", headers=admin)
         assert missing.status_code == 404
-
-
-async def test_the_console_of_another_process_reads_the_sessions_of_a_service(tmp_path: Path) -> None:
-    """While the service has its store open, and afterwards."""
-    root, admin = tmp_path / "run", {"Authorization": f"Bearer {ADMIN}"}
-    root.mkdir()
-    transport = httpx.ASGITransport(make_console_app(reader_of(root), []))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1/console/api") as console:
-        reader = RunReader(root, None, lambda: service.gateway.registry.book)
-        async with served("4", run=reader, sessions=root / "sessions") as service:
-            await service.client.post("/sessions", json={"problem": "p"}, headers=admin)
-            (named,) = (await console.get("/sessions")).json()["sessions"]
-            assert (named["problem"], named["open"]) == ("p", True)
-            tree = await console.get("/session", params={"name": named["session"]})
-            assert (tree.status_code, tree.json()["nodes"]) == (200, [])
-            assert (await console.get("/session", params={"name": "none"})).status_code == 404
-            await service.client.post("/sessions", json={"problem": "q"}, headers=admin)
-            assert len((await console.get("/sessions")).json()["sessions"]) == 2
-        (stored, *_) = (await console.get("/sessions", params={})).json()["sessions"]
-        assert stored["open"]
