@@ -52,12 +52,7 @@ OLDER_MESSAGES = {"context_management", "mcp_servers", "temperature", "top_k", "
 NEWER_MESSAGES = {"cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id"}
 BODIES: list[tuple[type[Body], tuple[Any, ...], set[str], set[str]]] = [
     (chat.ChatRequest, (chat_create_params.CompletionCreateParamsStreaming,), VLLM, {"moderation"} | CACHES),
-    (
-        chat.ChatMessage,
-        CHAT_MESSAGES,
-        {"reasoning_content", "annotations", "token_ids", "prompt_token_ids"},
-        set(),
-    ),
+    (chat.ChatMessage, CHAT_MESSAGES, {"reasoning_content", "annotations", "token_ids", "prompt_token_ids"}, set()),
     (chat.ChatToolCall, (ChatCompletionMessageFunctionToolCallParam,), {"index"}, set()),
     (wire.FunctionTool, (FunctionDefinition,), set(), set()),
     (completions.CompletionRequest, (completion_create_params.CompletionCreateParamsStreaming,), VLLM, set()),
@@ -72,12 +67,7 @@ BODIES: list[tuple[type[Body], tuple[Any, ...], set[str], set[str]]] = [
     (responses.InputResult, (FunctionCallOutput,), set(), {"caller", "name", "namespace"}),
     (responses.InputReasoning, (ResponseReasoningItemParam,), set(), set()),
     (responses.ResponseTool, (FunctionToolParam,), set(), {"allowed_callers", "defer_loading", "output_schema"}),
-    (
-        messages.MessagesRequest,
-        (message_create_params.MessageCreateParamsStreaming,),
-        OLDER_MESSAGES,
-        NEWER_MESSAGES,
-    ),
+    (messages.MessagesRequest, (message_create_params.MessageCreateParamsStreaming,), OLDER_MESSAGES, NEWER_MESSAGES),
     (messages.AnthropicMessage, (UserMessageParam, AssistantMessageParam), set(), set()),
     (messages.TextBlock, (TextBlockParam,), set(), set()),
     (messages.ThinkingBlock, (ThinkingBlockParam,), set(), set()),

@@ -14,13 +14,7 @@ from tinker.types.forward_backward_input import ForwardBackwardInput
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 from service.requests import RequestRefused
-from service.tinker.codec import (
-    BFLOAT16,
-    ForwardBackwardCall,
-    columns_of,
-    encode_output,
-    encode_sample,
-)
+from service.tinker.codec import BFLOAT16, ForwardBackwardCall, columns_of, encode_output, encode_sample
 from service.tinker.protobuf import SCHEMA, message_class
 from trireme.core.types import ForwardBackwardOutput, SampledSequence, SampleResponse
 

@@ -9,14 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tinker_posts import accepted, begun, passing, post, result, sampler_of, sampling
-from tinker_support import (
-    BASE_MODEL,
-    Served,
-    UnigramSampler,
-    UnigramTrainer,
-    Written,
-    tinker_server,
-)
+from tinker_support import BASE_MODEL, Served, UnigramSampler, UnigramTrainer, Written, tinker_server
 from waiting import wait_for
 
 from service.tinker.catalog import Catalog

@@ -116,10 +116,7 @@ def play(url: str) -> list[Any]:
 
 
 def played(
-    starter: ServerStarter,
-    directory: Path,
-    environ: dict[str, str],
-    first: dict[str, str] | None = None,
+    starter: ServerStarter, directory: Path, environ: dict[str, str], first: dict[str, str] | None = None
 ) -> list[Any]:
     """Plays against a server that is started again whenever it ends. The first one has `first` beside
     `environ`."""
