@@ -20,11 +20,9 @@ from service.console.standalone import make_console_app
 from service.keys import ServiceKey, new_key
 from service.routes import CONSOLE_ROUTES, ROUTES, caller_of
 
-ADDRESS = ("127.0.0.1", 50000)
-
 
 def client_of(
-    root: Path, *keys: ServiceKey, peer: tuple[str, int] = ADDRESS, reader: RunReader | None = None
+    root: Path, *keys: ServiceKey, peer: tuple[str, int] = ("127.0.0.1", 50000), reader: RunReader | None = None
 ) -> TestClient:
     app = make_console_app(reader or reader_of(root), list(keys))
     return TestClient(app, base_url="http://127.0.0.1", client=peer, raise_server_exceptions=False)
@@ -236,18 +234,10 @@ def test_a_look_changes_no_file(client: TestClient, root: Path) -> None:
     assert stand() == before
 
 
-PATHS = [
-    "../config.json",
-    "..%2fconfig.json",
-    "%2e%2e/config.json",
-    "....//config.json",
-    "/etc/passwd",
-    "%00",
-    "app.py",
-]
-
-
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "path",
+    ["../config.json", "..%2fconfig.json", "%2e%2e/config.json", "....//config.json", "/etc/passwd", "%00", "app.py"],
+)
 def test_no_path_leads_out_of_the_page(client: TestClient, path: str) -> None:
     for prefix in ("/console/files/", "/console/", "/console/api/", "/console/files/charts.js/"):
         reply = client.get(prefix + path)

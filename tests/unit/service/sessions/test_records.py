@@ -94,8 +94,11 @@ def histories(draw: st.DrawFn) -> list[SessionRecord]:
     return records
 
 
-def state(book: SessionBook) -> dict[str, Any]:
+def state_of(records: Iterable[SessionRecord]) -> dict[str, Any]:
     """Returns all that sessions hold, as values that can be compared."""
+    book = SessionBook()
+    for record in records:
+        book.apply(record)
     return {
         name: {
             "opened": session.opened,
@@ -126,13 +129,6 @@ def state(book: SessionBook) -> dict[str, Any]:
         }
         for name, session in book.sessions.items()
     }
-
-
-def state_of(records: Iterable[SessionRecord]) -> dict[str, Any]:
-    book = SessionBook()
-    for record in records:
-        book.apply(record)
-    return state(book)
 
 
 @settings(max_examples=60, deadline=None)
