@@ -275,7 +275,8 @@ async def test_tokens_that_the_tokenizer_has_and_the_model_has_not_are_refused()
             await client.completions.create(model="policy", prompt=[1, 100])
         await client.completions.create(model="policy", prompt=[1], extra_body={"stop_token_ids": [99]})
         stop: Any = {"extra_body": {"stop_token_ids": [100]}}
-        for create in (partial(client.completions.create, model="policy", prompt=[1]), partial(ask, service)):
+        creates: list[Any] = [partial(client.completions.create, model="policy", prompt=[1]), partial(ask, service)]
+        for create in creates:
             with pytest.raises(openai.BadRequestError, match="stop_token_ids with 100; expected ids below 100"):
                 await create(**stop)
 
