@@ -13,9 +13,14 @@ from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served
 from service.tinker.protobuf import message_class
 
 
-def post(url: str, path: str, body: Any) -> httpx.Response:
+def ask(url: str, method: str, path: str, body: Any = None, key: str = KEY, **headers: str) -> httpx.Response:
     content = {"content": body} if isinstance(body, bytes) else {"json": body}
-    return httpx.post(f"{url}/api/v1/{path}", headers={"x-api-key": KEY}, timeout=DEADLINE_S, **content)
+    headers["x-api-key"] = key
+    return httpx.request(method, f"{url}/api/v1/{path}", headers=headers, timeout=DEADLINE_S, **content)
+
+
+def post(url: str, path: str, body: Any) -> httpx.Response:
+    return ask(url, "POST", path, body)
 
 
 def accepted(url: str, path: str, body: Any) -> str:

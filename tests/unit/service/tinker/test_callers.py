@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 from fastapi.routing import APIRoute
-from tinker_posts import passing
-from tinker_support import BASE_MODEL, DEADLINE_S, Served, tinker_server
+from tinker_posts import ask, passing
+from tinker_support import BASE_MODEL, Served, tinker_server
 
 from service.guard import Limits
 from service.keys import ServiceKey, ServiceKeys
@@ -32,9 +32,7 @@ class Things:
     sampler: str = ""
 
     def ask(self, key: ServiceKey, method: str, path: str, body: Any = None) -> httpx.Response:
-        content = {"content": body} if isinstance(body, bytes) else {"json": body}
-        url = f"{self.served.url}{path if path.startswith('/') else f'/api/v1/{path}'}"
-        return httpx.request(method, url, headers={"x-api-key": key.value}, timeout=DEADLINE_S, **content)
+        return ask(self.served.url, method, path, body, key.value)
 
     def finish(self, key: ServiceKey, path: str, body: Any) -> Any:
         answer = self.ask(key, "POST", path, body)

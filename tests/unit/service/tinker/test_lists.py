@@ -5,25 +5,19 @@ from typing import Any
 
 import httpx
 import pytest
-from tinker_posts import accepted, begun, result
+from tinker_posts import accepted, ask, begun, result
 from tinker_support import DEADLINE_S, KEY, Served
 
 SEARCH = "sessions/search"
 
 
-def ask(served: Served, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
-    content = {"content": body} if isinstance(body, bytes) else {"json": body}
-    url, key = f"{served.url}/api/v1/{path}", {"x-api-key": KEY}
-    return httpx.request(method, url, headers=key | headers, timeout=DEADLINE_S, **content)
-
-
 def session_of(served: Served, **options: Any) -> str:
-    return str(ask(served, "POST", "create_session", {"sdk_version": "0.38.0", **options}).json()["session_id"])
+    return str(ask(served.url, "POST", "create_session", {"sdk_version": "0.38.0", **options}).json()["session_id"])
 
 
 class TestSessions:
     def search(self, served: Served, **query: Any) -> list[str]:
-        answer = ask(served, "POST", SEARCH, query)
+        answer = ask(served.url, "POST", SEARCH, query)
         assert answer.status_code == 200, answer.text
         return [session["session_id"] for session in answer.json()["sessions"]]
 
@@ -38,19 +32,19 @@ class TestSessions:
         assert self.search(served, user_metadata={"b": "2"}) == [first]
         assert self.search(served, user_metadata={"b": "3"}) == []
         assert self.search(served, project_ids=["p"]) == [first]
-        assert ask(served, "PUT", f"sessions/{second}/project", {"project_id": "q"}).status_code == 204
+        assert ask(served.url, "PUT", f"sessions/{second}/project", {"project_id": "q"}).status_code == 204
         assert self.search(served, project_ids=["q"]) == [second]
         assert self.search(served, owner={"type": "user", "owner_urns": ["urn:trireme:key:other"]}) == []
-        me = ask(served, "POST", SEARCH, {}).json()["sessions"][0]["owner"]
+        me = ask(served.url, "POST", SEARCH, {}).json()["sessions"][0]["owner"]
         assert self.search(served, owner={"type": "user", "owner_urns": [me]}) == [second, first]
         assert KEY not in me
-        assert ask(served, "PUT", "sessions/none/project", {"project_id": "q"}).status_code == 404
+        assert ask(served.url, "PUT", "sessions/none/project", {"project_id": "q"}).status_code == 404
 
     def test_they_are_found_by_how_they_ended(self, served: Served) -> None:
         active, failed = session_of(served), session_of(served)
         finish = {"reason": {"type": "errored"}, "detail": "a test"}
-        assert ask(served, "POST", f"sessions/{failed}/finish", finish).status_code == 204
-        ask(served, "POST", f"sessions/{failed}/finish", {"reason": {"type": "success"}})
+        assert ask(served.url, "POST", f"sessions/{failed}/finish", finish).status_code == 204
+        ask(served.url, "POST", f"sessions/{failed}/finish", {"reason": {"type": "success"}})
         assert self.search(served, statuses=[{"type": "active"}]) == [active]
         assert self.search(served, statuses=[{"type": "client_finished", "reasons": ["errored"]}]) == [failed]
         assert self.search(served, statuses=[{"type": "client_finished", "reasons": ["success"]}]) == []
@@ -59,7 +53,7 @@ class TestSessions:
         sessions = [session_of(served) for _ in range(5)]
         listed, cursor = [], None
         for _ in range(3):
-            page = ask(served, "POST", SEARCH, {"limit": 2, **({"cursor": cursor} if cursor else {})}).json()
+            page = ask(served.url, "POST", SEARCH, {"limit": 2, **({"cursor": cursor} if cursor else {})}).json()
             listed += [session["session_id"] for session in page["sessions"]]
             cursor = page["next_cursor"]
         assert cursor is None
@@ -72,7 +66,7 @@ class TestDownloads:
         body = {"model_id": model, "seq_id": 1, "path": "w"}
         saved = result(served.url, accepted(served.url, "save_weights_external", body))
         assert saved["size_bytes"] == served.trainer.theta.nbytes
-        answer = ask(served, "GET", f"training_runs/{model}/checkpoints/external_weights/w/external_weights_urls")
+        answer = ask(served.url, "GET", f"training_runs/{model}/checkpoints/external_weights/w/external_weights_urls")
         urls: dict[str, str] = answer.json()["urls"]
         return urls
 
@@ -97,7 +91,7 @@ class TestDownloads:
     def test_what_would_be_encrypted_is_refused_and_later_requests_are_done(self, served: Served) -> None:
         _, model = begun(served.url)
         body = {"model_id": model, "seq_id": 1, "path": "w", "age_encryption_recipients": ["age1"]}
-        refused = ask(served, "POST", "save_weights_external", body)
+        refused = ask(served.url, "POST", "save_weights_external", body)
         assert refused.status_code == 400
         assert "age_encryption_recipients" in refused.text
         saved = accepted(served.url, "save_weights", {"model_id": model, "seq_id": 2, "path": "s"})
@@ -111,15 +105,15 @@ class TestCopies:
         source = result(served.url, saved)["path"]
         body = {"source_path": source, "destination_project_id": "archive", "ttl_seconds": 3600}
         headers = {"x-idempotency-key": "one"}
-        (path,) = {ask(served, "POST", "copy_weights", body, **headers).json()["tinker_path"] for _ in range(2)}
-        other = ask(served, "POST", "copy_weights", body, **{"x-idempotency-key": "two"}).json()["tinker_path"]
+        (path,) = {ask(served.url, "POST", "copy_weights", body, **headers).json()["tinker_path"] for _ in range(2)}
+        other = ask(served.url, "POST", "copy_weights", body, **{"x-idempotency-key": "two"}).json()["tinker_path"]
         assert len({source, path, other}) == 3
-        usage = ask(served, "GET", "billing/usage/checkpoints/current?project_id=archive").json()["data"]
+        usage = ask(served.url, "GET", "billing/usage/checkpoints/current?project_id=archive").json()["data"]
         assert [(item["checkpoint_count"], item["project_id"]) for item in usage] == [(2, "archive")]
-        runs = ask(served, "GET", "training_runs?project_id=archive").json()["training_runs"]
+        runs = ask(served.url, "GET", "training_runs?project_id=archive").json()["training_runs"]
         assert {run["training_run_id"] for run in runs} == {item.split("/")[2] for item in (path, other)}
         kind_and_name = source.removeprefix("tinker://").partition("/")[2]
-        assert ask(served, "DELETE", f"training_runs/{model}/checkpoints/{kind_and_name}").status_code == 204
+        assert ask(served.url, "DELETE", f"training_runs/{model}/checkpoints/{kind_and_name}").status_code == 204
         loaded = {"session_id": session_of(served), "model_seq_id": 0, "path": path, "optimizer": True}
-        ask(served, "POST", f"sessions/{session}/finish", {})
+        ask(served.url, "POST", f"sessions/{session}/finish", {})
         assert result(served.url, accepted(served.url, "load_weights", loaded))["path"] == path
