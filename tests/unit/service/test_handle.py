@@ -71,7 +71,7 @@ def test_losses_that_are_far_apart_do_not_end_the_service(monkeypatch: pytest.Mo
     config: Any = SimpleNamespace(cluster=SimpleNamespace(max_restarts=1, restart_window_s=60.0))
     with monkeypatch.context() as first:
         first.setattr(ServiceHandle, "_keep", lambda _self: None)
-        service = ServiceHandle(config, Actor, None, print, [], Roster(lambda: 0.0))  # type: ignore[arg-type]
+        service = ServiceHandle(config, Mock(), None, print, [], Roster(lambda: 0.0))
 
     def lost(_self: ServiceHandle, again: bool) -> None:
         now = 3600.0 * next(losses)
