@@ -2,10 +2,10 @@
 
 import os
 import signal
-import socket
 import threading
 from pathlib import Path
 
+from cluster_support import free_port
 from run_support import Running, marked_processes, wait_until_disconnected
 
 from service.store import read_copy
@@ -20,9 +20,7 @@ class Server:
 
     def __init__(self, directory: Path, *flags: str) -> None:
         self.directory, self.flags = directory, flags
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.key = ""
         self.before: list[Running] = []
         self.start()

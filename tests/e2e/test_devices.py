@@ -1,7 +1,6 @@
 """What computes on which device, in clusters that say they have GPUs: real Ray, vLLM. (A run on CPUs of a machine with
 GPUs: test_kl_run.py.)"""
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +10,12 @@ import pytest
 import ray
 from cluster_support import DECLARED_GPUS
 from inference_support import START_S, make_config, random_model
-from run_support import SFT, run_rl
 
 from inference.actor import ReplicaActor
 from inference.handle import MAX_CALLS
 from orchestrator.actor import OrchestratorActor
 from trainer.actor import ShardActor
-from trireme.core.errors import EXIT_BAD_INPUT, BadInput
+from trireme.core.errors import BadInput
 from trireme.process.device import VISIBLE
 from trireme.process.waits import get, get_all
 
@@ -65,16 +63,3 @@ def test_a_replica_that_is_to_compute_on_a_gpu_computes_nowhere_else(actor: Call
     replica = actor(ReplicaActor, 1, on_gpus, 0, None)
     with pytest.raises(BadInput, match=r"in inference replica 0 on .*CUDA_VISIBLE_DEVICES is '\d'; torch\.cuda says"):
         get(replica.start.remote(), owner="the replica", timeout_s=START_S)
-
-
-@pytest.mark.long
-def test_shards_that_are_to_compute_on_gpus_compute_nowhere_else(ray_cluster: str, tmp_path: Path) -> None:
-    """The cluster has GPUs, as far as Ray knows."""
-    (tmp_path / "data.jsonl").write_text(json.dumps({"tokens": [1, 2, 3], "weights": [0, 1, 1]}) + "\n")
-    flags = ["--model.name", "./assets/sort-base", "--data.train", str(tmp_path / "data.jsonl"), "--max-steps", "1"]
-    flags += ["--data.batch-size", "1", "--run.output-dir", str(tmp_path), "--cluster.address", ray_cluster]
-    outcome = run_rl(tmp_path, *flags, directory=False, module=SFT)
-    assert outcome.code == EXIT_BAD_INPUT, outcome.out
-    assert "cluster.device = gpu, where PyTorch" in outcome.out
-    assert "in trainer shard 0 on " in outcome.out
-    assert "to do: run `uv sync --no-group cpu --group gpu`" in outcome.out

@@ -13,7 +13,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cluster_support import free_port
+from cluster_support import free_port, listens
 from page_fences import ALL, Fence, words_of
 from run_support import DEADLINE_S, ROOT, TINY, key_in, wait_until_disconnected
 from served_tinker import Server
@@ -169,11 +168,6 @@ def serve_until_it_listens(words: list[str], directory: Path) -> None:
         served.send_signal(signal.SIGINT)
         served.wait(60)
         assert wait_until_disconnected(mark, 30.0) == []
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as sock:
-        return sock.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture(scope="module")
