@@ -66,10 +66,12 @@ class Server:
         self.running.kill_tree()
         self.before.append(self.running)
 
-    def stop(self) -> None:
+    def stop(self) -> set[str]:
+        """Ends the command as Ctrl-C does. Returns the temporary files that the last one has left."""
         self.running.process.send_signal(signal.SIGINT)
         assert self.running.process.wait(60) == EXIT_INTERRUPTED, "".join(self.lines)
         assert wait_until_disconnected(self.running.mark, 20.0) == []
         for process in (*self.before, self.running):
-            process.files_left()
+            files = process.files_left()
             assert process.shm_left() == set()
+        return files
