@@ -15,7 +15,7 @@ from typing import Any
 
 from namespaces import Fabric, NamespaceNode
 from resume_support import rows_of
-from run_support import QUICKSTART, ROOT
+from run_support import QUICKSTART, ROOT, assert_rows_keep_the_bound
 
 from trireme.core.errors import EXIT_OK
 from trireme.supervision.status import Status
@@ -167,7 +167,4 @@ def store_environ(address: str) -> dict[str, str]:
 def assert_steps_once(rows: Sequence[Mapping[str, Any]], steps: int, bound: int) -> None:
     """Every step is there once, every problem has one end or is under way, and the bound held."""
     assert [row["step"] for row in rows] == list(range(steps))
-    last = rows[-1]
-    ends = ("trained", "in_training", "filtered", "resampled", "dropped", "failed", "active")
-    assert last["ledger/dispatched"] == sum(last[f"ledger/{name}"] for name in ends)
-    assert max(row["off_policy/max"] for row in rows) <= bound
+    assert_rows_keep_the_bound(rows, bound)
