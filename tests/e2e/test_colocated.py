@@ -11,15 +11,7 @@ import openai
 import pytest
 from chaos_support import armed, wait_for
 from resume_support import rows_of
-from run_support import (
-    DEADLINE_S,
-    TINY,
-    Running,
-    assert_bound_and_conservation,
-    in_directory,
-    key_in,
-    run_rl,
-)
+from run_support import DEADLINE_S, TINY, Running, assert_bound_and_conservation, in_directory, key_in, run_rl
 
 from trireme.core.errors import EXIT_INTERRUPTED, EXIT_OK
 

@@ -35,15 +35,7 @@ from trireme.core.base_digest import base_digest
 from trireme.core.digest import sums_of
 from trireme.core.errors import BadInput, WeightsRefused
 from trireme.core.types import WeightIdentity
-from trireme.core.weights import (
-    EXACT,
-    Adapter,
-    Canary,
-    PublishedWeights,
-    TensorEntry,
-    WeightsManifest,
-    weights_digest,
-)
+from trireme.core.weights import EXACT, Adapter, Canary, PublishedWeights, TensorEntry, WeightsManifest, weights_digest
 from trireme.process.waits import get_all
 
 TOLERANCE = 1e-4

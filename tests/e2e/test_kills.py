@@ -73,11 +73,7 @@ def test_replicas_outlive_what_uses_them(tmp_path: Path, cell: Cell) -> None:
     assert [part.restarts for part in status.parts if part.room == "replica_set"] == [1]
 
 
-LAST = {
-    "garbage": "make no sense",
-    "nan": "make no sense",
-    "stranger": "it was given",
-}
+LAST = {"garbage": "make no sense", "nan": "make no sense", "stranger": "it was given"}
 """What is said of a replica that answers so."""
 
 

@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 from chaos_support import PROBLEMS_A_BATCH
 from namespaces import Fabric, NamespaceNode, address, fabric, not_possible
-from nodes_support import (
-    NodesRun,
-    assert_steps_once,
-    lose,
-    running,
-    start_store,
-    store_environ,
-)
+from nodes_support import NodesRun, assert_steps_once, lose, running, start_store, store_environ
 from resume_support import rows_of
 
 # reason: a node is a set of namespaces, which need root and iproute2

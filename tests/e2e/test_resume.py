@@ -23,14 +23,7 @@ import pytest
 from chaos_support import armed, assert_every_problem_once
 from formats import run_formats, stored_formats
 from resume_support import DETERMINISTIC, assert_same_run, comparable, rows_of, run_and_kill
-from run_support import (
-    ROOT,
-    TINY,
-    Ended,
-    assert_bound_and_conservation,
-    run_rl,
-    taken,
-)
+from run_support import ROOT, TINY, Ended, assert_bound_and_conservation, run_rl, taken
 
 from trireme.checkpoint.manifest import MANIFEST, Manifest
 from trireme.checkpoint.store import CheckpointStore

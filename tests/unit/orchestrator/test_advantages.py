@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from orchestrator_fakes import trajectory_to_data
 from whole_turns import trajectory_of, turn_of
 
-from orchestrator.advantages import (
-    ScoredGroup,
-    build_minibatch,
-    compute_advantages,
-    is_constant,
-    keep_whole,
-)
+from orchestrator.advantages import ScoredGroup, build_minibatch, compute_advantages, is_constant, keep_whole
 from orchestrator.ledger import Group
 from trireme.config.orchestrator import AdvantageKind, OrchestratorConfig
 from trireme.core.batch import Batch, LayOut

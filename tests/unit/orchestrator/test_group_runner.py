@@ -288,11 +288,7 @@ def test_a_fault_of_the_whole_group_is_counted_and_fails_it(fault: Fault, counte
 
 
 @pytest.mark.parametrize(
-    ("fault", "counted"),
-    [
-        ({"cleanup": raises(OSError())}, "OSError"),
-        ({"cleanup": hangs}, "EnvNotClosed"),
-    ],
+    ("fault", "counted"), [({"cleanup": raises(OSError())}, "OSError"), ({"cleanup": hangs}, "EnvNotClosed")]
 )
 def test_a_fault_in_cleaning_up_is_counted_and_the_group_is_trained_on(fault: Fault, counted: str) -> None:
     run = played(fault)

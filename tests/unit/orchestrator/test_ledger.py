@@ -284,18 +284,9 @@ class LedgerMachine(RuleBasedStateMachine):
         assert usable == retained, "with the floor that it has"
 
     @precondition(lambda self: self.is_boundary())
-    @rule(
-        order=ORDERS,
-        batches=BATCHES,
-        max_steps_off_policy=st.integers(0, 8),
-        data=st.data(),
-    )
+    @rule(order=ORDERS, batches=BATCHES, max_steps_off_policy=st.integers(0, 8), data=st.data())
     def resume_with_other_options(
-        self,
-        order: tuple[StalePolicy, bool],
-        batches: tuple[int, int],
-        max_steps_off_policy: int,
-        data: st.DataObject,
+        self, order: tuple[StalePolicy, bool], batches: tuple[int, int], max_steps_off_policy: int, data: st.DataObject
     ) -> None:
         self.resized = True
         self.count = batches[0] // batches[1]

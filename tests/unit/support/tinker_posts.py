@@ -49,12 +49,7 @@ def sampler_of(url: str, session: str, number: int, **target: str) -> str:
 
 def sampling(sampler: str, seq_id: int) -> dict[str, Any]:
     prompt = {"chunks": [{"tokens": [1], "type": "encoded_text"}]}
-    return {
-        "prompt": prompt,
-        "sampling_params": {"max_tokens": 2},
-        "sampling_session_id": sampler,
-        "seq_id": seq_id,
-    }
+    return {"prompt": prompt, "sampling_params": {"max_tokens": 2}, "sampling_session_id": sampler, "seq_id": seq_id}
 
 
 def datum(targets: list[int], **columns: list[float]) -> types.Datum:

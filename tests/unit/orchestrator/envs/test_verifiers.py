@@ -273,16 +273,11 @@ async def test_scoring_in_a_worker_process(written: Written) -> None:
             r"an Env of its own \(Game\)",
         ),
         (
-            {
-                "module": "class Program(vf.Harness[vf.HarnessConfig]):\n    pass",
-                "exported": ("Questions", "Program"),
-            },
+            {"module": "class Program(vf.Harness[vf.HarnessConfig]):\n    pass", "exported": ("Questions", "Program")},
             "a harness of its own",
         ),
         (
-            {
-                "taskset": LOAD + "\n@classmethod\ndef toolsets(cls, config):\n    return [object()]",
-            },
+            {"taskset": LOAD + "\n@classmethod\ndef toolsets(cls, config):\n    return [object()]"},
             r"serves tools \(object\)",
         ),
         (
