@@ -1,5 +1,7 @@
 """Agents of sessions over HTTP: OpenAI's client, and the harness that opens and exports sessions."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
@@ -34,6 +36,14 @@ def of(session: Any, **options: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(
         base_url=session["openai_base_url"], api_key=session["key"], **{"max_retries": 0, **options}
     )
+
+
+@asynccontextmanager
+async def session_of(service: Served) -> AsyncIterator[tuple[Any, openai.AsyncOpenAI]]:
+    """Opens a session, and an agent that plays it."""
+    session = await opened(service)
+    async with of(session) as agent:
+        yield session, agent
 
 
 async def ask(agent: openai.AsyncOpenAI, *messages: Any, **body: Any) -> Any:
