@@ -266,61 +266,49 @@ async def test_scoring_in_a_worker_process(written: Written) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    ("part", "code", "message"),
     [
-        (
-            {"module": "class Game(vf.SingleAgentEnv):\n    pass", "exported": ("Questions", "Game")},
-            r"an Env of its own \(Game\)",
-        ),
-        (
-            {"module": "class Program(vf.Harness[vf.HarnessConfig]):\n    pass", "exported": ("Questions", "Program")},
-            "a harness of its own",
-        ),
-        (
-            {"taskset": LOAD + "\n@classmethod\ndef toolsets(cls, config):\n    return [object()]"},
-            r"serves tools \(object\)",
-        ),
-        (
-            {"task": EXACT + "\n@classmethod\ndef toolsets(cls, config):\n    return [object()]"},
-            r"Answered has tools \(object\)",
-        ),
-        ({"task": EXACT + "\nNEEDS_CONTAINER = True"}, r"Answered needs a runtime \(NEEDS_CONTAINER\)"),
-        ({"task": EXACT + "\nasync def setup(self, trace, runtime):\n    pass"}, r"needs a runtime \(setup\)"),
-        ({"task": EXACT + "\nasync def finalize(self, trace, runtime):\n    pass"}, r"needs a runtime \(finalize\)"),
-        (
-            {"task": EXACT + "\n@vf.intercept\nasync def hide(self, request: vf.Request):\n    return None"},
-            r"between model and harness \(hide\)",
-        ),
-        (
-            {"task": EXACT + "\n@vf.stop\nasync def enough(self, trace: vf.Trace) -> bool:\n    return True"},
-            r"between model and harness \(enough\)",
-        ),
-        ({"task": "pass"}, "Answered has no reward"),
-        (
-            {"task": EXACT + "\n@vf.reward\nasync def tested(self, trace, runtime) -> float:\n    return 1.0"},
-            r"scored in a runtime \(Answered.tested\)",
-        ),
-        (
-            {"task": EXACT + "\n@vf.metric\nasync def files(self, runtime) -> float:\n    return 1.0"},
-            r"scored in a runtime \(Answered.files\)",
-        ),
-        (
-            {"task": EXACT + "\ndef __init__(self, *args):\n    super().__init__(*args)\n    self.f = lambda: 1"},
-            "Answered cannot be pickled",
-        ),
-        ({"taskset": LOAD.replace("dict(", "dict(image='python', workdir='/', ")}, r"task 0 .* \(image, workdir\)"),
-        (
-            {"taskset": LOAD.replace("dict(", "dict(name='first', ").replace('prompt=f"', 'description=f"')},
-            "task first has no prompt",
-        ),
+        ("Game", "class Game(vf.SingleAgentEnv):\n    pass", r"an Env of its own \(Game\)"),
+        ("Program", "class Program(vf.Harness[vf.HarnessConfig]):\n    pass", "a harness of its own"),
+        ("taskset", "@classmethod\ndef toolsets(cls, config):\n    return [object()]", r"serves tools \(object\)"),
+        ("task", "@classmethod\ndef toolsets(cls, config):\n    return [object()]", r"Answered has tools \(object\)"),
+        ("task", "NEEDS_CONTAINER = True", r"Answered needs a runtime \(NEEDS_CONTAINER\)"),
+        ("task", "async def setup(self, trace, runtime):\n    pass", r"needs a runtime \(setup\)"),
+        ("task", "async def finalize(self, trace, runtime):\n    pass", r"needs a runtime \(finalize\)"),
+        ("task", "@vf.intercept\nasync def hide(self, request: vf.Request):\n    return None", r"harness \(hide\)"),
+        ("task", "@vf.stop\nasync def enough(self, trace: vf.Trace) -> bool:\n    return True", r"harness \(enough\)"),
+        ("task", "@vf.reward\nasync def t(self, trace, runtime) -> float:\n    pass", r"in a runtime \(Answered.t\)"),
+        ("task", "@vf.metric\nasync def files(self, runtime) -> float:\n    pass", r"in a runtime \(Answered.files\)"),
+        ("task", "def __init__(self, *args):\n    super().__init__(*args)\n    self.f = lambda: 1", "be pickled"),
     ],
 )
-def test_what_needs_more_than_an_answer_is_refused(written: Written, parts: dict[str, Any], message: str) -> None:
-    name = written(**parts)
-    with pytest.raises(
-        BadInput, match=f"taskset '{name}' of verifiers cannot be played here: .*{message}.*environment of your own"
-    ):
+def test_what_needs_more_than_an_answer_is_refused(written: Written, part: str, code: str, message: str) -> None:
+    """`part`: what the code is added to, or the name of a class that the module exports beside its taskset."""
+    if part in ("task", "taskset"):
+        name = written(**{part: {"task": EXACT, "taskset": LOAD}[part] + "\n" + code})
+    else:
+        name = written(module=code, exported=("Questions", part))
+    assert_refused(name, message)
+
+
+def assert_refused(name: str, message: str) -> None:
+    refusal = f"taskset '{name}' of verifiers cannot be played here: .*{message}.*environment of your own"
+    with pytest.raises(BadInput, match=refusal):
         opened(name)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"task": "pass"}, "Answered has no reward"),
+        ({"taskset": LOAD.replace("dict(", "dict(image='python', workdir='/', ")}, r"task 0 .* \(image, workdir\)"),
+        ({"taskset": LOAD.replace("dict(prompt=", "dict(name='first', description=")}, "task first has no prompt"),
+    ],
+)
+def test_tasks_that_are_none_of_a_question_with_a_reward_are_refused(
+    written: Written, parts: dict[str, Any], message: str
+) -> None:
+    assert_refused(written(**parts), message)
 
 
 async def test_a_runtime_that_a_reward_can_do_without(written: Written) -> None:
