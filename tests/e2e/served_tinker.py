@@ -4,7 +4,9 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from cluster_support import free_port
 from run_support import Running, marked_processes, wait_until_disconnected
 
@@ -13,6 +15,11 @@ from service.tinker.rows import FORMAT
 from trireme.core.errors import EXIT_INTERRUPTED
 
 LIMIT_S = 600.0
+
+
+def logprobs_of(output: Any) -> np.ndarray:
+    """Returns the log-probabilities of all datums of a pass, [T]."""
+    return np.concatenate([of_datum["logprobs"].data for of_datum in output.loss_fn_outputs])
 
 
 class Server:
@@ -48,7 +55,6 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def kill(self, title: str, sent: int = signal.SIGKILL) -> None:
-        """Sends a signal to the actors of a title."""
         pids = [pid for pid, command in marked_processes(self.running.mark).items() if title in command]
         assert pids, marked_processes(self.running.mark)
         for pid in pids:

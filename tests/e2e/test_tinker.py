@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
-from served_tinker import Server
+from served_tinker import Server, logprobs_of
 from tinker import types
 from transformers import AutoTokenizer
 
@@ -35,10 +35,6 @@ def datum_of(prompt: list[int], sequence: Any, advantage: float) -> types.Datum:
     inputs: Any = {name: types.TensorData(data=values, dtype="float32") for name, values in columns.items()}
     inputs["target_tokens"] = types.TensorData(data=tokens[1:], dtype="int64")
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
-
-
-def logprobs_of(output: Any) -> np.ndarray:
-    return np.concatenate([output_of_datum["logprobs"].data for output_of_datum in output.loss_fn_outputs])
 
 
 def test_a_client_trains_samples_saves_and_resumes(client: Any, tmp_path: Path) -> None:
