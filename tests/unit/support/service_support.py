@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 from renderer_support import CALCULATOR, QWEN3, bpe
+from session_support import LIMITS as SESSION_LIMITS
 
 from service.answering import TurnAnswering
 from service.app import make_app
@@ -39,7 +40,6 @@ MAX_LEN = 2000
 TOOL: Any = {"type": "function", "function": dict(CALCULATOR)}
 CALLS = 'I look.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 2"}}\n</tool_call>'
 """An answer that calls it."""
-SESSION_LIMITS = SessionLimits(turns=100, tokens=100_000, seconds=1000.0, idle_s=100.0, kept_s=500.0)
 
 
 class ScriptedSampler:

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from manual_clock import ManualClock
 from registry_agents import FIRST, answer_of, ask, export_of, sampled, trained, trajectory_of
 from session_support import (
     END,
     LIMITS,
     LOOK,
-    Hand,
     Letters,
     ScriptedSampler,
     message_of,
@@ -131,7 +131,7 @@ class TestEnds:
         ],
     )
     async def test_limits(self, limits: SessionLimits, reason: str, tmp_path: Path) -> None:
-        clock = Hand()
+        clock = ManualClock()
         service = opened_registry(tmp_path, limits=limits, clock=clock)
         conversation = [FIRST]
         for _ in range(2):
@@ -154,7 +154,7 @@ class TestEnds:
         assert trained(service.export("s")) == sampled([answer for _, answer in sampler.record])
 
     async def test_leases_are_swept_by_the_clock(self, tmp_path: Path) -> None:
-        clock, sampler = Hand(), ScriptedSampler()
+        clock, sampler = ManualClock(), ScriptedSampler()
         service = registry(tmp_path, sampler, clock=clock)
         for name in ("idle", "busy", "waiting"):
             service.open(name, floor=3)
@@ -175,7 +175,7 @@ class TestEnds:
         assert not service.book.sessions
 
     async def test_what_an_owner_forgets_during_a_sweep_does_not_end_it(self, tmp_path: Path) -> None:
-        clock, sampler = Hand(), ScriptedSampler()
+        clock, sampler = ManualClock(), ScriptedSampler()
         service = registry(tmp_path, sampler, clock=clock)
         service.open("long", floor=3)
         sampler.gate.clear()
@@ -193,7 +193,7 @@ class TestEnds:
             await call
 
     async def test_an_agent_that_waited_in_vain_for_long_was_not_silent(self, tmp_path: Path) -> None:
-        clock, sampler = Hand(), ScriptedSampler()
+        clock, sampler = ManualClock(), ScriptedSampler()
         service = opened_registry(tmp_path, sampler, clock=clock)
         sampler.gate.clear()
         call = asyncio.ensure_future(service.turn("s", turn_request(FIRST)))

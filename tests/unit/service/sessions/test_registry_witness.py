@@ -13,7 +13,8 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
-from session_support import Hand, Letters, LetterTokens, ScriptedSampler, message_of, registry, rendered, turn_request
+from manual_clock import ManualClock
+from session_support import Letters, LetterTokens, ScriptedSampler, message_of, registry, rendered, turn_request
 
 from service.answering import AnsweredTurn
 from service.requests import TurnRequest
@@ -48,7 +49,7 @@ class Sessions(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.place = Path(tempfile.mkdtemp())
-        self.sampler, self.clock = ScriptedSampler(lambda request: f"(t)a{len(self.sampler.requests)}"), Hand()
+        self.sampler, self.clock = ScriptedSampler(lambda request: f"(t)a{len(self.sampler.requests)}"), ManualClock()
         self.strips = Letters(strips=True)
         self.service = self.started()
         self.agents: dict[str, Witness] = {}
