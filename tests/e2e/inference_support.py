@@ -128,7 +128,6 @@ class Room:
         return (await self.router.source.update(self.next_weights()))[0]
 
     def next_weights(self) -> PublishedWeights:
-        """Fresh random weights, as the next version."""
         version = len(self.models)
         self.models[version] = random_model(self.family, self.tied, seed=version + 1)
         return publish(self.models[version], version)
@@ -230,7 +229,6 @@ def make_config(model: Path, deterministic: bool, **inference: Any) -> Config:
 
 
 def engine_pid(group: InferenceHandle) -> int:
-    """Process id of the engine of the first replica."""
     return get(group.heartbeat_ref(0), owner="replica", timeout_s=60).pids[1]
 
 

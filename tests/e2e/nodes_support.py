@@ -69,14 +69,12 @@ class NodesRun:
         assert self.process.wait(DEADLINE_S) == EXIT_OK, self.log.read_text()[-3000:]
 
     def places(self, net: Fabric) -> dict[str, str]:
-        """Returns the address of the node of each part."""
         status = Status.read(self.root)
         assert status is not None
         names_by_node = {node.node: node.address for node in by_id(net)}
         return {part.name: names_by_node[part.node] for part in status.parts if part.node}
 
     def node_of(self, part: str, net: Fabric) -> NamespaceNode:
-        """Returns the node of a part."""
         address = self.places(net)[part]
         return next(node for node in net.nodes if node.address == address)
 

@@ -89,7 +89,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(directory: Path, *words: str) -> str:
-    """Runs a command and returns what it printed."""
     command = [sys.executable, *MODULES[words[0]], *words[1:]]
     environ = {**os.environ, "PYTHONPATH": "examples/agents"}  # as the page of sessions says
     options = {"cwd": directory, "env": environ, "capture_output": True, "text": True, "timeout": DEADLINE_S}
@@ -117,7 +116,6 @@ def test_a_command_that_trains_is_right_up_to_its_plan(words: list[str], place: 
 @pytest.mark.long
 @pytest.mark.parametrize("words", KINDS["look"], ids=" ".join)
 def test_a_command_that_looks_at_a_run(words: list[str], place: Path, tmp_path: Path) -> None:
-    """On a short run: with steps that it has."""
     arguments = of_a_short_run(words)
     if arguments[1] == "export":
         arguments += ["--out", str(tmp_path / "model")]
@@ -210,7 +208,6 @@ def one(text: str, language: str) -> Fence:
 
 
 def execute(text: str, **values: Any) -> dict[str, Any]:
-    """Runs a sample of Python."""
     value = builtins.eval(compile(text, "page", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), values)
     if inspect.iscoroutine(value):
         asyncio.run(value)

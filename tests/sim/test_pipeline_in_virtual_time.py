@@ -247,7 +247,6 @@ def test_waste_is_counted_by_cause_to_the_token() -> None:
 
 
 def sampled_length(outcome: Outcome) -> float:
-    """Returns the mean of the metric over the rows."""
     return float(np.mean([row["length/sampled"] for row in outcome.rows if "length/sampled" in row]))
 
 

@@ -83,8 +83,6 @@ def test_other_environments_are_refused() -> None:
 
 
 class MixedRun(Run):
-    """A run on several environments."""
-
     def __init__(self, config: Config, reward: Reward) -> None:
         self.reward = reward
         super().__init__(config)

@@ -41,7 +41,6 @@ class NoProblems(MessageEnv):
 
 
 def words(seed: int = 0, split: Any = "train", **args: Any) -> list[str]:
-    """Returns the words of all batches, in their order."""
     context = EnvContext(bpe(), seed, 3, split, ROLES)
     dataset = load_dataset(EnvConfig(id=f"{__name__}:Echo", args=args), context)
     return [problem.make().word for index in range(len(dataset)) for problem in dataset.get_batch(index)]
