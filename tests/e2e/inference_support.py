@@ -1,6 +1,7 @@
 """Tiny random models, their published weights, and their logprobs by Hugging Face: the reference for replicas."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
 from trireme.core.weights import (
     EXACT,
+    Adapter,
     Canary,
-    Drift,
     PublishedWeights,
     TensorEntry,
     UpdateReport,
@@ -87,21 +88,29 @@ def kept_kv_logprobs(old: Any, new: Any, tokens: list[int], boundary: int) -> np
     return torch.log_softmax(logits, -1)[torch.arange(len(tokens) - 1), ids[0, 1:]].numpy()
 
 
-def publish(model: Any, version: int, bound: Drift = EXACT) -> PublishedWeights:
+def publish(model: Any, version: int) -> PublishedWeights:
     """The model's weights as a trainer publishes them, in one bucket."""
-    tied = model.config.tie_word_embeddings
+    tensors = revert_weight_conversion(model, model.state_dict())  # experts apart
+    if model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    return published(tensors, model, version)
+
+
+def published(
+    tensors: Mapping[str, torch.Tensor], model: Any, version: int, adapter: Adapter | None = None, length: int = 200
+) -> PublishedWeights:
+    """Tensors in one bucket, which make up the model or its adapter; the model says the canary, of `length` tokens."""
     entries, parts, offset = [], [], 0
-    for name, tensor in revert_weight_conversion(model, model.state_dict()).items():  # experts apart
-        if tied and name == "lm_head.weight":
-            continue
-        data = tensor.contiguous().numpy().reshape(-1).view(np.uint8)
+    for name, tensor in tensors.items():
+        data = tensor.detach().contiguous().numpy().reshape(-1).view(np.uint8)
         entries.append(TensorEntry(name, "F32", tuple(tensor.shape), 0, offset, data.nbytes, str(sums_of(data))))
         parts.append(data)
         offset += data.nbytes
-    identity = WeightIdentity(1, version, weights_digest(entries))
-    tokens = np.random.default_rng(0).integers(0, VOCAB, 200).astype(np.int32)
-    canary = Canary(tokens, reference_logprobs(model, tokens.tolist()), bound)
-    return PublishedWeights(WeightsManifest(identity, tuple(entries), canary), (ray.put(np.concatenate(parts)),))
+    identity = WeightIdentity(1, version, weights_digest(entries, adapter))
+    tokens = np.random.default_rng(0).integers(0, VOCAB, length).astype(np.int32)
+    canary = Canary(tokens, reference_logprobs(model, tokens.tolist()), EXACT)
+    manifest = WeightsManifest(identity, tuple(entries), canary, adapter)
+    return PublishedWeights(manifest, (ray.put(np.concatenate(parts)),))
 
 
 def request(name: str, prompt: list[int], max_tokens: int, seed: int = 0) -> SampleRequest:
@@ -170,6 +179,19 @@ async def some_tokens_later(room: Room, name: str) -> None:
     await room.router.sample(request(name, prompt_of(4), 16))
 
 
+def wait_ready(group: InferenceHandle, log: Path | None = None) -> None:
+    references, owners = group.ready_refs()
+    get_all(references, owners=owners, timeout_s=START_S, log=log)
+
+
+def start_one(config: Config, log: Path, ranks: int = 1, faults: str = "") -> InferenceHandle:
+    """Starts one replica, armed with fault points, and waits for it."""
+    environment = {"OMP_NUM_THREADS": "1", "TRIREME_FAULTS": faults}
+    group = InferenceHandle.start(config, [{"num_cpus": ranks, "runtime_env": {"env_vars": environment}}], log)
+    wait_ready(group, log)
+    return group
+
+
 def start_rooms(
     kinds: dict[str, tuple[str, bool]], deterministic: set[str], faults: dict[str, str], directory: Path
 ) -> dict[str, Room]:
@@ -190,8 +212,7 @@ def start_rooms(
         )
     rooms = {}
     for name, group in groups.items():
-        references, owners = group.ready_refs()
-        get_all(references, owners=owners, timeout_s=START_S, log=directory / "logs" / name)
+        wait_ready(group, directory / "logs" / name)
         rooms[name] = Room(*kinds[name], group, group.router_factory(group.replica_set())(), engine_pid(group))
     return rooms
 
@@ -206,8 +227,7 @@ def start_pair(directory: Path) -> tuple[InferenceHandle, dict[str, Room]]:
     configs = {mode: make_config(path, False, on_update=mode) for mode in ("keep_kv", "drain")}
     replicas = {i: actor.remote(config, i, directory / "logs" / "pair") for i, config in enumerate(configs.values())}
     group = InferenceHandle(configs["drain"], replicas, directory / "logs" / "pair", dict.fromkeys(replicas, options))
-    references, owners = group.ready_refs()
-    get_all(references, owners=owners, timeout_s=START_S)
+    wait_ready(group)
     clients = {i: ReplicaClient(handle, f"replica {i}", None, 120, 60, gathers=True) for i, handle in replicas.items()}
     members = {"keep_kv": [0], "drain": [1], "both": [0, 1]}
     routers = {name: router_of({i: clients[i] for i in chosen}) for name, chosen in members.items()}

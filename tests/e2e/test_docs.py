@@ -16,7 +16,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,22 +150,34 @@ def serve_until_it_listens(words: list[str], directory: Path) -> None:
         arguments[arguments.index(flag) + 1] = str(port)
     else:
         arguments += [flag, str(port)]
-    mark = f"TRIREME_TEST_MARK={port}-{time.time_ns()}"
-    environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", **dict([mark.split("=")])}
     log = directory / f"served-{port}.log"
+
+    def is_ready() -> bool:
+        return listens(port) and (program != "trireme serve" or "TINKER_BASE_URL" in log.read_text())
+
+    with serving([*MODULES[words[0]], *arguments[1:]], directory, log, is_ready, {"VLLM_CPU_KVCACHE_SPACE": "1"}):
+        pass
+
+
+@contextmanager
+def serving(
+    arguments: list[str], directory: Path, log: Path, is_ready: Callable[[], bool], environ: Mapping[str, str]
+) -> Iterator[None]:
+    """Starts a command of Python that writes a log, waits until it is ready, and stops it in the end."""
+    mark = f"TRIREME_TEST_MARK={time.time_ns()}"
     with log.open("w") as out:
-        served = subprocess.Popen(
-            [sys.executable, *MODULES[words[0]], *arguments[1:]], cwd=directory, env=environ, stdout=out, stderr=out
-        )
+        env = {**os.environ, **environ, **dict([mark.split("=")])}
+        running = subprocess.Popen([sys.executable, *arguments], cwd=directory, env=env, stdout=out, stderr=out)
     deadline = time.monotonic() + DEADLINE_S
     try:
-        while not (listens(port) and (program != "trireme serve" or "TINKER_BASE_URL" in log.read_text())):
-            assert served.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for `{shlex.join(arguments)}` at its port"
+        while not is_ready():
+            assert running.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for `{shlex.join(arguments)}`"
             time.sleep(0.2)
+        yield
     finally:
-        served.send_signal(signal.SIGINT)
-        served.wait(60)
+        running.send_signal(signal.SIGINT)
+        running.wait(60)
         assert wait_until_disconnected(mark, 30.0) == []
 
 
@@ -173,32 +186,13 @@ def service(place: Path) -> Iterator[SimpleNamespace]:
     """The run with a service of docs/service.md, which goes on until the end; its port, and what replaces the names and
     keys of the pages."""
     (words,) = [words for words in KINDS["plan"] if words[0] == "rl" and "--service.port" in words]
-    port, mark = free_port(), f"TRIREME_TEST_MARK={time.time_ns()}"
+    port, log, metrics = free_port(), place / "served.log", place / "outputs" / "served" / "metrics.jsonl"
     flags = ["--run.name", "served", "--max-steps", "100000", "--checkpoint.every", "0", *TINY[:-2]]
-    arguments = [word.replace(PORT, str(port)) for word in words[1:]] + flags
-    log = place / "served.log"
-    with log.open("w") as out:
-        running = subprocess.Popen(
-            [sys.executable, *MODULES["rl"], *arguments],
-            cwd=place,
-            env={**os.environ, **dict([mark.split("=")])},
-            stdout=out,
-            stderr=out,
-        )
-    try:
-        deadline = time.monotonic() + DEADLINE_S
-        metrics = place / "outputs" / "served" / "metrics.jsonl"
-        while not (listens(port) and metrics.exists()):
-            assert running.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for the run to serve"
-            time.sleep(0.2)
+    arguments = [*MODULES["rl"], *(word.replace(PORT, str(port)) for word in words[1:]), *flags]
+    with serving(arguments, place, log, lambda: listens(port) and metrics.exists(), {}):
         text = " ".join(log.read_text().split())
         keys = {role: key_in(text, role) for role in ("client", "admin")}
         yield SimpleNamespace(port=str(port), **keys)
-    finally:
-        running.send_signal(signal.SIGINT)
-        running.wait(60)
-        assert wait_until_disconnected(mark, 30.0) == []
 
 
 def one(text: str, language: str) -> Fence:
