@@ -35,11 +35,24 @@ def result(url: str, request_id: str) -> Any:
     return answer.json() if answer.headers["content-type"] == "application/json" else answer.content
 
 
+def done(url: str, path: str, body: Any) -> Any:
+    """Returns the result of a request, which is accepted."""
+    return result(url, accepted(url, path, body))
+
+
+def saving(model: str, seq_id: int, name: str) -> dict[str, Any]:
+    return {"model_id": model, "seq_id": seq_id, "path": name}
+
+
+def stepping(model: str, seq_id: int) -> dict[str, Any]:
+    return {"model_id": model, "seq_id": seq_id, "adam_params": {"learning_rate": 0.1}}
+
+
 def begun(url: str) -> tuple[str, str]:
     """Begins a session with a model; returns their ids."""
     session = post(url, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
     request = {"session_id": session, "model_seq_id": 0, "base_model": BASE_MODEL}
-    return session, result(url, accepted(url, "create_model", request))["model_id"]
+    return session, done(url, "create_model", request)["model_id"]
 
 
 def sampler_of(url: str, session: str, number: int, **target: str) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tinker
 from tinker import types
-from tinker_posts import begun, client_of, datum, model_of, passing, post, result, sampler_of, sampling
+from tinker_posts import begun, client_of, datum, model_of, passing, post, result, sampler_of, sampling, stepping
 from tinker_support import BASE_MODEL, DEADLINE_S, MAX_LEN, VOCABULARY, Served, tinker_server
 
 TARGETS = [2, 3, 4]
@@ -151,11 +151,11 @@ class TestTheProtocol:
     def test_a_question_is_held_until_the_answer_is_there(self, served: Served) -> None:
         _, model = begun(served.url)
         served.trainer.hold = threading.Event()
-        datum_free = {"model_id": model, "seq_id": 1, "adam_params": {}}
+        datum_free = stepping(model, 1)
         request = post(served.url, "optim_step", datum_free).json()["request_id"]
         assert "without a gradient" in result(served.url, request)["error"], "nothing is held that fails"
         passed = post(served.url, "forward_backward", passing(model, 2)).json()["request_id"]
-        step = post(served.url, "optim_step", {"model_id": model, "seq_id": 3, "adam_params": {}}).json()["request_id"]
+        step = post(served.url, "optim_step", stepping(model, 3)).json()["request_id"]
         threading.Timer(0.2, served.trainer.hold.set).start()
         assert result(served.url, step)["metrics"]["grad_norm"] > 0
         size = post(served.url, "retrieve_future", {"request_id": passed, "allow_metadata_only": True}).json()

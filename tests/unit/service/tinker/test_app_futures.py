@@ -10,7 +10,7 @@ import tinker
 from manual_clock import ManualClock
 from tinker import types
 from tinker.lib.retryable_exception import RetryableException
-from tinker_posts import accepted, begun, datum, passing, post, result, sampler_of, sampling
+from tinker_posts import accepted, begun, datum, passing, post, result, sampler_of, sampling, stepping
 from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served, tinker_server
 from waiting import wait_for
 
@@ -43,7 +43,7 @@ def test_the_table_of_results(served: Served, clock: ManualClock) -> None:
     wait_for(lambda: status_of(sample).status_code == 200, "the sample")
     served.trainer.hold = threading.Event()
     passed = accepted(served.url, "forward_backward", passing(model, 1))
-    updated = accepted(served.url, "optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
+    updated = accepted(served.url, "optim_step", stepping(model, 2))
     waiting = status_of(updated)
     assert (waiting.status_code, waiting.json()["queue_state"]) == (408, "active")
     served.trainer.hold.set()
@@ -51,7 +51,7 @@ def test_the_table_of_results(served: Served, clock: ManualClock) -> None:
     assert result(served.url, updated)["metrics"]["grad_norm"] > 0
     assert isinstance(result(served.url, passed), bytes)
     assert result(served.url, passed) == result(served.url, passed)
-    failed = accepted(served.url, "optim_step", {"model_id": model, "seq_id": 3, "adam_params": {}})
+    failed = accepted(served.url, "optim_step", stepping(model, 3))
     unasked = accepted(served.url, "forward_backward", passing(model, 4))
     wait_for(lambda: served.server.state.promise(unasked).outcome is not None, "a result that is not asked for")
     assert status_of(f"{model}/9").status_code == 404

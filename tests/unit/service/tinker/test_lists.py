@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tinker_posts import accepted, ask, begun, result
+from tinker_posts import accepted, ask, begun, done, result, saving
 from tinker_support import DEADLINE_S, KEY, Served
 
 SEARCH = "sessions/search"
@@ -63,8 +63,7 @@ class TestSessions:
 class TestDownloads:
     def urls(self, served: Served) -> dict[str, str]:
         _, model = begun(served.url)
-        body = {"model_id": model, "seq_id": 1, "path": "w"}
-        saved = result(served.url, accepted(served.url, "save_weights_external", body))
+        saved = done(served.url, "save_weights_external", saving(model, 1, "w"))
         assert saved["size_bytes"] == served.trainer.theta.nbytes
         answer = ask(served.url, "GET", f"training_runs/{model}/checkpoints/external_weights/w/external_weights_urls")
         urls: dict[str, str] = answer.json()["urls"]
@@ -88,20 +87,11 @@ class TestDownloads:
         assert answer.status_code == 403
         assert "get_external_weights_urls" in answer.text
 
-    def test_what_would_be_encrypted_is_refused_and_later_requests_are_done(self, served: Served) -> None:
-        _, model = begun(served.url)
-        body = {"model_id": model, "seq_id": 1, "path": "w", "age_encryption_recipients": ["age1"]}
-        refused = ask(served.url, "POST", "save_weights_external", body)
-        assert refused.status_code == 400
-        assert "age_encryption_recipients" in refused.text
-        saved = accepted(served.url, "save_weights", {"model_id": model, "seq_id": 2, "path": "s"})
-        assert result(served.url, saved)["path"]
-
 
 class TestCopies:
     def test_a_copy_outlives_its_source_and_is_made_once(self, served: Served) -> None:
         session, model = begun(served.url)
-        saved = accepted(served.url, "save_weights", {"model_id": model, "seq_id": 1, "path": "s"})
+        saved = accepted(served.url, "save_weights", saving(model, 1, "s"))
         source = result(served.url, saved)["path"]
         body = {"source_path": source, "destination_project_id": "archive", "ttl_seconds": 3600}
         headers = {"x-idempotency-key": "one"}
@@ -116,4 +106,4 @@ class TestCopies:
         assert ask(served.url, "DELETE", f"training_runs/{model}/checkpoints/{kind_and_name}").status_code == 204
         loaded = {"session_id": session_of(served), "model_seq_id": 0, "path": path, "optimizer": True}
         ask(served.url, "POST", f"sessions/{session}/finish", {})
-        assert result(served.url, accepted(served.url, "load_weights", loaded))["path"] == path
+        assert done(served.url, "load_weights", loaded)["path"] == path
