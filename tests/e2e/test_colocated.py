@@ -41,16 +41,8 @@ def test_a_replica_that_is_lost_as_it_falls_asleep_starts_again_when_the_others_
 def test_chats_and_turns_of_sessions_wait_for_the_sampling_phase(tmp_path: Path) -> None:
     """With K = 0 the replicas sleep in every step; each request is answered, none is refused."""
     out = tmp_path / "out"
-    flags = [
-        *TINY,
-        *COLOCATED,
-        "--orchestrator.max-steps-off-policy",
-        "0",
-        "--max-steps",
-        "2000",
-        "--service.port",
-        "0",
-    ]
+    flags = [*TINY, *COLOCATED, "--orchestrator.max-steps-off-policy", "0", "--max-steps", "2000"]
+    flags += ["--service.port", "0"]
     with out.open("w") as stream:
         run = Running.start(*in_directory(tmp_path), *flags, out=stream)
     try:

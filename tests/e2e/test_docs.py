@@ -227,14 +227,8 @@ def test_a_harness_opens_a_session_for_an_agent(service: SimpleNamespace, place:
         command = command.replace("tr-session-9f…", opened["key"]).replace("9f…", opened["session"])
         command = command.replace(PORT, service.port).replace("curl ", "curl --fail-with-body -s ")
         command = command.replace("uv run --no-sync ", "")
-        process = subprocess.run(
-            ["bash", "-euc", f"{exports}\n{command}"],
-            cwd=place,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        script = ["bash", "-euc", f"{exports}\n{command}"]
+        process = subprocess.run(script, cwd=place, env=environ, capture_output=True, text=True, timeout=60)
         assert process.returncode == 0, f"{command}: {process.stdout}{process.stderr}"
         output = output or process.stdout
         printed.append(process.stdout)

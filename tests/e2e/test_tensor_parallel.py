@@ -32,13 +32,8 @@ def replica(family: str, directory: Path) -> Iterator[Room]:
     group = start_one(config, directory / "logs", RANKS)
     try:
         assert not {name for name in set(os.listdir("/dev/shm")) - shared_memory if name.startswith("psm_")}
-        yield Room(
-            family,
-            False,
-            group,
-            router_of({}, patience_s=config.patience_s, update_s=config.timeouts.update_s),
-            engine_pid(group),
-        )
+        router = router_of({}, patience_s=config.patience_s, update_s=config.timeouts.update_s)
+        yield Room(family, False, group, router, engine_pid(group))
     finally:
         group.stop()
     assert shm_left_since(shared_memory) == set()

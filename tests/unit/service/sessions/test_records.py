@@ -94,6 +94,11 @@ def histories(draw: st.DrawFn) -> list[SessionRecord]:
     return records
 
 
+COLUMNS = ("parent", "branch", "start", "end", "follows", "first_weights", "children", "message", "spans", "turns")
+COLUMNS += ("stop_reason", "delivered")
+"""Of a node of a session's tree."""
+
+
 def state_of(records: Iterable[SessionRecord]) -> dict[str, Any]:
     """Returns all that sessions hold, as values that can be compared."""
     book = SessionBook()
@@ -106,22 +111,7 @@ def state_of(records: Iterable[SessionRecord]) -> dict[str, Any]:
             "last": session.last,
             "rewards": session.rewards,
             "counts": vars(session.tree.counts),
-            "nodes": [
-                [
-                    n.parent,
-                    n.branch,
-                    n.start,
-                    n.end,
-                    n.follows,
-                    n.first_weights,
-                    n.children,
-                    n.message,
-                    n.spans,
-                    n.turns,
-                ]
-                for n in session.tree.nodes
-            ],
-            "said": [(n.stop_reason, n.delivered) for n in session.tree.nodes],
+            "nodes": [[getattr(node, name) for name in COLUMNS] for node in session.tree.nodes],
             "columns": [
                 (branch.origin, branch.tokens[: branch.length].tolist(), branch.logprobs[: branch.length].tobytes())
                 for branch in session.tree.branches
