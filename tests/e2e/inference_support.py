@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import ray
 import torch
+from config_support import small
+from model_support import SMALL
 from replica_support import router_of
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
@@ -50,22 +52,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def random_model(family: str, tied: bool, seed: int) -> Any:
     """Two layers with logits that are far from flat: a wrong weight moves logprobs by far more than 1e-4."""
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": MAX_MODEL_LEN,
-        "tie_word_embeddings": tied,
-        "initializer_range": 0.15,
-        "eos_token_id": None,
-        "bos_token_id": None,
-        "pad_token_id": None,
-        **OPTIONS.get(family, {}),
-    }
+    sizes = {**SMALL, "vocab_size": VOCAB, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"max_position_embeddings": MAX_MODEL_LEN, "tie_word_embeddings": tied, "initializer_range": 0.15}
+    sizes |= dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
+    sizes |= OPTIONS.get(family, {})
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).float().eval()
 
@@ -235,16 +225,13 @@ def start_pair(directory: Path) -> tuple[InferenceHandle, dict[str, Room]]:
 
 
 def make_config(model: Path, deterministic: bool, **inference: Any) -> Config:
-    return Config.model_validate(
-        {
-            "deterministic": deterministic,
-            "model": {"name": str(model), "max_seq_len": MAX_MODEL_LEN},
-            "orchestrator": {"batch_size": 2, "max_steps_off_policy": 0 if deterministic else 1},
-            "env": {"id": "sort"},
-            "inference": {"sampling": {"max_tokens": 8}, "memory_gb": 0.125, **inference},
-            "timeouts": {"update_s": 60, "step_s": 120},
-            "cluster": {"device": "cpu"},
-        }
+    return small(
+        deterministic=deterministic,
+        model={"name": str(model), "max_seq_len": MAX_MODEL_LEN},
+        orchestrator={"batch_size": 2, "max_steps_off_policy": 0 if deterministic else 1},
+        inference={"sampling": {"max_tokens": 8}, "memory_gb": 0.125, **inference},
+        timeouts={"update_s": 60, "step_s": 120},
+        cluster={"device": "cpu"},
     )
 
 
