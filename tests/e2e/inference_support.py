@@ -52,7 +52,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def random_model(family: str, tied: bool, seed: int) -> Any:
     """Two layers with logits that are far from flat: a wrong weight moves logprobs by far more than 1e-4."""
-    sizes = {**SMALL, "vocab_size": VOCAB, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {**SMALL, "vocab_size": VOCAB, "intermediate_size": 128, "num_hidden_layers": 2}
     sizes |= {"max_position_embeddings": MAX_MODEL_LEN, "tie_word_embeddings": tied, "initializer_range": 0.15}
     sizes |= dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
     sizes |= OPTIONS.get(family, {})
