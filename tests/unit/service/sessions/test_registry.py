@@ -252,16 +252,3 @@ class TestRestarts:
             with pytest.raises(SessionClosed, match="store: the machine was started again"):
                 await after.turn("s", turn_request(FIRST))
         assert len(after.export("s").turns) == 1
-
-    async def test_a_closed_service_can_be_opened_again(self, tmp_path: Path) -> None:
-        sampler = ScriptedSampler()
-        before = opened_registry(tmp_path, sampler)
-        sampler.gate.clear()
-        call = asyncio.ensure_future(before.turn("s", turn_request(FIRST)))
-        await asyncio.sleep(0)
-        await before.close()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        after = registry(tmp_path)
-        await ask(after, turn_request(FIRST, retry=True))
-        assert len((await export_of(after)).turns) == 1

@@ -151,17 +151,6 @@ async def test_a_session_that_ended_or_was_forgotten_is_gone_and_no_client_tries
         assert len(service.sampler.requests) == 1
 
 
-async def test_a_turn_that_runs_when_the_session_ends_is_gone_too() -> None:
-    async with served("one") as service, session_of(service) as (session, agent):
-        service.sampler.hold = asyncio.Event()
-        call = asyncio.ensure_future(refused(agent))
-        await wait_for_tasks(lambda: service.sampler.requests, "the sample")
-        export = await exported(service, session)
-        assert (await call).status_code == 410
-        assert export["turns"] == []
-        assert service.sampler.cancelled == 1
-
-
 async def test_only_so_many_are_open() -> None:
     async with served("one", limit=2) as service:
         first, _ = await opened(service), await opened(service)
