@@ -147,21 +147,6 @@ def test_a_replica_that_is_lost_in_either_phase_is_replaced(at_s: float, max_ste
     check(simulate(scenario))
 
 
-@pytest.mark.parametrize("max_steps_off_policy", [0, 1, 4])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_requests_of_a_dead_replica_are_answered_elsewhere(policy: str, max_steps_off_policy: int) -> None:
-    scenario = Scenario(
-        policy=policy,
-        max_steps_off_policy=max_steps_off_policy,
-        acknowledges_late_s={2: 5.0},
-        dies_at_s={0: 7.0, 1: 40.0},  # the first requests come after 6 s: when all have the first version
-    )
-    outcome = check(simulate(scenario))
-    requests = [len(replica.lengths) for replica in outcome.replicas]
-    assert 0 < max(requests[:2]) < min(requests[2:])
-    assert sum(requests) > outcome.rows[-1]["ledger/dispatched"] * scenario.group_size, "some were asked for twice"
-
-
 LOSSES: dict[str, dict[str, Any]] = {
     "one dies, another joins": {"dies_at_s": {0: 6.0}, "joins_at_s": {4: 20.0, 5: 33.0}},
     "one hangs": {"hangs_at_s": {1: 15.0}, "restart_s": 4.0},
