@@ -3,10 +3,10 @@
     python scripts/gpu_check.py [--part trainer|engine|system|several ...] [--json FILE] [--minutes 10] [--device gpu]
 
 `trainer` needs neither Ray nor vLLM, and takes other versions of torch than the pinned one: log-probabilities of rows,
-of packed rows and with shared prefixes, attention, checkpointing, compiled layers, offload, memory against the plan,
-and MFU. `engine`: weights travel within the GPU; vLLM loads, takes weights and adapters in flight, sleeps; tokens per
-second. `system`: the quickstart with trainer and replica on one GPU, a checkpoint and a resume, and all tests marked
-gpu. `several`: NCCL and shards on two GPUs or more, a tensor-parallel replica on three.
+of packed rows and with shared prefixes, attention, checkpointing, activations in host memory, compiled layers, offload,
+memory against the plan, and MFU. `engine`: weights travel within the GPU; vLLM loads, takes weights and adapters in
+flight, sleeps; tokens per second. `system`: the quickstart with trainer and replica on one GPU, a checkpoint and a
+resume, and all tests marked gpu. `several`: NCCL and shards on two GPUs or more, a tensor-parallel replica on three.
 
 Each check is a pass, a failure with its reason, or "not run" with what was missing. Parts are independent: each has a
 process, a deadline and a log of its own. Prints a table, and one JSON object as the last line. Ends with 0 if nothing

@@ -37,8 +37,7 @@ A value is taken from the first of these places that has it: command line, envir
 - `env` and `eval.env` are one table or a list of them: `[[env]]` in files, `--env '[{id = "sort"}, {id = "guess"}]'`.
   One of several is named by its number, from 0: `--env.1.weight 2`, `TRIREME__ENV__1__WEIGHT=2`. A list replaces what
   came before.
-- An alias stands for its key in files, environment and flags (those that begin with `--` in flags only). Two spellings
-  of one key that disagree in the same place are an error.
+- `--resume` stands for `--resume.latest`.
 """
 
 
@@ -47,15 +46,11 @@ def code(text: str) -> str:
 
 
 def row(key: Key) -> str:
-    section = ".".join(key.path[:-1])
-    aliases = [code(f"{section}.{alias}") for alias in key.names[1:]]
-    aliases += [code(f"--{key.short_flag}")] if key.short_flag else []
-    also = f" Alias: {', '.join(aliases)}." if aliases else ""
     if key.field.is_required():
         default = key.default
     else:
         default = code(key.default)
-    return f"| {code(key.dotted)} | {key.expected} | {default} | {key.description}{also} |"
+    return f"| {code(key.dotted)} | {key.expected} | {default} | {key.description} |"
 
 
 def exit_codes() -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from reasoning_gym.factory import DATASETS
 
-from orchestrator.envs.reasoning_gym import AROUND_ANSWERS, few_questions, generator
+from orchestrator.envs.reasoning_gym import AROUND_ANSWERS, generator
 from page_parts import with_part
 
 TARGET = Path(__file__).parents[1] / "docs" / "reasoning-gym.md"
@@ -25,6 +25,7 @@ SCORED = 3
 """Items with scorers that are tried, and digests that two processes compare."""
 COMPARED_SIZE = 64
 COUNTING_S = 5.0
+FEW_QUESTIONS = 1000
 SLOW_MS = 100
 NOT_ALONE = {"composite": "a mixture of others: use several environments with weights"}
 
@@ -35,13 +36,27 @@ def examine(task: str) -> tuple[str, str]:
         return "refused", NOT_ALONE[task]
     items = generator(task, {}, SIZE)
     started = time.process_time()
-    drawn, distinct = few_questions(items, range(SIZE), COUNTING_S)
+    drawn, distinct = few_questions(items)
     took_ms = 1000 * (time.process_time() - started) / drawn
     if distinct:
         notes = [f"few: {distinct} among {drawn} items"]
     else:
         notes = []
     return scoring(items), ", ".join(notes + (["slow"] if took_ms > SLOW_MS else []))
+
+
+def few_questions(items: Any) -> tuple[int, int]:
+    """Draws items of a generator for COUNTING_S. Returns (the number of drawn items, the number of distinct questions
+    among them); the second is 0 unless the items have more than 0.5 fewer distinct questions than uniform draws from
+    FEW_QUESTIONS questions would have on average."""
+    questions: set[str] = set()
+    drawn = 0
+    end = time.monotonic() + COUNTING_S
+    while drawn < SIZE and time.monotonic() < end:
+        questions.add(items[drawn]["question"])
+        drawn += 1
+    expected = FEW_QUESTIONS * (1 - (1 - 1 / FEW_QUESTIONS) ** drawn)
+    return drawn, len(questions) if len(questions) < expected - 0.5 else 0
 
 
 def scoring(items: Any) -> str:

@@ -86,6 +86,7 @@ MAKERS = (
     ("scripts/memory.py", "_load_source", HOST),
     ("trainer/model.py", "load_source", HOST),
     ("trainer/snapshot.py", None, HOST),
+    ("trainer/transfers.py", "queue_to_host", HOST),
     ("trainer/state.py", "make_adam_state", MOMENTS),
     ("trainer/logprobs.py", "forward", HEAD),
     ("trainer/logprobs.py", "backward", HEAD),

@@ -33,7 +33,7 @@ TOKENIZER = str(Path(__file__).parents[2] / "assets" / "sort-base")
 GPU_SHARE = 0.4
 """Share of a GPU's memory that vLLM takes, so that a trainer also fits."""
 PLAN_ERROR = 0.05
-"""The share of a planned KV cache by which what a sleeping replica gives back may differ from it."""
+"""The share of the planned memory by which what a sleeping replica gives back may differ from the plan."""
 
 
 class Rooms:
@@ -178,7 +178,7 @@ def update_in_flight(rooms: Rooms, context: Context, requests: int) -> Figures:
 def take_turns(rooms: Rooms, context: Context, turns: int) -> Figures:
     """Puts the replica to sleep, trains, and wakes it by an update, `turns` times. Raises Failed if a replica
     that slept answers otherwise than before, with tokens of another version, or with other log-probabilities than the
-    trainer's; and on a GPU if it gives back another amount of memory than is planned for its KV cache."""
+    trainer's; and on a GPU if it gives back another amount of memory than is planned."""
     rooms.update()
     prompts = rooms.prompts(1)
     answers = _results(rooms.begin(prompts, ANSWER), context)
@@ -203,10 +203,10 @@ def take_turns(rooms: Rooms, context: Context, turns: int) -> Figures:
         sampled_at = {span.identity.version for answer in answers for span in answer.spans}
         if sampled_at != {rooms.version}:
             raise Failed(f"after an update to version {rooms.version} tokens came from versions {sorted(sampled_at)}")
-    planned = _planned_cache(rooms.config) if context.on_gpu else 0
+    planned = _planned_release(rooms.config) if context.on_gpu else 0
     if any(abs(number - planned) > PLAN_ERROR * planned for number in freed):
         sizes = ", ".join(f"{number / 2**30:.2f}" for number in freed)
-        raise Failed(f"asleep it gave back {sizes} GiB, the plan has {planned / 2**30:.2f} for its KV cache")
+        raise Failed(f"asleep it gave back {sizes} GiB, the plan has {planned / 2**30:.2f}")
     return {
         **rooms.differences(prompts, answers),
         "to sleep, s": float(np.median(asleep_s)),
@@ -222,15 +222,17 @@ def _free_bytes(context: Context) -> int:
     return torch.cuda.mem_get_info()[0] if context.on_gpu else 0
 
 
-def _planned_cache(config: Config) -> int:
-    """Returns the bytes that the plan of a loop has for the KV cache of a replica on a GPU."""
+def _planned_release(config: Config) -> int:
+    """Returns the bytes that a replica gives back on a GPU when it sleeps, by the plan of a loop."""
     from trireme.config.model_facts import ModelFacts
     from trireme.plan.rl import LOOP_ROOMS
     from trireme.plan.whole import Plan
     from trireme.process.environ import Resources
 
     plan = Plan(config, ModelFacts.of(config, required=True), Resources.of_this_machine(), LOOP_ROOMS)
-    return int((plan.resolved(config).inference.gpu_cache_gb or 0) * 2**30)
+    (machine,) = plan.machines
+    (need,) = (need for need in machine.actors.values() if need.gpu_share)
+    return sum(need.gpu.values()) - sum((need.resting or need.gpu).values())
 
 
 def refuse_stale_decoding(rooms: Rooms) -> Figures:

@@ -6,11 +6,12 @@ import time
 import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -61,6 +62,12 @@ TOKENS = 16384
 SEQUENCES = 8
 WARM_UP = 2
 REPEATS = 4
+KEPT_FORM = "kept"
+HOST_FORM = "in host memory"
+LAYER_FORMS = {KEPT_FORM: False, HOST_FORM: "offload", "computed twice": True}
+"""Values of `trainer.checkpointing`."""
+HOST_TARGET = 1.15
+"""Seconds of a layer with its activations in host memory, over those of a kept one."""
 GROUP = (16, 2000, 200)
 SMALL_GROUP = (8, 80, 8)
 """Answers to a prompt, its tokens, and those of an answer."""
@@ -530,6 +537,52 @@ def _planned(config: Config, context: Context) -> int:
     return planned
 
 
+def _layers(context: Context) -> Figures:
+    """Trains layers in the shape of 4B that keep their activations, compute them twice, or have them in host memory
+    (all but the last two): the seconds of such a layer, over those of one that is kept, and peaks of memory. Raises
+    Failed if log-probabilities or the gradient's norm differ from those of kept layers."""
+    from trainer import model as of_model
+    from trireme.core.types import AdamParams
+    from trireme.plan.memory import LAYERS_ON_DEVICE, ShardMemory, shard_memory
+
+    context.need_time(120, "training layers in three ways")
+    shape, tokens, layers = ("4b", TOKENS, 12) if context.on_gpu else ("small", 64, 3)
+    vocabulary = 512  # so small a head costs next to nothing
+    model = make_model(
+        context.directory / "layers", shape, context.device, num_hidden_layers=layers, vocab_size=vocabulary
+    )
+    batch = make_batch([tokens // SEQUENCES] * SEQUENCES, vocabulary, temperature=1.0)
+
+    def without_room(*args: Any, **options: Any) -> ShardMemory:
+        memory = shard_memory(*args, **options)
+        return replace(memory, kept_tokens=0 if memory.movable_layers else memory.kept_tokens)
+
+    seconds: dict[str, float] = {}
+    figures: dict[str, object] = {}
+    expected = None
+    for form, value in LAYER_FORMS.items():
+        options: dict[str, object] = {"trainer__checkpointing": value, "trainer__micro_batch_tokens": tokens}
+        config = make_config(model, context.device, **options, trainer__compile=context.on_gpu)
+        with patch.object(of_model, "shard_memory", without_room):
+            shard = make_shard(config)
+        output = shard.forward_backward(batch, "ppo", {}, None)
+        norm = shard.optim_step(AdamParams(learning_rate=0.0), float(tokens)).metrics["grad_norm"]
+        expected = expected or (norm, output.logprobs)
+        if norm != expected[0] or (output.logprobs != expected[1]).any():
+            raise Failed(f"{form}: the gradient's norm is {norm}, of kept layers {expected[0]}, or logprobs differ")
+        step_s, _, peak = median_step(shard, batch, WARM_UP, REPEATS)
+        seconds[form] = step_s / layers
+        if form == HOST_FORM:  # the last layers are kept
+            seconds[form] = (step_s - LAYERS_ON_DEVICE * seconds[KEPT_FORM]) / (layers - LAYERS_ON_DEVICE)
+        figures |= {f"s/layer, {form}": seconds[form], f"GiB, {form}": peak / GIB}
+        figures[f"{form}, over {KEPT_FORM}"] = seconds[form] / seconds[KEPT_FORM]
+        del shard  # its memory is for the next one
+    if context.on_gpu and seconds[HOST_FORM] > HOST_TARGET * seconds[KEPT_FORM]:
+        figures[f"{HOST_FORM}: above the target of"] = HOST_TARGET
+    spared = [form for form in LAYER_FORMS if form != KEPT_FORM]
+    return figures | {"cheapest without keeping": min(spared, key=lambda form: seconds[form])}
+
+
 NO_WAITS = "there is nothing to wait for"
 NEEDS = ("torch", "transformers", "pydantic", "peft", "xxhash", "numba")
 CHECKS: tuple[Check, ...] = (
@@ -550,6 +603,7 @@ CHECKS: tuple[Check, ...] = (
     Check("waits of the host with shared prefixes", partial(_waits, 48), NEEDS, only_gpu=NO_WAITS),
     Check("sums of published tensors", _sums, NEEDS),
     Check("the head by kernels", _head, NEEDS, only_gpu="on CPUs it is computed by tensor operations"),
+    Check("layers kept, computed twice, in host memory", _layers, NEEDS),
     Check("0.6B: speed and memory", partial(_speed, "0.6b", False), NEEDS),
     Check(
         "0.6B, compiled: speed and memory",

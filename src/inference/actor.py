@@ -109,7 +109,8 @@ the same code and tensors. A proof at each update would slow down a small model'
 the quickstart, 28 November 2026)."""
 CHECK_TICK_S = 0.01
 KV_CACHE = "kv_cache"
-"""vLLM's tag of the memory of the KV cache."""
+WEIGHTS = "weights"
+"""vLLM's tags of the memory of the KV cache and of the weights."""
 log = logging.getLogger(__name__)
 
 
@@ -516,10 +517,10 @@ class ReplicaActor:
 
     @remote_method
     async def sleep(self) -> None:
-        """Pauses the engine and drops its KV cache; on a GPU also frees the memory of the cache. From then on this
-        replica has no weights: it samples again after the next update, even if this brings the weights that the replica
-        had before. Requests in flight stay in the engine; the update makes it compute their KV cache again. Does
-        nothing if this replica sleeps already.
+        """Pauses the engine and drops its KV cache; on a GPU also frees the memory of the cache and, unless the run
+        trains an adapter, of the weights. From then on this replica has no weights: it samples again after the next
+        update, even if this brings the weights that the replica had before. Requests in flight stay in the engine; the
+        update makes it compute their KV cache again. Does nothing if this replica sleeps already.
 
         If the engine does not answer, raises RoomFailed, breaks this replica and ends its requests.
         """
@@ -534,8 +535,16 @@ class ReplicaActor:
                 self.asleep = True
                 self.identity = None
                 self._updates.forget()
-                if self.config.cluster.device == "gpu":
+                if self._drops_weights:
+                    await step("release memory", self.engine.sleep(level=2, mode="keep"))
+                elif self.config.cluster.device == "gpu":
                     await step("release memory", self.engine.release_kv_cache_memory())
+
+    @property
+    def _drops_weights(self) -> bool:
+        """True if the engine loses its weights when it sleeps: on a GPU where each update brings a whole model. An
+        adapter's update brings neither the base nor other adapters, so all of them stay."""
+        return self.config.cluster.device == "gpu" and not self.config.trainer.lora.on
 
     @remote_method
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
@@ -704,6 +713,8 @@ class ReplicaActor:
         clears = returned or not self._keeps_kv
         if not self.asleep:  # else it is paused, without a cache
             await step("pause", self.pause(clear_cache=clears))
+        elif self._drops_weights:
+            await step("wake", self.engine.wake_up([WEIGHTS]))
         still = time.monotonic()
         self.proof.check(manifest, await step("take", self._in_engine("take_weights", (self.proof.traced,))))
         if manifest.adapter:

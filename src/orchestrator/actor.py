@@ -13,7 +13,6 @@ from typing import Any
 from orchestrator.advantages import Keep, keep_whole
 from orchestrator.agents import agent_sessions
 from orchestrator.env import load_datasets
-from orchestrator.layout import LayoutThread
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
 from orchestrator.state import OrchestratorState
@@ -56,7 +55,7 @@ class OrchestratorActor:
         self._config = config
         self._make_sampler = make_sampler
         self._sessions_factory = sessions_factory
-        self._layout = LayoutThread(store_parts(assign) if assign else keep_whole)
+        self._keep = store_parts(assign) if assign else keep_whole
         self._stopping: asyncio.Task[None] | None = None
 
     @remote_method
@@ -77,7 +76,7 @@ class OrchestratorActor:
             RolloutLimits.of(config, tokenizer.decode),
             held_out,
             tokenizer.decode,
-            self._layout,
+            self._keep,
         )
         signals.end_after(self.stop)
         spare_collector()
@@ -173,7 +172,6 @@ class OrchestratorActor:
 
     async def _stop(self) -> None:
         await self._pipeline.stop()
-        self._layout.close()
         await self._resources.aclose()
         trace.stop()
 

@@ -3,16 +3,14 @@ prompt begins with all tokens of the turns before it: `trajectory.py`). Pure fun
 
     ScoredGroup --compute_advantages--> [WeightedTrajectory] --lay_out--> TokenBatch
 
-Short trajectories are laid out many at a time, because a numpy call costs more than the arithmetic for one of them;
-long ones in pieces, so that no call takes long.
+Trajectories are laid out many at a time, because a numpy call costs more than the arithmetic for a short one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
-from operator import itemgetter
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -27,18 +25,8 @@ from trireme.core.types import Minibatch, Provenance
 
 STD_EPS = 1e-6
 """Added to the deviation, so that rewards which differ by rounding only do not become advantages of size 1."""
-COLUMNS = {
-    "advantages": np.float32,
-    "logprobs": np.float32,
-    "mask": np.float32,
-    "target_tokens": np.int32,
-    "versions": np.int32,
-}
-"""The columns of a batch."""
 OBSERVED = (-1, 0.0, 0.0)
 """Version, mask and advantage of tokens that were not sampled."""
-PART_TOKENS = 1 << 18
-"""About the number of tokens that one numpy call lays out."""
 SMALLEST = np.finfo(np.float32).tiny
 """The smallest absolute value of an advantage that is not 0. A smaller value would be rounded to 0; then all other
 advantages of its group could have the same sign."""
@@ -91,34 +79,15 @@ def lay_out(weighted: Sequence[WeightedTrajectory]) -> TokenBatch:
     first. On observed tokens `logprobs`, `advantages` and `mask` are 0 and `versions` is -1. Raises ValueError if a
     datum begins with an empty observation: no token would predict the first sampled token.
     """
+    starts, ends, columns = _laid_out(weighted)
     segments = [one.trajectory.num_segments for one in weighted]
-    total = sum(len(one.trajectory.tokens) for one in weighted) - sum(segments)
-    tokens = np.empty(total, np.int32)
-    columns: dict[str, npt.NDArray[np.number]] = {name: np.empty(total, dtype) for name, dtype in COLUMNS.items()}
-    lengths_D: list[int] = []
-    end = 0
-    for part in _parts(weighted):
-        starts, ends, laid_out = _laid_out(part)
-        start = end
-        end = end + ends[-1] - len(ends)
-        tokens[start:end] = np.delete(laid_out["target_tokens"], np.asarray(ends) - 1)
-        for name, column in laid_out.items():
-            columns[name][start:end] = np.delete(column, starts)
-        lengths_D += (np.subtract(ends, starts) - 1).tolist()
     return TokenBatch(
-        tokens=tokens,
-        offsets=np.concatenate([[0], np.cumsum(lengths_D)]),
-        columns=columns,
+        tokens=np.delete(columns["target_tokens"], np.asarray(ends) - 1),
+        offsets=np.concatenate([[0], np.cumsum(np.subtract(ends, starts) - 1)]),
+        columns={name: np.delete(column, starts) for name, column in columns.items()},
         temperatures=np.repeat(np.asarray([one.temperature for one in weighted], np.float32), segments),
         sequences=np.repeat(np.arange(len(weighted)), segments),
     )
-
-
-def _parts(weighted: Sequence[WeightedTrajectory]) -> Iterator[Sequence[WeightedTrajectory]]:
-    """Yields the trajectories, in order, in parts of about `PART_TOKENS` tokens."""
-    bounds = np.cumsum([len(one.trajectory.tokens) for one in weighted]) // PART_TOKENS
-    for _, part in groupby(zip(bounds.tolist(), weighted, strict=True), key=itemgetter(0)):
-        yield [one for _, one in part]
 
 
 def _laid_out(

@@ -30,7 +30,6 @@ import numpy.typing as npt
 
 from orchestrator.trajectory import Trajectory as Trajectory
 from orchestrator.trajectory import Transition as Transition
-from trireme.config.removed import removed_key
 from trireme.config.schema import Config, EnvConfig, RendererConfig
 from trireme.core.agents import AgentAccess
 from trireme.core.errors import BadInput, TriremeError
@@ -56,12 +55,12 @@ BUILT_IN = {
     "guess": "orchestrator.envs.guess:GuessDataset",
     "question_answer": "orchestrator.envs.question_answer:QuestionAnswerDataset",
     "sort": "orchestrator.envs.sort:SortDataset",
-    "twenty_questions": "orchestrator.envs.twenty_questions:TwentyQuestionsDataset",
 }
 MOVED = {
     "arithmetic": ("examples/envs/arithmetic.py", "arithmetic:Arithmetic"),
     "calculator": ("examples/envs/arithmetic.py", "arithmetic:Arithmetic"),
     "reverse": ("examples/envs/reverse.py", "reverse:Reverse"),
+    "twenty_questions": ("examples/envs/twenty_questions.py", "twenty_questions:TwentyQuestions"),
 }
 """For each environment that was once built in, the file of the example that replaces it, and the id of that example
 when its folder is on Python's path."""
@@ -322,10 +321,6 @@ def load_dataset(env: EnvConfig, context: EnvContext, section: str = "env") -> R
     search(env.path)
     dataset_class = _find_class(env.id, section)
     signature = inspect.signature(dataset_class)
-    for name in sorted(env.args.keys() - signature.parameters.keys()):
-        removed = removed_key(("env", "args", name), f"{section}.args.{name}")
-        if removed:
-            raise removed
     missing = [name for name in env.variables if name not in os.environ]
     if missing:
         raise Refusal(
@@ -446,14 +441,8 @@ def named_function(kind: str, source: str, name: str) -> Callable[..., Any]:
             names = vars(importlib.import_module(source))
         function: Callable[..., Any] = names[name]
     except Exception as error:
-        if not source:
-            problem = "which names no file or module"
-        elif not name:
-            problem = f"which names no function of {source}"
-        else:
-            problem = f"whose function {name} cannot be loaded from {source}: {in_short(error)}"
         raise Refusal(
-            f"env.id = {kind}:{source}:{name}, {problem}",
+            f"env.id = {kind}:{source}:{name}, whose function {name} cannot be loaded from {source}: {in_short(error)}",
             "reward:FILE.py:FUNCTION (or FUNCTION,FUNCTION), or agent:MODULE:FUNCTION with a function `problems` in "
             "the same MODULE",
             "correct the name or the file; the directory of a module must be in PYTHONPATH",

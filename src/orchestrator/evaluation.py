@@ -65,7 +65,7 @@ from orchestrator.lockstep import Lockstep, OwnPace
 from orchestrator.metrics import env_metrics
 from orchestrator.rollout import RolloutLimits
 from orchestrator.trajectory import Trajectory
-from orchestrator.waste import TokenCounts
+from orchestrator.waste import GroupTokens
 from trireme.config import Config
 from trireme.config.schema import EnvConfig
 from trireme.core.errors import RoomFailed
@@ -287,7 +287,7 @@ class Evaluator:
         runner = GroupRunner(self._config, evaluation.env, self._limits, self._sample, pace, note, evaluates=True)
         permit = await self._gate.enter("eval", runner.size)
         try:
-            tokens = TokenCounts(asyncio.get_running_loop().time).begin(group.index, [0] * runner.size)
+            tokens = GroupTokens([0] * runner.size)
             outcome = await runner.run(group, builder, permit, tokens, over=lambda: None)
             evaluation.end(group, outcome.scored)
         finally:

@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from orchestrator.admission import Permit
@@ -16,11 +17,10 @@ from orchestrator.advantages import ScoredGroup
 from orchestrator.agents import play_session
 from orchestrator.env import AgentEnv, EnvGroupBuilder, Trajectory, result_of
 from orchestrator.ledger import Group
-from orchestrator.lifetimes import NO_CONTEXT, GroupEnvs, LeakedTasks, TaskOwner, start_contained, uninterrupted
+from orchestrator.lifetimes import GroupEnvs, start_contained, uninterrupted
 from orchestrator.lockstep import OwnPace
 from orchestrator.rollout import (
     AnswerTimeout,
-    BadSample,
     BadStep,
     EnvCancelled,
     PromptTooLong,
@@ -30,7 +30,7 @@ from orchestrator.rollout import (
     run_rollout,
 )
 from orchestrator.unfinished import GroupProgress, RolloutProgress
-from orchestrator.waste import GroupTokens, RolloutTokens
+from orchestrator.waste import GroupTokens
 from trireme.config import Config
 from trireme.config.schema import EnvConfig, SamplingConfig
 from trireme.core.errors import BadRequest, ProvenanceError, TriremeError
@@ -51,12 +51,6 @@ class GroupOutcome:
     """None when too few rollouts succeeded, or when their rewards could not be computed."""
 
 
-def never_due(group: Group) -> bool:
-    """Returns False for every group. Evaluations and tests use this function as `is_due`, because no batch waits for
-    their groups."""
-    return False
-
-
 @dataclass(frozen=True)
 class GroupRunner:
     """Runs groups of one environment."""
@@ -68,9 +62,6 @@ class GroupRunner:
     pace: OwnPace
     note: Callable[[Exception], None]
     """Called with each error of a rollout, of the group's rewards, and of closing the environments."""
-    is_due: Callable[[Group], bool] = never_due
-    """Returns True for a group that the next batch waits for. A rollout of this group is then retried only after a
-    BadSample."""
     evaluates: bool = False
     """True: groups of evaluations. All their tokens must be of the version `group.floor`."""
 
@@ -120,34 +111,15 @@ class GroupRunner:
         one place back. `tokens` counts the sampled tokens. `over` is called when the rollouts have been scored, before
         the cleanup, and also after an error. A cancellation does not interrupt the cleanup."""
         progress = progress or GroupProgress(keeps_finished=False)
-        started: set[asyncio.Task[object]] = set()
         place = f"environment {self.env.label}, problem {group.problem}"
         envs = GroupEnvs(builder, self.size, place, self.env.close_s, self.note)
         try:
-            with TaskOwner(started):
-                outcomes_G = await self._rollouts(group, envs, permit, tokens, progress)
-                scored = await self._score(group, builder, [t for t in outcomes_G if isinstance(t, Trajectory)])
+            outcomes_G = await self._rollouts(group, envs, permit, tokens, progress)
+            scored = await self._score(group, builder, [t for t in outcomes_G if isinstance(t, Trajectory)])
         finally:
             over()
-            await uninterrupted(self._end(envs, started, place))
+            await uninterrupted(envs.end())
         return GroupOutcome(outcomes_G, scored)
-
-    async def _end(self, envs: GroupEnvs, tasks: set[asyncio.Task[object]], place: str) -> None:
-        """Closes the environments of a group and lets its builder clean up. Then cancels the tasks in `tasks` that
-        still run. If there are any, reports one LeakedTasks error by `self.note`, which counts as one failed try.
-        `place` names the group in this error. Raises nothing."""
-        with TaskOwner(tasks):
-            await envs.end()
-        unfinished = sorted(task.get_coro().__qualname__ for task in tasks)  # type: ignore[union-attr]
-        for task in list(tasks):
-            task.cancel()
-        if unfinished:
-            self.note(
-                LeakedTasks(
-                    f"{place}: {len(unfinished)} tasks were still running after cleanup(), and were cancelled: "
-                    f"{', '.join(unfinished[:5])}. End them in close() or cleanup()"
-                )
-            )
 
     async def _rollouts(
         self, group: Group, envs: GroupEnvs, permit: Permit, tokens: GroupTokens, progress: GroupProgress
@@ -156,11 +128,10 @@ class GroupRunner:
         raises an error instead of returning it (see `_attempt`), or if this call is cancelled, cancels the unfinished
         rollouts, waits at most `env.close_s` seconds for them, and raises that error or CancelledError."""
         rollouts = [
-            start_contained(self._rollout(group, envs, sample, permit, counted, progress))
-            for sample, counted in enumerate(tokens.rollouts_G)
+            start_contained(self._rollout(group, envs, sample, permit, tokens, progress)) for sample in range(self.size)
         ]
         for rollout in rollouts:
-            rollout.add_done_callback(permit.leave_one, context=NO_CONTEXT)
+            rollout.add_done_callback(permit.leave_one)
         try:
             finished, _ = await asyncio.wait(rollouts, return_when=asyncio.FIRST_EXCEPTION)
             for rollout in finished:
@@ -183,13 +154,12 @@ class GroupRunner:
         envs: GroupEnvs,
         sample: int,
         permit: Permit,
-        tokens: RolloutTokens,
+        tokens: GroupTokens,
         progress: GroupProgress,
     ) -> Trajectory | Exception:
         """Runs one rollout with its retries, each with an environment of its own. Returns the trajectory, or the last
         error. All tries share one time limit, so that an environment that hangs delays a batch by at most
-        `generation_timeout_s`. A PromptTooLong or BadRequest is not retried. If the batch that is being assembled waits
-        for the group, only a BadSample is retried."""
+        `generation_timeout_s`. A PromptTooLong or BadRequest is not retried."""
         if sample in progress.finished:
             return progress.finished[sample]
         tries = self.config.orchestrator.retries + 1
@@ -210,10 +180,8 @@ class GroupRunner:
             due = deadline.when()  # later than before, where requests have waited for their turn
             if isinstance(outcome, Trajectory):
                 break
-            tokens.fail()
-            # What a replica did wrong is tried again even in a group that is due: another one may do it right.
-            given_up = isinstance(outcome, PromptTooLong | BadRequest) or deadline.expired()
-            if given_up or (self.is_due(group) and not isinstance(outcome, BadSample)):
+            tokens.fail(sample)
+            if isinstance(outcome, PromptTooLong | BadRequest) or deadline.expired():
                 break
         self.pace.rollout_over(group.index)
         return outcome
@@ -224,16 +192,44 @@ class GroupRunner:
         envs: GroupEnvs,
         key: RolloutKey,
         deadline: asyncio.Timeout,
-        tokens: RolloutTokens,
+        tokens: GroupTokens,
         progress: RolloutProgress,
     ) -> Trajectory:
         with trace.overlapping("make_env", "environment", problem=group.problem):
             env = await envs.make(key.sample)
-
-        sample = _Turns(self, group, envs, key, deadline, tokens).sample
+        sample = partial(self._answer, group, envs, key, deadline, tokens)
         if isinstance(env, AgentEnv):
             return await play_session(env, sample, key, self.limits, self.sampling, self._seed)
         return await run_rollout(env, sample, key, self.limits, self.sampling, self._seed, progress)
+
+    async def _answer(
+        self,
+        group: Group,
+        envs: GroupEnvs,
+        key: RolloutKey,
+        deadline: asyncio.Timeout,
+        tokens: GroupTokens,
+        request: SampleRequest,
+        *on_progress: OnProgress,
+    ) -> SampledSequence:
+        """Returns the sampled answer to `request`, a request of the rollout `key`. `deadline`: the common deadline of
+        all tries of the rollout. Raises AnswerTimeout after `inference.answer_s` seconds, errors of the sampler, and
+        CancelledError if the rollout was cancelled and its environment ignored that."""
+        envs.check()
+        limit_s = self.config.inference.answer_s
+        await self.pace.before_sample(group.index, key.sample, deadline)
+        try:
+            async with asyncio.timeout(limit_s) as waiting:
+                sampled = await self.sample(replace(request, floor=group.floor), *on_progress)
+        except TimeoutError:
+            if not waiting.expired():
+                raise
+            raise AnswerTimeout(
+                f"{key}: an answer took longer than {limit_s:g} s (inference.answer_s); shorten answers "
+                "(inference.sampling.max_tokens), or raise the limit"
+            ) from None
+        tokens.respond(key.sample, len(sampled.tokens))
+        return sampled
 
     def _due(self) -> float | None:
         """Returns the deadline of a rollout that begins now, by the event loop's clock in seconds:
@@ -262,7 +258,10 @@ class GroupRunner:
             error.__cause__ = cancelled
         except TimeoutError as raised:
             if deadline.expired():
-                error = self._too_late(place)
+                error = TimeoutError(
+                    f"{place}, of {self.env.id}: took longer than orchestrator.generation_timeout_s = "
+                    f"{self.config.orchestrator.generation_timeout_s:g} s, answers included"
+                )
             else:
                 error = raised
             error.__cause__ = raised.__cause__  # it shows where the environment was
@@ -273,12 +272,6 @@ class GroupRunner:
         # cycle collector runs, which is after thousands of rollouts.
         error.__traceback__ = error.__cause__ = error.__context__ = None
         return error
-
-    def _too_late(self, place: object) -> TimeoutError:
-        return TimeoutError(
-            f"{place}, of {self.env.id}: took longer than orchestrator.generation_timeout_s = "
-            f"{self.config.orchestrator.generation_timeout_s:g} s, answers included"
-        )
 
     async def _score(
         self, group: Group, builder: EnvGroupBuilder, trajectories_G: list[Trajectory]
@@ -325,37 +318,3 @@ class GroupRunner:
             tags=(env, *tags),
             temperature=self.sampling.temperature,
         )
-
-
-@dataclass(eq=False, slots=True)
-class _Turns:
-    """Samples the answers of one try of a rollout."""
-
-    runner: GroupRunner
-    group: Group
-    envs: GroupEnvs
-    key: RolloutKey
-    deadline: asyncio.Timeout
-    """The common deadline of all tries of the rollout."""
-    tokens: RolloutTokens
-
-    async def sample(self, request: SampleRequest, *on_progress: OnProgress) -> SampledSequence:
-        """Returns the sampled answer to `request`. Raises AnswerTimeout after `inference.answer_s` seconds, errors of
-        the sampler, and CancelledError if the rollout was cancelled and its environment ignored that."""
-        self.envs.check()
-        runner, limit_s = self.runner, self.runner.config.inference.answer_s
-        await runner.pace.before_sample(self.group.index, self.key.sample, self.deadline)
-        self.tokens.request()
-        try:
-            with TaskOwner(None):
-                async with asyncio.timeout(limit_s) as waiting:
-                    sampled = await runner.sample(replace(request, floor=self.group.floor), *on_progress)
-        except TimeoutError:
-            if not waiting.expired():
-                raise
-            raise AnswerTimeout(
-                f"{self.key}: an answer took longer than {limit_s:g} s (inference.answer_s); shorten answers "
-                "(inference.sampling.max_tokens), or raise the limit"
-            ) from None
-        self.tokens.respond(len(sampled.tokens))
-        return sampled

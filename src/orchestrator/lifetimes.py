@@ -1,4 +1,4 @@
-"""The lifetimes of environments, and of the tasks that they start.
+"""The lifetimes of environments.
 
     make_env ----+--> open --its try has ended--> close() --> closed
     make_envs --(unused)------the group has ended-----^
@@ -8,8 +8,8 @@ stops. Closing runs in a task of its own, which is not cancelled when the ledger
 cancelled rollout, of `close()`, of `cleanup()`) is awaited for at most `env.close_s`, also where code ignores its
 cancellation.
 
-Tasks that environments start (a tool that runs alongside the model, a connection) belong to their group, because a
-cancelled rollout may never end them. Tasks that still run after the cleanup of the group are cancelled and counted.
+An environment ends the tasks that it starts (a tool that runs alongside the model, a connection) in `close()` or
+`cleanup()`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
-from contextvars import Context, ContextVar
 from typing import Any, TypeVar
 
 from orchestrator.env import AgentEnv, Env, EnvGroupBuilder, close_env, result_of
@@ -28,53 +27,12 @@ from trireme.config import Config
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-NO_CONTEXT = Context()
-"""The context for callbacks that read no context variable. Without it asyncio would copy a context for each
-callback."""
-_owner: ContextVar[set[asyncio.Task[object]] | None] = ContextVar("owner", default=None)
 
 
 def end_deadline_s(config: Config) -> float:
     """Returns a deadline in seconds: all groups of a run have ended this long after they are cancelled. It is three
     times the largest `env.close_s`, because the rollouts, `close()` and `cleanup()` may each take that long."""
     return 3 * max(env.close_s for env in (*config.env, *config.eval_envs))
-
-
-class LeakedTasks(Exception):
-    """An environment left tasks running after the cleanup of its group."""
-
-
-class TaskOwner:
-    """Context manager that tracks tasks in the set `tasks`. Tasks that are started within the block, and tasks that
-    these start, are in the set until they end. With `tasks` = None they are not tracked. It is a class because a
-    context manager made of a generator would take three times as long."""
-
-    __slots__ = ("_tasks", "_token")
-
-    def __init__(self, tasks: set[asyncio.Task[object]] | None) -> None:
-        self._tasks = tasks
-
-    def __enter__(self) -> None:
-        self._token = _owner.set(self._tasks)
-
-    def __exit__(self, *_error: object) -> None:
-        _owner.reset(self._token)
-
-    @staticmethod
-    def watch(loop: asyncio.AbstractEventLoop) -> None:
-        """Makes `loop` add each new task to the set of the TaskOwner block in which it is started. If such a task
-        raises an exception that would end the event loop, the exception becomes EnvExited (see `contained`)."""
-
-        def start(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
-            tasks = _owner.get()
-            if tasks is None:
-                return asyncio.Task(work, loop=loop, **options)
-            task = start_contained(work, loop=loop, **options)
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-            return task
-
-        loop.set_task_factory(start)
 
 
 async def contained(work: Awaitable[T]) -> T:
@@ -92,28 +50,12 @@ async def contained(work: Awaitable[T]) -> T:
         raise EnvExited(f"raised {raised!r}, which would have ended the orchestrator") from raised
 
 
-class _Close:
-    """A done callback of a task: closes the coroutine `work`. If the task was cancelled before it started, `work` never
-    began, and Python would warn that it was never awaited. An object of this class takes less memory than a function
-    that refers to the coroutine."""
-
-    __slots__ = ("_work",)
-
-    def __init__(self, work: Coroutine[object, object, object]) -> None:
-        self._work = work
-
-    def __call__(self, _task: object) -> None:
-        self._work.close()
-
-
 def start_contained(work: Coroutine[object, object, T], **options: Any) -> asyncio.Task[T]:
     """Starts the `work` of an environment in a task of its own. This lets the caller distinguish a cancellation of its
-    own task from a CancelledError that the environment raises. The new task is not added to the set of a TaskOwner;
-    tasks that it starts are. `options` are passed to `asyncio.Task`."""
-    wrapped: Any = contained(work)
-    wrapped.__qualname__ = getattr(work, "__qualname__", wrapped.__qualname__)  # names it where it is leaked
-    task: asyncio.Task[T] = asyncio.Task(wrapped, **options)
-    task.add_done_callback(_Close(work), context=NO_CONTEXT)  # a task that is cancelled first has never begun it
+    own task from a CancelledError that the environment raises. `options` are passed to `asyncio.create_task`."""
+    task = asyncio.create_task(contained(work), **options)
+    # A task that was cancelled before it started has never begun `work`, and Python would warn of that.
+    task.add_done_callback(lambda _: work.close())
     return task
 
 

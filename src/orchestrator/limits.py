@@ -12,7 +12,7 @@ from typing import TypedDict, TypeVar
 from orchestrator.ledger import Tally
 from orchestrator.lifetimes import start_contained
 from trireme.config import Config
-from trireme.core.errors import BadRequest, LimitReached
+from trireme.core.errors import LimitReached
 
 T = TypeVar("T")
 
@@ -41,8 +41,6 @@ class RunLimits:
         self._failures: deque[bool] = deque(maxlen=window)
         self._failed = 0  # sum(self._failures), which would be slow for large batches
         self._unusable_in_a_row = 0
-        self._refused = ""  # why replicas refused the last rollout
-        self._refusals = 0  # how many in a row they refused for that
         self.first_failure = "none"
 
     def note_failure(self, error: Exception, env: str) -> None:
@@ -59,22 +57,7 @@ class RunLimits:
 
     def judge_rollout(self, error: Exception | None) -> None:
         """Counts a rollout after all its retries. `error`: its last error if it failed, else None. Raises LimitReached
-        if too large a share of the recent rollouts failed, or if the replicas have refused MIN_WINDOW rollouts in a
-        row, all for the same reason."""
-        if isinstance(error, BadRequest):
-            refused = str(error)
-        else:
-            refused = ""
-        if refused and refused == self._refused:
-            self._refusals += 1
-        else:
-            self._refusals = 1
-        self._refused = refused
-        if refused and self._refusals >= MIN_WINDOW:
-            raise LimitReached(
-                f"the replicas refused the last {self._refusals} rollouts of environment {self._env}, each because "
-                f"{refused}. Change what the configuration or the environment asks for"
-            )
+        if too large a share of the recent rollouts failed."""
         succeeded = error is None
         if len(self._failures) == self._failures.maxlen:
             self._failed -= self._failures[0]

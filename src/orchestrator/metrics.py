@@ -14,12 +14,9 @@ since the row before. Dropped and failed groups are counted, but their rewards a
   off_policy/*            in_flight, in_queue: groups sampling now, and waiting to be taken; others: groups that ended
                           so since the last row
   waste/<cause>           tokens wasted since the last row: of groups that were dropped while they
-                          ran (`expired_running`; tokens of stopped responses are estimated from their seconds)
-                          or had finished (`expired_finished`), of groups that were `filtered`, and of `failed`
-                          groups and tries
-  length/trained, sampled  mean tokens of the rollouts trained on; and of the rollouts that ended or were dropped since
-                          the last row, in groups that neither failed nor were filtered (not in deterministic mode).
-                          Over many rows they are equal if no length is preferred
+                          ran (`expired_running`, in whole answers) or had finished (`expired_finished`), of groups
+                          that were `filtered`, and of `failed` groups and tries
+  length/trained          mean tokens of the rollouts trained on
   ledger/*                the terms of the conservation equation, since the start of the run
   rollout_errors/<type>   failed tries since the last row
   weights/canary_max_diff, canary_mean_diff, reprefill_tokens, time/update  of the update to the version that the step

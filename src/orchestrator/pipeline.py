@@ -41,19 +41,17 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
 from orchestrator.admission import Backpressure, Permit
-from orchestrator.advantages import ScoredGroup, build_minibatch, is_constant
+from orchestrator.advantages import Keep, ScoredGroup, build_minibatch, is_constant
 from orchestrator.cursor import Mix
 from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
 from orchestrator.evaluation import Evaluator
 from orchestrator.group_runner import GroupOutcome, GroupRunner
-from orchestrator.layout import BuildOn, build_here
 from orchestrator.ledger import Group, Ledger
-from orchestrator.lifetimes import TaskOwner
 from orchestrator.limits import BackgroundTasks, RunLimits
 from orchestrator.lockstep import Lockstep, OwnPace
 from orchestrator.metrics import StepMeter
@@ -64,7 +62,7 @@ from orchestrator.rollout import PromptTooLong, RolloutLimits
 from orchestrator.running import RunningGroups
 from orchestrator.state import OrchestratorState
 from orchestrator.unfinished import GroupProgress
-from orchestrator.waste import TokenCounts
+from orchestrator.waste import WastedTokens
 from orchestrator.watch import watch_lag, watch_load
 from trireme.config import Config
 from trireme.core.errors import RoomFailed
@@ -79,7 +77,9 @@ WITNESSED = ("problem", "index", "floor")
 
 class Pipeline:
     """The orchestrator without its actor, on one event loop. The first `begin_version` starts the background tasks,
-    such as the one that dispatches groups."""
+    such as the one that dispatches groups. `keep` decides where the tokens of minibatches are held; minibatches are
+    then laid out in a thread, so that the event loop serves rollouts meanwhile. Without `keep` they are laid out on the
+    event loop, and held in this process."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Pipeline:
         limits: RolloutLimits,
         held_out: Sequence[RLDataset] = (),
         decode: Decode | None = None,
-        build_on: BuildOn = build_here,
+        keep: Keep | None = None,
     ) -> None:
         self._config = config
         self._options = config.orchestrator
@@ -117,10 +117,10 @@ class Pipeline:
             self._pace = OwnPace()
         self._pressure = Backpressure(config)
         self._requests = requests = Requests(self.sampler)
-        self._tokens = TokenCounts(lambda: asyncio.get_running_loop().time(), repeatable=config.deterministic)
+        self._tokens = WastedTokens()
         self._runners = {
             env.label: GroupRunner(
-                config, env, limits, requests.sample, self._pace, partial(self._note_error, env=env.label), self._is_due
+                config, env, limits, requests.sample, self._pace, partial(self._note_error, env=env.label)
             )
             for env in config.env
         }
@@ -130,7 +130,7 @@ class Pipeline:
         self._recorder = Recorder(config, decode)
         self._meter = StepMeter(self._ledger.counts())
         self._boundary: OrchestratorState | None = None
-        self._build_on = build_on
+        self._keep = keep
 
     # ---- the driver's verbs
 
@@ -156,7 +156,6 @@ class Pipeline:
         if self._config.deterministic or last:
             await self.evaluator.wait_idle()  # else it runs beside training
         if first:
-            TaskOwner.watch(asyncio.get_running_loop())
             if self._config.deterministic:
                 self._boundary = self._state()
             else:
@@ -184,7 +183,6 @@ class Pipeline:
         """Evaluates weights that the replicas have loaded from disk, without training before or after. Returns the
         metrics. `lines`: groups that an earlier evaluation has sampled, as lines of JSON (see `Evaluator.evaluate`)."""
         self._requests.start()
-        TaskOwner.watch(asyncio.get_running_loop())
         return await self._background.spawn(self.evaluator.evaluate(version, lines), "evaluation")
 
     async def next_minibatch(self, step: int, substep: int) -> Minibatch:
@@ -209,7 +207,11 @@ class Pipeline:
         self._meter.trained += scored_P
         last = (assembled + len(groups)) % per_substep == 0
         normalization = self._config.normalization
-        return await self._build_on(partial(build_minibatch, step, scored_P, self._options, normalization, last))
+        build = partial(build_minibatch, step, scored_P, self._options, normalization, last)
+        if self._keep is None:
+            return build()
+        with trace.span("lay_out", "layout"):
+            return await asyncio.to_thread(build, self._keep)
 
     def release(self, step: int) -> StepSummary:
         """Records that `step` has been trained on. The slots of its groups become free once the replicas have
@@ -415,23 +417,13 @@ class Pipeline:
         self, group: Group, builder: EnvGroupBuilder, runner: GroupRunner, permit: Permit, progress: GroupProgress
     ) -> None:
         over = partial(self._running.ends, group)  # a drop must not interrupt the cleanup
-        tokens = self._tokens.begin(group.index, progress.sampled_G(runner.size))
+        tokens = self._tokens.begin(group.index, runner.size)
         life = trace.life("group", group.index, problem=group.problem, floor=group.floor)
-        with closing(tokens), life as ending:
+        with life as ending:
             outcome = await runner.run(group, builder, permit, tokens, over, progress)
             await self._pace.before_end(group.index)
             self._settle(group, outcome)
             ending["versions"] = outcome.scored.versions if outcome.scored else None
-
-    def _filters(self, scored: ScoredGroup) -> bool:
-        return self._options.remove_constant_reward_groups and is_constant(scored.rewards_G)
-
-    def _is_due(self, group: Group) -> bool:
-        """Returns True if no batch after the one that is being assembled may take the group. The runner then retries a
-        rollout only after a BadSample. Always returns False in two cases: if max_steps_off_policy is 0 (every group
-        would be due from its start), and in deterministic mode (the result would depend on timing)."""
-        bound = self._options.max_steps_off_policy
-        return bool(bound) and not self._config.deterministic and self._ledger.deadline(group) <= self._ledger.batch
 
     def _note_error(self, error: Exception, env: str) -> None:
         self._meter.errors[type(error).__name__] += 1
@@ -447,11 +439,10 @@ class Pipeline:
         if self._ledger.active.get(group.index) is not group:  # given up while its environments were cleaned up
             return
         scored = outcome.scored
-        filtered = scored is not None and self._filters(scored)
-        self._tokens.settle(group.index, scored, filtered)
+        self._tokens.settle(group.index, scored)
         if scored is None:
             self._ledger.fail(group)
-        elif filtered:
+        elif self._options.remove_constant_reward_groups and is_constant(scored.rewards_G):
             self._ledger.filter(group)
             self._meter.filtered.append(scored)
         else:

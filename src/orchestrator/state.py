@@ -1,6 +1,6 @@
 """The orchestrator's part of a checkpoint: its state at a boundary between two steps, as files.
 
-    state.json          cursor, ledger, limits, metrics, evaluation, counts of sampled and wasted tokens
+    state.json          cursor, ledger, limits, metrics, evaluation, counts of wasted tokens
     groups.jsonl        the number of groups, then a line of JSON for each group, finished groups first and running
                         groups last. A line holds everything of the group except arrays, turn by turn: also the place of
                         the turn's tokens in its trajectory, and the weights that sampled them
@@ -79,7 +79,7 @@ class OrchestratorState:
     evaluation: EvaluationState
     """`state_dict` of the evaluator."""
     tokens: WasteState
-    """`state_dict` of the counts of sampled tokens."""
+    """`state_dict` of the counts of wasted tokens."""
     running: tuple[UnfinishedGroup, ...] = ()
     """Running groups with at least one rollout that continues after a resume."""
 

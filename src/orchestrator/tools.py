@@ -3,7 +3,7 @@
     a message's tool_calls --> Toolbox.answer --+--> tool --+--> messages of role tool, in the order of the calls
                                                 +--> tool --+    and metrics
                                                     ^
-                                                    +-- its time limit, and its limit of calls at the same time
+                                                    +-- its time limit
 
 A tool that waits is a coroutine function: it costs no thread, so thousands may wait. A function that blocks (a client
 library, a subprocess) runs in a thread of its own for each call. One that computes belongs in a worker
@@ -20,13 +20,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from trireme.renderers import Message, ToolCall, ToolSpec
 
@@ -52,10 +50,7 @@ class Tool:
     """The function, which takes the arguments by name and returns the answer. A coroutine function runs in the event
     loop, any other function in a thread."""
     limit_s: float = 60.0
-    """Seconds for one call, without the time that it waits for other calls to end (`at_once`). After this time the call
-    is cancelled, and the model gets an error."""
-    at_once: int | None = None
-    """Most calls at the same time, of all rollouts together; further calls wait. None = no limit."""
+    """Seconds for one call; then it is cancelled, and the model gets an error."""
 
     @cached_property
     def signature(self) -> inspect.Signature:
@@ -79,7 +74,6 @@ class Toolbox:
 
     def __init__(self, *tools: Tool) -> None:
         self._tools = {tool.spec["name"]: tool for tool in tools}
-        self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = WeakKeyDictionary()
 
     @property
     def specs(self) -> Sequence[ToolSpec]:
@@ -116,24 +110,11 @@ class Toolbox:
         except TypeError as error:
             return f"error: {name}: {error}", False, False
         try:
-            async with self._turn(tool):
-                return await _within(tool, call["arguments"]), True, False
+            return await _within(tool, call["arguments"]), True, False
         except ToolError as error:
             return f"error: {error}", False, False
         except _LimitExceeded:
             return f"error: {name} took longer than {tool.limit_s:g} s", False, True
-
-    def _turn(self, tool: Tool) -> AbstractAsyncContextManager[object]:
-        if tool.at_once is None:
-            return nullcontext()
-        turns = self._turns.setdefault(asyncio.get_running_loop(), {})
-        return turns.setdefault(tool.spec["name"], asyncio.Semaphore(tool.at_once))
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"_tools": self._tools}  # turns belong to the event loops of this process
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._tools, self._turns = state["_tools"], WeakKeyDictionary()
 
 
 class _LimitExceeded(Exception):
@@ -165,42 +146,11 @@ async def _all(works: Sequence[Any]) -> list[Any]:
     return [task.result() for task in tasks]
 
 
-_threads: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+_threads = ThreadPoolExecutor(MOST_THREADS, "tool")
 
 
 async def in_thread(function: Callable[[], T]) -> T:
     """Returns `function()`, computed in one of at most MOST_THREADS threads for functions that block
     (`asyncio.to_thread` shares a few threads among all callers). When the caller is cancelled, the function continues,
-    and its result is dropped; its thread does not keep the process alive."""
-    loop = asyncio.get_running_loop()
-    free = _threads.setdefault(loop, asyncio.Semaphore(MOST_THREADS))
-    await free.acquire()
-    result: asyncio.Future[T] = loop.create_future()
-    try:
-        threading.Thread(target=_run, args=(function, loop, result, free), name="tool", daemon=True).start()
-    except BaseException:
-        free.release()
-        raise
-    return await result
-
-
-def _run(
-    function: Callable[[], object],
-    loop: asyncio.AbstractEventLoop,
-    result: asyncio.Future[object],
-    free: asyncio.Semaphore,
-) -> None:
-    def end(settle: Callable[[Any], None], value: Any) -> None:
-        free.release()
-        if not result.done():  # cancelled: the answer is not awaited any more
-            settle(value)
-
-    settle: Callable[[Any], None]
-    try:
-        settle = result.set_result
-        value = function()
-    except Exception as error:
-        settle = result.set_exception
-        value = error
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(end, settle, value)
+    and its result is dropped."""
+    return await asyncio.get_running_loop().run_in_executor(_threads, function)

@@ -75,11 +75,6 @@ class UnfinishedGroup:
         rollouts = [rollout for rollout in self.rollouts_G if rollout is not None]
         return [rollout.trajectory if isinstance(rollout, UnfinishedRollout) else rollout for rollout in rollouts]
 
-    @property
-    def sampled(self) -> int:
-        """The number of sampled tokens in the group's trajectories."""
-        return sum(turn.sampled for trajectory in self.trajectories_G for turn in trajectory.turns)
-
 
 class RolloutProgress:
     """The progress of one try of a rollout, which `run_rollout` updates. `begun`: the rollout of a checkpoint that this
@@ -158,12 +153,6 @@ class GroupProgress:
             finished={number: rollout for number, rollout in rollouts.items() if isinstance(rollout, Trajectory)},
             waiting={number: rollout for number, rollout in rollouts.items() if isinstance(rollout, UnfinishedRollout)},
         )
-
-    def sampled_G(self, size: int) -> list[int]:
-        """Returns for each of the group's `size` rollouts the number of its sampled tokens in the checkpoint; call it
-        before the group is started."""
-        trajectories = {number: rollout.trajectory for number, rollout in self.waiting.items()} | self.finished
-        return [sum(turn.sampled for turn in trajectories[n].turns) if n in trajectories else 0 for n in range(size)]
 
     def begin(self, sample: int, retry: int) -> RolloutProgress:
         """Begins try number `retry` (from 0) of rollout `sample`, and returns its progress. The first try continues the

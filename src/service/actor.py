@@ -19,7 +19,7 @@ import ray
 
 from service.answering import TurnAnswering
 from service.app import make_app
-from service.chats import BoundedSampler
+from service.chats import bounded
 from service.console.run_reader import RunReader
 from service.gateway import Gateway
 from service.guard import Limits
@@ -85,8 +85,8 @@ class ServiceActor:
         tokenizer = load_tokenizer(self._config.tokenizer_name)
         renderer = make_renderer(**renderer_config.model_dump(), tokenizer=tokenizer)
         self._places = Places(1, options.max_waiting, options.wait_s)
-        chats = BoundedSampler(self._sampler.sample, self._config.inference.answer_s)
-        turns = TurnAnswering(chats.sample, self._models, tokenizer, renderer, self._places)
+        sample = bounded(self._sampler.sample, self._config.inference.answer_s)
+        turns = TurnAnswering(sample, self._models, tokenizer, renderer, self._places)
         keys = ServiceKeys(self._keys)
         self._gateway = await asyncio.to_thread(self._make_gateway, turns, keys)
         run = RunReader(self._directory.parent, lambda: tokenizer, lambda: self._gateway.registry.book)

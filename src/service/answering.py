@@ -15,12 +15,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from service.places import Places
 from service.reading import AnswerReader, MessageReader, TextReader
 from service.requests import Finish, RequestRefused, ServedModels, TurnRequest
+from service.sessions.branches import TokenIds
 from service.sessions.prompts import PROMPT, asked_before, match_ids, prompt_ids, text_behind
 from service.sessions.tree import ROOT, Match, SampledAnswer, SessionTree, TurnGiven
 from trireme.core.sampler import Sample, SampledPart
@@ -41,7 +39,7 @@ class PlacedTurn:
     turn: TurnGiven
     """The node of the session's tree after which it stands, and its new messages and tokens; its `answers` are still
     empty."""
-    prompt: npt.NDArray[np.int32]
+    prompt: TokenIds
     """The whole prompt, [T]."""
     params: SamplingParams
     """How to sample, with the seed of the first answer."""
@@ -53,7 +51,7 @@ class PlacedTurn:
 class AnsweredTurn:
     """A turn of a session with its prompt and its answers."""
 
-    prompt: npt.NDArray[np.int32]
+    prompt: TokenIds
     """The whole prompt, [T]."""
     params: SamplingParams
     """How the answers were sampled."""
@@ -127,7 +125,7 @@ class TurnAnswering:
 
     def _behind(
         self, tree: SessionTree, match: Match, request: TurnRequest
-    ) -> tuple[int, npt.NDArray[np.int32], tuple[Message, ...]]:
+    ) -> tuple[int, TokenIds, tuple[Message, ...]]:
         """Splits a prompt into the part that `tree` already has and the rest. Returns (node, tokens, messages): the
         node where the part in `tree` ends, the prompt's tokens after that node, and the request's messages after the
         answer that it continues. For a plain prompt (text or token ids), `messages` is a single message with the

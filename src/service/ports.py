@@ -3,7 +3,7 @@
     connection --head--> app: RequestGuard --body--> routes
 
 A request reaches the guard (`service.guard`), which looks for its key, once its head is complete. This module bounds
-the cost of a connection before that: bytes and lines of the head, the seconds in which it must come, and the number of
+the cost of a connection before that: bytes of the head, the seconds in which it must come, and the number of
 connections that have not shown a key.
 """
 
@@ -16,17 +16,13 @@ from typing import Any
 
 from starlette.types import ASGIApp
 from uvicorn import Config, Server
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from service.errors import error_reply
-from service.requests import RequestRefused
 from trireme.core.errors import RoomFailed
 
 HEAD_BYTES = 32 * 1024
 """The most bytes of a request's first line and headers, and the most bytes between two pieces of its body."""
-HEAD_LINES = 128
-"""The most headers of a request, together with the headers after its body."""
 HEAD_S = 10.0
 """Seconds within which the head of a request must arrive. They count from its first byte; on a new connection, from the
 opening of the connection."""
@@ -100,17 +96,11 @@ class BoundedHttp(HttpToolsProtocol):
             self._unread += len(piece)
             super().data_received(piece)  # a callback below sets the count back
             if self._unread >= HEAD_BYTES:
-                self._refuse(431, f"a request with {HEAD_BYTES:,} bytes before its body; send shorter headers")
+                self._end(f"a request with {HEAD_BYTES:,} bytes before its body; send shorter headers")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope[ADMISSION] = self.admission  # type: ignore[literal-required]
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
-        if len(self.headers) > HEAD_LINES:
-            self._refuse(431, f"a request with more than {HEAD_LINES} headers; send fewer")
-            raise ValueError("too many headers")  # the parser stops
 
     def on_headers_complete(self) -> None:
         self._unread = 0
@@ -125,22 +115,17 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_complete()
 
     def expire(self, now_s: float) -> None:
-        """Closes the connection, with status 408, if the head of a request was not complete within HEAD_S seconds."""
+        """Closes the connection if the head of a request was not complete within HEAD_S seconds."""
         idle = self.cycle is None or self.cycle.response_complete
         if idle and (self._unread or self.cycle is None) and now_s - self._since_s > HEAD_S:
-            self._refuse(408, f"a request whose headers took longer than {HEAD_S:g} s; send it whole")
+            self._end(f"a request whose headers took longer than {HEAD_S:g} s; send it whole")
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "what is no request of HTTP/1.1")
-
-    def _refuse(self, status: int, message: str) -> None:
-        """Closes the connection; before that, writes an error reply unless another reply has begun."""
+    def _end(self, message: str) -> None:
+        """Closes the connection; before that, replies with status 400 and `message` unless another reply has begun."""
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            reply = error_reply("", RequestRefused(message, status=status), close=True)
-            lines = [STATUS_LINE[status], *(name + b": " + value + b"\r\n" for name, value in reply.raw_headers)]
-            self.transport.write(b"".join([*lines, b"\r\n", reply.body]))
+            self.send_400_response(message)
         self.transport.close()
 
 
@@ -213,6 +198,6 @@ def http_server(app: ASGIApp, host: str, port: int, idle_s: int = IDLE_S) -> Htt
         return HttpServer(app, listen(host, port), idle_s)
     except OSError as error:
         raise RoomFailed(
-            f"the server cannot listen at {host}:{port}: {error}; set service.host to an address of this machine, and "
-            "service.port to a port that is free, or to 0"
+            f"the server cannot listen at {host}:{port}: {error}; choose an address of this machine as the host, and a "
+            "port that is free, or 0"
         ) from None

@@ -10,15 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
+from service.sessions.branches import TokenIds
 from service.sessions.tree import SampledAnswer
 from trireme.core.finite_json import to_json
 from trireme.core.types import SamplingParams
 from trireme.renderers import Message, ToolCall, ToolSpec
 
-COUNT = re.compile("[0-9]{1,18}")
+COUNT = re.compile("[0-9]{1,19}")
 Finish = Literal["stop", "length", "tool_calls"]
 USUAL = SamplingParams()
 
@@ -84,7 +82,7 @@ class TurnRequest:
     """The tools that the model may call."""
     text: str | None = None
     """A prompt as text."""
-    ids: npt.NDArray[np.int32] | None = None
+    ids: TokenIds | None = None
     """A prompt as token ids. For a prompt that is text, `TurnAnswering.match` adds them."""
     params: SamplingParams = USUAL
     """How to sample, with the seed of the first answer. Clients do not see the strings of `stop`. In a session, only
@@ -130,7 +128,7 @@ class ServiceAnswer:
 
     choice: int
     """The number of the answer in the reply."""
-    prompt: npt.NDArray[np.int32]
+    prompt: TokenIds
     """The token ids of its prompt."""
     sequence: SampledAnswer
     """The sampled tokens, the weights that sampled each part of them, and the message that they form."""

@@ -63,25 +63,28 @@ ROUTES = (
     Route("POST", "/sessions/{session}/v1/chat/completions", "session", "OpenAI's chat completions, as a turn", "chat"),
 )
 CONSOLE = "/console"
+CONSOLE_DATA = {
+    "run": "how far the run is, its parts and incidents",
+    "curves": "curves and ages",
+    "curve": "one metric",
+    "timeline": "who did what in the newest steps",
+    "rollouts": "the steps with recorded rollouts",
+    "groups": "the groups of a step",
+    "group": "the rollouts of a group",
+    "rollout": "the tokens of a rollout",
+    "sessions": "the sessions that were not forgotten",
+    "session": "the tree of a session",
+    "node": "the tokens up to a node of it",
+    "logs": "the logs that there are",
+    "log": "a part of a log",
+}
 CONSOLE_ROUTES = (
     Route("GET", "/console", "all", "leads to the page of the console", "to_page"),
     Route(
         "GET", "/console/", "all", "the page, which asks for an admin key and shows what the next routes tell", "page"
     ),
     Route("GET", "/console/files/{name}", "all", "its styles and scripts", "asset"),
-    Route("GET", "/console/api/run", "admin", "how far the run is, its parts and incidents", "run"),
-    Route("GET", "/console/api/curves", "admin", "curves and ages", "curves"),
-    Route("GET", "/console/api/curve", "admin", "one metric", "curve"),
-    Route("GET", "/console/api/timeline", "admin", "who did what in the newest steps", "timeline"),
-    Route("GET", "/console/api/rollouts", "admin", "the steps with recorded rollouts", "rollouts"),
-    Route("GET", "/console/api/groups", "admin", "the groups of a step", "groups"),
-    Route("GET", "/console/api/group", "admin", "the rollouts of a group", "group"),
-    Route("GET", "/console/api/rollout", "admin", "the tokens of a rollout", "rollout"),
-    Route("GET", "/console/api/sessions", "admin", "the sessions that were not forgotten", "sessions"),
-    Route("GET", "/console/api/session", "admin", "the tree of a session", "session"),
-    Route("GET", "/console/api/node", "admin", "the tokens up to a node of it", "node"),
-    Route("GET", "/console/api/logs", "admin", "the logs that there are", "logs"),
-    Route("GET", "/console/api/log", "admin", "a part of a log", "log"),
+    *(Route("GET", f"/console/api/{name}", "admin", purpose, name) for name, purpose in CONSOLE_DATA.items()),
 )
 """The routes of the console (`service.console`). They are for administrators, so the schema at `/openapi.json` does not
 have them. The page and its files are open to all, because they hold no data."""

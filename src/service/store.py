@@ -148,10 +148,6 @@ class Store:
         """Removes all rows of an owner. Raises StorageFailed; the store is then unchanged."""
         self._execute("DELETE FROM rows WHERE owner = ?", owner)
 
-    def clear(self) -> None:
-        """Removes all rows. Raises StorageFailed; the store is then unchanged."""
-        self._execute("DELETE FROM rows")
-
     def note_boot(self) -> None:
         """Records that the service has dealt with a restart of the machine, which may have lost rows: `open` returns
         False until the next restart. Raises StorageFailed."""

@@ -55,7 +55,13 @@ class ShardActor:
     which the ranks find each other."""
 
     def __init__(
-        self, config: CommonConfig, rank: int, log_dir: Path | None, attempt: int, replica_share: float
+        self,
+        config: CommonConfig,
+        rank: int,
+        log_dir: Path | None,
+        attempt: int,
+        replica_share: float,
+        offloads: bool,
     ) -> None:
         see_own_gpus()
         redirect_output(log_dir, f"trainer_{rank}")
@@ -67,6 +73,7 @@ class ShardActor:
         self._rank = rank
         self._attempt = attempt
         self._replica_share = replica_share
+        self._offloads = offloads
 
     @remote_method
     def rendezvous(self) -> tuple[str, int]:
@@ -96,7 +103,9 @@ class ShardActor:
         processes = self._config.trainer.mesh.processes
         delta = self._config.encoding == "delta"
         self._sender = transport.make_sender(self._rank, processes, self._config.cluster.port_range, delta=delta)
-        self._shard = Shard(self._config, self._rank, store, self._sender, self._attempt, self._replica_share)
+        self._shard = Shard(
+            self._config, self._rank, store, self._sender, self._attempt, self._replica_share, self._offloads
+        )
 
     def _open_store(self, host: str, port: int, listening: int | None = None) -> TCPStore:
         """Returns a TCPStore for `host` and `port`. With `listening`, the file descriptor of a listening socket, this

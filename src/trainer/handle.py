@@ -137,15 +137,18 @@ class TrainerHandle:
         offer: Callable[[Offer], Session] | None = None,
         offered_s: float = math.inf,
         taken_share: float = 0.0,
+        offloads: bool = False,
     ) -> TrainerHandle:
         """Creates one actor for each entry of `options_R`, Ray's actor options for each rank of the mesh. Does not wait
         for the actors: see `ready_refs`. `taken_share`: the share of each shard's GPU that a replica takes while the
-        shard trains. Other arguments as in the constructor."""
+        shard trains. `offloads`: the argument of `Shard`. Other arguments as in the constructor."""
         if len(options_R) != config.trainer.mesh.processes:
             raise ValueError(f"{config.trainer.mesh} needs options for each process, got {len(options_R)}")
         groups = {"watch": 1, "save": 2, "give": GIVERS}
         actors_R = [
-            create_actor(ShardActor, concurrency_groups=groups, **options)(config, rank, log_dir, attempt, taken_share)
+            create_actor(ShardActor, concurrency_groups=groups, **options)(
+                config, rank, log_dir, attempt, taken_share, offloads
+            )
             for rank, options in enumerate(options_R)
         ]
         address = actors_R[0].rendezvous.remote()
@@ -296,7 +299,8 @@ class TrainerHandle:
         return replace(published_R[0], source=self._transport.join(parts_R), session=session)
 
     def free_memory(self) -> None:
-        """Releases the GPU memory that PyTorch keeps from freed tensors, so that the replicas there can use it."""
+        """Releases the GPU memory that PyTorch keeps from freed tensors, so that the replicas there can use it. If the
+        plan says so, AdamW's moments wait in host memory until the next `forward_backward`."""
         self._call(VERBS.free_memory)
 
     def _session(self, version: int) -> Session | None:

@@ -24,6 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from trainer.attention import PACKED, choose_kernel, has_kernel
 from trainer.batching import MicroBatch
+from trainer.host_activations import HostActivations
 from trainer.logprobs import add_token_logprobs, why_unfused
 from trainer.lora import add_adapters, start_values
 from trainer.mesh import Mesh
@@ -135,11 +136,16 @@ class Sharding:
         for unit in [*lists[0], model]:
             self._fill(unit, names[unit], tensors)
             self._shard(unit)
-        for layer in lists[0]:  # FSDP's hooks, which gather the layer's parameters, stay outside of both
+        host = HostActivations(self._mesh.device, self.memory.host_layers)
+        for number, layer in enumerate(lists[0]):  # FSDP's hooks, which gather the layer's parameters, stay outside
             if self.compiles:
                 layer.forward = torch.compile(layer.forward, dynamic=True)
             if self.memory.kept_tokens is not None:
-                layer.forward = partial(self.again_if_large, layer.forward, self.memory.kept_tokens)
+                if self.memory.movable_layers:
+                    spare = partial(host.run, layer, number)
+                else:
+                    spare = partial(checkpoint, use_reentrant=False)
+                layer.forward = partial(self.spare_if_large, layer.forward, spare, self.memory.kept_tokens)
         if source is not None:
             model.generation_config = source.generation_config
         model._weight_conversions = self._mesh.broadcast_object(source and source._weight_conversions)
@@ -197,12 +203,19 @@ class Sharding:
                 model.set_attn_implementation(before)
 
     @staticmethod
-    def again_if_large(forward: Callable[..., Any], kept_tokens: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Runs a layer's `forward` on `hidden` [B, L, H]. If B L exceeds `kept_tokens`, only the layer's input is kept,
-        and the layer is computed again in the backward pass."""
+    def spare_if_large(
+        forward: Callable[..., Any],
+        spare: Callable[..., Any],
+        kept_tokens: int,
+        hidden: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs a layer's `forward` on `hidden` [B, L, H]. If B L exceeds `kept_tokens`, `spare` runs it, in a way that
+        holds less device memory until the backward pass."""
         if hidden.shape[:-1].numel() <= kept_tokens:
             return forward(hidden, *args, **kwargs)
-        return checkpoint(forward, hidden, *args, use_reentrant=False, **kwargs)
+        return spare(forward, hidden, *args, **kwargs)
 
     @contextmanager
     def accumulating(self, model: PreTrainedModel) -> Iterator[Callable[[bool], None]]:

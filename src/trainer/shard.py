@@ -73,7 +73,9 @@ class Shard(AdapterVerbs):
     collective.
 
     `sender` sends published weights to where replicas get them. `attempt` becomes part of the identity of all weights
-    that are published. `replica_share`: the part of this rank's GPU, 0 to 1, that a replica takes.
+    that are published. `replica_share`: the part of this rank's GPU, 0 to 1, that a replica takes. `offloads`: True if
+    AdamW's moments leave the device's memory at each `free_memory` (and are not in it at first), until gradients are
+    computed.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Shard(AdapterVerbs):
         sender: Sender,
         attempt: int = 1,
         replica_share: float = 0.0,
+        offloads: bool = False,
     ) -> None:
         fault_point("trainer.start")
         self._config = config
@@ -111,19 +114,18 @@ class Shard(AdapterVerbs):
         self.proof = prove_models(
             models, self._mesh, self._sharding, config.trainer.packing, config.trainer.shares_prefixes
         )
-        if self._sharding.compiles:
-            self._layers_text = self._try_compiled()
-        else:
-            self._layers_text = ""
+        self._layers_text = self._try_compiled() if self._sharding.compiles else ""
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._parameters = list(parameters.values())
         self._optimizer = torch.optim.AdamW(self._parameters, fused=True)
-        make_adam_state(self._optimizer)
+        self._offloads = offloads
+        make_adam_state(self._optimizer, away=offloads)
         self._refreshed = self._refreshed_tensors()
         self._sums_whole = torch.tensor(self._sharding.whole)
         buffers = {SUMS_WHOLE: self._sums_whole, **({} if first else persistent_buffers(self._model))}
+        base = first.base if first else None
         self._checkpointer = Checkpointer(
-            config, self._mesh, parameters, self._optimizer, self._refreshed, first.base if first else None, buffers
+            config, self._mesh, parameters, self._optimizer, self._refreshed, base, buffers, away=offloads
         )
         if first:
             self._adapters = Adapters(self._model, parameters, self._optimizer, self._checkpointer, lora, first)
@@ -206,6 +208,7 @@ class Shard(AdapterVerbs):
         function, loss_config = resolve_loss(loss_fn, loss_fn_config)
         imported = loss_fn not in LOSSES
         part = self._checked(data, loss_fn)
+        self._checkpointer.bring_moments_back()  # during the passes
         logprobs: list[tuple[MicroBatch, Tensor]] = []
         metrics: list[Metrics] = []
         finite: list[Tensor] = []
@@ -398,8 +401,10 @@ class Shard(AdapterVerbs):
         return PublishedWeights(WeightsManifest(identity, entries, canary, self._adapter, base), part)
 
     def free_memory(self) -> None:
-        """Releases the GPU memory that PyTorch keeps from freed tensors, so that another process can use it. Does
-        nothing on CPUs."""
+        """Releases the GPU memory that PyTorch keeps from freed tensors, so that another process can use it. With
+        `offloads` first moves AdamW's moments to host memory."""
+        if self._offloads:
+            self._checkpointer.put_moments_away()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -99,7 +99,8 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 class StagedTensor:
-    """A live tensor of the state, and its copy in host memory."""
+    """A live tensor of the state, and its copy in host memory. A live tensor that is away has no memory: only the copy
+    has its value."""
 
     def __init__(self, host: Tensor, live: Tensor) -> None:
         self.host = host
@@ -107,8 +108,17 @@ class StagedTensor:
         self.address = host.data_ptr()
         self.nbytes = host.nbytes
         self.host_bytes: Bytes = host.view(-1).view(torch.uint8).numpy()  # shares the tensor's memory, as the next does
-        readable = not live.is_cuda and live.is_contiguous()
-        self.live_bytes: Bytes | None = live.view(-1).view(torch.uint8).numpy() if readable else None
+        self.readable = not live.is_cuda and live.is_contiguous()
+
+    @property
+    def live_bytes(self) -> Bytes:
+        """The memory of a readable live tensor that is not away."""
+        live: Bytes = self.live.view(-1).view(torch.uint8).numpy()
+        return live
+
+    @property
+    def away(self) -> bool:
+        return self.nbytes > self.live.untyped_storage().nbytes()
 
 
 class Staging:
@@ -117,6 +127,7 @@ class Staging:
     `buffers`: {name under which a buffer is saved: the buffer, a DTensor}. A buffer has copies either of one stack of
     parameters (`kinds`) and their moments, or of one stack of the reference's tensors. It is sharded like the
     parameters, on a mesh of CPUs. `tensors`: each tensor in the buffers, with the live tensor that it copies.
+    `moments`: the tensors of AdamW's moments.
     """
 
     def __init__(
@@ -129,12 +140,14 @@ class Staging:
         self._slab = slab
         self.buffers: dict[str, Tensor] = {}
         self.tensors: list[StagedTensor] = []
+        self.moments: list[StagedTensor] = []
         for kind, names in kinds(parameters).items():
             moments = [{name: optimizer.state[parameters[name]][moment] for name in names} for moment in MOMENTS]
             self._add(
                 f"parameters.{kind}",
                 [[tensors_by_name[name] for name in names] for tensors_by_name in (parameters, *moments)],
             )
+            self.moments += self.tensors[-len(MOMENTS) * len(names) :]
         for kind, names in kinds(reference).items():
             self._add(REFERENCE + kind, [[reference[name] for name in names]])
 
@@ -162,14 +175,15 @@ class StateSnapshot:
 
     As long as a live tensor has not changed, `copy` reads from it. Call `keep` before a change: it copies to host
     memory the bytes that the save has not read yet. At the start of the save, `begin` copies the tensors that cannot be
-    read in place, such as a GPU's. `stream`: the GPU stream for these copies.
+    read in place, such as a GPU's. `stream`: the GPU stream for these copies. A tensor that is away is in its host copy
+    already.
     """
 
     def __init__(self, tensors: Sequence[StagedTensor], stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
         self._tensors = sorted((tensor for tensor in tensors if tensor.nbytes), key=lambda tensor: tensor.address)
         self._addresses = [tensor.address for tensor in self._tensors]
-        self._copied = [False] * len(self._tensors)
+        self._copied = [tensor.away for tensor in self._tensors]
         self._read_bytes = [0] * len(self._tensors)
         self._lock = Lock()
         self._host_free = Event()
@@ -185,7 +199,7 @@ class StateSnapshot:
         self._host_free.set()
 
     def begin(self) -> None:
-        self._keep([i for i, tensor in enumerate(self._tensors) if tensor.live_bytes is None])
+        self._keep([i for i, tensor in enumerate(self._tensors) if not tensor.readable])
 
     def keep(self) -> None:
         """Copies to host memory the bytes that the save has not read yet, so that the live tensors may change. Waits
@@ -220,10 +234,10 @@ class StateSnapshot:
             tensor = self._tensors[i]
             count = min(tensor.nbytes - start, len(target))
             with self._lock:
-                if tensor.live_bytes is None or self._copied[i]:
-                    source = tensor.host_bytes
-                else:
+                if tensor.readable and not self._copied[i]:
                     source = tensor.live_bytes
+                else:
+                    source = tensor.host_bytes
                 np.copyto(to[:count], source[start : start + count])
                 self._read_bytes[i] = start + count
             to = to[count:]

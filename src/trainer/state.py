@@ -17,6 +17,9 @@ memory of the live tensors, in one pass; `optim_step` first copies the unwritten
 (`trainer.snapshot`). These buffers are made at the first save and reused. A GPU's state is copied to them when the save
 begins. DCP's collectives have a separate process group.
 
+The host buffers also hold AdamW's moments while another process needs the GPU's memory (`put_moments_away`). A save
+that begins meanwhile reads them there.
+
 An error while one rank copies or writes is raised on all ranks, and leaves them ready for the next save: DCP brings
 errors to every rank if they occur inside the hooks that it calls. Therefore a GPU's state is copied in such a hook.
 """
@@ -26,7 +29,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -50,14 +53,16 @@ from trireme.process.faults import fault_point
 BUFFERS = "buffers."
 
 
-def make_adam_state(optimizer: torch.optim.AdamW) -> None:
+def make_adam_state(optimizer: torch.optim.AdamW, *, away: bool = False) -> None:
     """Makes AdamW's state (moments and count of steps, all 0) before the first step, so that the state can be saved or
-    overwritten by a load.
+    overwritten by a load. `away`: True if the moments get no memory yet; host copies that are 0 then hold them.
 
     (DCP's own way is a step with gradients of zero, after which AdamW counts one step too many.)
     """
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         moments = {name: torch.zeros_like(parameter) for name in MOMENTS}
+        for moment in moments.values() if away else ():
+            own_part(moment).untyped_storage().resize_(0)
         optimizer.state[parameter] = {"step": torch.tensor(0.0, device=parameter.device), **moments}
 
 
@@ -108,7 +113,7 @@ class RecordingFileSystem(FileSystem):
         if not self._written:
             self._begin()
         with storage_errors(path):
-            with HashingWriter(path, self._thread, self._copy, large=True) as stream:
+            with HashingWriter(path, self._thread, self._copy) as stream:
                 yield stream
             fsync_directory(path.parent)
         self._written[path] = stream
@@ -133,7 +138,8 @@ class Checkpointer:
 
     `parameters`: the sharded trained parameters by name; `optimizer` has their state (`make_adam_state`). `reference`:
     the tensors of a changing reference policy, by name. `base`: the digest of the base weights if the parameters are
-    adapters; None if they are the whole model. `buffers`: further tensors to save, by name.
+    adapters; None if they are the whole model. `buffers`: further tensors to save, by name. `away`: the argument of
+    `make_adam_state`.
     """
 
     def __init__(
@@ -145,6 +151,8 @@ class Checkpointer:
         reference: Mapping[str, Tensor],
         base: str | None,
         buffers: Mapping[str, Tensor],
+        *,
+        away: bool = False,
     ) -> None:
         self._beside_training = config.checkpoint.async_save
         self._device = mesh.device
@@ -162,6 +170,7 @@ class Checkpointer:
         self._saves: dict[Path, Future[list[FileRecord]]] = {}
         self._newest: Future[list[FileRecord]] | None = None
         self._snapshot: StateSnapshot | None = None
+        self._moments_away = away
 
     def begin(self, path: Path) -> None:
         """Begins to save the current state into directory `path`; does not wait. A thread writes the files, once any
@@ -186,11 +195,42 @@ class Checkpointer:
         wait([self._newest] if self._newest else [])
 
     def keep(self) -> None:
-        """Copies to host memory the part of the state that a running save has not read yet. Call it before each change
-        of the state."""
+        """Prepares a change of the state, and has to be called before each: copies to host memory the part of the state
+        that a running save has not read yet, and brings back moments that are away."""
         if self._snapshot:
             self._snapshot.keep()
             self._snapshot = None
+        self.bring_moments_back()
+        if self._stream:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def put_moments_away(self) -> None:
+        """Moves AdamW's moments to their host copies, and frees their memory on the device. First waits until no save
+        is running, because a save reads the host copies."""
+        self.wait_until_saved()
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        snapshot = StateSnapshot(self._staging.moments, self._stream)
+        snapshot.host_is_free()
+        snapshot.keep()
+        for moment in self._staging.moments:
+            moment.live.untyped_storage().resize_(0)
+        self._moments_away = True
+
+    @torch.no_grad()
+    def bring_moments_back(self) -> None:
+        """Begins to copy moments that are away back to the device, and does not wait: `keep` does. Does nothing if the
+        moments are there."""
+        if not self._moments_away:
+            return
+        self._moments_away = False
+        for moment in self._staging.moments:
+            moment.live.untyped_storage().resize_(moment.nbytes)
+        if self._stream:  # the memory may have been another tensor's just now
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            for moment in self._staging.moments:
+                moment.live.copy_(moment.host, non_blocking=True)
 
     def reset_moments(self) -> None:
         """Sets AdamW's moments and its count of steps to 0; a running save still gets the old values."""
@@ -253,9 +293,11 @@ class Checkpointer:
 
     @torch.no_grad()
     def _take_over(self, small: Mapping[str, Tensor]) -> None:
-        """Sets the live state to the values of the host copies and of `small`, the small tensors by name."""
+        """Sets the live state to the values of the host copies and of `small`, the small tensors by name. Moments that
+        are away stay there."""
         for tensor in self._staging.tensors:
-            tensor.live.copy_(tensor.host)
+            if not tensor.away:
+                tensor.live.copy_(tensor.host)
         torch._foreach_copy_(self._steps, list(small["steps"].unbind()))
         for name, buffer in self._buffers.items():
             buffer.copy_(small[name])

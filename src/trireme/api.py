@@ -165,7 +165,9 @@ def _opened(
             inference = None
         if inference:
             ending.callback(inference.stop)
-        trainer = TrainerHandle.start(config, places["trainer"], logs, taken_share=plan.taken_share)
+        trainer = TrainerHandle.start(
+            config, places["trainer"], logs, taken_share=plan.taken_share, offloads=plan.offloads
+        )
         ending.callback(trainer.stop)
         starting = [trainer.ready_refs()]
         if inference:

@@ -56,7 +56,7 @@ def test_environments_of_several_kinds_on_a_real_engine(tmp_path: Path) -> None:
                 {"id": "arithmetic:Arithmetic", "args": {"max_turns": 3}},
                 {"id": "question_answer", "args": {"path": str(tmp_path / "sevens.jsonl")}},
                 {"id": "verifiers:sevens", "name": "sevens", "args": {"hold_out": False}},
-                {"id": "twenty_questions", "args": {"max_questions": 2}},
+                {"id": "twenty_questions:TwentyQuestions", "args": {"max_questions": 2}},
             ],
             "problems": 8,
             "samples": 6,

@@ -14,7 +14,7 @@ from inference.handle import InferenceHandle
 from trireme.config import Config
 from trireme.process.ray_cluster import PlacePool, reserve
 from trireme.supervision.heartbeats import HeartbeatMonitor
-from trireme.supervision.replica_manager import ReplicaLimits, ReplicaManager
+from trireme.supervision.replica_manager import ReplicaManager
 from trireme.supervision.roster import Roster
 
 DEADLINE_S = 60.0
@@ -50,8 +50,7 @@ def test_a_replica_that_leaves_gives_its_place_back(monkeypatch: pytest.MonkeyPa
         group = InferenceHandle.start(config, options, None)
         roster = Roster(time.time)
         monitor = HeartbeatMonitor(roster, 30.0, lambda *_: None)
-        limits = ReplicaLimits(lambda *_: None, lambda *_: None)
-        manager = ReplicaManager(config, group, roster, monitor, limits, PlacePool(RESOURCES, ending))
+        manager = ReplicaManager(config, group, roster, monitor, lambda *_: None, PlacePool(RESOURCES, ending))
         manager.begin()
         for _ in range(2):
             manager.scale(4)

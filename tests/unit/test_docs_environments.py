@@ -39,7 +39,7 @@ LIMITS = RolloutLimits(1000, 10_000, decode=characters().decode)
 
 
 def dataset(env_id: str, split: Any = "train", **args: Any) -> RLDataset:
-    return load_dataset(EnvConfig(id=env_id, args=args), EnvContext(characters(), 0, 2, split))
+    return load_dataset(EnvConfig(id=env_id, args=args), EnvContext(characters(), 0, 2, split, model="the-start"))
 
 
 def play(problem: Any, texts: Sequence[str]) -> tuple[Trajectory, list[str]]:

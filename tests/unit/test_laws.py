@@ -110,7 +110,7 @@ def test_only_waits_waits() -> None:
     } >= BARE_WAITS  # the check sees such calls
 
 
-PASS_MODULES = ("attention", "losses", "logprobs", "passes", "shared_attention", "shared_rows")
+PASS_MODULES = ("attention", "host_activations", "losses", "logprobs", "passes", "shared_attention", "shared_rows")
 """Modules of the trainer that run in every micro-batch; `trainer.transfers` makes their copies."""
 HOST_COPIES = {"cpu", "cuda", "from_numpy", "item", "nonzero", "numpy", "pin_memory", "tensor", "tolist"}
 OWN_HOST_COPIES = {
@@ -304,7 +304,6 @@ PATHS_ELSEWHERE = {
     },
     "trireme/run/metrics.py": {"n + failed": "a division"},
     "service/guard.py": {"self._per_minute": "a division"},
-    "service/tinker/costs.py": {"self._seconds": "a division"},
 }
 """The operands from which places are made without `path_in`, and why they name nothing elsewhere."""
 

@@ -24,7 +24,6 @@ import json
 import os
 import resource
 import uuid
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,8 +43,6 @@ CONNECT_S = 10.0
 CLOSE_S = 20.0
 BUSY = frozenset({429, 502, 503, 504})
 """HTTP status codes of a server that may accept the same request later."""
-LONGEST_ANSWER = 16 * 10**6
-"""The most bytes of a server's answer."""
 SHOWN = 300
 """The most characters of a wrong answer that an error shows."""
 SENT = ("role", "content", "thinking", "tool_calls")
@@ -92,7 +89,7 @@ class EnvServer:
     ) -> Mapping[str, Any]:
         """Sends a request by `client`, repeats it until the server answers, and returns the JSON object of the answer.
         Raises EnvServerDown if there is no answer within `limit_s` seconds, EnvServerRefused for a status of 400 or
-        more that is not in BUSY, and BadEnvAnswer if the answer is no JSON object or too long."""
+        more that is not in BUSY, and BadEnvAnswer if the answer is no JSON object."""
         url = f"{self.url}/{path}"
         failure = "no answer to the first try"
         tries = 0
@@ -102,7 +99,7 @@ class EnvServer:
                     tries += 1
                     try:
                         async with client.request(method, url, json=body) as reply:
-                            text = await _text_of(reply)
+                            text = await reply.text(errors="replace")
                         if reply.status not in BUSY:
                             return _read(f"{method} {url}", reply.status, text)
                         failure = f"status {reply.status}"
@@ -116,16 +113,6 @@ class EnvServer:
                 f"{method} {url} was not answered within {limit_s:g} s ({tries} tries; the last failure: {failure}). "
                 "Is the server up, and the limit long enough (env.args.step_s and reset_s of an environment)?"
             ) from None
-
-
-async def _text_of(reply: aiohttp.ClientResponse) -> str:
-    """Returns the text of a server's answer. Raises BadEnvAnswer if it has more than LONGEST_ANSWER bytes."""
-    body = bytearray()
-    async for piece in reply.content.iter_any():
-        body += piece
-        if len(body) > LONGEST_ANSWER:
-            raise BadEnvAnswer(f"{reply.url} was answered with more than {LONGEST_ANSWER:,} bytes; send less in a turn")
-    return body.decode(errors="replace")
 
 
 def _read(request: str, status: int, text: str) -> Mapping[str, Any]:
@@ -251,15 +238,14 @@ def _is_message(value: object) -> bool:
 class HttpDataset(GeneratedDataset):
     """The tasks of a server, as `num_batches` batches of `batch_size`. Task n of a split is the same each time.
 
-    `more_urls` may add servers to `url`; all sessions of a task use the same server. `options` are sent with each
-    reset. `token_variable` names the environment variable that holds the bearer token. Raises ValueError for limits
-    (`reset_s`, `step_s`) that are not above 0, for sizes below 1, and if that variable is not set.
+    `options` are sent with each reset. `token_variable` names the environment variable that holds the bearer token.
+    Raises ValueError for limits (`reset_s`, `step_s`) that are not above 0, for sizes below 1, and if that variable is
+    not set.
     """
 
     name = "http"
 
     url: str
-    more_urls: Sequence[str] = ()
     options: Mapping[str, object] = field(default_factory=dict)
     reset_s: float = 300.0
     step_s: float = 300.0
@@ -279,8 +265,7 @@ class HttpDataset(GeneratedDataset):
                 "process"
             )
         _allow_connections()
-        urls = [url.rstrip("/") for url in (self.url, *self.more_urls)]
-        self._servers = [EnvServer(url, self.reset_s, self.step_s, token) for url in urls]
+        self._server = EnvServer(self.url.rstrip("/"), self.reset_s, self.step_s, token)
 
     def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:
         renderer = self.context.renderer
@@ -294,5 +279,4 @@ class HttpDataset(GeneratedDataset):
             "task": number,
             "split": self.context.split,
         }
-        server = self._servers[zlib.crc32(f"{self.context.split}/{number}".encode()) % len(self._servers)]
-        return partial(HttpEnv, server, task)
+        return partial(HttpEnv, self._server, task)

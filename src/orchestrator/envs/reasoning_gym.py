@@ -4,17 +4,14 @@
     generator[index] --question--> one chat message --> answer --extract--> the part that counts --exact--> reward
 
 Item `index` of a generator follows from the generator's seed + `index`, so generators with different seeds share items.
-All runs therefore use the generator of seed 0; a run's seed decides which indexes are drawn. Training and evaluations
-draw from separate ranges of indexes. Two indexes may have the same question: so a hash assigns each question to
-training or to evaluations, and the other leaves it out.
+All runs therefore use the generator of seed 0; a run's seed decides which indexes are drawn. Two indexes may have the
+same question: so a hash assigns each question to training or to evaluations, and the other leaves it out.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import re
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -23,15 +20,13 @@ from typing import Any, Literal, get_args
 
 from orchestrator.env import EnvContext, EnvGroupBuilder
 from orchestrator.envs.reward import RewardProblem, RewardRow
-from orchestrator.envs.text import HELD_OUT_EVERY, GeneratedDataset, is_held_out
+from orchestrator.envs.text import GeneratedDataset, is_held_out
 from trireme.core.extras import require
 from trireme.core.finite_json import to_json
 from trireme.renderers import Message
 
 with suppress(ImportError):  # the extra `reasoning-gym`; a worker process imports it before the time of a call begins
     from reasoning_gym.factory import DATASETS, create_dataset
-
-log = logging.getLogger(__name__)
 
 Extraction = Literal["raw", "tag", "last_number", "last_word"]
 Reward = Literal["exact", "score"]
@@ -45,9 +40,6 @@ AROUND_WORDS = ".,;:!?'\"`*()[]"
 AROUND_ANSWERS = ("1 {} 2", "x {} y", "wrong {}", "{} wrong")
 """Formats of texts that contain a right answer but are wrong answers."""
 MOST_TRIES = 500
-FEW_QUESTIONS = 1000
-COUNTING_S = 1.0
-"""Seconds for which the start of a run draws questions, to see whether there are few distinct ones."""
 
 
 def extract(text: str, extraction: Extraction) -> str:
@@ -134,7 +126,7 @@ def generator(task: str, difficulty: Mapping[str, object], size: int = 1) -> Any
 
 
 class ReasoningGymDataset(GeneratedDataset):
-    """Questions from the first `size` items of the generator `task`; the last eighth of these items is for evaluations.
+    """Questions from the first `size` items of the generator `task`; about an eighth of them is for evaluations.
 
     `answer`: the rule that extracts the part of an answer that counts. `reward`: the name of the function that scores
     this part. `limit_s`: seconds to score an answer. Raises ValueError for wrong arguments, and if `reward` is "exact"
@@ -161,21 +153,14 @@ class ReasoningGymDataset(GeneratedDataset):
         for name, value, allowed in (("answer", answer, Extraction), ("reward", reward, Reward)):
             if value not in get_args(allowed):
                 raise ValueError(f"{name} = {value!r}; expected one of {', '.join(get_args(allowed))}")
-        if size < HELD_OUT_EVERY:
-            raise ValueError(f"size = {size}; expected at least {HELD_OUT_EVERY}")
         self._task = task
         self._extraction = answer
         self._difficulty = dict(difficulty or {})
         self._items = generator(task, self._difficulty, size)
-        held_out = size - size // HELD_OUT_EVERY
-        if context.split == "eval":
-            self._indexes = range(held_out, size)
-        else:
-            self._indexes = range(held_out)
+        self._size = size
         self._make = partial(RewardProblem, context, __file__, {reward: 1.0}, limit_s)
         if reward == "exact" and not isinstance(self._items[0]["answer"], str):
             raise ValueError(f"reward = 'exact' for {task}, which knows no answers; expected reward = 'score'")
-        self._warn_of_few_questions()
 
     def builders(self, numbers: Sequence[int]) -> list[EnvGroupBuilder]:
         return [self._problem(number) for number in numbers]
@@ -183,7 +168,7 @@ class ReasoningGymDataset(GeneratedDataset):
     def _problem(self, number: int) -> RewardProblem:
         rng = self.rng(number)
         for _ in range(MOST_TRIES):
-            index = rng.choice(self._indexes)
+            index = rng.randrange(self._size)
             entry = self._items[index]
             if is_held_out(entry["question"]) == (self.context.split == "eval"):
                 return self._make(self._row(index, entry))
@@ -207,24 +192,3 @@ class ReasoningGymDataset(GeneratedDataset):
         }
         place = f"item {index} of reasoning_gym:{self._task}"
         return RewardRow(place, columns, [Message(role="user", content=question)], answer)
-
-    def _warn_of_few_questions(self) -> None:
-        drawn, distinct = few_questions(self._items, self._indexes)
-        if distinct:
-            log.warning("reasoning_gym:%s: %d items have only %d distinct questions", self._task, drawn, distinct)
-
-
-def few_questions(items: Any, indexes: range, seconds: float = COUNTING_S) -> tuple[int, int]:
-    """Tests whether a generator has fewer than about FEW_QUESTIONS distinct questions. If it has, returns (number of
-    drawn items, number of distinct questions among them); else returns (number of drawn items, 0). Draws the
-    generator's items at `indexes`, in order, for at most `seconds` seconds, and at most 2 * FEW_QUESTIONS items.
-    Computes how many distinct questions to expect if the items were uniform draws from FEW_QUESTIONS questions. The
-    generator has few questions if the drawn items have more than 0.5 fewer distinct questions than that."""
-    questions: set[str] = set()
-    drawn = 0
-    end = time.monotonic() + seconds
-    while drawn < min(2 * FEW_QUESTIONS, len(indexes)) and time.monotonic() < end:
-        questions.add(items[indexes[drawn]]["question"])
-        drawn += 1
-    expected = FEW_QUESTIONS * (1 - (1 - 1 / FEW_QUESTIONS) ** drawn)
-    return drawn, len(questions) if len(questions) < expected - 0.5 else 0

@@ -5,7 +5,8 @@ The page itself is open to all, because it holds no data; the requests that the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from threading import Lock
 from typing import Annotated
 
 from fastapi import FastAPI, Query
@@ -67,6 +68,7 @@ class _Console:
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
+        self._lock = Lock()  # the reader caches contents
 
     async def to_page(self) -> Response:
         """Redirects the browser to the page. The address is relative, because a proxy may serve the console below
@@ -85,68 +87,61 @@ class _Console:
 
     def run(self) -> Response:
         """Returns the progress of the run, and the state of its parts."""
-        return _reply(self._reader.overview())
+        return self._reply(self._reader.overview)
 
     def curves(self) -> Response:
         """Returns the charts of metrics, and the ages of all groups that were trained on."""
-        return _reply(self._reader.curves())
+        return self._reply(self._reader.curves)
 
     def curve(self, name: Name) -> Response:
         """Returns the values of the metric `name`."""
-        return _reply(self._reader.curve(name))
+        return self._reply(self._reader.curve, name)
 
     def timeline(self, steps: Annotated[int, Query(ge=1, le=50)] = 5) -> Response:
         """Returns the work of each process in the newest steps."""
-        return _reply(self._reader.timeline(steps))
+        return self._reply(self._reader.timeline, steps)
 
     def rollouts(self) -> Response:
         """Returns the steps that have recorded rollouts."""
-        return _reply(self._reader.rollouts.steps())
+        return self._reply(self._reader.rollouts.steps)
 
     def groups(self, step: Number) -> Response:
         """Returns the groups of a step."""
-        return _reply(self._reader.rollouts.groups(step))
+        return self._reply(self._reader.rollouts.groups, step)
 
     def group(self, step: Number, group: Number) -> Response:
         """Returns the rollouts of a group."""
-        with self._reader.lock:
-            return _reply(self._reader.rollouts.group(step, group))
+        return self._reply(self._reader.rollouts.group, step, group)
 
     def rollout(self, step: Number, group: Number, rollout: Number, start: Number = 0) -> Response:
         """Returns a page of the tokens of a rollout, from token `start` on."""
-        decode = self._reader.decode()
-        with self._reader.lock:
-            return _reply(self._reader.rollouts.tokens(step, group, rollout, start, decode))
+        return self._reply(self._reader.rollouts.tokens, step, group, rollout, start)
 
     def sessions(self) -> Response:
         """Returns the list of the run's sessions."""
-        with self._reader.lock:
-            return _reply(self._reader.sessions.listing())
+        return self._reply(self._reader.sessions.listing)
 
     def session(self, name: Name) -> Response:
         """Returns the tree of a session."""
-        with self._reader.lock:
-            return _reply(self._reader.sessions.tree(name))
+        return self._reply(self._reader.sessions.tree, name)
 
     def node(self, name: Name, node: Number, start: Number = 0) -> Response:
         """Returns a page of the tokens on the path from the root of a session's tree to the end of `node`; the page
         begins at token `start`."""
-        decode = self._reader.decode()
-        with self._reader.lock:
-            return _reply(self._reader.sessions.tokens(name, node, start, decode))
+        return self._reply(self._reader.sessions.tokens, name, node, start)
 
     def logs(self) -> Response:
         """Returns the list of logs."""
-        return _reply(self._reader.logs.listing())
+        return self._reply(self._reader.logs.listing)
 
     def log(self, attempt: Number, name: Name, end: Number | None = None) -> Response:
         """Returns the part of a log that ends before byte `end` (None: the end of the log)."""
-        return _reply(self._reader.logs.part(attempt, name, end))
+        return self._reply(self._reader.logs.part, attempt, name, end)
+
+    def _reply(self, read: Callable[..., object], *arguments: object) -> JsonReply:
+        with self._lock:
+            return JsonReply(read(*arguments), headers=dict(HEADERS))
 
 
 def _file(name: str, kind: str) -> Response:
     return Response(page_file(name), media_type=kind, headers=dict(HEADERS))
-
-
-def _reply(values: object) -> JsonReply:
-    return JsonReply(values, headers=dict(HEADERS))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
@@ -26,8 +26,8 @@ CURVES_BYTES = 8_000_000
 """Further metrics are embedded while all answers together are shorter than this, in bytes."""
 REPORT_BYTES = 18_000_000
 """Further rollouts are embedded while all answers together are shorter than this, in bytes."""
-MOST_STEPS = 40
-"""The most steps with embedded rollouts; they are spread evenly from the first step to the newest."""
+MOST_STEPS = 39
+"""About the most steps with embedded rollouts: the newest and the first, and steps evenly spread between them."""
 SCRIPT = re.compile(r'<script src="files/([\w.]+)" defer></script>\n')
 STYLE = re.compile(r'<link rel="stylesheet" href="files/([\w.]+)">\n')
 
@@ -72,7 +72,8 @@ def report_page(reader: RunReader, now: datetime) -> str:
     answers.add("curves", {**curves, "names": names})
     recorded = reader.rollouts.steps(limit=None)["steps"]
     steps: set[int] = set()
-    for step, request, answer in _rollouts(reader, spread(recorded, MOST_STEPS)):
+    some = recorded[:: 1 + len(recorded) // MOST_STEPS]
+    for step, request, answer in _rollouts(reader, dict.fromkeys([*recorded[:1], *recorded[-1:], *some])):
         if not answers.add(request, answer, REPORT_BYTES):
             break
         steps.add(step)
@@ -80,23 +81,9 @@ def report_page(reader: RunReader, now: datetime) -> str:
     return _assembled(answers.text())
 
 
-def spread(steps: Sequence[int], limit: int) -> list[int]:
-    """Returns at most `limit` of the `steps`, evenly spread: the first, the last, then the ones in between.
-
-    >>> spread([9, 8, 7, 6, 5, 4, 3], 4)
-    [9, 3, 7, 5]
-    """
-    count = min(limit, len(steps))
-    if count < 2:
-        return list(steps[:count])
-    chosen = [steps[part * (len(steps) - 1) // (count - 1)] for part in range(count)]
-    return [chosen[0], chosen[-1], *chosen[1:-1]]
-
-
-def _rollouts(reader: RunReader, steps: Sequence[int]) -> Iterator[tuple[int, str, Any]]:
+def _rollouts(reader: RunReader, steps: Iterable[int]) -> Iterator[tuple[int, str, Any]]:
     """Yields (step, request, answer) for each request that the page can make about the rollouts of `steps`."""
     rollouts = reader.rollouts
-    decode = reader.decode() if steps else None
     for step in steps:
         groups = rollouts.groups(step)
         yield step, f"groups {step}", groups
@@ -106,7 +93,7 @@ def _rollouts(reader: RunReader, steps: Sequence[int]) -> Iterator[tuple[int, st
             for rollout in range(len(group["rollouts"])):
                 start = 0
                 while start is not None:
-                    page = rollouts.tokens(step, number, rollout, start, decode)
+                    page = rollouts.tokens(step, number, rollout, start)
                     yield step, f"rollout {step} {number} {rollout} {start}", page
                     start = page["next"]
 

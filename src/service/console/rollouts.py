@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ LISTED_BYTES = 64 << 20
 
 
 class RecordedRollouts:
-    """Reads the recorded rollouts in the run directory `root`."""
+    """Reads the recorded rollouts in the run directory `root`. `decode` returns the function that turns tokens into
+    text, or None."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, decode: Callable[[], Decode | None]) -> None:
+        self._decode = decode
         self._directory = root / ROLLOUTS
         self._last: tuple[tuple[int, int, int], GroupRecord] | None = None
 
@@ -57,14 +59,14 @@ class RecordedRollouts:
         ]
         return {**_about(group), "rollouts": rollouts}
 
-    def tokens(self, step: int, number: int, rollout: int, start: int, decode: Decode | None) -> dict[str, Any]:
+    def tokens(self, step: int, number: int, rollout: int, start: int) -> dict[str, Any]:
         """Returns a page of the tokens of one rollout of group `number`, from token `start` on. Raises RequestRefused
         if there is no such rollout."""
         group = self._group(step, number)
         if not 0 <= rollout < len(group["rollouts"]):
             raise missing(f"rollout {rollout} of a group with {len(group['rollouts'])}", "one that the group lists")
         pieces = [piece for turn in group["rollouts"][rollout]["turns"] for piece in _pieces(turn)]
-        return tokens_page(pieces, start, decode) | {"step": group["step"], "floor": group["floor"]}
+        return tokens_page(pieces, start, self._decode()) | {"step": group["step"], "floor": group["floor"]}
 
     def _file(self, step: int) -> Path:
         files = recorded_steps(self._directory)

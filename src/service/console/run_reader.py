@@ -1,14 +1,11 @@
 """Reads a run directory for the console, a bounded part at a time.
 
-Requests run in several threads. Each takes the lock of the part of the run that it reads, because these parts cache
-contents.
+Only one thread at a time may call its methods, because its parts cache contents.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -32,8 +29,6 @@ from trireme.tools.timeline import timeline, timeline_to_json
 SESSIONS = "sessions"
 """The directory of the store of sessions, in the run directory."""
 MOST_INCIDENTS = 200
-TIMELINE_S = 2.0
-"""Seconds for which a timeline that was read is used again."""
 log = logging.getLogger(__name__)
 
 
@@ -50,97 +45,85 @@ class RunReader:
     ) -> None:
         self.root = root
         self._open_tokenizer = open_tokenizer
-        self.rollouts = RecordedRollouts(root)
-        self.sessions = RunSessions(sessions or StoredSessions(root / SESSIONS))
+        self.rollouts = RecordedRollouts(root, self.decode)
+        self.sessions = RunSessions(sessions or StoredSessions(root / SESSIONS), self.decode)
         self.logs = RunLogs(root)
         self._curves = RunCurves(root)
         self._ages = GroupAges(root)
         self._decode: Decode | None = None
-        self._timelines: dict[int, tuple[float, JsonObject | None]] = {}
-        self.lock, self._tokenizer_lock, self._timeline_lock = (threading.Lock() for _ in range(3))
 
     def overview(self) -> JsonObject:
         """Returns the progress of the run, and the state of all its parts."""
-        with self.lock:
-            self._curves.look()
-            newest = self._curves.newest
-            config = run_config(self.root)
-            now = datetime.now(UTC)
-            driver = driver_state(self.root)
-            status = Status.read(self.root)
-            incidents = read_incidents(self.root)
-            return {
-                "run": self.root.name,
-                "headline": headline(config, newest, driver),
-                "step": shown_step(newest) if newest else 0,
-                "target": target_of(config, newest),
-                "trouble": troubles(status, now.timestamp()) if is_live(driver) else "",
-                "standing": standing(status, driver),
-                "facts": [
-                    *self._curves.facts(now),
-                    *described(config),
-                    *lineage_facts(self.root, self._curves.attempts),
-                    ("directory", str(self.root)),
-                    *_stored(config),
-                ],
-                "now": now.timestamp(),
-                "parts": [asdict(part) for part in status.parts] if status else [],
-                "rooms": {room: _shown(names, newest) for room, names in ROOMS.items()},
-                "incidents": [
-                    {**asdict(incident), "at": f"{datetime.fromtimestamp(incident.at, UTC):%Y-%m-%d %H:%M:%S}"}
-                    for incident in incidents[: -MOST_INCIDENTS - 1 : -1]
-                ],
-                "incidents_older": max(0, len(incidents) - MOST_INCIDENTS),
-                "unread": self._curves.unread,
-            }
+        self._curves.look()
+        newest = self._curves.newest
+        config = run_config(self.root)
+        now = datetime.now(UTC)
+        driver = driver_state(self.root)
+        status = Status.read(self.root)
+        incidents = read_incidents(self.root)
+        return {
+            "run": self.root.name,
+            "headline": headline(config, newest, driver),
+            "step": shown_step(newest) if newest else 0,
+            "target": target_of(config, newest),
+            "trouble": troubles(status, now.timestamp()) if is_live(driver) else "",
+            "standing": standing(status, driver),
+            "facts": [
+                *self._curves.facts(now),
+                *described(config),
+                *lineage_facts(self.root, self._curves.attempts),
+                ("directory", str(self.root)),
+                *_stored(config),
+            ],
+            "now": now.timestamp(),
+            "parts": [asdict(part) for part in status.parts] if status else [],
+            "rooms": {room: _shown(names, newest) for room, names in ROOMS.items()},
+            "incidents": [
+                {**asdict(incident), "at": f"{datetime.fromtimestamp(incident.at, UTC):%Y-%m-%d %H:%M:%S}"}
+                for incident in incidents[: -MOST_INCIDENTS - 1 : -1]
+            ],
+            "incidents_older": max(0, len(incidents) - MOST_INCIDENTS),
+            "unread": self._curves.unread,
+        }
 
     def curves(self) -> dict[str, Any]:
         """Returns the charts, the names of all metrics, and the ages of all groups that were trained on."""
-        with self.lock:
-            self._curves.look()
-            bound = run_config(self.root).get("orchestrator", {}).get("max_steps_off_policy")
-            return {
-                "rows": self._curves.rows,
-                "panels": self._curves.panels(),
-                "names": self._curves.names(),
-                "ages": {"counts": self._ages.look(), "bound": bound},
-            }
+        self._curves.look()
+        bound = run_config(self.root).get("orchestrator", {}).get("max_steps_off_policy")
+        return {
+            "rows": self._curves.rows,
+            "panels": self._curves.panels(),
+            "names": self._curves.names(),
+            "ages": {"counts": self._ages.look(), "bound": bound},
+        }
 
     def curve(self, name: str) -> JsonObject:
         """Returns the values of the metric `name`, as a chart with at most one curve."""
-        with self.lock:
-            self._curves.look()
-            points = self._curves.curve(name)
-            return {"title": name, "unit": "", "curves": [{"name": name, "points": points}] if points else []}
+        self._curves.look()
+        points = self._curves.curve(name)
+        return {"title": name, "unit": "", "curves": [{"name": name, "points": points}] if points else []}
 
     def read_all(self) -> None:
         """Reads the files of metrics and ages to their ends. Without this call, each request reads a further part of
         the files, up to a limit of bytes."""
-        with self.lock:
-            self._curves.look(most_bytes=None)
-            self._ages.look(most_bytes=None)
+        self._curves.look(most_bytes=None)
+        self._ages.look(most_bytes=None)
 
     def timeline(self, steps: int) -> JsonObject | None:
         """Returns the timeline of the newest steps; None where there is no trace."""
-        with self._timeline_lock:
-            at, shown = self._timelines.get(steps, (-TIMELINE_S, None))
-            if time.monotonic() - at >= TIMELINE_S:
-                newest = timeline(self.root, steps)
-                shown = timeline_to_json(newest) if newest else None
-                self._timelines = {steps: (time.monotonic(), shown)}
-            return shown
+        newest = timeline(self.root, steps)
+        return timeline_to_json(newest) if newest else None
 
     def decode(self) -> Decode | None:
         """Returns the function that turns tokens into text; None if the run's tokenizer is not on this machine, or
         cannot be opened."""
-        with self._tokenizer_lock:
-            if self._decode is None and self._open_tokenizer is not None:
-                try:
-                    self._decode = self._open_tokenizer().decode
-                except Exception:  # of whichever kind: the page shows numbers
-                    log.exception("the tokenizer of %s cannot be opened; tokens are shown as numbers", self.root)
-                    self._open_tokenizer = None
-            return self._decode
+        if self._decode is None and self._open_tokenizer is not None:
+            try:
+                self._decode = self._open_tokenizer().decode
+            except Exception:  # of whichever kind: the page shows numbers
+                log.exception("the tokenizer of %s cannot be opened; tokens are shown as numbers", self.root)
+                self._open_tokenizer = None
+        return self._decode
 
 
 def _shown(names: str, row: Mapping[str, Any]) -> list[tuple[str, float]]:

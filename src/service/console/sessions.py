@@ -48,10 +48,11 @@ class StoredSessions:
 
 class RunSessions:
     """Describes sessions for the console. `book` returns the sessions; another thread may add to these sessions at any
-    time."""
+    time. `decode` returns the function that turns tokens into text, or None."""
 
-    def __init__(self, book: Callable[[], SessionBook]) -> None:
+    def __init__(self, book: Callable[[], SessionBook], decode: Callable[[], Decode | None]) -> None:
         self._book = book
+        self._decode = decode
 
     def listing(self) -> JsonObject:
         """Lists the MOST_SESSIONS sessions with the latest activity, the latest first, and counts the others."""
@@ -68,7 +69,7 @@ class RunSessions:
         nodes = [_node(session, number) for number in range(min(len(session.tree.nodes), MOST_NODES))]
         return session.summary() | {"nodes": nodes, "nodes_left_out": len(session.tree.nodes) - len(nodes)}
 
-    def tokens(self, name: str, node: int, start: int, decode: Decode | None) -> JsonObject:
+    def tokens(self, name: str, node: int, start: int) -> JsonObject:
         """Returns a page of the tokens on the path from the root of a session's tree to the end of `node`; the page
         begins at token `start`. Raises RequestRefused if there is no such session or node."""
         session = self._session(name)
@@ -80,7 +81,7 @@ class RunSessions:
             path.append(node)
             node = nodes[node].parent
         pieces = [_piece(session, number) for number in reversed(path)]
-        return tokens_page(pieces, start, decode) | {"floor": session.opened.floor}
+        return tokens_page(pieces, start, self._decode()) | {"floor": session.opened.floor}
 
     def _session(self, name: str) -> AgentSession:
         session = self._book().sessions.get(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
@@ -14,12 +13,12 @@ from starlette.middleware.base import RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service import ports
 from service.console.app import HEADERS, add_console
 from service.console.run_reader import RunReader
 from service.errors import add_refusals, error_reply
 from service.guard import Limits, RequestGuard
 from service.keys import ServiceKey, ServiceKeys, new_key, read
+from service.ports import HttpServer, http_server
 from service.requests import RequestRefused
 from service.routes import CONSOLE, Caller, caller_of
 from trireme.core.refusals import Refusal
@@ -81,39 +80,25 @@ def console_keys(host: str, file: Path | None) -> list[ServiceKey]:
     return keys
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens at `host` and `port` (0: any free port). Raises BadInput if this machine does not
-    have the address, or the port is taken."""
-    try:
-        return ports.listen(host, port)
-    except OSError as error:
-        raise Refusal(
-            f"--host {host} --port {port}: {error}",
-            "an address of this machine, and a port that is free",
-            "give another --port, or 0 for any that is free",
-        ) from None
-
-
-def address_of(listening: socket.socket, host: str, keys: list[ServiceKey]) -> str:
+def address_of(server: HttpServer, host: str, keys: list[ServiceKey]) -> str:
     """Returns the URL to open in a browser. The first admin key, if there is one, comes after `#`: a browser does not
     send this part of a URL."""
-    shown = f"[{host}]" if ":" in host else host
     key = next((f"#key={service_key.value}" for service_key in keys if service_key.role == "admin"), "")
-    return f"http://{shown}:{listening.getsockname()[1]}{CONSOLE}/{key}"
+    return f"{server.address_at(host)}{CONSOLE}/{key}"
 
 
 def serve_console(reader: RunReader, host: str, port: int, key_file: Path | None, say: Callable[[str], None]) -> None:
     """Serves the console of the run that `reader` reads, until a signal comes. `key_file`: a file of keys (None: a new
-    key, or no key on loopback). `say` gets messages for the user, such as the URL. Raises BadInput if the keys or the
-    address cannot be used."""
+    key, or no key on loopback). `say` gets messages for the user, such as the URL. Raises BadInput if the keys cannot
+    be used, and RoomFailed if the address cannot be used."""
     keys = console_keys(host, key_file)
-    listening = listen(host, port)
-    say(f"{reader.root}: {address_of(listening, host, keys)}")
+    server = http_server(make_console_app(reader, keys), host, port)
+    say(f"{reader.root}: {address_of(server, host, keys)}")
     say("open it in a browser; Ctrl-C ends this, and the run does not notice")
-    asyncio.run(serve(ports.HttpServer(make_console_app(reader, keys), listening)))
+    asyncio.run(serve(server))
 
 
-async def serve(server: ports.HttpServer) -> None:
+async def serve(server: HttpServer) -> None:
     """Opens the server and serves until it ends or this call is cancelled, then closes it."""
     await server.open()
     try:

@@ -16,10 +16,7 @@ from service.dialects.wire import (
     FunctionTool,
     Many,
     MinP,
-    NoPenalty,
-    Nothing,
     Penalty,
-    PlainFormat,
     SampledBody,
     Seed,
     Stop,
@@ -78,10 +75,6 @@ class ChatMessage(Body):
     tool_calls: Many[ChatToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    refusal: None = None
-    annotations: Nothing = None
-    audio: None = None
-    function_call: None = None
     token_ids: Many[TokenId] | None = None
     prompt_token_ids: Many[TokenId] | None = None
 
@@ -135,7 +128,6 @@ class StreamOptions(Body):
     """Options of a stream."""
 
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
 
 
 class OpenAIBody(SampledBody):
@@ -147,9 +139,6 @@ class OpenAIBody(SampledBody):
     stop: Stop | Stops | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    frequency_penalty: NoPenalty = None
-    presence_penalty: NoPenalty = None
-    logit_bias: Annotated[Annotated[dict[str, float], Field(max_length=0)] | None, Few] = None
     top_k: TopK | None = None
     min_p: MinP | None = None
     repetition_penalty: Penalty | None = None
@@ -207,21 +196,9 @@ class ChatRequest(OpenAIBody):
     max_completion_tokens: Tokens | None = None
     tools: Many[ChatTool] | None = None
     tool_choice: str | JsonObject | None = None
-    parallel_tool_calls: Literal[True] | None = None
     logprobs: bool | None = None
-    top_logprobs: Literal[0] | None = None
     metadata: Annotated[dict[str, str] | None, Few] = None
-    store: Literal[False] | None = None
-    response_format: PlainFormat | None = None
     service_tier: Literal["auto", "default"] | None = None
-    modalities: Many[Literal["text"]] | None = None
-    audio: None = None
-    prediction: None = None
-    reasoning_effort: None = None
-    verbosity: None = None
-    web_search_options: None = None
-    functions: None = None
-    function_call: None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 

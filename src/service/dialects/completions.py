@@ -31,9 +31,6 @@ class CompletionRequest(OpenAIBody):
         | Annotated[Many[Many[TokenId]], Field(min_length=1, max_length=MOST_PROMPTS)]
     )
     logprobs: Literal[0] | None = None
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
-    suffix: None = None
 
     def turns(self) -> Sequence[TurnRequest]:
         params = self.openai_params(self.max_tokens or DEFAULT_TOKENS)

@@ -10,7 +10,6 @@ from pydantic import Field
 from service.dialects.wire import (
     Body,
     Many,
-    Nothing,
     SampledBody,
     Stops,
     Tokens,
@@ -35,7 +34,6 @@ class TextBlock(Body):
 
     type: Literal["text"]
     text: str
-    citations: Nothing = None
     cache_control: object = None  # replicas cache every prefix
 
 
@@ -55,8 +53,6 @@ class ToolUseBlock(Body):
     name: Annotated[str, Field(min_length=1)]
     input: JsonObject
     cache_control: object = None
-    caller: None = None
-    toolset_name: None = None
 
 
 class ToolResultBlock(Body):
@@ -85,8 +81,6 @@ class AnthropicTool(Body):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     input_schema: JsonObject
-    type: Literal["custom"] | None = None
-    strict: Literal[False] | None = None
     cache_control: object = None
 
     def spec(self) -> ToolSpec:
@@ -98,13 +92,6 @@ class AnthropicToolChoice(Body):
     """The choice of tools: a call cannot be forced."""
 
     type: Literal["auto", "none"]
-    disable_parallel_tool_use: Literal[False] | None = None
-
-
-class AnthropicThinking(Body):
-    """The request to switch thinking off. It is accepted, but the run's renderer decides whether the model thinks."""
-
-    type: Literal["disabled"]
 
 
 class MessagesRequest(SampledBody):
@@ -118,12 +105,7 @@ class MessagesRequest(SampledBody):
     tools: Many[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     metadata: JsonObject | None = None
-    thinking: AnthropicThinking | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    container: None = None
-    mcp_servers: None = None
-    context_management: None = None
-    output_config: None = None
 
     def turns(self) -> Sequence[TurnRequest]:
         silent = self.tool_choice is not None and self.tool_choice.type == "none"

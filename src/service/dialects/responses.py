@@ -14,8 +14,6 @@ from service.dialects.wire import (
     FunctionCall,
     FunctionTool,
     Many,
-    Nothing,
-    PlainFormat,
     SampledBody,
     Tokens,
     Used,
@@ -77,7 +75,6 @@ class InputReasoning(Body):
     id: str | None = None
     summary: Many[ReasoningText] = Field([])
     content: Many[ReasoningText] | None = None
-    encrypted_content: None = None
     status: str | None = None
 
 
@@ -91,10 +88,7 @@ class ResponseTool(FunctionTool):
 
 
 class TextOptions(Body):
-    """Options for the text of an answer."""
-
-    format: PlainFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    """Options for the text of an answer; only NEUTRAL ones are supported."""
 
 
 class ResponseRequest(SampledBody):
@@ -105,22 +99,10 @@ class ResponseRequest(SampledBody):
     max_output_tokens: Tokens | None = None
     tools: Many[ResponseTool] | None = None
     tool_choice: str | JsonObject | None = None
-    parallel_tool_calls: Literal[True] | None = None
     text: TextOptions | None = None
     metadata: Annotated[dict[str, str] | None, Few] = None
     user: str | None = None
-    store: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
-    include: Nothing = None
-    top_logprobs: Literal[0] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    background: Literal[False] | None = None
-    previous_response_id: None = None
-    conversation: None = None
-    reasoning: None = None
-    prompt: None = None
-    max_tool_calls: None = None
-    stream_options: None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 

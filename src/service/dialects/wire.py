@@ -26,6 +26,7 @@ from trireme.renderers import Message, ToolCall, ToolSpec
 from trireme.renderers.qwen_tags import read_json
 
 T = TypeVar("T")
+LONGEST_TEXT = 2**31
 MOST_FIELDS = 100
 """The most fields of an object in a body: pydantic would make an error for each field that it refuses."""
 Temperature = Annotated[float, BOUNDS["temperature"].field]
@@ -60,28 +61,53 @@ Few = BeforeValidator(few)
 """An object of few fields."""
 
 
+NEUTRAL: Mapping[str, object] = {
+    "annotations": [],
+    "background": False,
+    "best_of": 1,
+    "citations": [],
+    "disable_parallel_tool_use": False,
+    "echo": False,
+    "format": {"type": "text"},
+    "frequency_penalty": 0,
+    "include": [],
+    "include_obfuscation": False,
+    "logit_bias": {},
+    "modalities": ["text"],
+    "parallel_tool_calls": True,
+    "presence_penalty": 0,
+    "response_format": {"type": "text"},
+    "store": False,
+    "strict": False,
+    "thinking": {"type": "disabled"},
+    "top_logprobs": 0,
+    "truncation": "disabled",
+    "type": "custom",
+    "verbosity": "medium",
+}
+"""{field that is not supported: the value by which it requests nothing}."""
+
+
 class Body(BaseModel):
     """A part of a request. A request with an unknown field is refused, with a message that names the field, so that no
     field is silently ignored."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    # A limit of lengths makes pydantic read texts as UTF-8: it refuses half of a surrogate pair, which JSON can write.
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=(), str_max_length=LONGEST_TEXT)
 
     @model_validator(mode="before")
     @classmethod
-    def readable(cls, value: T) -> T:
-        """Returns `value`, a body or a part of it as the client sent it, unchanged. Raises ValueError if `value` has
-        more than MOST_FIELDS fields, or texts that JSON can write but UTF-8 cannot (half of a surrogate pair). (One
-        function checks both, because it is called for each message of a conversation.)"""
+    def readable(cls, value: object) -> object:
+        """Returns `value`, a body or a part of it as the client sent it, without unknown fields that are null or
+        NEUTRAL. Raises ValueError if `value` has more than MOST_FIELDS fields."""
         few(value)
-        for name, part in value.items() if isinstance(value, dict) else ():
-            if isinstance(part, str) and part.isascii():
-                continue
-            texts = [text for text in (part if isinstance(part, list) else (part,)) if isinstance(text, str)]
-            try:
-                "".join(texts).encode()
-            except UnicodeEncodeError:
-                raise ValueError(f"`{name}` has half of a surrogate pair, which UTF-8 cannot encode") from None
-        return value
+        if not isinstance(value, dict):
+            return value
+        return {
+            name: part
+            for name, part in value.items()
+            if name in cls.model_fields or part not in (None, NEUTRAL.get(name))
+        }
 
 
 class SampledBody(Body):
@@ -108,11 +134,6 @@ class SampledBody(Body):
     @abstractmethod
     def events(self, pieces: AsyncIterator[Delta], tokenizer: Tokenizer) -> AsyncIterator[str]:
         """Yields the answers as server-sent events."""
-
-
-Nothing = Annotated[list[object] | None, Field(max_length=0)]
-"""A list that must be empty: its items are not supported."""
-NoPenalty = Annotated[float | None, Field(ge=0, le=0)]
 
 
 def refusal_of(errors: Sequence[Mapping[str, Any]]) -> RequestRefused:
@@ -144,7 +165,6 @@ class FunctionTool(Body):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     parameters: JsonObject | None = None
-    strict: Literal[False] | None = None
 
     def spec(self) -> ToolSpec:
         """Returns the tool as renderers take it."""
@@ -203,18 +223,11 @@ class TextPart(Body):
 
     type: Literal["text", "input_text", "output_text"]
     text: str
-    annotations: Nothing = None
     logprobs: list[object] | None = None
     cache_control: object = None  # of Anthropic's prompt cache; replicas cache every prefix
 
 
 Content = str | Many[TextPart]
-
-
-class PlainFormat(Body):
-    """The requested format of an answer; only plain text is supported."""
-
-    type: Literal["text"]
 
 
 class HasText(Protocol):

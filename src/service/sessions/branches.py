@@ -12,6 +12,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+TokenIds = npt.NDArray[np.int32]
+Logprobs = npt.NDArray[np.float32]
 GROWTH = 1.5
 """A buffer that is full becomes larger by this factor."""
 FIRST = 256
@@ -30,7 +32,7 @@ class Branch:
         self.tokens = np.empty(FIRST, np.int32)
         self.logprobs = np.empty(FIRST, np.float32)
 
-    def append(self, node: int, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32] | None) -> None:
+    def append(self, node: int, tokens: TokenIds, logprobs: Logprobs | None) -> None:
         """Appends the tokens of `node`, [T], and their log-probabilities, [T]; `logprobs` None: the tokens were not
         sampled. Views of earlier tokens stay valid and unchanged."""
         end = self.length + len(tokens)

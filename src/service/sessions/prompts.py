@@ -17,17 +17,16 @@ from bisect import bisect_right
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
+from service.sessions.branches import TokenIds
 from service.sessions.tree import ROOT, Match, SessionTree
 from trireme.core.tokenizer import Tokenizer
 
 PROMPT = "prompt"
 """The role of the message that stands for a plain prompt in a session's tree. No API has this role."""
-Ids = npt.NDArray[np.int32]
 
 
-def asked_before(tree: SessionTree, text: str, options: str, tokenizer: Tokenizer) -> Ids | None:
+def asked_before(tree: SessionTree, text: str, options: str, tokenizer: Tokenizer) -> TokenIds | None:
     """Returns, for a retry, the tokens of an earlier, answered prompt with the same `text` and the same sampling
     `options`; None if there is no such prompt. (The session may have grown since then, so that `prompt_ids` could now
     give other tokens.)"""
@@ -37,7 +36,7 @@ def asked_before(tree: SessionTree, text: str, options: str, tokenizer: Tokenize
     return None
 
 
-def prompt_ids(tree: SessionTree, text: str, tokenizer: Tokenizer) -> Ids:
+def prompt_ids(tree: SessionTree, text: str, tokenizer: Tokenizer) -> TokenIds:
     """Returns the tokens of a prompt with this `text`. The text may begin with prompts and answers that the session
     already has; the last of these answers may be cut short. The longest such beginning gets the session's own tokens;
     the tokenizer encodes the rest."""
@@ -60,7 +59,7 @@ def prompt_ids(tree: SessionTree, text: str, tokenizer: Tokenizer) -> Ids:
     return np.concatenate([ids, np.asarray(suffix, np.int32)])
 
 
-def match_ids(tree: SessionTree, ids: Ids) -> Match:
+def match_ids(tree: SessionTree, ids: TokenIds) -> Match:
     """Finds the answer that the plain prompt `ids` continues: `ids` must begin with all tokens from the root of the
     tree to the end of this answer. If several answers qualify, takes the one with the longest path; if paths are
     equally long, prefers an answer that the client has received. In the result, `node` is this answer, and `matched` is
@@ -99,7 +98,7 @@ def is_prompt(tree: SessionTree, node: int) -> bool:
     return tree.nodes[node].message is None and message is not None and message["role"] == PROMPT
 
 
-def text_behind(tree: SessionTree, match: Match, text: str | None, ids: Ids, tokenizer: Tokenizer) -> str:
+def text_behind(tree: SessionTree, match: Match, text: str | None, ids: TokenIds, tokenizer: Tokenizer) -> str:
     """Returns the text of a plain prompt after the answer that the prompt continues (`match.node`). Normally this is
     the end of `text`, exactly as the client sent it. In three cases it is decoded from the prompt's tokens: the client
     sent token ids (`text` is None), the answer or one before it belongs to a conversation, or `text` does not begin
@@ -136,7 +135,7 @@ def _text_prompts(tree: SessionTree, text: str, tokenizer: Tokenizer) -> Iterato
                 open_ends += [(child, behind[len(answer_text) :]) for child in tree.nodes[answer].children]
 
 
-def _beginning(tokens: Ids, answer_text: str, text: str, tokenizer: Tokenizer) -> tuple[int, int]:
+def _beginning(tokens: TokenIds, answer_text: str, text: str, tokenizer: Tokenizer) -> tuple[int, int]:
     """Compares the beginning of `text` with an answer. Returns how many of the answer's first tokens `text` repeats,
     and the number of characters in them. `tokens`: the answer's tokens; `answer_text`: the text of these tokens."""
     if text.startswith(answer_text):
@@ -167,7 +166,7 @@ def _answer_text(tree: SessionTree, answer: int, tokenizer: Tokenizer) -> str:
     return tree.texts[answer]
 
 
-def _text(tokenizer: Tokenizer, tokens: Ids) -> str:
+def _text(tokenizer: Tokenizer, tokens: TokenIds) -> str:
     if len(tokens):
         return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
     return ""

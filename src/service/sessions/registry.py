@@ -19,7 +19,6 @@ connection sends the same request again, and gets the same answer.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -100,10 +99,7 @@ class SessionRegistry:
 
     def open(self, session: str, floor: int, problem: str = "", attempt: int = 0) -> None:
         """Opens a session. `floor`: the lowest version that a live replica has acknowledged; `attempt`: the run's
-        attempt that made that version. `problem`: the name of the agent's task. Raises BadInput if the name
-        `session` is taken."""
-        if session in self.book.sessions:
-            raise BadInput(f"a session {session!r} is there already; expected another name")
+        attempt that made that version. `problem`: the name of the agent's task."""
         self._write(SessionOpened(session, self._clock(), floor, self._sampling.temperature, problem, attempt))
 
     def reward(
@@ -115,11 +111,9 @@ class SessionRegistry:
     ) -> None:
         """Records a reward for the answer `node`, or for the whole session if `node` is None. The session may have
         ended. A second reward for the same answer, or for the session, replaces the first, so that a client may repeat
-        its request. Raises BadInput for a value that is not finite or an answer that the session does not have, and
-        SessionClosed if there is no such session."""
+        its request. Raises BadInput for an answer that the session does not have, and SessionClosed if there is no such
+        session."""
         agent_session = self._session(session)
-        if not math.isfinite(value):
-            raise BadInput(f"session {session} was given the reward {value}; expected a finite number")
         if node is not None and not agent_session.is_answer(node):
             raise BadInput(
                 f"session {session} was given a reward for answer {node}; expected an answer of this session"

@@ -22,9 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
-from service.sessions.branches import Branch
+from service.sessions.branches import Branch, Logprobs, TokenIds
 from service.sessions.chains import ChainPoint, MessageChains
 from trireme.core.types import StopReason, VersionSpan, WeightIdentity
 from trireme.renderers import Message, Renderer, ToolSpec
@@ -39,9 +38,9 @@ class SampledAnswer:
 
     message: Message
     """The answer as a message, without its tokens."""
-    tokens: npt.NDArray[np.int32]
+    tokens: TokenIds
     """[T]."""
-    logprobs: npt.NDArray[np.float32]
+    logprobs: Logprobs
     """[T]."""
     spans: tuple[VersionSpan, ...]
     """The weights that sampled each part of the tokens; together the spans cover all tokens, in order."""
@@ -60,7 +59,7 @@ class TurnGiven:
     """The messages of the request after the answer `follows`."""
     tools: tuple[ToolSpec, ...]
     """The tools, if a conversation begins with this request; empty if the request continues an answer."""
-    prompt: npt.NDArray[np.int32]
+    prompt: TokenIds
     """The prompt's tokens after the tokens up to `parent`."""
     answers: tuple[SampledAnswer, ...]
     options: str = ""
@@ -165,7 +164,7 @@ class SessionTree:
 
     def render(
         self, match: Match, messages: Sequence[Message], tools: Sequence[ToolSpec], renderer: Renderer
-    ) -> tuple[int, npt.NDArray[np.int32]]:
+    ) -> tuple[int, TokenIds]:
         """Returns (node, tokens) for the prompt of a request: the node up to which the tree already has the prompt's
         tokens (ROOT: it has none of them), and the prompt's tokens after that node."""
         if match.prompt is not None:
@@ -190,21 +189,21 @@ class SessionTree:
         assert entry.message is not None
         return SampledAnswer(entry.message, self.tokens(node), self.logprobs(node), entry.spans, entry.stop_reason)
 
-    def tokens(self, node: int) -> npt.NDArray[np.int32]:
+    def tokens(self, node: int) -> TokenIds:
         """Returns the tokens of this node only, as a view."""
         entry = self.nodes[node]
         return self.branches[entry.branch].tokens[entry.start : entry.end]
 
-    def logprobs(self, node: int) -> npt.NDArray[np.float32]:
+    def logprobs(self, node: int) -> Logprobs:
         """Returns the log-probabilities of the tokens of this node only, as a view."""
         entry = self.nodes[node]
         return self.branches[entry.branch].logprobs[entry.start : entry.end]
 
-    def path_tokens(self, node: int) -> npt.NDArray[np.int32]:
+    def path_tokens(self, node: int) -> TokenIds:
         """Returns all tokens from the root of the tree to the end of a node, [T]; none for ROOT."""
         return self.joined(node, np.empty(0, np.int32))
 
-    def joined(self, node: int, behind: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    def joined(self, node: int, behind: TokenIds) -> TokenIds:
         """Returns a new array: all tokens from the root of the tree to the end of `node`, followed by the tokens in
         `behind`."""
         pieces = [behind]
@@ -296,8 +295,8 @@ class SessionTree:
     def _grow(
         self,
         parent: int,
-        tokens: npt.NDArray[np.int32],
-        logprobs: npt.NDArray[np.float32] | None,
+        tokens: TokenIds,
+        logprobs: Logprobs | None,
         point: ChainPoint,
     ) -> int:
         """Adds a node with these tokens and returns it. The tokens are appended to the branch of `parent` if `parent`

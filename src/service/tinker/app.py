@@ -26,10 +26,8 @@ from service.tinker.bodies import (
     ModelBody,
     OptimStepBody,
     RetrieveBody,
-    RetrieveManyBody,
     SampleBody,
     SamplerBody,
-    SamplerIdBody,
     SaveExternalBody,
     SaveForSamplerBody,
     SaveStateBody,
@@ -54,14 +52,11 @@ OLDEST = (0, 25)
 NEWEST = (0, 38)
 """Versions of the client between which this server was tried; unit tests drive it with the newest."""
 CLIENT_CONFIG = {
-    "sample_use_retrieve_futures": True,
-    "sample_join_sampling_session": True,
     "fwdbwd_max_chunk_len": 4096,
     "create_model_via_load_weights": True,
 }
-"""Settings that clients get from this server: a client has one open request per sampler, not one per sample; it sends
-large parts of batches; and a client before 0.38 makes a model that begins with a state by one request, for which it
-need not know a rank."""
+"""Settings that clients get from this server: a client sends large parts of batches, and a client before 0.38 makes a
+model that begins with a state by one request, for which it need not know a rank."""
 
 
 class TinkerRoutes:
@@ -86,10 +81,8 @@ class TinkerRoutes:
             self.save_weights_for_sampler,
             self.save_weights_external,
             self.create_sampling_session,
-            self.join_sampling_session,
             self.asample,
             self.retrieve_future,
-            self.retrieve_futures,
         )
         for route in posts:
             app.post(f"{PREFIX}/{route.__name__}")(route)
@@ -227,11 +220,6 @@ class TinkerRoutes:
             path = {}
         return JsonReply({"sampler_id": sampler_id, "base_model": self._server.offer.base_model, **path})
 
-    async def join_sampling_session(self, caller: Asking, body: SamplerIdBody) -> JsonReply:
-        """Returns a number for a clone (an unpickled copy of the client's sampler); no other clone of the same sampler
-        has this number."""
-        return JsonReply({"client_counter": self._state.join(self._state.sampler(body.sampling_session_id, caller))})
-
     async def asample(self, caller: Asking, body: SampleBody) -> JsonReply:
         """Accepts a request for samples. Replies with an id for each sample and with the request's id, by which the
         client retrieves the outcome later (`retrieve_future`)."""
@@ -257,34 +245,12 @@ class TinkerRoutes:
         if isinstance(outcome, Failure):
             return JsonReply({"error": outcome.error, "category": outcome.category})
         if isinstance(outcome.payload, bytes):
-            if body.allow_metadata_only:
-                return JsonReply({"status": "complete_metadata", "response_payload_size": len(outcome.payload)})
             return Response(outcome.payload, media_type=PROTOBUF)
         return JsonReply(outcome.payload)
-
-    async def retrieve_futures(self, caller: Asking, body: RetrieveManyBody) -> JsonReply:
-        """Lists a clone's sample requests that finished after `prev_cursor`, each with its state, id and size. Also
-        replies with the cursor for the next call."""
-        target = body.target
-        retrieved = body.retrieved_request_ids
-        sampler = self._state.sampler(target.sampling_session_id, caller)
-        query = (sampler, target.cloned_sampler_id, body.prev_cursor, retrieved, body.timeout)
-        finished, cursor = await self._server.completions(*query)
-        return JsonReply({"completions": [_completion(promise) for promise in finished], "cursor": cursor})
 
 
 def _promised(promise: Promise, **fields: object) -> JsonReply:
     return JsonReply({"request_id": promise.request_id, **fields})
-
-
-def _completion(promise: Promise) -> dict[str, object]:
-    if isinstance(promise.outcome, Failure):
-        return {"state": "failed", "request_id": promise.request_id}
-    if promise.outcome:
-        payload = promise.outcome.payload
-    else:
-        payload = b""
-    return {"state": "finished", "request_id": promise.request_id, "response_payload_uncompressed_size": len(payload)}
 
 
 def _tried(sdk_version: str) -> bool:

@@ -19,7 +19,8 @@ from trireme.core.finite_json import JsonObject
 from trireme.core.sampling_bounds import MOST_PROMPT_LOGPROBS, MOST_SAMPLES
 from trireme.core.types import AdamParams, SamplingParams
 
-Seq = Annotated[int, Field(ge=0, lt=2**53)]
+Seq = Annotated[int, Field(ge=0, lt=2**63)]
+"""An unpickled copy of a client's sampler numbers its samples from a random multiple of 10^9 on, up to 10^18."""
 Seed = Annotated[int, Field(ge=0, lt=2**62)]
 """The seed of the first sample. The seeds of further samples count up from it, and stay below 2^63."""
 Lifetime = Annotated[int, Field(gt=0, le=10**10)]
@@ -213,12 +214,6 @@ class SamplerBody(Told):
     model_path: str | None = None
 
 
-class SamplerIdBody(Told):
-    """The id of a sampling session."""
-
-    sampling_session_id: str
-
-
 class ChunkBody(Told):
     """A part of a prompt."""
 
@@ -306,24 +301,6 @@ class RetrieveBody(Told):
     """A request for the outcome of an earlier request."""
 
     request_id: str
-    allow_metadata_only: bool = False
-
-
-class TargetBody(Told):
-    """The clone of a sampler (an unpickled copy in the client): the sampler's id and the clone's number, 0 for the
-    original."""
-
-    sampling_session_id: str
-    cloned_sampler_id: Seq = 0
-
-
-class RetrieveManyBody(Told):
-    """A request for the finished samples of one clone of a sampler."""
-
-    target: TargetBody
-    prev_cursor: Seq = 0
-    timeout: Finite | None = None
-    retrieved_request_ids: Many[str] = Field([])
 
 
 class PathBody(Told):

@@ -62,17 +62,8 @@ class ClientSampler:
     session_id: str
     target: str
     """The name of its weights."""
-    joined: int = 0
-    """The number of clones (unpickled copies of the client's sampler) that have got a number."""
     retired: Ranges = ()
     """The numbers of the samples whose outcomes were forgotten."""
-    answers: dict[int, Promise] = field(default_factory=dict)
-    """The samples that have an outcome, by their numbers."""
-
-    @property
-    def settled_count(self) -> int:
-        """The number of samples that have an outcome, including samples whose outcomes were forgotten."""
-        return len(self.answers) + sum(last - first + 1 for first, last in self.retired)
 
 
 @dataclass(eq=False)

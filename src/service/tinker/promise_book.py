@@ -19,12 +19,12 @@ from trireme.core.errors import StorageFailed
 KEPT_S = 600.0
 """Seconds for which an outcome is retained after it was given, because the reply may not have arrived, or after the end
 of its session."""
+SAMPLE_KEPT_S = 60.0
+"""The same for samples, which are many. A client repeats a sample whose outcome was forgotten."""
 UNASKED_S = 3600.0
 """Seconds for which an outcome is kept that its client does not ask for."""
 ENDED_S = 86400.0
 """Seconds for which a session that has ended is kept after it, or a model or a sampler of it, was last used."""
-CLONE = 1_000_000_000
-"""The clone number c of a sampler numbers its samples from c times this number on."""
 MACHINE = "the machine was started again, and the last requests before that may be missing; continue from a saved state"
 """The reason for the end of sessions that the store may hold only in part."""
 Thing = TypeVar("Thing", ClientSession, ClientModel, ClientSampler)
@@ -40,8 +40,7 @@ class PromiseBook(Contents):
     write: Callable[[Sequence[Change]], None] = lambda changes: None
     """Makes changes durable before they are made here. Raises StorageFailed; then nothing is done."""
     changed: Callable[..., None] = lambda *names: None
-    """Called when there is more to do. Its arguments are the ids of a promise that got its outcome, and of the model or
-    sampler to which the promise was made; or nothing."""
+    """Called when there is more to do. Its argument is the id of a promise that got its outcome; or nothing."""
     used: set[str] = field(default_factory=set)
     """The sessions that clients have named, directly or by a model or a sampler, since the last `retire_sessions`."""
 
@@ -140,8 +139,6 @@ class PromiseBook(Contents):
                 promise.outcome = None
                 promise.forgotten = True
                 del self.promises[promise.request_id]
-                if sampler:
-                    del sampler.answers[promise.number]
 
     def retire_sessions(self, now: float) -> None:
         """Forgets clients' sessions, with their models and samplers. A session is forgotten if it has ended, has no
@@ -181,17 +178,13 @@ class PromiseBook(Contents):
 
     def settle(self, promise: Promise, outcome: Outcome) -> None:
         """Sets and stores the outcome of a promise (an accepted request)."""
-        sampler = self.samplers.get(promise.owner_id)
-        place = sampler.settled_count if sampler else 0
-        self._change(promise, work_key(promise.request_id), outcome=outcome, place=place)
-        if sampler:
-            sampler.answers[promise.number] = promise
+        self._change(promise, work_key(promise.request_id), outcome=outcome)
         self._has_outcome(promise, outcome)
 
     def _has_outcome(self, promise: Promise, outcome: Outcome) -> None:
         promise.outcome = outcome
         promise.work = None
-        self.changed(promise.request_id, promise.owner_id)
+        self.changed(promise.request_id)
 
     def lose(self, promise: Promise) -> int:
         """Records that rooms were lost while they worked on a promise. Returns how often that has happened to this
@@ -218,7 +211,7 @@ class PromiseBook(Contents):
             promise = None
         if promise and promise.forgotten:
             raise GoneError(
-                f"the result of {request_id!r} was given more than {KEPT_S:g} s ago, or not asked for in "
+                f"the result of {request_id!r} was given some time ago, or not asked for in "
                 f"{UNASKED_S:g} s, and is forgotten"
             )
         if promise:

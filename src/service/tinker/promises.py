@@ -66,8 +66,6 @@ class Promise:
     work: Any
     """The request to run, as a body of `service.tinker.bodies.Work` or as a SampleWork; None once it has an outcome."""
     outcome: Outcome | None = None
-    place: int = 0
-    """For a sample with an outcome: the number of samples of the same sampler that had an outcome before it."""
     losses: int = 0
     """How often rooms were lost while they worked on it."""
     settled_s: float | None = None

@@ -30,7 +30,7 @@ from service.tinker.promises import Failure, Outcome, Promise, SampleWork, Succe
 from trireme.core.datum import ModelInput
 from trireme.core.types import SamplingParams
 
-FORMAT = "tinker 2"
+FORMAT = "tinker 3"
 Change = Row | str
 """A row to add or to replace, or the key (`Row.owner`) of a row to remove."""
 Stored = ClientSession | ClientModel | ClientSampler | Promise
@@ -57,11 +57,11 @@ def row_of(thing: Stored) -> Row:
             head = {"kind": "model", "next_seq": thing.next_seq, "ended": failure, "place": thing.history.place}
             return Row(thing.model_id, head)
         case ClientSampler():
-            head = {"kind": "sampler", "target": thing.target, "joined": thing.joined, "retired": thing.retired}
+            head = {"kind": "sampler", "target": thing.target, "retired": thing.retired}
             return Row(thing.sampler_id, head)
         case Promise():
             outcome, payload = _outcome_head(thing.outcome)
-            head = {"kind": "promise", "place": thing.place, "losses": thing.losses, **outcome}
+            head = {"kind": "promise", "losses": thing.losses, **outcome}
             return Row(thing.request_id, head, payload)
 
 
@@ -137,20 +137,17 @@ class Contents:
                     self.sessions[session_id].samplers.append(row.owner)
                 case "promise":
                     outcome = _outcome_of(head, row.columns)
-                    promise = Promise(row.owner, session_id, None, outcome, head["place"], head["losses"])
+                    promise = Promise(row.owner, session_id, None, outcome, head["losses"])
                     self.promises[row.owner] = promise
                 case "work":
                     works[row.owner] = _work_of(head["is"], head["work"], row.columns)
                 case "step":
                     errors[row.owner.removesuffix("/step")] = head["error"]
         for promise in self.promises.values():
-            owner = self.models.get(promise.owner_id) or self.samplers[promise.owner_id]
             if promise.outcome is None:
                 promise.work = works[work_key(promise.request_id)]
-            if isinstance(owner, ClientModel) and promise.outcome is None:
-                owner.waiting[promise.number] = promise
-            if isinstance(owner, ClientSampler) and promise.outcome:
-                owner.answers[promise.number] = promise
+                if promise.owner_id in self.models:
+                    self.models[promise.owner_id].waiting[promise.number] = promise
         steps = [Promise(request_id, "", works[work_key(request_id)]) for request_id in errors]
         for step in sorted(steps, key=lambda step: step.number):
             model = self.models[step.owner_id]

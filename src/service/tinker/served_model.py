@@ -49,11 +49,8 @@ class ServedTinkerModel:
         lora = self.lora
         if lora is None:
             return "this server trains whole models: lora_config has no effect"
-        if "lm_head" in lora.target_modules:
-            without = ""
-        else:
-            without = "; train_unembed has no effect"
-        return f"this server trains adapters up to rank {lora.rank} for {', '.join(lora.target_modules)}{without}"
+        names = ", ".join(lora.target_modules)
+        return f"this server trains adapters up to rank {lora.rank} for {names}; train_unembed has no effect"
 
     def serves(self, base_model: str | None) -> bool:
         """Returns True if `base_model` is a name of the served model."""

@@ -27,7 +27,6 @@ from service.tinker.catalog import Catalog
 from service.tinker.checkpoints import OwnCheckpoints
 from service.tinker.clients import ClientModel, ClientSampler
 from service.tinker.codec import encode_sample
-from service.tinker.costs import MeasuredCosts
 from service.tinker.owners import SERVER, Caller
 from service.tinker.promises import Failure, Outcome, Promise, SampleWork, Success
 from service.tinker.rows import write
@@ -81,11 +80,10 @@ class TinkerServer:
         self._store = store
         self._checkpoints = checkpoints
         self._weight_cache = WeightCache()
-        self._waiting: dict[str, asyncio.Event] = {}  # by the ids of promises, and of samplers
+        self._waiting: dict[str, asyncio.Event] = {}  # by the ids of promises
         self._to_train = asyncio.Event()
         self._to_sample = asyncio.Event()
         self._sampling: set[asyncio.Task[None]] = set()
-        self._costs = MeasuredCosts()
         self._closing = False
         self.ready = False
         """True once the rooms have their former state again; before that, it is unknown which weights they have."""
@@ -140,28 +138,14 @@ class TinkerServer:
         there is none by then."""
         self.state.heard(promise, self.now())
         if promise.outcome is None and not promise.forgotten:
-            await self._wait(promise.request_id, HOLD_S)
+            await self._wait(promise.request_id)
         return self.state.give(promise, self.now())
 
-    async def completions(
-        self, sampler: ClientSampler, clone: int, cursor: int, retrieved: list[str], timeout_s: float | None
-    ) -> tuple[list[Promise], int]:
-        """Returns (promises, next cursor): the promises of the samples that clone number `clone` of `sampler` requested
-        and that finished after `cursor`. (A clone is an unpickled copy of the client's sampler.) If none has finished
-        yet, waits until one finishes, at most `timeout_s` seconds (None: HOLD_S) and never longer than HOLD_S.
-        `retrieved`: ids of the requests whose results the client has; the server forgets these results."""
-        until = self.now() + min(HOLD_S if timeout_s is None else timeout_s, HOLD_S)
-        while True:
-            finished, after = self.state.completions(sampler, clone, cursor, retrieved)
-            if finished or self.now() >= until or self._closing:
-                return finished, after
-            await self._wait(sampler.sampler_id, until - self.now())
-
-    async def _wait(self, name: str, seconds: float) -> None:
+    async def _wait(self, request_id: str) -> None:
         if not self._closing:
-            event = self._waiting.setdefault(name, asyncio.Event())
+            event = self._waiting.setdefault(request_id, asyncio.Event())
             with suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), seconds)
+                await asyncio.wait_for(event.wait(), HOLD_S)
 
     def release(self) -> None:
         """Ends all waits for outcomes: each waiting call returns immediately, with the results that exist by then.
@@ -170,8 +154,7 @@ class TinkerServer:
         self._changed(*self._waiting)
 
     def _changed(self, *names: str) -> None:
-        """Wakes the calls that wait for the promises or samplers with the ids `names`, and the loops that train and
-        sample."""
+        """Wakes the calls that wait for the promises with the ids `names`, and the loops that train and sample."""
         for name in names:
             event = self._waiting.pop(name, None)
             if event:
@@ -252,7 +235,6 @@ class TinkerServer:
                 continue
             model, promise = turn
             fault_point("tinker.train")
-            began_s = self.now()
             work: Any = promise.work
             caller = self.state.sessions[model.session_id].caller
             outcome, published = await asyncio.to_thread(
@@ -264,7 +246,7 @@ class TinkerServer:
                 raise failure
             if published:
                 outcome = self._with_weights(model, work, outcome, published)
-            self.state.trained(outcome, self._costs.record(work, self.now() - began_s), self.now())
+            self.state.trained(outcome, self.now())
             fault_point("tinker.told")
             self.trained += 1
             if failure:

@@ -12,8 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from service.tinker.codec import ForwardBackwardCall
+
+LEAST = 256
+"""The least tokens that a request costs: it takes its time too."""
 QUANTUM = 16384
 """Tokens by which a model may be ahead of the others before it has to let them go first: a micro-batch."""
+
+
+def tokens_of(work: object) -> int:
+    """Returns the number of tokens to charge for a request: those of a pass, but at least LEAST; LEAST for all other
+    requests."""
+    if isinstance(work, ForwardBackwardCall):
+        return max(work.tokens, LEAST)
+    return LEAST
 
 
 class TokenShares:

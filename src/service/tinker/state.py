@@ -24,14 +24,13 @@ from service.requests import RequestRefused
 from service.store import Row
 from service.tinker.bodies import LoadModelBody
 from service.tinker.clients import ClientModel, ClientSampler, ClientSession
-from service.tinker.costs import tokens_of
 from service.tinker.model_history import ModelHistory, Step
 from service.tinker.owners import SERVER, Caller
-from service.tinker.promise_book import CLONE, KEPT_S, MACHINE, UNASKED_S, PromiseBook
+from service.tinker.promise_book import KEPT_S, MACHINE, SAMPLE_KEPT_S, UNASKED_S, PromiseBook
 from service.tinker.promises import Category, Failure, Outcome, Promise
 from service.tinker.rows import Change, row_of, step_key, step_row, work_key
 from service.tinker.sample_scheduler import SampleScheduler
-from service.tinker.shares import TokenShares
+from service.tinker.shares import TokenShares, tokens_of
 
 SESSION_S = 120.0
 """Seconds of silence after which a session has ended. A client beats every 10 s."""
@@ -116,7 +115,11 @@ class ProtocolState(PromiseBook):
                 given_s = ended_s
             else:
                 given_s = promise.given_s
-            if now - promise.settled_s > UNASKED_S or (given_s is not None and now - given_s > KEPT_S):
+            if promise.is_sample:
+                kept_s = SAMPLE_KEPT_S
+            else:
+                kept_s = KEPT_S
+            if now - promise.settled_s > UNASKED_S or (given_s is not None and now - given_s > kept_s):
                 over.append(promise)
         self.retire(over)
         self.retire_sessions(now)
@@ -131,14 +134,11 @@ class ProtocolState(PromiseBook):
             for model in self.holders:
                 session = self.sessions[model.session_id]
                 idle = model.next_seq == 1 and not model.waiting
-                same_owner = session.caller.owner == self.sessions[heir.session_id].caller.owner
                 continued = origin.startswith(f"tinker://{model.model_id}/")
-                if same_owner and (idle or continued) and now - session.beat_s > HEIR_S:
-                    if continued:
-                        does = "continues it"
-                    else:
-                        does = "waits, while it has done nothing"
-                    self.end_model(model, f"its client was silent for {HEIR_S:g} s, and {heir.model_id} {does}")
+                if self._same_owner(model, heir) and (idle or continued) and now - session.beat_s > HEIR_S:
+                    self.end_model(
+                        model, f"its client was silent for {HEIR_S:g} s, and {heir.model_id} takes its place"
+                    )
                     self._line.remove(heir)
                     self.holders.append(heir)  # a program that is started again keeps its place
                     break
@@ -196,27 +196,16 @@ class ProtocolState(PromiseBook):
         """Returns why the model of `promise` waits for a place at the trainer, as a text for its client; "" if it does
         not wait for a place."""
         model = self.models.get(promise.owner_id)
-        if model is None or model in self.holders:
+        if model is None or model not in self._line:
             return ""
-        if model in self._line:
-            before = self._line.index(model)
-        else:
-            before = 0
-        owner = self.sessions[promise.session_id].caller.owner
-        same_owner = [
-            holder_model
-            for holder_model in self.holders
-            if self.sessions[holder_model.session_id].caller.owner == owner
-        ]
-        if same_owner:
-            holder = same_owner[0].model_id
-        else:
-            holder = "another model"
-        if self.places == 1:
-            few = "has the trainer, which trains one model at a time"
-        else:
-            few = f"and others have the trainer, which trains {self.places} models at a time, all of them"
-        return f"{holder} {few}; {before} more are before this one"
+        holders = ", ".join(holder.model_id for holder in self.holders if self._same_owner(holder, model))
+        return (
+            f"{self._line.index(model)} models are before this one, and {self.places} are trained at the same time; of "
+            f"this owner {holders or 'none'}"
+        )
+
+    def _same_owner(self, one: ClientModel, other: ClientModel) -> bool:
+        return self.sessions[one.session_id].caller.owner == self.sessions[other.session_id].caller.owner
 
     # ---- training
 
@@ -292,9 +281,9 @@ class ProtocolState(PromiseBook):
                 self.end_model(before, reason)
                 self.holders.append(heir)
 
-    def trained(self, outcome: Outcome, tokens: int = 0, now: float = 0.0) -> None:
-        """Records the outcome of the running request, and charges its model `tokens` more tokens. If the request was
-        the creation of the model and failed, ends the model. The changed history of the model (the steps to repeat
+    def trained(self, outcome: Outcome, now: float = 0.0) -> None:
+        """Records the outcome of the running request. If the request was the creation of the model and failed, ends the
+        model. The changed history of the model (the steps to repeat
         if the trainer dies) is committed together with the outcome."""
         promise = self.running
         assert promise, "only after next_training"
@@ -319,8 +308,6 @@ class ProtocolState(PromiseBook):
         self._change(model, *rows, next_seq=number + 1, history=after)
         self.running = None
         model.waiting.pop(number, None)
-        if not model.failure:
-            self.shares.charge(promise.owner_id, tokens)
         self._has_outcome(promise, outcome)
 
     def saved(self, model: ClientModel, place: str) -> None:
@@ -341,11 +328,6 @@ class ProtocolState(PromiseBook):
             self.samplers[sampler_id] = sampler
             session.samplers.append(sampler_id)
         return self.samplers[sampler_id]
-
-    def join(self, sampler: ClientSampler) -> int:
-        """Returns the next number for a clone (an unpickled copy of the client's sampler): 1, 2, ..."""
-        self._change(sampler, joined=sampler.joined + 1)
-        return sampler.joined
 
     def sample(self, sampler: ClientSampler, seq_id: int, work: object) -> Promise:
         """Accepts request number `seq_id` of a sampler, and returns its promise; a repeated request gets the same
@@ -372,17 +354,3 @@ class ProtocolState(PromiseBook):
                     self.turns.add(sampler.target, promise)
                 else:
                     self.settle(promise, failure)
-
-    def completions(
-        self, sampler: ClientSampler, clone: int, cursor: int, retrieved: Collection[str]
-    ) -> tuple[list[Promise], int]:
-        """Returns (promises, next cursor): the promises of the samples that the clone number `clone` of a sampler
-        requested and that were done after `cursor`. Forgets the results of the requests in `retrieved` (ids), because
-        the client has them."""
-        promises = [self.promises.get(request_id) for request_id in retrieved]
-        self.retire(
-            [promise for promise in promises if promise and promise.outcome and promise.owner_id == sampler.sampler_id]
-        )
-        of_clone = [promise for number, promise in sampler.answers.items() if number // CLONE == clone]
-        new = sorted((promise for promise in of_clone if promise.place >= cursor), key=lambda promise: promise.place)
-        return new, sampler.settled_count

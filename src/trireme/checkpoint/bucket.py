@@ -148,7 +148,7 @@ class Bucket:
             raise StorageFailed(f"{self.url}/{key} has {size} bytes, it was written with {record.size}")
         with storage_errors(file):
             make_directory(file.parent)
-            with HashingWriter(file, large=size > PIECE_BYTES) as writer, ThreadPoolExecutor(WINDOW) as pool:
+            with HashingWriter(file) as writer, ThreadPoolExecutor(WINDOW) as pool:
                 for start in range(0, size, WINDOW * PIECE_BYTES):
                     offsets = range(start, min(start + WINDOW * PIECE_BYTES, size), PIECE_BYTES)
                     for contents in pool.map(partial(self._piece, key, size), offsets, timeout=PIECE_S):

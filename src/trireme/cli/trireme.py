@@ -113,8 +113,10 @@ def _parser() -> argparse.ArgumentParser:
 
     watching = commands.add_parser("watch", help="a live or a finished run: where it stands, its parts, incidents")
     watching.add_argument("--web", action="store_true", help="all of it in a browser: a page at --host and --port")
-    watching.add_argument("--host", help=f"address of the page (default: {WEB_HOST}; others get a key)")
-    watching.add_argument("--port", type=int, help=f"its port (default: {WEB_PORT}; 0: any that is free)")
+    watching.add_argument(
+        "--host", default=WEB_HOST, help="address of the page (default: %(default)s; others get a key)"
+    )
+    watching.add_argument("--port", type=int, default=WEB_PORT, help="its port (default: %(default)s; 0: any)")
     watching.add_argument("--keys", type=Path, help="file of keys, as service.keys, of which admin keys open the page")
     watching.set_defaults(command=_watch)
 
@@ -171,12 +173,12 @@ def _export(options: argparse.Namespace) -> None:
         )
         if options.push:
             repository = HubRepository.claim(options.push, root)
-            written = write(card=partial(model_card, root, options.dtype))
+            checkpoint, out = write(card=partial(model_card, root, options.dtype))
         else:
-            written = write()
-    print(f"{written.checkpoint} is now {written.out}: {written.files} files, weights in {written.dtype}", flush=True)
+            checkpoint, out = write()
+    print(f"{checkpoint} is now {out}", flush=True)
     if options.push:
-        print(f"it is now {repository.upload(written.out, f'{root.name}: {written.checkpoint.name}')}")
+        print(f"it is now {repository.upload(out, f'{root.name}: {checkpoint.name}')}")
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -215,32 +217,19 @@ def _write_trace(root: Path, out: Path) -> None:
 
 def _watch(options: argparse.Namespace) -> None:
     root = _run_directory(options.run)
-    _check_web(options)
     if options.web:
         _watch_web(root, options)
     else:
         watch(root, _console())
 
 
-def _check_web(options: argparse.Namespace) -> None:
-    """Raises BadInput if --host, --port or --keys is given without --web, or if --port is no valid port."""
-    flags = [f"--{name}" for name in ("host", "port", "keys") if getattr(options, name) is not None]
-    if flags and not options.web:
-        raise Refusal(
-            f"{' '.join(flags)} without --web",
-            "--web, because only its web page uses --host, --port and --keys",
-            f"add --web, or leave out {' and '.join(flags)}",
-        )
-    if options.port is not None and not 0 <= options.port < 65536:
-        raise Refusal(f"--port {options.port}", "a number from 0 to 65535", "0 takes any port that is free")
-
-
 def _watch_web(root: Path, options: argparse.Namespace) -> None:
     require("fastapi", extra="web", what_for="the page of trireme watch --web")
     from service.console.standalone import serve_console  # only this command needs a server
 
-    port = WEB_PORT if options.port is None else options.port
-    serve_console(_reader(root), options.host or WEB_HOST, port, options.keys, partial(print, flush=True))
+    if not 0 <= options.port < 65536:
+        raise Refusal(f"--port {options.port}", "a number from 0 to 65535", "0 takes any port that is free")
+    serve_console(_reader(root), options.host, options.port, options.keys, partial(print, flush=True))
 
 
 def _plot(options: argparse.Namespace) -> None:

@@ -17,15 +17,6 @@ from trireme.core.tokenizer import without_tokenizer
 from trireme.core.weights import AFTER_CANARY, SHORTEST_CANARY
 from trireme.renderers import unknown_renderer
 
-FAST_TOKENS_PER_S = 10_000
-"""Tokens that a fast replica decodes in a second."""
-LONG_STEP_DAYS = 0.5
-"""Days of a step from which on a configuration is probably a mistake."""
-MOST_PROCESSES = 10_000
-"""The most processes of the trainer, and the most of all replicas."""
-MOST_ROLLOUTS = 1_000_000
-"""The most rollouts of a step. Each rollout has an object in the orchestrator's memory, and the problems are built
-before the rooms start."""
 EXACT_SAMPLERS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -43,37 +34,16 @@ def check(config: CommonConfig, facts: ModelFacts | None) -> list[str]:
         specific += [*_lengths(config, facts), *_concurrency(config), *_timeouts(config)]
         specific += [*_ranks(config, facts), *_service(config), *_fewest_replicas(config), *_colocated(config)]
         specific += [*_encoding(config)]
-        warnings = [*_distribution_warnings(config), *_staleness_warnings(config), *_timeout_warnings(config)]
-        warnings += [*_size_warnings(config)]
+        warnings = [*_distribution_warnings(config), *_staleness_warnings(config)]
         warnings += hidden_modules([place for env in (*config.env, *config.eval_envs) for place in env.path])
     if config.model.tokenizer:
         key = "model.tokenizer"
     else:
         key = "model.name"
     common = [*_within_model(config, facts), *trainer_refusals(config, facts)]
-    common += [*without_tokenizer(key, config.tokenizer_name), *_counts(config)]
+    common += [*without_tokenizer(key, config.tokenizer_name)]
     refuse([*specific, *common, *_deterministic(config), *_resume(config)])
     return warnings
-
-
-def _counts(config: CommonConfig) -> Iterator[Refusal]:
-    """Yields a refusal for each number of processes or rollouts that is too large for any cluster. The check runs
-    before planning, because the plan has an entry for each process, and each problem of a batch is built at the
-    start."""
-    processes = f"{MOST_PROCESSES:,} processes"
-    rollouts = f"{MOST_ROLLOUTS:,} rollouts of a step"
-    limits = [("trainer.shards * trainer.replicate", config.trainer.mesh.processes, MOST_PROCESSES, processes)]
-    if isinstance(config, Config):
-        ranks = config.inference.replicas * config.inference.tensor_parallel
-        step = config.orchestrator.batch_size * config.largest_group
-        limits += [
-            ("inference.replicas * inference.tensor_parallel", ranks, MOST_PROCESSES, processes),
-            ("orchestrator.batch_size * orchestrator.group_size", step, MOST_ROLLOUTS, rollouts),
-        ]
-    for name, number, limit, label in limits:
-        if number > limit:
-            flag = name.split()[0].replace("_", "-")
-            yield Refusal(f"{name} = {number:,}", f"at most {label}", f"lower --{flag}")
 
 
 def check_trackers(config: CommonConfig) -> None:
@@ -343,21 +313,13 @@ def _resume(config: CommonConfig) -> Iterator[Refusal]:
 
 
 def _concurrency(config: Config) -> Iterator[Refusal]:
-    options = config.orchestrator
-    limit = options.max_concurrent
+    limit = config.orchestrator.max_concurrent
     group = config.largest_group
-    batch = options.batch_size * config.largest_group
     if limit != "auto" and limit < group:
         yield Refusal(
             f"orchestrator.max_concurrent = {limit} with groups of {group} rollouts",
             f"room for a whole group, {group} rollouts: they are sampled together, by the same weights",
             f"set --orchestrator.max-concurrent to {group} or more, or leave it out (auto)",
-        )
-    elif limit != "auto" and config.deterministic and limit < batch:
-        yield Refusal(
-            f"orchestrator.max_concurrent = {limit} with deterministic = true",
-            f"room for a whole batch, {batch} rollouts: what runs side by side decides the last bits of each",
-            f"set --orchestrator.max-concurrent to {batch} or more, or leave it out (auto)",
         )
 
 
@@ -383,40 +345,6 @@ def _staleness_warnings(config: Config) -> Iterator[str]:
             f"orchestrator.stale_policy = drop with max_steps_off_policy = {bound}: {longer} is given up for good. So "
             "long answers are trained on less often than they are sampled, and those that always take longer never "
             "(off_policy/dropped counts them); wait, the default, trains on every problem"
-        )
-
-
-def _size_warnings(config: Config) -> Iterator[str]:
-    """Warns if a step may take days even if every replica is fast."""
-    size = config.orchestrator.batch_size
-    group = config.largest_group
-    longest = config.inference.sampling.max_tokens
-    tokens = size * group * longest
-    days = tokens / (config.inference.replicas * FAST_TOKENS_PER_S) / 86400
-    if days > LONG_STEP_DAYS:
-        yield (
-            f"orchestrator.batch_size = {size:,}: a step samples up to {tokens:,} tokens ({size:,} groups of {group} "
-            f"rollouts of {longest:,} tokens), which takes {days:,.1f} days where each replica decodes "
-            f"{FAST_TOKENS_PER_S:,} tokens a second"
-        )
-
-
-def _timeout_warnings(config: Config) -> Iterator[str]:
-    timeouts = config.timeouts
-    rollout_s = config.orchestrator.generation_timeout_s
-    answer_s = min(rollout_s, config.inference.answer_s)
-    if timeouts.batch_s is not None and 2 * rollout_s > timeouts.batch_s:
-        yield (
-            f"orchestrator.generation_timeout_s = {rollout_s:g}: a rollout that hangs fails after that time; if a "
-            f"batch waits for it, timeouts.batch_s = {timeouts.batch_s:g} may end the run before a group in its place "
-            "has been sampled"
-        )
-    if config.inference.on_update == "drain" and timeouts.update_s < answer_s:
-        yield (
-            f"inference.on_update = drain with timeouts.update_s = {timeouts.update_s:g}: an update waits until the "
-            f"answers in flight are finished, which may take up to {answer_s:g} s (the smaller of inference.answer_s "
-            "and orchestrator.generation_timeout_s); beyond its deadline the run stops. Raise --timeouts.update-s, or "
-            "take recompute_kv or keep_kv, which interrupt answers"
         )
 
 

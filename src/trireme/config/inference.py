@@ -53,7 +53,7 @@ class SamplingConfig(Section):
 
 
 class InferenceConfig(Section):
-    replicas: PositiveInt = Field(1, json_schema_extra={"flag": "inference-gpus"})
+    replicas: PositiveInt = 1
     """Number of vLLM replicas (tensor_parallel GPUs each where there are GPUs)."""
     tensor_parallel: PositiveInt = 1
     """Ranks of a replica, on one node: each holds a part of every layer, and has one GPU where there are GPUs."""

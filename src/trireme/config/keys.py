@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import AliasChoices, BaseModel, TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from trireme.config.schema import CommonConfig
@@ -19,6 +19,8 @@ from trireme.core.refusals import Refusal
 
 Path = tuple[str, ...]
 BOOLEANS = ("true", "false")
+SHORT_FLAGS: dict[str, Path] = {"resume": ("resume", "latest")}
+"""{name of a flag: the path of its key}."""
 LEAST_ALIKE = 0.7
 """The least similarity of two names, from 0 to 1, at which a user who writes one probably means the other."""
 USAGE = """usage: {command} [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--key value ...] [--dry-run] [--verbose]
@@ -40,22 +42,6 @@ class Key:
     path: Path
     """The names of its sections, and its own."""
     field: FieldInfo
-
-    @property
-    def names(self) -> list[str]:
-        """The key's own name (the last part of `path`), and its aliases."""
-        choices = self.field.validation_alias
-        if isinstance(choices, AliasChoices):
-            return [str(choice) for choice in choices.choices]
-        return [self.path[-1]]
-
-    @property
-    def short_flag(self) -> Any:
-        """An additional short flag for the key, without dashes; None if it has none."""
-        extra = self.field.json_schema_extra
-        if isinstance(extra, dict):
-            return extra.get("flag")
-        return None
 
     @property
     def names_code(self) -> bool:
@@ -177,7 +163,7 @@ def _entry(field: FieldInfo) -> type[BaseModel] | None:
 
 
 class Keys:
-    """All options of the command that has the configuration `schema`, and the ways to write their names."""
+    """All options of the command that has the configuration `schema`."""
 
     def __init__(self, schema: type[CommonConfig]) -> None:
         walked = list(_walk(schema, ()))
@@ -188,9 +174,6 @@ class Keys:
         self.lists = frozenset(path for path, field, is_section in walked if is_section and _entry(field))
         """Sections that may appear several times. A value's path has the number of its entry there (`env.1.id`); all
         entries have the same options, which stand in `options` once, without number."""
-        self.spellings = {(*path[:-1], name): path for path, key in self.options.items() for name in key.names}
-        """Every way to write the path of an option, and the path under which it is stored."""
-        self.short_flags = {key.short_flag: key.path for key in self.options.values() if key.short_flag}
 
     @property
     def help(self) -> str:
@@ -226,10 +209,9 @@ class Keys:
             return type_in_words(table.entry_type)
         return "any value"
 
-    def of(self, spelling: Path) -> Key | None:
-        """Returns the option with the path `spelling`, which may contain aliases; None if there is no such option."""
-        path, _ = self.split_number(spelling)
-        return self.options.get(self.spellings.get(path, path))
+    def of(self, path: Path) -> Key | None:
+        """Returns the option with this path; None if there is no such option."""
+        return self.options.get(self.split_number(path)[0])
 
     def list_of(self, path: Path) -> Path | None:
         """Returns the path of the repeatable section (such as `env`) that contains `path`; None if there is none."""
@@ -246,12 +228,10 @@ class Keys:
     def stored_path(self, spelling: Path) -> Path | None:
         """Returns the path under which the value of `spelling` is stored; None for an unknown key. If the path leads
         into a list and has no number, it means the first entry."""
-        if len(spelling) == 1 and spelling[0] in self.short_flags:
-            return self.short_flags[spelling[0]]
         path, entry = self.split_number(spelling)
-        if path not in self.spellings and not self.is_free_form(path):
+        if path not in self.options and not self.is_free_form(path):
             return None
-        path, table = self.spellings.get(path, path), self.list_of(path)
+        table = self.list_of(path)
         if table is None:
             return path
         return (*(entry or (*table, "0")), *path[len(table) :])
@@ -272,19 +252,17 @@ class Keys:
         Compares the last parts of both paths. If `path` has only one part, also compares it with whole known paths. If
         its last part is a name that another system uses (WORDS), returns the option with the same meaning."""
 
-        def alike(candidate: Path) -> tuple[float, float]:
-            whole = difflib.SequenceMatcher(None, ".".join(path), ".".join(candidate)).ratio()
-            return whole, difflib.SequenceMatcher(None, path[-1], candidate[-1]).ratio()
+        def likeness(candidate: Path) -> tuple[float, float]:
+            last = difflib.SequenceMatcher(None, path[-1], candidate[-1]).ratio()
+            return last, difflib.SequenceMatcher(None, ".".join(path), ".".join(candidate)).ratio()
 
         meant = tuple(WORDS.get(path[-1], "").split("."))
         if meant in self.options:
             return meant
-        candidates = {**{s: s for s in self.sections}, **self.spellings}
-        candidates |= {tuple(flag.replace("-", "_").split("_", 1)): to for flag, to in self.short_flags.items()}
-        ratios = {candidate: alike(candidate) for candidate in candidates}
-        near = [name for name, (whole, last) in ratios.items() if max(last, whole * (len(path) == 1)) >= LEAST_ALIKE]
-        if near:
-            return candidates[max(near, key=lambda name: sum(ratios[name]))]
+        best = max([*self.sections, *self.options], key=lambda candidate: sum(likeness(candidate)))
+        last, whole = likeness(best)
+        if last >= LEAST_ALIKE or (len(path) == 1 and whole >= LEAST_ALIKE):
+            return best
         return None
 
 

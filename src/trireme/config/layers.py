@@ -8,9 +8,7 @@ pydantic validates the result. pydantic-settings, which also merges layers, cann
 - Each layer's values are checked, the values of files strictly. pydantic-settings validates once and all alike.
 - `EnvSettingsSource` sees unknown variables only below a known field, leaves `TRIREME__ENV__ARGS__N=5` a string, and
   silently drops it when the variable `TRIREME__ENV__ARGS` comes after it. Here such entries are JSON or TOML.
-- The command line takes `@ FILE`, `--section @ FILE` and short flags; `CliSettingsSource` (argparse) has no such files.
-- A later layer may use another alias of a key, so all are stored under one path, and a layer that contradicts itself is
-  refused. pydantic-settings would keep the aliases of two layers side by side, and pydantic would refuse that.
+- The command line takes `@ FILE` and `--section @ FILE`; `CliSettingsSource` (argparse) has no such files.
 - A value or an empty table replaces a table for good. pydantic-settings merges from the last layer down: under an empty
   table, or a third layer's table in the place of the value, the first layer's entries would come back.
 - Some sections may appear several times (`[[env]]`). A list replaces the entries of earlier layers; a later layer may
@@ -87,7 +85,6 @@ class MergedLayers:
 
     def _checked(self, layer: Iterable[GivenValue]) -> Iterable[tuple[Path, object]]:
         keys = self._keys
-        spelled: dict[Path, GivenValue] = {}
         values: dict[Path, object] = {}
         for setting in layer:
             path = keys.stored_path(setting.spelling)
@@ -107,15 +104,14 @@ class MergedLayers:
                 self.refusals.append(Refusal(setting.description, expected, f"correct it in: {setting.place}"))
                 continue
             if not is_json(value):
-                self.refusals.append(_unwritable(setting))
-                continue
-            before = spelled.get(path)
-            if before and before.spelling != setting.spelling and values[path] != value:
-                expected = f"one value: both are spellings of `{'.'.join(path)}`"
                 self.refusals.append(
-                    Refusal(f"{before.description} and {setting.description}", expected, "leave one of them out")
+                    Refusal(
+                        f"{'.'.join(setting.spelling)} = {setting.value} ({setting.place})",
+                        "numbers, text, true, false, lists and tables: JSON has no nan, inf, dates or times",
+                        "write it as text, in quotes, or leave it out",
+                    )
                 )
-            spelled[path] = setting
+                continue
             values[path] = value
         return values.items()
 
@@ -132,16 +128,6 @@ class MergedLayers:
                 tree[name] = {}
             tree = tree[name]
         tree[path[-1]] = value
-
-
-def _unwritable(setting: GivenValue) -> Refusal:
-    """Returns the refusal of a value that JSON cannot hold, because config.json and the manifests of checkpoints could
-    not record it."""
-    return Refusal(
-        f"{'.'.join(setting.spelling)} = {setting.value} ({setting.place})",
-        "numbers, text, true, false, lists and tables: JSON has no nan, inf, dates or times",
-        "write it as text, in quotes, or leave it out",
-    )
 
 
 def unknown_key(setting: GivenValue, keys: Keys) -> Refusal:

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path as File
 from typing import Any, Generic, TypeVar
 
-from trireme.config.keys import Key, Keys, Path, keys_of
+from trireme.config.keys import SHORT_FLAGS, Key, Keys, Path, keys_of
 from trireme.config.layers import PREFIX, GivenValue, MergedLayers, read_literal, unknown_key
 from trireme.config.schema import CommonConfig, Config
 from trireme.config.trust import FLAG, RECORD, named_code, untrusted
@@ -188,8 +188,7 @@ def _take_file(line: CommandLine, root: Path, word: str, words: list[str]) -> No
 
 def _take_flag(line: CommandLine, word: str, words: list[str], keys: Keys) -> None:
     name, equals, value = word[2:].partition("=")
-    short = name.replace("_", "-")
-    path = keys.short_flags.get(short) or tuple(name.replace("-", "_").split("."))
+    path = SHORT_FLAGS.get(name) or tuple(name.replace("-", "_").split("."))
     is_section = keys.split_number(path)[0] in keys.sections
     if is_section and (value or (words[0] if words else "")).startswith("@"):
         _take_file(line, path, value or words.pop(0), words)
@@ -198,7 +197,7 @@ def _take_flag(line: CommandLine, word: str, words: list[str], keys: Keys) -> No
     if text is None:
         line.refusals.append(_without_value(path, name, keys))
     else:
-        line.flags += _from_text((short,) if short in keys.short_flags else path, text, f"flag --{name}", keys)
+        line.flags += _from_text(path, text, f"flag --{name}", keys)
 
 
 def _take_value(key: Key | None, words: list[str]) -> str | None:
@@ -242,12 +241,9 @@ def _read_file(root: Path, file: File, refusals: list[Refusal], keys: Keys) -> l
     if not isinstance(tables, dict):
         refusals.append(Refusal(f"file {file}: {type(tables).__name__}", "a table of keys", "write { ... }"))
         return []
-    written_by = None if root else tables.pop(WRITTEN_BY, None)
-    if isinstance(written_by, dict):
-        origin = f", written by trireme {written_by.get('trireme')}"
-    else:
-        origin = ""
-    return list(_flatten(root, tables, f"file {file}{origin}", keys))
+    if not root:
+        tables.pop(WRITTEN_BY, None)
+    return list(_flatten(root, tables, f"file {file}", keys))
 
 
 def _read_environment(environ: Mapping[str, str], keys: Keys) -> list[GivenValue]:

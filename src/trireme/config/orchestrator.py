@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from trireme.config.inference import Temperature
 from trireme.config.section import NAMES_CODE, NonNegativeInt, Section, Share
@@ -15,9 +15,9 @@ AdvantageKind = Literal["mean", "std", "leave_one_out"]
 
 
 class OrchestratorConfig(Section):
-    batch_size: PositiveInt = Field(validation_alias=AliasChoices("batch_size", "groups_per_batch"))
+    batch_size: PositiveInt
     """Problems (groups) per training step."""
-    group_size: PositiveInt = Field(8, validation_alias=AliasChoices("group_size", "rollouts_per_example"))
+    group_size: PositiveInt = 8
     """Rollouts per problem."""
     max_steps_off_policy: NonNegativeInt = 1
     """No group older than this many steps is trained on; 0 = synchronous, strictly on-policy."""

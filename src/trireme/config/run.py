@@ -59,7 +59,7 @@ class RunConfig(Section):
 
 
 class ResumeConfig(Section):
-    latest: bool | Literal["auto"] = Field(False, json_schema_extra={"flag": "resume"})
+    latest: bool | Literal["auto"] = False
     """Resume from the newest checkpoint that verifies; spelled `--resume`. `--resume auto`: if the run has begun, else
     start it, so that a scheduler can repeat one command; needs run.name."""
     step: Annotated[int, Field(ge=-1)] | None = None
@@ -154,9 +154,9 @@ class ClusterConfig(Section):
     """Further environment variables of the driver that all nodes get; variables of Hugging Face, W&B, NCCL, gloo, vLLM
     and Trireme travel anyway."""
     max_restarts: NonNegativeInt = 3
-    """How often the same part of a run (a replica, and the replicas of a node; the trainer, with the orchestrator; Ray
-    itself on one machine) is started again after its death within restart_window_s; then a replica is left out, and any
-    other part stops the run with exit code 3. 0 = never: it fails."""
+    """How often the same part of a run (a replica; the trainer, with the orchestrator; Ray itself on one machine) is
+    started again after its death within restart_window_s; then a replica is left out, and any other part stops the run
+    with exit code 3. 0 = never: it fails."""
     restart_window_s: PositiveFloat = 3600.0
     """Seconds in which max_restarts are counted, and after which a replica that was left out is tried again."""
     min_replicas: PositiveInt = 1

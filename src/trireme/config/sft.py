@@ -15,8 +15,8 @@ from trireme.renderers.conversation import TrainOn
 
 class DataConfig(Section):
     train: str
-    """Training data: a file of conversations (JSONL) or of tokens (JSONL, npz), or several by a pattern
-    (`data/*.jsonl`), in the order of their names."""
+    """Training data: a file of conversations or of tokens (JSONL), or several by a pattern (`data/*.jsonl`), in the
+    order of their names."""
     test: str | None = None
     """Held-out data for `test/nll`: a file or a pattern."""
     test_examples: NonNegativeInt = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from trireme.config.section import NAMES_CODE, NonNegativeFloat, NonNegativeInt, Section, Share
 from trireme.core.normalization import LossNormalization
@@ -19,6 +19,8 @@ LINEAR = (*ATTENTION, *MLP, *UNEMBED)
 
 SharePrefixes = Literal["auto", "on", "off"]
 """Values of `trainer.share_prefixes`."""
+Checkpointing = bool | Literal["auto", "offload"]
+"""Values of `trainer.checkpointing`."""
 
 
 class OptimConfig(Section):
@@ -43,9 +45,9 @@ class ReferenceConfig(Section):
 
 
 class KlConfig(Section):
-    coef: NonNegativeFloat = Field(0.0, validation_alias=AliasChoices("coef", "kl_penalty_coef"))
+    coef: NonNegativeFloat = 0.0
     """Penalty, in the advantages, for moving away from the reference; 0 = none."""
-    discount: Share = Field(0.0, validation_alias=AliasChoices("discount", "kl_discount_factor"))
+    discount: Share = 0.0
     """A token also answers for the penalties that follow it, discounted by this; 0 = only for its own."""
     reference: ReferenceConfig = ReferenceConfig()
     alarm: PositiveFloat = 0.01
@@ -55,14 +57,14 @@ class KlConfig(Section):
 
 
 class LoraConfig(Section):
-    rank: PositiveInt | None = Field(None, validation_alias=AliasChoices("rank", "lora_rank"))
+    rank: PositiveInt | None = None
     """Train adapters of this rank on frozen weights: 1, 8, 16, 32, 64, 128, 256, 320 or 512, the ranks of vLLM; none =
     train all weights."""
-    alpha: PositiveFloat = Field(32.0, validation_alias=AliasChoices("alpha", "lora_alpha"))
+    alpha: PositiveFloat = 32.0
     """The output of an adapter is scaled by alpha / rank."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, validation_alias=AliasChoices("dropout", "lora_dropout"))
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs that is dropped while gradients are computed, and only then."""
-    targets: list[str] = Field([], validation_alias=AliasChoices("targets", "lora_target_modules"))
+    targets: list[str] = Field([])
     """Names of the linear layers with an adapter (`q_proj`, ...); empty = as the next three say."""
     train_attn: bool = True
     """Adapters for q_proj, k_proj, v_proj, o_proj."""
@@ -120,7 +122,7 @@ class MeshSizes(NamedTuple):
 class CommonTrainer(Section):
     """The keys of `trainer` that every kind of training has."""
 
-    shards: PositiveInt = Field(1, json_schema_extra={"flag": "trainer-gpus"})
+    shards: PositiveInt = 1
     """Number of FSDP2 shards, one process each (one GPU each where there are GPUs)."""
     replicate: PositiveInt = 1
     """Copies of the model, each spread over `shards` processes (HSDP); there are shards x replicate of them in all."""
@@ -154,9 +156,11 @@ class CommonTrainer(Section):
     """Compute tokens with which several sequences begin only once. auto = for each minibatch in which that saves 5 % of
     the counted work, where the model shows at the start that it can; on = for each minibatch that shares anything, and
     a model that cannot is refused. With `lora.dropout` sequences are computed whole."""
-    checkpointing: bool | Literal["auto"] = "auto"
+    checkpointing: Checkpointing = "auto"
     """Keep only the input of each decoder layer, and compute the layer again in the backward pass; auto = for
-    micro-batches with activations that exceed the memory left by the state on the shards."""
+    micro-batches with activations that exceed the memory left by the state on the shards. offload = for these
+    micro-batches copy the activations of as many layers as necessary to host memory, and back for the backward pass;
+    auto never does that, because no GPU has measured it."""
     reshard_after_forward: bool | Literal["auto"] = "auto"
     """Free the weights of a layer that were gathered from all shards after each pass, and gather them again for the
     next one (ZeRO-3). false = gather them once for all micro-batches of a batch (ZeRO-2). auto = false where they fit

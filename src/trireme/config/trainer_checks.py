@@ -27,18 +27,7 @@ def trainer_refusals(config: CommonConfig, facts: ModelFacts | None) -> Iterator
             "set --model.max-seq-len",
         )
     yield from _lora(config, facts)
-    yield from _shared_prefixes(config)
     yield from _learning_rate(config, facts)
-
-
-def _shared_prefixes(config: CommonConfig) -> Iterator[Refusal]:
-    dropout = config.trainer.lora.dropout
-    if config.trainer.share_prefixes == "on" and dropout:
-        yield Refusal(
-            f"trainer.share_prefixes = on with trainer.lora.dropout = {dropout:g}",
-            "no dropout: it draws anew for each sequence, so that no two compute the same prefix",
-            "set --trainer.lora.dropout 0, or leave --trainer.share-prefixes out",
-        )
 
 
 def _learning_rate(config: CommonConfig, facts: ModelFacts | None) -> Iterator[Refusal]:

@@ -18,7 +18,7 @@ _OF_KEYS = {
     "orchestrator.max_prompt_len": "max_prompt_length prompt_length",
     "orchestrator.max_steps_off_policy": "max_async_level async_level staleness max_staleness off_policy",
     "run.output_dir": "out output save_dir checkpoint_dir default_local_dir",
-    "trainer.checkpointing": "gradient_checkpointing activation_checkpointing ac",
+    "trainer.checkpointing": "gradient_checkpointing activation_checkpointing ac activation_offloading ac_offloading",
     "trainer.kl.coef": "kl kl_coef kl_loss_coef",
     "trainer.learning_rate": "lr",
     "trainer.lora.rank": "r lora_r",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,28 +22,19 @@ from trireme.core.actors import Ref
 from trireme.core.datum import Datum, ModelInput
 from trireme.core.prefixes import Forest, Numbers
 
-Value = TypeVar("Value")
 Column = npt.NDArray[np.number]
 Assign = Callable[[Forest], Sequence[Numbers]]
 """Takes the forest of all datums of a batch. Returns for each process of the trainer the indices of the datums that it
 computes, ascending."""
-PIECE_TOKENS = 1 << 20
+PIECE_TOKENS = 1 << 18
 """The most tokens that are laid out and stored together: few, so that no call of numpy holds Python's lock for long;
 enough, so that the calls take less time than the work in them."""
 
 
-class Fetch(Protocol):
-    """A function that takes a reference and the name of the process that keeps the referenced value, and returns the
-    value."""
-
-    def __call__(self, reference: Ref[Value], owner: str, /) -> Value: ...
-
-
-class Put(Protocol):
-    """A function that stores a value and returns a reference to it. A Put that stores nothing returns the value
-    itself."""
-
-    def __call__(self, value: Value, /) -> Ref[Value] | Value: ...
+Fetch = Callable[[Ref[Any], str], Any]
+"""Takes a reference and the name of the process that keeps the referenced value. Returns the value."""
+Put = Callable[[Any], Any]
+"""Stores a value, and returns a reference to it. A Put that stores nothing returns the value itself."""
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,7 @@ class RlRun(TrainingRun):
             replicas.offer,
             config.timeouts.update_s,
             self.plan.taken_share,
+            self.plan.offloads,
         )
         ending.callback(trainer.stop)
         orchestrator = self._start_orchestrator(config, replicas, run)

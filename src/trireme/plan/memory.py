@@ -7,12 +7,11 @@ Qwen3, Qwen3-MoE and Llama kinds (`scripts/memory.py` of the repository, `tests/
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from trireme.config.model_facts import ModelFacts
 from trireme.config.run import DTYPE_BYTES
 from trireme.config.schema import CommonConfig
-from trireme.config.trainer import CommonTrainer, LoraConfig
+from trireme.config.trainer import Checkpointing, CommonTrainer, LoraConfig
 
 GIB = 2**30
 SHARD_BASE_GIB = 0.6
@@ -39,6 +38,11 @@ FLAT_TOKENS = 8
 shared prefix is distinct once, but is in each datum that begins with it. Columns are counted as if they had a row for
 each datum (with a user's own loss they have it). Keys of a layer are gathered for the tokens of all datums at once (64
 answers to 30,000 tokens have 2 million)."""
+LAYERS_ON_DEVICE = 2
+"""Layers whose activations are in device memory at least, where those of the others are in host memory: one that
+computes and one whose activations are copied (`trainer.host_activations`)."""
+PINNED_ROUNDING = 4 / 3
+"""Page-locked host memory over the tensors in it, on average: PyTorch takes powers of two."""
 PLACE_BYTES = 96
 """Bytes for each token, counted in all datums (see FLAT_TOKENS): columns, log-probabilities and their gradient, and
 what losses and monitors compute with them (counted in `tests/unit/trainer/test_shard_prefixes.py`)."""
@@ -81,6 +85,12 @@ def chunk_logits(free_bytes: int | None) -> int:
     return max(CPU_LOGITS, min(MOST_LOGITS, 2 ** (fit.bit_length() - 1)))
 
 
+def host_layers(movable_layers: int, kept_tokens: int | None, tokens: int) -> int:
+    """Returns `ShardMemory.host_layers`."""
+    kept = movable_layers * (kept_tokens or 0) // tokens
+    return max(0, movable_layers - max(LAYERS_ON_DEVICE, kept))
+
+
 @dataclass(frozen=True)
 class ShardMemory:
     """The planned memory of a shard, in bytes except for counts of tokens, and the choices that follow from it."""
@@ -104,11 +114,13 @@ class ShardMemory:
     """Bytes that a micro-batch with shared prefixes takes for the tokens of all its datums (a prefix counts for each
     datum): columns, and keys and values of one layer, with their gradients."""
     kept_tokens: int | None
-    """The most tokens that a micro-batch may have without activation checkpointing; the layers of a larger micro-batch
-    are computed again in the backward pass. None: no micro-batch uses activation checkpointing. The number changes no
-    bit of the results."""
+    """The most tokens of a micro-batch whose activations all stay on the device. The layers of a larger micro-batch are
+    computed again in the backward pass, or the activations of its first layers go to host memory. None: the activations
+    of all micro-batches stay. The number changes no bit of the results."""
     again: bool
     """True: layers are computed again in the backward pass of a full micro-batch."""
+    movable_layers: int
+    """The number of layers if the activations of layers may go to host memory, else 0."""
     whole: bool
     """True: every shard keeps the whole model over the micro-batches of a batch, so that weights are gathered and
     gradients are summed over shards once per batch. False: once per micro-batch and layer. With several shards and
@@ -120,6 +132,19 @@ class ShardMemory:
     choice changes no bit of the results."""
     offloaded: bool
     """True: the state is in host memory, and models compute on GPUs."""
+
+    def host_layers(self, tokens: int) -> int:
+        """Returns how many layers, counted from the first, have their activations in host memory in a micro-batch of
+        `tokens` tokens. As many of the last layers, whose backward pass comes first, keep theirs as have room."""
+        return host_layers(self.movable_layers, self.kept_tokens, tokens)
+
+    @property
+    def host_activations(self) -> int:
+        """Bytes of a full micro-batch's activations in host memory."""
+        moved = self.host_layers(self.tokens)
+        if not moved:
+            return 0
+        return int(PINNED_ROUNDING * moved * self.activations / (self.movable_layers - moved))
 
     @property
     def total(self) -> int:
@@ -139,6 +164,9 @@ class ShardMemory:
         layers = "layers are kept until the backward pass"
         if self.again:
             layers = f"layers are computed twice in micro-batches of more than {self.kept_tokens:,} tokens"
+        number = self.host_layers(self.tokens)
+        if number:
+            layers = f"activations of {number} of {self.movable_layers} layers go to host memory in full micro-batches"
         weights = "once a batch" if self.whole else "layer by layer"
         if self.weights_stay and not self.whole:
             weights = "once a batch, their gradients summed layer by layer"
@@ -172,8 +200,9 @@ class ModelMemory:
         free = room - int(SHARD_BASE_GIB * GIB) - logits - freed - flat - (0 if offloaded else state)
         by_layer = self.gathered(options.lora, whole=False)
         kept_tokens = self.kept_tokens(options.checkpointing, free - by_layer)
-        again = kept_tokens is not None and tokens > kept_tokens
-        activations = self.activations(tokens, again)
+        movable = self.facts.num_layers if options.checkpointing == "offload" else 0
+        again = kept_tokens is not None and tokens > kept_tokens and not movable
+        activations = self.activations(tokens, again, host_layers(movable, kept_tokens, tokens))
         option = options.reshard_after_forward
         remaining = free - activations
         may_stay = option is not True and (options.reduce_dtype == "float32" or options.mesh.processes == 1)
@@ -188,7 +217,19 @@ class ModelMemory:
             gathered = by_layer
         gathered = max(gathered, self.gathered_alone(options.lora) - activations)
         return ShardMemory(
-            tokens, state, gathered, activations, logits, freed, flat, kept_tokens, again, whole, stay, offloaded
+            tokens,
+            state,
+            gathered,
+            activations,
+            logits,
+            freed,
+            flat,
+            kept_tokens,
+            again,
+            movable,
+            whole,
+            stay,
+            offloaded,
         )
 
     def logits(self, tokens: int) -> int:
@@ -234,10 +275,11 @@ class ModelMemory:
         values = 4 * facts.hidden_size + 4 * queries + 3 * keys + 4 * facts.mlp_size + experts
         return values * self.dtype_bytes + (2 * facts.hidden_size + queries + keys) * 4
 
-    def activations(self, tokens: int, again: bool) -> int:
-        """Returns the bytes that all layers keep for `tokens` tokens until the backward pass. `again`: True if layers
-        are computed twice. Then each layer keeps only its input, and all values are kept for one layer at a time."""
-        layers = self.facts.num_layers
+    def activations(self, tokens: int, again: bool, on_host: int = 0) -> int:
+        """Returns the bytes that all layers but `on_host` keep on the device for `tokens` tokens until the backward
+        pass. `again`: True if layers are computed twice. Then each layer keeps only its input, and all values are kept
+        for one layer at a time."""
+        layers = self.facts.num_layers - on_host
         inputs = self.facts.hidden_size * self.dtype_bytes
         return tokens * (layers * inputs + self.layer_bytes if again else layers * self.layer_bytes)
 
@@ -287,15 +329,13 @@ class ModelMemory:
             return 0
         return self.facts.vocab_size * self.facts.hidden_size
 
-    def kept_tokens(self, option: bool | Literal["auto"], free: int) -> int | None:
+    def kept_tokens(self, option: Checkpointing, free: int) -> int | None:
         """Returns the most tokens that a micro-batch may have without activation checkpointing. `option` is
-        `trainer.checkpointing`; with auto, the activations of these tokens fit into `free` bytes. Returns None
-        if no micro-batch uses checkpointing."""
-        if option == "auto":
-            return max(0, free) // self.activations(1, False)
-        if option:
-            return 0
-        return None
+        `trainer.checkpointing`; with auto and offload, the activations of these tokens fit into `free` bytes. Returns
+        None if no micro-batch uses checkpointing."""
+        if isinstance(option, bool):
+            return 0 if option else None
+        return max(0, free) // self.activations(1, False)
 
 
 def shard_memory(config: CommonConfig, facts: ModelFacts, *, on_gpus: bool, room: int) -> ShardMemory:

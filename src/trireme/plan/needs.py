@@ -163,7 +163,7 @@ class NodeNeeds:
     def _beside(self) -> int:
         """Bytes of a replica's GPU that are probably taken before vLLM measures the free memory: by the context of the
         replica's process, and by the state of a shard on the same GPU, which starts at the same time."""
-        shards = [need.gpu for need in self.actors.values() if self.shares_gpu and not need.gpu_share]
+        shards = [need.resting or need.gpu for need in self.actors.values() if self.shares_gpu and not need.gpu_share]
         return GPU_ALLOWANCES["CUDA context"] + sum(one.get("state", 0) for one in shards)
 
     @property

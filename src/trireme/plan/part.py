@@ -34,6 +34,9 @@ class Part(ABC):
     taken_share: float = field(default=0.0, kw_only=True)
     """The share of a shared GPU that the actor of the other room takes while this part's actor works; 0 if no GPU is
     shared. `Plan.parts` decides it."""
+    saved_s: float = field(default=0.0, kw_only=True)
+    """The estimated seconds that a colocated run saves in each sampling phase because AdamW's moments leave the GPU for
+    it, less the seconds that this takes; 0: they stay. `Plan.parts` decides it."""
 
     room: ClassVar[str]
     """The name of the room, the key of its values in `Plan.by_room`."""
@@ -99,6 +102,11 @@ class Part(ABC):
     def resting(self) -> Mapping[str, int]:
         """Bytes that an actor of the part keeps on its GPU, by purpose, while a colocated run lets it rest."""
         return {}
+
+    @property
+    def turn_s(self) -> float:
+        """Estimated seconds of a colocated run's turn of sampling and training that depend on `saved_s`."""
+        return 0.0
 
     @property
     def encoding(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from trireme.plan.part import Part
 from trireme.plan.trainer import TrainerPart
 from trireme.plan.whole import SHARED_GPU_UTILIZATION, count
 
+READ_BYTES_PER_S = 2e12
+"""Bytes per second that a GPU reads from its memory. An assumption, about that of an A100: nothing was measured."""
 REPLICA_BASE_GIB = 1.4
 """Measured resident memory of a replica with its engine process, without weights and KV cache."""
 ENGINE_BYTES = 3 * GIB
@@ -28,6 +31,8 @@ QUEUE_BYTES = 10 * (24 * 2**20 + 2)
 """Bytes that vLLM asks to be free in /dev/shm for the answers of each of several ranks: ten chunks of 24 MiB. vLLM
 touches few pages of them, so ranks that have started leave as much free for the next ones."""
 
+WEIGHTS = "a replica's weights"
+"""The purpose of a replica's GPU memory for its weights."""
 ARRIVING = "arriving weights"
 """The purpose of a replica's host memory for a version that it receives while another one is loaded. The ranks of the
 replica map this memory. If changes travel, they turn one version into the next in this memory."""
@@ -108,7 +113,7 @@ class InferencePart(Part):
         if self.on_gpus:
             cuda = (1 + self.ranks) * int(HOST_OF_CUDA_GIB * GIB)  # the actor, and each process of its engine
             cache = self._gpu_cache(self.facts)
-            gpu = {**self.resting, KV_CACHE: cache}
+            gpu = {**self._engine, KV_CACHE: cache}
             resting = self.resting if self.colocated else None
             host = {"processes": cuda, **arriving}
             need = Need(host, gpu=gpu, resting=resting, shared=shared, gpu_share=self.gpu_share, shm_free=queues)
@@ -119,11 +124,35 @@ class InferencePart(Part):
         return [Need(host, shared=shared, shm_free=queues)] * self.config.inference.replicas
 
     @property
-    def resting(self) -> Mapping[str, int]:
+    def _engine(self) -> Mapping[str, int]:
+        """Bytes that one rank of a replica takes on its GPU for everything but the KV cache, by purpose."""
         if not self.on_gpus:
             return {}
         arriving = {ARRIVING: self.published_bytes} if self._arrives_on_gpu else {}
-        return {"a replica's weights": self._weight_bytes // self.ranks, "its workspaces": ENGINE_BYTES, **arriving}
+        return {WEIGHTS: self._weight_bytes // self.ranks, "its workspaces": ENGINE_BYTES, **arriving}
+
+    @property
+    def resting(self) -> Mapping[str, int]:
+        # An update brings all weights, or adapters alone.
+        return {name: size for name, size in self._engine.items() if name != WEIGHTS or self.config.trainer.lora.on}
+
+    @property
+    def turn_s(self) -> float:
+        """Estimated seconds in which a replica reads its weights to decode a phase's rollouts, all at full length. It
+        reads them once for a token of each sequence in its KV cache. Infinite if no sequence fits."""
+        if not (self.facts and self.on_gpus and self.colocated):
+            return 0.0
+        config = self.config
+        replicas = config.inference.replicas
+        rollouts = (config.max_steps_off_policy + 1) * config.orchestrator.batch_size * config.largest_group / replicas
+        fitting = self._cache_left // self._sequence_cache(self.facts)
+        if config.inference.gpu_cache_gb:
+            fitting = config.inference.most_gpu_sequences(self.gpu_bytes)
+        together = min(fitting, config.inference.most_gpu_sequences(self.gpu_bytes), rollouts)
+        if together < 1:
+            return math.inf
+        steps = config.inference.sampling.max_tokens * rollouts / together
+        return steps * self._weight_bytes / self.ranks / READ_BYTES_PER_S
 
     @property
     def _arrives_on_gpu(self) -> bool:
@@ -132,10 +161,8 @@ class InferencePart(Part):
         return self.within_gpu and self.ranks == 1 and not self.config.trainer.lora.on
 
     @property
-    def _resting_bytes(self) -> int:
-        """Bytes that one rank of a replica takes on its GPU for everything but the KV cache, its weights included: the
-        sum of `resting`. A colocated replica keeps these bytes also while it sleeps."""
-        return sum(self.resting.values())
+    def _engine_bytes(self) -> int:
+        return sum(self._engine.values())
 
     def _gpu_cache(self, facts: ModelFacts) -> int:
         """Returns the bytes of KV cache on each GPU of a replica: `gpu_cache_gb` if it is set; else as much as the
@@ -147,7 +174,7 @@ class InferencePart(Part):
     @property
     def _cache_left(self) -> int:
         """Bytes that are left for the KV cache in a replica's share of a GPU."""
-        return int(self.gpu_bytes * self._most_share) - self._resting_bytes
+        return int(self.gpu_bytes * self._most_share) - self._engine_bytes
 
     @property
     def _most_share(self) -> float:
@@ -180,7 +207,7 @@ class InferencePart(Part):
         # What the engine cannot use is left to others on its GPU, and vLLM need not find it free when it starts.
         if self.facts is None:
             return self._most_share
-        taken = self._resting_bytes + self._gpu_cache(self.facts)
+        taken = self._engine_bytes + self._gpu_cache(self.facts)
         share = round(taken / self.gpu_bytes + SHARE_STEP / 2, 3)
         if self.colocated:
             return share
@@ -198,7 +225,7 @@ class InferencePart(Part):
         # A KV cache of its own size has no limit by a share. Else there must be room for one sequence.
         if self.facts is None or self.config.inference.gpu_cache_gb:
             return 0.0
-        return (self._resting_bytes + self._sequence_cache(self.facts)) / self.gpu_bytes
+        return (self._engine_bytes + self._sequence_cache(self.facts)) / self.gpu_bytes
 
     def decided(self) -> dict[str, object]:
         """Returns {key or section: value} of the values that the machines decide: `placement`, and the section

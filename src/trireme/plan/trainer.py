@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -33,8 +34,13 @@ from trireme.plan.needs import (
 from trireme.plan.part import Part
 from trireme.plan.whole import count
 
+MOVED_BYTES_PER_S = 20e9
+"""Bytes per second between page-locked host memory and a GPU. An assumption for PCIe 4: nothing was measured."""
+MOMENTS = 2
+"""The number of moments that AdamW has of each weight."""
 ON_THEIR_WAY = "buckets on their way"
 COPIES = "copies for checkpoints"
+HOST_ACTIVATIONS = "activations in host memory"
 SHARED_SLABS = "memory shared with replicas"
 SHARES = "shares of two versions of the weights"
 """The purpose of a rank's host memory for published weights if no object store has them: the rank keeps its own buckets
@@ -84,6 +90,8 @@ class TrainerPart(Part):
             host = {"processes": int(HOST_OF_CUDA_GIB * GIB), **offloaded}
             gpu = {**of_tensors, **GPU_ALLOWANCES}
         host |= {COPIES: self._copies}
+        if memory.host_activations:
+            host |= {HOST_ACTIVATIONS: memory.host_activations}
         share = KEPT_VERSIONS * -(-self.published_bytes // self.config.trainer.mesh.processes)
         parts = {VERSIONS: share} if self.transport.stored else {}
         host |= {} if parts else {SHARES: share}
@@ -111,9 +119,25 @@ class TrainerPart(Part):
         memory = self.shard_memory
         if memory is None or not self.on_gpus:
             return {}
-        state = {} if memory.offloaded else {"state": memory.state}
+        # Between two steps there are no gradients, which have half the bytes of the moments.
+        gone = self._moment_bytes * 3 // 2 if self.saved_s else self._moment_bytes // 2
+        state = {} if memory.offloaded else {"state": memory.state - gone}
         slabs = {SHARED_SLABS: SLABS * SLAB_BYTES} if self.within_gpu else {}
         return {**state, **GPU_ALLOWANCES, **slabs}
+
+    @property
+    def _moment_bytes(self) -> int:
+        """Bytes of AdamW's moments of a shard; 0 if the sizes of the model are unknown."""
+        if self.facts is None:
+            return 0
+        trained = self.facts.trained_parameters(self.config.trainer.lora)
+        return MOMENTS * DTYPE_BYTES[self.config.trainer.master_dtype] * trained // self.config.trainer.mesh.parts
+
+    @property
+    def turn_s(self) -> float:
+        if self.saved_s:
+            return 2 * self._moment_bytes / MOVED_BYTES_PER_S
+        return 0.0
 
     def _send_buffers(self, facts: ModelFacts, *, embeddings: bool) -> int:
         """Returns the bytes of the buffers in host memory through which a rank sends its buckets. `embeddings`: True if
@@ -169,6 +193,14 @@ class TrainerPart(Part):
             )
         if options.offload == "cpu" and not self.on_gpus:
             texts.append("trainer.offload = cpu on CPUs: there is nothing to offload")
+        if options.checkpointing == "offload" and not self.on_gpus:
+            texts.append("trainer.checkpointing = offload on CPUs: host memory holds all activations anyway")
+        elif self.shard_memory and self.shard_memory.host_activations:
+            texts.append(
+                f"trainer.checkpointing = offload was never run on a GPU: {gib(self.shard_memory.host_activations)} go "
+                "to host memory and back in each full micro-batch, which may take longer than computing layers twice "
+                "(scripts/gpu_check.py --part trainer measures both)"
+            )
         if options.master_dtype == "bfloat16":
             texts.append(
                 "trainer.master_dtype = bfloat16: an update below 1/256 of a weight is lost, which at learning rates "
@@ -238,10 +270,24 @@ class TrainerPart(Part):
             of_state = f"({trained} B x {adapters:,} of adapters + {per_parameter} B x parameters)"
         state = f"{of_state} / shards = {gib(memory.state)}"
         layers_text = "computed twice" if memory.again else "kept"
+        moved = memory.host_layers(memory.tokens)
+        if moved:
+            layers_text += f", {moved} of {memory.movable_layers} in host memory ({gib(memory.host_activations)})"
         return (
             f"a shard up to {gib(memory.total)} ({gib(memory.base)} + "
             + ("" if memory.offloaded else f"{state} + ")
             + f"gathered {gib(memory.gathered)} + {gib(memory.activations)} for {memory.tokens:,} tokens whose layers "
             + f"are {layers_text})"
             + (f" and in host memory {state}" if memory.offloaded else "")
+            + self._away_text
         )
+
+    @property
+    def _away_text(self) -> str:
+        """Returns a text about AdamW's moments if they are in host memory during sampling phases, else ""."""
+        if not self.saved_s:
+            return ""
+        text = f", of which AdamW's moments ({gib(self._moment_bytes)}) are in host memory while the replicas sample: "
+        if math.isinf(self.saved_s):
+            return f"{text}with them the KV cache would be too small for one sequence"
+        return f"{text}this moves them in about {self.turn_s:.1f} s and saves about {self.saved_s:.1f} s more"

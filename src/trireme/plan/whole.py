@@ -78,6 +78,9 @@ SUGGESTED_UTILIZATION = 0.4
 IPC_LEAVES = 0.9
 """The share of the KV cache that must be left if weights arrive in memory on the replica's GPU. An estimate: nothing
 was measured on a GPU."""
+LEAST_SAVING = 0.1
+"""The share of its estimated seconds that a sampling phase must save for AdamW's moments to leave the GPU. The
+estimates are coarse."""
 TURNS = frozenset({"trainer", "inference"})
 """The rooms that can take turns on the same devices. With `placement = auto` they do so only in a run with an
 orchestrator."""
@@ -123,7 +126,7 @@ class Plan:
         if shares and "orchestrator" in rooms and self._ipc_fits:  # another loop offers no versions to replicas
             parts = [replace(part, ipc_fits=True) for part in parts]
         if shares:
-            return [replace(part, taken_share=_taken_by_others(part, parts)) for part in parts]
+            return _in_fewer_seconds(parts)
         return parts
 
     @property
@@ -170,6 +173,11 @@ class Plan:
         """The share, 0 to 1, of a shard's GPU that a replica takes while the shard trains; 0 if no replica uses that
         GPU."""
         return next(part.taken_share for part in self.parts if part.room == "trainer")
+
+    @property
+    def offloads(self) -> bool:
+        """True if AdamW's moments leave the GPU during sampling phases."""
+        return any(part.saved_s for part in self.parts)
 
     @property
     def actor_names(self) -> list[str]:
@@ -581,6 +589,20 @@ class Plan:
             return "no part that dies is started again: the run fails then"
         often = f"at most {count(options.max_restarts, 'time')} in {options.restart_window_s:,g} s"
         return f"a part that dies is started again, {often}; a shard costs the steps since the newest checkpoint"
+
+
+def _in_fewer_seconds(parts: Sequence[Part]) -> list[Part]:
+    """Returns `parts`, which share GPUs, with their `taken_share` and `saved_s`: AdamW's moments leave a GPU for a
+    sampling phase if this saves more seconds than it takes, by LEAST_SAVING of the phase."""
+    staying, leaving = (_on_shared_gpus([replace(part, saved_s=saved_s) for part in parts]) for saved_s in (0.0, 1.0))
+    staying_s, leaving_s = (sum(part.turn_s for part in variant) for variant in (staying, leaving))
+    if leaving_s < (1 - LEAST_SAVING) * staying_s:
+        return [replace(part, saved_s=staying_s - leaving_s) for part in leaving]
+    return staying
+
+
+def _on_shared_gpus(parts: Sequence[Part]) -> list[Part]:
+    return [replace(part, taken_share=_taken_by_others(part, parts)) for part in parts]
 
 
 def _taken_by_others(part: Part, parts: Sequence[Part]) -> float:

@@ -6,8 +6,9 @@ A renderer stands between chat messages and tokens. Text that was sampled is nev
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, Protocol, Required, TypedDict
+from typing import Literal, Required, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -46,10 +47,11 @@ class Message(TypedDict, total=False):
     prompt: Sequence[int]  # the prompt that it was sampled from, if that is known
 
 
-class Renderer(Protocol):
+class Renderer(ABC):
     """Converts between messages and the tokens of one model. The default methods suit a format in which a single token
     ends a message."""
 
+    @abstractmethod
     def generation_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """Returns the tokens of the prompt for the assistant's next message."""
 
@@ -64,6 +66,7 @@ class Renderer(Protocol):
         """
         return None
 
+    @abstractmethod
     def supervised_example(
         self, messages: Sequence[Message], train_on: TrainOn, tools: Sequence[ToolSpec] = ()
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
@@ -73,6 +76,7 @@ class Renderer(Protocol):
         Raises ValueError if the conversation has none of the messages that `train_on` names.
         """
 
+    @abstractmethod
     def stop_tokens(self) -> tuple[int, ...]:
         """Returns the ids of the stop tokens. Any one of these tokens ends an assistant's message."""
 
@@ -89,6 +93,7 @@ class Renderer(Protocol):
         stop string ended the message, the renderer's end token replaces this string."""
         return list(tokens)
 
+    @abstractmethod
     def parse_response(self, tokens: Sequence[int], tools: Sequence[ToolSpec] = ()) -> tuple[Message, bool]:
         """Parses sampled `tokens`, including the stop token or string at their end. Returns the assistant's message,
         and True if it is whole, False if it was cut off or is malformed (thinking or a tool call without an end, a call

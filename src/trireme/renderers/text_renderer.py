@@ -134,7 +134,7 @@ class TextRenderer(Renderer):
         last = max((i for i, m in enumerate(messages) if "tokens" in m), default=None)
         if last is None or cut != self._cut_turns(messages[:last]):
             return None
-        return self._followed_by(list(messages[last]["tokens"]), self.text_behind(messages, last, tools))
+        return self._followed_by(list(messages[last]["tokens"]), self._around(messages, last, tools, True)[1])
 
     def _cut_turns(self, messages: Sequence[Message]) -> list[int]:
         """Returns the indices of the sampled messages for which the next prompt strips thinking: the message's own
@@ -153,11 +153,6 @@ class TextRenderer(Renderer):
         tokens = self.encode(after)
         ends_itself = sampled and sampled[-1] in self._stop and tokens[:1] == sampled[-1:]
         return sampled + (tokens[1:] if ends_itself else tokens)
-
-    def text_behind(self, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec]) -> str:
-        """Returns the part of the next prompt's text that follows the content of message `i`. A subclass may override
-        this to avoid writing the earlier messages."""
-        return self._around(messages, i, tools, True)[1]
 
     def _around(
         self, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec], generate: bool

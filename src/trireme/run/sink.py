@@ -9,10 +9,10 @@ say which tracker lacks steps, and why. metrics.jsonl has all steps.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,9 +20,11 @@ from textwrap import shorten
 from threading import Thread
 from typing import Any, TypeVar
 
+from trireme.checkpoint.rows import shown_step
 from trireme.config import CommonConfig
 from trireme.core.redaction import redact
 from trireme.process.faults import fault_point
+from trireme.run.rollout_records import table_rows
 from trireme.run.trackers import Tracker, connections
 from trireme.supervision.roster import Incident, Roster
 
@@ -37,12 +39,8 @@ LONGEST_REASON = 300
 """The most characters of an error that are shown."""
 
 Value = TypeVar("Value")
-
-
-@dataclass(frozen=True)
-class _Step:
-    row: Mapping[str, Any]
-    records: Sequence[str]
+Step = tuple[Mapping[str, Any], Sequence[str]]
+"""The row of a step, and its recorded rollouts, each group as JSON."""
 
 
 class MetricsSink:
@@ -54,7 +52,7 @@ class MetricsSink:
         self._connect = connect
         self._roster = roster
         self._say = say
-        self._items: SimpleQueue[_Step | Incident | None] = SimpleQueue()
+        self._items: SimpleQueue[Step | Incident | None] = SimpleQueue()
         self._steps = 0
         self._written = 0
         self._failures = 0
@@ -71,7 +69,7 @@ class MetricsSink:
         self._steps += 1
         self._watch()
         if self._items.qsize() < PENDING:
-            self._items.put(_Step(row, records))
+            self._items.put((row, records))
         else:
             self._fail(f"{PENDING} steps and incidents wait for it")
 
@@ -129,12 +127,15 @@ class MetricsSink:
         self._say(tracker.place)
         return tracker
 
-    def _give(self, tracker: Tracker, item: _Step | Incident) -> None:
+    def _give(self, tracker: Tracker, item: Step | Incident) -> None:
         fault_point(f"tracker.write.{self._name}")
         if isinstance(item, Incident):
             tracker.alert(item)
         else:
-            tracker.write(item.row, item.records)
+            row, records = item
+            values = {name: value for name, value in row.items() if isinstance(value, int | float)}
+            del values["step"]
+            tracker.write(shown_step(row), values, table_rows([json.loads(record) for record in records]))
             self._written += 1
 
     def _close(self, tracker: Tracker) -> None:

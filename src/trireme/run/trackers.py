@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from trireme.checkpoint.resume import leaves
-from trireme.checkpoint.rows import shown_step
 from trireme.config import CommonConfig
 from trireme.core.redaction import redact_values
-from trireme.run.rollout_records import TABLE_COLUMNS, table_rows
+from trireme.run.rollout_records import TABLE_COLUMNS
 from trireme.supervision.roster import Incident
 
 LONGEST_TITLE = 63
@@ -32,17 +30,19 @@ _LOGIN = re.compile(r"://[^/@]+@")
 """The name and the password in an address."""
 
 
+Table = Sequence[Sequence[object]]
+"""A row for each rollout, with the columns TABLE_COLUMNS."""
+
+
 class Tracker(Protocol):
     """A service or a program that shows the metrics of runs. All calls come from one thread. They may hang, and may
     raise any error."""
 
-    @property
-    def place(self) -> str:
-        """A text for people that says where the tracker shows the run, such as a URL."""
+    place: str
+    """A text for people that says where the tracker shows the run, such as a URL."""
 
-    def write(self, row: Mapping[str, Any], records: Sequence[str]) -> None:
-        """Writes the metrics of a step in `row`, and the recorded rollouts of the step: each of `records` is a group as
-        JSON."""
+    def write(self, step: int, values: Mapping[str, float], rollouts: Table) -> None:
+        """Writes the metrics of a step and its recorded rollouts. `step`: the number of the step, from 1."""
 
     def alert(self, incident: Incident) -> None:
         """Reports `incident`."""
@@ -58,18 +58,15 @@ class TensorboardTracker:
     def __init__(self, root: Path, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._directory = root / "tensorboard"
-        self._writer = SummaryWriter(str(self._directory), purge_step=start + 1)
+        directory = root / "tensorboard"
+        self.place = f"TensorBoard: uv run --no-sync tensorboard --logdir {directory}"
+        self._writer = SummaryWriter(str(directory), purge_step=start + 1)
 
-    @property
-    def place(self) -> str:
-        return f"TensorBoard: uv run --no-sync tensorboard --logdir {self._directory}"
-
-    def write(self, row: Mapping[str, Any], records: Sequence[str]) -> None:
-        for name, value in _numbers(row):
-            self._writer.add_scalar(name, value, shown_step(row))
-        if records:
-            self._writer.add_text("rollouts", _rollouts_text(records), shown_step(row))
+    def write(self, step: int, values: Mapping[str, float], rollouts: Table) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        if rollouts:
+            self._writer.add_text("rollouts", _rollouts_text(rollouts), step)
         self._writer.flush()
 
     def alert(self, incident: Incident) -> None:
@@ -92,7 +89,6 @@ class WandbTracker:
 
         self._wandb = wandb
         options = config.wandb
-        self._offline = options.mode == "offline"
         try:
             self._run = wandb.init(
                 **options.model_dump(include={"project", "entity", "tags", "mode"}),
@@ -107,18 +103,16 @@ class WandbTracker:
             wandb.teardown()  # else the next try is refused: the id would be in use
             raise
         self._run.define_metric("*", step_metric="step")
+        if options.mode == "offline":
+            self.place = f"W&B, offline; to upload: uv run --no-sync wandb sync {self._run.settings.sync_dir}"
+        else:
+            self.place = f"W&B: {self._run.url}"
 
-    @property
-    def place(self) -> str:
-        if self._offline:
-            return f"W&B, offline; to upload: uv run --no-sync wandb sync {self._run.settings.sync_dir}"
-        return f"W&B: {self._run.url}"
-
-    def write(self, row: Mapping[str, Any], records: Sequence[str]) -> None:
-        if records:
-            table = self._wandb.Table(columns=TABLE_COLUMNS, data=_rollouts(records))
-            self._run.log({"step": shown_step(row), "rollouts": table}, commit=False)
-        self._run.log({**row, "step": shown_step(row)})
+    def write(self, step: int, values: Mapping[str, float], rollouts: Table) -> None:
+        if rollouts:
+            table = self._wandb.Table(columns=TABLE_COLUMNS, data=rollouts)
+            self._run.log({"step": step, "rollouts": table}, commit=False)
+        self._run.log({**values, "step": step})
 
     def alert(self, incident: Incident) -> None:
         """Sends `incident` as a W&B alert. W&B drops an alert if it got an alert with the same title less than a minute
@@ -158,19 +152,14 @@ class MlflowTracker:
             for first in range(0, len(params), MLFLOW_BATCH):
                 self._client.log_batch(self._run, params=params[first : first + MLFLOW_BATCH])
         server = _LOGIN.sub("://", self._client.tracking_uri)
-        self._label = f"MLflow at {server}: run {root.name} of experiment {title}"
+        self.place = f"MLflow at {server}: run {root.name} of experiment {title}"
 
-    @property
-    def place(self) -> str:
-        return self._label
-
-    def write(self, row: Mapping[str, Any], records: Sequence[str]) -> None:
-        step = shown_step(row)
+    def write(self, step: int, values: Mapping[str, float], rollouts: Table) -> None:
         now_ms = int(time.time() * 1000)
-        metrics = [self._metric(_mlflow_name(name), value, now_ms, step) for name, value in _numbers(row)]
+        metrics = [self._metric(_mlflow_name(name), value, now_ms, step) for name, value in values.items()]
         self._client.log_batch(self._run, metrics)
-        if records:
-            self._client.log_text(self._run, _rollouts_text(records), f"rollouts/step_{step:06d}.md")
+        if rollouts:
+            self._client.log_text(self._run, _rollouts_text(rollouts), f"rollouts/step_{step:06d}.md")
 
     def alert(self, incident: Incident) -> None:
         """Sets a tag of the MLflow run to `incident`, because MLflow has no alerts. The tag has the newest incident."""
@@ -200,19 +189,15 @@ class TrackioTracker:
             config=redact_values(config.model_dump(mode="json")),
         )
         if config.trackio.space_id:
-            self._label = f"Trackio: the Space {config.trackio.space_id} of the hub"
+            self.place = f"Trackio: the Space {config.trackio.space_id} of the hub"
         else:
-            self._label = f"Trackio: uv run --no-sync trackio show --project {config.trackio.project}"
+            self.place = f"Trackio: uv run --no-sync trackio show --project {config.trackio.project}"
 
-    @property
-    def place(self) -> str:
-        return self._label
-
-    def write(self, row: Mapping[str, Any], records: Sequence[str]) -> None:
-        values: dict[str, Any] = dict(_numbers(row))
-        if records:
-            values["rollouts"] = self._trackio.Markdown(_rollouts_text(records))
-        self._run.log(values, step=shown_step(row))
+    def write(self, step: int, values: Mapping[str, float], rollouts: Table) -> None:
+        shown: dict[str, Any] = dict(values)
+        if rollouts:
+            shown["rollouts"] = self._trackio.Markdown(_rollouts_text(rollouts))
+        self._run.log(shown, step=step)
 
     def alert(self, incident: Incident) -> None:
         self._run.alert(incident.part, incident.what, step=incident.step)
@@ -236,25 +221,11 @@ def connections(config: CommonConfig, run_id: str, root: Path, start: int) -> di
     return connecting
 
 
-def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yields the metrics of a row that are numbers, other than its step."""
-    for name, value in row.items():
-        if isinstance(value, int | float) and name != "step":
-            yield name, value
-
-
 def _mlflow_name(name: str) -> str:
     return _NOT_IN_MLFLOW.sub("_", name)
 
 
-def _rollouts(records: Sequence[str]) -> list[list[Any]]:
-    """Returns a row with the columns TABLE_COLUMNS for each rollout of the groups in `records`. Each record is the JSON
-    text of one group."""
-    return table_rows([json.loads(record) for record in records])
-
-
-def _rollouts_text(records: Sequence[str]) -> str:
-    """Returns Markdown that shows the rollouts of the groups in `records`. Each record is the JSON text of one
-    group."""
-    rows = [dict(zip(TABLE_COLUMNS, row, strict=True)) for row in _rollouts(records)]
+def _rollouts_text(rollouts: Table) -> str:
+    """Returns Markdown that shows `rollouts`."""
+    rows = [dict(zip(TABLE_COLUMNS, row, strict=True)) for row in rollouts]
     return "\n\n---\n\n".join(f"reward {row['reward']:g}\n\n{row['prompt']}{row['conversation']}" for row in rows)

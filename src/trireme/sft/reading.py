@@ -1,20 +1,16 @@
 """Reads and checks files of conversations or tokens. Refuses bad examples by file and line.
 
 A line of a JSONL file is one example: `{"messages": [...]}`, with `tools` if there are any, or `{"tokens": [...]}`,
-with `weights` unless all tokens count equally. Other entries of a line are ignored. An npz file holds many examples as
-three arrays: `tokens` and `weights`, concatenated, and `offsets` [N + 1], where each example begins.
+with `weights` unless all tokens count equally. Other entries of a line are ignored.
 """
 
 from __future__ import annotations
 
 import json
-import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from glob import glob
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,8 +27,6 @@ Weights = npt.NDArray[np.float32]
 TooLong = Literal["refuse", "truncate", "drop"]
 
 ROLES = ("system", "user", "assistant", "tool")
-ARRAYS = {"tokens": "iu", "weights": "iuf", "offsets": "iu"}
-"""{array of an npz file: numpy's codes for the kinds of numbers that the array may hold}."""
 MOST_PROBLEMS = 10
 """Number of refusals after which reading stops: a mistake in a script is usually in every line."""
 SAY_EVERY = 10_000
@@ -44,7 +38,7 @@ class Example:
 
     tokens: Tokens  # int32 [T]
     weights: Weights  # float32 [T]; the first one is not used, as nothing predicts the first token
-    place: str  # file and line, or file and number
+    place: str  # file and line
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,7 @@ def files_of(key: str, pattern: str) -> list[Path]:
     if not files:
         raise Refusal(
             f"{key} = {pattern}, which matches no file (relative paths begin in {Path.cwd()})",
-            "a file of conversations or tokens (.jsonl, .npz), or a pattern that files match",
+            "a file of conversations or tokens (.jsonl), or a pattern that files match",
             "correct the path",
         )
     return files
@@ -95,9 +89,9 @@ def read_examples(
     refusals: list[Refusal] = []
     shortened: Counter[str] = Counter()
     for file in files:
-        for place, make in _sources(file, rules):
+        for place, line in _lines(file):
             try:
-                example = _checked(*make(), place, rules, shortened)
+                example = _checked(*_from_line(line, rules), place, rules, shortened)
             except BadExample as wrong:
                 value, expected, do = wrong.args
                 refusals.append(Refusal(f"{place}: {value}", expected, do))
@@ -118,19 +112,13 @@ def read_examples(
     ]
 
 
-Maker = Callable[[], tuple[Tokens, Weights]]
-
-
-def _sources(file: Path, rules: ExampleRules) -> Iterator[tuple[str, Maker]]:
-    """Yields (place, make) for each example of `file`. `place`: a text with the file, and the example's line (JSONL) or
-    number (npz). `make`: a function that reads the example, and may raise BadExample."""
-    if file.suffix == ".npz":
-        yield from _from_arrays(file)
-        return
+def _lines(file: Path) -> Iterator[tuple[str, bytes]]:
+    """Yields (place, line) for each line of `file` that is not empty. `place`: a text with the file and the line's
+    number."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield f"{file}:{number}", partial(_from_line, line, rules)
+                yield f"{file}:{number}", line
 
 
 def _from_line(line: bytes, rules: ExampleRules) -> tuple[Tokens, Weights]:
@@ -191,46 +179,11 @@ def _from_tokens(tokens: Any, weights: Any) -> tuple[Tokens, Weights]:
         raise BadExample(f"weights = {_short(weights)}", "a list of numbers, one for each token")
     if len(weights) != len(tokens):
         raise BadExample(f"{len(tokens)} tokens with {len(weights)} weights", "a weight for each token")
-    return _as_columns(tokens, weights)
-
-
-def _as_columns(tokens: Any, weights: Any) -> tuple[Tokens, Weights]:
-    """Converts tokens to int32 and weights to float32. Raises BadExample for numbers that these dtypes cannot hold."""
     try:
         return ModelInput(tokens).tokens, TensorData(weights, "float32").data
     except ValueError as error:
         value, _, expected = str(error).partition("; expected ")
         raise BadExample(value, expected) from None
-
-
-def _from_arrays(file: Path) -> Iterator[tuple[str, Maker]]:
-    try:
-        with np.load(file, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in ARRAYS}
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        expected = f"an npz file with {', '.join(ARRAYS)}"
-        raise Refusal(f"{file}: {error}", expected, "correct the file") from None
-    _check_arrays(file, arrays)
-    for number, (start, end) in enumerate(pairwise(arrays["offsets"])):
-        yield f"{file}[{number}]", partial(_part, arrays, slice(int(start), int(end)))
-
-
-def _part(arrays: Mapping[str, npt.NDArray[np.generic]], part: slice) -> tuple[Tokens, Weights]:
-    return _as_columns(arrays["tokens"][part], arrays["weights"][part])
-
-
-def _check_arrays(file: Path, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
-    tokens, weights, offsets = (arrays[name] for name in ARRAYS)
-    typed = all(array.ndim == 1 and array.dtype.kind in ARRAYS[name] for name, array in arrays.items())
-    if typed and len(tokens) == len(weights) and len(offsets):
-        ends = offsets.astype(np.int64)
-        if ends[0] == 0 and ends[-1] == len(tokens) and np.all(np.diff(ends) >= 0):
-            return
-    raise Refusal(
-        f"{file}: " + ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in arrays.items()),
-        "tokens (whole numbers) and weights of one length T, offsets that rise from 0 to T",
-        "write it again with numpy.savez",
-    )
 
 
 def _checked(

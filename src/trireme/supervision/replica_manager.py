@@ -126,18 +126,6 @@ class ReplicaActors(Protocol):
     def abort_all(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class ReplicaLimits:
-    """Decides whether a lost replica may be started again."""
-
-    again: Lost
-    """Called before a successor is started, with three arguments: the lost replica's name, the failure, and True if the
-    process died. Raises an error if there must be no successor."""
-    again_on: Callable[[str, TriremeError], None]
-    """Also called before a successor is started, with the Ray id of the lost replica's node, and the failure. Raises an
-    error if there must be no successor."""
-
-
 @dataclass
 class _Life:
     """One life of a replica: from a start (the first one, or the start of a successor) until its loss."""
@@ -168,7 +156,8 @@ class ReplicaManager:
     """Starts, replaces, adds and removes the replicas of a run. Not thread-safe.
 
     `places` is a pool of places in the cluster. An added replica takes its place from the pool. When a replica leaves,
-    its place goes back to the pool.
+    its place goes back to the pool. `again` is called before a successor is started, with the lost replica's name, the
+    failure, and True if the process died; it raises an error if there must be no successor.
     """
 
     def __init__(
@@ -177,14 +166,14 @@ class ReplicaManager:
         replicas: ReplicaActors,
         roster: Roster,
         monitor: HeartbeatMonitor,
-        limits: ReplicaLimits,
+        again: Lost,
         places: PlacePool,
     ) -> None:
         self._config = config
         self._replicas = replicas
         self._roster = roster
         self._monitor = monitor
-        self._limits = limits
+        self._again = again
         self._places = places
         self._left_out: list[tuple[float, ActorOptions]] = []  # when to try again, and Ray's options
         self._lives: dict[int, _Life] = {}
@@ -292,11 +281,8 @@ class ReplicaManager:
             return
         if isinstance(failure, BadInput):
             raise failure
-        part = self._roster.part(_part_name(index))
         try:
-            self._limits.again(self._replicas.name(index), failure, died)
-            if part and part.node:
-                self._limits.again_on(part.node, failure)
+            self._again(self._replicas.name(index), failure, died)
         except TriremeError as refusal:
             if not self._can_spare():
                 raise

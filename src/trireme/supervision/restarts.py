@@ -8,8 +8,6 @@ from collections import defaultdict, deque
 from trireme.core.errors import LimitReached, TriremeError
 
 NUMBERS = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+")
-ONE_EVENT_S = 60.0
-"""Losses on one node within this time of the first are one event: the node, a network or a driver failed once."""
 COMPARED = 400
 """Number of characters of two errors' messages that are compared: a message begins with what happened, and ends with
 where."""
@@ -44,18 +42,6 @@ class Restarts:
                 failure.add_note(f"{part} was started again after the same error, and raised it again.")
                 raise failure
             self._last[part] = message
-        self._count(part, failure, now)
-
-    def take_on(self, node: str, failure: TriremeError, *, now: float) -> None:
-        """Counts the loss of a replica on `node`. A loss within ONE_EVENT_S of the last counted loss belongs to the
-        same event and does not count. Raises LimitReached if the node's budget is used up. `now`: seconds of a
-        monotonic clock."""
-        part = f"replicas of node {node}"
-        taken = self._taken[part]
-        if not taken or now - taken[-1] > ONE_EVENT_S:
-            self._count(part, failure, now)
-
-    def _count(self, part: str, failure: TriremeError, now: float) -> None:
         taken = self._taken[part]
         while taken and now - taken[0] > self._window_s:
             taken.popleft()

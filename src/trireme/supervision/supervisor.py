@@ -38,7 +38,7 @@ from trireme.process.environ import STACKS
 from trireme.process.ray_cluster import PlacePool, Progress, check_services
 from trireme.process.signals import StoppedWithoutCheckpoint
 from trireme.supervision.heartbeats import EVERY_S, HeartbeatMonitor, kill, send
-from trireme.supervision.replica_manager import ReplicaActors, ReplicaLimits, ReplicaManager, ReplicaSetRoom
+from trireme.supervision.replica_manager import ReplicaActors, ReplicaManager, ReplicaSetRoom
 from trireme.supervision.restarts import Restarts
 from trireme.supervision.roster import PartHealth, Roster
 from trireme.supervision.status import ScaleRequests
@@ -93,8 +93,7 @@ class Supervisor:
         if elastic:
             replicas = elastic.replicas
             places = elastic.places
-            limits = ReplicaLimits(self._again, self._again_on)
-            self._manager = ReplicaManager(elastic.config, replicas, roster, self._monitor, limits, places)
+            self._manager = ReplicaManager(elastic.config, replicas, roster, self._monitor, self._again, places)
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="supervisor", daemon=True)
@@ -298,9 +297,6 @@ class Supervisor:
 
     def _again(self, part: str, failure: TriremeError, died: bool) -> None:
         self._restarts.take(part, failure, died=died, step=self.roster.step, now=time.monotonic())
-
-    def _again_on(self, node: str, failure: TriremeError) -> None:
-        self._restarts.take_on(node, failure, now=time.monotonic())
 
     def _scale(self, manager: ReplicaManager, elastic: ElasticReplicas) -> None:
         request = elastic.requests.poll()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from operator import itemgetter
 from pathlib import Path
-from statistics import mean, median
+from statistics import fmean, median
 from typing import Any
 
 from trireme.checkpoint.rows import METRICS, TRAINED, shown_step
@@ -22,8 +21,6 @@ from trireme.tools.standing import age_of
 
 LOOK_BYTES = 16 << 20
 """The most bytes of a file that one call of `look` reads."""
-FRESH_S = 5.0
-"""Seconds for which `panels` may return the charts that it drew last, although there are new rows."""
 NO_CURVES = ("step", "version", "progress", "attempt", "time/unix")
 CURVE_BUCKETS = 400
 MOST_CURVES = 8
@@ -50,7 +47,7 @@ WASTE = {
 """{cause: text for people}, the reasons why sampled tokens are not trained on. The metric `waste/<cause>` counts the
 tokens."""
 
-SUMMED = ("perf/tokens", "perf/rollouts", *(f"waste/{cause}" for cause in WASTE))
+SUMMED = ("perf/tokens", *(f"waste/{cause}" for cause in WASTE))
 """Metrics that are summed over all rows of a run; rows that lack one of these metrics do not count."""
 
 PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
@@ -89,11 +86,6 @@ PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
             "waste/failed": "failed",
         },
     ),
-    (
-        "Length of rollouts, trained on and sampled",
-        "mean tokens",
-        {"length/trained": "trained on", "length/sampled": "all that were sampled"},
-    ),
     ("Replicas that serve, and incidents so far", "", {"perf/replicas": "replicas", "perf/incidents": "incidents"}),
     ("Idle", "share of the step", {"perf/trainer_idle_frac": "trainer", "perf/inference_idle_frac": "inference"}),
     (
@@ -130,7 +122,6 @@ class RunCurves:
         """The first and the last step of each attempt, by its number."""
         self._sums = dict.fromkeys(SUMMED, 0.0)
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
-        self._drawn: tuple[int, float, list[JsonObject]] = (-1, 0.0, [])
 
     @property
     def unread(self) -> int:
@@ -167,17 +158,8 @@ class RunCurves:
         return first + sorted(self._columns.keys() - {*first, *NO_CURVES})
 
     def panels(self) -> list[JsonObject]:
-        """Returns the charts of PANELS for which the run has metrics, as JSON values. They may be up to FRESH_S seconds
-        old."""
-        rows, at, drawn = self._drawn
-        if rows != self.rows and time.monotonic() - at > FRESH_S:
-            drawn = self._new_panels()
-            self._drawn = self.rows, time.monotonic(), drawn
-        return drawn
-
-    def _new_panels(self) -> list[JsonObject]:
-        """Returns the charts of PANELS from the metrics read so far. The first chart is marked `wide` and has smoothed
-        curves too."""
+        """Returns the charts of PANELS for which the run has metrics, as JSON values. The first chart is marked `wide`
+        and has smoothed curves too."""
         panels: list[JsonObject] = []
         for title, unit, legend in PANELS:
             series = {
@@ -226,13 +208,6 @@ class RunCurves:
         causes = ", ".join(f"{number / tokens:.1%} {text}" for text, number in wasted.items() if number)
         share = f"{1 - trained / tokens:.1%} of {tokens:,.0f} tokens"
         facts.append(("sampled in vain", f"{share}: {causes}" if causes else share))
-        sampled = self.newest.get("length/sampled")
-        if sampled:
-            trained_on = trained / self._sums["perf/rollouts"]
-            lengths = (
-                f"{trained_on:.0f} tokens trained on, {sampled:.0f} of all that were sampled, stopped ones as estimated"
-            )
-            facts.append(("length bias", f"{trained_on / sampled:.2f}: mean lengths of rollouts are {lengths}"))
         return facts
 
     def points(self, name: str) -> list[tuple[float, float]]:
@@ -274,7 +249,7 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
     >>> moving_mean([1.0, 2.0, 6.0], 2)
     [1.0, 1.5, 4.0]
     """
-    return [mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+    return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
 def thinned(points: Sequence[tuple[float, float]], buckets: int = CURVE_BUCKETS) -> list[tuple[float, float]]:

@@ -52,12 +52,13 @@ class Evaluations:
         number = xxhash.xxh3_64_hexdigest(f"{identity} {self.options}".encode())
         return self.directory / f"step_{identity.version:06d}-{number}.json"
 
-    def read(self, identity: WeightIdentity) -> Mapping[str, float] | None:
-        """Returns the metrics of the weights `identity`; None if they have not been evaluated with these options."""
-        file = self.file(identity)
-        if not file.exists():
-            return None
-        row: dict[str, float] = json.loads(file.read_text())["row"]
+    def has(self, identity: WeightIdentity) -> bool:
+        """Returns True if the weights `identity` have been evaluated with these options."""
+        return self.file(identity).exists()
+
+    def read(self, identity: WeightIdentity) -> Mapping[str, float]:
+        """Returns the metrics of the weights `identity`, which have been evaluated with these options."""
+        row: dict[str, float] = json.loads(self.file(identity).read_text())["row"]
         return row
 
     def write(self, identity: WeightIdentity, row: Mapping[str, float]) -> Path:

@@ -7,7 +7,6 @@ import json
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,23 +20,11 @@ from trireme.core.paths import path_in
 from trireme.core.refusals import Refusal
 from trireme.tools.merge import ADAPTER, merged_files
 
-DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-"""{name of a dtype in safetensors: its name in torch}."""
-DTYPES = tuple(DTYPE_NAMES.values())
+DTYPES = ("bfloat16", "float16", "float32")
 PART = "inference/"
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 CARD = "README.md"
-
-
-@dataclass(frozen=True)
-class ExportedModel:
-    """The result of `export`: where the model was written, and what it consists of."""
-
-    checkpoint: Path
-    out: Path  # its directory
-    files: int
-    dtype: str  # of its weights
 
 
 def export(
@@ -49,9 +36,9 @@ def export(
     *,
     merge: bool,
     card: Callable[[VerifiedCheckpoint, str], str] | None = None,
-) -> ExportedModel:
+) -> tuple[Path, Path]:
     """Writes the model of the checkpoint of `step` (None: the newest that verifies) to the directory `out` (None: a
-    directory in the run's exports/). `out` appears only when it is complete.
+    directory in the run's exports/). `out` appears only when it is complete. Returns (the checkpoint, `out`).
 
     Casts floating-point tensors to `dtype` (None: no cast), one file after the other, and calls `on_file` with the name
     of each file. `merge`: merges the checkpoint's adapter into its base, and writes the whole model. `card`: returns
@@ -80,7 +67,7 @@ def export(
         if card:
             text = card(chosen, "adapter" if kind == "adapter" else "whole model").encode()
             if (out / CARD).is_file() and (out / CARD).read_bytes() == text:
-                return _exported(checkpoint, out)
+                return checkpoint, out
             read[CARD] = lambda: text
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise Refusal(
@@ -93,7 +80,7 @@ def export(
         else:
             files = ((name, get()) for name, get in read.items())
         _write_beside(out, files, dtype)
-        return _exported(checkpoint, out)
+        return checkpoint, out
     except CheckpointInvalid as error:
         raise Refusal(
             f"the checkpoint {checkpoint}, which is damaged: {error}",
@@ -122,14 +109,6 @@ def chosen_checkpoint(root: Path, step: int | None) -> VerifiedCheckpoint:
     """Returns the checkpoint of `step` (None: the newest that verifies) of the run in `root`. Raises BadInput if there
     is no such checkpoint, or if it does not verify."""
     return choose_existing(CheckpointStore(root), step, "--step", "no --step")
-
-
-def _exported(checkpoint: Path, out: Path) -> ExportedModel:
-    """Returns a description of the complete export of `checkpoint` in the directory `out`."""
-    tables = [read_header(file)[1] for file in sorted(out.glob("*.safetensors"))]
-    first = next(about["dtype"] for table in tables for name, about in table.items() if name != "__metadata__")
-    files = sum(file.is_file() for file in out.rglob("*"))
-    return ExportedModel(checkpoint, out, files, DTYPE_NAMES.get(first, first))
 
 
 def _write_beside(out: Path, files: Iterable[tuple[str, bytes]], dtype: str | None) -> None:

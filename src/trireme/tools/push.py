@@ -186,22 +186,10 @@ def hub_errors(name: str) -> Iterator[None]:
 def _answered(request: str, error: Any) -> Refusal:
     """Returns the refusal for `error`, an answer of the hub with an error status. `request`: the request as the user
     wrote it."""
-    status = error.response.status_code
     answer = redact(error.server_message or str(error).splitlines()[0])
-    if status == 401:
-        return Refusal(
-            f"{request}: the hub does not accept the token ({answer})", "a valid token that may write", LOG_IN
-        )
-    if status == 403:
-        return Refusal(
-            f"{request}: the token may not write there ({answer})",
-            "a token with the right to create and write repositories of that user or organization",
-            "give the token this right on the hub, or push to a name of your own",
-        )
-    if status == 409:
-        return Refusal(f"{request}: the name is taken ({answer})", "a name that is free", "choose another ORG/NAME")
     return Refusal(
-        f"{request}: the hub answered {status} ({answer})",
-        "an answer without an error",
-        "push again later: files that the hub has are not sent again",
+        f"{request}: the hub answered {error.response.status_code} ({answer})",
+        "an answer without an error: a valid token with the right to create and write this repository (401, 403), and "
+        "a name that is free (409)",
+        f"{LOG_IN}; choose another ORG/NAME; or push again later: files that the hub has are not sent again",
     )

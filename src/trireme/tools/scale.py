@@ -16,8 +16,6 @@ from trireme.supervision.roster import PartHealth, RunPart
 from trireme.supervision.status import DriverProcess, Status, request_scale
 
 POLL_S = 0.2
-SHOWN = 4
-"""The most replicas that do not serve and are named in a text."""
 PATIENCE_S = 1.0
 """Seconds. A wait is reported only if it takes longer."""
 T = TypeVar("T")
@@ -35,11 +33,8 @@ def scale(root: Path, replicas: int, wait: bool, say: Callable[[str], None]) -> 
     status = Status.read(root)
     start_s = max(timeouts["start_s"], status.start_s if status else 0.0)
     until = partial(_until, root, time.monotonic() + start_s + timeouts["update_s"], say)
-    before = len(_replicas(root))
     with request_scale(root, replicas) as answered:
         say(until(answered, lambda: "it has not answered yet; it does when all rooms have started"))
-    if before not in (0, replicas):  # 0: not known
-        say(f"to cancel this: trireme scale {root} --replicas {before}")
 
     def all_serve() -> bool | None:
         serving = [part.serves for part in _replicas(root)]
@@ -122,12 +117,7 @@ def standing(root: Path, target: int) -> str:
         for part in replicas
         if part.health != PartHealth.HEALTHY
     ]
-    serving = sum(part.serves for part in replicas)
-    excess = f"{serving} replicas serve, {target} are wanted"
-    fewer = f"{serving} of {target} replicas serve"
-    if len(not_serving) > SHOWN:
-        left_out = [f"{len(not_serving) - SHOWN} more"]
-    else:
-        left_out = []
-    shown = ", ".join([*not_serving[:SHOWN], *left_out])
-    return (excess if serving > target else fewer) + (f"; {shown}" if shown else "")
+    text = f"{sum(part.serves for part in replicas)} of {target} replicas serve"
+    if not_serving:
+        return f"{text}; {', '.join(not_serving)}"
+    return text

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.checkpoint.manifest import step_of
+from trireme.checkpoint.resume import leaves
 from trireme.checkpoint.rows import shown_step
 from trireme.checkpoint.store import CheckpointStore
 from trireme.supervision.roster import PartHealth
@@ -27,6 +28,25 @@ ROOMS = {
     "time/update_pause weights/reprefill_tokens",
 }
 """The metrics of the newest row that show how each room is doing, separated by spaces."""
+
+DESCRIBED = (
+    "model.name",
+    "model.dtype",
+    "env",
+    "orchestrator.batch_size",
+    "orchestrator.group_size",
+    "orchestrator.max_steps_off_policy",
+    "orchestrator.stale_policy",
+    "data.train",
+    "data.train_on",
+    "data.batch_size",
+    "trainer.loss_fn",
+    "trainer.learning_rate",
+    "trainer.shards",
+    "inference.replicas",
+    "seed",
+)
+"""Keys of the configuration that usually differ between runs."""
 
 SILENT_S = 30.0
 """Seconds. A driver that works writes the file STATUS more often than this."""
@@ -88,34 +108,9 @@ def age_of(at: float, now: datetime) -> str:
 
 
 def described(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns the values of a configuration that usually differ between runs, as (name, text) pairs; empty if the
-    configuration is incomplete."""
-    if "trainer" not in config:
-        return []
-    trainer = config["trainer"]
-    model = ("model", f"{config['model']['name']}, {config['model']['dtype']}")
-    if "data" in config:
-        data = config["data"]
-        return [
-            model,
-            ("data", f"{data['train']}, {data['train_on']}"),
-            ("batch", f"{data['batch_size']} examples"),
-            ("learning rate", f"{trainer['learning_rate']}, {trainer['schedule']}"),
-            ("shards", str(trainer["shards"])),
-        ]
-    orchestrator = config["orchestrator"]
-    return [
-        model,
-        *(("environment", " ".join([e["id"], *(f"{k} = {v}" for k, v in e["args"].items())])) for e in config["env"]),
-        (
-            "batch",
-            f"{orchestrator['batch_size']} problems, {orchestrator['group_size']} rollouts of each; "
-            f"max_steps_off_policy = {orchestrator['max_steps_off_policy']}, {orchestrator['stale_policy']}",
-        ),
-        ("loss", f"{trainer['loss_fn'] or 'by staleness'}, learning rate {trainer['learning_rate']}"),
-        ("shards, replicas", f"{trainer['shards']}, {config['inference']['replicas']}"),
-        ("seed", str(config["seed"])),
-    ]
+    """Returns (key, value) pairs as text for the keys DESCRIBED that the configuration has."""
+    values = leaves(config)
+    return [(key, str(values[key])) for key in DESCRIBED if key in values]
 
 
 def lineage_facts(root: Path, attempts: Mapping[int, tuple[int, int]]) -> list[tuple[str, str]]:

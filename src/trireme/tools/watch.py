@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
@@ -24,9 +23,6 @@ REFRESH_S = 1.0
 NEWEST_INCIDENTS = 8
 AVERAGED = 10
 """The number of steps in the mean that is shown next to the newest value."""
-BARS = "▁▂▃▄▅▆▇█"
-CURVE_WIDTH = 40
-"""Columns of a drawn curve."""
 HEALTH_STYLES = {PartHealth.HEALTHY: "green", PartHealth.SUSPECT: "yellow", PartHealth.DEAD: "bold red"}
 """The colour of a part; one that changes its state is cyan."""
 
@@ -65,31 +61,16 @@ def drawing(root: Path, curves: RunCurves, driver: str, now: datetime) -> Render
 
 
 def curves_table(curves: RunCurves) -> Table:
-    """Returns a table with a line for each metric of FIRST_CURVES: the newest value, the mean of the last AVERAGED
-    steps, and all values as bars."""
+    """Returns a table with a line for each metric of FIRST_CURVES: the newest value, and the mean of the last AVERAGED
+    steps."""
     table = Table(box=None)
-    for column in ("", "newest", f"mean of {AVERAGED}", "from the first step to the newest"):
+    for column in ("", "newest", f"mean of {AVERAGED}"):
         table.add_column(column, no_wrap=True)
     for name in FIRST_CURVES:
         values = curves.values(name)
         if values:
-            table.add_row(name, f"{values[-1]:.4g}", f"{mean(values[-AVERAGED:]):.4g}", bars(values, CURVE_WIDTH))
+            table.add_row(name, f"{values[-1]:.4g}", f"{mean(values[-AVERAGED:]):.4g}")
     return table
-
-
-def bars(values: Sequence[float], width: int) -> str:
-    """Returns a chart in characters: the means of at most `width` equal parts of `values`. The lowest mean is the
-    lowest bar, the highest mean the highest bar.
-
-    >>> bars([0, 0, 1, 1, 7, 7], 3)
-    '▁▂█'
-    """
-    count = min(width, len(values))
-    cuts = [len(values) * part // count for part in range(count + 1)]
-    means = [mean(values[start:end]) for start, end in pairwise(cuts)]
-    low = min(means)
-    span = max(means) - low or 1.0
-    return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in means)
 
 
 def parts_table(status: Status | None, driver: str, now: datetime) -> Table:

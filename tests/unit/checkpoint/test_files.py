@@ -103,10 +103,8 @@ class TestDirect:
 
     CONTENTS = np.random.default_rng(1).bytes(3 * BLOCK_BYTES + 1000)
 
-    def write(
-        self, file: Path, monkeypatch: pytest.MonkeyPatch, large: bool = False, **options: int
-    ) -> list[tuple[int, bool]]:
-        with HashingWriter(file, large=large) as writer:
+    def write(self, file: Path, monkeypatch: pytest.MonkeyPatch, **options: int) -> list[tuple[int, bool]]:
+        with HashingWriter(file) as writer:
             watched = Watched(**options)
             monkeypatch.setattr(os, "pwrite", watched)
             for start, end in ((0, 7), (7, 2 * BLOCK_BYTES - 1), (2 * BLOCK_BYTES - 1, len(self.CONTENTS))):
@@ -125,13 +123,12 @@ class TestDirect:
         writes = self.write(tmp_path / "f", monkeypatch)
         assert writes == [(BLOCK_BYTES, direct)] * 3 + [(1000, False)]
 
-    @pytest.mark.parametrize("large", [False, True])
-    def test_the_block_of_a_large_file_is_one_piece_of_memory(self, tmp_path: Path, large: bool) -> None:
+    def test_a_block_is_one_piece_of_memory(self, tmp_path: Path) -> None:
         """A huge page is requested; the system decides whether there is one."""
-        with HashingWriter(tmp_path / "f", large=large) as writer:
+        with HashingWriter(tmp_path / "f") as writer:
             address = writer._blocks[0].ctypes.data
-            assert ("hg" in memory_flags(address)) is large
-            assert address % (HUGE_PAGE if large else mmap.PAGESIZE) == 0
+            assert "hg" in memory_flags(address)
+            assert address % HUGE_PAGE == 0
             writer.write(self.CONTENTS)
         assert (tmp_path / "f").read_bytes() == self.CONTENTS
 
@@ -156,10 +153,9 @@ class TestDirect:
         assert self.write(tmp_path / "f", monkeypatch) == [(BLOCK_BYTES, False)] * 3 + [(1000, False)]
         assert len(refused) == 1, "asked once, not for every block"
 
-    @pytest.mark.parametrize("large", [False, True])
     @pytest.mark.parametrize("number", [0, 1])
-    def test_none_once_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, large: bool) -> None:
-        writes = self.write(tmp_path / "f", monkeypatch, large, refused_from=number)
+    def test_none_once_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+        writes = self.write(tmp_path / "f", monkeypatch, refused_from=number)
         assert [size for size, _ in writes] == [BLOCK_BYTES] * 3 + [1000]
         assert not any(direct for _, direct in writes[number:])
 
@@ -174,7 +170,7 @@ class TestDirect:
             return plain(file, chunk, at)
 
         monkeypatch.setattr(os, "pwrite", write)
-        with HashingWriter(tmp_path / "f", large=True) as writer:
+        with HashingWriter(tmp_path / "f") as writer:
             writer.write(contents)
         assert (tmp_path / "f").read_bytes() == contents
         assert writer.record("f") == FileRecord("f", len(contents), xxhash.xxh3_128_hexdigest(contents))
@@ -182,12 +178,8 @@ class TestDirect:
     def test_other_refusals_are_errors(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Also EINVAL, when it has another cause."""
         monkeypatch.setattr(os, "pwrite", failing(errno.EINVAL))
-        for large in (False, True):
-            with (
-                pytest.raises(OSError, match="Invalid argument"),
-                HashingWriter(tmp_path / "f", large=large) as writer,
-            ):
-                writer.write(bytes(BLOCK_BYTES))
+        with pytest.raises(OSError, match="Invalid argument"), HashingWriter(tmp_path / "f") as writer:
+            writer.write(bytes(BLOCK_BYTES))
 
 
 def test_closed_means_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,14 +222,13 @@ class TestErrors:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return plain(file, chunk, at)
 
-        def save(file: Path, large: bool) -> None:
-            with storage_errors(file), HashingWriter(file, large=large) as writer:
+        def save(file: Path) -> None:
+            with storage_errors(file), HashingWriter(file) as writer:
                 torch.save(torch.zeros(2 * BLOCKS * BLOCK_BYTES // 4), writer)
 
         monkeypatch.setattr(os, "pwrite", nearly)
-        for large in (False, True):
-            with pytest.raises(StorageFailed, match="No space left on device"):
-                save(tmp_path / "weights", large)
+        with pytest.raises(StorageFailed, match="No space left on device"):
+            save(tmp_path / "weights")
 
     @pytest.mark.parametrize(
         ("call", "number", "reason"),

@@ -63,7 +63,11 @@ TYPED = {
         ["It is #### 4"],
         "reward 1  parse_error 0  success 1",
     ),
-    "twenty questions": (["twenty_questions"], ["x" * 121, "Is it a {secret}?"], "reward 1  parse_error 0  success 1"),
+    "twenty questions": (
+        ["twenty_questions:TwentyQuestions"],
+        ["x" * 121, "Is it a {secret}?"],
+        "reward 1  parse_error 0  success 1",
+    ),
     "rewards": (
         ["reward:{files}/mine.py:score", "--env.args.path", "{files}/data.jsonl"],
         ["4"],

@@ -1,7 +1,7 @@
 """`trireme eval`: whose weights are evaluated, and what is printed. tests/e2e/test_eval_command.py runs it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +16,14 @@ from transformers import AutoModelForCausalLM
 
 from trireme.checkpoint.store import KEEP, CheckpointStore
 from trireme.cli import eval as eval_command
-from trireme.cli.eval import UNREAD, Results, Subject, configured, subjects_of, table
+from trireme.cli.eval import UNREAD, Subject, configured, subjects_of, table
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput, RoomFailed
 from trireme.core.types import WeightIdentity
 from trireme.plan.rl import EVALUATION_ROOMS
 from trireme.plan.whole import Plan
+from trireme.tools.evaluations import Evaluations
 
 FLAGS = ["--env.id", "sort", "--inference.sampling.max-tokens", "8"]
 
@@ -194,17 +195,18 @@ class Rooms:
         plan: Plan,
         subjects: Sequence[Subject],
         console: Console,
-        results: Results,
+        stored: Evaluations,
+        add: Callable[[Subject, Mapping[str, float]], None],
     ) -> None:
         for subject in subjects:
             step = subject.identity.version
             self.evaluated.append(step)
-            self.begun[step] = results.lines(subject)
+            self.begun[step] = stored.read_lines(subject.identity)
             reward = self.rewards[step]
             if isinstance(reward, Exception):
-                results.add_lines(subject, [f"problem {len(self.evaluated)}"])
+                stored.append_lines(subject.identity, [f"problem {len(self.evaluated)}"])
                 raise reward
-            results.add(subject, {"eval/sort/n": 16.0, "eval/sort/avg@2": reward, "eval/sort/avg@2/ci95": 0.01})
+            add(subject, {"eval/sort/n": 16.0, "eval/sort/avg@2": reward, "eval/sort/avg@2/ci95": 0.01})
 
 
 def evaluate(rooms: Rooms, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:

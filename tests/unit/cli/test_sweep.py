@@ -157,13 +157,6 @@ class TestRunning:
         assert main(arguments) == EXIT_OK
         assert starts(tmp_path) == ["seed=0 new", "seed=1 new"]
 
-    def test_a_run_that_takes_long_is_reported(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setattr(sweeps, "PROGRESS_S", 0.0)
-        swept(tmp_path, "--grid", "seed=0")
-        assert "seed=0: nothing printed yet (" in capsys.readouterr().out
-
     def test_the_last_error_of_a_run_is_shown_or_its_last_line(self, tmp_path: Path) -> None:
         sweep = opened(words(tmp_path, "--grid", "seed=0"))
         sweep.write()

@@ -44,10 +44,6 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["orchestrator.max_concurrent = 7 with groups of 8 rollouts", "sampled together"],
     ),
     (
-        {**REPEATABLE, "orchestrator": {**GROUPS_OF_8, **SYNCHRONOUS, "max_concurrent": 127}},
-        ["orchestrator.max_concurrent = 127 with deterministic = true", "to 128 or more"],
-    ),
-    (
         {"orchestrator": {"generation_timeout_s": 100}, "timeouts": {"batch_s": 100}},
         ["generation_timeout_s = 100 with timeouts.batch_s = 100", "--timeouts.batch-s"],
     ),
@@ -63,17 +59,6 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["trainer.kl.reference.update_every with trainer.kl.coef = 0"],
     ),
     ({"cluster": {"min_replicas": 3}, "inference": TWO}, ["cluster.min_replicas = 3 with inference.replicas = 2"]),
-    ({"trainer": {"shards": 10**6}}, ["trainer.shards * trainer.replicate = 1,000,000", "at most 10,000 processes"]),
-    ({"trainer": {"replicate": 10**12}}, ["trainer.shards * trainer.replicate = 1,000,000,000,000"]),
-    (
-        {"orchestrator": {"batch_size": 10**6, "group_size": 2}},
-        ["orchestrator.batch_size * orchestrator.group_size = 2,000,000", "at most 1,000,000 rollouts of a step"],
-    ),
-    ({"inference": {**TWO, "replicas": 10**5}}, ["inference.replicas * inference.tensor_parallel = 100,000"]),
-    (
-        {"trainer": {"share_prefixes": "on", "lora": {"rank": 8, "dropout": 0.1}}},
-        ["trainer.share_prefixes = on with trainer.lora.dropout = 0.1"],
-    ),
     ({"trainer": {"num_substeps": 3}}, ["orchestrator.batch_size = 16", "15 or 18"]),
     ({"trainer": {"num_substeps": 2, "num_minibatches": 3}}, ["orchestrator.batch_size = 16", "12 or 18"]),
     ({"trainer": {"num_minibatches": 5}}, ["orchestrator.batch_size = 16", "15 or 20"]),
@@ -251,43 +236,12 @@ def test_rollouts_of_two_hours_need_one_option_and_prolong_no_deadline_of_the_tr
     assert config(timeouts={"batch_s": 50}).batch_deadline_s == 50
 
 
-def test_a_batch_deadline_that_leaves_no_time_for_a_second_group_warns() -> None:
-    def warnings(seconds: float) -> list[str]:
-        options = {"batch_size": 16, "generation_timeout_s": seconds}
-        return check(config(orchestrator=options, timeouts={"batch_s": 100}), FACTS)
-
-    (warning,) = warnings(51)
-    assert "orchestrator.generation_timeout_s = 51: a rollout that hangs fails after that time" in warning
-    assert "timeouts.batch_s = 100 may end the run" in warning
-    assert warnings(50) == []
-
-
-def test_an_update_that_waits_for_answers_needs_their_time() -> None:
-    def warnings(on_update: str, update_s: float) -> list[str]:
-        return check(config(inference={"on_update": on_update}, timeouts={"update_s": update_s}), FACTS)
-
-    (warning,) = warnings("drain", 599)
-    assert "inference.on_update = drain with timeouts.update_s = 599" in warning
-    assert "may take up to 600 s" in warning
-    short = {"sampling": {"max_tokens": 10}, "on_update": "drain", "answer_s": 100}
-    assert check(config(inference=short, timeouts={"update_s": 100}), FACTS) == []
-    assert warnings("drain", 600) == warnings("recompute_kv", 599) == warnings("keep_kv", 599) == []
-
-
 def test_a_policy_that_favours_short_answers_warns() -> None:
     (warning,) = check(orchestrator(stale_policy="drop", max_steps_off_policy=2), FACTS)
     assert "takes longer than 2 of the trainer's steps is given up for good" in warning
     assert "wait, the default, trains on every problem" in warning
     assert check(orchestrator(stale_policy="drop", max_steps_off_policy=0), FACTS) == []
     assert check(orchestrator(stale_policy="wait", max_steps_off_policy=2), FACTS) == []
-
-
-def test_a_step_of_days_warns() -> None:
-    long = {"sampling": {"max_tokens": 10_000}}
-    warnings = check(config(orchestrator={"batch_size": 100_000, "group_size": 8}, inference=long), None)
-    (warning,) = [warned for warned in warnings if "days" in warned]
-    assert "orchestrator.batch_size = 100,000: a step samples up to" in warning
-    assert check(orchestrator(batch_size=512), FACTS) == []
 
 
 @pytest.mark.parametrize("advantage", ["mean", "std", "leave_one_out"])

@@ -176,44 +176,6 @@ class TestForms:
         assert not load(REQUIRED, {}).dry_run
 
 
-class TestAliases:
-    @pytest.mark.parametrize(
-        ("alias", "path"),
-        [("trainer-gpus", ("trainer", "shards")), ("inference-gpus", ("inference", "replicas"))],
-    )
-    def test_short_flag(self, alias: str, path: tuple[str, str]) -> None:
-        for spelling in (alias, alias.replace("-", "_")):
-            assert getattr(getattr(config(f"--{spelling}", "3"), path[0]), path[1]) == 3
-
-    def test_flags_environment_and_files(self, toml: Toml) -> None:
-        flags = [*REQUIRED[:4], *REQUIRED[6:], "--orchestrator.groups-per-batch", "4"]
-        got = load(flags, {"TRIREME__ORCHESTRATOR__ROLLOUTS_PER_EXAMPLE": "5"}).config.orchestrator
-        assert (got.batch_size, got.group_size) == (4, 5)
-        assert config("@", toml("[orchestrator]\nrollouts_per_example = 6")).orchestrator.group_size == 6
-
-    def test_a_later_place_overrides_another_spelling(self) -> None:
-        got = config("--orchestrator.group-size", "3", TRIREME__ORCHESTRATOR__ROLLOUTS_PER_EXAMPLE="5")
-        assert got.orchestrator.group_size == 3
-
-    @pytest.mark.parametrize(
-        "words",
-        [
-            ["--trainer-gpus", "2", "--trainer.shards", "3"],
-            ["--orchestrator.group-size", "2", "--orchestrator.rollouts-per-example", "3"],
-        ],
-    )
-    def test_spellings_that_disagree(self, words: list[str]) -> None:
-        text = refusal(*REQUIRED, *words)
-        assert words[0][2:].replace("-size", "_size") in text
-        assert words[2] in text
-        assert "leave one of them out" in text
-
-    def test_spellings_that_disagree_in_a_file(self, toml: Toml) -> None:
-        file = toml("[orchestrator]\nbatch_size = 2\ngroups_per_batch = 3")
-        text = refusal("@", file, "--model.name", "m", "--env.id", "sort", "--inference.sampling.max-tokens", "1")
-        assert "orchestrator.groups_per_batch = 3 (file f.toml)" in text
-
-
 SORT_AND_GUESS = """
 [[env]]
 id = "sort"
@@ -369,7 +331,7 @@ class TestUnknownKeys:
     def test_a_file_of_another_version_says_so(self, toml: Toml) -> None:
         written = {**config().model_dump(mode="json"), "written_by": {"trireme": "0.0.1"}, "elbow": 3}
         text = refusal("@", toml(json.dumps(written), "c.json"))
-        assert "`elbow` (file c.json, written by trireme 0.0.1)" in text
+        assert "`elbow` (file c.json)" in text
         assert "written_by" not in text
         del written["elbow"]
         assert load(["@", toml(json.dumps(written), "c.json")], {}).config == config()

@@ -13,7 +13,7 @@ from trireme.config.schema import Config
 from trireme.core.errors import EXIT_BAD_INPUT, BadInput
 
 COMMANDS = sorted(name for name in REMOVED if name.startswith("trireme "))
-KEYS = sorted(name for name in REMOVED if not name.startswith(("trireme ", "env.args.")))
+KEYS = sorted(name for name in REMOVED if not name.startswith("trireme "))
 
 
 def refusal(argv: list[str], environ: dict[str, str] | None = None) -> str:

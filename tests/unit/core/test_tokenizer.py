@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from renderer_support import CONVERSATIONS, bpe
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from twenty_questions import _loaded
 
-from orchestrator.envs.answerers import _loaded
 from trainer.model import load_source
 from trireme.core.errors import BadInput
 from trireme.core.tokenizer import encode_text, load_tokenizer

@@ -31,6 +31,7 @@ from inference.loaded import Following, LoadedSums
 from inference.messages import Reply, pack_requests
 from inference.wrong_answers import wrong_answer
 from trireme.config import Config
+from trireme.config.trainer import LoraConfig
 from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import BadRequest, ReplicaBehind, RoomFailed, TriremeError, WeightsRefused
 from trireme.core.sampler import Heartbeat
@@ -251,6 +252,10 @@ class EngineOfRequests:
         self.going.set()
         self.calls.append("resume")
 
+    async def sleep(self, level: int, mode: str) -> None:
+        assert not self.going.is_set()
+        self.calls.append(f"sleep {level} {mode}")
+
     async def release_kv_cache_memory(self) -> None:
         """As vLLM does after a pause alone."""
         assert not self.going.is_set()
@@ -258,7 +263,8 @@ class EngineOfRequests:
 
     async def wake_up(self, tags: list[str]) -> None:
         """Lets requests go on, as vLLM does once all memory is there."""
-        self.going.set()
+        if "kv_cache" in tags:
+            self.going.set()
         self.calls.append(f"wake {tags}")
 
     async def update_weight_version(self, label: str) -> None:
@@ -776,19 +782,29 @@ async def test_a_return_to_an_older_checkpoint_drops_all_prefixes() -> None:
     assert [call for call in updating.engine.calls if call.startswith("pause")] == ["pause keep", "pause keep, clear"]
 
 
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
-async def test_a_sleeping_replica_samples_again_under_proved_weights_alone(device: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "rank", "releasing", "weights"),
+    [
+        ("cpu", None, [], []),
+        ("gpu", None, ["sleep 2 keep"], ["wake ['weights']"]),
+        ("gpu", 8, ["release"], []),  # no update would bring the base, nor other adapters
+    ],
+)
+async def test_a_sleeping_replica_samples_again_under_proved_weights_alone(
+    device: str, rank: int | None, releasing: list[str], weights: list[str]
+) -> None:
     """Also where it had these weights before: what it holds is not known any more. Its requests stay."""
     updating = UpdatingReplica("recompute_kv")
     cluster = updating.config.cluster.model_copy(update={"device": device})
-    updating.config = updating.config.model_copy(update={"cluster": cluster})
+    trainer = updating.config.trainer.model_copy(update={"lora": LoraConfig(rank=rank)})
+    updating.config = updating.config.model_copy(update={"cluster": cluster, "trainer": trainer})
     updating.refusals = [""] * 2
     await updating.load_weights(published(version=1))
     sampling = await begun(updating, "a")
     updating.engine.calls.clear()
     await updating.sleep()
     await updating.sleep()
-    asleep = ["pause keep, clear", *["release"] * (device == "gpu")]
+    asleep = ["pause keep, clear", *releasing]
     assert updating.engine.calls == asleep
     assert (updating.identity, updating.behind()[0]) == (None, 0.0)
     with pytest.raises(ReplicaBehind, match="inference replica 0 sleeps, and has no weights before the next update"):
@@ -797,7 +813,8 @@ async def test_a_sleeping_replica_samples_again_under_proved_weights_alone(devic
     report = await updating.load_weights(published(version=1))
     woken = ["wake ['kv_cache']"] * (device == "gpu")
     at = TAKEN.index("resume")
-    assert updating.engine.calls == [*asleep, "receive_weights", "checked", *TAKEN[:at], *woken, *TAKEN[at:]]
+    received = ["receive_weights", "checked", *weights]
+    assert updating.engine.calls == [*asleep, *received, *TAKEN[:at], *woken, *TAKEN[at:]]
     assert report.reprefill_tokens == 9 + 1
     assert [span.identity.version for (answer,) in [await sampling] for span in answer.spans] == [1]
     await outcomes(updating, requests_of("c"))

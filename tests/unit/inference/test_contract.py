@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from inference.actor import KV_CACHE
+from inference.actor import KV_CACHE, WEIGHTS
 from inference.following import PACK
 from inference.worker import WorkerExtension
 
@@ -167,6 +167,23 @@ def test_a_paused_engine_gives_back_the_memory_of_its_kv_cache_and_keeps_its_req
     assert "PauseState.PAUSED_ALL if mode == 'keep'" in pause
     wake = ast.unparse(method(core, "EngineCore", "wake_up"))
     assert "if fully_awake:\n        self.resume_scheduler()" in wake
+
+
+def test_an_engine_that_loses_its_weights_keeps_its_requests_and_its_buffers() -> None:
+    """What `ReplicaActor.sleep` takes for granted where an update brings all weights: vLLM drops its own memory, keeps
+    the buffers, which no update brings, and gives them back with the memory of the weights."""
+    core = ast.unparse(method("vllm.v1.engine.core", "EngineCore", "sleep"))
+    assert core.index("self.pause_scheduler(mode=mode, ") < core.index("model_executor.sleep(level)")
+    sleep = ast.unparse(method(WORKER, "Worker", "sleep"))
+    kept = "self._sleep_saved_buffers = {name: buffer.cpu().clone() for name, buffer in model.named_buffers()}"
+    assert sleep.index("if level == 2:") < sleep.index(kept) < sleep.index("self.sleep_mode_backend.suspend(level)")
+    wake = ast.unparse(method(WORKER, "Worker", "wake_up"))
+    restored = wake.index("buffer.data.copy_(self._sleep_saved_buffers[name].data)")
+    assert wake.index("self.sleep_mode_backend.resume(tags)") < restored
+    tags = f"SLEEP_TAGS = frozenset(('{WEIGHTS}', '{KV_CACHE}'))"
+    assert tags in ast.unparse(parsed("vllm.v1.executor.abstract"))
+    backend = ast.unparse(method("vllm.device_allocator.sleep_mode_backend", "CuMemBackend", "suspend"))
+    assert "offload_tags: tuple[str, ...] = ('runtime', 'cudagraph')\n    if level == 1:" in backend
 
 
 def test_on_cuda_the_memory_of_the_kv_cache_is_vllms_own_if_the_engine_may_sleep() -> None:

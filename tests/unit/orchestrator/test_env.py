@@ -4,13 +4,14 @@ import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from config_support import small
 
 from orchestrator.cursor import ProblemCursor
 from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, load_dataset
-from orchestrator.requests import IdleClock
+from orchestrator.requests import Requests
 from orchestrator.rollout import RolloutLimits
 from trireme.config.schema import EnvConfig
 from trireme.core.errors import BadInput
@@ -138,23 +139,28 @@ def test_a_problem_that_makes_no_environments_is_refused_when_it_is_first_looked
         asyncio.run(Named("one").make_envs())
 
 
-def test_idle_time_is_what_no_request_covers() -> None:
-    now = [0.0]
-    clock = IdleClock(lambda: now[0])
-    clock.begin()
-    now[0] = 2
-    with clock:
-        now[0] = 3
-        with clock:
-            now[0] = 5
-        now[0] = 6
-    now[0] = 7
-    assert clock.take() == 3
-    now[0] = 8
-    assert clock.take() == 1
-    with clock:
-        now[0] = 20
-        assert clock.take() == 0
+@pytest.mark.virtual_time
+async def test_idle_time_is_what_no_request_covers() -> None:
+    class Slow:
+        async def sample(self, seconds: float) -> None:
+            await asyncio.sleep(seconds)
+
+    requests: Any = Requests(Slow())  # type: ignore[arg-type]
+    requests.start()
+    await asyncio.sleep(2)
+    long = asyncio.create_task(requests.sample(4))
+    await asyncio.sleep(1)
+    await requests.sample_to_evaluate(2)
+    assert requests.in_training == 1
+    await long
+    await asyncio.sleep(1)
+    assert requests.take_idle() == 3
+    await asyncio.sleep(1)
+    assert requests.take_idle() == 1
+    longer = asyncio.create_task(requests.sample(20))
+    await asyncio.sleep(12)
+    assert requests.take_idle() == 0
+    await longer
 
 
 @pytest.mark.parametrize(("model", "longest"), [({}, 256), ({"max_seq_len": 32}, 32)])

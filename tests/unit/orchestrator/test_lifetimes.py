@@ -273,13 +273,6 @@ def interrupt() -> Any:
     raise KeyboardInterrupt
 
 
-async def in_a_task_of_its_own() -> None:
-    async def child() -> None:
-        interrupt()
-
-    await asyncio.gather(child())
-
-
 async def cancels_its_own_task() -> None:
     task = asyncio.current_task()
     assert task
@@ -303,7 +296,6 @@ ENDS_LOOPS: dict[str, tuple[Any, str]] = {
     "SystemExit": (by(SystemExit("no")), "EnvExited"),
     "GeneratorExit": (by(GeneratorExit()), "EnvExited"),
     "one of its own": (by(Custom()), "EnvExited"),
-    "in a task of its own": (in_a_task_of_its_own, "EnvExited"),
     "CancelledError": (by(asyncio.CancelledError()), "EnvCancelled"),
     "its own task is cancelled": (cancels_its_own_task, "EnvCancelled"),
 }

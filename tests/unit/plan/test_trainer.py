@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import pytest
+from model_support import FACTS
 from plan_support import gpus, plan, text_of, trainer
 
 from trireme.config.trainer import LoraConfig
@@ -46,9 +47,23 @@ class TestShards:
         assert trainer(planned).shard_memory == trainer(plan()).shard_memory
         assert any("nothing to offload" in warning for warning in planned.warnings)
 
+    def test_activations_in_host_memory_are_counted_there(self) -> None:
+        options = {"checkpointing": "offload", "micro_batch_tokens": 10**7}
+        planned = plan(facts=replace(FACTS, num_layers=6), shards=1, trainer=options, resources=gpus(2))
+        memory = trainer(planned).shard_memory
+        needs = trainer(planned).needs
+        assert memory is not None
+        assert needs is not None
+        assert 0 < memory.host_activations == needs[0].host["activations in host memory"]
+        moved = memory.host_layers(10**7)
+        assert f"layers are kept, {moved} of 6 in host memory" in text_of(planned)
+        assert any("never run on a GPU" in warning for warning in planned.warnings)
+
     @pytest.mark.parametrize(
         ("option", "present", "words"),
         [
+            ({"checkpointing": "offload"}, 0, "holds all activations anyway"),
+            ({"checkpointing": "offload"}, 3, None),
             ({"packing": "packed"}, 0, "without GPUs"),
             ({"packing": "packed"}, 3, None),
             ({"master_dtype": "bfloat16"}, 3, "1/256 of a weight"),

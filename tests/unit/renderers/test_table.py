@@ -145,18 +145,6 @@ def test_with_thinking_kept_each_prompt_goes_on_from_the_sampled_tokens(
     assert chat.prompts[-1][-12:] == chat.prompts[1][-12:], "what follows is rendered anew each time"
 
 
-@pytest.mark.parametrize("enable_thinking", [None, False])
-@pytest.mark.parametrize("rule", [{}, KEEPING])
-def test_what_stands_behind_a_message_is_the_last_end(rule: dict[str, Any], enable_thinking: bool | None) -> None:
-    renderer: Any = make_renderer("qwen3", bpe(QWEN3), enable_thinking=enable_thinking, **rule)
-    looked = 0
-    for messages, tools in CONVERSATIONS.values():
-        for i in range(len(messages)):
-            assert renderer.text_behind(messages, i, tools) == renderer._around(messages, i, tools, True)[1]
-            looked += messages[i]["role"] == "assistant"
-    assert looked > 8
-
-
 @pytest.mark.parametrize("name", ["qwen3", "chat_template"])
 @pytest.mark.parametrize("remembers_prompt", [True, False])
 def test_stripped_as_the_template_does_it(name: str, remembers_prompt: bool) -> None:

@@ -2,9 +2,8 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from waiting import wait_for
@@ -12,21 +11,21 @@ from waiting import wait_for
 from trireme.process import faults
 from trireme.run import sink as module
 from trireme.run.sink import MetricsSink
+from trireme.run.trackers import Table
 from trireme.supervision.roster import Incident, Roster
 
 
 class Remembering:
     """A tracker that remembers all calls."""
 
-    place = "here"
-
     def __init__(self) -> None:
+        self.place = "here"
         self.steps: list[int] = []
         self.incidents: list[str] = []
         self.closed = False
 
-    def write(self, row: Mapping[str, Any], records: Sequence[str]) -> None:
-        self.steps.append(row["step"])
+    def write(self, step: int, values: Mapping[str, float], rollouts: Table) -> None:
+        self.steps.append(step - 1)
 
     def alert(self, incident: Incident) -> None:
         self.incidents.append(incident.part)

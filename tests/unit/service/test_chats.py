@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from service.chats import BoundedSampler
+from service.chats import bounded
 from service.requests import RequestRefused
 from trireme.core.errors import RoomFailed
 from trireme.core.sampler import OnProgress
@@ -35,8 +35,8 @@ class Replicas:
 
 async def test_a_request_is_marked_as_a_chat() -> None:
     replicas = Replicas()
-    bounded, on_progress = BoundedSampler(replicas.sample, 30.0), lambda partial: None
-    assert await bounded.sample(REQUEST, on_progress) is ANSWER
+    sample, on_progress = bounded(replicas.sample, 30.0), lambda partial: None
+    assert await sample(REQUEST, on_progress) is ANSWER
     ((request, heard),) = replicas.requests
     assert (request.chat, request.request_id, request.prompt is REQUEST.prompt) == (True, "r", True)
     assert heard is on_progress
@@ -46,11 +46,11 @@ async def test_a_request_is_marked_as_a_chat() -> None:
 async def test_an_answer_that_takes_too_long_ends_with_what_it_waited_for() -> None:
     replicas = Replicas(seconds=3600.0)
     with pytest.raises(RequestRefused, match=r"after 0\.01 s \(inference\.answer_s\)") as late:
-        await BoundedSampler(replicas.sample, 0.01).sample(REQUEST)
+        await bounded(replicas.sample, 0.01)(REQUEST)
     assert (late.value.status, late.value.code, replicas.aborted) == (504, "answer_timeout", 1)
 
 
 @pytest.mark.parametrize("error", [RoomFailed("it died"), TimeoutError("of something else")])
 async def test_what_replicas_raise_is_passed_on(error: Exception) -> None:
     with pytest.raises(type(error), match=str(error)):
-        await BoundedSampler(Replicas(error=error).sample, 30.0).sample(REQUEST)
+        await bounded(Replicas(error=error).sample, 30.0)(REQUEST)

@@ -64,7 +64,7 @@ def fill(store: Store, count: int) -> None:
 
 def replace_all(store: Store, row: Row) -> None:
     with store.transaction():
-        store.clear()
+        store.remove("a")
         store.append(row)
 
 

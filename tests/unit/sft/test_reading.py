@@ -60,14 +60,6 @@ def test_tokens_are_taken_as_they_are(tmp_path: Path) -> None:
     assert second.place.endswith(":3")  # empty lines count as lines
 
 
-def test_arrays(tmp_path: Path) -> None:
-    file = tmp_path / "f.npz"
-    np.savez(file, tokens=np.arange(5), weights=np.ones(5), offsets=np.array([0, 2, 5]))
-    first, second = examples(file)
-    assert (first.tokens.tolist(), second.tokens.tolist()) == ([0, 1], [2, 3, 4])
-    assert (second.weights.dtype, second.place) == (np.float32, f"{file}[1]")
-
-
 def test_a_pattern_names_files_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("b.jsonl", "a.jsonl", "c.txt"):
         written(tmp_path, {"tokens": [1, 2]}, name=name)
@@ -140,23 +132,6 @@ def test_a_file_without_an_example_is_refused(content: str, tmp_path: Path) -> N
     (tmp_path / "f.jsonl").write_text(content)
     with pytest.raises(BadInput, match="no example"):
         examples(tmp_path / "f.jsonl")
-
-
-@pytest.mark.parametrize(
-    "arrays",
-    [
-        {"tokens": np.arange(4), "weights": np.ones(4)},
-        {"tokens": np.arange(4), "weights": np.ones(3), "offsets": np.array([0, 4])},
-        {"tokens": np.arange(4), "weights": np.ones(4), "offsets": np.array([0, 3])},
-        {"tokens": np.arange(4), "weights": np.ones(4), "offsets": np.array([0, 3, 2, 4])},
-        {"tokens": np.ones(4), "weights": np.ones(4), "offsets": np.array([0, 4])},
-        None,  # no archive
-    ],
-)
-def test_arrays_that_do_not_fit_are_refused(arrays: dict[str, Any] | None, tmp_path: Path) -> None:
-    np.savez(tmp_path / "f.npz", **arrays) if arrays else (tmp_path / "f.npz").write_text("x")
-    with pytest.raises(BadInput, match=r"f\.npz"):
-        examples(tmp_path / "f.npz")
 
 
 class TestTooLong:

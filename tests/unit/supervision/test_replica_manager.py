@@ -14,7 +14,7 @@ from trireme.core.sampler import Heartbeat
 from trireme.supervision import heartbeats as heartbeats_module
 from trireme.supervision import replica_manager as manager_module
 from trireme.supervision.heartbeats import HeartbeatMonitor
-from trireme.supervision.replica_manager import ALIVE_S, ASLEEP, SECOND_OPINION_S, ReplicaLimits, ReplicaManager
+from trireme.supervision.replica_manager import ALIVE_S, ASLEEP, SECOND_OPINION_S, ReplicaManager
 from trireme.supervision.restarts import Restarts
 from trireme.supervision.roster import PartHealth, Roster, RunPart
 
@@ -37,9 +37,7 @@ class World:
         self.monitor = HeartbeatMonitor(self.roster, HEARTBEAT_S, self._lost)
         config = small(inference={"replicas": len(indices)})
         self.restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_window_s)
-        self.later = 0.0  # seconds that the restart budget's clock is ahead
-        limits = ReplicaLimits(self._again, self._again_on)
-        self.manager = ReplicaManager(config, self.room, self.roster, self.monitor, limits, places)
+        self.manager = ReplicaManager(config, self.room, self.roster, self.monitor, self._again, places)
         self.manager.begin()
 
     def _send(self, parts: Sequence[RunPart], number: int) -> None:
@@ -54,10 +52,7 @@ class World:
     def _again(self, part: str, failure: TriremeError, died: bool) -> None:
         if self.refused:
             raise self.refused
-        self.restarts.take(part, failure, died=died, step=0, now=self.now + self.later)
-
-    def _again_on(self, node: str, failure: TriremeError) -> None:
-        self.restarts.take_on(node, failure, now=self.now + self.later)
+        self.restarts.take(part, failure, died=died, step=0, now=self.now)
 
     def dies(self, index: int, how: str) -> None:
         """Replica `index` dies, and its successor, if there is one, joins."""
@@ -284,17 +279,6 @@ class TestLoss:
         with pytest.raises(RoomFailed if reason == "no restart is allowed" else LimitReached):
             world.answer("heartbeat", 1, value=DIED)
         assert world.health()["inference_1"] is PartHealth.DEAD
-
-    def test_a_bad_node_among_sixteen_costs_its_own_replicas_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """128 replicas, eight on a node. Those of one node fail one after the other, each once."""
-        world = spread(monkeypatch, 128)
-        for index in range(40, 48):
-            world.later += 100.0
-            world.answer("heartbeat", index, value=RoomFailed(f"inference replica {index} died"))
-        out = [incident for incident in world.roster.incidents if "is left out (node node-5)" in incident.what]
-        assert [incident.part for incident in out] == [f"inference_{index}" for index in range(43, 48)]
-        assert "replicas of node node-5 failed 4 times" in out[0].what
-        assert len(world.health()) == 123
 
     def test_a_node_that_is_lost_whole_counts_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         world = spread(monkeypatch, 16)

@@ -3,11 +3,9 @@
 import json
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trireme.tools import curves
 from trireme.tools.curves import GroupAges, RunCurves, thinned
 
 
@@ -15,9 +13,8 @@ def row(step: int, value: float | None) -> str:
     return json.dumps({"step": step, "reward/total": value, "weights/digest": "x"}) + "\n"
 
 
-def test_a_long_file_is_taken_in_over_several_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_file_is_taken_in_over_several_looks(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(row(s, s / 10) for s in range(1000)))
-    monkeypatch.setattr(curves, "FRESH_S", 0.0)
     run_curves = RunCurves(tmp_path)
     run_curves.look(5000)
     assert 0 < run_curves.rows < 1000

@@ -49,6 +49,6 @@ def test_a_result_is_that_of_its_weights_and_its_options_and_holds_no_configurat
     first = WeightIdentity(1, 2, "aa")
     file = stored.write(first, {"eval/sort/n": 8.0})
     assert stored.read(first) == {"eval/sort/n": 8.0}
-    assert stored.read(WeightIdentity(1, 2, "ab")) is None
-    assert Evaluations.of(tmp_path, small()).read(first) is None
+    assert not stored.has(WeightIdentity(1, 2, "ab"))
+    assert not Evaluations.of(tmp_path, small()).has(first)
     assert secret not in file.read_text()

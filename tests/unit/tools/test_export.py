@@ -52,9 +52,7 @@ def test_without_options_the_newest_good_checkpoint_is_copied(
     assert main(["export", str(store.root)]) == EXIT_OK
     out = store.root / "exports" / "step_000004-float32"
     assert snapshot(out) == snapshot(store.checkpoint(4) / "inference")
-    assert (
-        f"{store.checkpoint(4)} is now {out}: {len(snapshot(out))} files, weights in float32" in capsys.readouterr().out
-    )
+    assert f"{store.checkpoint(4)} is now {out}\n" in capsys.readouterr().out
 
 
 def test_a_file_that_claims_more_than_it_holds_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

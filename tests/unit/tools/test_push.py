@@ -163,7 +163,7 @@ def test_a_name_that_is_taken_by_a_hidden_repository(
     hub: StubHub, store: CheckpointStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.hidden = {NAME}
-    assert "the name is taken (You already created this model repo)" in refused(store, capsys)
+    assert "the hub answered 409 (You already created this model repo)" in refused(store, capsys)
 
 
 def test_without_a_token_it_says_how_to_get_one(
@@ -173,7 +173,7 @@ def test_without_a_token_it_says_how_to_get_one(
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
     assert "hf auth login" in refused(store, capsys)
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    assert "does not accept the token (Invalid credentials" in refused(store, capsys)
+    assert "the hub answered 401 (Invalid credentials" in refused(store, capsys)
     assert hub.repositories == {}
 
 
@@ -182,8 +182,8 @@ def test_without_the_right_it_says_which(
 ) -> None:
     hub.writers = {"they"}
     message = refused(store, capsys)
-    assert "the token may not write there (You don't have the rights to create a model under me)" in message
-    assert "push to a name of your own" in message
+    assert "the hub answered 403 (You don't have the rights to create a model under me)" in message
+    assert "choose another ORG/NAME" in message
 
 
 def test_a_hub_that_is_gone_or_broken_or_off(

@@ -40,11 +40,13 @@ def test_a_supervised_run_is_described_by_its_data() -> None:
     data = {"train": "train.jsonl", "train_on": "assistant", "batch_size": 32}
     config = {"model": {"name": "m", "dtype": "auto"}, "trainer": trainer, "data": data}
     assert described(config) == [
-        ("model", "m, auto"),
-        ("data", "train.jsonl, assistant"),
-        ("batch", "32 examples"),
-        ("learning rate", "0.0001, cosine"),
-        ("shards", "2"),
+        ("model.name", "m"),
+        ("model.dtype", "auto"),
+        ("data.train", "train.jsonl"),
+        ("data.train_on", "assistant"),
+        ("data.batch_size", "32"),
+        ("trainer.learning_rate", "0.0001"),
+        ("trainer.shards", "2"),
     ]
     assert described({"model": {}}) == []
 

@@ -19,11 +19,12 @@ def model(tmp_path_factory):
 def shard(model):
     """Returns a function that makes a fresh shard, in a process group of one, in place of the one before."""
 
-    def make(source=model, attempt=1, **options):
+    def make(source=model, attempt=1, offloads=False, **options):
         if dist.is_initialized():
             dist.destroy_process_group()
         store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-        return Shard(make_config(source, **options), 0, store, Packer(lambda _, bucket: bucket.copy()), attempt)
+        sender = Packer(lambda _, bucket: bucket.copy())
+        return Shard(make_config(source, **options), 0, store, sender, attempt, offloads=offloads)
 
     yield make
     if dist.is_initialized():

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from trainer import state as checkpoint
 from trainer.batch_checks import PublishedVersions
 from trainer.shard import SUMS_WHOLE
-from trainer.snapshot import kinds
+from trainer.snapshot import MOMENTS, kinds, own_part
 from trainer.state import make_adam_state, random_state, set_random_state
 from trireme.core.errors import CheckpointInvalid, ProvenanceError, StorageFailed
 from trireme.core.types import AdamParams, Provenance, WeightIdentity
@@ -85,6 +85,61 @@ def test_weights_are_written_after_the_state_for_which_the_optimiser_may_wait(sh
         go_on.set()
         assert written.result(60)
     one.finish_save(tmp_path / "trainer")
+
+
+def memory_of(one):
+    """Bytes of memory of each moment, and of each parameter."""
+    moments = [state[name] for state in one._optimizer.state.values() for name in MOMENTS]
+    return [[own_part(t).untyped_storage().nbytes() for t in tensors] for tensors in (moments, one._parameters)]
+
+
+def test_moments_that_are_away_have_no_memory_and_change_no_bit(shard, tmp_path):
+    """Also in a shard that loads a checkpoint before they were ever there, and in what is saved meanwhile."""
+    one = shard()
+    expected = [(step(one, seed), one.publish_weights(seed).identity.digest) for seed in range(4)]
+    save(one, tmp_path / "expected")
+
+    one = shard(offloads=True)
+    outcomes = []
+    for seed in range(4):
+        moments, parameters = memory_of(one)
+        assert (sum(moments), min(parameters) > 0) == (0, True)
+        if seed == 2:
+            save(one, tmp_path / "meanwhile")
+            one = shard(offloads=True)
+            one.load_state(tmp_path / "meanwhile", [])
+            assert sum(memory_of(one)[0]) == 0
+        outcomes.append((step(one, seed), one.publish_weights(seed).identity.digest))
+        assert sum(memory_of(one)[0]) == 2 * sum(own_part(p).nbytes for p in one._parameters)
+        one.free_memory()
+    assert outcomes == expected
+    save(one, tmp_path / "away")
+    one.reset_optimizer()
+    assert all(not own_part(state[name]).any() for state in one._optimizer.state.values() for name in MOMENTS)
+    torch.testing.assert_close(
+        tensors(tmp_path / "away"), tensors(tmp_path / "expected"), rtol=0, atol=0, equal_nan=True
+    )
+
+
+def test_a_save_and_moments_that_leave_take_turns_with_the_host_copies(shard, tmp_path, monkeypatch):
+    """What is saved while they are away stays as it was when they come back and change; before they leave again, the
+    save has read it."""
+    one, go_on = shard(offloads=True), threading.Event()
+    step(one, 0)
+    one.free_memory()
+    save(one, tmp_path / "before")
+    monkeypatch.setattr(checkpoint, "yield_to_others", lambda: go_on.wait(60))
+    one.begin_save(tmp_path / "meanwhile")
+    step(one, 1)
+    with ThreadPoolExecutor(1) as thread:
+        leaving = thread.submit(one.free_memory)
+        with pytest.raises(TimeoutError):
+            leaving.result(0.2)
+        go_on.set()
+        leaving.result(60)
+    one.finish_save(tmp_path / "meanwhile")
+    saved, later = tensors(tmp_path / "before"), tensors(tmp_path / "meanwhile")
+    torch.testing.assert_close(later, saved, rtol=0, atol=0, equal_nan=True)
 
 
 def test_every_parameter_is_saved_once_with_its_moments(shard, model, tmp_path):

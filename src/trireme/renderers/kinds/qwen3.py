@@ -48,22 +48,10 @@ class Qwen3Renderer(TextRenderer):
             self.no_thinking = ""
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generate: bool) -> str:
-        opening = _opening(messages, tools) if messages else ""
-        return opening + self._from(messages, 0, generate)
-
-    def text_behind(self, messages: Sequence[Message], i: int, tools: Sequence[ToolSpec]) -> str:
-        if type(self).text is not Qwen3Renderer.text or messages[i]["role"] != "assistant":
-            return super().text_behind(messages, i, tools)
-        return f"{END}\n{self._from(messages, i + 1, True)}"
-
-    def _from(self, messages: Sequence[Message], first: int, generate: bool) -> str:
-        """Returns the text of the messages from index `first` on. `generate`: True adds the header of the assistant's
-        next message."""
         boundary = self.thinking_from(messages, generate)
         query = last_query(messages)
-        blocks = []
-        for i in range(first, len(messages)):
-            message = messages[i]
+        blocks = [_opening(messages, tools)] if messages else []
+        for i, message in enumerate(messages):
             if message["role"] == "assistant":
                 blocks.append(_assistant(message, i >= boundary, i == len(messages) - 1 > query))
             elif message["role"] == "tool":

@@ -200,7 +200,6 @@ def test_problems_follow_from_the_seed_and_the_split(tmp_path: Path) -> None:
         ({"problems": "nowhere.jsonl"}, r"there is no file .*nowhere\.jsonl"),
         ({"limit_s": 0}, "expected above 0"),
         ({"speed": 1}, "unexpected keyword argument 'speed'"),
-        ({"variables": ["TASK_*"]}, "without patterns, in env.variables"),
     ],
 )
 def test_arguments_that_do_not_suit(tmp_path: Path, args: dict[str, Any], reason: str) -> None:

@@ -7,7 +7,6 @@ import re
 from importlib.metadata import version
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("reasoning_gym", reason="`uv sync --extra reasoning-gym` installs it")
@@ -18,7 +17,7 @@ import make_reasoning_gym_docs
 from orchestrator import workers
 from orchestrator.env import EnvContext, load_dataset
 from orchestrator.envs import reasoning_gym
-from orchestrator.envs.reasoning_gym import AROUND_ANSWERS, FEW_QUESTIONS, TAGS, exact, extract, few_questions, score
+from orchestrator.envs.reasoning_gym import AROUND_ANSWERS, TAGS, exact, extract, score
 from orchestrator.envs.text import is_held_out
 from trireme.config.schema import EnvConfig
 from trireme.core.errors import BadInput
@@ -105,24 +104,12 @@ def test_difficulty_are_the_keys_of_the_generator(tokenizer: Any) -> None:
         ("gcd", {"difficulty": {"min_numbers": 0}}, "AssertionError: min_numbers must be at least 2"),
         ("gcd", {"answer": "number"}, "answer = 'number'; expected one of raw, tag, last_number, last_word"),
         ("gcd", {"reward": "Exact"}, "reward = 'Exact'; expected one of exact, score"),
-        ("gcd", {"size": 7}, "size = 7; expected at least 8"),
         ("gcd", {"terms": 7}, "does not suit environment 'reasoning_gym:gcd'"),
     ],
 )
 def test_wrong_arguments_are_refused(tokenizer: Any, task: str, args: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         dataset(tokenizer, task, **args)
-
-
-def test_a_generator_of_few_questions_says_so(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
-    dataset(tokenizer)
-    assert not caplog.records
-    dataset(tokenizer, difficulty={"max_numbers": 2, "max_value": 20})
-    assert "2000 items have only " in caplog.text
-    for kinds, few in ((FEW_QUESTIONS // 2, True), (20 * FEW_QUESTIONS, False)):
-        rng = np.random.default_rng(0)
-        items = [{"question": str(rng.integers(kinds))} for _ in range(5000)]
-        assert bool(few_questions(items, range(5000), 60)[1]) == few
 
 
 def test_a_split_without_questions_is_refused_and_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,21 +12,20 @@ from browser_support import Tab, count_of, in_chromium
 from console_support import ATTACK, STEPS, make_live_run, reader_of
 from supervision_support import driven
 
-from service.console.standalone import address_of, listen, make_console_app, serve
+from service.console.standalone import address_of, make_console_app, serve
 from service.keys import ServiceKey, new_key
-from service.ports import HttpServer
+from service.ports import http_server
 
 DEADLINE_S = 30.0
 
 
 @contextmanager
 def served(root: Path, *keys: ServiceKey) -> Iterator[str]:
-    app, listening = make_console_app(reader_of(root), list(keys)), listen("127.0.0.1", 0)
-    server = HttpServer(app, listening)
+    server = http_server(make_console_app(reader_of(root), list(keys)), "127.0.0.1", 0)
     thread = threading.Thread(target=lambda: asyncio.run(serve(server)), daemon=True)
     thread.start()
     try:
-        yield address_of(listening, "127.0.0.1", list(keys))
+        yield address_of(server, "127.0.0.1", list(keys))
     finally:
         server.should_exit = True
         thread.join(DEADLINE_S)

@@ -67,12 +67,12 @@ def test_curves_are_those_that_there_are(run: Path) -> None:
     assert answers["curve eval/sort/avg@4/ci95"]["curves"][0]["points"] == [[1, 0.1]]
 
 
-def test_what_was_sampled_in_vain_and_which_lengths_are_preferred(run: Path) -> None:
+def test_what_was_sampled_in_vain(run: Path) -> None:
     """The first step is of a version that did not count it."""
-    assert not dict(report_of(reported(run))["run"]["facts"]).keys() & {"sampled in vain", "length bias"}
+    assert not dict(report_of(reported(run))["run"]["facts"]).keys() & {"sampled in vain"}
     wasted = {"expired_running": 60.0, "expired_finished": 30.0, "filtered": 0.0, "failed": 10.0}
     counted = {f"waste/{name}": tokens for name, tokens in wasted.items()}
-    counted |= {"perf/tokens": 400.0, "perf/rollouts": 5.0, "length/trained": 80.0, "length/sampled": 100.0}
+    counted |= {"perf/tokens": 400.0, "perf/rollouts": 5.0}
     rows = [row(0, **{"perf/tokens": 1e6, "perf/rollouts": 1.0}), row(1, **counted), row(2, **counted)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     answers = report_of(reported(run))
@@ -81,10 +81,8 @@ def test_what_was_sampled_in_vain_and_which_lengths_are_preferred(run: Path) -> 
         "20.0% of 1,000 tokens: 12.0% of groups given up while they ran, 6.0% of finished groups given up, "
         "2.0% of what failed"
     )
-    assert facts["length bias"].startswith("0.80: mean lengths of rollouts are 80 tokens trained on, 100 of all")
     panels = {panel["title"]: panel["curves"] for panel in answers["curves"]["panels"]}
     assert {"name": "given up while running", "points": [[2, 60.0], [3, 60.0]]} in panels["Sampled in vain"]
-    assert len(panels["Length of rollouts, trained on and sampled"]) == 2
 
 
 def test_several_attempts(run: Path) -> None:

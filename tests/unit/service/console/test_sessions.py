@@ -16,18 +16,18 @@ def test_stored_sessions_are_shown_as_the_service_shows_its_own(tmp_path: Path) 
     store, book = write_sessions(tmp_path), SessionBook()
     for row in store.rows():
         book.apply(decode(row))
-    beside, inside = RunSessions(StoredSessions(tmp_path)), RunSessions(lambda: book)
+    beside, inside = RunSessions(StoredSessions(tmp_path), lambda: None), RunSessions(lambda: book, lambda: None)
     assert beside.listing() == inside.listing()
     assert len(beside.listing()["sessions"]) == 2
     for name in book.sessions:
         assert beside.tree(name) == inside.tree(name)
-        assert beside.tokens(name, 4, 0, None) == inside.tokens(name, 4, 0, None)
+        assert beside.tokens(name, 4, 0) == inside.tokens(name, 4, 0)
     store.close()
     assert beside.listing() == inside.listing()
 
 
 def test_a_forgotten_session_is_gone(tmp_path: Path) -> None:
-    store, shown = write_sessions(tmp_path), RunSessions(StoredSessions(tmp_path))
+    store, shown = write_sessions(tmp_path), RunSessions(StoredSessions(tmp_path), lambda: None)
     assert len(shown.listing()["sessions"]) == 2
     store.remove("ended-one")
     assert [session["session"] for session in shown.listing()["sessions"]] == ["open-one"]
@@ -43,6 +43,7 @@ def test_sessions_of_a_machine_that_was_started_again_have_ended(tmp_path: Path)
     store.note_boot()
     store.close()
     listed = {
-        session["session"]: session["reason"] for session in RunSessions(StoredSessions(tmp_path)).listing()["sessions"]
+        session["session"]: session["reason"]
+        for session in RunSessions(StoredSessions(tmp_path), lambda: None).listing()["sessions"]
     }
     assert listed == {"open-one": LOST, "ended-one": "by its harness"}

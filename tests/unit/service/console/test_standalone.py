@@ -4,10 +4,13 @@ import socket
 from pathlib import Path
 
 import pytest
+from console_support import reader_of
+from fastapi import FastAPI
 
-from service.console.standalone import address_of, console_keys, is_loopback, listen
+from service.console.standalone import address_of, console_keys, is_loopback, serve_console
 from service.keys import generate
-from trireme.core.errors import BadInput
+from service.ports import http_server
+from trireme.core.errors import BadInput, RoomFailed
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "[::1]", "localhost"])
@@ -39,24 +42,21 @@ def test_a_file_without_an_admin_key_is_refused(tmp_path: Path) -> None:
         console_keys("127.0.0.1", tmp_path / "keys")
 
 
-def test_a_port_that_is_taken_is_refused_in_words() -> None:
-    with listen("127.0.0.1", 0) as taken:
+def test_a_port_that_is_taken_is_refused_in_words(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(BadInput, match=f"--port {port}.*in use") as refused:
-            listen("127.0.0.1", port)
-        assert "to do: give another --port" in str(refused.value)
+        with pytest.raises(RoomFailed, match=rf"cannot listen at 127.0.0.1:{port}: .*in use.* a port that is free"):
+            serve_console(reader_of(tmp_path), "127.0.0.1", port, None, print)
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"--host 192\.0\.2\.1"):
-        listen("192.0.2.1", 0)
+    with pytest.raises(RoomFailed, match=r"cannot listen at 192\.0\.2\.1:0"):
+        http_server(FastAPI(), "192.0.2.1", 0)
 
 
 def test_the_address_to_open(tmp_path: Path) -> None:
     keys = generate(tmp_path / "keys")
-    with listen("127.0.0.1", 0) as listening:
-        port = listening.getsockname()[1]
-        assert address_of(listening, "localhost", []) == f"http://localhost:{port}/console/"
-        assert address_of(listening, "::1", []) == f"http://[::1]:{port}/console/"
-        assert address_of(listening, "0.0.0.0", keys).endswith(f"/console/#key={keys[1].value}")
-        assert listening.family == socket.AF_INET
+    server = http_server(FastAPI(), "127.0.0.1", 0)
+    assert address_of(server, "localhost", []) == f"http://localhost:{server.port}/console/"
+    assert address_of(server, "::1", []) == f"http://[::1]:{server.port}/console/"
+    assert address_of(server, "0.0.0.0", keys).endswith(f"/console/#key={keys[1].value}")

@@ -71,7 +71,7 @@ async def test_a_stop_sequence_is_named() -> None:
 async def test_refusals_have_the_dialects_body() -> None:
     async with served("4") as service, of(service) as client, of(service, "wrong") as stranger:
         request: Any = {"model": "policy", "max_tokens": 9, "messages": QUESTION}
-        with pytest.raises(anthropic.BadRequestError, match=r"thinking\.type"):
+        with pytest.raises(anthropic.BadRequestError, match=r"`thinking`"):
             await client.messages.create(**request, thinking={"type": "enabled", "budget_tokens": 1024})
         with pytest.raises(anthropic.NotFoundError, match="there is policy"):
             await client.messages.create(**{**request, "model": "claude"})

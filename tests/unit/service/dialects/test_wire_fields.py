@@ -41,43 +41,74 @@ from service.dialects.wire import Body
 
 VLLM = {"top_k", "min_p", "repetition_penalty", "stop_token_ids", "return_token_ids"}
 CACHES = {"prompt_cache_options", "prompt_cache_retention"}
+PENALTIES = {"frequency_penalty", "presence_penalty", "logit_bias"}
+CHAT = {"audio", "function_call", "functions", "modalities", "parallel_tool_calls", "prediction", "reasoning_effort"}
+CHAT |= {"response_format", "store", "top_logprobs", "verbosity", "web_search_options"}
+RESPONSES = {"background", "conversation", "include", "max_tool_calls", "parallel_tool_calls", "previous_response_id"}
+RESPONSES |= {"prompt", "reasoning", "store", "stream_options", "top_logprobs", "truncation"}
 CHAT_MESSAGES = (
     ChatCompletionAssistantMessageParam,
     ChatCompletionSystemMessageParam,
     ChatCompletionToolMessageParam,
     ChatCompletionUserMessageParam,
 )
-OLDER_MESSAGES = {"context_management", "mcp_servers", "temperature", "top_k", "top_p"}
+OLDER_MESSAGES = {"temperature", "top_k", "top_p"}
 """Fields that this version of `anthropic` has no more, or only in beta."""
-NEWER_MESSAGES = {"cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id"}
+NEWER_MESSAGES = {"cache_control", "container", "diagnostics", "inference_geo", "output_config", "speed", "thinking"}
+NEWER_MESSAGES |= {"user_profile_id", "workspace_id"}
 BODIES: list[tuple[type[Body], tuple[Any, ...], set[str], set[str]]] = [
-    (chat.ChatRequest, (chat_create_params.CompletionCreateParamsStreaming,), VLLM, {"moderation"} | CACHES),
-    (chat.ChatMessage, CHAT_MESSAGES, {"reasoning_content", "annotations", "token_ids", "prompt_token_ids"}, set()),
+    (
+        chat.ChatRequest,
+        (chat_create_params.CompletionCreateParamsStreaming,),
+        VLLM,
+        {"moderation"} | CACHES | PENALTIES | CHAT,
+    ),
+    (
+        chat.ChatMessage,
+        CHAT_MESSAGES,
+        {"reasoning_content", "token_ids", "prompt_token_ids"},
+        {"audio", "function_call", "refusal"},
+    ),
     (chat.ChatToolCall, (ChatCompletionMessageFunctionToolCallParam,), {"index"}, set()),
-    (wire.FunctionTool, (FunctionDefinition,), set(), set()),
-    (completions.CompletionRequest, (completion_create_params.CompletionCreateParamsStreaming,), VLLM, set()),
+    (wire.FunctionTool, (FunctionDefinition,), set(), {"strict"}),
+    (
+        completions.CompletionRequest,
+        (completion_create_params.CompletionCreateParamsStreaming,),
+        VLLM,
+        {"best_of", "echo", "suffix"} | PENALTIES,
+    ),
     (
         responses.ResponseRequest,
         (response_create_params.ResponseCreateParamsStreaming,),
         set(),
-        {"context_management", "moderation"} | CACHES,
+        {"context_management", "moderation"} | CACHES | RESPONSES,
     ),
     (responses.InputMessage, (EasyInputMessageParam,), {"id", "status"}, set()),
     (responses.InputCall, (ResponseFunctionToolCallParam,), set(), {"caller", "namespace"}),
     (responses.InputResult, (FunctionCallOutput,), set(), {"caller", "name", "namespace"}),
-    (responses.InputReasoning, (ResponseReasoningItemParam,), set(), set()),
-    (responses.ResponseTool, (FunctionToolParam,), set(), {"allowed_callers", "defer_loading", "output_schema"}),
-    (messages.MessagesRequest, (message_create_params.MessageCreateParamsStreaming,), OLDER_MESSAGES, NEWER_MESSAGES),
+    (responses.InputReasoning, (ResponseReasoningItemParam,), set(), {"encrypted_content"}),
+    (
+        responses.ResponseTool,
+        (FunctionToolParam,),
+        set(),
+        {"allowed_callers", "defer_loading", "output_schema", "strict"},
+    ),
+    (
+        messages.MessagesRequest,
+        (message_create_params.MessageCreateParamsStreaming,),
+        OLDER_MESSAGES,
+        NEWER_MESSAGES,
+    ),
     (messages.AnthropicMessage, (UserMessageParam, AssistantMessageParam), set(), set()),
-    (messages.TextBlock, (TextBlockParam,), set(), set()),
+    (messages.TextBlock, (TextBlockParam,), set(), {"citations"}),
     (messages.ThinkingBlock, (ThinkingBlockParam,), set(), set()),
-    (messages.ToolUseBlock, (ToolUseBlockParam,), set(), set()),
+    (messages.ToolUseBlock, (ToolUseBlockParam,), set(), {"caller", "toolset_name"}),
     (messages.ToolResultBlock, (ToolResultBlockParam,), set(), {"toolset_name"}),
     (
         messages.AnthropicTool,
         (ToolParam,),
         set(),
-        {"allowed_callers", "defer_loading", "eager_input_streaming", "input_examples"},
+        {"allowed_callers", "defer_loading", "eager_input_streaming", "input_examples", "strict", "type"},
     ),
 ]
 """Each body with the types of the package, the fields that it has beyond them, and those that it refuses by name."""
@@ -100,8 +131,21 @@ def test_a_body_has_its_fields(ours: type[Body], theirs: tuple[Any, ...], beyond
     assert set(hints) - set(ours.model_fields) == refused
     for name in refused:
         with pytest.raises(ValidationError) as error:
-            ours.model_validate({name: 1})
+            ours.model_validate({name: 7})
         assert "extra_forbidden" in {error_["type"] for error_ in error.value.errors() if error_["loc"] == (name,)}
+        with pytest.raises(ValidationError) as error:
+            ours.model_validate({name: None, "other": 7})
+        assert name not in {error_["loc"][0] for error_ in error.value.errors()}, "null requests nothing"
+
+
+@pytest.mark.parametrize(
+    ("ours", "field"),
+    [(chat.ChatRequest, "parallel_tool_calls"), (responses.ResponseRequest, "store"), (wire.FunctionTool, "strict")],
+)
+def test_a_neutral_value_of_a_field_requests_nothing(ours: type[Body], field: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        ours.model_validate({field: wire.NEUTRAL[field]})
+    assert field not in {error_["loc"][0] for error_ in error.value.errors()}
 
 
 @pytest.mark.parametrize(

@@ -108,12 +108,8 @@ CLOSED: dict[str, Request] = {
         "create_sampling_session",
         lambda t: {"session_id": t.session, "sampling_session_seq_id": 1, "base_model": BASE_MODEL},
     ),
-    "POST join_sampling_session": post("join_sampling_session", lambda t: {"sampling_session_id": t.sampler}),
     "POST asample": post("asample", lambda t: {**SAMPLE, "sampling_session_id": t.sampler}),
     "POST retrieve_future": post("retrieve_future", lambda t: {"request_id": f"{t.model}/1"}),
-    "POST retrieve_futures": post(
-        "retrieve_futures", lambda t: {"target": {"sampling_session_id": t.sampler}, "timeout": 0.0}
-    ),
     "GET samplers/{sampler_id}": at("GET", lambda t: f"samplers/{t.sampler}"),
     "GET training_runs/{model_id}": at("GET", lambda t: f"training_runs/{t.model}"),
     "GET training_runs/{model_id}/checkpoints": at("GET", lambda t: f"training_runs/{t.model}/checkpoints"),

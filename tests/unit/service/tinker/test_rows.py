@@ -34,11 +34,13 @@ from service.tinker.promise_book import ENDED_S
 from service.tinker.promises import Failure, GoneError, Outcome, Promise, SampleWork, Success, UnknownId
 from service.tinker.rows import FORMAT, Change, Contents, write
 from service.tinker.sample_scheduler import StartSample
-from service.tinker.state import CLONE, KEPT_S, ProtocolState
+from service.tinker.state import KEPT_S, ProtocolState
 from trireme.core.datum import ModelInput
 from trireme.core.errors import DiskFull
 from trireme.core.types import SamplingParams
 
+COPY = 10**9
+"""The number of the first sample of a copy of a sampler."""
 FAILED = Failure("no", "user")
 PASS = ForwardBackwardCall.of(passing("s:train:0", 1))
 NUMBER: dict[str, Any] = {"model_id": "s:train:0", "seq_id": 1}
@@ -159,8 +161,8 @@ def contents_of(state: ProtocolState) -> dict[str, Any]:
             )
             for m in state.models.values()
         },
-        "samplers": {s.sampler_id: (s.target, s.joined, s.retired, sorted(s.answers)) for s in state.samplers.values()},
-        "promises": {p.request_id: (p.outcome, p.place, p.losses) for p in state.promises.values()},
+        "samplers": {s.sampler_id: (s.target, s.retired) for s in state.samplers.values()},
+        "promises": {p.request_id: (p.outcome, p.losses) for p in state.promises.values()},
     }
 
 
@@ -187,7 +189,7 @@ def play(stored: Kept, data: st.DataObject) -> None:
             assert state.running
             outcome = data.draw(st.sampled_from([Success({"a": [1]}), Success(b"x"), FAILED]))
             model = state.models[state.running.owner_id]
-            state.trained(outcome, 0, now)
+            state.trained(outcome, now)
             if data.draw(st.booleans()) and model.history.is_due(now + 1e6, 1.0):
                 state.saved(model, f"place-{model.next_seq}")
 
@@ -219,9 +221,8 @@ def play(stored: Kept, data: st.DataObject) -> None:
             f"{session_of[number() % 2]}:train:0", number(), data.draw(st.sampled_from(WORKS[1:7]))
         ),
         "sampler": lambda: state.create_sampler(session_of[number() % 2], 0, "base"),
-        "join": lambda: state.join(state.sampler(f"{session_of[number() % 2]}:sample:0")),
         "sample": lambda: state.sample(
-            state.sampler(f"{session_of[number() % 2]}:sample:0"), number() % 2 * CLONE + number(), SAMPLE
+            state.sampler(f"{session_of[number() % 2]}:sample:0"), number() % 2 * COPY + number(), SAMPLE
         ),
         "ran": train,
         "sampled": sample,
@@ -255,7 +256,7 @@ def test_numbers_are_never_done_again_though_their_promises_are_gone(tmp_path: P
     stored.state.create_model("s", 0, CREATION)
     begun = stored.state.create_sampler("s", 0, "base")
     sampler = begun.sampler_id
-    samples = [stored.state.sample(begun, number, SAMPLE) for number in (0, 2, CLONE)]
+    samples = [stored.state.sample(begun, number, SAMPLE) for number in (0, 2, COPY)]
     stored.state.next_training()
     stored.state.trained(Success({}))
     for promise in samples:
@@ -267,10 +268,10 @@ def test_numbers_are_never_done_again_though_their_promises_are_gone(tmp_path: P
     assert again.create_model("s", 0, CREATION).forgotten
     assert not again.sample(again.sampler(sampler), 1, SAMPLE).forgotten
     with pytest.raises(GoneError, match="is forgotten"):
-        again.promise(f"{sampler}/{CLONE}")
+        again.promise(f"{sampler}/{COPY}")
     with pytest.raises(UnknownId):
-        again.promise(f"{sampler}/{CLONE + 1}")
-    assert again.samplers[sampler].settled_count == 3
+        again.promise(f"{sampler}/{COPY + 1}")
+    assert again.samplers[sampler].retired == ((0, 0), (2, 2), (COPY, COPY))
     stored.store.close()
 
 

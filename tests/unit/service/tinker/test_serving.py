@@ -286,8 +286,6 @@ def test_after_another_boot_sessions_end_by_name_and_states_stay(tmp_path: Path,
             assert_refused(served, "create_model", {"session_id": session, "model_seq_id": 1, "base_model": BASE_MODEL})
             assert_refused(served, "create_sampling_session", {"session_id": session, "sampling_session_seq_id": 1})
             assert_refused(served, "asample", sampling(sampler, 1))
-            assert_refused(served, "join_sampling_session", {"sampling_session_id": sampler})
-            assert_refused(served, "retrieve_futures", {"target": {"sampling_session_id": sampler}})
             for lost in (f"{model}/9", f"{sampler}/9"):  # it may have been accepted, and its row be missing
                 assert_refused(served, "retrieve_future", {"request_id": lost})
             for request in promised:

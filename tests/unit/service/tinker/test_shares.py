@@ -3,11 +3,15 @@
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.tinker.shares import TokenShares
+from service.tinker.bodies import SaveStateBody
+from service.tinker.codec import ForwardBackwardCall
+from service.tinker.protobuf import message_class
+from service.tinker.shares import LEAST, TokenShares, tokens_of
 
 QUANTUM, LARGEST = 50, 100
 
@@ -79,3 +83,11 @@ def test_one_that_asks_again_after_each_answer_gets_its_share_beside_one_with_a_
         shares.charge(name, 20)
         counts[name] += 20
     assert counts["loop"] >= 0.45 * sum(counts.values())
+
+
+@pytest.mark.parametrize(("tokens", "cost"), [(3000, 3000), (1, LEAST)])
+def test_a_pass_costs_its_tokens_and_all_else_the_least(tokens: int, cost: int) -> None:
+    request = message_class("ForwardBackwardRequest")(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    request.data.add().model_input.add().encoded_text.tokens = np.ones(tokens, "<i4").tobytes()
+    assert tokens_of(ForwardBackwardCall.of(request.SerializeToString())) == cost
+    assert tokens_of(SaveStateBody(model_id="m", seq_id=1, path="x")) == LEAST

@@ -1,9 +1,14 @@
 """Twenty questions: the policy finds a secret word by questions, which another model answers with yes or no.
 
+PYTHONPATH=examples/envs uv run rl --env.id twenty_questions:TwentyQuestions --model.name Qwen/Qwen3-0.6B ...
+
 user       I am thinking of something. ..
 assistant  Is it alive?
 user       yes                             the answer of the other model, which knows the secret
 assistant  Is it a dog?                    names the secret: reward 1
+
+The answerer does not learn: it is a model behind a URL, or the one that the run started from. It answers greedily, so
+the same question gets the same answer, if the server is deterministic.
 """
 
 from __future__ import annotations
@@ -12,17 +17,23 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from orchestrator.env import EnvGroupBuilder
-from orchestrator.envs.answerers import REPLY_S, Answerer, StartAnswerer, UrlAnswerer
 from orchestrator.envs.http import EnvServer
 from orchestrator.envs.text import GeneratedDataset, is_held_out
 from orchestrator.message_env import MessageEnv, MessageEnvGroup, MessageStep
+from orchestrator.workers import run_in_worker
 from trireme.renderers import Message
 
 START = "start"
+REPLY_S = 60.0
+"""Limit in seconds for an answer of a server, with all tries."""
+START_S = 600.0
+"""Limit in seconds for an answer of the model that the run starts from. The first answer includes loading the
+model."""
+MAX_TOKENS = 16
 LONGEST = 120
 """The most characters of a question; a longer question could name all words."""
 RULES = (
@@ -50,6 +61,74 @@ def yes_or_no(text: str) -> str:
     if first and first[0] in ("yes", "no"):
         return first[0]
     return "I can not say."
+
+
+@dataclass(frozen=True)
+class UrlAnswerer:
+    """Lets a model answer the policy's questions in an environment. The model is behind a server that has OpenAI's chat
+    completions API. `server.url`: the base URL of the API, such as http://host:8000/v1."""
+
+    server: EnvServer
+    model: str
+
+    async def answer(self, messages: list[Message]) -> str:
+        """Returns the server's next message after `messages`, at most a few words. Asks again while the server is busy
+        or cannot be reached. Raises the errors of `EnvServer.ask`."""
+        body = {"model": self.model, "messages": messages, "temperature": 0.0, "max_tokens": MAX_TOKENS, "seed": 0}
+        async with self.server.connect() as client:
+            reply = await self.server.ask(client, "POST", "chat/completions", body, REPLY_S)
+        return str(reply["choices"][0]["message"]["content"] or "")
+
+
+@dataclass(frozen=True)
+class StartAnswerer:
+    """Lets the model that the run starts from answer the policy's questions in an environment. Its weights stay frozen.
+    The model runs in a worker process on CPUs, so it must be small. For a larger model, start a server
+    (`vllm serve MODEL`) and give its URL."""
+
+    model: str
+
+    async def answer(self, messages: list[Message]) -> str:
+        """Returns the model's next message after `messages`, at most a few words."""
+        return await run_in_worker(complete, self.model, messages, timeout_s=START_S)
+
+
+def complete(model: str, messages: list[Message]) -> str:
+    """Returns the text of the model's next message after `messages`, decoded greedily. Runs in a worker process, which
+    holds the model for later calls."""
+    import torch
+
+    renderer, network = _loaded(model)
+    prompt = torch.tensor([renderer.generation_prompt(messages)])
+    with torch.no_grad():
+        tokens = network.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=MAX_TOKENS,
+            do_sample=False,
+            eos_token_id=list(renderer.stop_tokens()),
+            pad_token_id=renderer.stop_tokens()[0],
+        )
+    message, _ = renderer.parse_response(tokens[0, prompt.shape[1] :].tolist())
+    return message["content"]
+
+
+@cache
+def _loaded(model: str) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from trireme.core.tokenizer import load_tokenizer
+    from trireme.renderers import make_renderer
+
+    torch.set_num_threads(1)
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    options = {"attn_implementation": "sdpa"}  # else, and without `config`, its JSON could name code to fetch
+    loaded = AutoModelForCausalLM.from_pretrained(model, config=config, **options, trust_remote_code=False)
+    return make_renderer("auto", load_tokenizer(model)), loaded.eval()
+
+
+Answerer = UrlAnswerer | StartAnswerer
 
 
 @dataclass
@@ -99,7 +178,7 @@ class TwentyQuestionsEnv(MessageEnv):
 
 
 @dataclass(kw_only=True)
-class TwentyQuestionsDataset(GeneratedDataset):
+class TwentyQuestions(GeneratedDataset):
     """`num_batches` batches of `batch_size` games. An eighth of the words is for evaluations only.
 
     `answerer` is `start`, for the model that the run starts from (it must be small, because it runs on CPUs), or the
