@@ -37,15 +37,8 @@ from trireme.supervision.status import Status
 STEPS, BATCH, GROUP, BOUND, HEARTBEAT_S = 8, 4, 4, 1, 20
 CHAOS = [
     *("--max-steps", str(STEPS), "--checkpoint.every", "2", "--inference.replicas", "2", "--trainer.shards", "2"),
-    *(
-        "--orchestrator.batch-size",
-        str(BATCH),
-        "--orchestrator.group-size",
-        str(GROUP),
-        "--inference.memory-gb",
-        "0.03",
-    ),
-    *("--orchestrator.max-steps-off-policy", str(BOUND), "--eval.every", "4", "--eval.problems", "8"),
+    *("--orchestrator.batch-size", str(BATCH), "--orchestrator.group-size", str(GROUP), "--eval.every", "4"),
+    *("--orchestrator.max-steps-off-policy", str(BOUND), "--eval.problems", "8", "--inference.memory-gb", "0.03"),
     *("--timeouts.start-s", "180", "--timeouts.step-s", "240", "--orchestrator.generation-timeout-s", "25"),
     *("--timeouts.update-s", "60", "--timeouts.checkpoint-s", "60", "--timeouts.heartbeat-s", str(HEARTBEAT_S)),
 ]

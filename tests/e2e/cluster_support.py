@@ -28,6 +28,11 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+def listens(port: int) -> bool:
+    with closing(socket.socket()) as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
 def ask(address: str, expression: str, expected: object) -> bool:
     """True if a separate driver that connects to the cluster finds `expression` to be `expected` within 60 s."""
     code = (

@@ -1,6 +1,7 @@
 """Tiny random models, their published weights, and their logprobs by Hugging Face: the reference for replicas."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 import ray
 import torch
+from config_support import small
+from model_support import SMALL
 from replica_support import router_of
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
@@ -22,8 +25,8 @@ from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
 from trireme.core.weights import (
     EXACT,
+    Adapter,
     Canary,
-    Drift,
     PublishedWeights,
     TensorEntry,
     UpdateReport,
@@ -49,22 +52,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def random_model(family: str, tied: bool, seed: int) -> Any:
     """Two layers with logits that are far from flat: a wrong weight moves logprobs by far more than 1e-4."""
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": MAX_MODEL_LEN,
-        "tie_word_embeddings": tied,
-        "initializer_range": 0.15,
-        "eos_token_id": None,
-        "bos_token_id": None,
-        "pad_token_id": None,
-        **OPTIONS.get(family, {}),
-    }
+    sizes: dict[str, Any] = {**SMALL, "vocab_size": VOCAB, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"max_position_embeddings": MAX_MODEL_LEN, "tie_word_embeddings": tied, "initializer_range": 0.15}
+    sizes |= dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
+    sizes |= OPTIONS.get(family, {})
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).float().eval()
 
@@ -87,21 +78,29 @@ def kept_kv_logprobs(old: Any, new: Any, tokens: list[int], boundary: int) -> np
     return torch.log_softmax(logits, -1)[torch.arange(len(tokens) - 1), ids[0, 1:]].numpy()
 
 
-def publish(model: Any, version: int, bound: Drift = EXACT) -> PublishedWeights:
+def publish(model: Any, version: int) -> PublishedWeights:
     """The model's weights as a trainer publishes them, in one bucket."""
-    tied = model.config.tie_word_embeddings
+    tensors = revert_weight_conversion(model, model.state_dict())  # experts apart
+    if model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    return published(tensors, model, version)
+
+
+def published(
+    tensors: Mapping[str, torch.Tensor], model: Any, version: int, adapter: Adapter | None = None, length: int = 200
+) -> PublishedWeights:
+    """Tensors in one bucket, which make up the model or its adapter; the model says the canary, of `length` tokens."""
     entries, parts, offset = [], [], 0
-    for name, tensor in revert_weight_conversion(model, model.state_dict()).items():  # experts apart
-        if tied and name == "lm_head.weight":
-            continue
-        data = tensor.contiguous().numpy().reshape(-1).view(np.uint8)
+    for name, tensor in tensors.items():
+        data = tensor.detach().contiguous().numpy().reshape(-1).view(np.uint8)
         entries.append(TensorEntry(name, "F32", tuple(tensor.shape), 0, offset, data.nbytes, str(sums_of(data))))
         parts.append(data)
         offset += data.nbytes
-    identity = WeightIdentity(1, version, weights_digest(entries))
-    tokens = np.random.default_rng(0).integers(0, VOCAB, 200).astype(np.int32)
-    canary = Canary(tokens, reference_logprobs(model, tokens.tolist()), bound)
-    return PublishedWeights(WeightsManifest(identity, tuple(entries), canary), (ray.put(np.concatenate(parts)),))
+    identity = WeightIdentity(1, version, weights_digest(entries, adapter))
+    tokens = np.random.default_rng(0).integers(0, VOCAB, length).astype(np.int32)
+    canary = Canary(tokens, reference_logprobs(model, tokens.tolist()), EXACT)
+    manifest = WeightsManifest(identity, tuple(entries), canary, adapter)
+    return PublishedWeights(manifest, (ray.put(np.concatenate(parts)),))
 
 
 def request(name: str, prompt: list[int], max_tokens: int, seed: int = 0) -> SampleRequest:
@@ -128,7 +127,6 @@ class Room:
         return (await self.router.source.update(self.next_weights()))[0]
 
     def next_weights(self) -> PublishedWeights:
-        """Fresh random weights, as the next version."""
         version = len(self.models)
         self.models[version] = random_model(self.family, self.tied, seed=version + 1)
         return publish(self.models[version], version)
@@ -171,6 +169,19 @@ async def some_tokens_later(room: Room, name: str) -> None:
     await room.router.sample(request(name, prompt_of(4), 16))
 
 
+def wait_ready(group: InferenceHandle, log: Path | None = None) -> None:
+    references, owners = group.ready_refs()
+    get_all(references, owners=owners, timeout_s=START_S, log=log)
+
+
+def start_one(config: Config, log: Path, ranks: int = 1, faults: str = "") -> InferenceHandle:
+    """Starts one replica, armed with fault points, and waits for it."""
+    environment = {"OMP_NUM_THREADS": "1", "TRIREME_FAULTS": faults}
+    group = InferenceHandle.start(config, [{"num_cpus": ranks, "runtime_env": {"env_vars": environment}}], log)
+    wait_ready(group, log)
+    return group
+
+
 def start_rooms(
     kinds: dict[str, tuple[str, bool]], deterministic: set[str], faults: dict[str, str], directory: Path
 ) -> dict[str, Room]:
@@ -191,8 +202,7 @@ def start_rooms(
         )
     rooms = {}
     for name, group in groups.items():
-        references, owners = group.ready_refs()
-        get_all(references, owners=owners, timeout_s=START_S, log=directory / "logs" / name)
+        wait_ready(group, directory / "logs" / name)
         rooms[name] = Room(*kinds[name], group, group.router_factory(group.replica_set())(), engine_pid(group))
     return rooms
 
@@ -207,8 +217,7 @@ def start_pair(directory: Path) -> tuple[InferenceHandle, dict[str, Room]]:
     configs = {mode: make_config(path, False, on_update=mode) for mode in ("keep_kv", "drain")}
     replicas = {i: actor.remote(config, i, directory / "logs" / "pair") for i, config in enumerate(configs.values())}
     group = InferenceHandle(configs["drain"], replicas, directory / "logs" / "pair", dict.fromkeys(replicas, options))
-    references, owners = group.ready_refs()
-    get_all(references, owners=owners, timeout_s=START_S)
+    wait_ready(group)
     clients = {i: ReplicaClient(handle, f"replica {i}", None, 120, 60, gathers=True) for i, handle in replicas.items()}
     members = {"keep_kv": [0], "drain": [1], "both": [0, 1]}
     routers = {name: router_of({i: clients[i] for i in chosen}) for name, chosen in members.items()}
@@ -216,21 +225,17 @@ def start_pair(directory: Path) -> tuple[InferenceHandle, dict[str, Room]]:
 
 
 def make_config(model: Path, deterministic: bool, **inference: Any) -> Config:
-    return Config.model_validate(
-        {
-            "deterministic": deterministic,
-            "model": {"name": str(model), "max_seq_len": MAX_MODEL_LEN},
-            "orchestrator": {"batch_size": 2, "max_steps_off_policy": 0 if deterministic else 1},
-            "env": {"id": "sort"},
-            "inference": {"sampling": {"max_tokens": 8}, "memory_gb": 0.125, **inference},
-            "timeouts": {"update_s": 60, "step_s": 120},
-            "cluster": {"device": "cpu"},
-        }
+    return small(
+        deterministic=deterministic,
+        model={"name": str(model), "max_seq_len": MAX_MODEL_LEN},
+        orchestrator={"batch_size": 2, "max_steps_off_policy": 0 if deterministic else 1},
+        inference={"sampling": {"max_tokens": 8}, "memory_gb": 0.125, **inference},
+        timeouts={"update_s": 60, "step_s": 120},
+        cluster={"device": "cpu"},
     )
 
 
 def engine_pid(group: InferenceHandle) -> int:
-    """Process id of the engine of the first replica."""
     return get(group.heartbeat_ref(0), owner="replica", timeout_s=60).pids[1]
 
 

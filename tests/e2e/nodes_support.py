@@ -15,7 +15,7 @@ from typing import Any
 
 from namespaces import Fabric, NamespaceNode
 from resume_support import rows_of
-from run_support import QUICKSTART, ROOT
+from run_support import QUICKSTART, ROOT, assert_rows_keep_the_bound
 
 from trireme.core.errors import EXIT_OK
 from trireme.supervision.status import Status
@@ -69,14 +69,12 @@ class NodesRun:
         assert self.process.wait(DEADLINE_S) == EXIT_OK, self.log.read_text()[-3000:]
 
     def places(self, net: Fabric) -> dict[str, str]:
-        """Returns the address of the node of each part."""
         status = Status.read(self.root)
         assert status is not None
         names_by_node = {node.node: node.address for node in by_id(net)}
         return {part.name: names_by_node[part.node] for part in status.parts if part.node}
 
     def node_of(self, part: str, net: Fabric) -> NamespaceNode:
-        """Returns the node of a part."""
         address = self.places(net)[part]
         return next(node for node in net.nodes if node.address == address)
 
@@ -167,7 +165,4 @@ def store_environ(address: str) -> dict[str, str]:
 def assert_steps_once(rows: Sequence[Mapping[str, Any]], steps: int, bound: int) -> None:
     """Every step is there once, every problem has one end or is under way, and the bound held."""
     assert [row["step"] for row in rows] == list(range(steps))
-    last = rows[-1]
-    ends = ("trained", "in_training", "filtered", "resampled", "dropped", "failed", "active")
-    assert last["ledger/dispatched"] == sum(last[f"ledger/{name}"] for name in ends)
-    assert max(row["off_policy/max"] for row in rows) <= bound
+    assert_rows_keep_the_bound(rows, bound)

@@ -54,8 +54,6 @@ class Answer:
 
 
 class Planted:
-    """Makes a file in the process that unpickles it."""
-
     def __init__(self, file: str) -> None:
         self.file = file
 

@@ -19,7 +19,6 @@ RECORD = Path(os.environ["TALK_RECORDS"]) / f"{NUMBER}.jsonl"
 
 
 def note(**event: object) -> None:
-    """Adds a line to the record."""
     with RECORD.open("a") as file:
         file.write(json.dumps({"at": time.time(), "pid": os.getpid(), **event}) + "\n")
 

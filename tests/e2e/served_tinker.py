@@ -2,10 +2,12 @@
 
 import os
 import signal
-import socket
 import threading
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from cluster_support import free_port
 from run_support import Running, marked_processes, wait_until_disconnected
 
 from service.store import read_copy
@@ -15,14 +17,17 @@ from trireme.core.errors import EXIT_INTERRUPTED
 LIMIT_S = 600.0
 
 
+def logprobs_of(output: Any) -> np.ndarray:
+    """Returns the log-probabilities of all datums of a pass, [T]."""
+    return np.concatenate([of_datum["logprobs"].data for of_datum in output.loss_fn_outputs])
+
+
 class Server:
     """The command, at one port and in one directory; it may be killed and started again."""
 
     def __init__(self, directory: Path, *flags: str) -> None:
         self.directory, self.flags = directory, flags
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.key = ""
         self.before: list[Running] = []
         self.start()
@@ -50,7 +55,6 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def kill(self, title: str, sent: int = signal.SIGKILL) -> None:
-        """Sends a signal to the actors of a title."""
         pids = [pid for pid, command in marked_processes(self.running.mark).items() if title in command]
         assert pids, marked_processes(self.running.mark)
         for pid in pids:
@@ -68,10 +72,12 @@ class Server:
         self.running.kill_tree()
         self.before.append(self.running)
 
-    def stop(self) -> None:
+    def stop(self) -> set[str]:
+        """Ends the command as Ctrl-C does. Returns the temporary files that the last one has left."""
         self.running.process.send_signal(signal.SIGINT)
         assert self.running.process.wait(60) == EXIT_INTERRUPTED, "".join(self.lines)
         assert wait_until_disconnected(self.running.mark, 20.0) == []
         for process in (*self.before, self.running):
-            process.files_left()
+            files = process.files_left()
             assert process.shm_left() == set()
+        return files

@@ -26,8 +26,6 @@ FLAGS = [
 
 
 class Records:
-    """What the agents wrote down."""
-
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 

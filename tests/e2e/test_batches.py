@@ -69,24 +69,11 @@ def minibatch(rooms: tuple[TrainerHandle, OrchestratorHandle]) -> Minibatch:
     return minibatch
 
 
-def stored_of(minibatch: Minibatch) -> StoredBatch:
-    assert isinstance(minibatch.batch, StoredBatch)
-    return minibatch.batch
-
-
-def test_the_driver_gets_lengths_and_references(minibatch: Minibatch) -> None:
-    batch = stored_of(minibatch)
-    assert len(batch) == 24
-    assert [type(part.part) for part in batch.parts_R] == [ray.ObjectRef] * SHARDS
-    assert not hasattr(batch, "tokens")
-    assert not hasattr(batch, "columns")
-    assert len(minibatch.problems_D) == len(minibatch.provenance.floors) == len(batch)
-
-
 def test_each_shard_fetches_its_own_part_and_computes_what_it_does_with_the_whole(
     rooms: tuple[TrainerHandle, OrchestratorHandle], minibatch: Minibatch, tmp_path: Path
 ) -> None:
-    trainer, batch = rooms[0], stored_of(minibatch)
+    trainer, batch = rooms[0], minibatch.batch
+    assert isinstance(batch, StoredBatch)
 
     def note(part: TokenBatch) -> TokenBatch:  # runs where the part is, after it was fetched
         (tmp_path / str(os.getpid())).write_text(json.dumps(part.sequences.tolist()))

@@ -8,12 +8,12 @@ unit/transports/test_kept_versions.py. That it is the same run after another tra
 
 import os
 from pathlib import Path
-from statistics import mean
 
 import pytest
 from chaos_support import armed
 from resume_support import rows_of
-from run_support import Ended, assert_bound_and_conservation, run_rl, taken
+from run_support import Ended, run_rl, taken
+from test_quickstart import assert_learned
 
 from trireme.core.errors import EXIT_OK
 
@@ -29,40 +29,27 @@ def versions(outcome: Ended, replica: int, how: str) -> set[int]:
     return taken(outcome.root / "logs", replica, how)
 
 
-def assert_learned(outcome: Ended) -> int:
-    """Checks a quickstart; returns the number of its steps."""
-    assert outcome.code == EXIT_OK, outcome.out
-    rewards = [row["reward/total"] for row in outcome.rows]
-    assert mean(rewards[-10:]) - mean(rewards[:5]) >= 0.25
-    assert_bound_and_conservation(outcome, bound=1)
-    outcome.assert_nothing_left()
-    return len(rewards)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("transport", ["object_store", "broadcast", "ipc"])
-def test_the_quickstart_learns_with_each_transport(tmp_path: Path, transport: str, replicas: int) -> None:
-    """It has two shards, and its updates are in flight."""
-    outcome = run_rl(tmp_path, "--inference.replicas", str(replicas), "--inference.transport", transport)
-    steps = assert_learned(outcome)
-    for replica in range(replicas):
-        sent = versions(outcome, replica, "as it was broadcast")
-        assert len(sent) > steps / 2 if transport != "object_store" else not sent
-    shards = "".join(log.read_text() for log in (outcome.root / "logs").rglob("trainer_*.log"))
-    assert ("weights travel through memory of this process to inference replica 0" in shards) == (transport == "ipc")
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "flags",
-    [("--inference.tensor-parallel", "2"), ("--trainer.lora.rank", "16", "--trainer.learning-rate", "2e-3")],
-    ids=["two ranks", "adapters"],
+    [
+        (),
+        ("--inference.replicas", "2"),
+        ("--inference.tensor-parallel", "2"),
+        ("--trainer.lora.rank", "16", "--trainer.learning-rate", "2e-3"),
+    ],
+    ids=["one replica", "two replicas", "two ranks", "adapters"],
 )
 @pytest.mark.parametrize("transport", ["broadcast", "ipc"])
 def test_a_run_learns_by_broadcasts(tmp_path: Path, flags: tuple[str, ...], transport: str) -> None:
+    """It has two shards, and its updates are in flight. (With the object store: test_run.py, test_quickstart.py.)"""
     outcome = run_rl(tmp_path, *flags, "--inference.transport", transport)
-    assert len(versions(outcome, 0, "as it was broadcast")) > assert_learned(outcome) / 2
+    steps = len(assert_learned(outcome))
+    for replica in range(1 + ("--inference.replicas" in flags)):
+        assert len(versions(outcome, replica, "as it was broadcast")) > steps / 2
+    shards = "".join(log.read_text() for log in (outcome.root / "logs").rglob("trainer_*.log"))
+    shared = "weights travel through memory of this process to inference replica 0" in shards
+    assert shared == (transport == "ipc") or {"--inference.tensor-parallel", "--trainer.lora.rank"} & set(flags)
 
 
 POINTS = ("bucket", "offer", "ready", "finish")

@@ -13,17 +13,17 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cluster_support import free_port
+from cluster_support import free_port, listens
 from page_fences import ALL, Fence, words_of
 from run_support import DEADLINE_S, ROOT, TINY, key_in, wait_until_disconnected
 from served_tinker import Server
@@ -90,7 +90,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(directory: Path, *words: str) -> str:
-    """Runs a command and returns what it printed."""
     command = [sys.executable, *MODULES[words[0]], *words[1:]]
     environ = {**os.environ, "PYTHONPATH": "examples/agents"}  # as the page of sessions says
     options = {"cwd": directory, "env": environ, "capture_output": True, "text": True, "timeout": DEADLINE_S}
@@ -118,7 +117,6 @@ def test_a_command_that_trains_is_right_up_to_its_plan(words: list[str], place: 
 @pytest.mark.long
 @pytest.mark.parametrize("words", KINDS["look"], ids=" ".join)
 def test_a_command_that_looks_at_a_run(words: list[str], place: Path, tmp_path: Path) -> None:
-    """On a short run: with steps that it has."""
     arguments = of_a_short_run(words)
     if arguments[1] == "export":
         arguments += ["--out", str(tmp_path / "model")]
@@ -152,28 +150,35 @@ def serve_until_it_listens(words: list[str], directory: Path) -> None:
         arguments[arguments.index(flag) + 1] = str(port)
     else:
         arguments += [flag, str(port)]
-    mark = f"TRIREME_TEST_MARK={port}-{time.time_ns()}"
-    environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", **dict([mark.split("=")])}
     log = directory / f"served-{port}.log"
+
+    def is_ready() -> bool:
+        return listens(port) and (program != "trireme serve" or "TINKER_BASE_URL" in log.read_text())
+
+    with serving([*MODULES[words[0]], *arguments[1:]], directory, log, is_ready, {"VLLM_CPU_KVCACHE_SPACE": "1"}):
+        pass
+
+
+@contextmanager
+def serving(
+    arguments: list[str], directory: Path, log: Path, is_ready: Callable[[], bool], environ: Mapping[str, str]
+) -> Iterator[None]:
+    """Starts a command of Python that writes a log, waits until it is ready, and stops it in the end."""
+    mark = f"TRIREME_TEST_MARK={time.time_ns()}"
     with log.open("w") as out:
-        served = subprocess.Popen(
-            [sys.executable, *MODULES[words[0]], *arguments[1:]], cwd=directory, env=environ, stdout=out, stderr=out
-        )
+        env = {**os.environ, **environ, **dict([mark.split("=")])}
+        running = subprocess.Popen([sys.executable, *arguments], cwd=directory, env=env, stdout=out, stderr=out)
     deadline = time.monotonic() + DEADLINE_S
     try:
-        while not (listens(port) and (program != "trireme serve" or "TINKER_BASE_URL" in log.read_text())):
-            assert served.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for `{shlex.join(arguments)}` at its port"
+        while not is_ready():
+            assert running.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for `{shlex.join(arguments)}`"
             time.sleep(0.2)
+        yield
     finally:
-        served.send_signal(signal.SIGINT)
-        served.wait(60)
+        running.send_signal(signal.SIGINT)
+        running.wait(60)
         assert wait_until_disconnected(mark, 30.0) == []
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as sock:
-        return sock.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture(scope="module")
@@ -181,32 +186,13 @@ def service(place: Path) -> Iterator[SimpleNamespace]:
     """The run with a service of docs/service.md, which goes on until the end; its port, and what replaces the names and
     keys of the pages."""
     (words,) = [words for words in KINDS["plan"] if words[0] == "rl" and "--service.port" in words]
-    port, mark = free_port(), f"TRIREME_TEST_MARK={time.time_ns()}"
+    port, log, metrics = free_port(), place / "served.log", place / "outputs" / "served" / "metrics.jsonl"
     flags = ["--run.name", "served", "--max-steps", "100000", "--checkpoint.every", "0", *TINY[:-2]]
-    arguments = [word.replace(PORT, str(port)) for word in words[1:]] + flags
-    log = place / "served.log"
-    with log.open("w") as out:
-        running = subprocess.Popen(
-            [sys.executable, *MODULES["rl"], *arguments],
-            cwd=place,
-            env={**os.environ, **dict([mark.split("=")])},
-            stdout=out,
-            stderr=out,
-        )
-    try:
-        deadline = time.monotonic() + DEADLINE_S
-        metrics = place / "outputs" / "served" / "metrics.jsonl"
-        while not (listens(port) and metrics.exists()):
-            assert running.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for the run to serve"
-            time.sleep(0.2)
+    arguments = [*MODULES["rl"], *(word.replace(PORT, str(port)) for word in words[1:]), *flags]
+    with serving(arguments, place, log, lambda: listens(port) and metrics.exists(), {}):
         text = " ".join(log.read_text().split())
         keys = {role: key_in(text, role) for role in ("client", "admin")}
         yield SimpleNamespace(port=str(port), **keys)
-    finally:
-        running.send_signal(signal.SIGINT)
-        running.wait(60)
-        assert wait_until_disconnected(mark, 30.0) == []
 
 
 def one(text: str, language: str) -> Fence:
@@ -216,7 +202,6 @@ def one(text: str, language: str) -> Fence:
 
 
 def execute(text: str, **values: Any) -> dict[str, Any]:
-    """Runs a sample of Python."""
     value = builtins.eval(compile(text, "page", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), values)
     if inspect.iscoroutine(value):
         asyncio.run(value)
@@ -242,14 +227,8 @@ def test_a_harness_opens_a_session_for_an_agent(service: SimpleNamespace, place:
         command = command.replace("tr-session-9f…", opened["key"]).replace("9f…", opened["session"])
         command = command.replace(PORT, service.port).replace("curl ", "curl --fail-with-body -s ")
         command = command.replace("uv run --no-sync ", "")
-        process = subprocess.run(
-            ["bash", "-euc", f"{exports}\n{command}"],
-            cwd=place,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        script = ["bash", "-euc", f"{exports}\n{command}"]
+        process = subprocess.run(script, cwd=place, env=environ, capture_output=True, text=True, timeout=60)
         assert process.returncode == 0, f"{command}: {process.stdout}{process.stderr}"
         output = output or process.stdout
         printed.append(process.stdout)

@@ -40,8 +40,6 @@ FLAT = 5 << 20
 
 @dataclass(frozen=True)
 class Probed:
-    """What a process did."""
-
     growth: int
     """Bytes that it has more in use after products of batches of sizes 301 to 600. Some sizes are multiplied in both
     ways, which must be equal bit for bit."""

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 from scripted_model import make_scripted_model
-from tools_support import make_run
-from waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "trireme.cli.trireme", "eval"]
@@ -80,28 +78,3 @@ def test_environments_of_several_kinds_on_a_real_engine(tmp_path: Path) -> None:
     assert 0.2 < numbers["eval/sevens/score/right"] < 0.8
     assert numbers["eval/twenty_questions/turns_per_episode"] == 2, "the first question was answered"
     assert numbers["eval/question_answer/turns_per_episode"] == numbers["eval/sevens/turns_per_episode"] == 1
-
-
-@pytest.mark.long
-def test_a_killed_evaluation_continues_with_the_problems_that_are_left(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", 2).root
-    options = ["--env.id", "sort", "--inference.sampling.max-tokens", "8", "--eval.problems", "2000"]
-    output = tmp_path / "numbers.json"
-    command = [*COMMAND, str(run), *options, "--eval.samples", "2", "--cluster.device", "cpu", "--resume"]
-    killed = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        wait_for(lambda: any((run / "evaluations").glob("*.groups.jsonl")), "evaluated problems", 300)
-    finally:
-        killed.kill()
-        killed.wait(30)
-    (file,) = (run / "evaluations").iterdir()
-    evaluated = file.read_bytes().count(b"\n")
-    assert 0 < evaluated < 2000
-    finished = subprocess.run(
-        [*command, "--output", str(output)], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert f"an earlier call evaluated {evaluated} of its problems" in finished.stdout
-    numbers = json.loads(output.read_text())
-    assert (numbers["eval/sort/problems"], numbers["eval/sort/n"], numbers["eval/sort/failed"]) == (2000, 4000, 0)
-    assert [entry.suffixes for entry in (run / "evaluations").iterdir()] == [[".json"]]

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import ray
 import torch
-from inference_support import MAX_MODEL_LEN, START_S, VOCAB, make_config, prompt_of, random_model, request
+from inference_support import MAX_MODEL_LEN, VOCAB, make_config, prompt_of, random_model, request, start_one
 
-from inference.handle import InferenceHandle
 from inference.loaded import LoadedProof
 from trainer.canary import canary_tokens, compute_canary
 from trainer.logprobs import add_token_logprobs, token_logprobs
@@ -19,7 +18,7 @@ from trainer.model import gathered_units
 from trireme.core.errors import WeightsRefused
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import ROUNDED, Drift, PublishedWeights, WeightsManifest, weights_digest
-from trireme.process.waits import get, get_all
+from trireme.process.waits import get
 from trireme.transports.packing import pack
 
 FAULTS = ("skip_norm", "skip_head", "swap_experts")
@@ -36,12 +35,8 @@ class Rounded:
         self.next_model().save_pretrained(directory / "model")
         config = make_config(directory / "model", False)
         of_model = config.model.model_copy(update={"dtype": "bfloat16", "head_dtype": head})
-        environment = {"OMP_NUM_THREADS": "1", "TRIREME_FAULTS": faults}
-        options = {"num_cpus": 1, "runtime_env": {"env_vars": environment}}
         config = config.model_copy(update={"model": of_model})
-        self.group = InferenceHandle.start(config, [options], directory / "logs")
-        references, owners = self.group.ready_refs()
-        get_all(references, owners=owners, timeout_s=START_S, log=directory / "logs")
+        self.group = start_one(config, directory / "logs", faults=faults)
         self.begin_again()
 
     def begin_again(self) -> None:

@@ -8,11 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
 from inference_support import (
-    START_S,
-    VOCAB,
     Room,
     accept_again,
     begin,
@@ -20,31 +17,21 @@ from inference_support import (
     kept_kv_logprobs,
     make_config,
     prompt_of,
+    published,
     random_model,
     reference_logprobs,
     request,
     some_tokens_later,
+    start_one,
     stats,
 )
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model, get_peft_model_state_dict
 
-from inference.handle import InferenceHandle
 from trireme.config.trainer import LoraConfig
 from trireme.core.base_digest import base_digest
-from trireme.core.digest import sums_of
 from trireme.core.errors import BadInput, WeightsRefused
-from trireme.core.types import WeightIdentity
-from trireme.core.weights import (
-    EXACT,
-    Adapter,
-    Canary,
-    PublishedWeights,
-    TensorEntry,
-    WeightsManifest,
-    weights_digest,
-)
-from trireme.process.waits import get_all
+from trireme.core.weights import Adapter, PublishedWeights
 
 TOLERANCE = 1e-4
 LAST = 16  # this update of a replica meets its fault point
@@ -71,23 +58,14 @@ class AdapterRoom(Room):
     lora: LoraConfig
     base: Path
 
-    def next_weights(self, tolerance: float = TOLERANCE) -> PublishedWeights:
+    def next_weights(self) -> PublishedWeights:
         version = len(self.models)
         self.models[version] = adapted(random_model(self.family, self.tied, seed=0), self.lora, seed=version)
         return self.publish(version, Adapter(base_digest(str(self.base)), self.lora.rank or 0, self.lora.alpha))
 
     def publish(self, version: int, adapter: Adapter) -> PublishedWeights:
-        entries, parts, offset = [], [], 0
-        for name, tensor in get_peft_model_state_dict(self.models[version], save_embedding_layers=False).items():
-            data = tensor.detach().contiguous().numpy().reshape(-1).view(np.uint8)
-            entries.append(TensorEntry(name, "F32", tuple(tensor.shape), 0, offset, data.nbytes, str(sums_of(data))))
-            parts.append(data)
-            offset += data.nbytes
-        identity = WeightIdentity(1, version, weights_digest(entries, adapter))
-        tokens = np.random.default_rng(0).integers(0, VOCAB, 8).astype(np.int32)
-        canary = Canary(tokens, reference_logprobs(self.models[version], tokens.tolist()), EXACT)
-        manifest = WeightsManifest(identity, tuple(entries), canary, adapter)
-        return PublishedWeights(manifest, (ray.put(np.concatenate(parts)),))
+        tensors = get_peft_model_state_dict(self.models[version], save_embedding_layers=False)
+        return published(tensors, self.models[version], version, adapter, length=8)
 
 
 @pytest.fixture(scope="module")
@@ -113,13 +91,8 @@ def start_room(name: str, kind: Any, directory: Path, ranks: int = 1) -> Adapter
     places = {"max_loras": 2, "max_cpu_loras": 5}
     config = make_config(directory / name, False, on_update=on_update, tensor_parallel=ranks, **places)
     options_of = LoraConfig.model_validate(lora)
-    environment = {"OMP_NUM_THREADS": "1", "TRIREME_FAULTS": f"inference.loaded@{LAST}=corrupt"}
-    options = {"num_cpus": 1, "runtime_env": {"env_vars": environment}}
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"lora": options_of})})
-    logs = directory / "logs" / name
-    group = InferenceHandle.start(config, [options], logs)
-    references, owners = group.ready_refs()
-    get_all(references, owners=owners, timeout_s=START_S, log=logs)
+    group = start_one(config, directory / "logs" / name, faults=f"inference.loaded@{LAST}=corrupt")
     router = group.router_factory(group.replica_set())()
     return AdapterRoom(family, tied, group, router, engine_pid(group), lora=options_of, base=directory / name)
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from chaos_support import wait_for
 from run_support import DEADLINE_S, RL, ROOT, TINY, Ended, Running, in_directory, wait_until_disconnected
 
 from trireme.core.errors import EXIT_INTERRUPTED
@@ -21,7 +22,7 @@ def interrupt(tmp_path: Path, point: str) -> Ended:
     environ = {"TRIREME_FAULTS": f"{point}=freeze", "TRIREME_FAULT_REACHED": str(reached)}
     running = Running.start(*in_directory(tmp_path), *TINY, environ=environ, module=RL)
     try:
-        wait_for(reached, running.process)
+        wait_for(point, reached.exists, running, DEADLINE_S)
         running.process.send_signal(signal.SIGINT)
         signalled_at = time.monotonic()
         if point.startswith("driver."):  # the signal is handled there, in Python
@@ -33,14 +34,6 @@ def interrupt(tmp_path: Path, point: str) -> Ended:
         raise
     remaining = wait_until_disconnected(running.mark, 20.0)
     return Ended(running.process.returncode, out, tmp_path / "run", remaining, running.files_left(), running.shm_left())
-
-
-def wait_for(file: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not file.exists():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, f"no {file}"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

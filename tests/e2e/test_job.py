@@ -152,13 +152,8 @@ def test_a_submitted_run_is_stopped_with_a_checkpoint_and_resumed(cluster: BareC
     run = outputs / "run"
     command = ["uv", "run", "rl", "@", "run.toml", *TINY[:-2], "--run.output-dir", str(outputs), "--run.name", "run"]
     command += ["--checkpoint.every", "0", "--resume", "auto", "--max-steps"]
-    submit = [
-        "submit",
-        "--working-dir",
-        str(project),
-        "--runtime-env-json",
-        json.dumps({"env_vars": {"PYTHONPATH": SOURCE}}),
-    ]
+    environment = json.dumps({"env_vars": {"PYTHONPATH": SOURCE}})
+    submit = ["submit", "--working-dir", str(project), "--runtime-env-json", environment]
     cluster.job(*submit, "--no-wait", "--submission-id", "first", "--", *command, "9999")
     until_rows(run, 2, cluster)
     cluster.job("stop", "first")

@@ -7,31 +7,22 @@ lost nothing, and another one closes its environments (test_resume.py).
 
 import os
 import signal
-import time
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 from chaos_support import (
-    BATCH,
     CHAOS,
-    GROUP,
     LAST_STEP,
-    STEPS,
     Cell,
     armed,
     assert_whole,
     end_of,
-    parts_of,
     reached,
     run_cell,
     started,
     successors_serve,
     wait_for,
 )
-from failing_env import EVERY
 from resume_support import DETERMINISTIC, assert_same_run, rows_of
 from run_support import DEADLINE_S, Ended, run_rl
 
@@ -39,13 +30,10 @@ from trireme.checkpoint.store import CheckpointStore
 from trireme.core.errors import EXIT_LIMIT, EXIT_OK
 from trireme.supervision.status import Status
 
-LEAK_LIMIT = 2**30
-"""Private bytes: an orchestrator has 0.3 GiB of its own, and 32 answers of 8 MiB are graded between two checkpoints."""
 
-
-def run_with(tmp_path: Path, faults: list[str], *flags: str, environ: Mapping[str, str] | None = None) -> Ended:
+def run_with(tmp_path: Path, faults: list[str], *flags: str) -> Ended:
     """A run in which each of `faults` happens, once."""
-    outcome = run_rl(tmp_path, *flags, environ={**armed(tmp_path, faults), **(environ or {})})
+    outcome = run_rl(tmp_path, *flags, environ=armed(tmp_path, faults))
     assert sorted(os.listdir(tmp_path / "once")) == sorted(faults), outcome.out
     return outcome
 
@@ -85,11 +73,7 @@ def test_replicas_outlive_what_uses_them(tmp_path: Path, cell: Cell) -> None:
     assert [part.restarts for part in status.parts if part.room == "replica_set"] == [1]
 
 
-LAST = {
-    "garbage": "make no sense",
-    "nan": "make no sense",
-    "stranger": "it was given",
-}
+LAST = {"garbage": "make no sense", "nan": "make no sense", "stranger": "it was given"}
 """What is said of a replica that answers so."""
 
 
@@ -122,65 +106,12 @@ def test_a_replica_that_answers_late_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_run_of_whose_rollouts_one_in_five_fails(tmp_path: Path) -> None:
-    environ = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
-    outcome = run_rl(tmp_path, *CHAOS, "--env.id", "failing_env:FailingSort", environ=environ)
-    assert_whole(outcome)
-    assert not (outcome.root / "incidents.jsonl").exists()
-    failed = sum(row.get("rollout_errors/ConnectionError", 0) for row in outcome.rows)
-    assert failed >= STEPS * BATCH * GROUP / EVERY, "as many as were trained on are four in five"
-
-
-@pytest.mark.long
 def test_an_environment_that_holds_the_event_loop_for_ever(tmp_path: Path) -> None:
     """The orchestrator cannot say that it lives: it is killed, with the place where it stood in its log."""
     outcome = run_with(tmp_path, ["orchestrator.rollout@40=freeze"], *CHAOS)
     assert_whole(outcome)
     assert "timeouts.heartbeat_s" in rows_of(outcome.root / "incidents.jsonl")[0]["what"]
     assert "in fault_point" in (outcome.root / "logs" / "attempt_1" / "orchestrator_0.log").read_text()
-
-
-@pytest.mark.long
-def test_an_environment_that_leaks_until_its_process_is_killed(tmp_path: Path) -> None:
-    """The kernel kills the process with the most memory. Its successor starts afresh, and the run continues."""
-    environ = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
-    flags = [*CHAOS, "--env.id", "leaky_env:LeakySort", "--cluster.max-restarts", "100"]
-    killed = 0
-    with started(tmp_path, flags, environ) as running:
-        while running.process.poll() is None:
-            time.sleep(0.5)
-            for pid in parts_of(running.mark).get("orchestrator_0", []):
-                with suppress(ProcessLookupError, psutil.NoSuchProcess):
-                    memory = psutil.Process(pid).memory_info()
-                    if memory.rss - memory.shared > LEAK_LIMIT:
-                        os.kill(pid, signal.SIGKILL)
-                        killed += 1
-        outcome = end_of(running, tmp_path)
-    assert killed
-    assert_whole(outcome)
-    assert "ran out of memory" in rows_of(outcome.root / "incidents.jsonl")[0]["what"]
-
-
-@pytest.mark.long
-def test_a_shard_that_hangs_shows_signs_of_life_and_is_found_by_the_deadline_of_its_call(tmp_path: Path) -> None:
-    limits = ["--timeouts.step-s", "45", "--orchestrator.generation-timeout-s", "15"]
-    outcome = run_with(tmp_path, ["trainer.forward_backward[1]@3=freeze"], *CHAOS, *limits)
-    assert_whole(outcome)
-    assert "waited 45 s for trainer shard" in outcome.out
-
-
-@pytest.mark.long
-def test_a_part_that_dies_again_and_again_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
-    """Without `TRIREME_FAULT_ONCE` every successor dies at the same point."""
-    outcome = run_rl(
-        tmp_path, *CHAOS, "--cluster.max-restarts", "1", environ={"TRIREME_FAULTS": "trainer.publish[1]@4=kill"}
-    )
-    assert outcome.code == EXIT_LIMIT, outcome.out
-    assert "cluster.max_restarts" in outcome.out
-    assert "resume the run with" in outcome.out
-    outcome.assert_nothing_left()
-    again = run_rl(tmp_path, *CHAOS, "--resume")
-    assert_whole(again)
 
 
 @pytest.mark.long

@@ -1,5 +1,4 @@
-"""`rl` with LoRA as a user runs it: adapters travel, the base is the KL reference, and a checkpoint goes on bit for
-bit."""
+"""`rl` with LoRA as a user runs it: vLLM and peft open what it saves."""
 
 import subprocess
 import sys
@@ -8,59 +7,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from resume_support import comparable, contents
-from run_support import ROOT, TINY, Ended, run_rl
+from run_support import ROOT, TINY, run_rl
 
 from trireme.core.base_digest import base_digest
 from trireme.core.errors import EXIT_OK
 
-pytestmark = pytest.mark.long  # CI trains adapters in test_recipes.py, and peft opens them in test_tinker_adapters.py
 BASE = ROOT / "assets" / "sort-base"
-FLAGS = [
-    *TINY,
-    *("--max-steps", "4", "--checkpoint.every", "2", "--deterministic", "--orchestrator.max-steps-off-policy", "0"),
-    *("--trainer.lora.rank", "8", "--trainer.kl.coef", "0.05", "--trainer.learning-rate", "2e-3"),
-    "--verbose",
-]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return run_rl(tmp_path_factory.mktemp("r"), *FLAGS)
-
-
-def test_adapters_are_trained_and_travel(whole: Ended) -> None:
-    assert whole.code == EXIT_OK, whole.out
-    assert "LoRA of rank 8 and alpha 32 on q_proj" in whole.out, "the whole plan, which --verbose asks for"
-    base = sum(file.stat().st_size for file in BASE.glob("*.safetensors"))
-    for row in whole.rows:
-        assert row["weights/bytes"] < base / 3
-        assert row["weights/canary_max_diff"] < 1e-4
-        assert row["optim/kl_sample_train_v2"] < 1e-4
-        assert row["optim/grad_norm"] > 0
-    assert len({row["weights/digest"] for row in whole.rows}) == 4
-
-
-def test_the_policy_starts_at_the_reference_and_leaves_it(whole: Ended) -> None:
-    divergences = [row["kl_policy_base"] for row in whole.rows]
-    assert abs(divergences[0]) < 1e-5
-    assert max(map(abs, divergences[1:])) > 1e-4
-
-
-def test_a_checkpoint_goes_on_bit_for_bit(whole: Ended, tmp_path: Path) -> None:
-    again = run_rl(tmp_path, *FLAGS, "--resume.dir", str(whole.root), "--resume.step", "2")
-    assert again.code == EXIT_OK, again.out
-    assert comparable(again.rows) == comparable(whole.rows)
-    ends = [contents(root / "checkpoints" / "step_000004") for root in (whole.root, again.root)]
-    assert ends[0] == ends[1]
-
-
-def test_a_checkpoint_holds_adapters_that_vllm_and_peft_open(whole: Ended) -> None:
+@pytest.mark.long  # CI trains adapters in test_recipes.py, and peft opens them in test_tinker_adapters.py
+def test_a_checkpoint_holds_adapters_that_vllm_and_peft_open(tmp_path: Path) -> None:
     """vLLM's own loader, which `vllm serve --lora-modules` uses too, reads the directory."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    adapter, prompt = whole.root / "checkpoints" / "step_000004" / "inference", [3, 5, 2, 7, 1]
+    outcome = run_rl(tmp_path, *TINY, "--trainer.lora.rank", "8", "--trainer.learning-rate", "2e-3")
+    assert outcome.code == EXIT_OK, outcome.out
+    adapter, prompt = outcome.root / "checkpoints" / "step_000003" / "inference", [3, 5, 2, 7, 1]
     code = f"""
 import os
 os.environ |= {{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}

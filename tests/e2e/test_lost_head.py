@@ -1,29 +1,17 @@
 """The head is lost with the driver and Ray's services, and the run directory with it: the same command on another node
-continues the run from a store of objects."""
+continues the run from a store of objects. (That a run continued so is the same bit for bit: test_sft.py.)"""
 
-import functools
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import pytest
-from chaos_support import PROBLEMS_A_BATCH, started
+from chaos_support import PROBLEMS_A_BATCH
 from namespaces import Fabric, NamespaceNode, address, fabric, not_possible
-from nodes_support import (
-    DEADLINE_S,
-    NodesRun,
-    assert_steps_once,
-    lose,
-    running,
-    start_store,
-    store_environ,
-)
+from nodes_support import NodesRun, assert_steps_once, lose, running, start_store, store_environ
 from resume_support import rows_of
-
-from trireme.core.errors import EXIT_OK
 
 # reason: a node is a set of namespaces, which need root and iproute2
 without = pytest.mark.skipif(bool(not_possible()), reason=not_possible())
@@ -32,36 +20,11 @@ pytestmark = [pytest.mark.long, without]
 STEPS, KILLED_AT, EVERY, BATCH, BOUND = 40, 15, 5, 8, 1
 NODES, STORE = 3, 3
 """The nodes of the cluster are the first ones, the machine with the store is the one after them."""
-SEEDS = (1, 2, 3)
-LAST, TENTH = 10, 0.1
 Rows = list[dict[str, Any]]
 COUNTED = [
     *("--max-steps", str(STEPS), "--checkpoint.every", str(EVERY), "--resume", "auto"),
     *("--orchestrator.batch-size", str(BATCH), "--checkpoint.keep-last", "2"),
 ]
-
-
-def final(rows: Rows) -> float:
-    return mean(row["reward/total"] for row in rows[-LAST:])
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], list[Rows]]:
-    """Returns the rows of three runs with other seeds, on this machine without nodes; they start at the first call."""
-
-    @functools.cache
-    def runs() -> list[Rows]:
-        return [alone(tmp_path_factory.mktemp("undisturbed"), seed) for seed in SEEDS]
-
-    return runs
-
-
-def alone(place: Path, seed: int) -> Rows:
-    with started(place, [*COUNTED, "--seed", str(seed)], {}) as running:
-        code = running.process.wait(DEADLINE_S)
-        running.files_left()
-    assert code == EXIT_OK, (place / "out.txt").read_text()
-    return rows_of(place / "run" / "metrics.jsonl")
 
 
 def start_again(net: Fabric, nodes: Sequence[NamespaceNode]) -> Fabric:
@@ -73,7 +36,7 @@ def start_again(net: Fabric, nodes: Sequence[NamespaceNode]) -> Fabric:
     return again
 
 
-def test_the_same_command_elsewhere_continues_the_run(undisturbed: Callable[[], list[Rows]], tmp_path: Path) -> None:
+def test_the_same_command_elsewhere_continues_the_run(tmp_path: Path) -> None:
     with ExitStack() as ending:
         net = ending.enter_context(fabric(NODES + 1, [tmp_path], environ=store_environ(address(STORE))))
         store = start_store(net.nodes.pop(), tmp_path)
@@ -92,7 +55,6 @@ def test_the_same_command_elsewhere_continues_the_run(undisturbed: Callable[[], 
         with running(again, tmp_path, *COUNTED, store=store) as second:
             second.end()
         assert_continued(second, before)
-        assert_learned_as(undisturbed(), second.rows())
 
 
 def assert_continued(run: NodesRun, before: Rows) -> None:
@@ -106,14 +68,3 @@ def assert_continued(run: NodesRun, before: Rows) -> None:
     assert_steps_once(rows, STEPS, BOUND)
     problems = [group["problem"] for row in rows_of(run.root / "trained.jsonl") for group in row["groups"]]
     assert sorted(problems) == sorted(f"0.{n // PROBLEMS_A_BATCH}.{n % PROBLEMS_A_BATCH}" for n in range(STEPS * BATCH))
-
-
-def assert_learned_as(undisturbed: Sequence[Rows], rows: Rows) -> None:
-    """The last rewards are no further from those of undisturbed runs than those are from each other, or a tenth of what
-    these have learned: three runs say little of how far apart runs are."""
-    ends = [final(run_rows) for run_rows in undisturbed]
-    learned = mean(ends) - mean(mean(row["reward/total"] for row in run_rows[:5]) for run_rows in undisturbed)
-    assert learned > 0.2, ends
-    margin = max(max(ends) - min(ends), TENTH * learned)
-    print(f"rewards of the last {LAST} steps: {ends} undisturbed, {final(rows):.3f} over another head")
-    assert min(ends) - margin <= final(rows) <= max(ends) + margin

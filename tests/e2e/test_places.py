@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import ray
 from cluster_support import DECLARED_GPUS as GPUS
+from config_support import small
 
 from inference import handle as group_module
 from inference.handle import InferenceHandle
@@ -43,14 +44,7 @@ def test_a_replica_that_leaves_gives_its_place_back(monkeypatch: pytest.MonkeyPa
         return ray.remote(Idle).options(**options).remote()
 
     monkeypatch.setattr(group_module, "_create", create)
-    config = Config.model_validate(
-        {
-            "model": {"name": "m"},
-            "env": {"id": "sort"},
-            "orchestrator": {"batch_size": 4},
-            "inference": {"sampling": {"max_tokens": 4}, "replicas": 2},
-        }
-    )
+    config = small(inference={"replicas": 2})
     with ExitStack() as ending:
         _, options = reserve([RESOURCES] * 2, DEADLINE_S, lambda *_: None, ending)
         group = InferenceHandle.start(config, options, None)

@@ -11,15 +11,15 @@ from run_support import Ended, assert_bound_and_conservation, run_rl
 from trireme.core.errors import EXIT_OK
 
 
-def assert_learned(outcome: Ended) -> list[float]:
-    """Checks a whole quickstart; returns the reward of each step."""
+def assert_learned(outcome: Ended, steps: int = 150) -> list[float]:
+    """Checks a whole quickstart of this many steps; returns the reward of each."""
     assert outcome.code == EXIT_OK, outcome.out
+    assert [row["step"] for row in outcome.rows] == list(range(steps))
     rewards = [row["reward/total"] for row in outcome.rows]
-    assert len(rewards) == 150
     assert mean(rewards[-10:]) - mean(rewards[:5]) >= 0.25
     assert_bound_and_conservation(outcome, bound=1)
     problems = [group["problem"] for row in rows_of(outcome.root / "trained.jsonl") for group in row["groups"]]
-    assert sorted(problems) == sorted(f"0.{n // 16}.{n % 16}" for n in range(150 * 16))
+    assert sorted(problems) == sorted(f"0.{n // 16}.{n % 16}" for n in range(steps * 16))
     outcome.assert_nothing_left()
     return rewards
 

@@ -3,9 +3,7 @@ from its own tokens, or its later requests get 410 and the reason; none begins a
 
 import os
 import signal
-import socket
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from chaos_support import end_of, parts_of, started, wait_for
+from cluster_support import free_port, listens
 from resume_support import rows_of
 
 from trireme.core.errors import EXIT_INTERRUPTED
@@ -83,12 +82,6 @@ class Agent:
         raise AssertionError(failure)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def admin_key(root: Path) -> str:
     lines = [line.split() for line in (root / KEYS).read_text().splitlines()]
     return next(line[1] for line in lines if line[:1] == ["admin"])
@@ -103,21 +96,13 @@ def attempt(root: Path) -> int:
     return max((row["attempt"] for row in rows_of(root / "metrics.jsonl")), default=0)
 
 
-def listens(port: int) -> Callable[[], bool]:
-    def does() -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", port)) == 0
-
-    return does
-
-
 @pytest.mark.long
 def test_a_session_continues_or_is_closed_whoever_is_lost(tmp_path: Path) -> None:
     port, root = free_port(), tmp_path / "run"
     survived: dict[str, tuple[int, int]] = {}
     with started(tmp_path, [*FLAGS, "--service.port", str(port)], PATH) as running, ThreadPoolExecutor(BUSY) as threads:
         wait_for("a checkpoint", lambda: saved(root) > 0, running, DEADLINE_S)
-        wait_for("the service", listens(port), running, DEADLINE_S)
+        wait_for("the service", lambda: listens(port), running, DEADLINE_S)
         for victim, part in VICTIMS.items():
             agents = [Agent(f"http://127.0.0.1:{port}", admin_key(root)) for _ in range(IDLE + BUSY)]
             idle, busy = agents[:IDLE], agents[IDLE:]

@@ -129,17 +129,8 @@ def test_a_run_in_object_storage_goes_on_after_its_machine_is_lost(
     with double() as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
-        local = [
-            "@",
-            str(config),
-            "--run.output-dir",
-            server.url,
-            "--run.local-dir",
-            str(tmp_path),
-            "--run.name",
-            "run",
-        ]
-        command = [*local, "--resume", "auto"]
+        command = ["@", str(config), "--resume", "auto", "--run.name", "run"]
+        command += ["--run.output-dir", server.url, "--run.local-dir", str(tmp_path)]
         # The second checkpoint does not come to an end, so neither does training, and the first one has its time.
         faults = {"TRIREME_FAULTS": "commit.manifest@2=freeze", "TRIREME_FAULT_REACHED": str(tmp_path / "reached")}
         with (tmp_path / "out").open("w") as out:

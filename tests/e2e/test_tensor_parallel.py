@@ -11,12 +11,11 @@ from typing import Any
 
 import psutil
 import pytest
-from inference_support import START_S, Room, engine_pid, make_config, prompt_of, random_model, request
+from inference_support import START_S, Room, engine_pid, make_config, prompt_of, random_model, request, start_one
 from replica_support import joined, losses, next_loss, router_of
 from run_support import shm_left_since
 
-from inference.handle import InferenceHandle
-from trireme.process.waits import get, get_all
+from trireme.process.waits import get
 
 TOLERANCE = 1e-4
 GONE_S = 30.0
@@ -30,19 +29,11 @@ def replica(family: str, directory: Path) -> Iterator[Room]:
     random_model(family, False, seed=0).save_pretrained(directory / "model")
     config = make_config(directory / "model", False, tensor_parallel=RANKS)
     config = config.model_copy(update={"timeouts": config.timeouts.model_copy(update={"step_s": START_S})})
-    options = {"num_cpus": RANKS, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
-    group = InferenceHandle.start(config, [options], directory / "logs")
-    references, owners = group.ready_refs()
-    get_all(references, owners=owners, timeout_s=START_S, log=directory / "logs")
+    group = start_one(config, directory / "logs", RANKS)
     try:
         assert not {name for name in set(os.listdir("/dev/shm")) - shared_memory if name.startswith("psm_")}
-        yield Room(
-            family,
-            False,
-            group,
-            router_of({}, patience_s=config.patience_s, update_s=config.timeouts.update_s),
-            engine_pid(group),
-        )
+        router = router_of({}, patience_s=config.patience_s, update_s=config.timeouts.update_s)
+        yield Room(family, False, group, router, engine_pid(group))
     finally:
         group.stop()
     assert shm_left_since(shared_memory) == set()

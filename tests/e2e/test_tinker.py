@@ -1,7 +1,5 @@
 """The command `trireme serve` with the real client, on a real trainer and a real replica."""
 
-import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,11 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
-from run_support import Running, key_in, wait_until_disconnected
+from served_tinker import Server, logprobs_of
 from tinker import types
 from transformers import AutoTokenizer
-
-from trireme.core.errors import EXIT_INTERRUPTED
 
 MODEL = "./assets/sort-base"
 LIMIT_S = 120.0
@@ -21,34 +17,15 @@ ADAM = types.AdamParams(learning_rate=2e-4, beta2=0.99)
 
 
 @pytest.fixture(scope="module")
-def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """The address of the server and a client's key."""
-    place = ("--run.output-dir", str(tmp_path_factory.mktemp("served")))
-    flags = ("serve", "@", "examples/sort.toml", "--service.port", "0", "--trainer.shards", "1", *place)
-    running = Running.start(*flags, module="trireme.cli.trireme")
-    text = ""
-    for line in running.lines():
-        text += line
-        if "TINKER_BASE_URL" in line:
-            break
-    url, key = re.search(r"TINKER_BASE_URL=(http\S+)", text), key_in(text)
-    assert url, text
-    assert key, text
-    yield url[1], key
-    running.process.send_signal(signal.SIGINT)
-    rest = "".join(running.lines())
-    assert running.process.wait(60) == EXIT_INTERRUPTED, rest
-    assert wait_until_disconnected(running.mark, 20.0) == []
-    assert running.files_left() == set()
-    assert running.shm_left() == set()
-
-
-@pytest.fixture(scope="module")
-def client(command: tuple[str, str]) -> Iterator[tinker.ServiceClient]:
-    url, key = command
-    with pytest.MonkeyPatch.context() as environ, tinker.ServiceClient(base_url=url, api_key=key) as client:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tinker.ServiceClient]:
+    server = Server(tmp_path_factory.mktemp("served"))
+    with (
+        pytest.MonkeyPatch.context() as environ,
+        tinker.ServiceClient(base_url=server.url, api_key=server.key) as client,
+    ):
         environ.setenv("TINKER_TELEMETRY", "0")
         yield client
+    assert server.stop() == set()
 
 
 def datum_of(prompt: list[int], sequence: Any, advantage: float) -> types.Datum:
@@ -58,10 +35,6 @@ def datum_of(prompt: list[int], sequence: Any, advantage: float) -> types.Datum:
     inputs: Any = {name: types.TensorData(data=values, dtype="float32") for name, values in columns.items()}
     inputs["target_tokens"] = types.TensorData(data=tokens[1:], dtype="int64")
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
-
-
-def logprobs_of(output: Any) -> np.ndarray:
-    return np.concatenate([output_of_datum["logprobs"].data for output_of_datum in output.loss_fn_outputs])
 
 
 def test_a_client_trains_samples_saves_and_resumes(client: Any, tmp_path: Path) -> None:
@@ -120,26 +93,3 @@ def test_a_client_trains_samples_saves_and_resumes(client: Any, tmp_path: Path) 
     np.testing.assert_allclose(then.result(LIMIT_S)[-length:], answers[0].logprobs, atol=1e-4)
     np.testing.assert_allclose(start.result(LIMIT_S)[-length:], answers[0].logprobs, atol=1e-4)
     np.testing.assert_allclose(now.result(LIMIT_S)[1:], expected[1][1][: sequence.length - 1], atol=1e-4)
-
-
-def test_a_client_learns(client: Any) -> None:
-    """Ten updates towards one answer, with the loss of supervised training and with one of the client's own."""
-    model = client.create_lora_training_client(base_model=MODEL, rank=8).result(LIMIT_S)
-    tokens = model.get_tokenizer().encode("Sort: 213\n321")
-    target: Any = {"target_tokens": types.TensorData(data=tokens[1:], dtype="int64")}
-    data = [types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=target)] * 4
-
-    def custom_loss(data: Any, logprobs: Any) -> Any:
-        return -sum(values.sum() for values in logprobs), {}
-
-    losses = []
-    for step in range(10):
-        passed = (
-            model.forward_backward_custom(data, custom_loss)
-            if step % 2
-            else model.forward_backward(data, "cross_entropy")
-        )
-        updated = model.optim_step(types.AdamParams(learning_rate=1e-3))
-        losses.append(passed.result(LIMIT_S).metrics["loss:sum"])
-        assert updated.result(LIMIT_S).metrics["grad_norm"] > 0
-    assert losses[-1] < losses[0] / 2, losses

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 import tinker
-from served_tinker import Server
+from served_tinker import Server, logprobs_of
 from tinker import types
 
 MODEL = "./assets/sort-base"
@@ -36,15 +36,17 @@ def client_of(server: Server) -> Any:
     return tinker.ServiceClient(base_url=server.url, api_key=server.key)
 
 
-def data_of(model: Any, text: str) -> list[Any]:
-    tokens = model.get_tokenizer().encode(text)
+def datum_of(tokens: list[int]) -> Any:
     target: Any = {"target_tokens": types.TensorData(data=tokens[1:], dtype="int64")}
-    return [types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=target)] * 4
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=target)
 
 
-def logprobs_of(model: Any, data: list[Any]) -> np.ndarray:
-    output = model.forward(data, "cross_entropy").result(LIMIT_S)
-    return np.concatenate([output_of_datum["logprobs"].data for output_of_datum in output.loss_fn_outputs])
+def data_of(model: Any, text: str) -> list[Any]:
+    return [datum_of(model.get_tokenizer().encode(text))] * 4
+
+
+def said_of(model: Any, data: list[Any]) -> np.ndarray:
+    return logprobs_of(model.forward(data, "cross_entropy").result(LIMIT_S))
 
 
 def begun(server: Server, number: int) -> Any:
@@ -60,7 +62,7 @@ def trained(model: Any, number: int) -> np.ndarray:
         passed, updated = model.forward_backward(data, "cross_entropy"), model.optim_step(STEP)
         passed.result(LIMIT_S)
         updated.result(LIMIT_S)
-    return logprobs_of(model, data)
+    return said_of(model, data)
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +77,8 @@ def sampled_alike(model: Any, text: str, sampler: Any = None) -> Any:
     prompt = model.get_tokenizer().encode(text.partition("\n")[0] + "\n")
     params = types.SamplingParams(max_tokens=8, seed=1)
     (answer,) = sampler.sample(types.ModelInput.from_ints(prompt), 1, params).result(LIMIT_S).sequences
-    tokens = [*prompt, *answer.tokens]
-    target: Any = {"target_tokens": types.TensorData(data=tokens[1:], dtype="int64")}
-    datum = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=target)
-    np.testing.assert_allclose(logprobs_of(model, [datum])[-len(answer.tokens) :], answer.logprobs, atol=1e-4)
+    datum = datum_of([*prompt, *answer.tokens])
+    np.testing.assert_allclose(said_of(model, [datum])[-len(answer.tokens) :], answer.logprobs, atol=1e-4)
     return sampler
 
 
@@ -101,7 +101,7 @@ def test_what_is_downloaded_opens_with_peft_and_is_the_model(server: Server, tmp
     assert opened.peft_config["default"].r == 4
     np.testing.assert_allclose(np.tile(logprobs.numpy(), 4), expected, atol=1e-5)
     again = client.create_training_client_from_state(path).result(LIMIT_S)
-    np.testing.assert_allclose(logprobs_of(again, data_of(again, TEXTS[0])), expected, atol=1e-5)
+    np.testing.assert_allclose(said_of(again, data_of(again, TEXTS[0])), expected, atol=1e-5)
 
 
 @pytest.mark.long
@@ -116,7 +116,7 @@ def test_a_shard_is_killed_and_the_client_sees_a_delay(server: Server, alone: li
             server.kill("ray::ShardActor")
     for future in promised:
         future.result(LIMIT_S)
-    np.testing.assert_allclose(logprobs_of(model, data), alone[0], atol=1e-5)
+    np.testing.assert_allclose(said_of(model, data), alone[0], atol=1e-5)
     assert any(line.startswith("!") for line in server.lines), "the loss is told"
     sampled_alike(model, TEXTS[0])
 
@@ -134,9 +134,9 @@ def test_the_server_is_killed_and_started_again(server: Server, alone: list[np.n
     server.start()
     for future in promised:
         future.result(LIMIT_S)
-    np.testing.assert_allclose(logprobs_of(model, data), alone[0], atol=1e-5)
+    np.testing.assert_allclose(said_of(model, data), alone[0], atol=1e-5)
     resumed = client_of(server).create_training_client_from_state_with_optimizer(path).result(LIMIT_S)
     for _ in range(UPDATES - 1):
         resumed.forward_backward(data, "cross_entropy").result(LIMIT_S)
         resumed.optim_step(STEP).result(LIMIT_S)
-    np.testing.assert_allclose(logprobs_of(resumed, data), alone[0], atol=1e-5)
+    np.testing.assert_allclose(said_of(resumed, data), alone[0], atol=1e-5)

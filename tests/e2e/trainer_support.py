@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import torch
+from model_support import SMALL
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -18,7 +19,7 @@ from transformers import (
 from trireme.config import Config
 from trireme.core.types import Datum, ModelInput, TokenBatch
 
-VOCAB = 50
+VOCAB = SMALL["vocab_size"]
 CLASSES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -29,22 +30,9 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 def make_model(directory, family, tied, layers=2, **other_sizes):
     """Saves a random model with a tokenizer of single characters, fp32; returns the directory as a string."""
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": tied,
-        "initializer_range": 0.2,
-        "eos_token_id": 1,
-        "bos_token_id": None,
-        "pad_token_id": 0,
-        **other_sizes,
-    }
+    sizes = {**SMALL, "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"max_position_embeddings": 128, "tie_word_embeddings": tied, "initializer_range": 0.2}
+    sizes |= {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0, **other_sizes}
     torch.manual_seed(1)
     config_class, model_class = CLASSES[family]
     if family == "qwen3_moe":

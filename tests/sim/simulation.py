@@ -41,6 +41,8 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 import virtual_time
+from config_support import small
+from orchestrator_fakes import begin_version, published
 from replica_support import next_loss, router_of
 
 from inference.handover import NOTHING, Progress
@@ -63,7 +65,7 @@ from trireme.core.types import (
     VersionSpan,
     WeightIdentity,
 )
-from trireme.core.weights import EXACT, Canary, Drift, PublishedWeights, UpdateReport, WeightsManifest
+from trireme.core.weights import Drift, PublishedWeights, UpdateReport
 
 LONGEST = 50
 ROUNDING = 1e-6
@@ -140,32 +142,29 @@ class Scenario:
         return 1.0 if self.max_concurrent == "auto" else NO_DEADLINE_S
 
     def config(self) -> Config:
-        return Config.model_validate(
-            {
-                "max_steps": self.steps,
-                "model": {"name": "none"},
-                "trainer": {"num_substeps": self.substeps, "num_minibatches": self.minibatches},
-                "orchestrator": {
-                    "batch_size": self.batch_size,
-                    "group_size": self.group_size,
-                    "max_steps_off_policy": self.max_steps_off_policy,
-                    "stale_policy": self.policy,
-                    "generation_timeout_s": NO_DEADLINE_S,
-                    "retries": 0,
-                    "remove_constant_reward_groups": bool(self.constant),
-                    "max_failure_rate": 1.0,
-                    "max_concurrent": self.max_concurrent,
-                },
-                "env": {"id": "simulation:Problems", "name": "sim"},
-                "eval": dict(self.evaluation),
-                "inference": {
-                    "replicas": self.replicas,
-                    "max_num_seqs": self.slots,
-                    "answer_s": NO_DEADLINE_S,
-                    "sampling": {"max_tokens": LONGEST * self.median},
-                },
-                "timeouts": {"batch_s": self.load_tick_s * 10_000, "update_s": self.update_deadline_s},
-            }
+        return small(
+            max_steps=self.steps,
+            trainer={"num_substeps": self.substeps, "num_minibatches": self.minibatches},
+            orchestrator={
+                "batch_size": self.batch_size,
+                "group_size": self.group_size,
+                "max_steps_off_policy": self.max_steps_off_policy,
+                "stale_policy": self.policy,
+                "generation_timeout_s": NO_DEADLINE_S,
+                "retries": 0,
+                "remove_constant_reward_groups": bool(self.constant),
+                "max_failure_rate": 1.0,
+                "max_concurrent": self.max_concurrent,
+            },
+            env={"id": "simulation:Problems", "name": "sim"},
+            eval=dict(self.evaluation),
+            inference={
+                "replicas": self.replicas,
+                "max_num_seqs": self.slots,
+                "answer_s": NO_DEADLINE_S,
+                "sampling": {"max_tokens": LONGEST * self.median},
+            },
+            timeouts={"batch_s": self.load_tick_s * 10_000, "update_s": self.update_deadline_s},
         )
 
 
@@ -504,12 +503,6 @@ def tokens_of(spans: Sequence[VersionSpan]) -> npt.NDArray[np.int32]:
 # ---- trainer
 
 
-def published(version: int, attempt: int) -> PublishedWeights:
-    identity = WeightIdentity(attempt, version, f"d{version}")
-    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
-    return PublishedWeights(WeightsManifest(identity, (), canary), ())
-
-
 @dataclass
 class SimTrainer:
     sessions: list[tuple[Session, list[SimReplica]]] = field(default_factory=list)
@@ -719,11 +712,6 @@ def is_awaited(version: int, scenario: Scenario) -> bool:
     """As `trireme.train.phases.Alternation._is_awaited`."""
     every = scenario.evaluation.get("every", 0)
     return version == scenario.steps or (every > 0 and version % every == 0)
-
-
-async def begin_version(pipeline: Pipeline, weights: PublishedWeights) -> None:
-    await pipeline.end_version()
-    await pipeline.begin_version(weights.identity.version, pipeline.sampler.source.update(weights))
 
 
 async def train(pipeline: Pipeline, outcome: Outcome, checkpoints: list[Checkpoint]) -> None:

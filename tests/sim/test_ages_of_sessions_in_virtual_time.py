@@ -10,47 +10,37 @@ import numpy as np
 import virtual_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_rollback_of_sessions_in_virtual_time import TOKENIZER, service_of, turn
+from test_rollback_of_sessions_in_virtual_time import TOKENIZER, Replica, service_of, turn
 
 from service.requests import RequestRefused
-from trireme.core.sampler import OnProgress, ReplicaStats
+from trireme.core.sampler import OnProgress
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 
 TURNS = 30
 
 
-class TrainedReplica:
+class TrainedReplica(Replica):
     """Samples a token at a time, each by the weights of its moment; keeps the versions of each answer."""
 
     def __init__(self, answer_s: float) -> None:
-        self.version, self.answer_s = 0, answer_s
+        super().__init__()
+        self.answer_s = answer_s
         self.record: list[list[int]] = []
 
-    def _weights(self, version: int) -> WeightIdentity:
-        return WeightIdentity(1, version, f"d{version}")
-
-    async def stats(self) -> dict[int, ReplicaStats]:
-        return {0: ReplicaStats(0, 0, 0.0, 0, 8, weights=self._weights(self.version))}
-
     async def sample(self, request: SampleRequest, on_progress: OnProgress | None = None) -> SampledSequence:
-        tokens = [*TOKENIZER.encode("yes and no"), TOKENIZER.eos_token_id]
-        versions = []
-        for _ in tokens:
+        tokens = np.asarray([*TOKENIZER.encode("yes and no"), TOKENIZER.eos_token_id], np.int32)
+        spans = []
+        for place in range(len(tokens)):
             await asyncio.sleep(self.answer_s / len(tokens))
-            versions.append(self.version)
-        self.record.append(versions)
-        changes = [i for i in range(len(tokens)) if i == 0 or versions[i] != versions[i - 1]]
-        spans = [
-            VersionSpan(self._weights(versions[start]), start, end)
-            for start, end in zip(changes, [*changes[1:], len(tokens)], strict=True)
-        ]
-        logprobs = np.zeros(len(tokens), np.float32)
-        return SampledSequence(np.asarray(tokens, np.int32), logprobs, "stop", tuple(spans))
+            spans.append(VersionSpan(self.weights, place, place + 1))
+        self.record.append([span.identity.version for span in spans])
+        return SampledSequence(tokens, np.zeros(len(tokens), np.float32), "stop", tuple(spans))
 
     async def train(self, step_s: float) -> None:
         while True:
             await asyncio.sleep(step_s)
-            self.version += 1
+            version = self.weights.version + 1
+            self.weights = WeightIdentity(1, version, f"a{version}")
 
 
 @settings(deadline=None, max_examples=60)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import virtual_time
+from config_support import small
 from renderer_support import QWEN3, bpe
 from service_support import KEYS, MAX_LEN
 
@@ -16,7 +17,6 @@ from service.actor import ServiceActor
 from service.answering import TurnAnswering
 from service.places import Places
 from service.requests import RequestRefused, ServedModels, TurnRequest
-from trireme.config import Config
 from trireme.core.sampler import OnProgress, ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.renderers import make_renderer
@@ -61,13 +61,10 @@ async def run_of(replica: Replica, tell: Callable[[int, int], Any]) -> None:
 
 
 def service_of(replica: Any, directory: Path, starts: Any = (), bound: int = 100) -> ServiceActor:
-    config = Config.model_validate(
-        {
-            "model": {"name": "m", "max_seq_len": MAX_LEN},
-            "orchestrator": {"batch_size": 2, "group_size": 2, "max_steps_off_policy": bound},
-            "env": {"id": "sort"},
-            "inference": {"sampling": {"max_tokens": 300}},
-        }
+    config = small(
+        model={"max_seq_len": MAX_LEN},
+        orchestrator={"batch_size": 2, "group_size": 2, "max_steps_off_policy": bound},
+        inference={"sampling": {"max_tokens": 300}},
     )
     models = ServedModels(("policy",), MAX_LEN, len(TOKENIZER))
     actor: Any = ServiceActor(config, lambda: replica, models, [], True, directory, None, starts)  # type: ignore[arg-type, return-value]
@@ -103,6 +100,7 @@ SOON, LATER, LATE = LOST_AT_S + REBUILD_S + 5.0, LOST_AT_S + REBUILD_S + 2.5 * S
 """In version 10, 12 and 36 of the second attempt."""
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("next_s", [SOON, LATER, LATE])
 @pytest.mark.parametrize(
     ("opens_s", "first_s", "closed"),
@@ -117,20 +115,15 @@ SOON, LATER, LATE = LOST_AT_S + REBUILD_S + 5.0, LOST_AT_S + REBUILD_S + 2.5 * S
         (LOST_AT_S + REBUILD_S + 1.0, LOST_AT_S + REBUILD_S + 2.0, False),
     ],
 )
-def test_a_session_is_closed_by_its_weights_whenever_its_next_turn_comes(
+async def test_a_session_is_closed_by_its_weights_whenever_its_next_turn_comes(
     tmp_path: Path, opens_s: float, first_s: float | None, closed: bool, next_s: float
 ) -> None:
-    async def scenario() -> str:
-        replica = Replica()
-        service = service_of(replica, tmp_path)
-        running = asyncio.create_task(run_of(replica, service.attempt_begins))
-        try:
-            return await one_agent(service, opens_s, [at for at in (first_s, next_s) if at is not None])
-        finally:
-            running.cancel()
-            await service._gateway.close("the run has ended")
-
-    refusal = virtual_time.run(scenario())
+    replica = Replica()
+    service = service_of(replica, tmp_path)
+    running = asyncio.create_task(run_of(replica, service.attempt_begins))
+    refusal = await one_agent(service, opens_s, [at for at in (first_s, next_s) if at is not None])
+    running.cancel()
+    await service._gateway.close("the run has ended")
     assert bool(refusal) == closed
     if closed:
         assert refusal.startswith("410 session_closed")

@@ -1,27 +1,23 @@
 """The tutorial's code is code: what docs/rewards.md and docs/environments.md show, and their examples, run."""
 
-import ast
 import asyncio
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import arithmetic
-import numpy as np
 import pytest
-from orchestrator_fakes import FakeSampler, Run, small_config, trajectory_to_data, whole_run
+from chat_support import Policy, rollout
+from orchestrator_fakes import trajectory_to_data
 from renderer_support import characters
 
 from orchestrator.env import MOVED, EnvContext, RLDataset, Trajectory, load_dataset
-from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
+from orchestrator.rollout import RolloutLimits
 from orchestrator.tools import ToolError
-from trireme.config.load import load
-from trireme.config.schema import EnvConfig, SamplingConfig
+from trireme.config.schema import EnvConfig
 from trireme.core.errors import BadInput
-from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = "".join((ROOT / "docs" / page).read_text() for page in ("rewards.md", "environments.md"))
@@ -46,38 +42,17 @@ def dataset(env_id: str, split: Any = "train", **args: Any) -> RLDataset:
     return load_dataset(EnvConfig(id=env_id, args=args), EnvContext(characters(), 0, 2, split))
 
 
-class Says(FakeSampler):
-    """Answers with these texts, one after the other, each ended."""
-
-    def __init__(self, *texts: str) -> None:
-        super().__init__()
-        self.version, self.texts = 0, list(texts)
-
-    async def sample(self, request: SampleRequest) -> SampledSequence:
-        self.requests.append(request)
-        tokens = [*characters().encode(self.texts.pop(0)), characters().eos_token_id]
-        spans = (VersionSpan(WeightIdentity(0, self.version, f"d{self.version}"), 0, len(tokens)),)
-        return SampledSequence(np.asarray(tokens, np.int32), np.full(len(tokens), -1.0, np.float32), "stop", spans)
-
-
 def play(problem: Any, texts: Sequence[str]) -> tuple[Trajectory, list[str]]:
     """One episode in which the policy says these texts; and its prompts."""
+    policy = Policy([[*characters().encode(text), characters().eos_token_id] for text in texts])
 
     async def episode() -> tuple[Trajectory, list[str]]:
-        env, sampler = await problem.make_env(0), Says(*texts)
-        key = RolloutKey("tutorial", "0.0.0", 0, 0, "0")
-        trajectory = await run_rollout(env, sampler.sample, key, LIMITS, SamplingConfig(max_tokens=1000), 0)
+        env = await problem.make_env(0)
+        trajectory = await rollout(env, policy, LIMITS)
         await env.close()
-        return trajectory, [characters().decode(request.prompt) for request in sampler.requests]
+        return trajectory, [characters().decode(request.prompt) for request in policy.requests]
 
     return asyncio.run(episode())
-
-
-def test_all_that_looks_like_python_is() -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 4
-    for block in blocks:
-        ast.parse(block)
 
 
 @pytest.mark.parametrize(("answer", "reward", "exact"), [("abc", 1.0, 1.0), ("abcd", 2 / 3, 0.0), ("", 0.0, 0.0)])
@@ -110,33 +85,10 @@ def test_a_chat_that_ends_badly(texts: list[str]) -> None:
     assert len(trajectory.transitions) == len(texts)
 
 
-@pytest.mark.parametrize("env_id", ["letters:Letters", "higher_lower:HigherLower"])
-def test_each_trains_in_the_pipeline(env_id: str) -> None:
-    run = Run(small_config(max_steps=2, batch_size=3), dataset(env_id), LIMITS, Talks())
-    asyncio.run(whole_run(run))
-    assert [row["ledger/trained"] for row in run.rows] == [3, 6]
-
-
-class Talks(Says):
-    async def sample(self, request: SampleRequest) -> SampledSequence:
-        self.texts.append(" 7")
-        return await super().sample(request)
-
-
 @pytest.mark.parametrize(("program", "reward"), [(" print(sum(range(101)))", 1.0), (" print(1)", 0.0), (" 1 /", 0.0)])
 def test_a_program_that_a_model_writes_is_run(program: str, reward: float) -> None:
     trajectory, _ = play(dataset("run_code:Programs").get_batch(0)[0], [program])
     assert trajectory.reward == reward
-
-
-def test_the_command_is_a_valid_one() -> None:
-    (command,) = [line for line in DOCUMENT.splitlines() if "--env.id letters" in line]
-    flags = shlex.split(command.removeprefix("uv run rl "))
-    env = load([str(ROOT / flag) if flag.endswith(".toml") else flag for flag in flags], {}).config.env[0]
-    assert (env.id, env.args, env.label) == ("letters:Letters", {"longest": 5}, "letters")
-
-
-# ---- examples/envs
 
 
 def example(env_id: str, texts: Sequence[str], **args: Any) -> tuple[Trajectory, list[str]]:

@@ -52,9 +52,6 @@ def test_made_rows_have_the_columns_of_the_data(name: str) -> None:
     assert [set(row) for row in rows(name)] == [COLUMNS[name]] * 20
 
 
-# ---- rewards
-
-
 @pytest.mark.parametrize(
     ("completion", "finished", "reward"),
     [
@@ -110,10 +107,6 @@ def test_candidates_have_rows_for_each_of_their_environments(tmp_path: Path, mon
         assert {largest.correct(f"It is {problem['answer']}.", problem["answer"]) for problem in problems} == {1.0}
 
 
-def test_gsm8k_scores_its_own_answers() -> None:
-    assert {gsm8k.correct(row["answer"], row["answer"], True) for row in rows("gsm8k")} == {1.0}
-
-
 @pytest.mark.parametrize(
     ("completion", "finished", "reward"),
     [
@@ -132,8 +125,11 @@ def test_math(completion: str, finished: bool, reward: float) -> None:
     assert hendrycks_math.correct(completion, r"Half of 1 is $\boxed{\frac{1}{2}}$.", finished) == reward
 
 
-def test_math_scores_its_own_solutions() -> None:
-    assert {hendrycks_math.correct(row["solution"], row["solution"], True) for row in rows("math")} == {1.0}
+@pytest.mark.parametrize(
+    ("name", "correct", "column"), [("gsm8k", gsm8k.correct, "answer"), ("math", hendrycks_math.correct, "solution")]
+)
+def test_the_answers_of_the_data_are_right(name: str, correct: Any, column: str) -> None:
+    assert {correct(row[column], row[column], True) for row in rows(name)} == {1.0}
 
 
 @pytest.mark.parametrize(("text", "inside"), [(r"$\boxed 4$.", "4"), (r"\fbox{6}", "6"), (r"\boxed{a{b}} c}", "a{b}")])
@@ -175,9 +171,6 @@ def test_apps(answer: str | None, metrics: tuple[int, int, int]) -> None:
     assert tuple(step.metrics.get(name, 0) for name in names) == metrics
     if step.metrics.get("over_a_limit"):
         assert step.logs["limit"] in ("output_bytes", "wall_s", "cpu_s")
-
-
-# ---- the search agent
 
 
 @pytest.fixture
@@ -234,9 +227,6 @@ def test_a_corpus_follows_from_its_seed(tmp_path: Path) -> None:
         search_corpus.make(tmp_path / str(number), 20, seed)
         texts.append((tmp_path / str(number) / "corpus.jsonl").read_text())
     assert texts[0] == texts[1] != texts[2]
-
-
-# ---- configurations
 
 
 @pytest.mark.parametrize("recipe", ROWS)

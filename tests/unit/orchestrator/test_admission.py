@@ -228,13 +228,7 @@ def test_a_number_of_sequences_that_was_given_decides_the_limit() -> None:
 async def test_only_new_preemptions_count_and_not_again_before_what_was_too_much_has_ended() -> None:
     async with Looked() as looked:
         pressure, limits = looked.pressure, []
-        for preemptions, finished in [
-            (5, 0),
-            (6, 0),
-            (6, FIRST // 5),
-            (7, 0),
-            (0, 0),
-        ]:  # the last: it was started again
+        for preemptions, finished in [(5, 0), (6, 0), (6, FIRST // 5), (7, 0), (0, 0)]:  # last: it was started again
             for _ in range(finished):
                 looked.permit.leave_one()
             pressure.look({0: load(waiting=1, preemptions=preemptions)})

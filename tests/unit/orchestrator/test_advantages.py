@@ -9,47 +9,23 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from orchestrator_fakes import trajectory_to_data
-from whole_turns import trajectory_of
+from whole_turns import trajectory_of, turn_of
 
-from orchestrator.advantages import (
-    ScoredGroup,
-    build_minibatch,
-    compute_advantages,
-    is_constant,
-    keep_whole,
-)
+from orchestrator.advantages import ScoredGroup, build_minibatch, compute_advantages, is_constant, keep_whole
 from orchestrator.ledger import Group
-from orchestrator.trajectory import Trajectory, Transition
 from trireme.config.orchestrator import AdvantageKind, OrchestratorConfig
 from trireme.core.batch import Batch, LayOut
 from trireme.core.normalization import LossNormalization, Normalization
 from trireme.core.prefixes import Forest, Numbers
-from trireme.core.types import Minibatch, WeightIdentity
+from trireme.core.types import Minibatch
 
 VECTORS = json.loads((Path(__file__).parents[2] / "oracles" / "vectors.json").read_text())
 
 
-def transition(ob: list[int], ac: list[int], logprobs: list[float] | None = None, version: int = 0) -> Transition:
-    return Transition(
-        observation=np.asarray(ob, np.int32),
-        action=np.asarray(ac, np.int32),
-        logprobs=np.asarray(logprobs or [-0.5] * len(ac), np.float32),
-        versions=np.full(len(ac), version, np.int32),
-        mixed=np.zeros(len(ac), np.bool_),
-        identities=(WeightIdentity(0, version, "d"),),
-        stop_reason="stop",
-        reward=0.0,
-    )
-
-
-def trajectory(transitions: list[Transition], stop_reason: Any = "stop") -> Trajectory:
-    return trajectory_of(transitions, stop_reason)
-
-
 def test_trajectory_to_data_vector() -> None:
     vector = VECTORS["trajectory_to_data"]
-    turns = [transition(t["ob"], t["ac"], t["logprobs"]) for t in vector["transitions"]]
-    data_D = trajectory_to_data(trajectory(turns), vector["advantage"], temperature=0.7)
+    turns = [turn_of(t["ob"], t["ac"], logprobs=np.asarray(t["logprobs"], np.float32)) for t in vector["transitions"]]
+    data_D = trajectory_to_data(trajectory_of(turns), vector["advantage"], temperature=0.7)
     assert len(data_D) == len(vector["datums"])
     for datum, expected in zip(data_D, vector["datums"], strict=True):
         assert datum.temperature == 0.7
@@ -61,8 +37,8 @@ def test_trajectory_to_data_vector() -> None:
 
 def test_dropping_the_stop_token_breaks_extension() -> None:
     vector = VECTORS["dropping_the_sampled_stop_token_breaks_extension"]
-    turns = [transition(t["ob"], t["ac"]) for t in vector["transitions"]]
-    assert len(trajectory_to_data(trajectory(turns), 1.0, 1.0)) == vector["num_datums"]
+    turns = [turn_of(t["ob"], t["ac"]) for t in vector["transitions"]]
+    assert len(trajectory_to_data(trajectory_of(turns), 1.0, 1.0)) == vector["num_datums"]
 
 
 @pytest.mark.parametrize("vector", VECTORS["compute_advantages"])
@@ -129,7 +105,7 @@ def test_groups_of_constant_rewards_are_those_of_the_vectors(vector: dict[str, A
 
 def test_an_empty_observation_is_refused() -> None:
     with pytest.raises(ValueError, match="empty observation"):
-        trajectory_to_data(trajectory([transition([], [1, 2])]), 1.0, 1.0)
+        trajectory_to_data(trajectory_of([turn_of([], [1, 2])]), 1.0, 1.0)
 
 
 def minibatch_of(
@@ -141,7 +117,7 @@ def minibatch_of(
 
 def test_overlong_answers_have_no_mask() -> None:
     group = Group(0, "0.0.0", floor=3)
-    cut, whole = trajectory([transition([1], [2, 3])], "length"), trajectory([transition([1], [4])])
+    cut, whole = trajectory_of([turn_of([1], [2, 3])], "length"), trajectory_of([turn_of([1], [4])])
     scored = ScoredGroup(group, (cut, whole), (0.0, 1.0), ({}, {}), ("sort",), 1.0)
     columns = minibatch_of([scored]).batch.columns
     masked = minibatch_of([scored], overlong_filter=True).batch.columns
@@ -152,8 +128,8 @@ def test_overlong_answers_have_no_mask() -> None:
 
 
 def test_a_minibatch_says_where_it_comes_from() -> None:
-    two_datums = trajectory([transition([1], [2], version=3), transition([9], [8], version=4)])
-    one_datum = trajectory([transition([1], [2, 3], version=5)])
+    two_datums = trajectory_of([turn_of([1], [2], versions=3), turn_of([9], [8], versions=4)])
+    one_datum = trajectory_of([turn_of([1], [2, 3], versions=5)])
     scored_P = [
         ScoredGroup(Group(0, "a", floor=3), (two_datums, one_datum), (0.0, 1.0), ({}, {}), (), 1.0),
         ScoredGroup(Group(1, "b", floor=4), (one_datum, one_datum), (0.0, 1.0), ({}, {}), (), 1.0),
@@ -169,8 +145,8 @@ def test_a_minibatch_says_where_it_comes_from() -> None:
 def test_prefixes_are_shared_within_a_group() -> None:
     """By both answers to a prompt, and by the turn after the first; not by another group with the same prompt."""
     prompt = list(range(20))
-    turns = [transition(prompt, [30, 31]), transition([*prompt, 9], [32])]
-    answers = (trajectory(turns), trajectory(turns[:1]))
+    turns = [turn_of(prompt, [30, 31]), turn_of([*prompt, 9], [32])]
+    answers = (trajectory_of(turns), trajectory_of(turns[:1]))
     scored_P = [ScoredGroup(Group(number, "a", floor=3), answers, (0.0, 1.0), ({}, {}), (), 1.0) for number in (0, 1)]
     forests = []
 
@@ -188,8 +164,8 @@ def test_prefixes_are_shared_within_a_group() -> None:
 
 def test_a_rollout_weighs_as_one_in_however_many_datums_it_is() -> None:
     """GRPO's mean over sequences of the mean over their tokens; one that was cut by length is not among them."""
-    broken = trajectory([transition([1], [2, 3, 4]), transition([9], [8])])
-    whole, cut = trajectory([transition([1], [2, 3])]), trajectory([transition([1], [4])], "length")
+    broken = trajectory_of([turn_of([1], [2, 3, 4]), turn_of([9], [8])])
+    whole, cut = trajectory_of([turn_of([1], [2, 3])]), trajectory_of([turn_of([1], [4])], "length")
     scored = ScoredGroup(Group(0, "a", floor=3), (broken, whole, cut), (0.0, 1.0, 0.0), ({},) * 3, (), 1.0)
     minibatch = minibatch_of([scored], "sequence_mean_token_mean", overlong_filter=True)
     assert minibatch.batch.columns["mask"].tolist() == [0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 0]

@@ -5,7 +5,6 @@ import asyncio
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,19 @@ def needs(program: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(absent, reason=f"there is no {program}")  # reason: Node is no package of Python
 
 
+def dataset(env_id: str, **args: Any) -> Any:
+    context = EnvContext(bpe(QWEN3), seed=3, group_size=2)
+    return load_dataset(EnvConfig(id=env_id, args=args), context)
+
+
+def sums(*command: str) -> Any:
+    """A problem of the example whose agent is a program."""
+    return dataset("agent:command", command=list(command), problems=str(EXAMPLE / "sums.jsonl")).get_batch(0)[0]
+
+
 @needs("node")
 async def test_a_program_in_another_language_is_an_agent() -> None:
-    args = {"command": ["node", str(EXAMPLE / "sums.mjs")], "problems": str(EXAMPLE / "sums.jsonl")}
-    dataset = load_dataset(EnvConfig(id="agent:command", args=args), EnvContext(bpe(QWEN3), 0, 2, "train"))
-    group = dataset.get_batch(0)[0]
+    group = sums("node", str(EXAMPLE / "sums.mjs"))
     async with rollout("wrong", str(sum(group.problem.values()))) as session:
         trajectory = await session.play_env(await group.make_env(0))
         assert trajectory.reward == 0.5
@@ -62,9 +69,7 @@ def node_agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs("npm")
 async def test_openais_client_for_node_is_an_agent_with_a_tool(node_agent: Path) -> None:
-    args = {"command": ["node", str(node_agent)], "problems": str(EXAMPLE / "sums.jsonl")}
-    dataset = load_dataset(EnvConfig(id="agent:command", args=args), EnvContext(bpe(QWEN3), 0, 2, "train"))
-    group = dataset.get_batch(0)[0]
+    group = sums("node", str(node_agent))
     call = f'<tool_call>\n{{"name": "add", "arguments": {to_json(group.problem)}}}\n</tool_call>'
     async with rollout(call, str(sum(group.problem.values()))) as session:
         trajectory = await session.play_env(await group.make_env(0))
@@ -203,36 +208,25 @@ async def test_a_cancelled_rollout_ends_what_is_sampled_and_its_session() -> Non
         assert open_sessions() == 0
 
 
-def dataset(env_id: str, **args: Any) -> Any:
-    context = EnvContext(bpe(QWEN3), seed=3, group_size=2)
-    return load_dataset(EnvConfig(id=env_id, args=args), context)
-
-
-def test_the_example_plays_with_its_tool(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(EXAMPLE), *sys.path])
+async def test_the_example_plays_with_its_tool() -> None:
     problems = dataset("agent:calculator:play", count=20, batch_size=8)
     assert [len(problems.get_batch(index)) for index in range(len(problems))] == [8, 8, 4]
     again = dataset("agent:calculator:play", count=20)
     assert [group.problem for group in again.get_batch(0)][:8] == [group.problem for group in problems.get_batch(0)]
-    (a, b), env = problems.get_batch(0)[0].problem, asyncio.run(problems.get_batch(0)[0].make_env(0))
+    problem = problems.get_batch(0)[0]
+    a, b = problem.problem
     call = f'<tool_call>\n{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
-
-    async def check() -> None:
-        async with rollout(call, str(a * b)) as run:
-            trajectory = await run.play_env(env)
-            assert (trajectory.reward, trajectory.turns[-1].metrics["session/turns"]) == (1.0, 2)
-            assert trajectory.num_segments == 1
-            assert trained(trajectory) == run.sampled
-            prompt = run.sampler.tokenizer.decode(run.sampler.requests[1].prompt)
-            assert str(a * b) in prompt
-
-    asyncio.run(check())
+    async with rollout(call, str(a * b)) as run:
+        trajectory = await run.play_env(await problem.make_env(0))
+        assert (trajectory.reward, trajectory.turns[-1].metrics["session/turns"]) == (1.0, 2)
+        assert trajectory.num_segments == 1
+        assert trained(trajectory) == run.sampled
+        assert str(a * b) in run.sampler.tokenizer.decode(run.sampler.requests[1].prompt)
 
 
-def test_the_example_asks_helpers_and_shortens_its_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(EXAMPLE), *sys.path])
+async def test_the_example_asks_helpers_and_shortens_its_history() -> None:
     problem = dataset("agent:delegating:play", count=20).get_batch(0)[0]
-    sides, env = problem.problem, asyncio.run(problem.make_env(0))
+    sides = problem.problem
     area = sides[0] * sides[1] + sides[2] * sides[3] + sides[4] * sides[5]
 
     def calls(*questions: str) -> str:
@@ -240,21 +234,17 @@ def test_the_example_asks_helpers_and_shortens_its_history(monkeypatch: pytest.M
         return "\n".join(call.format(question) for question in questions)
 
     texts = [calls("q1", "q2"), "h1", "h2", calls("q3"), "h3", calls(""), "h4", "my notes", f" {area}"]
-
-    async def check() -> None:
-        async with rollout(*texts) as run:
-            trajectory = await run.play_env(env)
-            metrics = trajectory.turns[-1].metrics
-            assert (trajectory.reward, metrics["helpers"], metrics["compactions"]) == (1.0, 4, 1)
-            assert (metrics["session/roots"], metrics["session/retokenised"]) == (6, 0)
-            assert trajectory.num_segments == 6, "four helpers, and the history before and after it was shortened"
-            assert sorted(trained(trajectory)) == sorted(run.sampled)
-            assert len(run.record) == len(texts)
-            prompt = run.sampler.tokenizer.decode(run.sampler.requests[-1].prompt)
-            assert "Your notes: my notes" in prompt
-            assert "h1" not in prompt
-
-    asyncio.run(check())
+    async with rollout(*texts) as run:
+        trajectory = await run.play_env(await problem.make_env(0))
+        metrics = trajectory.turns[-1].metrics
+        assert (trajectory.reward, metrics["helpers"], metrics["compactions"]) == (1.0, 4, 1)
+        assert (metrics["session/roots"], metrics["session/retokenised"]) == (6, 0)
+        assert trajectory.num_segments == 6, "four helpers, and the history before and after it was shortened"
+        assert sorted(trained(trajectory)) == sorted(run.sampled)
+        assert len(run.record) == len(texts)
+        prompt = run.sampler.tokenizer.decode(run.sampler.requests[-1].prompt)
+        assert "Your notes: my notes" in prompt
+        assert "h1" not in prompt
 
 
 @pytest.mark.parametrize(
@@ -267,8 +257,7 @@ def test_the_example_asks_helpers_and_shortens_its_history(monkeypatch: pytest.M
         ("agent:", "whose function  cannot be loaded from : ValueError: Empty module name"),
     ],
 )
-def test_agents_that_are_refused(env_id: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(EXAMPLE), *sys.path])
+def test_agents_that_are_refused(env_id: str, reason: str) -> None:
     with pytest.raises(BadInput, match=reason):
         dataset(env_id)
 

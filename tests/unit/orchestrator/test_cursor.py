@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from orchestrator_fakes import FakeSampler, Problem, Problems, begin_version, published
+from orchestrator_fakes import Problem, Problems, Reward, Run, whole_run
 from orchestrator_fakes import small_config as one_env
 
 from orchestrator.cursor import Mix
-from orchestrator.pipeline import Pipeline
-from orchestrator.rollout import RolloutLimits
+from orchestrator.env import RLDataset
 from trireme.config import Config
 from trireme.core.errors import BadInput, LimitReached
 
@@ -65,12 +64,6 @@ def test_each_environment_keeps_its_own_order_and_epochs() -> None:
     assert {problem.split("/")[1].split(".")[0] for problem in problems if problem[0] == "b"} > {"0", "1"}
 
 
-def test_one_environment_alone_has_the_ids_of_its_cursor() -> None:
-    of = mix([2])
-    assert drawn(of, 4) == ["0.0.0", "0.0.1", "0.0.2", "0.1.0"]
-    assert of.env_of("0.0.1") == "a"
-
-
 @settings(deadline=None, max_examples=50)
 @given(before=st.integers(0, 100), weights=st.lists(st.floats(0.1, 10), min_size=1, max_size=3))
 def test_a_mix_goes_on_where_another_stood(before: int, weights: list[float]) -> None:
@@ -89,47 +82,13 @@ def test_other_environments_are_refused() -> None:
         mix([1, 1]).builder("c/0.0.0")
 
 
-# ---- a run
+class MixedRun(Run):
+    def __init__(self, config: Config, reward: Reward) -> None:
+        self.reward = reward
+        super().__init__(config)
 
-
-class MixedRun:
-    """A pipeline on two environments, and what its driver does with it."""
-
-    def __init__(self, config: Config, datasets: Sequence[Problems], start: int = 0) -> None:
-        self.config, self.datasets, self.start, self.sampler = config, datasets, start, FakeSampler()
-        self.pipeline = Pipeline(config, datasets, self.sampler.connect, RolloutLimits(1000, 100))
-        self.rows: list[dict[str, float]] = []
-        self.trained: list[list[str]] = []
-        self.sizes: Counter[str] = Counter()
-
-    async def step(self, step: int) -> None:
-        last = False
-        while not last:
-            minibatch = await self.pipeline.next_minibatch(step, 0)
-            self.sizes.update(minibatch.problems_D)
-            last = minibatch.last
-        await begin_version(self.pipeline, published(step + 1))
-        released = self.pipeline.release(step)
-        self.rows.append(released.metrics)
-        self.trained.append([group["problem"] for group in released.trained])
-
-    async def __aenter__(self) -> MixedRun:
-        await begin_version(self.pipeline, published(self.start))
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.pipeline.stop()
-
-    async def whole(self) -> MixedRun:
-        async with self:
-            for step in range(self.start, self.config.max_steps):
-                await self.step(step)
-        return self
-
-
-def datasets(config: Config, reward: Any = None) -> list[Problems]:
-    options = {} if reward is None else {"reward": reward}
-    return [Problems(group_size=config.group_size(env), **options) for env in config.env]
+    def datasets(self) -> list[RLDataset]:
+        return [Problems(self.reward, self.config.group_size(env)) for env in self.config.env]
 
 
 def test_each_environment_has_its_group_size_and_its_metrics() -> None:
@@ -137,11 +96,11 @@ def test_each_environment_has_its_group_size_and_its_metrics() -> None:
         return float(sample) / problem.dataset.group_size
 
     config = small_config(batch_size=8, max_steps=3)
-    run = asyncio.run(MixedRun(config, datasets(config, reward)).whole())
-    assert {size for problem, size in run.sizes.items() if problem.startswith("a/")} == {2}
-    assert {size for problem, size in run.sizes.items() if problem.startswith("b/")} == {4}
+    run = asyncio.run(whole_run(MixedRun(config, reward)))
+    sizes = Counter(problem for (minibatch,) in run.batches for problem in minibatch.problems_D)
+    assert {(problem[0], size) for problem, size in sizes.items()} == {("a", 2), ("b", 4)}
     row = run.rows[-1]
-    groups = {name: sum(problem[0] == name for problem in run.trained[-1]) for name in "ab"}
+    groups = Counter(group["problem"][0] for group in run.released[-1].trained)
     assert groups["a"] + groups["b"] == 8
     assert groups["a"] in (1, 2, 3)
     assert row["env/a/reward/total"] == pytest.approx(10 + 0.25)
@@ -162,8 +121,8 @@ def test_groups_of_different_sizes_share_the_room(limit: int) -> None:
         return float(sample)
 
     config = small_config(batch_size=6, max_steps=3, max_concurrent=limit)
-    run = MixedRun(config, datasets(config, reward))
-    asyncio.run(run.whole())
+    run = MixedRun(config, reward)
+    asyncio.run(whole_run(run))
     assert 2 < peak[0] <= limit
 
 
@@ -175,4 +134,4 @@ def test_the_first_failure_is_shown_with_its_environment() -> None:
 
     config = small_config(batch_size=2, retries=0, max_filtered_batches=1000)
     with pytest.raises(LimitReached, match=r"(?s)environment a\+b failed.*in environment b\nTraceback.*KeyError"):
-        asyncio.run(MixedRun(config, datasets(config, reward)).whole())
+        asyncio.run(whole_run(MixedRun(config, reward)))

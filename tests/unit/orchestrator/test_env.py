@@ -1,7 +1,6 @@
 """Finding datasets, walking through their problems, opening a model's tokenizer; and that none of it needs torch."""
 
 import asyncio
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 
 import pytest
 from config_support import small
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from orchestrator.cursor import ProblemCursor
 from orchestrator.env import Env, EnvContext, EnvGroupBuilder, RLDataset, load_dataset
@@ -17,10 +15,9 @@ from orchestrator.requests import Requests
 from orchestrator.rollout import RolloutLimits
 from trireme.config.schema import EnvConfig
 from trireme.core.errors import BadInput
-from trireme.core.tokenizer import load_tokenizer
 
 CONTEXT = EnvContext(tokenizer=None, seed=0, group_size=2)
-MODULE = "test_orchestrator_env"
+MODEL = str(Path(__file__).parents[3] / "assets" / "sort-base")
 
 
 class Named(EnvGroupBuilder):
@@ -52,27 +49,16 @@ class Ragged(RLDataset):
 NOT_A_DATASET = Named
 
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, MODULE, sys.modules[__name__])
-
-
-def test_a_dataset_is_found_and_given_its_arguments() -> None:
-    dataset = load_dataset(EnvConfig(id=f"{MODULE}:Ragged", args={"batches": 3}), CONTEXT)
-    assert isinstance(dataset, Ragged)
-    assert len(dataset) == 3
-
-
 @pytest.mark.parametrize(
     ("env_id", "args", "message"),
     [
         ("srot", {}, r"'srot' names no environment; expected a built-in name \(.*sort.*\).* or `package.module:Class`"),
         ("no.such.module:X", {}, r"cannot be imported: ModuleNotFoundError: No module named 'no'; .*--env.path"),
-        (f"{MODULE}:Missing", {}, "has no Missing; .*Its datasets: Ragged"),
-        (f"{MODULE}:NOT_A_DATASET", {}, "expected a subclass of orchestrator.env.RLDataset"),
-        (f"{MODULE}:Ragged", {"bathces": 1}, "'bathces'.*Its arguments: batches: int = 2, loud: bool = False"),
-        (f"{MODULE}:Ragged", {"batches": -1}, "must not be negative"),
-        (f"{MODULE}:Ragged", {"batches": 0}, "at least one batch"),
+        (f"{__name__}:Missing", {}, "has no Missing; .*Its datasets: Ragged"),
+        (f"{__name__}:NOT_A_DATASET", {}, "expected a subclass of orchestrator.env.RLDataset"),
+        (f"{__name__}:Ragged", {"bathces": 1}, "'bathces'.*Its arguments: batches: int = 2, loud: bool = False"),
+        (f"{__name__}:Ragged", {"batches": -1}, "must not be negative"),
+        (f"{__name__}:Ragged", {"batches": 0}, "at least one batch"),
     ],
 )
 def test_bad_environments_are_refused(env_id: str, args: dict[str, int], message: str) -> None:
@@ -106,7 +92,7 @@ def test_errors_of_a_module_have_a_place(
 def test_a_variable_that_is_named_and_not_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_API_KEY", raising=False)
     with pytest.raises(BadInput, match=r"env\.variables names JUDGE_API_KEY"):
-        load_dataset(EnvConfig(id=f"{MODULE}:Ragged", variables=["JUDGE_API_KEY"]), CONTEXT)
+        load_dataset(EnvConfig(id=f"{__name__}:Ragged", variables=["JUDGE_API_KEY"]), CONTEXT)
 
 
 def test_the_cursor_goes_round_and_finds_problems_again() -> None:
@@ -177,40 +163,23 @@ async def test_idle_time_is_what_no_request_covers() -> None:
     await longer
 
 
-@pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<eos>": 2}, unk_token="<eos>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 4, "max_position_embeddings": 64}))
-    return tmp_path
-
-
-def test_the_tokenizer_opens_from_its_directory(model_dir: Path) -> None:
-    tokenizer = load_tokenizer(str(model_dir))
-    assert tokenizer.encode("abba") == [0, 1, 1, 0]
-    assert tokenizer.eos_token_id == 2
-
-
-@pytest.mark.parametrize(("model", "longest"), [({}, 64), ({"max_seq_len": 32}, 32)])
-def test_limits_come_from_both(model_dir: Path, model: dict[str, int], longest: int) -> None:
+@pytest.mark.parametrize(("model", "longest"), [({}, 256), ({"max_seq_len": 32}, 32)])
+def test_limits_come_from_the_model_and_the_configuration(model: dict[str, int], longest: int) -> None:
     config = small(
-        model={"name": str(model_dir), **model},
+        model={"name": MODEL, **model},
         orchestrator={"batch_size": 1, "max_prompt_len": 5},
         inference={"sampling": {"max_tokens": 4, "stop": ["b"]}},
     )
-    expected = RolloutLimits(vocab_size=4, max_seq_len=longest, max_prompt_len=5, stop=("b",), decode=str)
+    expected = RolloutLimits(vocab_size=99, max_seq_len=longest, max_prompt_len=5, stop=("b",), decode=str)
     assert RolloutLimits.of(config, str) == expected
 
 
-def test_the_room_starts_without_torch(model_dir: Path) -> None:
+def test_the_room_starts_without_torch() -> None:
     """Importing torch would cost every start some seconds."""
     code = (
         "import sys, orchestrator.actor, orchestrator.envs.sort\n"
         "from trireme.core.tokenizer import load_tokenizer\n"
-        f"load_tokenizer({str(model_dir)!r})\n"
+        f"load_tokenizer({MODEL!r})\n"
         "print(sorted({'torch', 'ray', 'vllm'} & set(sys.modules)))"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

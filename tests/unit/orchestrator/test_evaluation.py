@@ -82,20 +82,6 @@ class EvalRun(Run):
         return again
 
 
-class Witness(FakeSampler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_request: dict[str, int] = {}
-
-    async def sample(self, request: SampleRequest) -> SampledSequence:
-        sampled = await super().sample(request)
-        self.by_request[request.request_id] = self.version
-        return sampled
-
-
-# ---- when
-
-
 @pytest.mark.parametrize(
     ("every", "last", "previous", "due"),
     [
@@ -127,12 +113,9 @@ def test_one_that_was_interrupted_is_due_at_once() -> None:
 @pytest.mark.parametrize(("max_steps_off_policy", "deterministic"), [(0, False), (1, False), (3, False), (0, True)])
 def test_each_evaluation_stands_in_the_row_of_its_version(max_steps_off_policy: int, deterministic: bool) -> None:
     config = small_config(2, 6, max_steps_off_policy=max_steps_off_policy, deterministic=deterministic)
-    run = EvalRun(with_evaluation(config), sampler=Witness())
+    run = EvalRun(with_evaluation(config))
     asyncio.run(whole_run(run))
     assert run.evaluated == {0: 0, 2: 2, 4: 4, 5: 6}
-    assert isinstance(run.sampler, Witness)
-    for request in run.requests():
-        assert int(request.request_id.split("/")[2]) == run.sampler.by_request[request.request_id]
     assert len(run.requests()) == 4 * 6
 
 
@@ -145,9 +128,6 @@ def test_only_so_many_problems_are_taken_and_always_the_same() -> None:
         sorted(r.prompt.tolist() for r in run.requests() if r.request_id.startswith(f"eval/fake/{v}/")) for v in (0, 4)
     ]
     assert by_version[0] == by_version[1] == [[FIRST + p, s] for p in range(4) for s in range(2)]
-
-
-# ---- beside training
 
 
 async def test_training_goes_on_but_the_next_version_waits() -> None:
@@ -226,9 +206,6 @@ def test_the_environment_is_the_runs_own_or_another(held_out_env: dict[str, Any]
     assert {name: getattr(held_out, name) for name in expected} == expected
 
 
-# ---- what it says
-
-
 @pytest.mark.parametrize(("n", "passed", "k"), [(1, 0, 1), (1, 1, 1), (4, 1, 2), (5, 2, 3), (6, 5, 2), (6, 0, 6)])
 def test_pass_at_k_is_the_share_of_draws_with_a_success(n: int, passed: int, k: int) -> None:
     draws = list(itertools.combinations([True] * passed + [False] * (n - passed), k))
@@ -272,9 +249,6 @@ def test_failed_rollouts_are_tried_again_counted_apart_and_are_no_zeros() -> Non
     assert not [name for name in row if name.startswith("rollout_errors/")]
 
 
-# ---- what goes wrong
-
-
 def test_a_token_of_another_version_is_an_error() -> None:
     class Impatient(FakeSampler):
         async def sample(self, request: SampleRequest) -> SampledSequence:
@@ -296,9 +270,6 @@ async def test_one_that_does_not_end_is_named() -> None:
             RoomFailed, match=r"evaluation of version 0; not finished: 2 of 6 problems of environment fake"
         ):
             await begin_version(run.pipeline, published(1))
-
-
-# ---- state
 
 
 async def test_a_killed_one_is_done_again_and_a_finished_one_is_not(tmp_path: Path) -> None:
@@ -335,9 +306,6 @@ async def test_one_given_up_lets_the_update_go_and_is_due_after_the_resume(tmp_p
         assert cleaned.cleaned[FIRST + 3] == 1
         again = run.resumed(tmp_path / "o", start=1)
     assert (await whole_run(again)).evaluated == {1: 1, 4: 4, 5: 6}
-
-
-# ---- deterministic mode
 
 
 class HeldOutGames(Games):
@@ -380,15 +348,6 @@ async def test_a_resume_repeats_what_was_under_way(turns: int, tmp_path: Path) -
     assert outcome(interrupted) + outcome(resumed) == outcome(await whole_run(EvalGames(3)))
 
 
-async def test_weights_that_are_there_can_be_evaluated_without_training() -> None:
-    run = EvalRun(with_evaluation(small_config(2, 6)))
-    run.sampler.version = 40
-    row = await run.pipeline.evaluate(40, [])
-    assert row["eval/fake/version"] == 40
-    assert row["eval/fake/failed"] == 0, {k: v for k, v in row.items() if "errors" in k}
-    assert run.requests() == run.sampler.requests, "no problem of training was sampled"
-
-
 @pytest.mark.parametrize("ended", range(7))
 async def test_an_interrupted_evaluation_continues_problem_by_problem(ended: int) -> None:
     """The problems that `take_lines` returned, with failed rollouts and a failed problem among them, are not sampled
@@ -424,6 +383,7 @@ async def test_an_interrupted_evaluation_continues_problem_by_problem(ended: int
     assert {**row, "perf/evaluation_s": 0} == {**whole, "perf/evaluation_s": 0}
     assert len({request.request_id.rsplit("/", 3)[0] for request in resumed.requests()}) == 6 - ended
     assert not resumed.pipeline.evaluator.take_lines(), "all is in the row"
+    assert resumed.requests() == resumed.sampler.requests, "no problem of training was sampled"
 
 
 async def test_a_long_evaluation_says_how_far_it_is() -> None:

@@ -15,7 +15,6 @@ from watched_envs import Act, Watched, WatchedProblem, WatchedProblems, WatchedT
 
 from orchestrator.env import Env, EnvGroup
 from orchestrator.lifetimes import contained, end_deadline_s
-from orchestrator.message_env import MessageEnv, RenderedEnv
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import EnvExited, RolloutLimits
 from trireme.config import Config
@@ -107,7 +106,8 @@ def test_a_close_that_fails_is_counted_and_named_and_the_rollout_counts(
     dataset.assert_each_closed_once()
 
 
-def test_a_close_that_does_not_let_itself_be_cancelled_holds_nothing_up() -> None:
+@pytest.mark.virtual_time
+async def test_a_close_that_does_not_let_itself_be_cancelled_holds_nothing_up() -> None:
     async def stays() -> None:
         for _ in range(5):
             try:
@@ -115,13 +115,9 @@ def test_a_close_that_does_not_let_itself_be_cancelled_holds_nothing_up() -> Non
             except asyncio.CancelledError:
                 continue
 
-    async def scenario() -> float:
-        run = Run(config_of(), WatchedProblems(at("close", stays, problem=0, sample=1)))
-        async with run:
-            await run.step(0)
-            return asyncio.get_running_loop().time()
-
-    assert virtual_time.run(scenario()) < 10
+    async with Run(config_of(), WatchedProblems(at("close", stays, problem=0, sample=1))) as run:
+        await run.step(0)
+        assert asyncio.get_running_loop().time() < 10
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
@@ -200,22 +196,6 @@ def test_a_close_that_is_no_coroutine_is_called_too() -> None:
     assert not [name for name in run.rows[0] if name.startswith("rollout_errors/")]
 
 
-def test_a_chat_is_closed_with_its_environment() -> None:
-    closed = []
-
-    class Chat(MessageEnv):
-        async def initial_messages(self) -> Any: ...
-        async def step(self, message: Any) -> Any: ...
-        async def close(self) -> None:
-            closed.append(True)
-
-    asyncio.run(RenderedEnv(Chat(), None).close())  # type: ignore[arg-type]
-    assert closed == [True]
-
-
-# ---- which of the two ways
-
-
 class Overrides(EnvGroup):
     """Made before there was `make_env`: what it overrides holds."""
 
@@ -231,17 +211,14 @@ def test_the_way_that_a_class_defines_itself_holds_not_one_that_it_inherits() ->
     dataset.assert_each_closed_once()
 
 
-@pytest.mark.parametrize(
-    ("env", "message"), [(None, "gave None; expected an Env"), (7, "gave 7; expected an Env")], ids=["none", "a number"]
-)
-def test_what_is_no_environment_is_refused_by_name(env: Any, message: str) -> None:
+def test_what_is_no_environment_is_refused_by_name() -> None:
     class Odd(WatchedProblem):
         async def make_env(self, sample: int) -> Env:
-            return env if self.number == 0 else await super().make_env(sample)  # type: ignore[no-any-return]
+            return await super().make_env(sample) if self.number else None  # type: ignore[return-value]
 
     run, dataset = played(builder=Odd)
     assert run.rows[0]["rollout_errors/RolloutError"] == 2 * 3
-    assert message in run.pipeline._run_limits.first_failure
+    assert "gave None; expected an Env" in run.pipeline._run_limits.first_failure
     dataset.assert_each_closed_once()
 
 
@@ -290,9 +267,6 @@ def test_a_wrong_number_of_environments_is_refused_and_they_are_closed() -> None
     run, dataset = played(builder=TooMany)
     assert run.rows[0]["rollout_errors/RolloutError"] == 2 * 3
     dataset.assert_each_closed_once()
-
-
-# ---- what would end the event loop
 
 
 def interrupt() -> Any:

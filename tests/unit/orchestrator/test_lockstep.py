@@ -9,7 +9,7 @@ import virtual_time
 from games_support import Game, GameRun, Jitter, game_config, outcome, waves
 from orchestrator_fakes import Problem, Problems, Run, small_config, whole_run
 
-from orchestrator.env import Env, EnvGroupBuilder, StepResult
+from orchestrator.env import Env, StepResult
 from orchestrator.lockstep import Lockstep
 from orchestrator.state import OrchestratorState
 from trireme.core.errors import LimitReached
@@ -121,27 +121,19 @@ async def test_a_resume_repeats_the_step_that_was_under_way(boundary: int, turns
 
 
 def test_waiting_for_others_does_not_count_as_time_of_a_rollout() -> None:
-    async def hangs(problem: Problem, sample: int) -> float:
-        if (problem.number, sample) == (0, 0):
-            await asyncio.Event().wait()
-        return float(sample)
-
-    class TwoTurns(Problems):
-        def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-            return [Hanging(self, 3 * index + i) for i in range(3)]
+    class HangingGame(Game):
+        async def step(self, action: Sequence[int]) -> StepResult:
+            if (self.problem.number, self.sample) == (0, 0):
+                await asyncio.Event().wait()
+            return await super().step(action)
 
     class Hanging(Problem):
         async def make_env(self, sample: int) -> Env:
             return HangingGame(self, sample, Jitter(0))
 
-    class HangingGame(Game):
-        async def step(self, action: Sequence[int]) -> StepResult:
-            await hangs(self.problem, self.sample)
-            return await super().step(action)
-
     config = small_config(
         2, 1, timeout_s=1000, deterministic=True, max_steps_off_policy=0, retries=2, generation_timeout_s=100
     )
-    run = virtual_time.run(whole_run(Run(config, TwoTurns())))
+    run = virtual_time.run(whole_run(Run(config, Problems(kind=Hanging))))
     assert run.rows[0]["rollout_errors/TimeoutError"] == 1, "all tries share one limit"
     assert [group["problem"] for group in run.released[0].trained] == ["0.0.1", "0.0.2"]

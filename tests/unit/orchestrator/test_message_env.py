@@ -24,9 +24,6 @@ from trireme.renderers import Message
 KEEPING = {"strip_thinking_from_history": False}
 
 
-# ---- one episode
-
-
 def test_an_episode() -> None:
     env, chat_renderer = Questions(2), renderer(**KEEPING)
     policy = Policy(
@@ -123,14 +120,6 @@ def test_shares_of_cut_and_malformed_turns_are_metrics() -> None:
     assert (row["stop/length"], row["stop/stop"]) == (1 / 2, 1 / 2)
 
 
-def test_tools_are_in_the_prompt() -> None:
-    env, chat_renderer = Questions(1), renderer()
-    env.tools = [{"name": "look", "description": "Looks.", "parameters": {}}]
-    policy = Policy([encoded_answer("4", chat_renderer)])
-    play(env, chat_renderer, policy)
-    assert '"name": "look"' in bpe().decode(policy.requests[0].prompt)
-
-
 async def test_a_chat_says_only_what_is_new_and_keeps_its_tokens_once() -> None:
     """Prompts of long chats would be made, compared and held once for each turn."""
     env, chat_renderer = Questions(4), renderer(**KEEPING)
@@ -150,9 +139,6 @@ def test_a_group_is_as_many_chats_and_can_be_pickled() -> None:
     group = pickle.loads(pickle.dumps(MessageEnvGroup(partial(Questions, 2), renderer(), size=3)))
     envs = asyncio.run(group.make_envs())
     assert len({id(env._env) for env in envs}) == 3
-
-
-# ---- datums
 
 
 def assert_each_sampled_token_is_trained_once(trajectory: Trajectory, advantage: float = 0.25) -> int:
@@ -245,23 +231,3 @@ def test_any_chat_of_a_base_model_is_trained_on_token_for_token(answers: Any, op
         number = assert_each_sampled_token_is_trained_once(trajectory)
         if options == KEEPING and not any(suffix for _, suffix, _ in answers):
             assert number == 1
-
-
-@pytest.mark.parametrize(("strips", "number"), [(True, 3), (False, 1)])
-def test_games_without_thinking_are_one_sequence_if_the_empty_block_stays(strips: bool, number: int) -> None:
-    chat_renderer = renderer(enable_thinking=False, strip_thinking_from_history=strips)
-    trajectory = play(
-        Questions(3), chat_renderer, Policy([encoded_answer("four", chat_renderer, turn) for turn in range(3)])
-    )
-    assert assert_each_sampled_token_is_trained_once(trajectory) == number
-
-
-THINKING = "<think>\nhm\n</think>\n\nfour"
-
-
-def test_stripping_gives_a_datum_for_every_query_and_keeping_one() -> None:
-    answers = partial(encoded_answer, THINKING)
-    for options, number in (({}, 4), (KEEPING, 1)):
-        chat_renderer = renderer(**options)
-        trajectory = play(Questions(4), chat_renderer, Policy([answers(chat_renderer, turn) for turn in range(4)]))
-        assert assert_each_sampled_token_is_trained_once(trajectory) == number

@@ -25,7 +25,7 @@ from orchestrator_fakes import (
 )
 
 from orchestrator.advantages import keep_whole
-from orchestrator.env import Env, EnvGroupBuilder, StepResult
+from orchestrator.env import Env, StepResult
 from orchestrator.limits import MIN_WINDOW
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
@@ -66,19 +66,6 @@ async def test_the_loop_turns_while_a_minibatch_is_laid_out() -> None:
             await asyncio.sleep(0)
         turned.set()
         assert len((await minibatch).batch) == 4
-
-
-async def test_synchronous_run_dispatches_nothing_before_release() -> None:
-    async with Run(small_config(max_steps_off_policy=0)) as run:
-        for step in range(3):
-            await run.pipeline.next_minibatch(step, 0)
-            await begin_version(run.pipeline, published(step + 1))
-            await quiesce()
-            assert len(run.sampler.requests) == 4 * (step + 1)
-            row = run.pipeline.release(step).metrics
-            assert row["off_policy/max"] == row["off_policy/token_mean"] == 0
-            await quiesce()
-            assert len(run.sampler.requests) == 4 * (step + 2)
 
 
 @pytest.mark.parametrize(("substeps", "minibatches"), [(1, 4), (2, 1), (2, 2), (4, 1)])
@@ -141,44 +128,6 @@ async def test_a_batch_that_is_there_or_deterministic_comes_whole(substeps: int,
     assert [len(minibatches) for minibatches in run.batches] == [substeps, substeps]
 
 
-@pytest.mark.parametrize("policy", ["drop", "wait"])
-@pytest.mark.parametrize("max_steps_off_policy", [0, 1, 3])
-@pytest.mark.parametrize("max_concurrent", [4, "auto"])
-async def test_age_stays_within_the_bound_whoever_straggles(
-    policy: str, max_steps_off_policy: int, max_concurrent: int | str
-) -> None:
-    """Every third problem is held until two later steps are over, or until the run cannot go on without it."""
-    options = {
-        "stale_policy": policy,
-        "max_steps_off_policy": max_steps_off_policy,
-        "max_concurrent": max_concurrent,
-    }
-    config = small_config(3, 9, **options)
-    run = Run(config)
-    for problem in range(0, 90, 3):
-        run.sampler.hold(problem)
-    async with run:
-        for step in range(config.max_steps):
-            waiting = asyncio.create_task(run.step(step))
-            await quiesce()
-            for problem in range(0, 3 * step - 3, 3):
-                run.sampler.gates[problem].set()
-            await quiesce()
-            while not waiting.done():
-                for request in run.sampler.requests:
-                    run.sampler.hold(request.prompt[0]).set()
-                await quiesce()
-            await waiting
-    for step, (minibatch,) in enumerate(run.batches):
-        ages = step - minibatch.provenance.floors
-        assert 0 <= ages.min() <= ages.max() <= max_steps_off_policy
-        versions = minibatch.batch.columns["versions"]
-        assert (step - versions[versions >= 0]).max() <= max_steps_off_policy
-    assert sum(row["off_policy/expired_running"] for row in run.rows) == run.rows[-1]["ledger/expired_running"]
-    if max_steps_off_policy and max_concurrent == "auto":
-        assert max(row["off_policy/mean"] for row in run.rows) > 0
-
-
 async def test_no_more_rollouts_are_in_flight_than_may_be_and_each_that_ends_makes_room() -> None:
     second_may_end = asyncio.Event()
 
@@ -210,25 +159,19 @@ async def test_a_group_that_waits_for_room_gets_the_floor_of_its_start() -> None
 
 def test_waiting_for_room_does_not_count_as_time_of_a_rollout_but_all_its_turns_do() -> None:
     class TwoTurns(OneStep):
+        turns = 0
+
         async def step(self, action: Sequence[int]) -> StepResult:
+            self.turns += 1
             await asyncio.sleep(4 if self.problem.number else 6)
-            result = await super().step(action)
-            return (
-                StepResult(0.0, False, [*action, 0, 0])
-                if self.problem.dataset.tries[self.problem.number, self.sample] % 2
-                else result
-            )
+            return await super().step(action) if self.turns == 2 else StepResult(0.0, False, [*action, 0, 0])
 
     class Two(Problem):
         async def make_env(self, sample: int) -> Env:
             return TwoTurns(self, sample)
 
-    class Slow(Problems):
-        def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-            return [Two(self, 3 * index + i) for i in range(3)]
-
     config = small_config(2, 1, max_concurrent=2, generation_timeout_s=10, retries=0, timeout_s=1000)
-    run = virtual_time.run(whole_run(Run(config, Slow())))
+    run = virtual_time.run(whole_run(Run(config, Problems(kind=Two))))
     assert [group["problem"] for group in run.released[0].trained] == ["0.0.1", "0.0.2"], "8 s each, one by one"
     assert run.rows[0]["rollout_errors/TimeoutError"] == 2, "the first problem took twice 6 s"
 
@@ -266,34 +209,22 @@ def test_the_limit_follows_the_load_and_stands_in_the_row() -> None:
     assert run.rows[1]["perf/max_concurrent"] < run.rows[0]["perf/max_concurrent"]
 
 
-async def test_tokens_know_their_versions_over_an_update() -> None:
+@pytest.mark.parametrize("mixes", [False, True])
+async def test_tokens_know_their_versions_over_an_update_and_the_row_says_how_many_are_mixed(mixes: bool) -> None:
     run = Run(small_config(2, 2, stale_policy="wait"))
+    run.sampler.mixes = mixes
     straggler = run.sampler.hold(2)
     async with run:
         await run.step(0)
         straggler.set()
         await run.step(1)
     (minibatch,) = run.batches[1]
-    first = minibatch.batch.datum(0)
-    assert first.loss_fn_inputs["versions"].tolist() == [-1, 0, 1]
+    assert minibatch.batch.datum(0).loss_fn_inputs["versions"].tolist() == [-1, 0, 1]
     assert [i.version for i in minibatch.provenance.identities] == [0, 1]
     assert run.rows[1]["off_policy/versions_spanned"] == 2
-    assert run.rows[1]["off_policy/mixed_frac"] == 0.0
-
-
-async def test_the_share_of_mixed_tokens_is_in_the_row() -> None:
-    run = Run(small_config(2, 2, stale_policy="wait"))
-    run.sampler.mixes = True
-    straggler = run.sampler.hold(2)
-    async with run:
-        await run.step(0)
-        straggler.set()
-        await run.step(1)
-    (minibatch,) = run.batches[1]
-    versions = minibatch.batch.columns["versions"]
-    sampled = (versions >= 0).sum()
-    assert run.rows[0]["off_policy/mixed_frac"] == 0.0
-    assert run.rows[1]["off_policy/mixed_frac"] == (sampled - minibatch.batch.temperatures.size) / sampled > 0
+    sampled = (minibatch.batch.columns["versions"] >= 0).sum()
+    shares = [0.0, (sampled - len(minibatch.batch)) / sampled if mixes else 0.0]
+    assert [row["off_policy/mixed_frac"] for row in run.rows] == shares
 
 
 async def test_an_update_does_not_hold_up_the_driver() -> None:
@@ -307,19 +238,6 @@ async def test_an_update_does_not_hold_up_the_driver() -> None:
         update.set()
         await quiesce()
         assert (run.sampler.version, len(run.sampler.requests)) == (1, 12)
-
-
-async def test_the_next_update_waits_for_the_one_before() -> None:
-    async with Run(small_config(2, 5)) as run:
-        update = run.sampler.hold_update(1)
-        await run.step(0)
-        second = asyncio.create_task(run.step(1))
-        await quiesce()
-        assert (run.sampler.version, second.done()) == (0, False)
-        update.set()
-        await second
-        await quiesce()
-        assert run.sampler.version == 2
 
 
 async def test_an_update_that_does_not_end_names_the_replicas_that_lack_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,17 +286,14 @@ async def test_a_failed_update_is_raised_by_the_next_verb(verb: Callable[[Pipeli
 
 
 async def test_cleaning_up_is_not_interrupted_by_a_drop() -> None:
-    class Slow(Problem):
+    class FirstIsSlow(Problem):
         async def cleanup(self) -> None:
-            await cleaning_may_end.wait()
+            if self.number == 0:
+                await cleaning_may_end.wait()
             await super().cleanup()
 
-    class OneSlow(Problems):
-        def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-            return [Problem(self, 3 * index + i) if index or i else Slow(self, 0) for i in range(3)]
-
     cleaning_may_end = asyncio.Event()
-    run = Run(small_config(1, 4, stale_policy="drop"), OneSlow())
+    run = Run(small_config(1, 4, stale_policy="drop"), Problems(kind=FirstIsSlow))
     async with run:
         await run.step(0)
         await run.step(1)
@@ -390,21 +305,6 @@ async def test_cleaning_up_is_not_interrupted_by_a_drop() -> None:
         assert run.dataset.cleaned[0] == 1, "it has ended"  # type: ignore[attr-defined]
         await run.step(2)
         await run.step(3)
-
-
-def test_failed_rollouts_are_retried() -> None:
-    async def fails_once(problem: Problem, sample: int) -> float:
-        if problem.dataset.tries[problem.number, sample] == 1:
-            raise KeyError("not yet")
-        return float(sample)
-
-    for deterministic in (False, True):
-        run_config = small_config(max_steps=1, retries=1, deterministic=deterministic, max_steps_off_policy=0)
-        run = asyncio.run(whole_run(Run(run_config, Problems(fails_once))))
-        assert run.rows[0]["rollout_errors/KeyError"] == 4
-        assert run.rows[0]["ledger/failed"] == 0
-        seeds = {r.params.seed for r in run.sampler.requests}
-        assert len(seeds) == 8 if deterministic else seeds == {None}, "a retry has a seed of its own, if any has one"
 
 
 def test_a_group_goes_on_without_rollouts_it_can_spare() -> None:
@@ -438,12 +338,12 @@ def test_too_many_failures_stop_the_run_with_the_first() -> None:
 
 
 def test_a_refused_prompt_is_counted_once_and_not_held_against_the_environment() -> None:
-    class Wordy(Problems):
-        def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-            return [Problem(self, 3 * index + i, padding=9 * (i == 1)) for i in range(3)]
+    class Wordy(Problem):
+        def __init__(self, dataset: Problems, number: int) -> None:
+            super().__init__(dataset, number, padding=9 * (number % 3 == 1))
 
     config = small_config(2, 10, max_failure_rate=0.0)
-    run = asyncio.run(whole_run(Run(config, Wordy(), RolloutLimits(1000, 10))))
+    run = asyncio.run(whole_run(Run(config, Problems(kind=Wordy), RolloutLimits(1000, 10))))
     failed = run.rows[-1]["ledger/failed"]
     assert failed >= 5
     assert sum(row.get("rollout_errors/PromptTooLong", 0) for row in run.rows) == 2 * failed
@@ -481,34 +381,6 @@ async def test_a_limit_reached_while_training_waits_for_the_end_of_the_step() ->
     finished = run
     assert len(finished.rows) == 1
     assert finished.pipeline.snapshot().ledger["released"] == 1
-
-
-def test_errors_of_a_loop_surface_in_the_call_that_waits() -> None:
-    class Torn(Problems):
-        def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-            if index == 1:
-                raise OSError("the file is torn")
-            return super().get_batch(index)
-
-    run = Run(small_config(batch_size=4), Torn())
-    with pytest.raises(OSError, match="torn"):
-        asyncio.run(whole_run(run))
-
-
-async def test_a_lost_room_is_no_failed_rollout() -> None:
-    class Lost(FakeSampler):
-        async def sample(self, request: SampleRequest) -> SampledSequence:
-            raise RoomFailed("all replicas are gone")
-
-    run = Run(small_config())
-    run.sampler = Lost()
-    run.pipeline = Pipeline(run.config, [run.dataset], run.sampler.connect, RolloutLimits(1000, 100))
-    async with run:
-        for _ in range(2):
-            with pytest.raises(RoomFailed, match="all replicas"):
-                await run.pipeline.next_minibatch(0, 0)
-        with pytest.raises(RoomFailed, match="all replicas"):
-            await begin_version(run.pipeline, published(1))
 
 
 async def test_a_token_older_than_the_floor_is_an_error() -> None:

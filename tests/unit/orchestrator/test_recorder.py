@@ -6,39 +6,23 @@ from typing import Any
 import numpy as np
 import pytest
 from config_support import small
-from whole_turns import trajectory_of
+from whole_turns import trajectory_of, turn_of
 
 from orchestrator.advantages import ScoredGroup
 from orchestrator.ledger import Group
 from orchestrator.recorder import Recorder
 from orchestrator.trajectory import Transition
 from trireme.config import Config
-from trireme.core.types import WeightIdentity
 
 
 def small_config(**rollouts: Any) -> Config:
     return small(rollouts=rollouts)
 
 
-def turn(observation: list[int], action: list[int], versions: list[int] | None = None, **options: Any) -> Transition:
-    versions = versions or [3] * len(action)
-    return Transition(
-        observation=np.asarray(observation, np.int32),
-        action=np.asarray(action, np.int32),
-        logprobs=np.asarray([-0.12345678] * len(action), np.float32),
-        versions=np.asarray(versions, np.int32),
-        mixed=np.zeros(len(action), np.bool_),
-        identities=tuple(WeightIdentity(1, version, "d") for version in sorted(set(versions))),
-        stop_reason="stop",
-        reward=options.pop("reward", 0.5),
-        **options,
-    )
-
-
 def group(index: int, rewards: list[float], turns: list[Transition] | None = None) -> ScoredGroup:
     return ScoredGroup(
         group=Group(index=index, problem=f"p{index}", floor=2),
-        trajectories_G=tuple(trajectory_of(turns or [turn([1], [2])], "stop") for _ in rewards),
+        trajectories_G=tuple(trajectory_of(turns or [turn_of([1], [2])], "stop") for _ in rewards),
         rewards_G=tuple(rewards),
         metrics_G=tuple({} for _ in rewards),
         tags=("sort",),
@@ -81,9 +65,16 @@ def test_steps_between_are_not_recorded() -> None:
 
 def test_a_record_tells_each_turn_once_with_its_versions() -> None:
     turns = [
-        turn([1, 2], [3, 4], [5, 5]),
-        turn([1, 2, 3, 4, 6], [7, 8, 9], [5, 6, 6], metrics={"found": np.float32(1)}, logs={"what": object}),
-        turn([1, 9], [2], in_loss=False),
+        turn_of([1, 2], [3, 4], [5, 5]),
+        turn_of(
+            [1, 2, 3, 4, 6],
+            [7, 8, 9],
+            [5, 6, 6],
+            logprobs=np.full(3, -0.12345678, np.float32),
+            metrics={"found": np.float32(1)},
+            logs={"what": object},
+        ),
+        turn_of([1, 9], [2], versions=3, in_loss=False),
     ]
     recorder = Recorder(small_config(), lambda tokens: "".join(chr(ord("a") + token) for token in tokens))
     (record,) = records(recorder, 0, [group(0, [0.25, 0.75], turns)])

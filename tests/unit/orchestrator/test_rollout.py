@@ -106,12 +106,6 @@ def test_seeds_are_stable_and_depend_on_everything() -> None:
     assert all(0 <= seed < 2**63 for seed in variants)
 
 
-def test_an_answer_gets_the_room_its_prompt_leaves() -> None:
-    sampler = Echo()
-    play(Counting(first=[1] * 18), sampler)
-    assert sampler.requests[0].params.max_tokens == 2
-
-
 @pytest.mark.parametrize(
     ("limits", "message"),
     [(RolloutLimits(100, 2), "max_seq_len = 2"), (RolloutLimits(100, 20, max_prompt_len=1), "max_prompt_len = 1")],
@@ -155,12 +149,6 @@ def test_an_environment_has_a_last_word_when_a_limit_ends_its_episode(limits: Ro
     assert (last.reward, last.in_loss) == (-0.75, False), "added to its last turn"
     assert (last.metrics, last.logs) == ({"seen": len(last.action), "late": 1.0}, {"why": "full"})
     assert all(turn.in_loss for turn in earlier)
-
-
-def test_without_a_last_word_the_rewards_stay() -> None:
-    env = Judging(None)
-    assert play(env, limits=RolloutLimits(100, 11)).reward == 0.75
-    assert env.questions == ["max_seq_len"]
 
 
 @pytest.mark.parametrize(
@@ -223,14 +211,6 @@ def test_what_makes_no_sense_is_refused_with_its_environment(env: Env, error: ty
         play(env)
 
 
-class Continuing(Counting):
-    """Says only what is new of its next prompt."""
-
-    async def step(self, action: Sequence[int]) -> StepResult:
-        whole = await super().step(action)
-        return replace(whole, next_observation=Continuation(whole.next_observation[-1:]))
-
-
 class Forgetting(Counting):
     """Its prompts leave out the first token every third turn."""
 
@@ -238,14 +218,6 @@ class Forgetting(Counting):
         result = await super().step(action)
         self.tokens = self.tokens[self.turns % 3 == 0 :]
         return replace(result, next_observation=np.asarray(self.tokens))
-
-
-def test_an_environment_may_say_only_what_is_new() -> None:
-    whole, new = Echo(), Echo()
-    expected, continued = play(Counting(turns=4), whole), play(Continuing(turns=4), new)
-    assert continued.tokens.tolist() == expected.tokens.tolist()
-    assert continued.turns == expected.turns
-    assert [r.prompt.tolist() for r in new.requests] == [r.prompt.tolist() for r in whole.requests]
 
 
 def test_a_prompt_that_begins_otherwise_begins_a_segment() -> None:

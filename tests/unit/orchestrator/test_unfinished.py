@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
-from orchestrator_fakes import FakeSampler, Run, quiesce, small_config
+from orchestrator_fakes import FakeSampler, Problems, Run, quiesce, small_config
 
 from orchestrator.env import (
     Continuation,
@@ -90,17 +90,12 @@ class TalkProblem(EnvGroupBuilder):
         return (Talk if self.dataset.keeps else Silent)(self.dataset, self.number, sample)
 
 
-class Talks(RLDataset):
+class Talks(Problems):
     def __init__(self, keeps: bool = True, breaks: bool = False) -> None:
+        super().__init__(kind=TalkProblem)
         self.keeps, self.breaks = keeps, breaks
         self.begun: Counter[tuple[int, int]] = Counter()
         self.turns: Counter[tuple[int, int, int]] = Counter()
-
-    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        return [TalkProblem(self, 3 * index + i) for i in range(3)]
-
-    def __len__(self) -> int:
-        return 30
 
 
 class Slow(FakeSampler):
@@ -131,8 +126,6 @@ def resumed(run: Run, directory: Path, dataset: RLDataset, config: Config | None
     fresh.share = fresh.pipeline.load(OrchestratorState.read(directory))  # type: ignore[attr-defined]
     return fresh
 
-
-# ---- states as JSON
 
 NUMBERS = arrays_of.arrays(
     st.sampled_from([np.int32, np.float64, np.float32, np.uint8, np.bool_]), st.sampled_from([(), (0,), (2, 3)])
@@ -179,9 +172,6 @@ def test_what_a_checkpoint_cannot_hold_is_refused_by_its_place(state: Any, place
         plain(state, "x")
 
 
-# ---- one rollout
-
-
 KEY = RolloutKey("fake", "0.0.1", 1, 0, "r")
 LIMITS = RolloutLimits(1000, 100)
 
@@ -198,29 +188,26 @@ def columns(trajectory: Trajectory) -> Any:
 @pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.parametrize("turn", range(TURNS))
 @pytest.mark.parametrize("later", [False, True], ids=["taken at once", "taken when more has happened"])
-def test_a_rollout_continues_where_it_was(breaks: bool, turn: int, later: bool) -> None:
-    async def scenario() -> None:
-        whole, dataset = await play(Talk(Talks(breaks=breaks), 1, 1), Slow()), Talks(breaks=breaks)
-        sampler, progress = Slow(), RolloutProgress()
-        gate = sampler.gate(1, 1, turn)
-        playing = asyncio.create_task(play(Talk(dataset, 1, 1), sampler, progress))
-        await quiesce()
-        taken = progress.take()
-        if later:
-            gate.set()
-            await playing
-        playing.cancel()
-        if turn == 0:
-            assert taken is None, "there is nothing yet"
-            return
-        assert taken is not None
-        assert len(taken.trajectory.turns) == turn
-        again = Slow()
-        continued = await play(Talk(dataset, 1, 1), again, RolloutProgress(0, taken))
-        assert columns(continued) == columns(whole)
-        assert len(again.requests) == TURNS - turn, "no turn is sampled again"
-
-    asyncio.run(scenario())
+async def test_a_rollout_continues_where_it_was(breaks: bool, turn: int, later: bool) -> None:
+    whole, dataset = await play(Talk(Talks(breaks=breaks), 1, 1), Slow()), Talks(breaks=breaks)
+    sampler, progress = Slow(), RolloutProgress()
+    gate = sampler.gate(1, 1, turn)
+    playing = asyncio.create_task(play(Talk(dataset, 1, 1), sampler, progress))
+    await quiesce()
+    taken = progress.take()
+    if later:
+        gate.set()
+        await playing
+    playing.cancel()
+    if turn == 0:
+        assert taken is None, "there is nothing yet"
+        return
+    assert taken is not None
+    assert len(taken.trajectory.turns) == turn
+    again = Slow()
+    continued = await play(Talk(dataset, 1, 1), again, RolloutProgress(0, taken))
+    assert columns(continued) == columns(whole)
+    assert len(again.requests) == TURNS - turn, "no turn is sampled again"
 
 
 async def test_while_a_step_runs_its_environment_is_not_asked() -> None:
@@ -283,9 +270,6 @@ def test_a_state_of_a_class_that_takes_none_any_more_says_whose_it_is() -> None:
 
     with pytest.raises(TypeError, match="a state of Changed with heard, last; expected its class to have load_state_"):
         asyncio.run(Changed().load_state_dict({"heard": [1], "last": 1}))
-
-
-# ---- whole runs
 
 
 async def test_a_run_killed_in_the_middle_of_turns_continues_there(tmp_path: Path) -> None:

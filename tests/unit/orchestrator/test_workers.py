@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,6 @@ MODULE = "test_workers"
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(os.path.dirname(__file__))
-
-
-def in_workers(scenario: Callable[[], Awaitable[Any]], size: int = 2) -> Any:
-    async def main() -> Any:
-        async with workers.workers(size):
-            return await scenario()
-
-    return asyncio.run(main())
 
 
 def pid() -> int:
@@ -76,6 +68,8 @@ def fail(how: str) -> Any:
         return {"reward": float("inf")}
     if how == "long":
         return "x" * 2**25
+    if how == "memory":
+        return len(bytearray(64 * 2**30))
     raise KeyError(how)
 
 
@@ -122,49 +116,36 @@ def started_by_shell(code: str) -> int:
     return os.system(f"{sys.executable} -c '{code}'")
 
 
-def take_memory() -> int:
-    return len(bytearray(64 * 2**30))
-
-
 def has_ended(process: int) -> bool:
     return not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_call_runs_elsewhere_and_the_process_is_used_again() -> None:
-    async def scenario() -> list[Any]:
-        return [
-            await run_in_worker(math.gcd, 12, 18, timeout_s=60),
-            *[await run_in_worker(pid, timeout_s=60) for _ in "ab"],
-        ]
-
-    value, first, second = in_workers(scenario)
-    assert value == 6
+async def test_a_call_runs_elsewhere_and_the_process_is_used_again() -> None:
+    async with workers.workers(2):
+        assert await run_in_worker(math.gcd, 12, 18, timeout_s=60) == 6
+        first, second = [await run_in_worker(pid, timeout_s=60) for _ in range(2)]
     assert first == second != os.getpid()
     assert has_ended(first)
 
 
-def test_no_more_than_so_many_at_once_and_all_are_answered() -> None:
-    async def scenario() -> list[int]:
-        return await asyncio.gather(*(run_in_worker(pid, timeout_s=60) for _ in range(20)))
-
-    assert 1 <= len(set(in_workers(scenario, size=2))) <= 2
+async def test_no_more_than_so_many_at_once_and_all_are_answered() -> None:
+    async with workers.workers(2):
+        processes = await asyncio.gather(*(run_in_worker(pid, timeout_s=60) for _ in range(20)))
+    assert 1 <= len(set(processes)) <= 2
 
 
 @pytest.mark.parametrize("function", [hang, a_huge_power])
-def test_a_call_over_its_limit_is_killed_and_replaced(function: Callable[..., Any]) -> None:
-    async def scenario() -> tuple[int, int]:
+async def test_a_call_over_its_limit_is_killed_and_replaced(function: Callable[..., Any]) -> None:
+    async with workers.workers(1):
         before = await run_in_worker(pid, timeout_s=60)
         with pytest.raises(WorkerTimeout, match=rf"{function.__name__} in a worker process took longer than 0.2 s"):
             await run_in_worker(function, timeout_s=0.2)
         assert has_ended(before)
-        return before, await run_in_worker(pid, timeout_s=60)
-
-    before, after = in_workers(scenario, size=1)
-    assert before != after
+        assert await run_in_worker(pid, timeout_s=60) != before
 
 
-def test_a_call_that_nobody_waits_for_any_more_is_killed() -> None:
-    async def scenario() -> int:
+async def test_a_call_that_nobody_waits_for_any_more_is_killed() -> None:
+    async with workers.workers(1):
         before = await run_in_worker(pid, timeout_s=60)
         call = asyncio.ensure_future(run_in_worker(hang, timeout_s=600))
         await asyncio.sleep(0.05)
@@ -172,9 +153,7 @@ def test_a_call_that_nobody_waits_for_any_more_is_killed() -> None:
         with pytest.raises(asyncio.CancelledError):
             await call
         assert has_ended(before)
-        return await run_in_worker(pid, timeout_s=60)
-
-    assert in_workers(scenario, size=1) > 0
+        assert await run_in_worker(pid, timeout_s=60) > 0
 
 
 @pytest.mark.parametrize(
@@ -186,88 +165,67 @@ def test_a_call_that_nobody_waits_for_any_more_is_killed() -> None:
         ("endless", TypeError, "cannot be sent back"),
         ("long", ValueError, "expected at most"),
         ("exit", WorkerError, "3"),
+        ("memory", MemoryError, None),
     ],
 )
-def test_what_a_function_raises_comes_back(how: str, kind: type[Exception], message: str) -> None:
-    async def scenario() -> int:
+async def test_what_a_function_raises_comes_back(how: str, kind: type[Exception], message: str | None) -> None:
+    async with workers.workers(1):
         before = await run_in_worker(pid, timeout_s=60)
         with pytest.raises(kind, match=message) as raised:
             await run_in_worker(fail, how, timeout_s=60)
         if issubclass(kind, WorkerError):
             assert type(raised.value).__name__ == {"strange": "Strange", "exit": "SystemExit"}[how]
             assert "in fail" in str(raised.value.__notes__), "where it was raised"
-        return before == await run_in_worker(pid, timeout_s=60)
-
-    assert in_workers(scenario, size=1), "the process goes on"
+        assert await run_in_worker(pid, timeout_s=60) == before, "the process goes on"
 
 
-def test_a_process_that_dies_is_replaced() -> None:
-    async def scenario() -> int:
+async def test_a_process_that_dies_is_replaced() -> None:
+    async with workers.workers(1):
         with pytest.raises(WorkerDied, match=r"die in a worker process: the process died without an answer"):
             await run_in_worker(die, timeout_s=60)
-        return await run_in_worker(math.gcd, 4, 6, timeout_s=60)
-
-    assert in_workers(scenario, size=1) == 2
+        assert await run_in_worker(math.gcd, 4, 6, timeout_s=60) == 2
 
 
-def test_what_cannot_be_imported_there_is_an_error_of_the_call() -> None:
-    async def scenario() -> None:
-        def local() -> None: ...
+async def test_what_cannot_be_imported_there_is_an_error_of_the_call() -> None:
+    def local() -> None: ...
 
+    async with workers.workers(1):
         with pytest.raises(AttributeError, match="local"):
             await run_in_worker(local, timeout_s=60)
 
-    in_workers(scenario)
 
-
-def test_memory_has_a_limit() -> None:
-    async def scenario() -> None:
-        with pytest.raises(MemoryError):
-            await run_in_worker(take_memory, timeout_s=60)
-
-    in_workers(scenario)
-
-
-def test_it_sees_what_code_needs_and_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_sees_what_code_needs_and_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = {"LC_TIME": "C", "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1", "https_proxy": "http://proxy"}
     kept_back = ("WANDB_API_KEY", "RAY_AUTH_TOKEN", "HF_TOKEN", "OPENAI_API_KEY", "SOMETHING_ELSE")
     for name, value in {**needed, **dict.fromkeys(kept_back, "secret")}.items():
         monkeypatch.setenv(name, value)
-
-    async def scenario() -> dict[str, str]:
-        return await run_in_worker(environment, timeout_s=60)
-
-    variables = in_workers(scenario)
+    async with workers.workers(1):
+        variables = await run_in_worker(environment, timeout_s=60)
     assert variables.items() >= {**needed, "PATH": os.environ["PATH"]}.items()
     assert os.path.dirname(__file__) in variables["PYTHONPATH"].split(os.pathsep)
     assert not variables.keys() & set(kept_back)
 
 
 @pytest.mark.parametrize("how", ["pickle", "json", "later"])
-def test_what_is_written_by_other_code_is_no_answer(tmp_path: Path, how: str) -> None:
+async def test_what_is_written_by_other_code_is_no_answer(tmp_path: Path, how: str) -> None:
     stolen = tmp_path / "stolen"
 
     async def grades() -> None:
         await run_in_worker(forge, str(stolen), how, timeout_s=60)
         await run_in_worker(slow_half, timeout_s=60)
 
-    async def scenario() -> float:
+    async with workers.workers(1):
         with pytest.raises(WorkerDied, match="something else than the call wrote an answer"):
             await grades()
-        return await run_in_worker(slow_half, timeout_s=60)
-
-    assert in_workers(scenario, size=1) == 0.5
+        assert await run_in_worker(slow_half, timeout_s=60) == 0.5
     assert not stolen.exists(), "nothing of an answer is run here"
 
 
-def test_programs_that_a_function_starts_have_no_socket() -> None:
+async def test_programs_that_a_function_starts_have_no_socket() -> None:
     code = 'import os; raise SystemExit(any("socket" in os.readlink(f"/dev/fd/{n}") for n in (0, *range(3, 50)) '
     code += 'if os.path.exists(f"/dev/fd/{n}")))'
-
-    async def scenario() -> int:
-        return await run_in_worker(started_by_shell, code, timeout_s=60)
-
-    assert in_workers(scenario) == 0
+    async with workers.workers(1):
+        assert await run_in_worker(started_by_shell, code, timeout_s=60) == 0
 
 
 async def test_variables_are_given_by_name_and_a_proxy_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,6 +269,6 @@ def test_a_worker_does_not_outlive_whoever_started_it() -> None:
     wait_for(lambda: has_ended(worker), "the end of the worker")
 
 
-def test_outside_a_run_it_says_what_to_write() -> None:
+async def test_outside_a_run_it_says_what_to_write() -> None:
     with pytest.raises(RuntimeError, match=r"async with orchestrator\.workers\.workers"):
-        asyncio.run(run_in_worker(pid, timeout_s=1))
+        await run_in_worker(pid, timeout_s=1)

@@ -4,7 +4,9 @@ import asyncio
 import json
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import openai
@@ -12,23 +14,21 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 from renderer_support import CALCULATOR, CALL
-from service_support import ADMIN, CLIENT, LIMITS, MAX_LEN, VERSION, Served, served
+from service_support import ADMIN, CALLS, CLIENT, LIMITS, MAX_LEN, TOOL, VERSION, Served, served
+from session_agents import text_of
 from waiting import wait_for_tasks
 
 from service.guard import Limits
 from service.places import Places
 from service.reading import MessageReader
-from service.routes import ROUTES
 from trireme.core.errors import BadRequest, RoomFailed
 
 QUESTION: Any = [{"role": "user", "content": "What is 2 + 2?"}]
-TOOL: Any = {"type": "function", "function": dict(CALCULATOR)}
 CALLS_A_LIST: Any = {
     "role": "assistant",
     "content": None,
     "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "[1]"}}],
 }
-CALLS = 'I look.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 2"}}\n</tool_call>'
 THOUGHT = "<think>\nLet me think.\n</think>\n\nThe answer is 4."
 
 
@@ -39,10 +39,6 @@ def of(service: Served, **options: Any) -> openai.AsyncOpenAI:
 async def ask(service: Served, **body: Any) -> Any:
     agent = of(service, http_client=service.client)  # which ends with the service
     return await agent.chat.completions.create(model="policy", messages=body.pop("messages", QUESTION), **body)
-
-
-async def text_of(stream: Any) -> str:
-    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
 
 
 async def whole_choice(stream: Any) -> Any:
@@ -141,20 +137,11 @@ async def test_tool_calls_both_ways(streamed: bool) -> None:
         tool_result = {"role": "tool", "tool_call_id": call.id, "content": "4"}
         answer = await ask(service, messages=[*QUESTION, reply, tool_result], tools=[TOOL])
         assert answer.choices[0].message.content == "It is 4."
-        expected = service.renderer.generation_prompt(
-            [
-                *QUESTION,
-                {
-                    "role": "assistant",
-                    "content": "I look.",
-                    "thinking": "I thought.",
-                    "tool_calls": [{**CALL, "arguments": {"expression": "2 + 2"}}],
-                },
-                {"role": "tool", "content": "4", "name": "calculator"},
-            ],
-            [CALCULATOR],
-        )
-        assert service.sampler.requests[-1].prompt.tolist() == expected
+        calls = [{**CALL, "arguments": {"expression": "2 + 2"}}]
+        called: Any = {"role": "assistant", "content": "I look.", "thinking": "I thought.", "tool_calls": calls}
+        expected: Any = [*QUESTION, called, {"role": "tool", "content": "4", "name": "calculator"}]
+        prompt = service.renderer.generation_prompt(expected, [CALCULATOR])
+        assert service.sampler.requests[-1].prompt.tolist() == prompt
 
 
 async def test_sampled_tokens_are_not_tokenised_again() -> None:
@@ -162,10 +149,8 @@ async def test_sampled_tokens_are_not_tokenised_again() -> None:
     async with served("It is 4.") as service:
         first = await ask(service, extra_body={"return_token_ids": True})
         ids, prompt = first.choices[0].token_ids, first.prompt_token_ids
-        odd = [
-            *service.gateway.turns.tokenizer.encode("I", add_special_tokens=False),
-            *ids,
-        ]  # not how the text is encoded
+        said = service.gateway.turns.tokenizer.encode("I", add_special_tokens=False)
+        odd = [*said, *ids]  # not how the text is encoded
         reply = {"role": "assistant", "content": "?", "token_ids": odd, "prompt_token_ids": prompt}
         await ask(service, messages=[*QUESTION, reply, {"role": "user", "content": "Sure?"}])
         assert service.sampler.requests[-1].prompt.tolist()[: len(prompt) + len(odd)] == [*prompt, *odd]
@@ -204,10 +189,7 @@ async def test_completions_take_texts_and_token_ids() -> None:
 
 async def test_a_cut_answer_says_so() -> None:
     async with served("Let me think about it.") as service:
-        choice = (await ask(service, max_tokens=3)).choices[0]
-        assert choice.finish_reason == "length"
-        thinking = (await ask(service, max_tokens=3, stream=True)).response.status_code
-        assert thinking == 200
+        assert (await ask(service, max_tokens=3)).choices[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize(
@@ -291,19 +273,12 @@ async def test_tokens_that_the_tokenizer_has_and_the_model_has_not_are_refused()
         service.gateway.turns.models = replace(service.gateway.turns.models, vocab_size=100)
         with pytest.raises(openai.BadRequestError, match="expected 0 to 99, the vocabulary"):
             await client.completions.create(model="policy", prompt=[1, 100])
-        await asked_text(client, 99)
-        for ask in (asked_text, asked_chat):
+        await client.completions.create(model="policy", prompt=[1], extra_body={"stop_token_ids": [99]})
+        stop: Any = {"extra_body": {"stop_token_ids": [100]}}
+        creates: list[Any] = [partial(client.completions.create, model="policy", prompt=[1]), partial(ask, service)]
+        for create in creates:
             with pytest.raises(openai.BadRequestError, match="stop_token_ids with 100; expected ids below 100"):
-                await ask(client, 100)
-
-
-async def asked_text(client: openai.AsyncOpenAI, stop: int) -> None:
-    await client.completions.create(model="policy", prompt=[1], extra_body={"stop_token_ids": [stop]})
-
-
-async def asked_chat(client: openai.AsyncOpenAI, stop: int) -> None:
-    messages: Any = [{"role": "user", "content": "4"}]
-    await client.chat.completions.create(model="policy", messages=messages, extra_body={"stop_token_ids": [stop]})
+                await create(**stop)
 
 
 async def test_texts_that_are_far_too_long_are_refused_before_they_are_tokenised() -> None:
@@ -405,22 +380,6 @@ async def test_an_error_of_the_service_within_a_stream_ends_it_with_an_error(mon
             await text_of(stream)
 
 
-async def test_a_full_queue_refuses_before_prompts_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served("4", places=Places(places=1, waiting=0, wait_s=30.0)) as service:
-        service.sampler.hold = asyncio.Event()
-        first = asyncio.create_task(ask(service))
-        await wait_for_tasks(lambda: service.sampler.requests, "the sample")
-
-        def rendered(*_: object) -> None:
-            raise AssertionError
-
-        monkeypatch.setattr(service.gateway.turns, "place", rendered)
-        with pytest.raises(openai.RateLimitError):
-            await ask(service)
-        service.sampler.hold.set()
-        await first
-
-
 async def test_a_client_that_leaves_ends_the_sampling() -> None:
     async with served("Let me think about it.") as service:
         service.sampler.hold_within = asyncio.Event()
@@ -432,9 +391,6 @@ async def test_a_client_that_leaves_ends_the_sampling() -> None:
         waiting.cancel()
         await wait_for_tasks(lambda: service.sampler.cancelled == 2, "the ends of both")
         assert service.gateway.turns.places.taken == 0
-
-
-# ---- who may call, and how much
 
 
 async def test_only_keys_open_it() -> None:
@@ -465,13 +421,6 @@ async def test_metrics_are_for_the_administrator_and_this_machine() -> None:
         admin = {**client, "Authorization": f"Bearer {ADMIN}"}
         assert (await service.client.get("/metrics", headers=admin)).status_code == 200
         assert (await service.client.get("/health", headers=elsewhere)).json() == {"status": "ok"}
-
-
-async def test_the_table_has_every_route() -> None:
-    async with served("4") as service:
-        routes = [route for route in service.app.routes if hasattr(route, "methods")]
-        pairs = {(method, r.path.replace(":path", "")) for r in routes for method in r.methods - {"HEAD"}}
-        assert pairs == {(route.method, route.path) for route in ROUTES}
 
 
 async def test_a_large_body_is_refused_unread() -> None:
@@ -515,19 +464,19 @@ async def test_a_key_has_so_many_requests_in_a_minute() -> None:
         assert (await service.client.get("/v1/models", headers=admin)).status_code == 200
 
 
-async def test_chats_wait_for_their_share_of_the_engine() -> None:
+async def test_chats_wait_for_their_share_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the queue they are refused before their prompts are made."""
     places = Places(places=1, waiting=1, wait_s=30.0)
     async with served("4", places=places) as service:
         service.sampler.hold = asyncio.Event()
         first, second = (asyncio.create_task(ask(service)) for _ in range(2))
         await wait_for_tasks(lambda: places.waiting == 1 and service.sampler.requests, "one that waits for a place")
         assert (places.taken, len(service.sampler.requests)) == (1, 1)
+        monkeypatch.setattr(service.gateway.turns, "place", Mock(side_effect=AssertionError))
         with pytest.raises(openai.RateLimitError, match=r"service\.max_waiting") as full:
             await ask(service)
         assert int(full.value.response.headers["retry-after"]) >= 1
         service.sampler.hold.set()
-        assert [completion.choices[0].message.content for completion in await asyncio.gather(first, second)] == [
-            "4",
-            "4",
-        ]
+        texts = [completion.choices[0].message.content for completion in await asyncio.gather(first, second)]
+        assert texts == ["4", "4"]
         assert (places.taken, places.waiting) == (0, 0)

@@ -34,12 +34,6 @@ def test_a_bucket_is_filled_evenly() -> None:
         rates.take("a")
 
 
-def test_without_a_limit_none_is_refused() -> None:
-    rates = Rates(None)
-    for _ in range(1000):
-        rates.take("a")
-
-
 def sent(size: int, *, says_so: bool) -> tuple[int, str, int]:
     """The status of a request with a body of PARTS parts, what was said of it, and how many parts were read."""
     messages: list[Any] = []

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -14,26 +15,8 @@ from trireme.core.sampler import Heartbeat
 from trireme.supervision.roster import Roster
 
 
-class Actor:
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def __getattr__(self, verb: str) -> Any:
-        class Remote:
-            @staticmethod
-            def remote(*arguments: Any) -> None:
-                self.calls.append((verb, *arguments))
-
-        return Remote
-
-
 def test_a_service_that_is_lost_as_the_run_ends_has_no_successor(monkeypatch: pytest.MonkeyPatch) -> None:
-    actors: list[Actor] = []
-
-    def make() -> Actor:
-        actors.append(Actor())
-        return actors[-1]
-
+    make = Mock()
     monkeypatch.setattr(handle.ray, "kill", lambda _actor: service._ending.set())  # `stop` begins in this moment
     with monkeypatch.context() as first:
         first.setattr(ServiceHandle, "_keep", lambda _self: None)
@@ -45,7 +28,7 @@ def test_a_service_that_is_lost_as_the_run_ends_has_no_successor(monkeypatch: py
 
     monkeypatch.setattr(ServiceHandle, "_serve", lost)
     service._keep()
-    assert len(actors) == 1
+    make.assert_called_once()
 
 
 def test_a_service_is_a_part_of_the_run_whose_health_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +55,7 @@ def test_a_service_is_a_part_of_the_run_whose_health_is_shown(monkeypatch: pytes
     monkeypatch.setattr(handle.ray, "kill", lambda _actor: None)
     cluster = SimpleNamespace(max_restarts=1, restart_window_s=60.0)
     config: Any = SimpleNamespace(cluster=cluster, timeouts=SimpleNamespace(start_s=1.0))
-    service = ServiceHandle(config, Actor, None, print, [], roster)  # type: ignore[arg-type]
+    service = ServiceHandle(config, Mock(), None, print, [], roster)
     service._thread.join(10)
     assert [health for health, _, _ in healths] == ["starting", "healthy", "dead", "starting", "dead"]
     assert healths[1][1:] == ((7,), 0)
@@ -88,7 +71,7 @@ def test_losses_that_are_far_apart_do_not_end_the_service(monkeypatch: pytest.Mo
     config: Any = SimpleNamespace(cluster=SimpleNamespace(max_restarts=1, restart_window_s=60.0))
     with monkeypatch.context() as first:
         first.setattr(ServiceHandle, "_keep", lambda _self: None)
-        service = ServiceHandle(config, Actor, None, print, [], Roster(lambda: 0.0))  # type: ignore[arg-type]
+        service = ServiceHandle(config, Mock(), None, print, [], Roster(lambda: 0.0))
 
     def lost(_self: ServiceHandle, again: bool) -> None:
         now = 3600.0 * next(losses)
@@ -106,8 +89,8 @@ def test_losses_that_are_far_apart_do_not_end_the_service(monkeypatch: pytest.Mo
 
 def test_a_service_and_its_successor_learn_of_all_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServiceHandle, "_keep", lambda _self: None)
-    actor, starts, config = Actor(), [(1, 0)], Any
+    actor, starts, config = Mock(), [(1, 0)], Any
     service = ServiceHandle(config, lambda: actor, None, print, starts, Roster(lambda: 0.0))  # type: ignore[arg-type]
     service.attempt_begins(2, 10)
-    assert actor.calls == [("attempt_begins", 2, 10)]
+    assert actor.mock_calls == [call.attempt_begins.remote(2, 10)]
     assert starts == [(1, 0), (2, 10)], "with which another one is made"

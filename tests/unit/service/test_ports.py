@@ -81,6 +81,7 @@ def test_connections_without_a_key_give_way_to_new_ones(server: Watched) -> None
     """Also while thousands hold a large part of a head, a client with a key is served."""
     persistent = server.connect()
     request = HEALTH + f"X-API-Key: {KEY}\r\n\r\n".encode()
+    closing = request.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
     persistent.sendall(request)
     assert response_status(persistent) == 200
     server.cost()
@@ -91,10 +92,7 @@ def test_connections_without_a_key_give_way_to_new_ones(server: Watched) -> None
             half_open[-1].sendall(HEALTH + b"a-header: " + b"x" * (HEAD_BYTES // 2))
             if number % 500 == 0:
                 started = time.monotonic()
-                assert (
-                    status_of(response_to(server, request.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")))
-                    == 200
-                )
+                assert status_of(response_to(server, closing)) == 200
                 assert time.monotonic() - started < LATE_S
         persistent.sendall(request)
         assert response_status(persistent) == 200
@@ -123,26 +121,21 @@ def still_open(connections: list[socket.socket]) -> int:
 def test_a_head_must_come_in_time() -> None:
     """However often its client sends a letter more."""
     with watched_server(HEAD_S) as server:
-        assert statuses_of_slow_clients(server) == {b"": 400, b"GET /": 400, b"\r\n": 400}
-
-
-def statuses_of_slow_clients(server: Watched) -> dict[bytes, int]:
-    """Returns the status that each client gets, by the letters that it sends at first."""
-    started = time.monotonic()
-    slow = {start: server.connect() for start in (b"", b"GET /", b"\r\n")}
-    statuses: dict[bytes, int] = {}
-    for start, connection in slow.items():
-        connection.sendall(start)
-    while len(statuses) < len(slow) and time.monotonic() - started < HEAD_S + DEADLINE_S:
-        for start in slow.keys() - statuses.keys():
-            if select([slow[start]], [], [], 0.2)[0]:
-                assert time.monotonic() - started > HEAD_S - 1
-                statuses[start] = response_status(slow[start])
-            else:
-                slow[start].sendall(start[-1:])
-    for connection in slow.values():
-        connection.close()
-    return statuses
+        started = time.monotonic()
+        slow = {start: server.connect() for start in (b"", b"GET /", b"\r\n")}
+        statuses: dict[bytes, int] = {}
+        for start, connection in slow.items():
+            connection.sendall(start)
+        while len(statuses) < len(slow) and time.monotonic() - started < HEAD_S + DEADLINE_S:
+            for start in slow.keys() - statuses.keys():
+                if select([slow[start]], [], [], 0.2)[0]:
+                    assert time.monotonic() - started > HEAD_S - 1
+                    statuses[start] = response_status(slow[start])
+                else:
+                    slow[start].sendall(start[-1:])
+        for connection in slow.values():
+            connection.close()
+    assert statuses == dict.fromkeys(slow, 400)
 
 
 def test_strings_that_end_an_answer_are_few(server: Watched) -> None:
@@ -168,23 +161,8 @@ def sampled(server: Watched, stop: str) -> bytes:
 
 REQUESTS, AT_ONCE, ANSWER_S = 240, 8, 60.0
 METHODS = ["GET", "POST", "DELETE", "PUT", "HEAD", "OPTIONS", "PATCH", "CONNECT", "TRACE", "XYZ"]
-ODD = [
-    "é",
-    "%C3%A9",
-    "%FF%FE",
-    "%00",
-    "%2F..%2F",
-    "%ED%A0%80",
-    "²",
-    "١",
-    "%D9%A1",
-    "9" * 5000,
-    "-1",
-    "1e9",
-    "😀",
-    "%",
-    "",
-]
+ODD = ["é", "%C3%A9", "%FF%FE", "%00", "%2F..%2F", "%ED%A0%80", "²", "١", "%D9%A1", "9" * 5000]
+ODD += ["-1", "1e9", "😀", "%", ""]
 ODD += ["a", "1", "none", ".", "..", "~", "%0D%0A", "\x01", "tinker://x", "K", "%25", "?", "#", "[", "9999999999"]
 SOUND = [odd_request for odd_request in ODD if odd_request.isascii() and odd_request.isprintable()]
 """Those that a parser of HTTP lets into a path."""
@@ -206,27 +184,9 @@ SERVICE = [route.path for route in (*ROUTES, *CONSOLE_ROUTES)]
 CONSOLE = [
     f"{path}?step={{s}}&group={{g}}&rollout={{r}}&name={{n}}&attempt={{a}}" for path in SERVICE if "/api" in path
 ]
-HEADERS = [
-    "Authorization",
-    "X-Api-Key",
-    "Host",
-    "Content-Type",
-    "Accept",
-    "Cookie",
-    "Range",
-    "X-é",
-    "Upgrade",
-    "Expect",
-]
-HEADERS += [
-    "Content-Length",
-    "Transfer-Encoding",
-    "Content-Encoding",
-    "X-Forwarded-For",
-    "Forwarded",
-    "Idempotency-Key",
-]
-HEADERS += ["X-Stainless-Retry-Count", "If-None-Match", "Origin"]
+HEADERS = ["Authorization", "X-Api-Key", "Host", "Content-Type", "Accept", "Cookie", "Range", "X-é", "Upgrade"]
+HEADERS += ["Expect", "Content-Length", "Transfer-Encoding", "Content-Encoding", "X-Forwarded-For", "Forwarded"]
+HEADERS += ["Idempotency-Key", "X-Stainless-Retry-Count", "If-None-Match", "Origin"]
 BODIES = ["", "{}", "[]", "null", "é", '{"session_id": "²"}', '{"request_id": "a/²"}', "\x00", '"\\ud800"']
 
 

@@ -1,4 +1,4 @@
-"""The table of routes, which the docs repeat. (test_app.py compares it with the app.)"""
+"""The table of routes, which the docs repeat. (console/test_app.py compares it with the app.)"""
 
 from pathlib import Path
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import openai
 import pytest
+from config_support import small
 from renderer_support import QWEN3, bpe
 from service_support import ScriptedSampler
 
@@ -17,7 +18,6 @@ from orchestrator.env import AgentEnv, Trajectory
 from orchestrator.rollout import RolloutKey, RolloutLimits
 from service.agents import LoopbackSessions
 from service.requests import ServedModels
-from trireme.config import Config
 from trireme.config.inference import SamplingConfig
 from trireme.core.agents import AgentAccess
 from trireme.core.sampler import OnProgress
@@ -71,13 +71,11 @@ class Rollout:
 @asynccontextmanager
 async def rollout(*texts: str | Exception) -> AsyncIterator[Rollout]:
     tokenizer = bpe(QWEN3)
-    config = Config.model_validate(
-        {
-            "model": {"name": "m", "max_seq_len": MAX_LEN},
-            "orchestrator": {"batch_size": 2, "group_size": 2},
-            "env": {"id": "agent:calculator:play"},
-            "inference": {"sampling": {"max_tokens": 300}},
-        }
+    config = small(
+        model={"max_seq_len": MAX_LEN},
+        orchestrator={"batch_size": 2, "group_size": 2},
+        env={"id": "agent:calculator:play"},
+        inference={"sampling": {"max_tokens": 300}},
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(service.agents, "load_tokenizer", lambda name: tokenizer)

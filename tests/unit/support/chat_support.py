@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 from renderer_support import QWEN3, bpe, message_of, scattered
 
-from orchestrator.env import Trajectory, Truncation
+from orchestrator.env import Env, Trajectory, Truncation
 from orchestrator.message_env import MessageEnv, MessageStep, RenderedEnv
 from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
 from trireme.config.schema import SamplingConfig
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 from trireme.renderers import Message, Renderer, make_renderer
+
+LIMITS = RolloutLimits(1000, 100_000)
 
 
 class Questions(MessageEnv):
@@ -62,13 +64,16 @@ class Policy:
         return SampledSequence(np.asarray(tokens, np.int32), logprobs, self.stop_reason, spans)
 
 
+async def rollout(env: Env, policy: Policy, limits: RolloutLimits = LIMITS) -> Trajectory:
+    key = RolloutKey("chat", "0.0.0", 0, 0, "0")
+    return await run_rollout(env, policy.sample, key, limits, SamplingConfig(max_tokens=1000), 0)
+
+
 def play(
     env: MessageEnv, renderer: Renderer, policy: Policy, vocab_size: int = 1000, max_seq_len: int = 100_000
 ) -> Trajectory:
-    key = RolloutKey("chat", "0.0.0", 0, 0, "0")
     limits = RolloutLimits(vocab_size, max_seq_len, decode=bpe().decode)
-    sampling = SamplingConfig(max_tokens=1000)
-    return asyncio.run(run_rollout(RenderedEnv(env, renderer), policy.sample, key, limits, sampling, 0))
+    return asyncio.run(rollout(RenderedEnv(env, renderer), policy, limits))
 
 
 @cache

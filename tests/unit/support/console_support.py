@@ -6,7 +6,6 @@ Texts of the model try to be scripts. The tokenizer is that of the model that sh
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from supervision_support import roster_of
@@ -119,13 +118,7 @@ def record(step: int, reason: str, answers: Sequence[str] = ("12", ATTACK)) -> s
         }
         rollouts.append({"reward": 1.0, "stop_reason": "stop", "turns": [turn]})
     scores = [float(i == 0) for i in range(len(answers))]
-    about: dict[str, Any] = {
-        "step": step,
-        "why": reason,
-        "problem": f"0/{step}{ATTACK}",
-        "tags": ["sort"],
-        "floor": step,
-    }
+    about = {"step": step, "why": reason, "problem": f"0/{step}{ATTACK}", "tags": ["sort"], "floor": step}
     return json.dumps(about | {"rewards": scores, "advantages": scores, "rollouts": rollouts})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator_fakes import FakeSampler, Problem, Problems, Run, small_config
 
-from orchestrator.env import Env, EnvGroupBuilder, StepResult, StopCondition, Trajectory
+from orchestrator.env import Env, StepResult, StopCondition, Trajectory
 from trireme.config import Config
 from trireme.core.types import SampledSequence, SampleRequest
 
@@ -74,11 +74,8 @@ class Game(Env):
 
 class Games(Problems):
     def __init__(self, jitter: Jitter) -> None:
-        super().__init__()
+        super().__init__(kind=GameProblem)
         self.jitter = jitter
-
-    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        return [GameProblem(self, 3 * index + i) for i in range(3)]
 
 
 class GameProblem(Problem):

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
+from config_support import small
 
 from orchestrator.advantages import WeightedTrajectory, lay_out
 from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCondition, Trajectory
@@ -29,8 +30,8 @@ from trireme.core.weights import EXACT, Canary, Drift, PublishedWeights, UpdateR
 Reward = Callable[["Problem", int], Awaitable[float]]
 
 
-def published(version: int) -> PublishedWeights:
-    identity = WeightIdentity(0, version, f"d{version}")
+def published(version: int, attempt: int = 0) -> PublishedWeights:
+    identity = WeightIdentity(attempt, version, f"d{version}")
     canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
     return PublishedWeights(WeightsManifest(identity, (), canary), ())
 
@@ -133,13 +134,13 @@ async def by_sample(problem: Problem, sample: int) -> float:
 class Problems(RLDataset):
     """Problem `n` shows its number and the sample's as tokens; 3 problems a batch, whatever the training batch."""
 
-    def __init__(self, reward: Reward = by_sample, group_size: int = 2, batches: int = 30) -> None:
-        self.reward, self.group_size, self.batches = reward, group_size, batches
+    def __init__(self, reward: Reward = by_sample, group_size: int = 2, batches: int = 30, kind: Any = Problem) -> None:
+        self.reward, self.group_size, self.batches, self.kind = reward, group_size, batches, kind
         self.tries: Counter[tuple[int, int]] = Counter()
         self.cleaned: Counter[int] = Counter()
 
     def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        return [Problem(self, 3 * index + i) for i in range(3)]
+        return [self.kind(self, 3 * index + i) for i in range(3)]
 
     def __len__(self) -> int:
         return self.batches
@@ -157,17 +158,14 @@ def small_config(
     close_s: float = 30.0,
     **options: Any,
 ) -> Config:
-    return Config.model_validate(
-        {
-            "max_steps": max_steps,
-            "deterministic": deterministic,
-            "model": {"name": "none"},
-            "trainer": {"num_substeps": substeps, "num_minibatches": minibatches},
-            "orchestrator": {"batch_size": batch_size, "group_size": 2, **options},
-            "env": {"id": "tests:Problems", "name": "fake", "close_s": close_s},
-            "inference": {"sampling": {"max_tokens": 4, "temperature": temperature}},
-            "timeouts": {"batch_s": timeout_s, "update_s": update_s},
-        }
+    return small(
+        max_steps=max_steps,
+        deterministic=deterministic,
+        trainer={"num_substeps": substeps, "num_minibatches": minibatches},
+        orchestrator={"batch_size": batch_size, "group_size": 2, **options},
+        env={"id": "tests:Problems", "name": "fake", "close_s": close_s},
+        inference={"sampling": {"max_tokens": 4, "temperature": temperature}},
+        timeouts={"batch_s": timeout_s, "update_s": update_s},
     )
 
 
@@ -182,16 +180,17 @@ class Run:
         sampler: FakeSampler | None = None,
         start: int = 0,
     ) -> None:
-        self.config, self.sampler, self.dataset, self.start = (
-            config,
-            sampler or FakeSampler(),
-            dataset or Problems(),
-            start,
-        )
-        self.pipeline = Pipeline(config, [self.dataset], self.sampler.connect, limits or RolloutLimits(1000, 100))
+        self.config, self.start = config, start
+        self.sampler = sampler or FakeSampler()
+        self.dataset = dataset or Problems()
+        self.pipeline = Pipeline(config, self.datasets(), self.sampler.connect, limits or RolloutLimits(1000, 100))
         self.rows: list[dict[str, float]] = []
         self.released: list[StepSummary] = []
         self.batches: list[list[Minibatch]] = []
+
+    def datasets(self) -> list[RLDataset]:
+        """Returns the dataset of each environment."""
+        return [self.dataset]
 
     async def train(self) -> None:
         """Does what a driver does between two minibatches; no time passes."""

@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 
-from session_support import (
-    message_of,
-)
+from session_support import message_of
 
 from orchestrator.advantages import WeightedTrajectory, lay_out
 from orchestrator.trajectory import Trajectory, TrajectoryBuilder

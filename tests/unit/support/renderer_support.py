@@ -132,34 +132,17 @@ CONVERSATIONS: dict[str, tuple[Sequence[Message], Sequence[ToolSpec]]] = {
     "system prompt": ([message_of("system", "Be brief."), message_of("user", "Why?")], ()),
     "empty system prompt": ([message_of("system", ""), message_of("user", "Why?")], ()),
     "a second system message": (
-        [
-            message_of("system", "a"),
-            message_of("user", "b"),
-            message_of("system", "c"),
-            message_of("user", "d"),
-        ],
+        [message_of("system", "a"), message_of("user", "b"), message_of("system", "c"), message_of("user", "d")],
         (),
     ),
     "empty content": ([message_of("user", ""), message_of("assistant", ""), message_of("user", "")], ()),
     "unicode": (
-        [
-            message_of("user", "Größe? 数学 🤖 e\u0301"),
-            message_of("assistant", "½ 🤖"),
-            message_of("user", "\u200bñ"),
-        ],
+        [message_of("user", "Größe? 数学 🤖 e\u0301"), message_of("assistant", "½ 🤖"), message_of("user", "\u200bñ")],
         (),
     ),
-    "newlines": (
-        [message_of("user", "\n a\n\n"), message_of("assistant", "x\n\n\ny\n"), message_of("user", "b")],
-        (),
-    ),
+    "newlines": ([message_of("user", "\n a\n\n"), message_of("assistant", "x\n\n\ny\n"), message_of("user", "b")], ()),
     "several turns": (
-        [
-            message_of("user", "a"),
-            message_of("assistant", "b"),
-            message_of("user", "c"),
-            message_of("assistant", "d"),
-        ],
+        [message_of("user", "a"), message_of("assistant", "b"), message_of("user", "c"), message_of("assistant", "d")],
         (),
     ),
     "thinking": (
@@ -172,11 +155,7 @@ CONVERSATIONS: dict[str, tuple[Sequence[Message], Sequence[ToolSpec]]] = {
         (),
     ),
     "thinking within content": (
-        [
-            message_of("user", "2?"),
-            message_of("assistant", "<think>\nhm\n</think>\n\n4"),
-            message_of("user", "3?"),
-        ],
+        [message_of("user", "2?"), message_of("assistant", "<think>\nhm\n</think>\n\n4"), message_of("user", "3?")],
         (),
     ),
     "tools": ([message_of("system", "Use it."), message_of("user", "2 + 2?")], [CALCULATOR, CALCULATOR]),

@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import numpy as np
-from renderer_support import QWEN3, bpe
+from renderer_support import CALCULATOR, QWEN3, bpe
+from session_support import LIMITS as SESSION_LIMITS
 
 from service.answering import TurnAnswering
 from service.app import make_app
@@ -36,7 +37,9 @@ KEYS = ServiceKeys([ServiceKey("client", CLIENT), ServiceKey("admin", ADMIN)])
 VERSION = 20
 LIMITS = Limits(body_bytes=2**20, body_s=5.0, per_minute=None)
 MAX_LEN = 2000
-SESSION_LIMITS = SessionLimits(turns=100, tokens=100_000, seconds=1000.0, idle_s=100.0, kept_s=500.0)
+TOOL: Any = {"type": "function", "function": dict(CALCULATOR)}
+CALLS = 'I look.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 2"}}\n</tool_call>'
+"""An answer that calls it."""
 
 
 class ScriptedSampler:

@@ -1,5 +1,7 @@
 """Agents of sessions over HTTP: OpenAI's client, and the harness that opens and exports sessions."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
@@ -36,8 +38,20 @@ def of(session: Any, **options: Any) -> openai.AsyncOpenAI:
     )
 
 
+@asynccontextmanager
+async def session_of(service: Served) -> AsyncIterator[tuple[Any, openai.AsyncOpenAI]]:
+    """Opens a session, and an agent that plays it."""
+    session = await opened(service)
+    async with of(session) as agent:
+        yield session, agent
+
+
 async def ask(agent: openai.AsyncOpenAI, *messages: Any, **body: Any) -> Any:
     return await agent.chat.completions.create(model="policy", messages=list(messages), **body)
+
+
+async def text_of(stream: Any) -> str:
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
 
 
 def sampled(service: Served) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from manual_clock import ManualClock
 
 from service.answering import TurnAnswering
 from service.places import Places
@@ -140,14 +141,6 @@ class ScriptedSampler:
         return sampled
 
 
-class Hand:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def registry(
     directory: Path,
     sampler: ScriptedSampler | None = None,
@@ -165,7 +158,7 @@ def registry(
     places = Places(1000, 1000, 1000.0)
     sample = (sampler or ScriptedSampler()).sample
     turns = TurnAnswering(sample, models, LetterTokens(), renderer or Letters(), places)
-    opened = SessionRegistry(turns, store, limits, SamplingParams(), clock or Hand(), None)
+    opened = SessionRegistry(turns, store, limits, SamplingParams(), clock or ManualClock(), None)
     opened.restore()
     return opened
 

@@ -10,13 +10,7 @@ import tinker
 from tinker import types
 from tinker_support import DEADLINE_S, KEY, Served
 
-CLASSES = (
-    tinker.ServiceClient,
-    tinker.TrainingClient,
-    tinker.SamplingClient,
-    tinker.RestClient,
-    tinker.AdminClient,
-)
+CLASSES = (tinker.ServiceClient, tinker.TrainingClient, tinker.SamplingClient, tinker.RestClient, tinker.AdminClient)
 BASE_MODEL = "assets/sort-base"
 """The name of the model is that of its tokenizer."""
 METADATA = {"about": "tour"}

@@ -7,14 +7,20 @@ from typing import Any
 import httpx
 import numpy as np
 import tinker
+from tinker import types
 from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served
 
 from service.tinker.protobuf import message_class
 
 
-def post(url: str, path: str, body: Any) -> httpx.Response:
+def ask(url: str, method: str, path: str, body: Any = None, key: str = KEY, **headers: str) -> httpx.Response:
     content = {"content": body} if isinstance(body, bytes) else {"json": body}
-    return httpx.post(f"{url}/api/v1/{path}", headers={"x-api-key": KEY}, timeout=DEADLINE_S, **content)
+    headers["x-api-key"] = key
+    return httpx.request(method, f"{url}/api/v1/{path}", headers=headers, timeout=DEADLINE_S, **content)
+
+
+def post(url: str, path: str, body: Any) -> httpx.Response:
+    return ask(url, "POST", path, body)
 
 
 def accepted(url: str, path: str, body: Any) -> str:
@@ -29,11 +35,24 @@ def result(url: str, request_id: str) -> Any:
     return answer.json() if answer.headers["content-type"] == "application/json" else answer.content
 
 
+def done(url: str, path: str, body: Any) -> Any:
+    """Returns the result of a request, which is accepted."""
+    return result(url, accepted(url, path, body))
+
+
+def saving(model: str, seq_id: int, name: str) -> dict[str, Any]:
+    return {"model_id": model, "seq_id": seq_id, "path": name}
+
+
+def stepping(model: str, seq_id: int) -> dict[str, Any]:
+    return {"model_id": model, "seq_id": seq_id, "adam_params": {"learning_rate": 0.1}}
+
+
 def begun(url: str) -> tuple[str, str]:
     """Begins a session with a model; returns their ids."""
     session = post(url, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
     request = {"session_id": session, "model_seq_id": 0, "base_model": BASE_MODEL}
-    return session, result(url, accepted(url, "create_model", request))["model_id"]
+    return session, done(url, "create_model", request)["model_id"]
 
 
 def sampler_of(url: str, session: str, number: int, **target: str) -> str:
@@ -43,12 +62,14 @@ def sampler_of(url: str, session: str, number: int, **target: str) -> str:
 
 def sampling(sampler: str, seq_id: int) -> dict[str, Any]:
     prompt = {"chunks": [{"tokens": [1], "type": "encoded_text"}]}
-    return {
-        "prompt": prompt,
-        "sampling_params": {"max_tokens": 2},
-        "sampling_session_id": sampler,
-        "seq_id": seq_id,
-    }
+    return {"prompt": prompt, "sampling_params": {"max_tokens": 2}, "sampling_session_id": sampler, "seq_id": seq_id}
+
+
+def datum(targets: list[int], **columns: list[float]) -> types.Datum:
+    """An input of ones with the columns of a loss."""
+    inputs: Any = {name: types.TensorData(data=values, dtype="float32") for name, values in columns.items()}
+    inputs["target_tokens"] = types.TensorData(data=targets, dtype="int64")
+    return types.Datum(model_input=types.ModelInput.from_ints([1] * len(targets)), loss_fn_inputs=inputs)
 
 
 def passing(model_id: str, seq_id: int) -> bytes:

@@ -63,32 +63,23 @@ class WatchedProblem(EnvGroupBuilder):
         self.dataset.cleaned[self.number] += 1
 
 
-class WatchedTogether(EnvGroupBuilder):
+class WatchedTogether(WatchedProblem):
     """Makes them together, as datasets did before `make_env`."""
-
-    def __init__(self, dataset: WatchedProblems, number: int) -> None:
-        self.dataset, self.number = dataset, number
 
     async def make_envs(self) -> Sequence[Env]:
         return [Watched(self.dataset, self.number, sample) for sample in range(self.dataset.group_size)]
-
-    async def cleanup(self) -> None:
-        self.dataset.cleaned[self.number] += 1
 
 
 class WatchedProblems(Problems):
     """Problem n is its number; environments are numbered as they are made."""
 
     def __init__(self, act: Act = nothing, group_size: int = 2, builder: Any = WatchedProblem) -> None:
-        super().__init__(group_size=group_size)
-        self.act, self.builder = act, builder
+        super().__init__(group_size=group_size, kind=builder)
+        self.act = act
         self.created, self.whole_closes = 0, 0
         self.made_for: Counter[tuple[int, int]] = Counter()
         self.closed: Counter[int] = Counter()
         """Closes that began, by the environment's number."""
-
-    def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        return [self.builder(self, 3 * index + i) for i in range(3)]
 
     def assert_each_closed_once(self) -> None:
         assert self.created

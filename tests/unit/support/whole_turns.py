@@ -8,10 +8,26 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.trajectory import RolloutEnd, Trajectory, TrajectoryBuilder, Transition
-from trireme.core.types import Datum, ModelInput, TensorData, VersionSpan
+from trireme.core.types import Datum, ModelInput, TensorData, VersionSpan, WeightIdentity
 
 
-def trajectory_of(transitions: Iterable[Transition], stop_reason: RolloutEnd) -> Trajectory:
+def turn_of(
+    observation: Sequence[int], action: Sequence[int], versions: int | Sequence[int] = 0, **fields: Any
+) -> Transition:
+    """Returns a turn whose tokens were sampled by these versions, or all by one."""
+    versions_T = np.broadcast_to(np.asarray(versions, np.int32), len(action))
+    defaults = {"logprobs": np.full(len(action), -0.5, np.float32), "stop_reason": "stop", "reward": 0.0}
+    return Transition(
+        observation=np.asarray(observation, np.int32),
+        action=np.asarray(action, np.int32),
+        versions=versions_T,
+        mixed=np.zeros(len(action), np.bool_),
+        identities=tuple(WeightIdentity(0, version, "d") for version in sorted(set(versions_T.tolist()))),
+        **{**defaults, **fields},
+    )
+
+
+def trajectory_of(transitions: Iterable[Transition], stop_reason: RolloutEnd = "stop") -> Trajectory:
     builder = TrajectoryBuilder()
     for turn in transitions:
         builder.ask(turn.observation)

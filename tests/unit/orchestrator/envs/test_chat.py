@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +14,6 @@ from trireme.config.schema import EnvConfig, RendererConfig
 from trireme.core.errors import BadInput
 from trireme.renderers import Message
 
-MODULE = "chats_of_this_test"
 ROLES = RendererConfig(name="role_colon")
 
 
@@ -43,15 +40,9 @@ class NoProblems(MessageEnv):
         return MessageStep(0.0, True)
 
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, MODULE, sys.modules[__name__])
-
-
 def words(seed: int = 0, split: Any = "train", **args: Any) -> list[str]:
-    """Returns the words of all batches, in their order."""
     context = EnvContext(bpe(), seed, 3, split, ROLES)
-    dataset = load_dataset(EnvConfig(id=f"{MODULE}:Echo", args=args), context)
+    dataset = load_dataset(EnvConfig(id=f"{__name__}:Echo", args=args), context)
     return [problem.make().word for index in range(len(dataset)) for problem in dataset.get_batch(index)]
 
 
@@ -64,13 +55,6 @@ def test_each_problem_is_played_once_in_an_order_of_the_seed() -> None:
 
 def test_split_and_arguments_reach_the_class() -> None:
     assert sorted(words(7, "eval", count=3, batch_size=2)) == ["eval 7 0", "eval 7 1", "eval 7 2"]
-
-
-def test_a_problem_can_be_pickled_and_makes_the_chats_of_a_group() -> None:
-    context = EnvContext(bpe(), 0, 3, "train", ROLES)
-    (problem, *_) = load_dataset(EnvConfig(id=f"{MODULE}:Echo"), context).get_batch(0)
-    sent = pickle.loads(pickle.dumps(problem))
-    assert (sent.make().word, sent.size) == (problem.make().word, 3)
 
 
 @pytest.mark.parametrize(
@@ -89,4 +73,4 @@ def test_a_problem_can_be_pickled_and_makes_the_chats_of_a_group() -> None:
 )
 def test_classes_and_arguments_that_do_not_suit(name: str, args: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        load_dataset(EnvConfig(id=f"{MODULE}:{name}", args=args), EnvContext(bpe(), 0, 3, "train", ROLES))
+        load_dataset(EnvConfig(id=f"{__name__}:{name}", args=args), EnvContext(bpe(), 0, 3, "train", ROLES))

@@ -5,16 +5,15 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from chat_support import Policy, rollout
 from transformers import PreTrainedTokenizerFast
 
 from orchestrator.env import Env, EnvContext, EnvGroup, Trajectory, Transition, load_dataset
 from orchestrator.envs.guess import DIGITS, GuessEnv
-from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
-from trireme.config.schema import EnvConfig, SamplingConfig
+from orchestrator.rollout import RolloutLimits
+from trireme.config.schema import EnvConfig
 from trireme.core.errors import BadInput
-from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 
 ASSET = Path(__file__).parents[4] / "assets" / "guess-base"
 
@@ -37,19 +36,9 @@ def secret_of(game: EnvGroup) -> str:
 
 def play(tokenizer: Any, env: Env, texts: list[str]) -> Trajectory:
     """One game, as a rollout plays it; `.` at the end of a guess is the end of sequence."""
-    answers = iter(texts)
-
-    async def sample(request: SampleRequest) -> SampledSequence:
-        guess = next(answers)
-        tokens = [
-            *tokenizer.encode(guess.removesuffix(".")),
-            *([tokenizer.eos_token_id] if guess.endswith(".") else []),
-        ]
-        spans = (VersionSpan(WeightIdentity(0, 0, "d"), 0, len(tokens)),)
-        return SampledSequence(np.asarray(tokens, np.int32), np.full(len(tokens), -1.0, np.float32), "stop", spans)
-
-    key, limits = RolloutKey("guess", "0.0.0", 0, 0, "r"), RolloutLimits(len(tokenizer), 32)
-    return asyncio.run(run_rollout(env, sample, key, limits, SamplingConfig(max_tokens=3), 0))
+    end = {True: [tokenizer.eos_token_id], False: []}
+    answers = [[*tokenizer.encode(text.removesuffix(".")), *end[text.endswith(".")]] for text in texts]
+    return asyncio.run(rollout(env, Policy(answers), RolloutLimits(len(tokenizer), 32)))
 
 
 def game(tokenizer: Any, secret: str) -> EnvGroup:

@@ -1,44 +1,29 @@
 """Environments behind a URL, against the server of examples/envs, and against servers that fail."""
 
 import asyncio
-import importlib.util
 import json
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
+import server
 from aiohttp import web
-from chat_support import Policy, encoded_answer
+from chat_support import Policy, encoded_answer, rollout
 from renderer_support import QWEN3, bpe
+from web_support import serving
 
 from orchestrator.env import EnvContext, Trajectory, load_dataset
 from orchestrator.envs import http
-from orchestrator.rollout import RolloutKey, RolloutLimits, run_rollout
-from trireme.config.schema import EnvConfig, RendererConfig, SamplingConfig
+from orchestrator.message_env import RenderedEnv
+from trireme.config.schema import EnvConfig, RendererConfig
 from trireme.core.errors import BadInput
 
-SERVER = Path(__file__).parents[4] / "examples" / "envs" / "server.py"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("environment_server", SERVER)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["environment_server"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-EXAMPLE = example()
-
-
-class Watched(EXAMPLE.Addition):  # type: ignore[name-defined,misc]
+class Watched(server.Addition):
     closed: ClassVar[asyncio.Event]
     counts: ClassVar[Counter[str]] = Counter()
 
@@ -56,24 +41,12 @@ class Watched(EXAMPLE.Addition):  # type: ignore[name-defined,misc]
 
 
 @asynccontextmanager
-async def serving(app: web.Application) -> AsyncIterator[str]:
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
-@asynccontextmanager
 async def sessions(
     tool_s: float = 0.0, lease_s: float = 60.0, middleware: Any = None
 ) -> AsyncIterator[tuple[str, Counter[str]]]:
     """The example's server; `middleware` stands before it."""
     Watched.counts, Watched.closed = Counter(), asyncio.Event()
-    app = EXAMPLE.Sessions(lambda: Watched(tool_s), lease_s).app()
+    app = server.Sessions(lambda: Watched(tool_s), lease_s).app()
     if middleware:
         app.middlewares.append(middleware)
     async with serving(app) as url:
@@ -91,15 +64,11 @@ def maker(url: str, task: int = 0, split: Any = "train", **args: Any) -> Any:
 
 async def play(env: Any, *texts: str) -> tuple[Trajectory, list[str]]:
     """Plays an episode, closes it, and returns it with all prompts."""
-    from orchestrator.message_env import RenderedEnv
-
     renderer = context().renderer
     policy = Policy([encoded_answer(text, renderer, seed) for seed, text in enumerate(texts)])
-    rendered, key = RenderedEnv(env, renderer), RolloutKey("http", "0.0.0", 0, 0, "0")
+    rendered = RenderedEnv(env, renderer)
     try:
-        trajectory = await run_rollout(
-            rendered, policy.sample, key, RolloutLimits(1000, 100_000), SamplingConfig(max_tokens=1000), 0
-        )
+        trajectory = await rollout(rendered, policy)
     finally:
         await rendered.close()
     return trajectory, [bpe().decode(request.prompt) for request in policy.requests]
@@ -231,7 +200,7 @@ async def test_a_session_that_was_not_begun_asks_nothing_and_one_whose_start_is_
             await asyncio.sleep(60)
 
     Watched.counts, Watched.closed = Counter(), asyncio.Event()
-    async with serving(EXAMPLE.Sessions(lambda: Slow(0.0)).app()) as url:
+    async with serving(server.Sessions(lambda: Slow(0.0)).app()) as url:
         make = maker(url)
         await make().close()
         env = make()
@@ -247,7 +216,7 @@ async def test_an_episode_continues_in_another_session_from_the_state_that_its_s
     class Counting:
         async def reset(self, task: dict[str, Any]) -> Any:
             self.turns = task.get("state", [0])[0]
-            return {"observation": {"messages": [{"role": "user", "content": "Begin."}], "tools": [EXAMPLE.ADD]}}
+            return {"observation": {"messages": [{"role": "user", "content": "Begin."}], "tools": [server.ADD]}}
 
         async def step(self, message: dict[str, Any], fault: str | None) -> Any:
             self.turns += 1
@@ -257,7 +226,7 @@ async def test_an_episode_continues_in_another_session_from_the_state_that_its_s
         async def close(self) -> None:
             pass
 
-    async with serving(EXAMPLE.Sessions(Counting).app()) as url:
+    async with serving(server.Sessions(Counting).app()) as url:
         make, heard = maker(url), {"role": "assistant", "content": "and"}
         first, second = make(), make()
         await first.initial_messages()
@@ -271,9 +240,9 @@ async def test_an_episode_continues_in_another_session_from_the_state_that_its_s
         assert (await third).episode_done
         await second.load_state_dict(state)
         assert second.state_dict() == state, "nothing was played since"
-        assert second.tools == [EXAMPLE.ADD]
+        assert second.tools == [server.ADD]
         assert (await second.step(heard)).episode_done, "it was the third turn of the episode"
-        assert second.state_dict() == {"turn": 3, "tools": [EXAMPLE.ADD], "state": [3]}
+        assert second.state_dict() == {"turn": 3, "tools": [server.ADD], "state": [3]}
         await first.close()
         await second.close()
 
@@ -295,6 +264,6 @@ def test_arguments_that_do_not_suit(args: dict[str, Any], reason: str) -> None:
 def test_its_name_in_metrics_and_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENV_TOKEN", "secret")
     assert EnvConfig(id="https://host:8700/x").label == "https"
-    server = maker("https://host:8700", token_variable="ENV_TOKEN").args[0]
-    assert server.token == "secret"
-    assert "secret" not in repr(server)
+    connection = maker("https://host:8700", token_variable="ENV_TOKEN").args[0]
+    assert connection.token == "secret"
+    assert "secret" not in repr(connection)

@@ -107,14 +107,6 @@ def test_a_program_that_fails_is_quoted(tmp_path: Path) -> None:
         play(tmp_path, "import sys; print(1); sys.stderr.write('no such task'); sys.exit(3)")
 
 
-def test_one_that_takes_too_long_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MARK", str(tmp_path))
-    code = "import subprocess, sys, time; subprocess.Popen(['sleep', '600']); print(1, flush=True); time.sleep(600)"
-    with pytest.raises(ProgramTimeout, match=r"env.args.limit_s = 1 s"):
-        play(tmp_path, code, limit_s=1.0)
-    assert left_of(tmp_path) == []
-
-
 @pytest.mark.parametrize("ends", ["by itself", "by its limit"])
 def test_what_has_left_its_session_is_killed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     monkeypatch.setenv("MARK", str(tmp_path))
@@ -136,7 +128,7 @@ print(1, flush=True)
     if ends == "by itself":
         assert play(tmp_path, code) == (1.0, {})
     else:
-        with pytest.raises(ProgramTimeout):
+        with pytest.raises(ProgramTimeout, match=r"env.args.limit_s = 10 s"):
             play(tmp_path, code, limit_s=10.0)  # a busy machine starts it in some seconds
     assert begun.exists()
     assert left_of(tmp_path) == []
@@ -213,9 +205,3 @@ def test_problems_follow_from_the_seed_and_the_split(tmp_path: Path) -> None:
 def test_arguments_that_do_not_suit(tmp_path: Path, args: dict[str, Any], reason: str) -> None:
     with pytest.raises(BadInput, match=reason):
         dataset(tmp_path, **args)
-
-
-def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
-    (tmp_path / "problems.jsonl").write_text('1\n{"a": \n')
-    with pytest.raises(BadInput, match=r"line 2 of .*problems.jsonl"):
-        dataset(tmp_path)

@@ -1,8 +1,6 @@
 """Questions from files: what is read, what is refused, how answers are graded, and that grading ends."""
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,35 +79,19 @@ def test_other_data_is_bad_input(tokenizer: Any, tmp_path: Path, text: str, args
         dataset(tokenizer, path=str(tmp_path / "data.jsonl"), **args)
 
 
-def test_a_missing_file_is_named(tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=f"there is no file {tmp_path}/no.jsonl"):
-        dataset(tokenizer, path=str(tmp_path / "no.jsonl"))
-
-
-def in_worker(work: Callable[[], Awaitable[Any]]) -> Any:
-    async def main() -> Any:
-        async with workers.workers(1):
-            return await work()
-
-    return asyncio.run(main())
-
-
-def test_an_episode_over_the_renderer(tokenizer: Any, jsonl: str) -> None:
+async def test_an_episode_over_the_renderer(tokenizer: Any, jsonl: str) -> None:
     builder = dataset(tokenizer, path=jsonl).get_batch(0)[0]
     target = builder.row.columns["target"]  # type: ignore[attr-defined]
-
-    async def play() -> Any:
-        first, second = [await builder.make_env(sample) for sample in range(2)]
-        prompt, stop = await first.initial_observation()
-        await second.initial_observation()
-        right = [*tokenizer.encode(f" It is #### {target}"), tokenizer.eos_token_id]
-        wrong = [*tokenizer.encode(f" It is #### {target}1"), tokenizer.eos_token_id]
-        steps = [await first.step(right), await second.step(wrong), await second.step(right[:-1])]
-        return tokenizer.decode(prompt), stop, *steps
-
-    prompt, stop, right, wrong, cut_off = in_worker(play)
-    assert question_of(builder) in prompt
+    first, second = [await builder.make_env(sample) for sample in range(2)]
+    prompt, stop = await first.initial_observation()
+    await second.initial_observation()
+    assert question_of(builder) in tokenizer.decode(prompt)
     assert stop
+    tokens = [*tokenizer.encode(f" It is #### {target}"), tokenizer.eos_token_id]
+    async with workers.workers(1):
+        right = await first.step(tokens)
+        wrong = await second.step([*tokens[:-1], *tokenizer.encode("1"), tokenizer.eos_token_id])
+        cut_off = await second.step(tokens[:-1])
     assert (right.reward, right.metrics["success"], wrong.reward, cut_off.reward) == (1.0, 1.0, 0.0, 0.0)
     assert right.logs["known_answer"] == f"#### {target}"
 
@@ -133,11 +115,6 @@ def test_math_verify(target: str, text: str, same: bool) -> None:
     assert same_number(target, text) == same
 
 
-def test_a_target_that_math_verify_cannot_read_is_an_error_and_no_wrong_answer() -> None:
-    with pytest.raises(ValueError, match="cannot read the answer '' of the data"):
-        same_number("", "18")
-
-
 def test_exact_grading() -> None:
     assert same_text("1,234 Apples", "1234apples")
     assert not same_text("12", "123")
@@ -154,7 +131,7 @@ HOSTILE = {
 }
 
 
-def test_hostile_answers_end_within_their_limit(tokenizer: Any, tmp_path: Path) -> None:
+async def test_hostile_answers_end_within_their_limit(tokenizer: Any, tmp_path: Path) -> None:
     """Wrong, or over the limit, which ends it: never right, and never without an end."""
     (tmp_path / "data.jsonl").write_text('{"question": "What?", "answer": "18"}\n' * 2)
     (builder,) = dataset(tokenizer, path=str(tmp_path / "data.jsonl"), grading_limit_s=1.0, batch_size=1).get_batch(0)
@@ -166,15 +143,15 @@ def test_hostile_answers_end_within_their_limit(tokenizer: Any, tmp_path: Path) 
         except (workers.WorkerTimeout, workers.WorkerError, workers.WorkerDied) as error:
             return error
 
-    async def grade_all() -> list[Any]:
-        return [await grade(answer) for answer in HOSTILE.values()]
+    async with workers.workers(1):
+        for name, answer in HOSTILE.items():
+            outcome = await grade(answer)
+            assert isinstance(outcome, Exception) or outcome.reward == 0.0, name
 
-    for name, outcome in zip(HOSTILE, in_worker(grade_all), strict=True):
-        assert isinstance(outcome, Exception) or outcome.reward == 0.0, name
 
-
-def test_an_answer_that_math_verify_cannot_read_is_refused_before_a_run(tokenizer: Any, tmp_path: Path) -> None:
+async def test_an_answer_that_math_verify_cannot_read_is_refused_before_a_run(tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"question": "What?", "answer": "a dog"}')
     builder = dataset(tokenizer, path=str(tmp_path / "data.jsonl")).get_batch(0)[0]
-    with pytest.raises(BadInput, match=r"line 1 of .*data\.jsonl(.|\n)*math-verify cannot read the answer 'a dog'"):
-        in_worker(builder.try_rewards)
+    async with workers.workers(1):
+        with pytest.raises(BadInput, match=r"line 1 of .*data\.jsonl(.|\n)*math-verify cannot read the answer 'a dog'"):
+            await builder.try_rewards()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 import re
 from importlib.metadata import version
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("reasoning_gym", reason="`uv sync --extra reasoning-gym` installs it")
@@ -17,7 +15,6 @@ from reasoning_gym.factory import DATASETS, create_dataset
 
 import make_reasoning_gym_docs
 from orchestrator import workers
-from orchestrator.advantages import compute_advantages
 from orchestrator.env import EnvContext, load_dataset
 from orchestrator.envs import reasoning_gym
 from orchestrator.envs.reasoning_gym import AROUND_ANSWERS, TAGS, exact, extract, score
@@ -46,9 +43,6 @@ def questions(of: Any, batches: int) -> list[str]:
 
 def reward_of(function: Any, text: str, row: Any, finished: bool = True) -> float:
     return function(text, finished=finished, **row.columns)
-
-
-# ---- all generators
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -82,9 +76,6 @@ def test_the_page_lists_every_generator() -> None:
     assert list(rows) == sorted(DATASETS)
     assert {task for task, exact in rows.items() if exact == "refused"} == KNOW_NO_ANSWER | MIXES
     assert f"| reasoning-gym {version('reasoning-gym')} |" in page
-
-
-# ---- problems
 
 
 def test_no_seed_trains_on_what_another_evaluates() -> None:
@@ -127,9 +118,6 @@ def test_a_split_without_questions_is_refused_and_does_not_hang(monkeypatch: pyt
         dataset(None, split="eval").get_batch(0)
 
 
-# ---- answers
-
-
 @pytest.mark.parametrize(
     ("text", "raw", "tag", "number", "word"),
     [
@@ -163,24 +151,11 @@ def test_a_scorer_that_cannot_read_an_answer_gives_nothing(tokenizer: Any) -> No
     assert reward_of(score, "1 433 2", problem.row) == 0
 
 
-def test_crumbs_of_a_scorer_become_whole_advantages(tokenizer: Any) -> None:
-    """Which is why `exact` is the default: of four wrong answers the one with a crumb is trained like a right one."""
-    (problem, *_) = dataset(tokenizer, "countdown", batch_size=1).get_batch(0)
-    answers = ["", "", "", "17"]
-    crumbs = [reward_of(score, answer, problem.row) for answer in answers]
-    assert crumbs == [0.01, 0.01, 0.01, 0.05]
-    np.testing.assert_allclose(compute_advantages(crumbs, "std"), compute_advantages([0, 0, 0, 1], "std"), rtol=1e-3)
-    assert [reward_of(exact, answer, problem.row) for answer in answers] == [0] * 4
-
-
-def test_an_episode_is_scored_in_a_worker(tokenizer: Any) -> None:
-    async def play() -> float:
-        async with workers.workers(1):
-            (problem, *_) = dataset(tokenizer, answer="tag").get_batch(0)
-            await problem.try_rewards()
-            env = pickle.loads(pickle.dumps(await problem.make_env(0)))
-            assert problem.row.prompt[0]["content"].endswith(TAGS)
-            tokens = [*tokenizer.encode(env.known_answer()), tokenizer.eos_token_id]
-            return (await env.step(tokens)).reward
-
-    assert asyncio.run(play()) == 1
+async def test_an_episode_is_scored_in_a_worker(tokenizer: Any) -> None:
+    async with workers.workers(1):
+        (problem, *_) = dataset(tokenizer, answer="tag").get_batch(0)
+        await problem.try_rewards()
+        env = pickle.loads(pickle.dumps(await problem.make_env(0)))
+        assert problem.row.prompt[0]["content"].endswith(TAGS)
+        tokens = [*tokenizer.encode(env.known_answer()), tokenizer.eos_token_id]
+        assert (await env.step(tokens)).reward == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import pickle
 from collections.abc import Sequence
@@ -62,29 +61,27 @@ def trajectory(tokens: Sequence[int]) -> Trajectory:
     return builder.finish("stop")
 
 
-def play(env: EnvConfig, tokenizer: Any, *texts: str) -> tuple[str, list[Any], list[Any]]:
+async def play(env: EnvConfig, tokenizer: Any, *texts: str) -> tuple[str, list[Any], list[Any]]:
     """The first prompt; for each answer what its step, and what the group, says of it."""
-
-    async def main() -> tuple[str, list[Any], list[Any]]:
-        problem, steps = first_problem(env, tokenizer), []
-        answers = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts]
-        async with workers(1):
-            for number, answer in enumerate(answers):
-                made_env = await problem.make_env(number)
-                prompt, _ = await made_env.initial_observation()
-                steps.append(await made_env.step(answer))
-            grouped = await problem.compute_group_rewards([trajectory(answer) for answer in answers])
-        return tokenizer.decode(prompt), steps, grouped
-
-    return asyncio.run(main())
+    problem, steps = first_problem(env, tokenizer), []
+    answers = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts]
+    async with workers(1):
+        for number, answer in enumerate(answers):
+            made_env = await problem.make_env(number)
+            prompt, _ = await made_env.initial_observation()
+            steps.append(await made_env.step(answer))
+        grouped = await problem.compute_group_rewards([trajectory(answer) for answer in answers])
+    return tokenizer.decode(prompt), steps, grouped
 
 
-def test_each_form_gets_its_columns_and_each_function_is_a_weighted_metric(tmp_path: Path, tokenizer: Any) -> None:
+async def test_each_form_gets_its_columns_and_each_function_is_a_weighted_metric(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     env = config(tmp_path, "score,everything,brief,judged", weights={"brief": 10.0, "judged": 0.5})
     problem = first_problem(env, tokenizer)
     target = problem.row.columns["target"]
     assert problem.scores_in_any_process
-    prompt, (right, wrong), grouped = play(env, tokenizer, target, "so")
+    prompt, (right, wrong), grouped = await play(env, tokenizer, target, "so")
     assert prompt == f"{int(target) // 2} + {int(target) // 2} = ", "a prompt that is text is tokenised as it is"
     assert (right.reward, right.metrics) == (4.0, {"score": 1.0, "everything": 3.0, "parse_error": 0.0})
     assert (wrong.reward, wrong.metrics["score"]) == (3.0, 0.0)
@@ -93,20 +90,22 @@ def test_each_form_gets_its_columns_and_each_function_is_a_weighted_metric(tmp_p
     assert grouped[1][0] == pytest.approx(10 * -0.2 + 0.5 * 2)
 
 
-def test_prompts_may_be_messages_as_in_trl(tmp_path: Path, tokenizer: Any) -> None:
+async def test_prompts_may_be_messages_as_in_trl(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"prompt": [{"role": "user", "content": row["prompt"]}], "target": row["target"]} for row in ROWS]
     for data, args in ((rows, {}), (ROWS, {"chat": True})):
-        prompt, (step,), ((_, metrics),) = play(config(tmp_path, "score,brief", rows=data, **args), tokenizer, " 1")
+        env = config(tmp_path, "score,brief", rows=data, **args)
+        prompt, (step,), ((_, metrics),) = await play(env, tokenizer, " 1")
         assert prompt.startswith("User: "), "a chat is rendered"
         assert (step.logs["answer"].strip(), metrics) == ("1", {"brief": -0.2})
         assert step.metrics["parse_error"] == 0
-    _, (malformed,), _ = play(config(tmp_path, "score", chat=True), tokenizer, "<think>1")
+    _, (malformed,), _ = await play(config(tmp_path, "score", chat=True), tokenizer, "<think>1")
     assert malformed.metrics["parse_error"] == 1
 
 
-def test_what_a_file_imports_does_not_count_in_its_time(tmp_path: Path, tokenizer: Any) -> None:
+async def test_what_a_file_imports_does_not_count_in_its_time(tmp_path: Path, tokenizer: Any) -> None:
     env = config(tmp_path, "score", "import time\ntime.sleep(1.5)\ndef score(said): return 1", limit_s=1.0)
-    assert play(env, tokenizer, "?")[1][0].reward == 1
+    _, (step,), _ = await play(env, tokenizer, "?")
+    assert step.reward == 1
 
 
 FAILING = {
@@ -121,20 +120,15 @@ FAILING = {
 }
 
 
-def test_a_function_that_fails_is_refused_before_the_run(tmp_path: Path, tokenizer: Any) -> None:
+async def test_a_function_that_fails_is_refused_before_the_run(tmp_path: Path, tokenizer: Any) -> None:
     """With its name, the row, and what is wrong; a time that is over is not waited for again."""
-
-    async def dry_runs() -> None:
-        async with workers(1):
-            for number, (rewards, message) in enumerate(FAILING.items()):
-                (tmp_path / str(number)).mkdir()
-                env = config(tmp_path / str(number), "score", rewards, limit_s=1.0)
-                with pytest.raises(
-                    BadInput, match=rf"score of .*my_rewards\.py.* line \d+ of .*data\.jsonl(.|\n)*{message}"
-                ):
-                    await first_problem(env, tokenizer).try_rewards()
-
-    asyncio.run(dry_runs())
+    async with workers(1):
+        for number, (rewards, message) in enumerate(FAILING.items()):
+            (tmp_path / str(number)).mkdir()
+            env = config(tmp_path / str(number), "score", rewards, limit_s=1.0)
+            refusal = rf"score of .*my_rewards\.py.* line \d+ of .*data\.jsonl(.|\n)*{message}"
+            with pytest.raises(BadInput, match=refusal):
+                await first_problem(env, tokenizer).try_rewards()
 
 
 @pytest.mark.parametrize(

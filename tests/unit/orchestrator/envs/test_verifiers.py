@@ -4,13 +4,12 @@ Each is a module in a directory of its own, as it would be an installed package;
 """
 
 import ast
-import asyncio
 import importlib
 import inspect
 import json
 import re
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from textwrap import dedent, indent
@@ -18,16 +17,16 @@ from typing import Any
 
 import pytest
 import verifiers.v1 as vf
-from chat_support import Policy, encoded_answer
+from chat_support import Policy, encoded_answer, rollout
 from renderer_support import QWEN3, bpe
 from verifiers.v1.errors import TaskError
 
 from orchestrator import workers
 from orchestrator.env import EnvContext, Trajectory, load_dataset
 from orchestrator.envs.verifiers import NotScored, TaskEnv, TasksetDataset, conversation, make_trace
-from orchestrator.rollout import NonFiniteReward, RolloutKey, RolloutLimits, run_rollout
+from orchestrator.rollout import NonFiniteReward
 from orchestrator.workers import WorkerError, WorkerTimeout
-from trireme.config.schema import EnvConfig, RendererConfig, SamplingConfig
+from trireme.config.schema import EnvConfig, RendererConfig
 from trireme.core.errors import BadInput
 
 NUMBERS = count()
@@ -103,37 +102,17 @@ def tasks(dataset: TasksetDataset) -> list[Any]:
     return [group.make.args[0] for i in range(len(dataset)) for group in dataset.get_batch(i)]  # type: ignore[attr-defined]
 
 
-async def answered(env: Any, policy: Policy) -> Trajectory:
-    key, limits = RolloutKey("tasks", "0.0.0", 0, 0, "0"), RolloutLimits(1000, 10_000)
-    return await run_rollout(env, policy.sample, key, limits, SamplingConfig(max_tokens=1000), 0)
-
-
-def answer(name: str, text: str | None = None, **args: Any) -> Trajectory:
+async def answer(name: str, text: str | None = None, **args: Any) -> Trajectory:
     """One rollout of the first task; without a text with the right answer."""
-
-    async def one() -> Trajectory:
-        (group, *_) = opened(name, scoring="loop", **args).get_batch(0)
-        env, _ = await group.make_envs()
-        answer_text = group.make.args[0].data.answer if text is None else text  # type: ignore[attr-defined]
-        return await answered(env, Policy([encoded_answer(answer_text, context().renderer)]))
-
-    return asyncio.run(one())
+    (group, *_) = opened(name, scoring="loop", **args).get_batch(0)
+    env, _ = await group.make_envs()
+    answer_text = group.make.args[0].data.answer if text is None else text  # type: ignore[attr-defined]
+    return await rollout(env, Policy([encoded_answer(answer_text, context().renderer)]))
 
 
-def in_workers(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with workers.workers(1):
-            await scenario()
-
-    asyncio.run(main())
-
-
-# ---- one rollout
-
-
-def test_a_task_is_asked_and_its_answer_scored(written: Written) -> None:
+async def test_a_task_is_asked_and_its_answer_scored(written: Written) -> None:
     name = written()
-    right, wrong = answer(name), answer(name, "no idea")
+    right, wrong = await answer(name), await answer(name, "no idea")
     assert (right.reward, wrong.reward) == (1.0, 0.0)
     (turn,) = right.transitions
     assert turn.metrics == {"parse_error": 0.0, "score/exact": 1.0}
@@ -144,7 +123,7 @@ def test_a_task_is_asked_and_its_answer_scored(written: Written) -> None:
     )
 
 
-def test_rewards_are_weighted_and_metrics_reported(written: Written) -> None:
+async def test_rewards_are_weighted_and_metrics_reported(written: Written) -> None:
     name = written("""
         @vf.reward(weight=2.0)
         async def right(self, trace: vf.Trace) -> float:
@@ -166,7 +145,7 @@ def test_rewards_are_weighted_and_metrics_reported(written: Written) -> None:
         async def sizes(self, trace: vf.Trace) -> Mapping[str, float]:
             return {"prompt": float(trace.num_input_tokens), "messages": float(len(trace.messages))}
     """)
-    (turn,) = answer(name).transitions
+    (turn,) = (await answer(name)).transitions
     length = len(turn.action)
     assert turn.reward == 2.0 - 0.5 * length + 0.25
     assert turn.metrics == {
@@ -189,7 +168,7 @@ async def test_an_answer_that_is_cut_off_or_malformed_is_scored_as_what_it_is(wr
     whole = encoded_answer("<think>\nand thinks", context().renderer)
     await env.initial_observation()
     (cut_off, malformed) = [
-        await answered(env, Policy([tokens], reason)) for tokens, reason in [(whole[:-1], "length"), (whole, "stop")]
+        await rollout(env, Policy([tokens], reason)) for tokens, reason in [(whole[:-1], "length"), (whole, "stop")]
     ]
     assert (cut_off.reward, malformed.reward) == (0.0, 0.0)  # no reply: it was still thinking
     assert cut_off.transitions[0].metrics == {"parse_error": 0.0, "cut": 1.0, "score/said": 0.0}
@@ -239,9 +218,6 @@ def test_a_prompt_of_several_messages() -> None:
     ]
 
 
-# ---- scoring that fails
-
-
 @pytest.mark.parametrize(
     ("body", "error", "message"),
     [
@@ -253,15 +229,15 @@ def test_a_prompt_of_several_messages() -> None:
         ("await asyncio.sleep(60)", TimeoutError, None),
     ],
 )
-def test_a_rollout_without_score_fails(
+async def test_a_rollout_without_score_fails(
     written: Written, body: str, error: type[Exception], message: str | None
 ) -> None:
     name = written(f"@vf.reward\nasync def bad(self, trace: vf.Trace) -> float:\n    {body}")
     with pytest.raises(error, match=message):
-        answer(name, scoring_limit_s=0.2)
+        await answer(name, scoring_limit_s=0.2)
 
 
-def test_scoring_in_a_worker_process(written: Written) -> None:
+async def test_scoring_in_a_worker_process(written: Written) -> None:
     """There math-verify has its time limit, what is raised comes back, and what never ends is killed: a task's own
     limit goes before the other one."""
     name = written("""
@@ -276,10 +252,10 @@ def test_scoring_in_a_worker_process(written: Written) -> None:
     (task, *_) = tasks(opened(name))
     renderer = context().renderer
 
-    async def scenario() -> None:
-        async def trajectory_of(text: str, task: Any = task) -> Trajectory:
-            return await answered(TaskEnv(task, renderer, "worker", 60.0), Policy([encoded_answer(text, renderer)]))
+    async def trajectory_of(text: str, task: Any = task) -> Trajectory:
+        return await rollout(TaskEnv(task, renderer, "worker", 60.0), Policy([encoded_answer(text, renderer)]))
 
+    async with workers.workers(1):
         assert (await trajectory_of("\\boxed{\\frac{1}{2}}")).reward == 1.0
         assert (await trajectory_of("\\boxed{2}")).reward == 0.0
         with pytest.raises(WorkerError, match="ZeroDivisionError: by nothing") as raised:
@@ -288,78 +264,56 @@ def test_scoring_in_a_worker_process(written: Written) -> None:
         with pytest.raises(WorkerTimeout, match=r"score_alone in a worker process took longer than 0\.2 s"):
             await trajectory_of("hang", task.with_data(timeout=vf.TaskTimeout(scoring=0.2)))
 
-    in_workers(scenario)
+
+@pytest.mark.parametrize(
+    ("part", "code", "message"),
+    [
+        ("Game", "class Game(vf.SingleAgentEnv):\n    pass", r"an Env of its own \(Game\)"),
+        ("Program", "class Program(vf.Harness[vf.HarnessConfig]):\n    pass", "a harness of its own"),
+        ("taskset", "@classmethod\ndef toolsets(cls, config):\n    return [object()]", r"serves tools \(object\)"),
+        ("task", "@classmethod\ndef toolsets(cls, config):\n    return [object()]", r"Answered has tools \(object\)"),
+        ("task", "NEEDS_CONTAINER = True", r"Answered needs a runtime \(NEEDS_CONTAINER\)"),
+        ("task", "async def setup(self, trace, runtime):\n    pass", r"needs a runtime \(setup\)"),
+        ("task", "async def finalize(self, trace, runtime):\n    pass", r"needs a runtime \(finalize\)"),
+        ("task", "@vf.intercept\nasync def hide(self, request: vf.Request):\n    return None", r"harness \(hide\)"),
+        ("task", "@vf.stop\nasync def enough(self, trace: vf.Trace) -> bool:\n    return True", r"harness \(enough\)"),
+        ("task", "@vf.reward\nasync def t(self, trace, runtime) -> float:\n    pass", r"in a runtime \(Answered.t\)"),
+        ("task", "@vf.metric\nasync def files(self, runtime) -> float:\n    pass", r"in a runtime \(Answered.files\)"),
+        ("task", "def __init__(self, *args):\n    super().__init__(*args)\n    self.f = lambda: 1", "be pickled"),
+    ],
+)
+def test_what_needs_more_than_an_answer_is_refused(written: Written, part: str, code: str, message: str) -> None:
+    """`part`: what the code is added to, or the name of a class that the module exports beside its taskset."""
+    if part in ("task", "taskset"):
+        name = written(**{part: {"task": EXACT, "taskset": LOAD}[part] + "\n" + code})
+    else:
+        name = written(module=code, exported=("Questions", part))
+    assert_refused(name, message)
 
 
-# ---- what is refused
+def assert_refused(name: str, message: str) -> None:
+    refusal = f"taskset '{name}' of verifiers cannot be played here: .*{message}.*environment of your own"
+    with pytest.raises(BadInput, match=refusal):
+        opened(name)
 
 
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        (
-            {"module": "class Game(vf.SingleAgentEnv):\n    pass", "exported": ("Questions", "Game")},
-            r"an Env of its own \(Game\)",
-        ),
-        (
-            {
-                "module": "class Program(vf.Harness[vf.HarnessConfig]):\n    pass",
-                "exported": ("Questions", "Program"),
-            },
-            "a harness of its own",
-        ),
-        (
-            {
-                "taskset": LOAD + "\n@classmethod\ndef toolsets(cls, config):\n    return [object()]",
-            },
-            r"serves tools \(object\)",
-        ),
-        (
-            {"task": EXACT + "\n@classmethod\ndef toolsets(cls, config):\n    return [object()]"},
-            r"Answered has tools \(object\)",
-        ),
-        ({"task": EXACT + "\nNEEDS_CONTAINER = True"}, r"Answered needs a runtime \(NEEDS_CONTAINER\)"),
-        ({"task": EXACT + "\nasync def setup(self, trace, runtime):\n    pass"}, r"needs a runtime \(setup\)"),
-        ({"task": EXACT + "\nasync def finalize(self, trace, runtime):\n    pass"}, r"needs a runtime \(finalize\)"),
-        (
-            {"task": EXACT + "\n@vf.intercept\nasync def hide(self, request: vf.Request):\n    return None"},
-            r"between model and harness \(hide\)",
-        ),
-        (
-            {"task": EXACT + "\n@vf.stop\nasync def enough(self, trace: vf.Trace) -> bool:\n    return True"},
-            r"between model and harness \(enough\)",
-        ),
         ({"task": "pass"}, "Answered has no reward"),
-        (
-            {"task": EXACT + "\n@vf.reward\nasync def tested(self, trace, runtime) -> float:\n    return 1.0"},
-            r"scored in a runtime \(Answered.tested\)",
-        ),
-        (
-            {"task": EXACT + "\n@vf.metric\nasync def files(self, runtime) -> float:\n    return 1.0"},
-            r"scored in a runtime \(Answered.files\)",
-        ),
-        (
-            {"task": EXACT + "\ndef __init__(self, *args):\n    super().__init__(*args)\n    self.f = lambda: 1"},
-            "Answered cannot be pickled",
-        ),
         ({"taskset": LOAD.replace("dict(", "dict(image='python', workdir='/', ")}, r"task 0 .* \(image, workdir\)"),
-        (
-            {"taskset": LOAD.replace("dict(", "dict(name='first', ").replace('prompt=f"', 'description=f"')},
-            "task first has no prompt",
-        ),
+        ({"taskset": LOAD.replace("dict(prompt=", "dict(name='first', description=")}, "task first has no prompt"),
     ],
 )
-def test_what_needs_more_than_an_answer_is_refused(written: Written, parts: dict[str, Any], message: str) -> None:
-    name = written(**parts)
-    with pytest.raises(
-        BadInput, match=f"taskset '{name}' of verifiers cannot be played here: .*{message}.*environment of your own"
-    ):
-        opened(name)
+def test_tasks_that_are_none_of_a_question_with_a_reward_are_refused(
+    written: Written, parts: dict[str, Any], message: str
+) -> None:
+    assert_refused(written(**parts), message)
 
 
-def test_a_runtime_that_a_reward_can_do_without(written: Written) -> None:
+async def test_a_runtime_that_a_reward_can_do_without(written: Written) -> None:
     name = written("@vf.reward\nasync def seen(self, trace, runtime=None) -> float:\n    return float(runtime is None)")
-    assert answer(name).reward == 1.0
+    assert (await answer(name)).reward == 1.0
 
 
 @pytest.mark.parametrize(
@@ -453,9 +407,6 @@ def test_the_package_is_not_installed(monkeypatch: pytest.MonkeyPatch, patch: st
         monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1.14")
     with pytest.raises(BadInput, match=rf"package verifiers 0\.4\.x: .*{message}.*`uv sync --extra verifiers`"):
         load_dataset(EnvConfig(id="verifiers:gsm8k"), context())
-
-
-# ---- the dataset
 
 
 def test_training_and_evaluations_share_no_task(written: Written) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from console_support import ATTACK, STEPS, encoded, make_live_run, reader_of
 from fastapi.routing import APIRoute
@@ -21,11 +20,9 @@ from service.console.standalone import make_console_app
 from service.keys import ServiceKey, new_key
 from service.routes import CONSOLE_ROUTES, ROUTES, caller_of
 
-ADDRESS = ("127.0.0.1", 50000)
-
 
 def client_of(
-    root: Path, *keys: ServiceKey, peer: tuple[str, int] = ADDRESS, reader: RunReader | None = None
+    root: Path, *keys: ServiceKey, peer: tuple[str, int] = ("127.0.0.1", 50000), reader: RunReader | None = None
 ) -> TestClient:
     app = make_console_app(reader or reader_of(root), list(keys))
     return TestClient(app, base_url="http://127.0.0.1", client=peer, raise_server_exceptions=False)
@@ -58,9 +55,6 @@ def refusal(client: TestClient, route: str, status: int, /, **query: Any) -> str
     reply = client.get(f"/console/api/{route}", params=query)
     assert reply.status_code == status, reply.text
     return str(reply.json()["error"]["message"])
-
-
-# ------------------------------------------------------------------------------------------------------- what it tells
 
 
 def test_how_the_run_and_its_parts_are(client: TestClient, root: Path) -> None:
@@ -177,9 +171,6 @@ def test_a_run_in_object_storage_says_that_this_is_its_local_directory(root: Pat
     assert place == "s3://bucket/runs; this page shows what its directory on this machine has"
 
 
-# ------------------------------------------------------------------------------------------------------ who may call
-
-
 def test_the_table_has_every_route(root: Path) -> None:
     routes = [route for route in make_console_app(reader_of(root), []).routes if isinstance(route, APIRoute)]
     pairs = {(method, route.path.replace(":path", "")) for route in routes for method in route.methods - {"HEAD"}}
@@ -243,21 +234,10 @@ def test_a_look_changes_no_file(client: TestClient, root: Path) -> None:
     assert stand() == before
 
 
-# ------------------------------------------------------------------------------------------------- what is never served
-
-
-PATHS = [
-    "../config.json",
-    "..%2fconfig.json",
-    "%2e%2e/config.json",
-    "....//config.json",
-    "/etc/passwd",
-    "%00",
-    "app.py",
-]
-
-
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "path",
+    ["../config.json", "..%2fconfig.json", "%2e%2e/config.json", "....//config.json", "/etc/passwd", "%00", "app.py"],
+)
 def test_no_path_leads_out_of_the_page(client: TestClient, path: str) -> None:
     for prefix in ("/console/files/", "/console/", "/console/api/", "/console/files/charts.js/"):
         reply = client.get(prefix + path)
@@ -338,23 +318,3 @@ async def test_the_port_of_a_service_has_the_console_for_admin_keys(tmp_path: Pa
         assert wrong.status_code == 400
         missing = await service.client.get("/console/api/session?name=none", headers=admin)
         assert missing.status_code == 404
-
-
-async def test_the_console_of_another_process_reads_the_sessions_of_a_service(tmp_path: Path) -> None:
-    """While the service has its store open, and afterwards."""
-    root, admin = tmp_path / "run", {"Authorization": f"Bearer {ADMIN}"}
-    root.mkdir()
-    transport = httpx.ASGITransport(make_console_app(reader_of(root), []))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1/console/api") as console:
-        reader = RunReader(root, None, lambda: service.gateway.registry.book)
-        async with served("4", run=reader, sessions=root / "sessions") as service:
-            await service.client.post("/sessions", json={"problem": "p"}, headers=admin)
-            (named,) = (await console.get("/sessions")).json()["sessions"]
-            assert (named["problem"], named["open"]) == ("p", True)
-            tree = await console.get("/session", params={"name": named["session"]})
-            assert (tree.status_code, tree.json()["nodes"]) == (200, [])
-            assert (await console.get("/session", params={"name": "none"})).status_code == 404
-            await service.client.post("/sessions", json={"problem": "q"}, headers=admin)
-            assert len((await console.get("/sessions")).json()["sessions"]) == 2
-        (stored, *_) = (await console.get("/sessions", params={})).json()["sessions"]
-        assert stored["open"]

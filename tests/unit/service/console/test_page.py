@@ -21,7 +21,6 @@ DEADLINE_S = 30.0
 
 @contextmanager
 def served(root: Path, *keys: ServiceKey) -> Iterator[str]:
-    """Serves the console of a run from a thread. Yields the address to open."""
     server = http_server(make_console_app(reader_of(root), list(keys)), "127.0.0.1", 0)
     thread = threading.Thread(target=lambda: asyncio.run(serve(server)), daemon=True)
     thread.start()

@@ -51,9 +51,6 @@ def report_of(page: Path) -> dict[str, Any]:
     return json.loads(match[1], parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-# --------------------------------------------------------------------------------------------------- what the page says
-
-
 def test_curves_are_those_that_there_are(run: Path) -> None:
     rows = [
         row(0, **{"eval/sort/avg@4": 0.5, "eval/sort/avg@4/ci95": 0.1, "optim/grad_norm": float("nan")}),
@@ -159,9 +156,6 @@ def test_a_long_run_is_a_small_page(
     assert {f"groups {step}" for step in recorded["steps"]} <= answers.keys()
 
 
-# ------------------------------------------------------------------------------------------------------------- refusals
-
-
 def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert str(tmp_path) in refused(capsys, "report", str(tmp_path))
 
@@ -177,9 +171,6 @@ def test_the_trace_as_one_file(run: Path, tmp_path: Path, capsys: pytest.Capture
     assert {event["name"] for event in events} >= {"sampling", "group", "forward_backward"}
     shutil.rmtree(run / "trace")
     assert "has no trace" in refused(capsys, "report", str(run), "--trace", str(out))
-
-
-# ----------------------------------------------------------------------------------------------------- how it looks
 
 
 @in_chromium

@@ -5,13 +5,9 @@ from typing import Any
 import openai
 import pytest
 from renderer_support import CALCULATOR
-from service_support import CLIENT, VERSION, Served, served
+from service_support import CALLS, CLIENT, VERSION, Served, served
 
 TOOL: Any = {"type": "function", **CALCULATOR, "strict": False}
-CALLS = (
-    "<think>\nhm\n</think>\n\nI look.\n"
-    '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 2"}}\n</tool_call>'
-)
 
 
 def of(service: Served) -> openai.AsyncOpenAI:
@@ -20,7 +16,7 @@ def of(service: Served) -> openai.AsyncOpenAI:
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_thinking_text_and_calls_both_ways(streamed: bool) -> None:
-    async with served(CALLS, "It is 4.") as service, of(service) as client:
+    async with served("<think>\nhm\n</think>\n\n" + CALLS, "It is 4.") as service, of(service) as client:
         request: Any = {"model": "policy", "input": "What is 2 + 2?", "tools": [TOOL], "instructions": "Be brief."}
         if streamed:
             events = [event async for event in await client.responses.create(**request, stream=True)]

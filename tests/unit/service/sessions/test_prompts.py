@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from registry_agents import ask
 from renderer_support import QWEN3, bpe
 from service_support import served
-from session_agents import QUESTION, exported, of, opened
+from session_agents import QUESTION, exported, session_of
 from session_agents import ask as ask_chat
 from session_agents import trained as trained_of
 from session_support import ScriptedSampler, opened_registry, rendered, spoken
@@ -23,14 +23,6 @@ from trireme.core.types import VersionSpan, WeightIdentity
 
 TOKENIZER = bpe(QWEN3)
 END = TOKENIZER.decode([TOKENIZER.eos_token_id])
-
-
-def tree_of(*turns: tuple[int, str, list[int], list[int]]) -> SessionTree:
-    """A tree of turns: the answer that each follows, its text, the tokens of the text, and those of its answer."""
-    tree = SessionTree()
-    for turn in turns:
-        grow(tree, *turn)
-    return tree
 
 
 def grow(tree: SessionTree, follows: int, text: str, prompt: list[int], answer: list[int]) -> int:
@@ -87,7 +79,9 @@ class TestTexts:
 
 
 def test_token_ids_go_on_behind_the_longest_answer_that_they_begin_with() -> None:
-    tree = tree_of((ROOT, "p", [5], [6, 7]), (1, "q", [8], [9]), (ROOT, "", [5, 6], [7, 8]))
+    tree = SessionTree()
+    for follows, text, prompt, answer in ((ROOT, "p", [5], [6, 7]), (1, "q", [8], [9]), (ROOT, "", [5, 6], [7, 8])):
+        grow(tree, follows, text, prompt, answer)
     for ids, node, count in (
         ([5, 6, 7, 8, 9, 1], 3, 5),
         ([5, 6, 7, 8, 1], 5, 4),
@@ -108,17 +102,15 @@ async def complete(agent: openai.AsyncOpenAI, prompt: Any, **body: Any) -> Any:
 
 
 async def test_an_agent_with_texts_and_one_with_token_ids() -> None:
-    async with served(" 4", " 9", " 16") as service:
-        session = await opened(service)
+    async with served(" 4", " 9", " 16") as service, session_of(service) as (session, agent):
         ids = {"extra_body": {"return_token_ids": True}}
-        async with of(session) as agent:
-            first = await complete(agent, "2 * 2 =", **ids)
-            (choice,) = first.choices
-            assert (choice.text, choice.finish_reason, first.usage.answers) == (" 4", "stop", [1])
-            second = await complete(agent, f"2 * 2 = 4{END}3 * 3 =", **ids)
-            prompt = [*choice.prompt_token_ids, *choice.token_ids, *encoded("3 * 3 =")]
-            assert second.choices[0].prompt_token_ids == prompt
-            await complete(agent, [*prompt, *second.choices[0].token_ids, *encoded("4 * 4 =")])
+        first = await complete(agent, "2 * 2 =", **ids)
+        (choice,) = first.choices
+        assert (choice.text, choice.finish_reason, first.usage.answers) == (" 4", "stop", [1])
+        second = await complete(agent, f"2 * 2 = 4{END}3 * 3 =", **ids)
+        prompt = [*choice.prompt_token_ids, *choice.token_ids, *encoded("3 * 3 =")]
+        assert second.choices[0].prompt_token_ids == prompt
+        await complete(agent, [*prompt, *second.choices[0].token_ids, *encoded("4 * 4 =")])
         export = await exported(service, session)
         assert [turn["follows"] for turn in export["turns"]] == [False, True, True]
         assert trained_of(export) == [
@@ -128,35 +120,29 @@ async def test_an_agent_with_texts_and_one_with_token_ids() -> None:
 
 
 async def test_several_prompts_are_a_turn_each_and_streams_are_whole() -> None:
-    async with served("a", "b", "c", "d", "e") as service:
-        session = await opened(service)
-        async with of(session) as agent:
-            completion = await complete(agent, ["x", "y"], n=2)
-            assert [choice.text for choice in completion.choices] == ["a", "b", "c", "d"]
-            assert completion.usage.answers == [1, 2, 4, 5]
-            chunks = [chunk async for chunk in await complete(agent, "z", stream=True)]
-            assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == "e"
+    async with served("a", "b", "c", "d", "e") as service, session_of(service) as (session, agent):
+        completion = await complete(agent, ["x", "y"], n=2)
+        assert [choice.text for choice in completion.choices] == ["a", "b", "c", "d"]
+        assert completion.usage.answers == [1, 2, 4, 5]
+        chunks = [chunk async for chunk in await complete(agent, "z", stream=True)]
+        assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == "e"
         export = await exported(service, session)
         assert len(export["turns"]) == 5
         assert all(turn["in_loss"] for turn in export["turns"])
 
 
 async def test_a_chat_and_a_prompt_of_its_tokens_are_one_conversation() -> None:
-    async with served("one", "two") as service:
-        session = await opened(service)
-        async with of(session) as agent:
-            first = await ask_chat(agent, QUESTION, extra_body={"return_token_ids": True})
-            ids = [*first.prompt_token_ids, *first.choices[0].token_ids, *encoded("more")]
-            await complete(agent, ids)
+    async with served("one", "two") as service, session_of(service) as (session, agent):
+        first = await ask_chat(agent, QUESTION, extra_body={"return_token_ids": True})
+        ids = [*first.prompt_token_ids, *first.choices[0].token_ids, *encoded("more")]
+        await complete(agent, ids)
         export = await exported(service, session)
         assert [turn["follows"] for turn in export["turns"]] == [False, True]
 
 
 async def test_a_prompt_that_is_refused_is_named() -> None:
-    async with served("one") as service:
-        session = await opened(service)
-        async with of(session) as agent:
-            for prompt, reason in (("", "at least one"), ([len(TOKENIZER) + 5], "expected 0 to")):
-                with pytest.raises(openai.BadRequestError, match=reason) as refused:
-                    await complete(agent, prompt)
-                assert refused.value.param == "prompt"
+    async with served("one") as service, session_of(service) as (_session, agent):
+        for prompt, reason in (("", "at least one"), ([len(TOKENIZER) + 5], "expected 0 to")):
+            with pytest.raises(openai.BadRequestError, match=reason) as refused:
+                await complete(agent, prompt)
+            assert refused.value.param == "prompt"

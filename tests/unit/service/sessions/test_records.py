@@ -94,8 +94,16 @@ def histories(draw: st.DrawFn) -> list[SessionRecord]:
     return records
 
 
-def state(book: SessionBook) -> dict[str, Any]:
+COLUMNS = ("parent", "branch", "start", "end", "follows", "first_weights", "children", "message", "spans", "turns")
+COLUMNS += ("stop_reason", "delivered")
+"""Of a node of a session's tree."""
+
+
+def state_of(records: Iterable[SessionRecord]) -> dict[str, Any]:
     """Returns all that sessions hold, as values that can be compared."""
+    book = SessionBook()
+    for record in records:
+        book.apply(record)
     return {
         name: {
             "opened": session.opened,
@@ -103,22 +111,7 @@ def state(book: SessionBook) -> dict[str, Any]:
             "last": session.last,
             "rewards": session.rewards,
             "counts": vars(session.tree.counts),
-            "nodes": [
-                [
-                    n.parent,
-                    n.branch,
-                    n.start,
-                    n.end,
-                    n.follows,
-                    n.first_weights,
-                    n.children,
-                    n.message,
-                    n.spans,
-                    n.turns,
-                ]
-                for n in session.tree.nodes
-            ],
-            "said": [(n.stop_reason, n.delivered) for n in session.tree.nodes],
+            "nodes": [[getattr(node, name) for name in COLUMNS] for node in session.tree.nodes],
             "columns": [
                 (branch.origin, branch.tokens[: branch.length].tolist(), branch.logprobs[: branch.length].tobytes())
                 for branch in session.tree.branches
@@ -126,13 +119,6 @@ def state(book: SessionBook) -> dict[str, Any]:
         }
         for name, session in book.sessions.items()
     }
-
-
-def state_of(records: Iterable[SessionRecord]) -> dict[str, Any]:
-    book = SessionBook()
-    for record in records:
-        book.apply(record)
-    return state(book)
 
 
 @settings(max_examples=60, deadline=None)

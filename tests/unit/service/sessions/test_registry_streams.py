@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 from service_support import VERSION, Served, served
-from session_agents import QUESTION, ask, bearer, exported, of, opened, refused, sampled, trained
+from session_agents import QUESTION, ask, bearer, exported, opened, refused, sampled, session_of, text_of, trained
 from waiting import wait_for_tasks
 
 from service.sessions.records import TurnAnswered
@@ -28,56 +28,46 @@ def turns_of(service: Served, session: Any) -> int:
     return service.gateway.registry.book.sessions[session["session"]].tree.counts.turns
 
 
-async def text_of(stream: Any) -> str:
-    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
-
-
 async def test_pieces_come_before_the_turn_is_stored_and_its_end_comes_after() -> None:
-    async with served(TEXT) as service:
-        session = await opened(service)
+    async with served(TEXT) as service, session_of(service) as (session, agent):
         service.sampler.hold_within = asyncio.Event()
-        async with of(session) as agent:
-            stream = await ask(agent, QUESTION, stream=True)
-            first = await anext(stream)
-            assert (first.choices[0].delta.role, first.choices[0].finish_reason) == ("assistant", None)
-            assert turns_of(service, session) == 0
-            service.sampler.hold_within.set()
-            text = ""
-            async for chunk in stream:
-                text += chunk.choices[0].delta.content or ""
-                assert (turns_of(service, session) == 1) >= (chunk.choices[0].finish_reason is not None)
+        stream = await ask(agent, QUESTION, stream=True)
+        first = await anext(stream)
+        assert (first.choices[0].delta.role, first.choices[0].finish_reason) == ("assistant", None)
+        assert turns_of(service, session) == 0
+        service.sampler.hold_within.set()
+        text = ""
+        async for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+            assert (turns_of(service, session) == 1) >= (chunk.choices[0].finish_reason is not None)
         assert text == TEXT
         assert trained(await exported(service, session)) == sampled(service)
 
 
 async def test_a_client_that_leaves_a_stream_finds_the_whole_answer_by_its_retry() -> None:
-    async with served(TEXT, "another one") as service:
-        session = await opened(service)
+    async with served(TEXT, "another one") as service, session_of(service) as (session, agent):
         service.sampler.hold_within = asyncio.Event()
-        async with of(session) as agent:
-            stream = await ask(agent, QUESTION, stream=True)
-            await anext(stream)
-            await stream.close()
-            (running,) = service.gateway.registry.book.sessions[session["session"]].running
-            await wait_for_tasks(lambda: not running.callers, "its client to leave")
-            retry: Any = {"extra_headers": {"x-stainless-retry-count": "1"}, "stream": True}
-            joined = asyncio.create_task(ask(agent, QUESTION, **retry))
-            await wait_for_tasks(lambda: running.callers, "the retry")
-            service.sampler.hold_within.set()
-            assert await text_of(await joined) == TEXT, "it joins the turn that is being sampled"
-            assert await text_of(await ask(agent, QUESTION, **retry)) == TEXT, "it is stored"
+        stream = await ask(agent, QUESTION, stream=True)
+        await anext(stream)
+        await stream.close()
+        (running,) = service.gateway.registry.book.sessions[session["session"]].running
+        await wait_for_tasks(lambda: not running.callers, "its client to leave")
+        retry: Any = {"extra_headers": {"x-stainless-retry-count": "1"}, "stream": True}
+        joined = asyncio.create_task(ask(agent, QUESTION, **retry))
+        await wait_for_tasks(lambda: running.callers, "the retry")
+        service.sampler.hold_within.set()
+        assert await text_of(await joined) == TEXT, "it joins the turn that is being sampled"
+        assert await text_of(await ask(agent, QUESTION, **retry)) == TEXT, "it is stored"
         assert (len(service.sampler.requests), service.sampler.cancelled) == (1, 0)
         assert trained(await exported(service, session)) == sampled(service)
 
 
 async def test_an_answer_whose_client_left_its_stream_is_stored_and_not_trained() -> None:
-    async with served(TEXT) as service:
-        session = await opened(service)
+    async with served(TEXT) as service, session_of(service) as (session, agent):
         service.sampler.hold_within = asyncio.Event()
-        async with of(session) as agent:
-            stream = await ask(agent, QUESTION, stream=True)
-            await anext(stream)
-            await stream.close()
+        stream = await ask(agent, QUESTION, stream=True)
+        await anext(stream)
+        await stream.close()
         (running,) = service.gateway.registry.book.sessions[session["session"]].running
         await wait_for_tasks(lambda: not running.callers, "its client to leave")
         service.sampler.hold_within.set()
@@ -111,13 +101,11 @@ async def test_a_turn_that_is_not_stored_ends_its_stream(path: str, monkeypatch:
 
 
 async def test_no_piece_is_sent_of_an_answer_beyond_the_bound() -> None:
-    async with served(TEXT, max_steps_off_policy=1) as service:
-        session = await opened(service)
-        async with of(session) as agent:
+    async with served(TEXT, max_steps_off_policy=1) as service, session_of(service) as (session, agent):
+        await ask(agent, QUESTION, stream=True)
+        service.sampler.version = VERSION + 2
+        with pytest.raises(openai.APIStatusError, match="stale") as closed:
             await ask(agent, QUESTION, stream=True)
-            service.sampler.version = VERSION + 2
-            with pytest.raises(openai.APIStatusError, match="stale") as closed:
-                await ask(agent, QUESTION, stream=True)
-            assert closed.value.status_code == 410
-            assert (await refused(agent)).status_code == 410
+        assert closed.value.status_code == 410
+        assert (await refused(agent)).status_code == 410
         assert len((await exported(service, session))["turns"]) == 1

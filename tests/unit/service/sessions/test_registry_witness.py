@@ -13,7 +13,8 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
-from session_support import Hand, Letters, LetterTokens, ScriptedSampler, message_of, registry, rendered, turn_request
+from manual_clock import ManualClock
+from session_support import Letters, LetterTokens, ScriptedSampler, message_of, registry, rendered, turn_request
 
 from service.answering import AnsweredTurn
 from service.requests import TurnRequest
@@ -48,7 +49,7 @@ class Sessions(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.place = Path(tempfile.mkdtemp())
-        self.sampler, self.clock = ScriptedSampler(lambda request: f"(t)a{len(self.sampler.requests)}"), Hand()
+        self.sampler, self.clock = ScriptedSampler(lambda request: f"(t)a{len(self.sampler.requests)}"), ManualClock()
         self.strips = Letters(strips=True)
         self.service = self.started()
         self.agents: dict[str, Witness] = {}
@@ -102,10 +103,7 @@ class Sessions(RuleBasedStateMachine):
     def asks(self, name: str, request: TurnRequest) -> AnsweredTurn:
         self.clock.now += 1
         turn = self.run(self.service.turn(name, request))
-        echoed = [message for message in request.messages if message["role"] == "assistant"][-1:]
-        unconfirmed = self.agents[name].unconfirmed
-        for spoken in [candidate for candidate, message in unconfirmed.items() if message in echoed]:
-            del unconfirmed[spoken]  # the answer came back
+        self.note_echo(name, request)
         return turn
 
     @rule(name=st.sampled_from("ab"))
@@ -199,7 +197,7 @@ class Sessions(RuleBasedStateMachine):
         lost = bool(self.agents[name].lost)
         turns = self.run(run())
         assert len(self.sampler.record) == before + calls
-        self.asks_nothing_of(name, request)
+        self.note_echo(name, request)
         for turn in turns:
             self.take(name, request, turn, True)
         if lost and cancelled:
@@ -209,7 +207,7 @@ class Sessions(RuleBasedStateMachine):
                 if spoken not in heard:
                     self.agents[name].lost.append((request, [spoken]))
 
-    def asks_nothing_of(self, name: str, request: TurnRequest) -> None:
+    def note_echo(self, name: str, request: TurnRequest) -> None:
         """Takes note of the answer that a request sent back."""
         echoed = [message for message in request.messages if message["role"] == "assistant"][-1:]
         unconfirmed = self.agents[name].unconfirmed

@@ -10,28 +10,23 @@ import anthropic
 import openai
 import pytest
 from renderer_support import CALCULATOR
-from service_support import ADMIN, CLIENT, VERSION, Served, served
-from session_agents import QUESTION, admin, ask, bearer, exported, of, opened, refused, sampled, trained
+from service_support import ADMIN, CALLS, CLIENT, TOOL, VERSION, Served, served
+from session_agents import QUESTION, admin, ask, bearer, exported, of, opened, refused, sampled, session_of, trained
 from waiting import wait_for_tasks
 
 from service import gateway as gateways
 from service.sessions.checks import SessionClosed
 from trireme.core.errors import ProvenanceError, RoomFailed, StorageFailed
 
-TOOL: Any = {"type": "function", "function": dict(CALCULATOR)}
-CALLS = 'I look.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 2"}}\n</tool_call>'
-
 
 async def test_an_agent_with_a_tool_is_one_growing_sequence() -> None:
-    async with served(CALLS, "It is 4.") as service:
-        session = await opened(service)
-        async with of(session) as agent:
-            first = (await ask(agent, QUESTION, tools=[TOOL])).choices[0]
-            (call,) = first.message.tool_calls
-            assert json.loads(call.function.arguments) == {"expression": "2 + 2"}
-            reply = first.message.model_dump(exclude_none=True)
-            tool_result = {"role": "tool", "tool_call_id": call.id, "content": "4"}
-            answer = await ask(agent, QUESTION, reply, tool_result, tools=[TOOL])
+    async with served(CALLS, "It is 4.") as service, session_of(service) as (session, agent):
+        first = (await ask(agent, QUESTION, tools=[TOOL])).choices[0]
+        (call,) = first.message.tool_calls
+        assert json.loads(call.function.arguments) == {"expression": "2 + 2"}
+        reply = first.message.model_dump(exclude_none=True)
+        tool_result = {"role": "tool", "tool_call_id": call.id, "content": "4"}
+        answer = await ask(agent, QUESTION, reply, tool_result, tools=[TOOL])
         assert answer.choices[0].message.content == "It is 4."
         assert (answer.usage.version, answer.usage.oldest_version) == (VERSION + 1, VERSION)
         export = await exported(service, session)
@@ -66,12 +61,10 @@ async def test_anthropics_client() -> None:
 
 
 async def test_the_dialect_of_responses() -> None:
-    async with served("It is 4.", "Sure.") as service:
-        session = await opened(service)
-        async with of(session) as agent:
-            first = await agent.responses.create(model="policy", input=[QUESTION])
-            conversation: Any = [QUESTION, *first.output, {"role": "user", "content": "Sure?"}]
-            second = await agent.responses.create(model="policy", input=conversation)
+    async with served("It is 4.", "Sure.") as service, session_of(service) as (session, agent):
+        first = await agent.responses.create(model="policy", input=[QUESTION])
+        conversation: Any = [QUESTION, *first.output, {"role": "user", "content": "Sure?"}]
+        second = await agent.responses.create(model="policy", input=conversation)
         assert second.output_text == "Sure."
         export = await exported(service, session)
         assert [turn["follows"] for turn in export["turns"]] == [False, True]
@@ -107,15 +100,13 @@ async def test_the_key_alone_leads_to_the_session() -> None:
 
 
 async def test_an_answer_that_could_not_be_delivered_is_masked_and_counted() -> None:
-    async with served("one", "two") as service:
-        session = await opened(service)
+    async with served("one", "two") as service, session_of(service) as (session, agent):
         service.sampler.hold = asyncio.Event()
         async with of(session, timeout=0.2) as agent:
             with pytest.raises(openai.APITimeoutError):
                 await ask(agent, QUESTION)
         service.sampler.hold.set()
-        async with of(session) as agent:
-            await ask(agent, QUESTION)
+        await ask(agent, QUESTION)
         sessions = service.gateway.registry.book.sessions.values()
         await wait_for_tasks(lambda: not any(open_session.running for open_session in sessions), "the first answer")
         export = await exported(service, session)
@@ -125,12 +116,10 @@ async def test_an_answer_that_could_not_be_delivered_is_masked_and_counted() -> 
 
 
 async def test_rewards_are_those_of_whoever_opened_the_session_alone() -> None:
-    async with served("one", "two") as service:
-        session = await opened(service)
+    async with served("one", "two") as service, session_of(service) as (session, agent):
         path = f"/sessions/{session['session']}/reward"
-        async with of(session) as agent:
-            first = await ask(agent, QUESTION)
-            await ask(agent, QUESTION, first.choices[0].message, {"role": "user", "content": "Sure?"})
+        first = await ask(agent, QUESTION)
+        await ask(agent, QUESTION, first.choices[0].message, {"role": "user", "content": "Sure?"})
         (answer,) = first.usage.answers
         for key in (session["key"], CLIENT):
             response = await service.client.post(path, json={"value": 1000.0}, headers=bearer(key))
@@ -162,19 +151,6 @@ async def test_a_session_that_ended_or_was_forgotten_is_gone_and_no_client_tries
         assert len(service.sampler.requests) == 1
 
 
-async def test_a_turn_that_runs_when_the_session_ends_is_gone_too() -> None:
-    async with served("one") as service:
-        session = await opened(service)
-        service.sampler.hold = asyncio.Event()
-        async with of(session) as agent:
-            call = asyncio.ensure_future(refused(agent))
-            await wait_for_tasks(lambda: service.sampler.requests, "the sample")
-            export = await exported(service, session)
-            assert (await call).status_code == 410
-        assert export["turns"] == []
-        assert service.sampler.cancelled == 1
-
-
 async def test_only_so_many_are_open() -> None:
     async with served("one", limit=2) as service:
         first, _ = await opened(service), await opened(service)
@@ -201,10 +177,8 @@ async def test_errors_say_whether_to_try_again(error: Exception, status: int, co
 
 
 async def test_after_a_restart_the_same_key_continues_and_without_a_journal_it_is_closed(tmp_path: Path) -> None:
-    async with served("one", sessions=tmp_path / "sessions") as service:
-        session = await opened(service)
-        async with of(session) as agent:
-            first = (await ask(agent, QUESTION)).choices[0].message
+    async with served("one", sessions=tmp_path / "sessions") as service, session_of(service) as (session, agent):
+        first = (await ask(agent, QUESTION)).choices[0].message
     question = {"role": "user", "content": "Sure?"}
 
     async def later(directory: Path, check: Callable[[Served, openai.AsyncOpenAI], Awaitable[None]]) -> None:

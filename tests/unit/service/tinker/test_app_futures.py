@@ -10,7 +10,7 @@ import tinker
 from manual_clock import ManualClock
 from tinker import types
 from tinker.lib.retryable_exception import RetryableException
-from tinker_posts import accepted, begun, passing, post, result, sampler_of, sampling
+from tinker_posts import accepted, begun, datum, passing, post, result, sampler_of, sampling, stepping
 from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served, tinker_server
 from waiting import wait_for
 
@@ -19,11 +19,6 @@ from service.tinker.owners import Caller
 from service.tinker.promises import GoneError, Promise, UnknownId
 from service.tinker.state import KEPT_S, UNASKED_S, ProtocolState
 from trireme.core.errors import StorageFailed
-
-DATUM = types.Datum(
-    model_input=types.ModelInput.from_ints([1, 1]),
-    loss_fn_inputs={"target_tokens": types.TensorData(data=[2, 3], dtype="int64")},
-)
 
 
 @pytest.fixture
@@ -48,7 +43,7 @@ def test_the_table_of_results(served: Served, clock: ManualClock) -> None:
     wait_for(lambda: status_of(sample).status_code == 200, "the sample")
     served.trainer.hold = threading.Event()
     passed = accepted(served.url, "forward_backward", passing(model, 1))
-    updated = accepted(served.url, "optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
+    updated = accepted(served.url, "optim_step", stepping(model, 2))
     waiting = status_of(updated)
     assert (waiting.status_code, waiting.json()["queue_state"]) == (408, "active")
     served.trainer.hold.set()
@@ -56,7 +51,7 @@ def test_the_table_of_results(served: Served, clock: ManualClock) -> None:
     assert result(served.url, updated)["metrics"]["grad_norm"] > 0
     assert isinstance(result(served.url, passed), bytes)
     assert result(served.url, passed) == result(served.url, passed)
-    failed = accepted(served.url, "optim_step", {"model_id": model, "seq_id": 3, "adam_params": {}})
+    failed = accepted(served.url, "optim_step", stepping(model, 3))
     unasked = accepted(served.url, "forward_backward", passing(model, 4))
     wait_for(lambda: served.server.state.promise(unasked).outcome is not None, "a result that is not asked for")
     assert status_of(f"{model}/9").status_code == 404
@@ -112,7 +107,7 @@ def test_the_client_and_the_result_of_a_pass(
         model: Any = client.create_lora_training_client(base_model=BASE_MODEL, rank=8).result(DEADLINE_S)
         with monkeypatch.context() as patched:
             lost = answered_first(patched, error, times)
-            passed = model.forward_backward([DATUM], "cross_entropy")
+            passed = model.forward_backward([datum([2, 3])], "cross_entropy")
             if then is None:
                 assert passed.result(DEADLINE_S).metrics["loss:sum"] > 0
             else:

@@ -27,16 +27,6 @@ class Anything:
         return self
 
 
-def all_routes() -> FastAPI:
-    app, anything = FastAPI(), Anything()
-    routes: Any
-    for routes in (TinkerRoutes, SavedRoutes, SessionListRoutes):
-        routes(anything).add(app)
-    DownloadRoutes(anything, lambda: 0.0).add(app)  # type: ignore[arg-type]
-    add_routes(app, ROUTES, Service(anything, anything))  # type: ignore[arg-type]
-    return app
-
-
 def unbounded(schema: Any, place: str) -> Iterator[str]:
     """The places of whole numbers that may be as large as a client likes."""
     if isinstance(schema, dict):
@@ -50,7 +40,12 @@ def unbounded(schema: Any, place: str) -> Iterator[str]:
 
 
 def test_every_number_of_a_request_has_bounds() -> None:
-    app = all_routes()
+    app, anything = FastAPI(), Anything()
+    routes: Any
+    for routes in (TinkerRoutes, SavedRoutes, SessionListRoutes):
+        routes(anything).add(app)
+    DownloadRoutes(anything, lambda: 0.0).add(app)  # type: ignore[arg-type]
+    add_routes(app, ROUTES, Service(anything, anything))  # type: ignore[arg-type]
     schema = app.openapi()
     assert len(schema["components"]["schemas"]) > 40
     del schema["components"]["schemas"]["ValidationError"], schema["components"]["schemas"]["HTTPValidationError"]

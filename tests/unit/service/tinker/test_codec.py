@@ -14,13 +14,7 @@ from tinker.types.forward_backward_input import ForwardBackwardInput
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 from service.requests import RequestRefused
-from service.tinker.codec import (
-    BFLOAT16,
-    ForwardBackwardCall,
-    columns_of,
-    encode_output,
-    encode_sample,
-)
+from service.tinker.codec import BFLOAT16, ForwardBackwardCall, columns_of, encode_output, encode_sample
 from service.tinker.protobuf import SCHEMA, message_class
 from trireme.core.types import ForwardBackwardOutput, SampledSequence, SampleResponse
 
@@ -33,12 +27,10 @@ def datums(draw: st.DrawFn) -> types.Datum:
     tokens = draw(st.lists(TOKENS, min_size=1, max_size=8))
     cut = draw(st.integers(0, len(tokens)))
     chunks: list[Any] = [types.EncodedTextChunk(tokens=part) for part in (tokens[:cut], tokens[cut:]) if part]
-    columns: dict[str, Any] = {
-        "target_tokens": np.array(draw(st.lists(TOKENS, min_size=len(tokens), max_size=len(tokens))), np.int64),
-        "logprobs": np.array(draw(st.lists(FLOATS, min_size=len(tokens), max_size=len(tokens))), np.float32),
-        "advantages": np.array(draw(st.lists(FLOATS, min_size=len(tokens), max_size=len(tokens))), np.float32),
-        "weights": np.array(draw(st.lists(FLOATS, min_size=len(tokens), max_size=len(tokens))), np.float32),
-    }
+    targets = draw(st.lists(TOKENS, min_size=len(tokens), max_size=len(tokens)))
+    columns: dict[str, Any] = {"target_tokens": np.array(targets, np.int64)}
+    for name in ("logprobs", "advantages", "weights"):
+        columns[name] = np.array(draw(st.lists(FLOATS, min_size=len(tokens), max_size=len(tokens))), np.float32)
     inputs: Any = {name: types.TensorData.from_numpy(values) for name, values in columns.items()}
     return types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)
 

@@ -1,24 +1,15 @@
 """Rooms are lost under a server of Tinker's clients, which goes on with others: what each request is told then."""
 
-import threading
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tinker_posts import accepted, begun, passing, post, result, sampler_of, sampling
-from tinker_support import (
-    BASE_MODEL,
-    DEADLINE_S,
-    Served,
-    UnigramSampler,
-    UnigramTrainer,
-    Written,
-    tinker_server,
-)
+from tinker_posts import accepted, begun, done, passing, post, result, sampler_of, sampling, saving, stepping
+from tinker_support import BASE_MODEL, Served, UnigramSampler, UnigramTrainer, Written, tinker_server
 from waiting import wait_for
 
 from service.tinker.catalog import Catalog
@@ -29,14 +20,7 @@ from trireme.launch.tinker import BASE, RUNS, clear
 
 
 class FailingTrainer(UnigramTrainer):
-    """Is lost in its update, once it is let go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fails = threading.Event()
-
     def optim_step(self, adam_params: AdamParams) -> OptimStepResponse:
-        assert self.fails.wait(DEADLINE_S)
         raise RoomFailed("trainer shard 0 died")
 
 
@@ -51,47 +35,11 @@ def lost(served: Served) -> None:
         served.working.result()
 
 
-def stepping(model: str, seq_id: int) -> dict[str, Any]:
-    return {"model_id": model, "seq_id": seq_id, "adam_params": {"learning_rate": 0.1}}
-
-
-def test_clients_wait_while_rooms_are_started_again(tmp_path: Path) -> None:
-    """And get what they had asked for: the new trainer does again what the one that was lost had done."""
-    trainer, whole = FailingTrainer(), UnigramTrainer()
-    with tinker_server(tmp_path / "whole", whole) as served:
-        _, model = begun(served.url)
-        for seq_id in (1, 2):
-            result(served.url, accepted(served.url, "forward_backward", passing(model, seq_id)))
-        result(served.url, accepted(served.url, "optim_step", stepping(model, 3)))
-    with tinker_server(tmp_path / "lost", trainer) as served, ThreadPoolExecutor() as threads:
-        session, model = begun(served.url)
-        passed = [accepted(served.url, "forward_backward", passing(model, seq_id)) for seq_id in (1, 2)]
-        before = [result(served.url, request_id) for request_id in passed]
-        step = accepted(served.url, "optim_step", stepping(model, 3))
-        behind = accepted(served.url, "save_weights", {"model_id": model, "seq_id": 4, "path": "s"})
-        futures = [threads.submit(result, served.url, request) for request in (step, behind)]
-        trainer.fails.set()
-        lost(served)
-        assert not any(request_id.done() for request_id in futures)
-        base = sampler_of(served.url, session, 0, base_model=BASE_MODEL)  # while there are no rooms
-        sample = accepted(served.url, "asample", sampling(base, 0))
-        served.trainer, served.sampler = UnigramTrainer(), UnigramSampler()
-        served.work()
-        assert futures[0].result(DEADLINE_S)["metrics"]["grad_norm"] > 0
-        assert futures[1].result(DEADLINE_S)["path"] == f"tinker://{model}/weights/s"
-        assert isinstance(result(served.url, sample), bytes)
-        assert [result(served.url, request_id) for request_id in passed] == before
-        assert served.trainer.calls == ["cross_entropy"] * 2 + ["optim_step"]
-        np.testing.assert_array_equal(served.trainer.theta, whole.theta)
-
-
 def test_a_request_under_which_rooms_are_lost_twice_has_failed(tmp_path: Path) -> None:
     """It may be the cause: a batch that does not fit into the memory, say. What comes behind it is done."""
-    trainer = FailingTrainer()
-    trainer.fails.set()
-    with tinker_server(tmp_path, trainer) as served:
+    with tinker_server(tmp_path, FailingTrainer()) as served:
         _, model = begun(served.url)
-        result(served.url, accepted(served.url, "forward_backward", passing(model, 1)))
+        done(served.url, "forward_backward", passing(model, 1))
         step = accepted(served.url, "optim_step", stepping(model, 2))
         lost(served)
         served.work()
@@ -100,7 +48,7 @@ def test_a_request_under_which_rooms_are_lost_twice_has_failed(tmp_path: Path) -
         served.work()
         error = result(served.url, step)
         assert (error["category"], "shard 0 died" in error["error"]) == ("server", True)
-        assert isinstance(result(served.url, accepted(served.url, "forward_backward", passing(model, 3))), bytes)
+        assert isinstance(done(served.url, "forward_backward", passing(model, 3)), bytes)
 
 
 def test_a_sample_is_asked_again_once(tmp_path: Path) -> None:
@@ -158,7 +106,7 @@ def test_a_sample_that_replicas_refuse_touches_no_room(tmp_path: Path) -> None:
         served.sampler = RefusingSampler()
         served.work()
         base = sampler_of(served.url, session, 0, base_model=BASE_MODEL)
-        refused = [result(served.url, accepted(served.url, "asample", sampling(base, seq))) for seq in range(5)]
+        refused = [done(served.url, "asample", sampling(base, seq)) for seq in range(5)]
         assert [error["category"] for error in refused] == ["user"] * 5
         assert not served.working.done(), "no room is started again"
         for beyond in ({"temperature": 2.0001}, {"top_k": 10**30}, {"stop": ["x"] * 65}):
@@ -174,10 +122,10 @@ def test_samples_of_weights_that_are_lost_are_told_so(tmp_path: Path) -> None:
         samplers = []
         for number in range(2):
             seq = 3 * number
-            result(served.url, accepted(served.url, "forward_backward", passing(model, seq + 1)))
-            result(served.url, accepted(served.url, "optim_step", stepping(model, seq + 2)))
+            done(served.url, "forward_backward", passing(model, seq + 1))
+            done(served.url, "optim_step", stepping(model, seq + 2))
             body = {"model_id": model, "seq_id": seq + 3, "sampling_session_seq_id": number, "kind": "snapshot"}
-            samplers.append(result(served.url, accepted(served.url, "save_weights_for_sampler", body)))
+            samplers.append(done(served.url, "save_weights_for_sampler", body))
         old, new = (sampler["sampling_session_id"] for sampler in samplers)
         theta = served.trainer.theta.copy()
         served.working.cancel()
@@ -204,19 +152,20 @@ def test_requests_behind_one_that_was_refused_are_served(served: Served) -> None
             ("optim_step", {"adam_params": {"unheard_of": 1.0}}),
             ("save_weights", {"path": "s", "ttl_seconds": -1}),
             ("save_weights_for_sampler", {}),
+            ("save_weights_external", {"path": "w", "age_encryption_recipients": ["age1"]}),
         ],
         start=1,
     ):
-        assert post(served.url, path, {**of, "seq_id": seq_id, **body}).status_code == 400
-    saved = accepted(served.url, "save_weights", {**of, "seq_id": 6, "path": "s"})
-    assert result(served.url, saved)["path"] == f"tinker://{model}/weights/s"
+        refused = post(served.url, path, {**of, "seq_id": seq_id, **body})
+        assert refused.status_code == 400
+    assert "age_encryption_recipients" in refused.text, "the field is named"
+    assert done(served.url, "save_weights", saving(model, 7, "s"))["path"] == f"tinker://{model}/weights/s"
 
 
 def test_an_unexpected_failure_of_a_sample_is_its_own(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of other weights, which wait until none runs."""
     session, model = begun(served.url)
-    body = {"model_id": model, "seq_id": 1, "path": "w"}
-    path = result(served.url, accepted(served.url, "save_weights_for_sampler", body))["path"]
+    path = done(served.url, "save_weights_for_sampler", saving(model, 1, "w"))["path"]
     base = sampler_of(served.url, session, 0, base_model=BASE_MODEL)
 
     def broken(*_: Any, **__: Any) -> Future[SampleResponse]:
@@ -224,10 +173,10 @@ def test_an_unexpected_failure_of_a_sample_is_its_own(served: Served, monkeypatc
 
     with monkeypatch.context() as patched:
         patched.setattr(served.sampler, "sample", broken)
-        failed = result(served.url, accepted(served.url, "asample", sampling(base, 0)))
+        failed = done(served.url, "asample", sampling(base, 0))
     assert failed == {"error": "an error of the server, which its log tells: OSError", "category": "server"}
     named = sampler_of(served.url, session, 1, model_path=path)
-    assert isinstance(result(served.url, accepted(served.url, "asample", sampling(named, 0))), bytes)
+    assert isinstance(done(served.url, "asample", sampling(named, 0)), bytes)
 
 
 def test_an_unexpected_failure_of_a_pass_drops_its_batch(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,11 +187,10 @@ def test_an_unexpected_failure_of_a_pass_drops_its_batch(served: Served, monkeyp
 
     with monkeypatch.context() as patched:
         patched.setattr(served.trainer, "forward_backward", broken)
-        failed = result(served.url, accepted(served.url, "forward_backward", passing(model, 1)))
+        failed = done(served.url, "forward_backward", passing(model, 1))
     assert failed["category"] == "server"
-    step = {"model_id": model, "seq_id": 2, "adam_params": {}}
-    assert "a part of them is missing" in result(served.url, accepted(served.url, "optim_step", step))["error"]
-    assert isinstance(result(served.url, accepted(served.url, "forward_backward", passing(model, 3))), bytes)
+    assert "a part of them is missing" in done(served.url, "optim_step", stepping(model, 2))["error"]
+    assert isinstance(done(served.url, "forward_backward", passing(model, 3)), bytes)
 
 
 def test_a_save_without_room_leaves_nothing(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,11 +204,9 @@ def test_a_save_without_room_leaves_nothing(served: Served, tmp_path: Path, monk
     _, model = begun(served.url)
     with monkeypatch.context() as patched:
         patched.setattr(served.trainer, "save_state", save)
-        body = {"model_id": model, "seq_id": 1, "path": "s"}
-        assert result(served.url, accepted(served.url, "save_weights", body))["category"] == "server"
+        assert done(served.url, "save_weights", saving(model, 1, "s"))["category"] == "server"
     assert list((tmp_path / "runs").rglob("state.bin")) == []
-    body = {"model_id": model, "seq_id": 2, "path": "s"}
-    assert result(served.url, accepted(served.url, "save_weights", body))["path"] == f"tinker://{model}/weights/s"
+    assert done(served.url, "save_weights", saving(model, 2, "s"))["path"] == f"tinker://{model}/weights/s"
 
 
 def test_a_repeated_sample_has_its_promise_though_its_weights_are_gone(tmp_path: Path) -> None:
@@ -268,14 +214,13 @@ def test_a_repeated_sample_has_its_promise_though_its_weights_are_gone(tmp_path:
         session, model = begun(served.url)
 
         def saved(number: int) -> str:
-            body = {"model_id": model, "seq_id": number + 1, "path": f"w{number}"}
-            return str(result(served.url, accepted(served.url, "save_weights_for_sampler", body))["path"])
+            return str(done(served.url, "save_weights_for_sampler", saving(model, number + 1, f"w{number}"))["path"])
 
         sampler = sampler_of(served.url, session, 0, model_path=saved(0))
         request = accepted(served.url, "asample", sampling(sampler, 0))
         assert isinstance(result(served.url, request), bytes)
         base = sampler_of(served.url, session, 1, base_model=BASE_MODEL)
-        assert isinstance(result(served.url, accepted(served.url, "asample", sampling(base, 0))), bytes)
+        assert isinstance(done(served.url, "asample", sampling(base, 0)), bytes)
         for number in range(1, 3):
             saved(number)
         assert accepted(served.url, "asample", sampling(sampler, 0)) == request
@@ -310,7 +255,7 @@ def test_what_a_killed_server_left_is_removed(tmp_path: Path) -> None:
 MACHINE = "the machine was started again"
 
 
-def refused(served: Served, path: str, body: Any) -> None:
+def assert_refused(served: Served, path: str, body: Any) -> None:
     """Asserts that a request is refused for ever, and by name."""
     answer = post(served.url, path, body)
     assert answer.status_code == 410, f"{path}: {answer.text}"
@@ -322,11 +267,10 @@ def test_after_another_boot_sessions_end_by_name_and_states_stay(tmp_path: Path,
     """Also that of a client who had finished it, as its samplers may be used by others."""
     with suppress(CancelledError), tinker_server(tmp_path, boot="first") as served:
         session, model = begun(served.url)
-        result(served.url, accepted(served.url, "forward_backward", passing(model, 1)))
-        step = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
-        stepped = accepted(served.url, "optim_step", step)
+        done(served.url, "forward_backward", passing(model, 1))
+        stepped = accepted(served.url, "optim_step", stepping(model, 2))
         result(served.url, stepped)
-        path = result(served.url, accepted(served.url, "save_weights", {"model_id": model, "seq_id": 3, "path": "s"}))
+        path = done(served.url, "save_weights", saving(model, 3, "s"))
         sampler = sampler_of(served.url, session, 0, base_model=BASE_MODEL)
         served.working.cancel()  # nothing is done any more
         wait_for(lambda: not served.server.ready, "the end of the rooms")
@@ -338,12 +282,12 @@ def test_after_another_boot_sessions_end_by_name_and_states_stay(tmp_path: Path,
         theta = served.trainer.theta.copy()
     for _ in range(2):  # it stays so while that boot lasts
         with tinker_server(tmp_path, UnigramTrainer(), boot="second") as served:
-            refused(served, "session_heartbeat", {"session_id": session})
-            refused(served, "create_model", {"session_id": session, "model_seq_id": 1, "base_model": BASE_MODEL})
-            refused(served, "create_sampling_session", {"session_id": session, "sampling_session_seq_id": 1})
-            refused(served, "asample", sampling(sampler, 1))
+            assert_refused(served, "session_heartbeat", {"session_id": session})
+            assert_refused(served, "create_model", {"session_id": session, "model_seq_id": 1, "base_model": BASE_MODEL})
+            assert_refused(served, "create_sampling_session", {"session_id": session, "sampling_session_seq_id": 1})
+            assert_refused(served, "asample", sampling(sampler, 1))
             for lost in (f"{model}/9", f"{sampler}/9"):  # it may have been accepted, and its row be missing
-                refused(served, "retrieve_future", {"request_id": lost})
+                assert_refused(served, "retrieve_future", {"request_id": lost})
             for request in promised:
                 error = result(served.url, request)
                 assert (error["category"], MACHINE in error["error"]) == ("server", True)
@@ -352,8 +296,8 @@ def test_after_another_boot_sessions_end_by_name_and_states_stay(tmp_path: Path,
             assert served.trainer.calls == [], "nothing is done again"
             new_session = post(served.url, "create_session", {"sdk_version": "0.38.0"}).json()["session_id"]
             loading = {"session_id": new_session, "model_seq_id": 0, "path": path["path"], "optimizer": True}
-            assert result(served.url, accepted(served.url, "load_weights", loading))["path"] == path["path"]
+            assert done(served.url, "load_weights", loading)["path"] == path["path"]
             np.testing.assert_array_equal(served.trainer.theta, theta)
             again = sampler_of(served.url, new_session, 0, base_model=BASE_MODEL)
-            assert isinstance(result(served.url, accepted(served.url, "asample", sampling(again, 0))), bytes)
+            assert isinstance(done(served.url, "asample", sampling(again, 0)), bytes)
             assert post(served.url, f"sessions/{new_session}/finish", {}).status_code == 204

@@ -3,17 +3,16 @@
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import tinker
 from tinker import types
-from tinker_posts import client_of, model_of
-from tinker_support import BASE_MODEL, DEADLINE_S, KEY, Served, UnigramTrainer, tinker_server
+from tinker_posts import client_of, datum, model_of, post
+from tinker_support import BASE_MODEL, DEADLINE_S, Served, UnigramTrainer, tinker_server
 
 from service.requests import RequestRefused
 from service.tinker.adapters import spec_of
@@ -26,10 +25,8 @@ ADAM = types.AdamParams(learning_rate=0.05, beta1=0.5)
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 
 
-@contextmanager
-def serving(root: Path, lora: LoraConfig | None = LORA, places: int = 4, slots: int = 2) -> Iterator[Served]:
-    with tinker_server(root, lora=lora, places=places if lora else 1, slots=slots if lora else 0) as served:
-        yield served
+def serving(root: Path, lora: LoraConfig | None = LORA, places: int = 4) -> AbstractContextManager[Served]:
+    return tinker_server(root, lora=lora, places=places if lora else 1, slots=2 if lora else 0)
 
 
 @pytest.fixture
@@ -38,25 +35,20 @@ def served(tmp_path: Path) -> Iterator[Served]:
         yield served
 
 
-def datum(*targets: int) -> types.Datum:
-    inputs: Any = {"target_tokens": types.TensorData(data=list(targets), dtype="int64")}
-    return types.Datum(model_input=types.ModelInput.from_ints([1] * len(targets)), loss_fn_inputs=inputs)
-
-
 def learn(model: Any, token: int, steps: int = 3) -> list[float]:
     """Trains towards a token; returns the losses, in bits that can be compared."""
     losses = []
     for _ in range(steps):
-        passed = model.forward_backward([datum(token, token)], "cross_entropy")
+        passed = model.forward_backward([datum([token, token])], "cross_entropy")
         model.optim_step(ADAM).result(DEADLINE_S)
         losses.append(passed.result(DEADLINE_S).metrics["loss:sum"])
-    losses.append(model.forward([datum(token)], "cross_entropy").result(DEADLINE_S).metrics["loss:sum"])
+    losses.append(model.forward([datum([token])], "cross_entropy").result(DEADLINE_S).metrics["loss:sum"])
     return losses
 
 
 def trained(model: Any) -> np.ndarray:
     return np.asarray(
-        model.forward([datum(2, 3)], "cross_entropy").result(DEADLINE_S).loss_fn_outputs[0]["logprobs"].data
+        model.forward([datum([2, 3])], "cross_entropy").result(DEADLINE_S).loss_fn_outputs[0]["logprobs"].data
     )
 
 
@@ -160,13 +152,13 @@ def test_a_failed_part_drops_the_gradients_of_its_own_model_alone(served: Served
     with client_of(served) as one, client_of(served) as other:
         broken, whole = model_of(one), model_of(other)
         for model in (broken, whole):
-            model.forward_backward([datum(4)], "cross_entropy").result(DEADLINE_S)
+            model.forward_backward([datum([4])], "cross_entropy").result(DEADLINE_S)
         with pytest.raises(tinker.RequestFailedError, match="ppo reads advantages"):
-            broken.forward_backward([datum(4)], "ppo").result(DEADLINE_S)
+            broken.forward_backward([datum([4])], "ppo").result(DEADLINE_S)
         with pytest.raises(tinker.RequestFailedError, match="a part of them is missing"):
             broken.optim_step(ADAM).result(DEADLINE_S)
         assert whole.optim_step(ADAM).result(DEADLINE_S).metrics["grad_norm"] > 0
-        whole.forward_backward([datum(4)], "cross_entropy").result(DEADLINE_S)
+        whole.forward_backward([datum([4])], "cross_entropy").result(DEADLINE_S)
         with pytest.raises(tinker.RequestFailedError, match="eps = 0 for an adapter"):
             whole.optim_step(types.AdamParams(eps=0.0)).result(DEADLINE_S)
 
@@ -188,9 +180,7 @@ def test_what_cannot_be_an_adapter_here_is_refused(served: Served) -> None:
         with pytest.raises(tinker.RequestFailedError, match=r"rank = 32; expected 1 to 16.*larger trainer\.lora\.rank"):
             model_of(client, rank=32)
         assert served.trainer.specs == {}
-        session = httpx.post(
-            f"{served.url}/api/v1/create_session", headers={"x-api-key": KEY}, json={"sdk_version": "0.38.0"}
-        ).json()
+        session = post(served.url, "create_session", {"sdk_version": "0.38.0"}).json()
         assert "adapters up to rank 16 for q_proj" in session["info_message"]
         assert "train_unembed has no effect" in session["info_message"]
 

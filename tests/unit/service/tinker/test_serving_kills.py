@@ -22,18 +22,11 @@ from tinker_support import BASE_MODEL, DEADLINE_S
 
 ROOT = Path(__file__).parents[4]
 POINTS = {
-    "tinker.ask": 4,
-    "tinker.asked": 4,
-    "tinker.train": 5,
-    "tinker.trained": 5,
-    "tinker.told": 5,
-    "tinker.save.kept": 1,
-    "tinker.sampled": 2,
-    "tinker.commit": 2,
-    "tinker.commit.written": 2,
-    "tinker.commit.told": 2,
-    "tinker.begun": 1,
-    "tinker.restore": 2,
+    **dict.fromkeys(("tinker.ask", "tinker.asked"), 4),
+    **dict.fromkeys(("tinker.train", "tinker.trained", "tinker.told"), 5),
+    **dict.fromkeys(("tinker.save.kept", "tinker.begun"), 1),
+    **dict.fromkeys(("tinker.commit", "tinker.commit.written", "tinker.commit.told"), 2),
+    **dict.fromkeys(("tinker.sampled", "tinker.restore"), 2),
 }
 """Every fault point, and the passage at which the server is killed."""
 AT_START = ("tinker.begun", "tinker.restore")
@@ -116,10 +109,7 @@ def play(url: str) -> list[Any]:
 
 
 def played(
-    starter: ServerStarter,
-    directory: Path,
-    environ: dict[str, str],
-    first: dict[str, str] | None = None,
+    starter: ServerStarter, directory: Path, environ: dict[str, str], first: dict[str, str] | None = None
 ) -> list[Any]:
     """Plays against a server that is started again whenever it ends. The first one has `first` beside
     `environ`."""

@@ -1,6 +1,7 @@
 """Equal shares of the trainer, in virtual time: time is the tokens that were computed."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,22 +49,28 @@ def test_large_requests_and_small_ones_get_the_same_tokens_and_places_change_sel
     assert order.count("small") > 10 * order.count("large")
 
 
-def test_one_that_comes_late_is_owed_nothing_and_waits_for_nothing() -> None:
-    shares = TokenShares(QUANTUM)
+def late(shares: TokenShares) -> None:
     served(shares, {"a": 10}, 5_000)
+
+
+def idle(shares: TokenShares) -> None:
+    served(shares, {"a": 10, "b": 10}, 1_000)
+    served(shares, {"a": 10}, 5_000)
+
+
+def forgotten(shares: TokenShares) -> None:
+    served(shares, {"a": 10, "b": 10}, 1_000)
+    shares.forget("b")
+
+
+@pytest.mark.parametrize(("history", "owed"), [(late, 0), (idle, QUANTUM + 10), (forgotten, 0)])
+def test_what_was_late_idle_or_forgotten_waits_for_nothing_and_is_owed_little(history: Any, owed: int) -> None:
+    shares = TokenShares(QUANTUM)
+    history(shares)
     counts: dict[str, int] = {}
     order = served(shares, {"a": 10, "b": 10}, 2_000, counts)
     assert "b" in order[: QUANTUM // 10 + 1]
-    assert abs(counts["a"] - counts["b"]) <= QUANTUM + 10
-
-
-def test_one_that_had_nothing_to_do_saves_nothing_up() -> None:
-    shares = TokenShares(QUANTUM)
-    served(shares, {"a": 10, "b": 10}, 1_000)
-    served(shares, {"a": 10}, 5_000)
-    counts: dict[str, int] = {}
-    served(shares, {"a": 10, "b": 10}, 1_000, counts)
-    assert abs(counts["a"] - counts["b"]) <= 2 * (QUANTUM + 10)
+    assert abs(counts["a"] - counts["b"]) <= QUANTUM + 10 + owed
 
 
 def test_one_that_asks_again_after_each_answer_gets_its_share_beside_one_with_a_queue() -> None:
@@ -76,15 +83,6 @@ def test_one_that_asks_again_after_each_answer_gets_its_share_beside_one_with_a_
         shares.charge(name, 20)
         counts[name] += 20
     assert counts["loop"] >= 0.45 * sum(counts.values())
-
-
-def test_a_forgotten_name_begins_anew() -> None:
-    shares = TokenShares(QUANTUM)
-    served(shares, {"a": 10, "b": 10}, 1_000)
-    shares.forget("a")
-    counts: dict[str, int] = {}
-    served(shares, {"a": 10, "b": 10}, 1_000, counts)
-    assert abs(counts["a"] - counts["b"]) <= QUANTUM + 10
 
 
 @pytest.mark.parametrize(("tokens", "cost"), [(3000, 3000), (1, LEAST)])

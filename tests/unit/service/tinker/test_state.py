@@ -18,10 +18,13 @@ FIRST = 10**18
 """The number of the first sample of an unpickled copy of a client's sampler."""
 
 
-def new_state(*sessions: str) -> ProtocolState:
+def new_state(*sessions: str, models: bool = True) -> ProtocolState:
+    """Sessions with a model each, unless there are to be no `models`."""
     state = ProtocolState()
     for session in sessions:
         state.begin_session(session, 0.0)
+        if models:
+            state.create_model(session, 0, WORK)
     return state
 
 
@@ -52,8 +55,6 @@ def test_a_model_is_trained_in_the_order_of_its_numbers_and_once(data: st.DataOb
     state.changed = lambda *names: settled.extend(names[:1])
     posts = [(session, seq) for session in "st" for seq in range(1, count + 1)]
     posts = data.draw(st.permutations(posts + data.draw(st.lists(st.sampled_from(posts), max_size=4))))
-    for session in "st":
-        state.create_model(session, 0, WORK)
     promises: dict[tuple[str, int], Promise] = {}
     ran: list[str] = []
     for session, seq in posts:
@@ -72,7 +73,7 @@ def test_a_model_is_trained_in_the_order_of_its_numbers_and_once(data: st.DataOb
 
 
 def test_who_waits_for_the_trainer_is_told_so() -> None:
-    state = new_state("s", "t", "u")
+    state = new_state("s", "t", "u", models=False)
     first, second, third = (state.create_model(name, 0, WORK) for name in "stu")
     run_all(state)
     assert state.queued(first) == ""
@@ -86,8 +87,6 @@ def test_who_waits_for_the_trainer_is_told_so() -> None:
 @pytest.mark.parametrize("silent", [True, False])
 def test_the_end_of_a_session_gives_the_trainer_to_the_next(silent: bool) -> None:
     state = new_state("s", "t")
-    state.create_model("s", 0, WORK)
-    state.create_model("t", 0, WORK)
     run_all(state)
     orphan = state.train("s:train:0", 2, WORK)
     beat(state, "t", SESSION_S)
@@ -166,7 +165,6 @@ def test_a_silent_client_whose_model_has_done_nothing_gives_its_place_to_the_sam
 def test_what_is_asked_of_a_sampler_is_no_sign_of_its_models_client() -> None:
     """A process that was given the sampler may ask on when the client is dead."""
     state = new_state("s")
-    state.create_model("s", 0, WORK)
     sampler = state.create_sampler("s", 0, "base")
     state.heard(state.sample(sampler, 0, WORK), SESSION_S)
     state.expire(SESSION_S + 1)
@@ -175,8 +173,6 @@ def test_what_is_asked_of_a_sampler_is_no_sign_of_its_models_client() -> None:
 
 def test_what_the_trainer_works_on_is_finished_though_its_session_ends() -> None:
     state = new_state("s", "t")
-    state.create_model("s", 0, WORK)
-    state.create_model("t", 0, WORK)
     training = state.next_training()
     assert training
     finish(state, "s", 0.0)
@@ -189,8 +185,7 @@ def test_what_the_trainer_works_on_is_finished_though_its_session_ends() -> None
 def test_a_client_never_waits_for_itself() -> None:
     """A second model of a session takes the trainer over once the first has nothing to do."""
     state = new_state("s", "t")
-    for session, number in (("s", 0), ("t", 0), ("s", 1)):
-        state.create_model(session, number, WORK)
+    state.create_model("s", 1, WORK)
     state.train("s:train:0", 1, WORK)
     assert run_all(state) == ["s:train:0/0", "s:train:0/1", "s:train:1/0"]
     refused = state.train("s:train:0", 2, WORK).outcome
@@ -228,7 +223,6 @@ def test_an_adapter_ends_for_no_other_and_one_beyond_the_places_is_refused(frees
 def test_a_model_whose_batch_is_on_its_way_is_not_taken_over() -> None:
     """The first part of a batch, which comes last, is not there yet."""
     state = new_state("s")
-    state.create_model("s", 0, WORK)
     run_all(state)
     second = state.train("s:train:0", 2, WORK)
     state.create_model("s", 1, WORK)
@@ -240,8 +234,6 @@ def test_a_model_whose_batch_is_on_its_way_is_not_taken_over() -> None:
 
 def test_requests_do_not_wait_for_ever_for_one_that_does_not_come() -> None:
     state = new_state("s", "t")
-    state.create_model("s", 0, WORK)
-    state.create_model("t", 0, WORK)
     run_all(state)
 
     def pass_time(now: float) -> None:
@@ -267,7 +259,7 @@ def test_requests_do_not_wait_for_ever_for_one_that_does_not_come() -> None:
 
 def test_an_ended_session_is_forgotten_a_day_after_it_or_anything_of_it_was_used() -> None:
     """Other processes use its samplers for longer than it lives."""
-    state = new_state("s", "t")
+    state = new_state("s", "t", models=False)
     state.create_model("s", 0, WORK)
     sampler = state.create_sampler("s", 0, "base")
     run_all(state)
@@ -302,8 +294,6 @@ def test_an_ended_session_is_forgotten_a_day_after_it_or_anything_of_it_was_used
 
 def test_a_model_that_could_not_be_created_gives_the_trainer_back() -> None:
     state = new_state("s", "t")
-    state.create_model("s", 0, WORK)
-    state.create_model("t", 0, WORK)
     assert state.next_training()
     state.trained(Failure("no such base", "user"))
     assert run_all(state) == ["t:train:0/0"]
@@ -315,7 +305,6 @@ def test_a_model_that_could_not_be_created_gives_the_trainer_back() -> None:
 def test_a_long_session_keeps_no_promises_that_were_fetched() -> None:
     """Also where one in between is never asked for: that one is forgotten too, after an hour."""
     state, now = new_state("s"), 0.0
-    state.create_model("s", 0, WORK)
     begun = state.create_sampler("s", 0, "base")
     sampler = begun.sampler_id
     for number in range(1, 200):
@@ -344,7 +333,6 @@ def test_a_long_session_keeps_no_promises_that_were_fetched() -> None:
 
 def test_unknown_ids_are_refused() -> None:
     state = new_state("s")
-    state.create_model("s", 0, WORK)
     for call in (
         lambda: state.session("x"),
         lambda: state.model("x"),
@@ -358,7 +346,7 @@ def test_unknown_ids_are_refused() -> None:
 
 
 def test_a_repeated_post_of_a_sample_changes_nothing() -> None:
-    state = new_state("s")
+    state = new_state("s", models=False)
     begun = state.create_sampler("s", 0, "base")
     assert state.create_sampler("s", 0, "other").target == "base"
     assert state.sample(begun, FIRST, WORK) is state.sample(begun, FIRST, WORK)
