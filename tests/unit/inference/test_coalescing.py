@@ -158,10 +158,6 @@ class TestCoalescing:
         assert step(scheduler, output("a", [3])) == {"a": [1, 2, 3], "b": [11, 12]}
         assert step(scheduler, output("a", [4])) is None
 
-    def test_an_end_goes_with_what_its_request_held(self, scheduler: CoalescingScheduler) -> None:
-        step(scheduler, output("a", [1]), output("b", [11]))
-        assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP), output("b", [12])) == {"a": [1, 2]}
-
     def test_what_an_aborted_request_held_is_sent(self, scheduler: CoalescingScheduler, clock: ManualClock) -> None:
         step(scheduler, output("a", [1]), output("b", [11]))
         del scheduler.requests["a"]

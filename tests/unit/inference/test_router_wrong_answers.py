@@ -17,7 +17,6 @@ from inference.router import SENSELESS, Router
 from trireme.core.errors import LimitReached, RoomFailed
 from trireme.core.sampler import OnVersions
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
-from trireme.core.weights import Drift, PublishedWeights, UpdateReport
 
 VOCABULARY = 1000
 Wrong = Callable[[SampledSequence], SampledSequence]
@@ -38,10 +37,6 @@ class Replica(IdleReplica):
             spans = (VersionSpan(self.identity, 0, 1),)
             answer = SampledSequence(np.asarray(request.prompt[-1:], np.int32), np.float32([-1.0]), "stop", spans)
             yield index, self.wrong(answer) if self.wrong else answer
-
-    async def load_weights(self, published: PublishedWeights) -> UpdateReport:
-        self.identity = published.identity
-        return UpdateReport(self.index, published.identity, Drift(0.0, 0.0), 0, 0.0)
 
 
 def garbage(answer: SampledSequence) -> SampledSequence:

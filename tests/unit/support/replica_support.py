@@ -107,9 +107,14 @@ async def next_incarnation(
 
 
 class IdleReplica:
-    """Has nothing to do and nothing to say; the test adds `sample` and `load_weights`."""
+    """Has nothing to do and nothing to say, and takes weights at once; the test adds `sample`."""
 
     identity: WeightIdentity | None = None
+    index = 0
+
+    async def load_weights(self, published: PublishedWeights) -> UpdateReport:
+        self.identity = published.identity
+        return UpdateReport(self.index, published.identity, Drift(0.0, 0.0), 0, 0.0)
 
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
         return {}
@@ -152,8 +157,7 @@ class LoadingReplica(IdleReplica):
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
         await self.going.wait()
-        self.identity = published.identity
-        return UpdateReport(self.index, published.identity, Drift(0.0, 0.0), 0, 0.0)
+        return await super().load_weights(published)
 
     async def offer(self, offer: Offer) -> None:
         await self.going.wait()
