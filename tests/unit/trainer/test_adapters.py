@@ -13,6 +13,7 @@ import torch.distributed as dist
 from peft import PeftModel
 from ranks_support import run_alone, run_ranks
 from safetensors.torch import load_file, save_file
+from shard_support import make_rank
 from torch import Tensor
 
 # The tiny models and batches are the end-to-end tests' too.
@@ -25,7 +26,6 @@ from trireme.config.trainer import ATTENTION, MLP, UNEMBED
 from trireme.core.errors import BadInput
 from trireme.core.types import AdamParams, TokenBatch
 from trireme.core.weights import AdapterSpec, PublishedWeights, check_received
-from trireme.transports.packing import Packer
 
 LENGTHS = (5, 9, 1, 7, 9)
 ALL = (*ATTENTION, *MLP)
@@ -302,7 +302,7 @@ def test_a_model_that_is_trained_whole_has_no_adapters(make: Make) -> None:
 def in_turn(rank: int, world_size: int, store: Any, model: str) -> dict[str, list[Tensor]]:
     """The state of two adapters that were trained in turn, over some shards."""
     config = make_config(model, trainer__lora={"rank": 8, "alpha": 16}, trainer__shards=world_size)
-    shard = Shard(config, rank, store, Packer(lambda _, bucket: bucket.copy(), rank, world_size))
+    shard = make_rank(config, rank, world_size, store)
     for name in ("whole", "small"):
         shard.add_adapter(name, SPECS[name])
     for step in range(2):

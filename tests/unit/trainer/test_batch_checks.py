@@ -3,18 +3,17 @@
 import numpy as np
 import pytest
 import torch.distributed as dist
+from shard_support import make_rank
 
 # The tiny models and batches are the end-to-end tests' too.
 from trainer_support import VOCAB, make_batch, make_config
 
 from trainer.batch_checks import nonfinite_datums
 from trainer.batching import ShardOutput
-from trainer.shard import Shard
 from trireme.config.losses import LOSSES
 from trireme.core.batch import BatchPart
 from trireme.core.errors import BadInput, NonFiniteGradient
 from trireme.core.types import AdamParams, Datum, ModelInput, TokenBatch
-from trireme.transports.packing import Packer
 
 LENGTHS = (5, 9, 1, 7)
 
@@ -50,9 +49,7 @@ def test_a_datum_unlike_the_others_is_named():
 @pytest.fixture(scope="module")
 def shard(model):
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    yield Shard(
-        make_config(model, trainer__micro_batch_tokens=12), 0, store, sender=Packer(lambda _, bucket: bucket.copy())
-    )
+    yield make_rank(make_config(model, trainer__micro_batch_tokens=12), 0, 1, store)
     dist.destroy_process_group()
 
 
