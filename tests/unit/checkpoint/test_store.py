@@ -1,7 +1,6 @@
 """Drafts, publication, retention and the way back; and that no crash in one of them loses a checkpoint or a row."""
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -175,12 +174,6 @@ class TestNewest:
         assert (chosen.path, chosen.manifest.step) == (store.checkpoint(20), 20)
         assert list(passed_over) == [newest]
         assert file in passed_over[newest]
-
-    def test_another_format_is_passed_over(self, store: CheckpointStore) -> None:
-        checkpoint(store, 20)
-        values = json.loads((checkpoint(store, 40) / MANIFEST).read_text())
-        (store.checkpoint(40) / MANIFEST).write_text(json.dumps({**values, "format": 1}))
-        assert "has format 1; expected 5" in store.newest()[1][store.checkpoint(40)]
 
     def test_the_clock_does_not_matter(self, store: CheckpointStore) -> None:
         """Set back between two checkpoints: the later one looks older by every time that its files have."""
