@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoint_support import (
@@ -45,12 +44,12 @@ def config(output_dir: Path, name: str | None = "r", *flags: str) -> Config:
     ).config
 
 
-def open_run(run_config: Config, fixed: dict[str, Any] = FIXED) -> RunDir:
-    return RunDir.open(run_config, fixed)
+def open_run(run_config: Config) -> RunDir:
+    return RunDir.open(run_config, FIXED)
 
 
-def refusal(run_config: Config, fixed: dict[str, Any] = FIXED) -> str:
-    return refused(lambda: open_run(run_config, fixed))
+def refusal(run_config: Config) -> str:
+    return refused(lambda: open_run(run_config))
 
 
 def test_named(tmp_path: Path) -> None:
@@ -89,10 +88,9 @@ def test_a_name_is_no_path(tmp_path: Path, name: str) -> None:
 def test_a_directory_in_use_is_refused_with_the_ways_out(tmp_path: Path) -> None:
     open_run(config(tmp_path)).lock.close()
     text = refusal(config(tmp_path))
-    assert str(tmp_path / "r") in text
-    assert "another --run.name" in text
-    assert "--clean" in text
-    assert "--resume" in text
+    assert [
+        part for part in (str(tmp_path / "r"), "another --run.name", "--clean", "--resume") if part not in text
+    ] == []
 
 
 @pytest.mark.parametrize("leftover", ["driver.lock", "config.json.new", "metrics.jsonl.new"])
@@ -222,7 +220,6 @@ class TestResume:
         flip(outputs / "r" / "checkpoints" / "step_000004" / PARTS[0])
         with open_run(config(outputs, "r", "--resume")) as run:
             assert run.start.step == 2
-            assert "passed over" in run.start.notes[0]
             assert PARTS[0] in run.start.notes[0]
             run.checkout()
             assert steps(run.store) == [2]
