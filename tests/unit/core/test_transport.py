@@ -73,14 +73,6 @@ def test_tensors_arrive_through_a_transport_that_copies_through_files(file_trans
     assert all(torch.equal(arrived[name], tensor) for name, tensor in sent.items())
 
 
-def test_bytes_that_a_transport_changes_are_refused(file_transport: str) -> None:
-    weights = published(file_transport, layers())
-    buckets = asyncio.run(load_transport(file_transport).open(weights.source))
-    buckets[0][weights.manifest.entries[1].offset] ^= 1
-    with pytest.raises(WeightsRefused, match=r"layers\.0\.self_attn\.k_proj\.weight of version 0 arrived with hash"):
-        check_received(weights.manifest, buckets)
-
-
 def test_known_sums_stand_for_the_bytes_at_their_place_alone(file_transport: str) -> None:
     weights = published(file_transport, layers())
     buckets = asyncio.run(load_transport(file_transport).open(weights.source))
@@ -89,7 +81,7 @@ def test_known_sums_stand_for_the_bytes_at_their_place_alone(file_transport: str
     with pytest.raises(WeightsRefused, match=rf"{first.name} of version 0 arrived with hash {second.hash}"):
         check_received(weights.manifest, buckets, {first.place: second.hash})
     buckets[second.bucket][second.offset] ^= 1
-    with pytest.raises(WeightsRefused, match=rf"{second.name} of version 0 arrived"):
+    with pytest.raises(WeightsRefused, match=rf"{second.name} of version 0 arrived with hash"):
         check_received(weights.manifest, buckets, {first.place: first.hash})
 
 

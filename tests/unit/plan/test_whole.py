@@ -40,11 +40,6 @@ class TestDevices:
         assert planned.on_gpus is on_gpus
         assert planned.resolved(planned.config).cluster.device == ("gpu" if on_gpus else "cpu")
 
-    def test_a_gpu_for_each_model(self) -> None:
-        planned = plan(shards=4, replicas=4, resources=gpus(8))
-        assert [o["num_gpus"] for o in planned.options] == [1.0] * 8 + [0.0]
-        assert planned.gpus_needed == 8
-
     def test_a_gpu_for_each_rank_of_a_replica_in_one_place(self) -> None:
         planned = plan(shards=4, replicas=2, resources=gpus(8), inference={"tensor_parallel": 2})
         assert [o["num_gpus"] for o in planned.options] == [1.0] * 4 + [2.0] * 2 + [0.0]
