@@ -107,8 +107,6 @@ def test_adapters_whose_base_changed_are_refused(store: CheckpointStore, base: P
 def test_anything_else_is_a_model() -> None:
     assert Subject.of(str(BASE_MODEL), None) == Subject(str(BASE_MODEL), WeightIdentity(1, 0, "as-loaded"), None)
     assert Subject.of("some/model", None).model == "some/model"
-    with pytest.raises(BadInput, match="--step 3 for some/model"):
-        Subject.of("some/model", 3)
 
 
 def test_the_configuration_is_that_of_the_run_but_for_the_model_and_what_is_given(run: Path) -> None:
