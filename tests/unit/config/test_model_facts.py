@@ -139,16 +139,12 @@ class TestHub:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
-    def test_a_dry_run_does_without(self) -> None:
+    def test_a_dry_run_does_without_and_a_run_is_refused(self) -> None:
         assert ModelFacts.of(config("Qwen/Qwen3-0.6B"), required=False) is None
-
-    def test_a_run_is_refused(self) -> None:
         text = refusal("Qwen/Qwen3-0.6B")
         assert "cannot be reached" in text
         assert "expected: " in text
         assert "hf download Qwen/Qwen3-0.6B" in text
-
-    def test_a_name_that_no_hub_takes(self) -> None:
         assert "correct the name" in refusal("no such name!")
 
     def test_a_cached_model(self, tmp_path: Path) -> None:
