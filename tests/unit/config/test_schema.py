@@ -4,7 +4,6 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from plan_support import machines
 from pydantic import ValidationError
 
 from trireme.config import CommonConfig, Config
@@ -16,20 +15,15 @@ from trireme.config.orchestrator import OrchestratorConfig
 from trireme.config.run import ClusterConfig
 from trireme.config.section import Section
 from trireme.config.sft import SftConfig
-from trireme.plan.rl import RL_ROOMS
-from trireme.plan.whole import Plan
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.toml") if not path.stem.startswith("sft"))
 COMMANDS: list[type[CommonConfig]] = [Config, SftConfig]
-NO_GPU = machines(cpus=2)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_each_config_is_read_checked_and_planned(path: Path) -> None:
-    config = load(["@", str(path)], {}).config
-    assert check(config, None) == []
-    assert Plan(config, None, NO_GPU, RL_ROOMS).rows()
+def test_each_config_is_read_without_a_warning(path: Path) -> None:
+    assert check(load(["@", str(path)], {}).config, None) == []
 
 
 @pytest.mark.parametrize(("name", "gpus"), [("quickstart", 0), ("qwen3-0.6b-1gpu", 1), ("qwen3-0.6b-8gpu", 8)])
