@@ -234,9 +234,8 @@ def test_heads_must_divide_over_the_ranks_of_a_replica(ranks: int, fits: bool) -
         check(run_config, FACTS)
     else:
         text = refusal(run_config)
-        assert f"inference.tensor_parallel = {ranks} for" in text
-        assert "4 attention heads, and 2 of keys and values" in text
-        assert "1, 2, 4" in text
+        parts = (f"inference.tensor_parallel = {ranks} for", "4 attention heads, and 2 of keys and values", "1, 2, 4")
+        assert [part for part in parts if part not in text] == []
 
 
 def test_rollouts_of_two_hours_need_one_option_and_prolong_no_deadline_of_the_trainer() -> None:
@@ -289,9 +288,8 @@ def test_a_step_of_days_warns() -> None:
 @pytest.mark.parametrize("advantage", ["mean", "std", "leave_one_out"])
 def test_group_of_one(advantage: str) -> None:
     text = refusal(config(orchestrator={"batch_size": 16, "group_size": 1, "advantage": advantage}))
-    assert "orchestrator.group_size = 1" in text
-    assert "at least 2 rollouts" in text
-    assert "--orchestrator.group-size" in text
+    parts = ("orchestrator.group_size = 1", "at least 2 rollouts", "--orchestrator.group-size")
+    assert [part for part in parts if part not in text] == []
 
 
 @pytest.mark.parametrize(("model", "facts", "limit"), [(32, FACTS, 32), (None, FACTS, 64), (None, None, None)])

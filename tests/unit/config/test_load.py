@@ -433,10 +433,8 @@ class TestWrongValues:
 class TestBrokenInput:
     def test_missing_file(self, toml: Toml, tmp_path: Path) -> None:
         text = refusal("@", "nowhere.toml")
-        assert "nowhere.toml" in text
-        assert f"none of that name in {tmp_path}" in text
-        assert "correct the path" in text
-
+        parts = ("nowhere.toml", f"none of that name in {tmp_path}", "correct the path")
+        assert [part for part in parts if part not in text] == []
         assert "there is none of that name\n" in refusal("@", "/tmp/no such place/nope.toml")
 
     @pytest.mark.parametrize(
@@ -468,11 +466,9 @@ class TestBrokenInput:
 
     def test_missing_keys_with_the_ways_to_give_them(self) -> None:
         text = refusal()
-        for key in ("model.name", "orchestrator.batch_size", "env.id", "inference.sampling.max_tokens"):
-            assert f"no value for `{key}`" in text
-        assert "--orchestrator.batch-size VALUE" in text
-        assert "[inference.sampling] max_tokens = ..." in text
-        assert "TRIREME__ENV__ID" in text
+        keys = ("model.name", "orchestrator.batch_size", "env.id", "inference.sampling.max_tokens")
+        ways = ("--orchestrator.batch-size VALUE", "[inference.sampling] max_tokens = ...", "TRIREME__ENV__ID")
+        assert [part for part in (*(f"no value for `{key}`" for key in keys), *ways) if part not in text] == []
 
     def test_all_problems_at_once(self, toml: Toml) -> None:
         text = refusal(*REQUIRED, "@", "nowhere.toml", "--trainer.sharts", "4", "--seed", "x", TRIREME__MODEL__NAM="m")
