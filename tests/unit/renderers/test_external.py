@@ -41,18 +41,6 @@ TOKENS = {
         for tag in (f"<|{name}>", f"<{name}|>")
     ],
 }
-PROMPTS = {
-    "llama-3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
-    "Today Date: 26 Jul 2024\n\nBe brief.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    "qwen3.5": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n"
-    "<|im_start|>assistant\n<think>\n",
-    "deepseek-v3": "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Why?<｜Assistant｜>",
-    "kimi-k2": "<|im_system|>system<|im_middle|>Be brief.<|im_end|><|im_user|>user<|im_middle|>Why?<|im_end|>"
-    "<|im_assistant|>assistant<|im_middle|>",
-    "glm-5": "[gMASK]<sop><|system|>Be brief.<|user|>Why?<|assistant|><think>",
-    "gemma4": "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nWhy?<turn|>\n<|turn>model\n",
-}
 ENDS = {
     "llama-3": "<|eot_id|>",
     "qwen3.5": "<|im_end|>",
@@ -69,7 +57,8 @@ CALLS = {
     "kimi-k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.calculator:0<|tool_call_argument_begin|>"
     '{"expression": "2 + 2"}<|tool_call_end|><|tool_calls_section_end|>',
 }
-THINKING = [form for form, prompt in PROMPTS.items() if prompt.rstrip().endswith("<think>")]
+THINKING = ["qwen3.5", "glm-5"]
+"""Formats whose prompts open the thinking."""
 TEMPLATE_OF_KIMI = """
 {%- if tools %}{{ raise_exception('no tools') }}{% endif %}
 {%- for m in messages %}
@@ -111,12 +100,6 @@ def sample(form: str, text: str, end: str | None = None) -> list[int]:
 
 def thought(form: str) -> str:
     return "Let me think.</think>It is 4" if form in THINKING else "It is 4"
-
-
-@pytest.mark.parametrize("form", TOKENS)
-def test_a_prompt_is_written_as_the_model_was_trained_with(form: str) -> None:
-    prompt = renderer_of(form).generation_prompt([message_of("system", "Be brief."), message_of("user", "Why?")])
-    assert tokenizer_of(form).decode(prompt) == PROMPTS[form]
 
 
 @pytest.mark.parametrize("form", TOKENS)
@@ -229,9 +212,6 @@ def test_any_tokens_can_be_parsed_and_extended(tokens: list[int]) -> None:
             [message_of("user", "q"), {**message, "prompt": prompt}, message_of("user", "r")]
         )
         assert after[: len(prompt) + len(tokens)] == prompt + tokens
-
-
-# ---- which format
 
 
 def test_auto_takes_the_format_of_the_model_or_that_writes_what_the_template_does() -> None:
