@@ -297,16 +297,6 @@ class TestCheckout:
         moved = recorded_steps(store.branch("aaaaaaaa") / ROLLOUTS)
         assert {step: file.read_text() for step, file in moved.items()} == {s: f"of step {s}\n" for s in range(4, 9)}
 
-    def test_rows_alone_make_a_lineage(self, store: CheckpointStore) -> None:
-        a_run(store)
-        store.checkout(8)
-        head = store.head()
-        assert head is not None
-        assert head.base == CheckpointRef("aaaaaaaa", 8)
-        assert head.lineage != "aaaaaaaa"
-        assert read_json_lines(store.branch("aaaaaaaa") / "metrics.jsonl") == rows(8, 9)
-        assert steps(store) == [2, 4, 6, 8]
-
     @pytest.mark.parametrize("damage", [truncate, Path.unlink])
     def test_damaged_ones_are_parked_at_any_step(self, store: CheckpointStore, damage: Callable[[Path], None]) -> None:
         a_run(store)
@@ -361,25 +351,3 @@ class TestCheckout:
             store.checkout(4)
         assert snapshot(parked) == before
         assert newest_of(store) == store.checkpoint(8)
-
-    def test_no_space(self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        a_run(store)
-        with monkeypatch.context() as patched:
-            patched.setattr(HashingWriter, "write", Mock(side_effect=FULL))
-            with pytest.raises(StorageFailed, match="No space left"):
-                store.checkout(4)
-        store.checkout(4)
-        assert_checked_out(store, 4)
-
-
-def assert_checked_out(store: CheckpointStore, step: int) -> None:
-    """Checks what follows from the rules for `a_run`, whatever happened before."""
-    assert steps(store) == list(range(2, step + 1, 2))
-    assert store.partial() == []
-    assert [row["step"] for row in read_json_lines(store.root / "metrics.jsonl")] == list(range(step))
-    assert [row["step"] for row in read_json_lines(store.root / "trained.jsonl")] == list(range(step))
-    assert checkpoint_rows(store) == names(store)
-    head = store.head()
-    assert head is not None
-    assert not store.branch(head.lineage).exists()
-    assert head.base == CheckpointRef("aaaaaaaa", step)

@@ -193,12 +193,6 @@ class TestLoss:
         world.all_serve()
         assert world.manager.serves(0)
 
-    def test_one_that_says_itself_that_it_is_of_no_use_is_replaced(self, world: World) -> None:
-        world.serve()
-        world.look()
-        world.answer("heartbeat", 0, value=WeightsRefused("canary"))
-        assert ("replace", 0) in world.room.calls
-
     def test_actors_that_live_are_asked_together_what_they_lost(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """128 replicas refuse one update. None that hangs holds up the others, or the thread."""
         world = World(monkeypatch, list(range(128)))
