@@ -12,7 +12,6 @@ from plan_support import cluster, inference, machines, plan, text_of, trainer
 from vllm.v1.core.block_pool import BlockPool
 
 from gpu_check.shapes import SHAPES
-from trireme.config import installed
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts
 from trireme.plan.memory import GIB, gpu_room
@@ -20,6 +19,8 @@ from trireme.plan.needs import VERSIONS
 from trireme.plan.rl import BLOCK_TOKENS, ENGINE_BYTES, LOOP_ROOMS, RL_ROOMS
 from trireme.plan.serve import SERVE_ROOMS
 from trireme.plan.whole import Plan
+
+pytestmark = pytest.mark.usefixtures("gpu_build")
 
 
 class TestNumbers:
@@ -49,9 +50,6 @@ class TestNumbers:
         (need,) = inference(plan(resources=machines(gpus=gpus))).needs
         assert need.shared == {VERSIONS: 2 * bytes_a_value * 1_000_000}
         assert need.resting is None
-
-    def test_too_little_memory_warns(self) -> None:
-        assert any("of memory" in w for w in plan(resources=machines(memory_bytes=GIB)).warnings)
 
     def test_unknown_sizes_are_said(self) -> None:
         text = text_of(plan(facts=None))
@@ -303,11 +301,6 @@ def test_8b_has_a_larger_cache_on_80_gb() -> None:
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 LARGE = machines(gpus=1, gpu_bytes=140 * GIB)
-
-
-@pytest.fixture(autouse=True)
-def _gpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
 
 
 def quickstart(*flags: str) -> tuple[Plan, ModelFacts]:
