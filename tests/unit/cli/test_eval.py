@@ -187,12 +187,7 @@ class Rooms:
     """The lines of problems that were evaluated before, at the last evaluation of a step."""
 
     def evaluate(
-        self,
-        config: Config,
-        plan: Plan,
-        subjects: Sequence[Subject],
-        console: Console,
-        results: Results,
+        self, config: Config, plan: Plan, subjects: Sequence[Subject], console: Console, results: Results
     ) -> None:
         for subject in subjects:
             step = subject.identity.version

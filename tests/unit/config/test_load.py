@@ -178,8 +178,7 @@ class TestForms:
 
 class TestAliases:
     @pytest.mark.parametrize(
-        ("alias", "path"),
-        [("trainer-gpus", ("trainer", "shards")), ("inference-gpus", ("inference", "replicas"))],
+        ("alias", "path"), [("trainer-gpus", ("trainer", "shards")), ("inference-gpus", ("inference", "replicas"))]
     )
     def test_short_flag(self, alias: str, path: tuple[str, str]) -> None:
         for spelling in (alias, alias.replace("-", "_")):
@@ -224,10 +223,7 @@ id = "guess"
 weight = 2.0
 group_size = 4
 """
-WITHOUT_ENV = [
-    *("--model.name", "m", "--orchestrator.batch-size", "16"),
-    *("--inference.sampling.max-tokens", "10"),
-]
+WITHOUT_ENV = [*("--model.name", "m", "--orchestrator.batch-size", "16"), *("--inference.sampling.max-tokens", "10")]
 
 
 class TestSeveralEnvironments:

@@ -36,10 +36,7 @@ def test_each_attempt_has_rooms_of_its_own_and_the_orchestrator_ends_first(monke
         with ExitStack() as ending:
             core = training.start(run, ending)
             assert {core.trainer, core.other_rooms["orchestrator"]} < set(core.rooms)
-    assert log == [
-        *("orchestrator 3", "trainer 2", "replica set 1"),
-        *("orchestrator 6", "trainer 5", "replica set 4"),
-    ]
+    assert log == [*("orchestrator 3", "trainer 2", "replica set 1"), *("orchestrator 6", "trainer 5", "replica set 4")]
 
 
 @pytest.mark.parametrize(

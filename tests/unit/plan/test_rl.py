@@ -35,9 +35,7 @@ class TestNumbers:
     )
     def test_recomputed_tokens(self, bound: int, sequences: int, replicas: int, tokens: int) -> None:
         planned = plan(
-            replicas=replicas,
-            orchestrator={"max_steps_off_policy": bound},
-            inference={"max_num_seqs": sequences},
+            replicas=replicas, orchestrator={"max_steps_off_policy": bound}, inference={"max_num_seqs": sequences}
         )
         assert inference(planned).recomputed_tokens == tokens
 

@@ -11,17 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoint_support import (
-    FIXED,
-    PARTS,
-    append_rows,
-    checkpoint,
-    crashes,
-    flip,
-    read_json_lines,
-    snapshot,
-    steps,
-)
+from checkpoint_support import FIXED, PARTS, append_rows, checkpoint, crashes, flip, read_json_lines, snapshot, steps
 from config_support import refused
 
 from trireme.checkpoint.manifest import MANIFEST, CheckpointRef
