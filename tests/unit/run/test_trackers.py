@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from waiting import wait_for
 
-from trireme.config import Config
 from trireme.config.load import load
 from trireme.run.sink import MetricsSink, metrics_sinks
 from trireme.supervision.roster import Roster
@@ -25,17 +24,14 @@ RECORD = {
 RUN_ID = "0123abcd"
 
 
-def configured(*flags: str) -> Config:
-    return load(["@", str(QUICKSTART), *flags], {}).config
-
-
 @contextmanager
 def opened(root: Path, *flags: str, start: int = 0) -> Iterator[tuple[MetricsSink, Roster, list[str]]]:
     """Yields the sink of the tracker in `flags`, its roster, and the lines that are printed."""
     roster = Roster(lambda: 0.0)
     roster.at_step(start)
     lines: list[str] = []
-    with metrics_sinks(configured(*flags), RUN_ID, root, roster, lines.append) as (sink,):
+    config = load(["@", str(QUICKSTART), *flags], {}).config
+    with metrics_sinks(config, RUN_ID, root, roster, lines.append) as (sink,):
         yield sink, roster, lines
 
 
