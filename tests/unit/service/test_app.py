@@ -141,11 +141,20 @@ async def test_tool_calls_both_ways(streamed: bool) -> None:
         tool_result = {"role": "tool", "tool_call_id": call.id, "content": "4"}
         answer = await ask(service, messages=[*QUESTION, reply, tool_result], tools=[TOOL])
         assert answer.choices[0].message.content == "It is 4."
-        calls = [{**CALL, "arguments": {"expression": "2 + 2"}}]
-        called: Any = {"role": "assistant", "content": "I look.", "thinking": "I thought.", "tool_calls": calls}
-        expected: Any = [*QUESTION, called, {"role": "tool", "content": "4", "name": "calculator"}]
-        prompt = service.renderer.generation_prompt(expected, [CALCULATOR])
-        assert service.sampler.requests[-1].prompt.tolist() == prompt
+        expected = service.renderer.generation_prompt(
+            [
+                *QUESTION,
+                {
+                    "role": "assistant",
+                    "content": "I look.",
+                    "thinking": "I thought.",
+                    "tool_calls": [{**CALL, "arguments": {"expression": "2 + 2"}}],
+                },
+                {"role": "tool", "content": "4", "name": "calculator"},
+            ],
+            [CALCULATOR],
+        )
+        assert service.sampler.requests[-1].prompt.tolist() == expected
 
 
 async def test_sampled_tokens_are_not_tokenised_again() -> None:

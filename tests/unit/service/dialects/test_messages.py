@@ -42,8 +42,14 @@ async def test_thinking_text_and_calls_both_ways(streamed: bool) -> None:
         assert message.usage.input_tokens == len(service.sampler.requests[0].prompt)
         message_of_assistant = {"role": "assistant", "content": [block.model_dump() for block in message.content]}
         tool_result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "4"}]}
-        content = [{"type": "text", "text": "It says:"}, tool_result, {"type": "text", "text": "Go on."}]
-        request["messages"] = [*QUESTION, message_of_assistant, {"role": "user", "content": content}]
+        request["messages"] = [
+            *QUESTION,
+            message_of_assistant,
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "It says:"}, tool_result, {"type": "text", "text": "Go on."}],
+            },
+        ]
         answer = await client.messages.create(**request, system="Be brief.")
         assert [block.text for block in answer.content] == ["It is 4."]  # type: ignore[union-attr]
         calls = [{"name": "calculator", "arguments": {"expression": "2 + 2"}}]
@@ -81,9 +87,10 @@ async def test_refusals_have_the_dialects_body() -> None:
             await client.messages.create(**{**request, "model": "claude"})
         with pytest.raises(anthropic.AuthenticationError) as refused:
             await stranger.messages.create(**request)
-        body: Any = refused.value.body
-        message = body["error"]["message"]
-        assert body == {"type": "error", "error": {"type": "authentication_error", "message": message}}
+        assert refused.value.body == {
+            "type": "error",
+            "error": {"type": "authentication_error", "message": refused.value.body["error"]["message"]},  # type: ignore[index]
+        }
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,14 @@ TOKENIZER = bpe(QWEN3)
 END = TOKENIZER.decode([TOKENIZER.eos_token_id])
 
 
+def tree_of(*turns: tuple[int, str, list[int], list[int]]) -> SessionTree:
+    """A tree of turns: the answer that each follows, its text, the tokens of the text, and those of its answer."""
+    tree = SessionTree()
+    for turn in turns:
+        grow(tree, *turn)
+    return tree
+
+
 def grow(tree: SessionTree, follows: int, text: str, prompt: list[int], answer: list[int]) -> int:
     columns = np.asarray(answer, np.int32), np.zeros(len(answer), np.float32)
     spans = (VersionSpan(WeightIdentity(0, 3, "d"), 0, len(answer)),)
@@ -79,9 +87,7 @@ class TestTexts:
 
 
 def test_token_ids_go_on_behind_the_longest_answer_that_they_begin_with() -> None:
-    tree = SessionTree()
-    for follows, text, prompt, answer in ((ROOT, "p", [5], [6, 7]), (1, "q", [8], [9]), (ROOT, "", [5, 6], [7, 8])):
-        grow(tree, follows, text, prompt, answer)
+    tree = tree_of((ROOT, "p", [5], [6, 7]), (1, "q", [8], [9]), (ROOT, "", [5, 6], [7, 8]))
     for ids, node, count in (
         ([5, 6, 7, 8, 9, 1], 3, 5),
         ([5, 6, 7, 8, 1], 5, 4),

@@ -102,7 +102,10 @@ class Sessions(RuleBasedStateMachine):
     def asks(self, name: str, request: TurnRequest) -> AnsweredTurn:
         self.clock.now += 1
         turn = self.run(self.service.turn(name, request))
-        self.note_echo(name, request)
+        echoed = [message for message in request.messages if message["role"] == "assistant"][-1:]
+        unconfirmed = self.agents[name].unconfirmed
+        for spoken in [candidate for candidate, message in unconfirmed.items() if message in echoed]:
+            del unconfirmed[spoken]  # the answer came back
         return turn
 
     @rule(name=st.sampled_from("ab"))
@@ -196,7 +199,7 @@ class Sessions(RuleBasedStateMachine):
         lost = bool(self.agents[name].lost)
         turns = self.run(run())
         assert len(self.sampler.record) == before + calls
-        self.note_echo(name, request)
+        self.asks_nothing_of(name, request)
         for turn in turns:
             self.take(name, request, turn, True)
         if lost and cancelled:
@@ -206,7 +209,7 @@ class Sessions(RuleBasedStateMachine):
                 if spoken not in heard:
                     self.agents[name].lost.append((request, [spoken]))
 
-    def note_echo(self, name: str, request: TurnRequest) -> None:
+    def asks_nothing_of(self, name: str, request: TurnRequest) -> None:
         """Takes note of the answer that a request sent back."""
         echoed = [message for message in request.messages if message["role"] == "assistant"][-1:]
         unconfirmed = self.agents[name].unconfirmed

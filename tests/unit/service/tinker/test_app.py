@@ -22,12 +22,17 @@ def datum(targets: list[int], **columns: list[float]) -> types.Datum:
 
 
 class TestTheClient:
-    def test_a_state_is_resumed_with_that_of_its_optimiser_or_without(self, served: Served) -> None:
+    def test_it_trains_samples_saves_and_resumes(self, served: Served) -> None:
         with client_of(served) as client:
             model = model_of(client)
             assert model.get_info().model_data.model_name == BASE_MODEL
-            model.forward_backward([datum(TARGETS)] * 3, "cross_entropy")
-            model.optim_step(ADAM).result(DEADLINE_S)
+            before = served.trainer.theta.copy()
+            passed = model.forward_backward([datum(TARGETS)] * 3, "cross_entropy")
+            updated = model.optim_step(ADAM)
+            assert passed.result(DEADLINE_S).metrics["loss:sum"] > 0
+            assert updated.result(DEADLINE_S).metrics["grad_norm"] > 0
+            assert not np.array_equal(before, served.trainer.theta)
+
             state = model.save_state("first").result(DEADLINE_S).path
             expected = model.forward([datum(TARGETS)], "cross_entropy").result(DEADLINE_S)
             model.forward_backward([datum([7, 8])], "cross_entropy")

@@ -94,7 +94,6 @@ def of_model(things: Things, **options: Any) -> dict[str, Any]:
     return {"model_id": things.model, "seq_id": 4, **options}
 
 
-SAVED = "training_runs/{model_id}/checkpoints/{kind}/{name}"
 SAMPLE = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "seq_id": 0}
 CLOSED: dict[str, Request] = {
     "POST session_heartbeat": post("session_heartbeat", lambda t: {"session_id": t.session}, 410),
@@ -119,10 +118,16 @@ CLOSED: dict[str, Request] = {
     "GET samplers/{sampler_id}": at("GET", lambda t: f"samplers/{t.sampler}"),
     "GET training_runs/{model_id}": at("GET", lambda t: f"training_runs/{t.model}"),
     "GET training_runs/{model_id}/checkpoints": at("GET", lambda t: f"training_runs/{t.model}/checkpoints"),
-    f"DELETE {SAVED}": at("DELETE", lambda t: t.saved, status=400),
-    f"PUT {SAVED}/ttl": at("PUT", lambda t: f"{t.saved}/ttl", {"ttl_seconds": 3600}, 400),
-    f"POST {SAVED}/publish": at("POST", lambda t: f"{t.saved}/publish", status=400),
-    f"DELETE {SAVED}/publish": at("DELETE", lambda t: f"{t.saved}/publish", status=400),
+    "DELETE training_runs/{model_id}/checkpoints/{kind}/{name}": at("DELETE", lambda t: t.saved, status=400),
+    "PUT training_runs/{model_id}/checkpoints/{kind}/{name}/ttl": at(
+        "PUT", lambda t: f"{t.saved}/ttl", {"ttl_seconds": 3600}, 400
+    ),
+    "POST training_runs/{model_id}/checkpoints/{kind}/{name}/publish": at(
+        "POST", lambda t: f"{t.saved}/publish", status=400
+    ),
+    "DELETE training_runs/{model_id}/checkpoints/{kind}/{name}/publish": at(
+        "DELETE", lambda t: f"{t.saved}/publish", status=400
+    ),
     "POST copy_weights": post("copy_weights", lambda t: {"source_path": t.state, "destination_project_id": "p"}, 400),
     "POST weights_info": post("weights_info", lambda t: {"tinker_path": t.state}, 400),
     "GET training_runs/{model_id}/checkpoints/external_weights/{name}/external_weights_urls": at(
@@ -136,7 +141,7 @@ CLOSED: dict[str, Request] = {
 ENDING = {route for route in CLOSED if route.startswith("DELETE")} | {
     "POST create_model",
     "POST sessions/{session_id}/finish",
-    f"POST {SAVED}/publish",
+    "POST training_runs/{model_id}/checkpoints/{kind}/{name}/publish",
 }
 """Those behind which the others would be answered otherwise."""
 LISTS = {
