@@ -13,7 +13,7 @@ from gpu_check.shapes import SHAPES
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput
 from trireme.core.transport import TRANSPORTS, TransportKind
-from trireme.plan.memory import GIB, gpu_room
+from trireme.plan.memory import GIB
 from trireme.plan.needs import BUCKET_BYTES, BUFFERS, GPU_TOLERANCE, HOST_TOLERANCE, SLAB_BYTES, SLABS
 from trireme.plan.rl import BLOCK_TOKENS
 from trireme.plan.suggestions import suggestions
@@ -330,16 +330,6 @@ class TestRefusals:
             tight = self.with_free(planned, int(need / times))
             assert any("too little memory, by an estimate" in warning for warning in tight.warnings)
             assert bool(tight.shortages(hopeless=True)) is refused
-
-
-class TestRoom:
-    def test_beside_a_replica_a_shard_has_what_that_leaves(self) -> None:
-        alone = plan(shards=1, replicas=1, resources=machines(gpus=2, gpu_bytes=80 * GIB), facts=BILLIONS_8)
-        options = {"gpu_memory_utilization": 0.4}
-        one = machines(gpus=1, gpu_bytes=80 * GIB)
-        shared = plan(shards=1, replicas=1, resources=one, facts=BILLIONS_8, inference=options)
-        assert trainer(alone)._room == gpu_room(80 * GIB, 80 * GIB)
-        assert trainer(shared)._room == gpu_room(80 * GIB, 80 * GIB, 0.4)
 
 
 class TestSharedGpu:

@@ -135,10 +135,6 @@ class TestEncoding:
 class TestTransport:
     """`inference.transport = "auto"`."""
 
-    @pytest.fixture(autouse=True)
-    def _gpu_build(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
-
     @pytest.mark.parametrize(
         ("gpus", "gib_of_gpu", "options", "decided"),
         [
