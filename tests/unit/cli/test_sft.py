@@ -109,7 +109,6 @@ def test_what_may_change_between_checkpoint_and_resume(flags: list[str]) -> None
     def fixed(*extra: str, seed: int = 0) -> Mapping[str, object]:
         config = load_as(SftConfig, [*flags, *extra], {}).config
         facts = FACTS.__class__.of(config, required=True)
-        assert facts is not None
         examples = Examples.of([Example(np.arange(3, dtype=np.int32), np.ones(3, np.float32), "f:1")])
         data = SftData(examples, None, ExampleCursor(1, seed, True))
         return SftRun(config, facts, sft_plan(config, facts, TWO_GPUS, data), data).fixed

@@ -37,7 +37,6 @@ def refusal(name: str) -> str:
 def test_local_directory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
     facts = ModelFacts.of(config(str(tmp_path)), required=True)
-    assert facts is not None
     assert (facts.hidden_size, facts.num_layers, facts.vocab_size) == (1024, 28, 151936)
     assert facts.num_parameters == 596_049_920  # as published, without the tied head
     assert facts.kv_values_per_token == 2 * 28 * 8 * 128
@@ -55,7 +54,6 @@ class TestFactsOfAFile:
     def test_a_dry_run_plans_by_it_and_asks_no_hub(self, named: Config, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(model_facts, "_read_hub", lambda *_: pytest.fail("asked the hub"))
         facts = ModelFacts.of(named, required=False)
-        assert facts is not None
         assert (facts.name, facts.num_parameters) == ("Qwen/Qwen3-0.6B", 596_049_920)
 
     def test_a_start_is_refused(self, named: Config) -> None:
@@ -153,7 +151,6 @@ class TestHub:
         (repository / "refs" / "main").write_text("abc")
         (repository / "snapshots" / "abc" / "config.json").write_text(json.dumps(QWEN3_06B))
         facts = ModelFacts.of(config("Qwen/Qwen3-0.6B"), required=True)
-        assert facts is not None
         assert facts.hidden_size == 1024
 
 

@@ -41,7 +41,6 @@ def output(name: str, tokens: Sequence[int], *, columns: int = 1, **options: Any
 
 
 def contents(combined: EngineCoreOutput) -> tuple[list[int], list[int], list[float]]:
-    assert combined.new_logprobs is not None
     return (
         combined.new_token_ids,
         combined.new_logprobs.logprob_token_ids[:, 0].tolist(),

@@ -70,7 +70,6 @@ def test_a_node_that_does_not_see_the_directory_is_refused(check: Check, mark: P
 
 def test_with_object_storage_it_need_not_see_it(check: Check, mark: Path) -> None:
     _, far = check("b", url=URL)
-    assert far
     assert far.nodes == {"b": "host-b (trainer)"}
     assert f"{mark.parents[2]} is not seen by host-b (trainer)" in far.text
     assert check(url=URL)[1] is None

@@ -61,7 +61,6 @@ def test_of_how_many_tokens_layers_are_kept() -> None:
     """Those whose activations fit into what is free."""
     memory = ModelMemory(FACTS, 2, on_gpus=True)
     limit = memory.kept_tokens("auto", 10**9)
-    assert limit is not None
     assert memory.activations(limit, False) <= 10**9 < memory.activations(limit + 1, False)
     assert memory.kept_tokens("auto", -1) == 0
     assert memory.kept_tokens(True, 10**9) == 0

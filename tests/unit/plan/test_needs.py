@@ -65,7 +65,6 @@ class TestNeeds:
         assert list(machine.actors) == planned.actor_names
         assert machine.gpu == {}
         memory = trainer(planned).shard_memory
-        assert memory is not None
         assert machine.host["state"] == 2 * memory.state
         assert machine.host["copies for checkpoints"] == 12 * FACTS.num_parameters
         assert machine.host["KV caches"] == 2 * GIB // 4
@@ -178,9 +177,7 @@ class TestPublishedWeights:
         assert "arriving weights" not in machine.host
         assert machine.host["shares of two versions of the weights"] == 2 * 1_200_000_000
         if placement == "colocated":
-            assert shard.resting is not None
             assert shard.resting["memory shared with replicas"] == SLABS * SLAB_BYTES
-            assert replica.resting is not None
             assert replica.resting["arriving weights"] == 1_200_000_000
         adapters = plan(
             shards=1,

@@ -244,7 +244,6 @@ def configured(name: str, gpu_bytes: int, *flags: str) -> Plan:
 
 def cache_gib(planned: Plan) -> float:
     cache = planned.resolved(planned.config).inference.gpu_cache_gb  # type: ignore[attr-defined]
-    assert cache is not None
     return float(cache)
 
 
@@ -270,7 +269,6 @@ def test_a_colocated_configuration_says_what_is_planned(name: str) -> None:
     (machine,) = planned.machines
     header = (ROOT / "configs" / f"{name}.toml").read_text().partition("#   uv run")[0].replace("\n# ", " ")
     numbers = re.search(r"trains ([\d.]+) GiB of (\d+) .* samples ([\d.]+)\b.* KV cache of ([\d.]+)\b", header)
-    assert numbers is not None
     training, sampling = (sum(parts.values()) / GIB for parts in machine.phases.values())
     expected = [training, COLOCATED_GPUS[name] / GIB, sampling, cache_gib(planned)]
     assert [float(number) for number in numbers.groups()] == pytest.approx(expected, abs=0.06)
@@ -302,7 +300,6 @@ def quickstart(*flags: str) -> tuple[Plan, ModelFacts]:
     options = ["--cluster.device", "gpu", "--trainer.shards", "1", "--inference.gpu-memory-utilization", "0.4"]
     config = load(["@", str(QUICKSTART), *options, *flags], {}).config
     facts = ModelFacts.of(config, required=True)
-    assert facts is not None
     return Plan(config, facts, LARGE, RL_ROOMS), facts
 
 

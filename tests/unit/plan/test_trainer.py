@@ -12,9 +12,7 @@ from trireme.plan.whole import Plan
 
 
 def memory_of(planned: Plan) -> ShardMemory:
-    memory = trainer(planned).shard_memory
-    assert memory is not None
-    return memory
+    return trainer(planned).shard_memory
 
 
 class TestShards:

@@ -222,7 +222,6 @@ class TestFullDisk:
         (incident,) = full.incidents
         assert "deleted step_000002, and from now on only the newest checkpoint is kept" in incident
         parent = Manifest.verified(full.store.checkpoint(10)).parent
-        assert parent is not None
         assert parent.step == 8
         assert full.trainer.calls.count("trainer") == 6, "at 2, 4, 6, 7, 8 and 10"
 

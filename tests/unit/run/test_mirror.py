@@ -41,7 +41,6 @@ def test_a_checkpoint_is_brought_when_it_is_there(url: str, tmp_path: Path) -> N
     driver = Driver(url, tmp_path)
     notes: list[str] = []
     with driver.remote.mirrored(driver.run, notes.append) as run:
-        assert run.mirror
         run.checkout()
         driver.step(1, saved=True)
         wait_for(lambda: stored(url).of_branch(), "the checkpoint in the store")
@@ -194,7 +193,6 @@ def test_a_new_attempt_is_not_half_there(url: str, tmp_path: Path, monkeypatch: 
             begun[0].checkout()
 
     monkeypatch.setattr(Bucket, "put", next_attempt)
-    assert driver.mirror
     assert driver.mirror.bring() is False
     assert stored(url).written == 0, "no HEAD was put"
     driver.bring()
@@ -490,7 +488,6 @@ def test_a_driver_elsewhere_resumes(far_run: FarRun, url: str, tmp_path: Path, m
     second = FarRun(url, tmp_path / "again", monkeypatch, "--resume")
     start = second.run.start
     assert (start.step, start.attempt) == (1, 2)
-    assert start.checkpoint
     source = second.source(start.checkpoint)
     assert source.key.startswith("commits/000001/"), "where the first driver put it"
     with PartReader.opened(second.at("far", start.checkpoint / "trainer"), source) as part:

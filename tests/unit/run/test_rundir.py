@@ -315,7 +315,6 @@ class TestFork:
             assert run.start.attempt == 2  # the checkpoint's was 1
             assert "hard links" in run.start.notes[-1]
             head = run.store.head()
-            assert head is not None
             assert head.base == CheckpointRef(json.loads((outputs / "r" / HEAD).read_text())["lineage"], 4)
             run.checkout()
             assert [row["step"] for row in read_json_lines(run.root / "metrics.jsonl")] == [0, 1, 2, 3]

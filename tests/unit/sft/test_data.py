@@ -155,7 +155,6 @@ def test_conversations_of_a_real_tokenizer(tmp_path: Path, monkeypatch: pytest.M
     from trireme.config.model_facts import ModelFacts
 
     facts = ModelFacts.of(loaded, required=True)
-    assert facts is not None
     data = SftData.load(loaded, facts, lambda _: None)
     batch = data.train.batch([0])
     counted = batch.columns["target_tokens"][batch.columns["weights"] > 0]

@@ -50,7 +50,6 @@ class Processes:
             for ref, name in self.monitor.refs().items():
                 if name not in self.stopped:
                     part = self.roster.part(name)
-                    assert part is not None
                     self.monitor.arrived(ref, Heartbeat(part.pids, part.node))
 
     def _look(self) -> None:
@@ -69,9 +68,7 @@ class Processes:
             self.monitor.arrived(ref, outcome)
 
     def health(self, name: str) -> PartHealth:
-        part = self.roster.part(name)
-        assert part is not None
-        return part.health
+        return self.roster.part(name).health
 
 
 def test_replicas_are_judged_while_the_orchestrator_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:

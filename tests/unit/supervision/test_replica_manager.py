@@ -48,7 +48,6 @@ class World:
 
     def _lost(self, name: str, failure: TriremeError, died: bool) -> None:
         index = ReplicaManager.index_of(name)
-        assert index is not None
         self.manager.lost(index, failure, died)
 
     def _again(self, part: str, failure: TriremeError, died: bool) -> None:
@@ -158,7 +157,6 @@ class TestStart:
         world.look(601.0)
         assert ("replace", 1) not in world.room.calls
         part = world.roster.part("inference_1")
-        assert part is not None
         assert "waits for a place" in part.why
 
 

@@ -49,7 +49,6 @@ async def joined(source: ReplicaSet, index: int, client: Any) -> None:
     """Has a replica join, and waits until it serves or waits for the next update. Raises why it is gone."""
     source.join(index, client)
     joiner = source._by_index[index]
-    assert joiner.catching_up is not None
     await asyncio.wait([joiner.catching_up])
     if joiner.failure:
         raise joiner.failure

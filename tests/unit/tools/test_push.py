@@ -67,10 +67,8 @@ def test_an_export_is_on_the_hub_private_and_whole_with_a_card(
     assert set(exported) - {"README.md"} == set(snapshot(store.checkpoint(2) / "inference"))
     (card := tmp_path / "README.md").write_bytes(files["README.md"])
     metadata = metadata_load(card)
-    assert metadata is not None
     identity = Manifest.read(store.checkpoint(2)).identity
     head = store.head()
-    assert head is not None
     assert (metadata["base_model"], metadata["library_name"]) == ("Qwen/Qwen3-0.6B", "transformers")
     assert metadata["trireme"] == {
         "run": "sort-1",
@@ -214,7 +212,6 @@ def test_the_card_of_an_adapter_names_peft_and_no_path_of_this_machine(store: Ch
     text = model_card(store.root, "bfloat16", checkpoint, "adapter")
     (card := tmp_path / "README.md").write_text(text)
     metadata = metadata_load(card)
-    assert metadata is not None
     assert (metadata["library_name"], metadata.get("base_model")) == ("peft", None)
     assert metadata["trireme"]["weights"] == "adapter, bfloat16"
     assert "`my-base`" in text

@@ -25,7 +25,7 @@ from trainer.shard import Shard
 from trireme.config.trainer import ATTENTION, MLP, UNEMBED
 from trireme.core.errors import BadInput
 from trireme.core.types import AdamParams, TokenBatch
-from trireme.core.weights import AdapterSpec, PublishedWeights, check_received
+from trireme.core.weights import AdapterSpec, check_received
 
 LENGTHS = (5, 9, 1, 7, 9)
 ALL = (*ATTENTION, *MLP)
@@ -75,12 +75,6 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 def logprobs(shard: Shard, batch: TokenBatch) -> np.ndarray:
     return scatter_outputs(batch, [shard.forward(batch)])
-
-
-def published(shard: Shard, version: int = 1) -> PublishedWeights:
-    weights = shard.publish_weights(version)
-    assert weights is not None
-    return weights
 
 
 def test_adapters_in_turn_equal_each_alone_bit_for_bit(make: Make) -> None:
@@ -148,7 +142,7 @@ def test_peft_opens_what_is_written(make: Make, model: str, tmp_path: Path, name
     """An adapter in its own rank and on its own layers, whichever is in use while it is written."""
     shard, spec, batch = make(), SPECS[name], make_batch(LENGTHS)
     train_new(shard, name)
-    expected, weights = logprobs(shard, batch), published(shard)
+    expected, weights = logprobs(shard, batch), shard.publish_weights(1)
     check_received(weights.manifest, weights.source)
     shard.use_adapter("")
     shard.save_weights(tmp_path, weights.manifest.entries, weights.source, weights.manifest.adapter)
@@ -164,7 +158,7 @@ def test_peft_opens_what_is_written(make: Make, model: str, tmp_path: Path, name
 def exported(shard: Shard, name: str, path: Path) -> None:
     """Adds an adapter, trains it, and writes it in peft's form."""
     train_new(shard, name)
-    weights = published(shard)
+    weights = shard.publish_weights(1)
     shard.save_weights(path, weights.manifest.entries, weights.source, weights.manifest.adapter)
 
 

@@ -217,7 +217,6 @@ def test_turns_and_branches_of_recorded_sessions_are_trained_as_whole_sequences(
         keep = partial(StoredBatch.store, assign=one.shard.rank_assignment())
         options = OrchestratorConfig(batch_size=1)
         batch = build_minibatch(VERSION, [scored], options, Normalization("token_mean", None), True, keep).batch
-        assert isinstance(batch, StoredBatch)
         logprobs = one.forward(batch).logprobs
         check_computed(one, batch.forest, share)
         output = one.forward_backward(batch, "importance_sampling")

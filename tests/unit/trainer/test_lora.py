@@ -73,7 +73,6 @@ def logprobs(shard: Shard, batch: TokenBatch, which: Any = "policy") -> np.ndarr
 def saved(shard: Shard, path: Path) -> PublishedWeights:
     """Publishes, and writes what was published as a checkpoint does."""
     published = shard.publish_weights(1)
-    assert published is not None
     shard.save_weights(path, published.manifest.entries, published.source)
     return published
 
@@ -119,8 +118,6 @@ def test_only_adapters_are_trained_and_only_they_are_published(make: Make, kind:
     base = {n: p.full_tensor().clone() for n, p in shard._model.named_parameters() if not p.requires_grad}
     first = shard.publish_weights(0)
     second = trained(shard).publish_weights(1)
-    assert first is not None
-    assert second is not None
     for name, before in base.items():
         assert torch.equal(shard._model.get_parameter(name).full_tensor(), before), name
     assert {p.requires_grad for p in shard._optimizer.state} == {True}
@@ -135,8 +132,6 @@ def test_only_adapters_are_trained_and_only_they_are_published(make: Make, kind:
 def test_the_digest_covers_base_and_scale(make: Make) -> None:
     published = make("tied").publish_weights(0)
     other_scale = make("tied", {"rank": 8, "alpha": 8}).publish_weights(0)
-    assert published is not None
-    assert other_scale is not None
     assert published.identity.digest != weights_digest(published.manifest.entries)
     assert [e.hash for e in published.manifest.entries] == [e.hash for e in other_scale.manifest.entries]
     assert published.identity.digest != other_scale.identity.digest
@@ -187,7 +182,6 @@ def test_a_frozen_base_is_kept_in_the_inference_dtype(make: Make, kind: str) -> 
     adapted = make(kind, model__dtype="bfloat16")
     np.testing.assert_array_equal(logprobs(adapted, batch), whole)
     published = trained(adapted).publish_weights(0)
-    assert published is not None
     assert {e.dtype for e in published.manifest.entries} == {"BF16"}
 
 
@@ -200,8 +194,6 @@ def test_a_checkpoint_holds_adapters_and_goes_on_bit_for_bit(make: Make, kind: s
     resumed = make(kind)
     resumed.load_state(tmp_path, [])
     again = trained(resumed).publish_weights(4)
-    assert weights is not None
-    assert again is not None
     assert again.identity == weights.identity
 
 
