@@ -5,16 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from checkpoint_support import (
-    PARTS,
-    append_rows,
-    checkpoint,
-    flip,
-    read_json_lines,
-    snapshot,
-    steps,
-    truncate,
-)
+from checkpoint_support import PARTS, append_rows, checkpoint, flip, read_json_lines, snapshot, steps, truncate
 from config_support import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,21 +31,19 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 @pytest.mark.parametrize("step", [None, -1])
-class TestTheNewest:
-    def test_when_none_verifies_all_reasons_are_shown(self, store: CheckpointStore, step: int | None) -> None:
-        """Starting from the beginning would throw the run away: that is for a person to decide."""
-        truncate(store.checkpoint(40) / PARTS[0])
-        (store.checkpoint(20) / MANIFEST).unlink()
-        text = refused(lambda: choose(store, step))
-        assert f"step_000040: {PARTS[0]} has" in text
-        assert f"step_000020: {MANIFEST} is missing" in text
+def test_when_none_verifies_all_reasons_are_shown(store: CheckpointStore, step: int | None) -> None:
+    """Starting from the beginning would throw the run away: that is for a person to decide."""
+    truncate(store.checkpoint(40) / PARTS[0])
+    (store.checkpoint(20) / MANIFEST).unlink()
+    text = refused(lambda: choose(store, step))
+    assert f"step_000040: {PARTS[0]} has" in text
+    assert f"step_000020: {MANIFEST} is missing" in text
 
 
-class TestAStep:
-    def test_that_is_not_there(self, store: CheckpointStore) -> None:
-        text = refused(lambda: choose(store, 30))
-        assert "--resume.step 30" in text
-        assert "there are: 20, 40" in text
+def test_a_step_that_is_not_there_is_refused(store: CheckpointStore) -> None:
+    text = refused(lambda: choose(store, 30))
+    assert "--resume.step 30" in text
+    assert "there are: 20, 40" in text
 
 
 nested = st.recursive(

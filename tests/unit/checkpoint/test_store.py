@@ -24,7 +24,6 @@ from checkpoint_support import (
 )
 
 from trireme.checkpoint import manifest as manifest_module
-from trireme.checkpoint.files import HashingWriter
 from trireme.checkpoint.manifest import MANIFEST, CheckpointRef, Manifest
 from trireme.checkpoint.rows import ROLLOUTS, ROW_FILES, recorded_steps
 from trireme.checkpoint.store import HEAD, KEEP, CheckpointStore, Head
@@ -34,7 +33,6 @@ from trireme.run.rollout_records import write_records
 pytestmark = pytest.mark.usefixtures("instant_disk")
 
 FIRST = Head("cafecafe", "aaaaaaaa", 1, None)
-FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.fixture
@@ -124,18 +122,6 @@ class TestPublish:
         store.draft(20, 1)
         with pytest.raises(StorageFailed, match=r"step_000020\.partial-1"):
             store.draft(20, 1)
-
-    def test_no_space_for_the_manifest(self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        checkpoint(store, 20)
-        draft = store.draft(40, 1)
-        filled = fill(draft, manifest(40))
-        with monkeypatch.context() as patched:
-            patched.setattr(HashingWriter, "write", Mock(side_effect=FULL))
-            with pytest.raises(StorageFailed, match=r"manifest\.json.*MiB free"):
-                store.publish(draft, filled)
-        store.discard(draft)
-        assert store.partial() == []
-        assert newest_of(store) == store.checkpoint(20)
 
     def test_names_are_on_the_disk_before_it(self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
         """The manifest and every directory of the draft before the rename, the new name after it. (Writers force what
@@ -252,10 +238,6 @@ class TestPrune:
 
 
 class TestCheckout:
-    def test_of_a_new_run(self, store: CheckpointStore) -> None:
-        assert store.checkout(0) == []
-        assert store.head() == FIRST
-
     def test_at_the_end_nothing_changes(self, store: CheckpointStore) -> None:
         a_run(store)
         checkpoint(store, 9)
