@@ -1,7 +1,6 @@
 """The plan of any run: devices, shares of cores, and refusals for lack of GPUs."""
 
 import json
-import os
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -57,15 +56,6 @@ class TestDevices:
         assert planned.gpus_needed == 1
         assert planned.taken_share == inference(planned).gpu_share > plan(shards=1, resources=gpus(2)).taken_share == 0
         assert "half a GPU" in text_of(planned)
-
-    @pytest.mark.parametrize(("chosen", "visible"), [(None, 2), ("", 0), ("-1", 0), ("0", 1), ("0,1", 2), ("0,1,2", 2)])
-    def test_visible_gpus(self, monkeypatch: pytest.MonkeyPatch, chosen: str | None, visible: int) -> None:
-        devices = ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"]
-        monkeypatch.setattr(os, "listdir", lambda _: devices)
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        if chosen is not None:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-        assert Resources.of_this_machine().gpus == visible
 
 
 class TestCores:
