@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from trireme.config.trainer import LoraConfig
 from trireme.core.types import (
-    AdamParams,
     Datum,
     EncodedTextChunk,
     ForwardBackwardOutput,
@@ -20,14 +18,6 @@ from trireme.core.types import (
     TensorData,
     TokenBatch,
 )
-
-
-def test_defaults_are_tinkers() -> None:
-    adam, sampling, lora = AdamParams(), SamplingParams(), LoraConfig(rank=8)
-    assert (adam.learning_rate, adam.beta1, adam.beta2, adam.eps) == (1e-4, 0.9, 0.95, 1e-12)
-    assert (sampling.max_tokens, sampling.seed, sampling.stop) == (None, None, None)
-    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1, -1, 1)
-    assert (lora.seed, lora.train_mlp, lora.train_attn) == (None, True, True)
 
 
 def test_a_prompt_may_be_any_token_ids_and_an_array_of_them_is_not_copied() -> None:
@@ -93,8 +83,8 @@ def test_a_number_beyond_the_range_of_a_column_is_refused() -> None:
         TensorData([0.5], "int64")
 
 
-@pytest.mark.parametrize("temperature", [float("inf"), float("nan"), -1.0])
-def test_a_temperature_is_a_finite_number(temperature: float) -> None:
+@pytest.mark.parametrize("temperature", [float("inf"), float("nan"), -1.0, 0.0])
+def test_a_temperature_is_a_finite_number_above_0(temperature: float) -> None:
     with pytest.raises(ValueError, match=f"temperature {temperature:g}"):
         Datum(ModelInput([1]), {"target_tokens": [1]}, temperature)
 

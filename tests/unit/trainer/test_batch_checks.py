@@ -31,12 +31,6 @@ def test_columns_of_unequal_length_are_named():
         datum(masks=[0, 1, 1])
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
-def test_a_datum_was_sampled_at_a_positive_temperature(temperature):
-    with pytest.raises(ValueError, match=r"a datum with temperature .*; expected the temperature that"):
-        Datum(ModelInput.from_ints([1]), {}, temperature)
-
-
 def test_a_datum_unlike_the_others_is_named():
     with pytest.raises(ValueError, match=r"datum 1 has 3 tokens and the columns target_tokens; expected .*: mask, tar"):
         TokenBatch.from_datums([datum(mask=[1] * 3), datum(), datum(mask=[1] * 3)])

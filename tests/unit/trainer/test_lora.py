@@ -212,12 +212,6 @@ def test_a_checkpoint_on_another_base_is_refused(make: Make, models: dict[str, s
         resumed.load_state(tmp_path / "state", [])
 
 
-def test_a_checkpoint_of_full_training_is_refused(make: Make, tmp_path: Path) -> None:
-    save(make("tied", {}), tmp_path)
-    with pytest.raises(CheckpointInvalid, match="state of another model"):
-        make("tied").load_state(tmp_path, [])
-
-
 def test_targets_that_the_model_does_not_have(models: dict[str, str]) -> None:
     from trainer.lora import add_adapters
     from trireme.config.trainer import LoraConfig
