@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from supervision_support import DEADLINE_S, driven, roster_of
+from supervision_support import DEADLINE_S, roster_of
 from waiting import wait_for
 
 from trireme.checkpoint.store import LOCK
@@ -155,12 +155,6 @@ def test_metrics_count_those_that_serve() -> None:
 
 
 class TestDriver:
-    def test_it_lives_as_long_as_it_holds_the_lock_file(self, tmp_path: Path) -> None:
-        node = os.uname().nodename
-        with driven(tmp_path):
-            assert DriverProcess.read(tmp_path) == DriverProcess(os.getpid(), node, True)
-        assert DriverProcess.read(tmp_path) == DriverProcess(os.getpid(), node, False)
-
     def test_a_killed_one_is_dead(self, tmp_path: Path) -> None:
         lock = tmp_path / LOCK
         code = f"import time; held = open({str(lock)!r}); print(flush=True); time.sleep(600)"
@@ -174,10 +168,6 @@ class TestDriver:
             DriverProcess(process.pid, os.uname().nodename, True),
             DriverProcess(process.pid, os.uname().nodename, False),
         )
-
-    def test_one_on_another_machine_cannot_be_seen(self, tmp_path: Path) -> None:
-        (tmp_path / LOCK).write_text("pid 1 on elsewhere\n")
-        assert DriverProcess.read(tmp_path) == DriverProcess(1, "elsewhere", None)
 
 
 class TestScaleRequests:
