@@ -9,12 +9,7 @@ from pathlib import Path
 import pytest
 from waiting import wait_for
 
-from trireme.process.environ import (
-    DRIVER_MARK,
-    LOG_LINES,
-    STACKS,
-    end_of_far_log,
-)
+from trireme.process.environ import DRIVER_MARK, LOG_LINES, STACKS, end_of_far_log
 
 DEADLINE_S = 60
 HANGS = """

@@ -58,10 +58,7 @@ except signals.Stopped as stopped:
 
 def start(mode: str, grace_s: float) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, mode, str(grace_s)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", SCRIPT, mode, str(grace_s)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "ready\n"
     return process

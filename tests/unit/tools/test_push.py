@@ -140,12 +140,7 @@ def test_a_later_step_replaces_the_weights_and_leaves_none_behind(hub: StubHub, 
 
 
 @pytest.mark.parametrize(
-    "files",
-    [
-        {"model.safetensors": b"precious"},
-        {"README.md": b"| run id | `00000000` |"},
-        {"README.md": b"\xff"},
-    ],
+    "files", [{"model.safetensors": b"precious"}, {"README.md": b"| run id | `00000000` |"}, {"README.md": b"\xff"}]
 )
 def test_a_repository_with_something_else_stays_as_it_is(
     files: dict[str, bytes], hub: StubHub, store: CheckpointStore, capsys: pytest.CaptureFixture[str]
