@@ -7,23 +7,12 @@ import pytest
 from config_support import refused, small
 from model_support import SMALL
 
+from gpu_check.shapes import SHAPES
 from trireme.config import Config, model_facts
 from trireme.config.model_facts import ModelFacts
 from trireme.core.tokenizer import looks_like_path
 
-QWEN3_06B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 3072,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 40960,
-}
+QWEN3_06B = {**SHAPES["0.6b"], "architectures": ["Qwen3ForCausalLM"]}
 
 
 def config(name: str) -> Config:
