@@ -24,6 +24,7 @@ from checkpoint_support import (
 )
 
 from trireme.checkpoint import manifest as manifest_module
+from trireme.checkpoint.files import HashingWriter
 from trireme.checkpoint.manifest import MANIFEST, CheckpointRef, Manifest
 from trireme.checkpoint.rows import ROLLOUTS, ROW_FILES, recorded_steps
 from trireme.checkpoint.store import HEAD, KEEP, CheckpointStore, Head
@@ -32,6 +33,7 @@ from trireme.run.rollout_records import write_records
 
 pytestmark = pytest.mark.usefixtures("instant_disk")
 
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 FIRST = Head("cafecafe", "aaaaaaaa", 1, None)
 
 
@@ -122,6 +124,18 @@ class TestPublish:
         store.draft(20, 1)
         with pytest.raises(StorageFailed, match=r"step_000020\.partial-1"):
             store.draft(20, 1)
+
+    def test_no_space_for_the_manifest(self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        checkpoint(store, 20)
+        draft = store.draft(40, 1)
+        filled = fill(draft, manifest(40))
+        with monkeypatch.context() as patched:
+            patched.setattr(HashingWriter, "write", Mock(side_effect=FULL))
+            with pytest.raises(StorageFailed, match=r"manifest\.json.*MiB free"):
+                store.publish(draft, filled)
+        store.discard(draft)
+        assert store.partial() == []
+        assert newest_of(store) == store.checkpoint(20)
 
     def test_names_are_on_the_disk_before_it(self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
         """The manifest and every directory of the draft before the rename, the new name after it. (Writers force what
@@ -331,3 +345,12 @@ class TestCheckout:
             store.checkout(4)
         assert snapshot(parked) == before
         assert newest_of(store) == store.checkpoint(8)
+
+    def test_no_space(self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        a_run(store)
+        with monkeypatch.context() as patched:
+            patched.setattr(HashingWriter, "write", Mock(side_effect=FULL))
+            with pytest.raises(StorageFailed, match="No space left"):
+                store.checkout(4)
+        store.checkout(4)
+        assert (steps(store), store.partial()) == ([2, 4], [])

@@ -12,7 +12,7 @@ from supervision_support import answering, driven, roster_of
 
 from trireme.cli.trireme import main
 from trireme.config.load import load
-from trireme.core.errors import EXIT_FAILED, EXIT_OK
+from trireme.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK
 from trireme.supervision.roster import PartHealth, Roster
 from trireme.supervision.status import ScaleRequest, ScaleRequests, StatusWriter
 
@@ -76,7 +76,8 @@ def test_what_the_driver_refuses_is_bad_input(run: Path, capsys: pytest.CaptureF
         requests.answer(request, "64 replicas, which need 90 GiB", accepted=False)
 
     with driven(run), answering(run, refuse):
-        assert "which need 90 GiB" in refused(capsys, "scale", run, "--replicas", 64)
+        assert main(["scale", str(run), "--replicas", "64"]) == EXIT_BAD_INPUT
+    assert "which need 90 GiB" in capsys.readouterr().err
     assert list((run / "scale").iterdir()) == []
 
 
