@@ -51,6 +51,7 @@ import trainer.model
 import trainer.shard
 import trainer.shard_sums
 import trainer.snapshot
+from gpu_check import shapes
 from page_parts import with_part
 from trainer.lora import add_adapters
 from trainer.mesh import Mesh
@@ -411,33 +412,13 @@ GPUS = (1, 8, 32)
 UTILIZATION: float = InferenceConfig.model_fields["gpu_memory_utilization"].default
 COMMIT_BYTES = 12
 TRAINING: dict[str, dict[str, object]] = {"full": {}, "LoRA": {"lora": {"rank": 32}}}
-QWEN = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-}
-
-
-def sizes(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, int]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-    }
-
-
+QWEN = {"architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6}
 MODELS: dict[str, dict[str, object]] = {
-    "Qwen3-0.6B": {**QWEN, **sizes(1024, 3072, 28, 16), "tie_word_embeddings": True},
-    "Qwen3-4B": {**QWEN, **sizes(2560, 9728, 36, 32), "tie_word_embeddings": True},
-    "Qwen3-8B": {**QWEN, **sizes(4096, 12288, 36, 32), "tie_word_embeddings": False},
+    **{f"Qwen3-{shape.upper()}": {**QWEN, **shapes.SHAPES[shape]} for shape in ("0.6b", "4b", "8b")},
     "Qwen3-30B-A3B": {
         **QWEN,
-        **sizes(2048, 6144, 48, 32),
+        **shapes.SHAPES["8b"],
+        **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48},
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "num_key_value_heads": 4,
@@ -445,16 +426,15 @@ MODELS: dict[str, dict[str, object]] = {
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "norm_topk_prob": True,
-        "tie_word_embeddings": False,
     },
     "Llama-3-70B": {
         **QWEN,
-        **sizes(8192, 28672, 80, 64),
+        **shapes.SHAPES["8b"],
+        **{"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": 128256,
         "max_position_embeddings": 8192,
-        "tie_word_embeddings": False,
     },
 }
 """The sizes of published models, as their config.json has them."""

@@ -59,10 +59,6 @@ class Cluster:
     def replicas(self) -> int:
         return self.sampling * GPUS_PER_NODE // self.replica_gpus
 
-    def rank_gpu(self, rank: int) -> int:
-        """Returns the number of a trainer rank's GPU in the cluster."""
-        return rank
-
     def replica_gpu(self, replica: int) -> int:
         """Returns the number of the GPU of a replica's rank 0."""
         return self.ranks + replica * self.replica_gpus
@@ -74,7 +70,7 @@ class Cluster:
         for rank in range(self.ranks):
             served = session.served_by(rank)
             if served:
-                yield [self.rank_gpu(rank), *map(self.replica_gpu, served)]
+                yield [rank, *map(self.replica_gpu, served)]
 
 
 def chain(size: int) -> Iterator[Hop]:

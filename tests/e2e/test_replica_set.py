@@ -24,7 +24,7 @@ from inference.router import Router
 from trireme.core.errors import RoomFailed
 from trireme.core.transport import Offer, Session
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan
-from trireme.core.weights import Drift, PublishedWeights, UpdateReport
+from trireme.core.weights import PublishedWeights, UpdateReport
 from trireme.process import waits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -52,7 +52,7 @@ class Replica(IdleReplica):
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
         if published.identity.version == SLOW_VERSION:
             await asyncio.sleep(SLOW_S)
-        return UpdateReport(self.index, published.identity, Drift(0.0, 0.0), 0, 0.0)
+        return await super().load_weights(published)
 
 
 class Offered:

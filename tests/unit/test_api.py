@@ -43,13 +43,8 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     assert new_directory(tmp_path / "loop") == tmp_path / "loop"
     assert new_directory(tmp_path / "loop").is_dir(), "an empty one is as good as a new one"
     (tmp_path / "loop" / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(BadInput, match=rf"{tmp_path}/loop, which is not empty \(it holds metrics\.jsonl\)"):
         new_directory(tmp_path / "loop")
-    assert str(refused.value).splitlines() == [
-        f"given: the directory {tmp_path}/loop, which is not empty (it holds metrics.jsonl)",
-        "  expected: a new or an empty directory",
-        "  to do: choose another --run.name or --run.output-dir, or delete that directory",
-    ]
     for name in ("rl_loop", "sl_loop"):
         text = (ROOT / "examples" / f"{name}.py").read_text()
         assert 0 < text.index("new_directory(") < text.index("    with open_"), name

@@ -44,12 +44,9 @@ BARE_WAITS = {("ray", "get"), ("ray", "wait")}
 
 def calls(path: Path) -> Iterator[tuple[str, str, int]]:
     for node in ast.walk(ast.parse(path.read_text())):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-        ):
-            yield node.func.value.id, node.func.attr, node.lineno
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=module), attr=name)):
+                yield module, name, node.lineno
 
 
 UNSAFE_READERS = {
@@ -127,16 +124,13 @@ def host_copies(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Yields function and method of each call that may copy between host and device: HOST_COPIES, and `to` with
     anything but a dtype."""
     for function in ast.walk(tree):
-        if not isinstance(function, Function):
-            continue
-        for node in ast.walk(function):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-                continue
-            name = node.func.attr
-            arguments = [ast.unparse(argument) for argument in (*node.args, *node.keywords)]
-            casts = len(arguments) == 1 and arguments[0].endswith("dtype")
-            if name in HOST_COPIES or (name == "to" and not casts):
-                yield function.name, name
+        for node in ast.walk(function) if isinstance(function, Function) else ():
+            match node:
+                case ast.Call(func=ast.Attribute(attr=name), args=args, keywords=keywords):
+                    arguments = [ast.unparse(argument) for argument in (*args, *keywords)]
+                    casts = len(arguments) == 1 and arguments[0].endswith("dtype")
+                    if name in HOST_COPIES or (name == "to" and not casts):
+                        yield function.name, name
 
 
 def test_passes_copy_in_one_place() -> None:
@@ -166,7 +160,6 @@ def test_no_number_becomes_json_that_is_none() -> None:
 def test_the_rooms_are_ours(room: str) -> None:
     """Packages of these names exist on the registry: what is imported must be this repository."""
     module = __import__(room)
-    assert module.__file__ is not None
     assert Path(module.__file__).resolve().is_relative_to(ROOT / "src")
 
 
@@ -203,8 +196,6 @@ def test_every_option_has_a_reader() -> None:
 
 def test_no_sentence_names_this_machine() -> None:
     """The repository stands alone: no registry hosts, no absolute home of a build machine."""
-    import subprocess
-
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     # In pieces, so that this file does not name them itself.
     hosts = [".".join((name, "org")) for name in ("pypi", "python" + "hosted", "npmjs")]

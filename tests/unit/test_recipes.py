@@ -100,7 +100,6 @@ def test_candidates_have_rows_for_each_of_their_environments(tmp_path: Path, mon
     assert [env.label for env in config.eval_envs] == ["largest", *candidates.TASKS]
     for env in config.eval_envs:
         dataset = load_dataset(env, EnvContext(bpe(QWEN3), 0, 2, "eval"))
-        assert config.eval.problems is not None
         batches = [dataset.get_batch(number) for number in range(len(dataset))]
         problems = [problem.row.columns for batch in batches for problem in batch]  # type: ignore[attr-defined]
         assert len(problems) >= config.eval.problems == candidates.ROWS

@@ -5,16 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from checkpoint_support import (
-    PARTS,
-    append_rows,
-    checkpoint,
-    flip,
-    read_json_lines,
-    snapshot,
-    steps,
-    truncate,
-)
+from checkpoint_support import PARTS, append_rows, checkpoint, flip, read_json_lines, snapshot, steps, truncate
 from config_support import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,21 +31,19 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 @pytest.mark.parametrize("step", [None, -1])
-class TestTheNewest:
-    def test_when_none_verifies_all_reasons_are_shown(self, store: CheckpointStore, step: int | None) -> None:
-        """Starting from the beginning would throw the run away: that is for a person to decide."""
-        truncate(store.checkpoint(40) / PARTS[0])
-        (store.checkpoint(20) / MANIFEST).unlink()
-        text = refused(lambda: choose(store, step))
-        assert f"step_000040: {PARTS[0]} has" in text
-        assert f"step_000020: {MANIFEST} is missing" in text
+def test_when_none_verifies_all_reasons_are_shown(store: CheckpointStore, step: int | None) -> None:
+    """Starting from the beginning would throw the run away: that is for a person to decide."""
+    truncate(store.checkpoint(40) / PARTS[0])
+    (store.checkpoint(20) / MANIFEST).unlink()
+    text = refused(lambda: choose(store, step))
+    assert f"step_000040: {PARTS[0]} has" in text
+    assert f"step_000020: {MANIFEST} is missing" in text
 
 
-class TestAStep:
-    def test_that_is_not_there(self, store: CheckpointStore) -> None:
-        text = refused(lambda: choose(store, 30))
-        assert "--resume.step 30" in text
-        assert "there are: 20, 40" in text
+def test_a_step_that_is_not_there_is_refused(store: CheckpointStore) -> None:
+    text = refused(lambda: choose(store, 30))
+    assert "--resume.step 30" in text
+    assert "there are: 20, 40" in text
 
 
 nested = st.recursive(
@@ -67,9 +56,7 @@ values = st.dictionaries(st.text("abc", min_size=1, max_size=2), nested, max_siz
 
 class TestWhatMayNotChange:
     def chosen(self, store: CheckpointStore) -> VerifiedCheckpoint:
-        chosen = choose(store, None)
-        assert chosen is not None
-        return chosen
+        return choose(store, None)
 
     def test_each_difference_is_shown(self, store: CheckpointStore) -> None:
         now = {"model": {"hidden_size": 128, "layers": 2}, "data": {}}
@@ -93,9 +80,7 @@ class TestFork:
         return CheckpointStore(tmp_path / "fork")
 
     def forked(self, store: CheckpointStore, target: CheckpointStore, step: int = 20) -> tuple[VerifiedCheckpoint, str]:
-        source = choose(store, step)
-        assert source is not None
-        return fork(source, target, 2)
+        return fork(choose(store, step), target, 2)
 
     def check(self, store: CheckpointStore, target: CheckpointStore) -> None:
         assert steps(target) == [20]
@@ -140,7 +125,6 @@ class TestFork:
 
     def test_a_source_that_changes_meanwhile(self, store: CheckpointStore, target: CheckpointStore) -> None:
         source = choose(store, 20)
-        assert source is not None
         flip(store.checkpoint(20) / PARTS[0])
         with pytest.raises(CheckpointInvalid, match="were altered"):
             fork(source, target, 2)

@@ -1,7 +1,6 @@
 """Drafts, publication, retention and the way back; and that no crash in one of them loses a checkpoint or a row."""
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -34,8 +33,8 @@ from trireme.run.rollout_records import write_records
 
 pytestmark = pytest.mark.usefixtures("instant_disk")
 
-FIRST = Head("cafecafe", "aaaaaaaa", 1, None)
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+FIRST = Head("cafecafe", "aaaaaaaa", 1, None)
 
 
 @pytest.fixture
@@ -171,16 +170,9 @@ class TestNewest:
         assert newest_of(store) == newest
         damage(newest / file)
         chosen, passed_over = store.newest()
-        assert chosen is not None
         assert (chosen.path, chosen.manifest.step) == (store.checkpoint(20), 20)
         assert list(passed_over) == [newest]
         assert file in passed_over[newest]
-
-    def test_another_format_is_passed_over(self, store: CheckpointStore) -> None:
-        checkpoint(store, 20)
-        values = json.loads((checkpoint(store, 40) / MANIFEST).read_text())
-        (store.checkpoint(40) / MANIFEST).write_text(json.dumps({**values, "format": 1}))
-        assert "has format 1; expected 5" in store.newest()[1][store.checkpoint(40)]
 
     def test_the_clock_does_not_matter(self, store: CheckpointStore) -> None:
         """Set back between two checkpoints: the later one looks older by every time that its files have."""
@@ -260,10 +252,6 @@ class TestPrune:
 
 
 class TestCheckout:
-    def test_of_a_new_run(self, store: CheckpointStore) -> None:
-        assert store.checkout(0) == []
-        assert store.head() == FIRST
-
     def test_at_the_end_nothing_changes(self, store: CheckpointStore) -> None:
         a_run(store)
         checkpoint(store, 9)
@@ -276,7 +264,6 @@ class TestCheckout:
         before = snapshot(store.root)
         moved = store.checkout(4)
         head = store.head()
-        assert head is not None
         assert steps(store) == [2, 4]
         branch = store.branch("aaaaaaaa")
         assert sorted(path.name for path in (branch / "checkpoints").iterdir()) == ["step_000006", "step_000008"]
@@ -303,16 +290,6 @@ class TestCheckout:
         assert list(recorded_steps(store.root / ROLLOUTS)) == [0, 1, 2, 3]
         moved = recorded_steps(store.branch("aaaaaaaa") / ROLLOUTS)
         assert {step: file.read_text() for step, file in moved.items()} == {s: f"of step {s}\n" for s in range(4, 9)}
-
-    def test_rows_alone_make_a_lineage(self, store: CheckpointStore) -> None:
-        a_run(store)
-        store.checkout(8)
-        head = store.head()
-        assert head is not None
-        assert head.base == CheckpointRef("aaaaaaaa", 8)
-        assert head.lineage != "aaaaaaaa"
-        assert read_json_lines(store.branch("aaaaaaaa") / "metrics.jsonl") == rows(8, 9)
-        assert steps(store) == [2, 4, 6, 8]
 
     @pytest.mark.parametrize("damage", [truncate, Path.unlink])
     def test_damaged_ones_are_parked_at_any_step(self, store: CheckpointStore, damage: Callable[[Path], None]) -> None:
@@ -376,17 +353,4 @@ class TestCheckout:
             with pytest.raises(StorageFailed, match="No space left"):
                 store.checkout(4)
         store.checkout(4)
-        assert_checked_out(store, 4)
-
-
-def assert_checked_out(store: CheckpointStore, step: int) -> None:
-    """Checks what follows from the rules for `a_run`, whatever happened before."""
-    assert steps(store) == list(range(2, step + 1, 2))
-    assert store.partial() == []
-    assert [row["step"] for row in read_json_lines(store.root / "metrics.jsonl")] == list(range(step))
-    assert [row["step"] for row in read_json_lines(store.root / "trained.jsonl")] == list(range(step))
-    assert checkpoint_rows(store) == names(store)
-    head = store.head()
-    assert head is not None
-    assert not store.branch(head.lineage).exists()
-    assert head.base == CheckpointRef("aaaaaaaa", step)
+        assert (steps(store), store.partial()) == ([2, 4], [])

@@ -94,22 +94,9 @@ def test_adapters_are_merged_into_their_base_for_the_time_of_the_evaluation(stor
     assert list((store.root / "exports").iterdir()) == []
 
 
-def test_adapters_whose_base_changed_are_refused(store: CheckpointStore, base: Path) -> None:
-    subject = Subject.of(str(store.root), 2)
-    file = sorted(base.glob("*.safetensors"))[0]
-    contents = file.read_bytes()
-    file.write_bytes(contents[:-1] + b"\1")
-    with pytest.raises(BadInput, match="which now has weights with digest"), ExitStack() as ending:
-        subject.whole(Console(quiet=True), ending)
-    file.write_bytes(contents)
-    assert not (store.root / "exports").exists()
-
-
 def test_anything_else_is_a_model() -> None:
     assert Subject.of(str(BASE_MODEL), None) == Subject(str(BASE_MODEL), WeightIdentity(1, 0, "as-loaded"), None)
     assert Subject.of("some/model", None).model == "some/model"
-    with pytest.raises(BadInput, match="--step 3 for some/model"):
-        Subject.of("some/model", 3)
 
 
 def test_the_configuration_is_that_of_the_run_but_for_the_model_and_what_is_given(run: Path) -> None:

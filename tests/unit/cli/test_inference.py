@@ -7,7 +7,7 @@ import pytest
 
 from trireme.cli import inference
 from trireme.cli.eval import configured
-from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
+from trireme.core.errors import EXIT_OK
 
 ROOT = Path(__file__).parents[3]
 MODEL = str(ROOT / "assets" / "sort-base")
@@ -37,8 +37,3 @@ def test_a_dry_run_shows_the_service(capsys: pytest.CaptureFixture[str]) -> None
     plan, _, config = shown.partition("{")
     assert "trainer" not in plan
     assert json.loads("{" + config)["model"]["name"] == MODEL
-
-
-def test_a_model_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert inference.main([str(tmp_path / "none"), "--dry-run"]) == EXIT_BAD_INPUT
-    assert "error:" in capsys.readouterr().err

@@ -2,12 +2,11 @@
 
 import json
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
 
-from trireme.cli import serve, trireme
+from trireme.cli import trireme
 from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
 
 MODEL = str(Path(__file__).parents[3] / "assets" / "sort-base")
@@ -39,14 +38,3 @@ def test_adapters_are_served_but_not_of_the_output_matrix(capsys: pytest.Capture
 def test_object_storage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert trireme.main([*FLAGS, "--run.output-dir", "s3://bucket/runs", "--dry-run"]) == EXIT_BAD_INPUT
     assert "run.output_dir = s3://bucket/runs" in capsys.readouterr().err
-
-
-def test_a_port_that_is_taken_is_refused_before_there_is_a_directory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(serve, "prepare_cluster", lambda *_: None)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        flags = ["--run.output-dir", str(tmp_path / "runs"), "--service.port", str(taken.getsockname()[1])]
-        assert trireme.main([*FLAGS, *flags]) == EXIT_BAD_INPUT
-    assert "a port that is free" in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()

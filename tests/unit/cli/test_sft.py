@@ -31,15 +31,9 @@ def flags(tmp_path: Path) -> list[str]:
     """Returns the arguments of a run on five examples."""
     lines = [json.dumps({"tokens": [5, 6, 7 + n], "weights": [0, 1, 1]}) + "\n" for n in range(5)]
     (tmp_path / "d.jsonl").write_text("".join(lines))
-    arguments = [
-        "--model.name",
-        "./assets/sort-base",
-        "--data.train",
-        str(tmp_path / "d.jsonl"),
-        "--data.batch-size",
-        "2",
-    ]
-    return [*arguments, "--run.output-dir", str(tmp_path / "out"), "--cluster.device", "cpu"]
+    data = ["--data.train", str(tmp_path / "d.jsonl"), "--data.batch-size", "2"]
+    place = ["--run.output-dir", str(tmp_path / "out"), "--cluster.device", "cpu"]
+    return ["--model.name", "./assets/sort-base", *data, *place]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
@@ -84,8 +78,7 @@ def test_a_dry_run_says_how_long_it_takes(flags: list[str], tmp_path: Path, caps
 )
 def test_is_refused(extra: list[str], message: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*flags, *extra]) == EXIT_BAD_INPUT
-    output = capsys.readouterr().err
-    assert message in output
+    assert message in capsys.readouterr().err
 
 
 def test_a_broken_line_is_refused_early(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +109,6 @@ def test_what_may_change_between_checkpoint_and_resume(flags: list[str]) -> None
     def fixed(*extra: str, seed: int = 0) -> Mapping[str, object]:
         config = load_as(SftConfig, [*flags, *extra], {}).config
         facts = FACTS.__class__.of(config, required=True)
-        assert facts is not None
         examples = Examples.of([Example(np.arange(3, dtype=np.int32), np.ones(3, np.float32), "f:1")])
         data = SftData(examples, None, ExampleCursor(1, seed, True))
         return SftRun(config, facts, sft_plan(config, facts, TWO_GPUS, data), data).fixed

@@ -186,10 +186,7 @@ id = "guess"
 weight = 2.0
 group_size = 4
 """
-WITHOUT_ENV = [
-    *("--model.name", "m", "--orchestrator.batch-size", "16"),
-    *("--inference.sampling.max-tokens", "10"),
-]
+WITHOUT_ENV = [*("--model.name", "m", "--orchestrator.batch-size", "16"), *("--inference.sampling.max-tokens", "10")]
 
 
 class TestSeveralEnvironments:
@@ -251,15 +248,10 @@ class TestSeveralEnvironments:
         assert "no value for `env.id`" in refusal(*WITHOUT_ENV, "--env", "[]")
 
     @pytest.mark.parametrize(
-        ("flag", "meant"), [("--env.1.wieght", "--env.1.weight"), ("--env.1.groupsize", "--env.1.group-size")]
-    )
-    def test_an_unknown_key_of_an_entry(self, toml: Toml, flag: str, meant: str) -> None:
-        text = refusal(*WITHOUT_ENV, "@", toml(SORT_AND_GUESS), flag, "4")
-        assert f"did you mean `{meant}`?" in text
-
-    @pytest.mark.parametrize(
         ("flag", "value", "expected"),
         [
+            ("--env.1.wieght", "4", ("did you mean `--env.1.weight`?",)),
+            ("--env.1.groupsize", "4", ("did you mean `--env.1.group-size`?",)),
             ("--env.1.weight", "0", ("env.1.weight = 0 (flag --env.1.weight)", "takes: number > 0")),
             ("--env.args.max-digits", "4", ("because there are several in `env`", "`env.0.args.max_digits`")),
         ],
@@ -395,10 +387,8 @@ class TestWrongValues:
 class TestBrokenInput:
     def test_missing_file(self, toml: Toml, tmp_path: Path) -> None:
         text = refusal("@", "nowhere.toml")
-        assert "nowhere.toml" in text
-        assert f"none of that name in {tmp_path}" in text
-        assert "correct the path" in text
-
+        parts = ("nowhere.toml", f"none of that name in {tmp_path}", "correct the path")
+        assert [part for part in parts if part not in text] == []
         assert "there is none of that name\n" in refusal("@", "/tmp/no such place/nope.toml")
 
     @pytest.mark.parametrize(
@@ -430,11 +420,9 @@ class TestBrokenInput:
 
     def test_missing_keys_with_the_ways_to_give_them(self) -> None:
         text = refusal()
-        for key in ("model.name", "orchestrator.batch_size", "env.id", "inference.sampling.max_tokens"):
-            assert f"no value for `{key}`" in text
-        assert "--orchestrator.batch-size VALUE" in text
-        assert "[inference.sampling] max_tokens = ..." in text
-        assert "TRIREME__ENV__ID" in text
+        keys = ("model.name", "orchestrator.batch_size", "env.id", "inference.sampling.max_tokens")
+        ways = ("--orchestrator.batch-size VALUE", "[inference.sampling] max_tokens = ...", "TRIREME__ENV__ID")
+        assert [part for part in (*(f"no value for `{key}`" for key in keys), *ways) if part not in text] == []
 
     def test_all_problems_at_once(self, toml: Toml) -> None:
         text = refusal(*REQUIRED, "@", "nowhere.toml", "--trainer.sharts", "4", "--seed", "x", TRIREME__MODEL__NAM="m")

@@ -42,14 +42,7 @@ def test_plain_models_are_counted_as_they_are_measured(model_type: str, monkeypa
     counted = facts_of(model_type)
     monkeypatch.setattr("trireme.config.model_facts.PLAIN_TYPES", ())
     measured = facts_of(model_type)
-    for name in (
-        "num_parameters",
-        "multiplied_parameters",
-        "head_dim",
-        "num_kv_heads",
-        "tied_embeddings",
-        "windows",
-    ):
+    for name in ("num_parameters", "multiplied_parameters", "head_dim", "num_kv_heads", "tied_embeddings", "windows"):
         assert getattr(counted, name) == getattr(measured, name), name
     assert {name: measured.linear_widths[name] for name in counted.linear_widths} == counted.linear_widths
     assert counted.mlp_size == pytest.approx(measured.mlp_size, rel=0.01)

@@ -15,9 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 def parts(*flags: str) -> dict:
     config: Config = load(["@", str(ROOT / "configs/quickstart.toml"), *flags], environ={}).config
-    facts = ModelFacts.of(config, required=True)
-    assert facts is not None
-    return fixed_parts(config, facts)
+    return fixed_parts(config, ModelFacts.of(config, required=True))
 
 
 @pytest.fixture(autouse=True)

@@ -4,45 +4,28 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from plan_support import machines
 from pydantic import ValidationError
 
 from trireme.config import CommonConfig, Config
 from trireme.config.checks import check
-from trireme.config.inference import InferenceConfig
 from trireme.config.keys import keys_of
 from trireme.config.load import load
-from trireme.config.orchestrator import OrchestratorConfig
 from trireme.config.run import ClusterConfig
-from trireme.config.section import Section
 from trireme.config.sft import SftConfig
-from trireme.plan.rl import RL_ROOMS
-from trireme.plan.whole import Plan
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.toml") if not path.stem.startswith("sft"))
 COMMANDS: list[type[CommonConfig]] = [Config, SftConfig]
-NO_GPU = machines(cpus=2)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_each_config_is_read_checked_and_planned(path: Path) -> None:
-    config = load(["@", str(path)], {}).config
-    assert check(config, None) == []
-    assert Plan(config, None, NO_GPU, RL_ROOMS).rows()
-
-
-@pytest.mark.parametrize(("name", "gpus"), [("quickstart", 0), ("qwen3-0.6b-1gpu", 1), ("qwen3-0.6b-8gpu", 8)])
-def test_gpus_that_a_config_needs(name: str, gpus: int) -> None:
-    config = load(["@", str(ROOT / "configs" / f"{name}.toml")], {}).config
-    assert Plan(config, None, NO_GPU, RL_ROOMS).gpus_needed == gpus
+def test_each_config_is_read_without_a_warning(path: Path) -> None:
+    assert check(load(["@", str(path)], {}).config, None) == []
 
 
 def test_the_page_is_what_the_schema_says() -> None:
     """On failure: python scripts/make_config_docs.py"""
     spec = importlib.util.spec_from_file_location("make_config_docs", ROOT / "scripts" / "make_config_docs.py")
-    assert spec is not None
-    assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     page = script.render()
@@ -54,19 +37,6 @@ def test_the_page_is_what_the_schema_says() -> None:
 @pytest.mark.parametrize("schema", COMMANDS)
 def test_every_key_says_what_it_means(schema: type[CommonConfig]) -> None:
     assert [key.dotted for key in keys_of(schema).options.values() if not key.description.endswith(".")] == []
-
-
-@pytest.mark.parametrize(
-    ("section", "wrong"),
-    [
-        (OrchestratorConfig, {"max_steps_off_policy": -1}),
-        (OrchestratorConfig, {"stale_policy": "bogus"}),
-        (InferenceConfig, {"on_update": "abort"}),
-    ],
-)
-def test_bounds_and_choices(section: type[Section], wrong: dict[str, object]) -> None:
-    with pytest.raises(ValidationError, match=next(iter(wrong))):
-        section.model_validate(wrong)
 
 
 def test_ports_are_a_range_that_a_user_may_listen_at() -> None:

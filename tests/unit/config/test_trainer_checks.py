@@ -76,9 +76,7 @@ def test_the_engine_has_room_for_one_adapter_on_the_layers_that_are_not_merged()
     assert (args["enable_lora"], args["max_loras"], args["max_lora_rank"]) == (True, 1, 16)
     assert args["lora_target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
     assert "enable_lora" not in engine_args(config({}), on_cpu=True)
-    taken = config({"rank": 16}).model_copy(
-        update={"inference": config({}).inference.model_copy(update={"engine_args": {"max_loras": 4}})}
-    )
+    taken = small(trainer={"lora": {"rank": 16}}, inference={"engine_args": {"max_loras": 4}})
     with pytest.raises(BadInput, match="Trireme sets itself: max_loras"):
         engine_args(taken, on_cpu=True)
 
@@ -159,11 +157,7 @@ def test_layers_that_the_model_does_not_have() -> None:
 
 def test_what_a_resume_must_find_unchanged() -> None:
     def parts(**lora: Any) -> dict[str, Any]:
-        run_config = config(lora)
-        run_config = run_config.model_copy(
-            update={"model": run_config.model.model_copy(update={"tokenizer": str(BASE)})}
-        )
-        return fixed_parts(run_config, FACTS)
+        return fixed_parts(small(trainer={"lora": lora}, model={"tokenizer": str(BASE)}), FACTS)
 
     assert "lora" not in parts()
     assert parts(rank=8) == parts(rank=8, dropout=0.1, seed=3)
@@ -174,7 +168,5 @@ def test_what_a_resume_must_find_unchanged() -> None:
 
 def test_an_adapter_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    run_config = config({})
-    run_config = run_config.model_copy(update={"model": run_config.model.model_copy(update={"name": str(tmp_path)})})
-    with pytest.raises(BadInput, match="a LoRA adapter without the model it belongs to"):
-        ModelFacts.of(run_config, required=True)
+    adapter = small(model={"name": str(tmp_path)})
+    assert "a LoRA adapter without the model it belongs to" in refused(lambda: ModelFacts.of(adapter, required=True))

@@ -73,14 +73,6 @@ def test_tensors_arrive_through_a_transport_that_copies_through_files(file_trans
     assert all(torch.equal(arrived[name], tensor) for name, tensor in sent.items())
 
 
-def test_bytes_that_a_transport_changes_are_refused(file_transport: str) -> None:
-    weights = published(file_transport, layers())
-    buckets = asyncio.run(load_transport(file_transport).open(weights.source))
-    buckets[0][weights.manifest.entries[1].offset] ^= 1
-    with pytest.raises(WeightsRefused, match=r"layers\.0\.self_attn\.k_proj\.weight of version 0 arrived with hash"):
-        check_received(weights.manifest, buckets)
-
-
 def test_known_sums_stand_for_the_bytes_at_their_place_alone(file_transport: str) -> None:
     weights = published(file_transport, layers())
     buckets = asyncio.run(load_transport(file_transport).open(weights.source))
@@ -89,7 +81,7 @@ def test_known_sums_stand_for_the_bytes_at_their_place_alone(file_transport: str
     with pytest.raises(WeightsRefused, match=rf"{first.name} of version 0 arrived with hash {second.hash}"):
         check_received(weights.manifest, buckets, {first.place: second.hash})
     buckets[second.bucket][second.offset] ^= 1
-    with pytest.raises(WeightsRefused, match=rf"{second.name} of version 0 arrived"):
+    with pytest.raises(WeightsRefused, match=rf"{second.name} of version 0 arrived with hash"):
         check_received(weights.manifest, buckets, {first.place: first.hash})
 
 
@@ -118,18 +110,14 @@ def other_dtype(units: list[list[tuple[str, torch.Tensor]]]) -> None:
     units[0][0] = (units[0][0][0], units[0][0][1].double())
 
 
-def missing_layer(units: list[list[tuple[str, torch.Tensor]]]) -> None:
-    units.pop()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (other_dtype, r"tensor layers.0.self_attn.q_proj.weight, torch.float64 \(17, 3\), is not in the layout"),
-        (missing_layer, "4 tensors of the layout were not gathered, layers.2.self_attn.q_proj.weight among them"),
+        (list.pop, "4 tensors of the layout were not gathered, layers.2.self_attn.q_proj.weight among them"),
     ],
 )
-def test_tensors_that_are_not_those_of_the_layout_are_refused(change: Callable[..., None], message: str) -> None:
+def test_tensors_that_are_not_those_of_the_layout_are_refused(change: Callable[..., object], message: str) -> None:
     units = layers()
     layout = lay_out(units)
     change(units)

@@ -12,7 +12,6 @@ def test_expectations_follow_from_the_plan() -> None:
     planned = plan(shards=2, replicas=2, resources=cluster(machines(2), machines(2), machines(2)))
     expected = Expected.of(planned.config, planned)
     facts = planned.facts
-    assert facts is not None
     assert expected.shm_bytes("node 0") == SHM_BYTES + 2 * 4 * facts.num_parameters
     assert set(expected.memory) <= {node.name for node in planned.resources.nodes}
     assert set(expected.writers) <= set(expected.memory)

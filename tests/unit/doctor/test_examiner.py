@@ -2,9 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
-from trireme.core.errors import RoomFailed
 from trireme.doctor.examiner import Examiner
 from trireme.doctor.facts import Questions
 
@@ -19,11 +16,6 @@ def test_they_reach_each_other() -> None:
     links = one.reach({"two": endpoints})
     assert [(link.source, link.target, link.error) for link in links] == [("one", "two", "")] * 3
     assert one.rates({"two": endpoints[0]})["two"] > 0
-
-
-def test_an_address_where_it_cannot_listen_is_an_error() -> None:
-    with pytest.raises(RoomFailed, match=r"cannot listen at 192\.0\.2\.99"):
-        Examiner("one", TOKEN).report(Questions(), "192.0.2.99", ())
 
 
 def test_it_looks_for_the_file_of_the_driver(tmp_path: Path) -> None:

@@ -80,7 +80,6 @@ def test_a_node_without_writers_does_not_need_the_run_directory() -> None:
 def test_of_a_model_of_the_hub_the_files_that_both_nodes_have_are_compared() -> None:
     on_the_hub = replace(EXPECTED, model="org/base")
     model = facts_of(HEAD).model
-    assert model is not None
     part = changed(THIRD, model={"config.json": model["config.json"]})
     assert problems(part, on_the_hub) == []
     assert [finding.fatal for finding in problems(part)] == [True], "a directory is not completed"

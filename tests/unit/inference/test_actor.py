@@ -22,7 +22,7 @@ import psutil
 import pytest
 from config_support import small
 from vllm.logprobs import FlatLogprobs
-from waiting import turns
+from waiting import turns, wait_for, wait_for_tasks
 
 from inference import actor as replica_module
 from inference.actor import FETCH, ReplicaActor
@@ -59,11 +59,6 @@ def replica(engine_dead: bool = False, kind: type[ReplicaActor] = ReplicaActor) 
     double.engine = SimpleNamespace(errored=engine_dead)
     double.engine_stats = EngineStats(None)
     return double
-
-
-def test_a_call_that_never_answers_has_a_deadline() -> None:
-    with pytest.raises(RoomFailed, match="inference replica 0: no answer for update step 'pause' within 0 s"):
-        asyncio.run(replica()._guarded("update step 'pause'", asyncio.sleep(3600), 0.01))
 
 
 @pytest.mark.parametrize("broken", [RoomFailed("replica 0: it broke"), WeightsRefused("another digest"), None])
@@ -195,30 +190,24 @@ class TestPredecessor:
         )
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         with subprocess.Popen([sys.executable, "-c", code], **pipes) as engine:  # type: ignore[call-overload]
-            deadline = time.monotonic() + 60
-            while psutil.Process(engine.pid).status() != psutil.STATUS_ZOMBIE:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_for(lambda: psutil.Process(engine.pid).status() == psutil.STATUS_ZOMBIE, "a zombie")
             assert not replica_module.has_ended(engine.pid)
             engine.kill()
-            while not replica_module.has_ended(engine.pid):
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_for(lambda: replica_module.has_ended(engine.pid), "the end of its threads")
 
 
-def one_logprob() -> FlatLogprobs:
-    """Returns the logprob of token 7, the only one that was sampled."""
-    return FlatLogprobs(token_ids=[7], logprobs=[-1.0])
-
-
-def queued() -> Any:
-    """Stands for vLLM's RequestState of a request that waits to be scheduled."""
+def request_state(*tokens: int) -> Any:
+    """Stands for vLLM's RequestState of a request that has sampled these tokens, each with logprob -1."""
     return SimpleNamespace(
         prompt_len=9,
-        weight_version_starts=[],
-        detokenizer=SimpleNamespace(output_token_ids=[], num_output_tokens=lambda: 0),
-        logprobs_processor=SimpleNamespace(logprobs=FlatLogprobs()),
+        weight_version_starts=[(str(IDENTITY), 0)] if tokens else [],
+        detokenizer=SimpleNamespace(output_token_ids=list(tokens), num_output_tokens=lambda: len(tokens)),
+        logprobs_processor=SimpleNamespace(logprobs=logprobs_of(*tokens)),
     )
+
+
+def logprobs_of(*tokens: int) -> FlatLogprobs:
+    return FlatLogprobs(token_ids=list(tokens), logprobs=[-1.0] * len(tokens))
 
 
 class Refused(Exception):
@@ -277,7 +266,7 @@ class EngineOfRequests:
         for _ in range(len(name)):  # the more letters, the longer the way
             await asyncio.sleep(0)
         self.calls.append(name)
-        self.output_processor.request_states[name] = queued()
+        self.output_processor.request_states[name] = request_state()
         if name == "unsendable":
             raise OverflowError("int too big to convert")
         return SimpleNamespace(get=lambda: self._answer(name), request_id=name)
@@ -299,10 +288,9 @@ class EngineOfRequests:
             raise KeyError("in a logits processor")
         del self.output_processor.request_states[name]
         span = SimpleNamespace(version=self.label, start=0, end=1)
-        logprobs, reason = one_logprob(), "error" if name == "given up" else "stop"
-        return SimpleNamespace(
-            outputs=[SimpleNamespace(token_ids=[7], logprobs=logprobs, weight_versions=[span], finish_reason=reason)]
-        )
+        reason = "error" if name == "given up" else "stop"
+        answer = {"token_ids": [7], "logprobs": logprobs_of(7), "weight_versions": [span], "finish_reason": reason}
+        return SimpleNamespace(outputs=[SimpleNamespace(**answer)])
 
 
 class SamplingReplica(ReplicaActor):
@@ -387,12 +375,6 @@ async def test_an_exception_of_a_silent_engine_is_a_lost_replica(name: str, monk
     assert answer.tokens.tolist() == [], "another replica may sample it"
 
 
-async def test_requests_are_not_held_up_outside_deterministic_mode() -> None:
-    sampling_replica = SamplingReplica(deterministic=False)
-    await outcomes(sampling_replica, requests_of("b", "a"))
-    assert sampling_replica.engine.calls == ["b", "a"]
-
-
 class PulsingReplica(SamplingReplica):
     _engine_pid = 4242
 
@@ -456,11 +438,8 @@ async def test_a_request_below_its_floor_is_refused_here_whatever_its_router_bel
 
 async def received(updating: ReplicaActor) -> None:
     """Waits until weights are in the engine: a thread brings them there."""
-    for _ in range(2000):
-        if updating.engine.calls.count("checked") >= len(CHECKED):
-            return await turns()
-        await asyncio.sleep(0.01)
-    raise AssertionError(updating.engine.calls)
+    await wait_for_tasks(lambda: updating.engine.calls.count("checked") >= len(CHECKED), "weights in the engine")
+    await turns()
 
 
 async def test_updates_come_one_after_the_other() -> None:
@@ -495,17 +474,10 @@ async def test_an_update_of_a_lost_engine_spares_its_successor(monkeypatch: pyte
     monkeypatch.setattr("inference.actor.HEALTH_TICK_S", 0.01)
     monkeypatch.setattr("inference.stalls.QUIET_S", 0.02)
 
-    class Restarting(UpdatingReplica):
+    class Restarting(Stalling, UpdatingReplica):
         hangs = True
-        kills = 0
         _engine_pid = -1
         _engine_process = SimpleNamespace(kill=lambda: None)  # type: ignore[assignment]
-
-        def _cpu_s(self) -> list[float]:
-            return [0.0]
-
-        def kill_engine(self) -> None:
-            self.kills += 1
 
         async def _await_end(self, pids: Any) -> None:
             self.engine.errored = errored
@@ -534,22 +506,12 @@ async def test_an_update_of_a_lost_engine_spares_its_successor(monkeypatch: pyte
     assert (await restarting.load_weights(published(version=2))).identity.version == 2
 
 
-def unfinished(name: str) -> Any:
-    """Stands for vLLM's RequestState of a request that has one token."""
-    return SimpleNamespace(
-        prompt_len=9,
-        weight_version_starts=[(str(IDENTITY), 0)],
-        detokenizer=SimpleNamespace(output_token_ids=[7], num_output_tokens=lambda: 1),
-        logprobs_processor=SimpleNamespace(logprobs=one_logprob()),
-    )
-
-
 async def begun(sampling_replica: SamplingReplica, *names: str) -> asyncio.Task[list[Any]]:
     """Requests that have a token each and stand still."""
     sampling_replica.engine.going.clear()
     sampling = asyncio.create_task(outcomes(sampling_replica, requests_of(*names)))
     await turns()
-    sampling_replica.engine.output_processor.request_states.update({name: unfinished(name) for name in names})
+    sampling_replica.engine.output_processor.request_states.update({name: request_state(7) for name in names})
     return sampling
 
 
@@ -581,7 +543,7 @@ async def test_a_dead_engine_ends_requests_with_what_they_have() -> None:
     sampling_replica.engine.going.clear()
     sampling = asyncio.create_task(exchanged(sampling_replica, requests_of("a", "b")))
     await turns()
-    sampling_replica.engine.output_processor.request_states.update(a=unfinished("a"), b=unfinished("b"))
+    sampling_replica.engine.output_processor.request_states.update(a=request_state(7), b=request_state(7))
     sampling_replica.engine.errored = True
     sampling_replica.engine.dies = True
     sampling_replica.engine.going.set()
@@ -722,10 +684,7 @@ def test_the_death_of_a_rank_is_that_of_its_engine() -> None:
         pulsing._watch_ranks()
         assert not await pulsing.has_lost_engine()
         second.kill()
-        deadline = time.monotonic() + 60
-        while not replica_module.has_ended(engine):
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.01)
+        await wait_for_tasks(lambda: replica_module.has_ended(engine), "the end of the engine")
         assert await pulsing.has_lost_engine()
         assert pulsing._watched == []
         with pytest.raises(RoomFailed, match=f"rank 1 of its engine, process {second.pid}, died"):

@@ -186,17 +186,6 @@ async def test_a_request_that_is_never_answered_is_noticed_also_while_others_are
         await going
 
 
-async def test_nothing_is_asked_for_requests_that_nothing_waits_for() -> None:
-    replica = Replica()
-    line = replica.line()
-    waiting = [asyncio.create_task(sampled(line, request(str(n), 1.0 + n))) for n in range(3)]
-    await asyncio.sleep(0.5)
-    for task in waiting:
-        task.cancel()
-    await asyncio.sleep(50)
-    assert len(replica.messages) == 3
-
-
 async def test_callers_are_apart_and_those_that_are_gone_are_forgotten() -> None:
     replica = Replica()
     one, other = replica.line(), replica.line()

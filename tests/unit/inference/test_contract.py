@@ -25,8 +25,6 @@ def parsed(module: str) -> ast.Module:
     """Returns the syntax tree of an installed module, which is not imported: it may need a GPU."""
     package, *names = module.split(".")
     spec = find_spec(package)
-    assert spec is not None
-    assert spec.origin is not None
     return ast.parse(Path(spec.origin).parent.joinpath(*names).with_suffix(".py").read_text())
 
 

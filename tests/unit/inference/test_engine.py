@@ -1,16 +1,15 @@
 """The engine's arguments, requests and answers."""
 
 import ast
-import importlib.util
 import inspect
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import vllm
 from config_support import small
 from vllm import envs
 from vllm.config import SchedulerConfig
@@ -33,6 +32,8 @@ from trireme.config.schema import SamplingConfig
 from trireme.core.errors import BadInput, RoomFailed
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, WeightIdentity
 from trireme.plan.rl import QUEUE_BYTES
+
+VLLM = Path(vllm.__file__).parent
 
 
 @pytest.mark.parametrize("token", [-1, 64, 2**31 - 1])
@@ -76,10 +77,7 @@ def test_a_kv_cache_on_a_gpu_is_measured_unless_it_is_given() -> None:
 def test_with_a_given_cache_vllm_measures_nothing() -> None:
     """In the worker that CUDA selects, which was not run on a GPU: it returns before it profiles memory, of which the
     trainer may be taking some at the time."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    worker = ast.parse((Path(spec.origin).parent / "v1" / "worker" / "gpu_worker.py").read_text())
+    worker = ast.parse((VLLM / "v1" / "worker" / "gpu_worker.py").read_text())
     defined = [node for node in ast.walk(worker) if isinstance(node, ast.FunctionDef)]
     (measuring,) = (node for node in defined if node.name == "determine_available_memory")
     text = ast.unparse(measuring)
@@ -105,12 +103,8 @@ def test_both_rooms_compute_logits_in_the_same_dtype() -> None:
 
 def test_vllm_still_does_not_ask_for_the_tiles_that_its_attention_uses() -> None:
     """Fails when it does: then `_init_amx` in `inference.worker` can go."""
-    spec = find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    root = Path(spec.origin).parent
-    uses = root / "v1" / "attention" / "backends" / "cpu_attn.py"
-    starts = [root / "platforms" / "cpu.py", *(root / "v1" / "worker").glob("*cpu*.py")]
+    uses = VLLM / "v1" / "attention" / "backends" / "cpu_attn.py"
+    starts = [VLLM / "platforms" / "cpu.py", *(VLLM / "v1" / "worker").glob("*cpu*.py")]
     assert "_is_amx_tile_supported" in uses.read_text()
     assert not [path for path in (uses, *starts) if "_init_amx" in path.read_text()]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from waiting import wait_for
 
 from inference.engine_startup import _CONTEXTS, LogOnce, choose_method, forget_shared_memory
 
@@ -28,10 +29,7 @@ def have_one(seconds: float) -> None:
 def test_a_process_and_those_that_it_starts_end_with_the_one_above() -> None:
     top = _CONTEXTS["fork"].Process(target=have_one, args=(60.0,))  # type: ignore[attr-defined]
     top.start()
-    deadline = time.monotonic() + 30
-    while not (below := psutil.Process(top.pid).children()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    below = wait_for(psutil.Process(top.pid).children, "a process below")
     os.kill(top.pid, signal.SIGKILL)
     assert psutil.wait_procs(below, timeout=30)[1] == []
     top.join()

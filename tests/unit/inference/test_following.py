@@ -153,7 +153,6 @@ def test_copies_in_place_are_what_loaders_load(
     follower = TensorFollower(runner.get_model())
     load_weights(runner, follower, tensors, traced=False)
     following = follower.loaded().following
-    assert following is not None
     assert (following.unfollowed, following.disordered) == ({}, [])
     assert bool(following.packed) is packed
     assert not derives(runner.get_model())

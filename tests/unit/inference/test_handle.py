@@ -81,9 +81,3 @@ def test_one_that_is_still_starting_is_not_asked_to_end(world: World, monkeypatc
     world.group.stop()
     assert stopped == [(world.actors[0], "stop")]
     assert sorted(world.killed, key=id) == sorted(world.actors, key=id)
-
-
-def test_all_end_with_the_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_module, "get_all", lambda *args, **options: None)
-    world.group.stop()
-    assert sorted(world.killed, key=id) == sorted(world.actors, key=id)

@@ -205,7 +205,6 @@ def test_parts_of_fused_and_cut_parameters_are_summed_before_what_packs_them(in_
     model = model_of(in_place)
     follower, tensors = TensorFollower(model), fresh()
     first = update(follower, model, tensors, traced=False)
-    assert first.following is not None
     parts = {part.name: part.slice for part in first.following.parts}
     assert parts == {
         "q": Elements(0, (24,), (1,)),
@@ -228,7 +227,6 @@ def test_a_parameter_that_keeps_its_old_values_has_other_sums() -> None:
     model, tensors = model_of(), fresh()
     follower = TensorFollower(model)
     following = update(follower, model, tensors, traced=False).following
-    assert following is not None
     original = model.norm.weight
 
     def forgets(name: str, tensor: Tensor, parameters: dict[str, Tensor]) -> None:
@@ -256,7 +254,6 @@ def test_what_is_changed_after_the_reload_is_seen_and_packing_then_is_not_taken_
         model.norm.weight.data[0] += traced
         loaded = follower.loaded()
         following = following or loaded.following
-        assert following is not None
         wrong = [a != b for a, b in zip(sums_of(loaded), expected(tensors, following), strict=True)]
         assert wrong == [traced and part.name == "norm" for part in following.parts]
         assert following.packed == 4
@@ -306,7 +303,6 @@ def test_what_loaders_only_copy_is_copied_bit_for_bit_to_the_memory_where_it_lie
     follower = TensorFollower(model)
     assert not follower.copied(fresh(), traced=True), "nothing is known before the first update"
     following = update(follower, model, fresh(), traced=False).following
-    assert following is not None
     memory = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     for _ in range(2):
         later = fresh(norm=torch.full((6,), -0.0))

@@ -10,12 +10,12 @@ from inference.handover import Outcome
 from inference.router import Router
 from trireme.core.errors import RoomFailed
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
-from trireme.core.weights import Drift, PublishedWeights, UpdateReport
+from trireme.core.weights import PublishedWeights, UpdateReport
 
 
 class Replica(IdleReplica):
     def __init__(self, number: int) -> None:
-        self.name, self.number = f"replica {number}", number
+        self.name, self.index = f"replica {number}", number
         self.adapters: dict[str, WeightIdentity] = {}
         self.capacity = 9
         self.calls: list[str] = []
@@ -28,7 +28,7 @@ class Replica(IdleReplica):
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
         self.adapters[""] = published.identity
         self.calls.append("update")
-        return UpdateReport(self.number, published.identity, Drift(0.0, 0.0), 0, 0.0)
+        return await super().load_weights(published)
 
     async def load_adapter(self, name: str, published: PublishedWeights) -> None:
         self.calls.append(name)

@@ -59,7 +59,8 @@ def client(router: Router) -> Iterator[SamplingClient]:
 def test_replicas_sleep_until_an_update(client: SamplingClient, router: Router) -> None:
     client.sleep()
     assert router.asleep
-    client.update_weights("weights")  # type: ignore[arg-type]
+    weights: Any = "version 3"
+    assert client.update_weights(weights) == ["version 3", "taken"], "they are there when the call returns"
     assert not router.asleep
 
 
@@ -103,11 +104,6 @@ def test_what_cannot_be_sampled_is_refused_and_what_fails_is_raised(client: Samp
     router.fails = True
     with pytest.raises(RoomFailed, match="no inference replica is left"):
         client.sample(PROMPT, 2, SamplingParams()).result(10)
-
-
-def test_weights_are_there_when_the_call_returns(client: SamplingClient) -> None:
-    weights: Any = "version 3"
-    assert client.update_weights(weights) == ["version 3", "taken"]
 
 
 def test_closing_ends_every_task(router: Router) -> None:

@@ -84,18 +84,21 @@ class TestBeforeARun:
         context = SimpleNamespace(get_node_id=lambda: HEAD, gcs_address=f"{HEAD}:6379")
         monkeypatch.setattr(doctor.ray, "get_runtime_context", lambda: context)
 
-    def printed(self, monkeypatch: pytest.MonkeyPatch, result: Examination, *nodes: str, rooms: Any = ()) -> str:
-        """Checks the nodes of a run, each with some rooms, and returns what is printed."""
+    def printed(self, monkeypatch: pytest.MonkeyPatch, result: Examination, *nodes: str, **place: str) -> str:
+        """Checks the nodes of a run, which may be in another `place`, and returns what is printed."""
+        planned = plan()
+        run = planned.config.run.model_copy(update=place)
+        planned = replace(planned, config=planned.config.model_copy(update={"run": run}))
 
         def examine(config: CommonConfig, among: set[str], trainer: str) -> Examination:
-            assert (config.run.directory, config.model.name, among) == ("outputs", "m", {HEAD, *nodes})
-            assert trainer == (nodes[0] if "trainer" in rooms else "")
+            directory = place.get("local_dir", "outputs")
+            assert (config.run.directory, config.model.name, among) == (directory, "m", {HEAD, *nodes})
+            assert trainer == ""
             return result
 
         monkeypatch.setattr(doctor, "examine", examine)
         console = Console(file=io.StringIO(), width=1000)
-        doctor.check_nodes(plan(), dict.fromkeys(nodes, rooms), console)
-        assert isinstance(console.file, io.StringIO)
+        doctor.check_nodes(planned, dict.fromkeys(nodes, ()), console)
         return console.file.getvalue()
 
     def test_the_nodes_of_a_fault_are_named_and_the_run_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,18 +117,8 @@ class TestBeforeARun:
         assert self.printed(monkeypatch, healthy(), HEAD) == ""
 
     def test_of_a_run_in_object_storage_the_local_directory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        directories: list[str] = []
-
-        def examine(config: CommonConfig, *_: object) -> Examination:
-            directories.append(config.run.directory)
-            return healthy()
-
-        monkeypatch.setattr(doctor, "examine", examine)
-        stored = plan()
-        place = stored.config.run.model_copy(update={"output_dir": "s3://bucket/runs", "local_dir": "/scratch"})
-        stored = replace(stored, config=stored.config.model_copy(update={"run": place}))
-        doctor.check_nodes(stored, {SECOND: []}, Console(file=io.StringIO()))
-        assert directories == ["/scratch"]
+        place = {"output_dir": "s3://bucket/runs", "local_dir": "/scratch"}
+        assert self.printed(monkeypatch, healthy(), SECOND, **place).startswith("3 nodes examined")
 
     def test_of_a_large_cluster_the_nodes_of_the_run_and_the_head(self, monkeypatch: pytest.MonkeyPatch) -> None:
         nodes = [

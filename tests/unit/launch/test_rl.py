@@ -1,68 +1,42 @@
 """The rooms of an attempt of `rl`: how they begin, and in which order they end."""
 
-import socket
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from checkpoint_support import manifest
 from config_support import small
 
-from trireme.cli import rl as command
-from trireme.core.errors import EXIT_BAD_INPUT
 from trireme.launch import rl
 from trireme.launch.rl import ON_UPDATE, RlRun
-
-
-class Room:
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self._log = name, log
-
-        self.followers: list[object] = []
-
-    source = None
-
-    def offer(self) -> None:
-        """Stands for a verb."""
-
-    def follow(self) -> None:
-        """Stands for a verb."""
-
-    def update(self) -> None:
-        """Stands for a verb."""
-
-    def sleep(self) -> None:
-        """Stands for a verb."""
-
-    def stop(self) -> None:
-        self._log.append(self.name)
 
 
 def test_each_attempt_has_rooms_of_its_own_and_the_orchestrator_ends_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """It closes its environments while the trainer, dead or alive, is still there."""
     log: list[str] = []
+
+    def room(name: str) -> Any:
+        return Mock(source=None, followers=[], stop=partial(log.append, f"{name} {next(numbers)}"))
+
     training: Any = object.__new__(RlRun)
     training.config = SimpleNamespace(timeouts=SimpleNamespace(update_s=1.0))
     training.plan = SimpleNamespace(resolved=lambda config: config, taken_share=0.0)
     training.places = {"trainer": [], "orchestrator": [{}]}
     training._service = training._incarnations = None
     numbers = iter(range(1, 7))
-    trainer = SimpleNamespace(start=lambda *_: Room(f"trainer {next(numbers)}", log))
-    monkeypatch.setattr(rl, "TrainerHandle", trainer)
-    monkeypatch.setattr(rl, "ReplicaSetHandle", lambda *_: Room(f"replica set {next(numbers)}", log))
-    monkeypatch.setattr(RlRun, "_start_orchestrator", lambda *_: Room(f"orchestrator {next(numbers)}", log))
+    monkeypatch.setattr(rl, "TrainerHandle", SimpleNamespace(start=lambda *_: room("trainer")))
+    monkeypatch.setattr(rl, "ReplicaSetHandle", lambda *_: room("replica set"))
+    monkeypatch.setattr(RlRun, "_start_orchestrator", lambda *_: room("orchestrator"))
     run: Any = SimpleNamespace(logs=None, start=SimpleNamespace(attempt=1))
     for _ in range(2):
         with ExitStack() as ending:
             core = training.start(run, ending)
             assert {core.trainer, core.other_rooms["orchestrator"]} < set(core.rooms)
-    assert log == [
-        *("orchestrator 3", "trainer 2", "replica set 1"),
-        *("orchestrator 6", "trainer 5", "replica set 4"),
-    ]
+    assert log == [*("orchestrator 3", "trainer 2", "replica set 1"), *("orchestrator 6", "trainer 5", "replica set 4")]
 
 
 @pytest.mark.parametrize(
@@ -88,14 +62,3 @@ def test_a_resumed_run_keeps_what_auto_meant(
     assert (f"inference.on_update = auto: {expected}" in capsys.readouterr().out) == (chosen != expected)
     training.plan = SimpleNamespace(resolved=lambda config: config)
     assert training.decided == {ON_UPDATE: expected}
-
-
-def test_a_port_that_is_taken_is_refused_before_there_is_a_directory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "prepare_cluster", lambda *_: None)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        flags = ["--run.output-dir", str(tmp_path / "runs"), "--service.port", str(taken.getsockname()[1])]
-        assert command.main(["@", "configs/quickstart.toml", *flags]) == EXIT_BAD_INPUT
-    assert "a port that is free" in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()

@@ -61,7 +61,6 @@ def test_of_how_many_tokens_layers_are_kept() -> None:
     """Those whose activations fit into what is free."""
     memory = ModelMemory(FACTS, 2, on_gpus=True)
     limit = memory.kept_tokens("auto", 10**9)
-    assert limit is not None
     assert memory.activations(limit, False) <= 10**9 < memory.activations(limit + 1, False)
     assert memory.kept_tokens("auto", -1) == 0
     assert memory.kept_tokens(True, 10**9) == 0
@@ -123,12 +122,8 @@ def test_the_room_goes_to_activations_first_and_then_to_the_whole_model() -> Non
     assert decided(least + activations) == (False, False)
     assert decided(least + activations + whole - 1) == (False, False)
     assert decided(least + activations + whole) == (False, True)
-    offloaded = memory.shard(
-        TrainerConfig(shards=2, offload="cpu", share_prefixes="off"),
-        tokens,
-        state,
-        least + activations + whole - state // 2,
-    )
+    offload = TrainerConfig(shards=2, offload="cpu", share_prefixes="off")
+    offloaded = memory.shard(offload, tokens, state, least + activations + whole - state // 2)
     assert (offloaded.again, offloaded.whole) == (False, True)
 
 
@@ -200,10 +195,8 @@ def test_the_plan_of_a_shard_is_what_its_code_holds(name: str) -> None:
 def test_weights_stay_gathered_where_they_fit_or_as_told(option: bool | str, just: bool, less: bool) -> None:
     """Beside the gradients of embeddings and a layer, and not if the whole model stays."""
     deep = replace(FACTS, num_layers=10, num_parameters=10 * 100_000 + FACTS.embedding_parameters)
-    memory, options = (
-        ModelMemory(deep, 2, on_gpus=True),
-        TrainerConfig(reshard_after_forward=option, share_prefixes="off"),
-    )
+    memory = ModelMemory(deep, 2, on_gpus=True)
+    options = TrainerConfig(reshard_after_forward=option, share_prefixes="off")
     freed = memory.gathered(options.lora, whole=False)
     base = int(SHARD_BASE_GIB * GIB) + memory.logits(10)
     room = base + memory.activations(10, False) + freed + 2 * 8 * 100_000

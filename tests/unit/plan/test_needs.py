@@ -10,11 +10,10 @@ from plan_support import cluster, inference, machines, plan, text_of, trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gpu_check.shapes import SHAPES
-from trireme.config import installed
 from trireme.config.model_facts import ModelFacts
 from trireme.core.errors import BadInput
 from trireme.core.transport import TRANSPORTS, TransportKind
-from trireme.plan.memory import GIB, gpu_room
+from trireme.plan.memory import GIB
 from trireme.plan.needs import BUCKET_BYTES, BUFFERS, GPU_TOLERANCE, HOST_TOLERANCE, SLAB_BYTES, SLABS
 from trireme.plan.rl import BLOCK_TOKENS
 from trireme.plan.suggestions import suggestions
@@ -40,11 +39,7 @@ BILLIONS_8 = replace(
 )
 """Qwen3-8B."""
 HUGE = 2**42
-
-
-@pytest.fixture(autouse=True)
-def _gpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
+pytestmark = pytest.mark.usefixtures("gpu_build")
 
 
 def large(
@@ -70,7 +65,6 @@ class TestNeeds:
         assert list(machine.actors) == planned.actor_names
         assert machine.gpu == {}
         memory = trainer(planned).shard_memory
-        assert memory is not None
         assert machine.host["state"] == 2 * memory.state
         assert machine.host["copies for checkpoints"] == 12 * FACTS.num_parameters
         assert machine.host["KV caches"] == 2 * GIB // 4
@@ -183,9 +177,7 @@ class TestPublishedWeights:
         assert "arriving weights" not in machine.host
         assert machine.host["shares of two versions of the weights"] == 2 * 1_200_000_000
         if placement == "colocated":
-            assert shard.resting is not None
             assert shard.resting["memory shared with replicas"] == SLABS * SLAB_BYTES
-            assert replica.resting is not None
             assert replica.resting["arriving weights"] == 1_200_000_000
         adapters = plan(
             shards=1,
@@ -255,25 +247,18 @@ class TestRefusals:
         assert "only above 1.15 times the memory of a GPU or 2 times the memory of a machine" in text
         assert "cheapest first: --trainer.shards 7 (GPUs that are there); or --trainer.offload cpu" in text
         assert text.count("; or ") == 2, "three suggestions"
+        assert not large(shards=7, replicas=1, gpus=8).shortages(hopeless=False), "the first fits"
+        assert not large(shards=1, replicas=1, gpus=8, trainer={"offload": "cpu"}).shortages(hopeless=False)
 
     def test_a_shard_that_is_suggested_is_one_for_each_copy_of_the_model(self) -> None:
         with pytest.raises(BadInput, match=r"--trainer.shards 3 \(GPUs that are there\)"):
             large(shards=1, replicas=1, gpus=8, trainer={"replicate": 2}).check_resources()
 
-    def test_the_suggestions_fit_and_the_plan_does_not(self) -> None:
-        planned = large(shards=1, replicas=1, gpus=8)
-        assert planned.shortages(hopeless=True)
-        assert not large(shards=7, replicas=1, gpus=8).shortages(hopeless=False)
-        assert not large(shards=1, replicas=1, gpus=8, trainer={"offload": "cpu"}).shortages(hopeless=False)
-
     def test_memory_that_others_have_taken_counts(self) -> None:
         planned = large()
-        (node,) = planned.resources.nodes
-        taken = tuple(replace(gpu, free_bytes=10 * GIB) for gpu in node.gpus)
-        busy = replace(planned, resources=replace(planned.resources, nodes=(replace(node, gpus=taken),)))
         planned.check_resources()
         with pytest.raises(BadInput, match=r"has 10\.00 GiB of 80\.00 GiB free"):
-            busy.check_resources()
+            self.with_free(planned, 10 * GIB).check_resources()
 
     def half_full(self, **options) -> Plan:
         """Others have taken 40 of 80 GiB on the GPU of the replica and on those of all shards, which need 20."""
@@ -339,21 +324,9 @@ class TestRefusals:
         planned = large(shards=2, replicas=1, gpus=3, trainer=small, inference={"gpu_memory_utilization": 0.5})
         need = sum(planned.machines[0].actors["trainer shard 0"].gpu.values())
         for times, refused in ((1.02, False), (GPU_TOLERANCE - 0.02, False), (GPU_TOLERANCE + 0.02, True)):
-            (node,) = planned.resources.nodes
-            gpus = tuple(replace(gpu, free_bytes=int(need / times)) for gpu in node.gpus)
-            tight = replace(planned, resources=replace(planned.resources, nodes=(replace(node, gpus=gpus),)))
+            tight = self.with_free(planned, int(need / times))
             assert any("too little memory, by an estimate" in warning for warning in tight.warnings)
             assert bool(tight.shortages(hopeless=True)) is refused
-
-
-class TestRoom:
-    def test_beside_a_replica_a_shard_has_what_that_leaves(self) -> None:
-        alone = plan(shards=1, replicas=1, resources=machines(gpus=2, gpu_bytes=80 * GIB), facts=BILLIONS_8)
-        options = {"gpu_memory_utilization": 0.4}
-        one = machines(gpus=1, gpu_bytes=80 * GIB)
-        shared = plan(shards=1, replicas=1, resources=one, facts=BILLIONS_8, inference=options)
-        assert trainer(alone)._room == gpu_room(80 * GIB, 80 * GIB)
-        assert trainer(shared)._room == gpu_room(80 * GIB, 80 * GIB, 0.4)
 
 
 class TestSharedGpu:

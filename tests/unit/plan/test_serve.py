@@ -33,7 +33,6 @@ def taken(*flags: str) -> int:
 
 def test_adapters_that_wait_and_sets_that_replicas_hold_count() -> None:
     facts = ModelFacts.of(load(["@", str(UNREAD), "--model.name", MODEL]).config, required=True)
-    assert facts is not None
     lora = ("--trainer.lora.rank", "8", "--trainer.shards", "1")
     few = added(*lora, "--service.models", "2", "--inference.max-cpu-loras", "4")
     trained = facts.trained_parameters(LoraConfig(rank=8))
@@ -46,7 +45,6 @@ def test_adapters_that_wait_and_sets_that_replicas_hold_count() -> None:
 def test_each_set_of_weights_counts() -> None:
     """Once for a machine, whether its shards keep them or Ray's object store."""
     facts = ModelFacts.of(load(["@", str(UNREAD), "--model.name", MODEL]).config, required=True)
-    assert facts is not None
     four = taken("--trainer.shards", "2")
     assert four == taken("--trainer.shards", "1", "--inference.replicas", "2")
     assert taken("--service.tinker.snapshots", "9", "--trainer.shards", "2") == 2 * four, "the base's count too"

@@ -12,15 +12,16 @@ from trireme.plan.memory import ShardMemory
 from trireme.plan.whole import Plan
 
 
+def memory_of(planned: Plan) -> ShardMemory:
+    return trainer(planned).shard_memory
+
+
 class TestShards:
     def test_memory_of_a_shard(self) -> None:
-        whole, half = (trainer(plan(shards=shards)).shard_memory for shards in (1, 2))
-        assert whole is not None
-        assert half is not None
+        whole, half = (memory_of(plan(shards=shards)) for shards in (1, 2))
         assert (whole.state, half.state) == (16 * 1_000_000, 16 * 1_000_000 // 2)
         assert half.total == half.base + half.state + half.gathered + half.activations
-        reference = trainer(plan(kl={"coef": 0.1, "reference": {"base_model": "m"}})).shard_memory
-        assert reference is not None
+        reference = memory_of(plan(kl={"coef": 0.1, "reference": {"base_model": "m"}}))
         assert reference.state == 20 * 1_000_000 // 2
 
     def test_copies_of_a_shard_need_as_much_each(self) -> None:
@@ -34,8 +35,7 @@ class TestShards:
         options = {"offload": "cpu", "checkpointing": True, "compile": True}
         options |= {"master_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
         planned = plan(shards=1, trainer=options, resources=gpus(2))
-        memory = trainer(planned).shard_memory
-        assert memory is not None
+        memory = memory_of(planned)
         assert memory.total == memory.base + memory.gathered + memory.activations, "the state is elsewhere"
         text = text_of(planned)
         assert "compiled layers, master weights in bfloat16, gradients summed in bfloat16" in text
@@ -95,19 +95,14 @@ class TestAdapters:
 
     def test_the_base_takes_its_weights_only(self) -> None:
         planned = self.of(self.LORA)
-        memory, numbers = trainer(planned).shard_memory, 8 * 2 * self.WIDTHS
-        assert memory is not None
-        assert memory.state == 16 * numbers + 4 * 1_000_000
+        numbers = 8 * 2 * self.WIDTHS
+        assert memory_of(planned).state == 16 * numbers + 4 * 1_000_000
         assert f"(16 B x {numbers:,} of adapters + 4 B x parameters) / shards" in text_of(planned)
 
     def test_the_base_is_a_reference_for_nothing(self) -> None:
-        def memory(kl: dict | None) -> ShardMemory:
-            memory_of_shard = trainer(self.of(self.LORA, kl)).shard_memory
-            assert memory_of_shard is not None
-            return memory_of_shard
-
-        reference = memory({"coef": 0.1})
-        assert reference == memory(None)
-        assert memory({"coef": 0.1, "reference": {"base_model": "m"}}) == reference
-        other = memory({"coef": 0.1, "reference": {"base_model": "n"}})
+        plain, reference, named, other = (
+            memory_of(self.of(self.LORA, kl))
+            for kl in (None, {"coef": 0.1}, *({"coef": 0.1, "reference": {"base_model": name}} for name in "mn"))
+        )
+        assert plain == reference == named
         assert other.state - reference.state == 4 * 1_000_000

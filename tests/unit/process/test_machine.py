@@ -40,6 +40,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (None, 3, (BIG, HALF)),
         ("0", 1, (BIG,)),
         ("1,0", 2, (BIG, HALF)),
+        ("0,1,2,3", 3, (BIG, HALF)),
         ("GPU-bbb", 1, (HALF,)),
         ("2", 1, ()),  # its memory is the host's
         ("", 0, ()),

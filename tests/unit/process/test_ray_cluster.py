@@ -149,10 +149,7 @@ def test_ray_that_does_not_start_is_started_twice_and_then_an_error_for_people(
     monkeypatch.setattr(cluster.ray, "init", init)
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
     message = r"did not start on this machine in 2 attempts: The current node timed out during startup. If the machine"
-    with (
-        pytest.raises(RoomFailed, match=message) if failures == 2 else nullcontext(),
-        cluster._local_cluster(1),
-    ):
+    with pytest.raises(RoomFailed, match=message) if failures == 2 else nullcontext(), cluster._local_cluster(1):
         pass
     assert "It is started once more" in caplog.text
     assert all(service.poll() is not None for service in services)

@@ -58,12 +58,8 @@ except signals.Stopped as stopped:
 
 def start(mode: str, grace_s: float) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, mode, str(grace_s)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", SCRIPT, mode, str(grace_s)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
 
@@ -77,7 +73,6 @@ def rest(process: subprocess.Popen[str]) -> tuple[str, int]:
 def test_a_signal_is_answered_before_what_it_waits_for(mode: str) -> None:
     process = start(mode, grace_s=1)
     process.send_signal(signal.SIGINT)
-    assert process.stderr is not None
     assert "stopping: waiting" in process.stderr.readline()
     assert process.poll() is None
     rest(process)
@@ -108,7 +103,6 @@ def noted(mode: str, *lines: str) -> subprocess.Popen[str]:
     """Returns a process that has noted a signal."""
     process = start(mode, grace_s=30)
     process.send_signal(signal.SIGTERM)
-    assert process.stdout is not None
     assert [process.stdout.readline() for _ in ("noted", *lines)] == ["noted\n", *lines]
     return process
 
@@ -171,7 +165,6 @@ while True:
 @pytest.mark.parametrize("how", ["works", "fails"])
 def test_an_actor_closes_what_it_holds_and_then_ends_by_the_signal(how: str) -> None:
     with subprocess.Popen([sys.executable, "-c", ACTOR, how], stdout=subprocess.PIPE, text=True) as actor:
-        assert actor.stdout is not None
         assert actor.stdout.readline() == "ready\n"
         for _ in range(2):  # another one does not cut it short
             actor.send_signal(signal.SIGTERM)

@@ -41,18 +41,6 @@ TOKENS = {
         for tag in (f"<|{name}>", f"<{name}|>")
     ],
 }
-PROMPTS = {
-    "llama-3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
-    "Today Date: 26 Jul 2024\n\nBe brief.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    "qwen3.5": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n"
-    "<|im_start|>assistant\n<think>\n",
-    "deepseek-v3": "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Why?<｜Assistant｜>",
-    "kimi-k2": "<|im_system|>system<|im_middle|>Be brief.<|im_end|><|im_user|>user<|im_middle|>Why?<|im_end|>"
-    "<|im_assistant|>assistant<|im_middle|>",
-    "glm-5": "[gMASK]<sop><|system|>Be brief.<|user|>Why?<|assistant|><think>",
-    "gemma4": "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nWhy?<turn|>\n<|turn>model\n",
-}
 ENDS = {
     "llama-3": "<|eot_id|>",
     "qwen3.5": "<|im_end|>",
@@ -69,7 +57,8 @@ CALLS = {
     "kimi-k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.calculator:0<|tool_call_argument_begin|>"
     '{"expression": "2 + 2"}<|tool_call_end|><|tool_calls_section_end|>',
 }
-THINKING = [form for form, prompt in PROMPTS.items() if prompt.rstrip().endswith("<think>")]
+THINKING = ["qwen3.5", "glm-5"]
+"""Formats whose prompts open the thinking."""
 TEMPLATE_OF_KIMI = """
 {%- if tools %}{{ raise_exception('no tools') }}{% endif %}
 {%- for m in messages %}
@@ -114,12 +103,6 @@ def thought(form: str) -> str:
 
 
 @pytest.mark.parametrize("form", TOKENS)
-def test_a_prompt_is_written_as_the_model_was_trained_with(form: str) -> None:
-    prompt = renderer_of(form).generation_prompt([message_of("system", "Be brief."), message_of("user", "Why?")])
-    assert tokenizer_of(form).decode(prompt) == PROMPTS[form]
-
-
-@pytest.mark.parametrize("form", TOKENS)
 def test_an_answer_is_read_back_with_what_ended_it(form: str) -> None:
     renderer = renderer_of(form)
     tokens = sample(form, thought(form))
@@ -135,12 +118,16 @@ def test_an_answer_is_read_back_with_what_ended_it(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", CALLS)
-def test_calls_of_tools_are_read_back_and_malformed_ones_reported(form: str) -> None:
+def test_calls_of_tools_are_read_back_and_extended_by_the_answer_and_malformed_ones_reported(form: str) -> None:
     renderer, tokenizer = renderer_of(form), tokenizer_of(form)
     end = tokenizer.convert_tokens_to_ids("<|observation|>" if form == "glm-5" else ENDS[form])
-    message, whole = renderer.parse_response([*tokenizer.encode(CALLS[form]), end], [CALCULATOR])
+    question, sampled = message_of("user", "Why?"), [*tokenizer.encode(CALLS[form]), end]
+    prompt = renderer.generation_prompt([question], [CALCULATOR])
+    message, whole = renderer.parse_response(sampled, [CALCULATOR])
     assert whole
     assert message["tool_calls"] == [{"name": "calculator", "arguments": {"expression": "2 + 2"}}]
+    after = renderer.generation_prompt([question, {**message, "prompt": prompt}, message_of("tool", "4")], [CALCULATOR])
+    assert after[: len(prompt) + len(sampled)] == prompt + sampled
     broken = CALLS[form].replace('"}', "").replace("</function>\n</tool_call>", "").replace("</tool_call>", "")
     message, whole = renderer.parse_response([*tokenizer.encode(broken), end], [CALCULATOR])
     assert "tool_calls" not in message
@@ -159,19 +146,6 @@ def test_the_second_turn_extends_the_sampled_tokens(form: str) -> None:
     cut_off = renderer.parse_response(sampled[:-1])[0]
     after = renderer.generation_prompt([*messages, {**cut_off, "prompt": prompt}, message_of("user", "Sure?")])
     assert after[: len(prompt) + len(sampled) - 1] == prompt + sampled[:-1], "what was cut off is extended too"
-
-
-@pytest.mark.parametrize("form", CALLS)
-def test_a_tools_answer_extends_the_sampled_call(form: str) -> None:
-    renderer, tokenizer = renderer_of(form), tokenizer_of(form)
-    messages = [message_of("user", "Why?")]
-    end = tokenizer.convert_tokens_to_ids("<|observation|>" if form == "glm-5" else ENDS[form])
-    prompt, sampled = renderer.generation_prompt(messages, [CALCULATOR]), [*tokenizer.encode(CALLS[form]), end]
-    message, _ = renderer.parse_response(sampled)
-    after = renderer.generation_prompt(
-        [*messages, {**message, "prompt": prompt}, message_of("tool", "4")], [CALCULATOR]
-    )
-    assert after[: len(prompt) + len(sampled)] == prompt + sampled
 
 
 @pytest.mark.parametrize("form", THINKING)
@@ -207,14 +181,10 @@ def test_a_supervised_example_trains_on_what_the_model_says(form: str) -> None:
     tokens, weights = renderer.supervised_example(talk, "all_user_and_system_messages")
     assert tokenizer.decode(tokens[weights == 1]) == "qr"
     assert renderer.supervised_example(talk, "all_tokens")[1].all()
-
-
-@pytest.mark.parametrize("form", TOKENS)
-def test_sampled_messages_keep_their_tokens_in_supervised_examples(form: str) -> None:
-    renderer, sampled = renderer_of(form), sample(form, "It is 4")
+    sampled = sample(form, "It is 4")
     message: Message = {"role": "assistant", "content": "It is 4", "tokens": sampled}
     tokens, weights = renderer.supervised_example([message_of("user", "Why?"), message], "last_assistant_message")
-    assert tokens[weights == 1].tolist()[-len(sampled) :] == sampled
+    assert tokens[weights == 1].tolist()[-len(sampled) :] == sampled, "what was sampled keeps its tokens"
 
 
 @given(st.lists(st.integers(0, 400), max_size=60))
@@ -229,9 +199,6 @@ def test_any_tokens_can_be_parsed_and_extended(tokens: list[int]) -> None:
             [message_of("user", "q"), {**message, "prompt": prompt}, message_of("user", "r")]
         )
         assert after[: len(prompt) + len(tokens)] == prompt + tokens
-
-
-# ---- which format
 
 
 def test_auto_takes_the_format_of_the_model_or_that_writes_what_the_template_does() -> None:

@@ -37,32 +37,29 @@ def expected(
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
-@pytest.mark.parametrize("generate", [True, False])
-@pytest.mark.parametrize(("name", "tokenizer"), [("chat_template", bpe), ("qwen3", bpe), ("chat_template", characters)])
-def test_tokens_are_those_of_the_chat_template(name: str, tokenizer: Any, generate: bool, conversation: str) -> None:
+@pytest.mark.parametrize("enable_thinking", [None, True, False])
+@pytest.mark.parametrize(
+    ("name", "tokenizer"), [("chat_template", bpe), ("qwen3", bpe), ("auto", bpe), ("chat_template", characters)]
+)
+def test_tokens_are_those_of_the_chat_template(
+    name: str, tokenizer: Any, enable_thinking: bool | None, conversation: str
+) -> None:
     messages, tools = CONVERSATIONS[conversation]
-    renderer = make_renderer(name, tokenizer(QWEN3))
-    if generate:
-        tokens = renderer.generation_prompt(messages, tools)
-    else:
-        tokens = renderer.supervised_example(messages, "all_tokens", tools)[0].tolist()
-    assert tokens == expected(tokenizer(QWEN3), messages, tools, generate)
+    renderer = make_renderer(name, tokenizer(QWEN3), enable_thinking=enable_thinking)
+    prompt = expected(tokenizer(QWEN3), messages, tools, True, enable_thinking=enable_thinking)
+    assert renderer.generation_prompt(messages, tools) == prompt
+    whole = expected(tokenizer(QWEN3), messages, tools, False, enable_thinking=enable_thinking)
+    assert renderer.supervised_example(messages, "all_tokens", tools)[0].tolist() == whole
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
-@pytest.mark.parametrize("generate", [True, False])
-@pytest.mark.parametrize("enable_thinking", [True, False])
-@pytest.mark.parametrize("name", ["chat_template", "qwen3", "auto"])
-def test_with_thinking_switched_off_tokens_are_the_templates_too(
-    name: str, enable_thinking: bool, generate: bool, conversation: str
-) -> None:
+@pytest.mark.parametrize("template", [SAYS, OPENS_THINKING], ids=["has no thinking", "opens the thinking"])
+def test_prompts_of_templates_of_another_form_are_theirs(template: str, conversation: str) -> None:
+    """But where a template has no place for thinking: it is written into answers, as the policy sampled it."""
     messages, tools = CONVERSATIONS[conversation]
-    renderer: Any = make_renderer(name, bpe(QWEN3), enable_thinking=enable_thinking)
-    tokens = renderer.encode(renderer.text(messages, tools, generate))
-    assert tokens == expected(bpe(QWEN3), messages, tools, generate, enable_thinking=enable_thinking)
-    if generate:
-        assert renderer.generation_prompt(messages, tools) == tokens
-        assert bpe(QWEN3).decode(tokens).endswith("<think>\n\n</think>\n\n") is not enable_thinking
+    prompt = make_renderer("chat_template", bpe(template)).generation_prompt(messages, tools)
+    hides = template == SAYS and conversation in ("thinking", "a tool's answer as a user's message")
+    assert (prompt == expected(bpe(template), messages, tools, True)) != hides
 
 
 def test_role_colon_parts_messages_by_an_empty_line() -> None:
@@ -197,9 +194,7 @@ def test_a_prompt_that_opens_the_thinking() -> None:
 
 def test_a_token_across_the_end_of_thinking_is_not_parted() -> None:
     """Where one token ends the thinking and begins the answer, nothing can be stripped without tokenising again."""
-    tokenizer = characters()
-    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path)
-    tokenizer.add_tokens(["k>4"])
+    tokenizer = characters_and(["k>4"])
     renderer = make_renderer("role_colon", tokenizer)
     tokens = [*tokenizer.encode("<think>hm</thin"), *tokenizer.encode("k>4"), *tokenizer.encode("2"), 1]
     chat = Chat(renderer)
@@ -398,19 +393,6 @@ def test_in_role_colon_a_message_ends_where_another_begins(text: str, eos: bool,
     assert (message["content"], message["tokens"], whole) == (content, tokens, complete)
     assert renderer.finished(tokens) is complete
     assert renderer.stop_condition() == (1, "\n\nUser:", "\n\nSystem:", "\n\nTool:")
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_what_the_user_says_goes_on_from_the_sampled_beginning(seed: int) -> None:
-    tokenizer = bpe()
-    renderer = make_renderer("role_colon", tokenizer)
-    chat = Chat(renderer)
-    chat.hear(scattered(tokenizer, " four\n\nUser:", seed), message_of("user", "and 3?"))
-    assert chat.extends == [True]
-    assert tokenizer.decode(chat.prompts[-1]) == "User: q\n\nAssistant: four\n\nUser: and 3?\n\nAssistant:"
-    chat.hear([*scattered(tokenizer, " six", seed), tokenizer.eos_token_id], message_of("user", "so?"))
-    assert chat.extends == [True, True]
-    assert tokenizer.decode(chat.prompts[-1]).endswith("and 3?\n\nAssistant: six<eos>\n\nUser: so?\n\nAssistant:")
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from checkpoint_support import manifest
 from config_support import small
 from written_checkpoints import Room, weights
 
@@ -186,11 +187,9 @@ def test_checkpoints_may_be_missed_if_allowed(bench: Bench) -> None:
     bench.trainer.errors.append(StorageFailed("cannot write: no space"))
     run_all(bench, 6)
     assert bench.steps == ["step_000004", "step_000006"]
-    assert len(bench.incidents) == 1
-    assert (
-        "checkpoint missed (1 in a row; up to checkpoint.max_missed = 1 may be): cannot write: no space"
-        in bench.incidents[0]
-    )
+    (incident,) = bench.incidents
+    assert "checkpoint missed (1 in a row; up to checkpoint.max_missed = 1 may be): cannot write: no space" in incident
+    assert "deleted" not in incident
     assert Manifest.verified(bench.store.checkpoint(4)).parent is None
 
 
@@ -221,12 +220,8 @@ class TestFullDisk:
             run_to(checkpoints, 10, first=7)
         assert full.steps == ["step_000010"], "no more than the newest from then on"
         (incident,) = full.incidents
-        assert (
-            "checkpoint missed (1 in a row; up to checkpoint.max_missed = 3 may be): cannot write: no space" in incident
-        )
         assert "deleted step_000002, and from now on only the newest checkpoint is kept" in incident
         parent = Manifest.verified(full.store.checkpoint(10)).parent
-        assert parent is not None
         assert parent.step == 8
         assert full.trainer.calls.count("trainer") == 6, "at 2, 4, 6, 7, 8 and 10"
 
@@ -263,11 +258,6 @@ class TestFullDisk:
             run_all(full, 6)
         assert full.steps == ["step_000004"]
         assert len(full.incidents) == 2
-
-    def test_no_checkpoint_is_deleted_for_another_reason(self, full: Bench) -> None:
-        full.orchestrator.errors += [StorageFailed("cannot write: not permitted")]
-        run_all(full, 6)
-        assert full.steps == ["step_000004", "step_000006"]
 
     def test_what_is_kept_for_good_stays(self, full: Bench) -> None:
         full.config = config(keep_last=1, keep_every=2, async_save=full.config.checkpoint.async_save)
@@ -341,23 +331,9 @@ class TestEndingEarly:
 class TestResumed:
     @pytest.fixture
     def resumed(self, bench: Bench) -> Bench:
-        manifest = Manifest(
-            step=2,
-            lineage="bbbbbbbb",
-            parent=None,
-            attempt=1,
-            identities=(weights(1).identity, weights(2).identity),
-            shards=1,
-            replicas=1,
-            fixed={},
-            decided={},
-            config_hash="",
-            packages={},
-            created="",
-            files=(),
-        )
+        at_2 = bench.store.checkpoint(2)
         bench.start = Start(
-            step=2, checkpoint=bench.store.checkpoint(2), manifest=manifest, attempt=2, notes=(), run_id="cafecafe"
+            2, checkpoint=at_2, manifest=manifest(2, "bbbbbbbb"), attempt=2, notes=(), run_id="cafecafe"
         )
         return bench
 

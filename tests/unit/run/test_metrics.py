@@ -16,7 +16,7 @@ import pytest
 
 from trireme.core.errors import StorageFailed
 from trireme.process import faults
-from trireme.run.metrics import Clock, Journal, evaluation_text, reduce_metrics, step_line
+from trireme.run.metrics import Journal, evaluation_text, reduce_metrics, step_line
 
 
 def test_each_name_is_reduced_by_its_suffix() -> None:
@@ -36,12 +36,6 @@ def test_means_are_over_the_loss_tokens_however_they_are_split() -> None:
     assert reduce_metrics(parts) == expected
     assert reduce_metrics([reduce_metrics(parts[:2]), parts[2]]) == expected
     assert reduce_metrics([*parts, {"loss_tokens:sum": 0.0, "d:mean": 9.0}]) == expected
-
-
-def test_the_clock_counts_only_the_wait_for_items() -> None:
-    clock = Clock()
-    assert list(clock.timed("wait", iter([1, 2, 3]))) == [1, 2, 3]
-    assert set(clock.seconds) == {"wait"}
 
 
 @dataclass

@@ -41,7 +41,6 @@ def test_a_checkpoint_is_brought_when_it_is_there(url: str, tmp_path: Path) -> N
     driver = Driver(url, tmp_path)
     notes: list[str] = []
     with driver.remote.mirrored(driver.run, notes.append) as run:
-        assert run.mirror
         run.checkout()
         driver.step(1, saved=True)
         wait_for(lambda: stored(url).of_branch(), "the checkpoint in the store")
@@ -194,7 +193,6 @@ def test_a_new_attempt_is_not_half_there(url: str, tmp_path: Path, monkeypatch: 
             begun[0].checkout()
 
     monkeypatch.setattr(Bucket, "put", next_attempt)
-    assert driver.mirror
     assert driver.mirror.bring() is False
     assert stored(url).written == 0, "no HEAD was put"
     driver.bring()
@@ -250,28 +248,21 @@ def test_too_many_that_are_only_here_stop_the_run(url: str, server: Double, tmp_
         retained(driver, work)
 
 
-def test_an_end_that_did_not_arrive_is_an_error(url: str, server: Double, tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [None, RuntimeError("of the run")])
+def test_an_end_that_did_not_arrive_is_an_error_or_a_note_of_that_of_the_run(
+    url: str, server: Double, tmp_path: Path, error: RuntimeError | None
+) -> None:
     driver = Driver(url, tmp_path)
 
     def work(_run: RunDir) -> None:
         server.refuses = lambda request: request.startswith("PUT")
         driver.step(1, saved=True)
+        if error:
+            raise error
 
-    with pytest.raises(StorageFailed, match="lacks what is new in"):
+    with pytest.raises(type(error or StorageFailed(""))) as failed:
         retained(driver, work)
-
-
-def test_an_error_of_the_run_is_the_one_that_is_told(url: str, server: Double, tmp_path: Path) -> None:
-    driver = Driver(url, tmp_path)
-
-    def work(_run: RunDir) -> None:
-        server.refuses = lambda request: request.startswith("PUT")
-        driver.step(1, saved=True)
-        raise RuntimeError("of the run")
-
-    with pytest.raises(RuntimeError, match="of the run") as failed:
-        retained(driver, work)
-    assert "lacks what is new in" in failed.value.__notes__[0]
+    assert "lacks what is new in" in (failed.value.__notes__[0] if error else str(failed.value))
 
 
 def test_a_superseded_driver_loses_its_right_to_write(url: str, tmp_path: Path) -> None:
@@ -464,15 +455,6 @@ def test_a_process_that_sees_the_directory_fetches_nothing(far_run: FarRun, serv
         assert part.directory != checkpoint / "trainer"
 
 
-def test_an_altered_checkpoint_is_never_loaded(far_run: FarRun) -> None:
-    checkpoint = far_run.checkpoint(1)
-    far_run.driver.bring()
-    source = far_run.source(checkpoint)
-    far_run.mirror.bucket.put(f"{source.key}/trainer/__0_0.distcp", b"altered")
-    with PartReader.opened(far_run.at("far", checkpoint / "trainer"), source) as part, pytest.raises(StorageFailed):
-        part.fetch_all()
-
-
 def test_a_load_waits_until_the_store_has_the_checkpoint(far_run: FarRun, url: str) -> None:
     checkpoint = far_run.checkpoint(1)
     far_run.far = replace(far_run.far, timeout_s=0.0)
@@ -490,7 +472,6 @@ def test_a_driver_elsewhere_resumes(far_run: FarRun, url: str, tmp_path: Path, m
     second = FarRun(url, tmp_path / "again", monkeypatch, "--resume")
     start = second.run.start
     assert (start.step, start.attempt) == (1, 2)
-    assert start.checkpoint
     source = second.source(start.checkpoint)
     assert source.key.startswith("commits/000001/"), "where the first driver put it"
     with PartReader.opened(second.at("far", start.checkpoint / "trainer"), source) as part:

@@ -1,10 +1,7 @@
 """A run in object storage: what a start finds there, takes over and refuses, and what a crash leaves."""
 
 import shlex
-import socket
 from collections import Counter
-from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ from trireme.checkpoint.bucket import Bucket, StoreSilent
 from trireme.checkpoint.manifest import MANIFEST, Manifest
 from trireme.checkpoint.store import HEAD, KEEP, CheckpointStore
 from trireme.config.load import load
-from trireme.core.errors import EXIT_FAILED, BadInput, CheckpointInvalid, LockLost, StorageFailed
+from trireme.core.errors import EXIT_FAILED, BadInput, LockLost, StorageFailed
 from trireme.process.faults import InjectedFault
 from trireme.run.remote import RemoteRun
 from trireme.run.rundir import locked, resume_command
@@ -40,7 +37,6 @@ def test_brought_to_an_empty_machine_it_goes_on(url: str, tmp_path: Path) -> Non
     second = Driver(url, tmp_path / "two", "--resume", "auto")
     start = second.run.start
     assert (start.step, start.attempt, start.run_id) == (2, 2, first.run.start.run_id)
-    assert start.checkpoint
     assert Manifest.verified(start.checkpoint)
     assert any("was brought from" in line and "step_000002" in line for line in second.lines)
     second.claim()
@@ -90,15 +86,11 @@ def test_of_two_drivers_the_later_one_has_the_run(url: str, tmp_path: Path) -> N
     second.bring()
     winners = objects(url)
     first.step(4, saved=True)
-    assert first.mirror
     with pytest.raises(LockLost, match="driver 1") as lost:
         first.bring()
     assert stored(url).holder in str(lost.value)
     after = objects(url)
     assert {key: after.get(key) for key in winners} == winners, "nothing of the winner is touched"
-    first.mirror._lost = lost.value
-    with pytest.raises(LockLost):
-        replace(first.run, mirror=first.mirror).store.check_owner()
     second.step(4, saved=True)
     second.bring()
     assert list(stored(url).of_branch()) == [2, 3, 4], "checkpoint.keep_last counts what is in the store alone, too"
@@ -204,22 +196,9 @@ def test_a_torn_checkpoint_is_passed_over(url: str, tmp_path: Path) -> None:
     (branch,) = [path for path in stored(url).commits if path.startswith("branches/")]
     assert branch == f"branches/{state.head.lineage}/checkpoints/step_000002"
     assert stored(url).commits[branch].key == key, "by reference"
-    for checkpoint in ("checkpoints/step_000001",):
-        Bucket(f"{url}/r").delete([f"{state.commits[checkpoint].key}/{MANIFEST}"])
+    Bucket(f"{url}/r").delete([f"{state.commits['checkpoints/step_000001'].key}/{MANIFEST}"])
     with pytest.raises(BadInput, match="none of whose checkpoints verifies"):
         Driver(url, tmp_path / "three", "--resume")
-
-
-def test_a_head_that_names_another_run_changes_nothing_there(url: str, tmp_path: Path) -> None:
-    begun(url, tmp_path / "one").die()
-    other = tmp_path / "two" / "other" / "checkpoints" / "step_000100"
-    other.mkdir(parents=True)
-    head = stored(url)
-    named = dict.fromkeys(["checkpoints/../../other/checkpoints/step_000100"], head.commits["checkpoints/step_000002"])
-    Bucket(f"{url}/r").put(HEAD, replace(head, commits=named).to_json())
-    with pytest.raises(CheckpointInvalid, match="leads out of its directory"):
-        Driver(url, tmp_path / "two", "--resume")
-    assert other.is_dir()
 
 
 def test_altered_rows_are_refused(url: str, tmp_path: Path) -> None:
@@ -289,17 +268,11 @@ def test_a_store_that_does_not_answer_is_no_wrong_input(
     if reason == "it is busy":
         server.busy = True
     else:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{unused_port()}")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(StoreSilent, match=r"does not answer: .* start the same command again") as failed:
         Driver(url, tmp_path)
     assert failed.value.exit_code == EXIT_FAILED
     assert not (tmp_path / "r").exists()
-
-
-def unused_port() -> int:
-    with closing(socket.socket()) as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def test_a_kind_of_store_without_conditions_is_refused(tmp_path: Path) -> None:

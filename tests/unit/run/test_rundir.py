@@ -9,20 +9,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from checkpoint_support import (
-    FIXED,
-    PARTS,
-    append_rows,
-    checkpoint,
-    crashes,
-    flip,
-    read_json_lines,
-    snapshot,
-    steps,
-)
+from checkpoint_support import FIXED, PARTS, append_rows, checkpoint, crashes, flip, read_json_lines, snapshot
 from config_support import refused
 
 from trireme.checkpoint.manifest import MANIFEST, CheckpointRef
@@ -45,12 +34,12 @@ def config(output_dir: Path, name: str | None = "r", *flags: str) -> Config:
     ).config
 
 
-def open_run(run_config: Config, fixed: dict[str, Any] = FIXED) -> RunDir:
-    return RunDir.open(run_config, fixed)
+def open_run(run_config: Config) -> RunDir:
+    return RunDir.open(run_config, FIXED)
 
 
-def refusal(run_config: Config, fixed: dict[str, Any] = FIXED) -> str:
-    return refused(lambda: open_run(run_config, fixed))
+def refusal(run_config: Config) -> str:
+    return refused(lambda: open_run(run_config))
 
 
 def test_named(tmp_path: Path) -> None:
@@ -89,10 +78,9 @@ def test_a_name_is_no_path(tmp_path: Path, name: str) -> None:
 def test_a_directory_in_use_is_refused_with_the_ways_out(tmp_path: Path) -> None:
     open_run(config(tmp_path)).lock.close()
     text = refusal(config(tmp_path))
-    assert str(tmp_path / "r") in text
-    assert "another --run.name" in text
-    assert "--clean" in text
-    assert "--resume" in text
+    assert [
+        part for part in (str(tmp_path / "r"), "another --run.name", "--clean", "--resume") if part not in text
+    ] == []
 
 
 @pytest.mark.parametrize("leftover", ["driver.lock", "config.json.new", "metrics.jsonl.new"])
@@ -218,15 +206,6 @@ class TestResume:
         with open_run(config(outputs, "r", "--resume.step", "-1")) as run:
             assert (run.start.step, run.start.attempt, run.head.lineage) == (4, 3, lineage)
 
-    def test_a_damaged_one_is_passed_over_and_named(self, outputs: Path) -> None:
-        flip(outputs / "r" / "checkpoints" / "step_000004" / PARTS[0])
-        with open_run(config(outputs, "r", "--resume")) as run:
-            assert run.start.step == 2
-            assert "passed over" in run.start.notes[0]
-            assert PARTS[0] in run.start.notes[0]
-            run.checkout()
-            assert steps(run.store) == [2]
-
     @pytest.mark.parametrize("file", [*PARTS, MANIFEST])
     def test_a_damaged_step_is_refused(self, outputs: Path, file: str) -> None:
         flip(outputs / "r" / "checkpoints" / "step_000004" / file)
@@ -328,7 +307,6 @@ class TestFork:
             assert run.start.attempt == 2  # the checkpoint's was 1
             assert "hard links" in run.start.notes[-1]
             head = run.store.head()
-            assert head is not None
             assert head.base == CheckpointRef(json.loads((outputs / "r" / HEAD).read_text())["lineage"], 4)
             run.checkout()
             assert [row["step"] for row in read_json_lines(run.root / "metrics.jsonl")] == [0, 1, 2, 3]
@@ -354,7 +332,7 @@ class TestFork:
         assert not (outputs / "fork").exists()
         with open_run(self.fork(outputs)) as run:
             assert run.start.step == 2
-            assert "passed over" in run.start.notes[0]
+            assert all(part in run.start.notes[0] for part in ("passed over", PARTS[0]))
 
     @pytest.mark.parametrize("source", ["missing", "empty"])
     def test_without_a_checkpoint(self, outputs: Path, source: str) -> None:
@@ -414,12 +392,6 @@ class TestCodeDiff:
         (directory / "a.txt").write_text("after\n")
         return directory
 
-    def test_in_a_checkout(self, checkout: Path, tmp_path: Path) -> None:
-        with open_run(config(tmp_path / "out")) as run:
-            diff = (run.root / "code.diff").read_text()
-        assert re.match(r"checkpoint [0-9a-f]{40}\n", diff)
-        assert "-before\n+after\n" in diff
-
     def test_a_run_writes_no_secret(self, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of the working tree, of the configuration, and of the environment."""
         planted = {
@@ -436,7 +408,7 @@ class TestCodeDiff:
             texts = "".join(file.read_text() for file in written)
             assert {"config.json", "code.diff"} <= {file.name for file in written}
             assert [name for name, secret in planted.items() if secret in texts] == []
-            assert "-before\n+after (secret" in texts
+            assert re.search(r"checkpoint [0-9a-f]{40}\n(.|\n)*-before\n\+after \(secret", texts)
             assert [note for note in run.start.notes if "secret" in note] == [
                 "config.json leaves out 2 values that look like secrets: (secret, left out)",
                 "code.diff leaves out 2 values that look like secrets: (secret, left out)",

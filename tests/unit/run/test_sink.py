@@ -174,10 +174,3 @@ def test_a_secret_in_the_error_of_a_tracker_is_not_shown() -> None:
     fixture.sink.close()
     assert key not in "".join([*fixture.lines, *fixture.notes])
     assert fixture.lines[-1].startswith("! x lacks 1 of 1 steps: ValueError: bad key")
-
-
-def test_a_closed_sink_leaves_no_thread(armed: Callable[[str], Path]) -> None:
-    fixture = Fixture()
-    assert sink_threads()
-    fixture.sink.close()
-    assert not sink_threads()

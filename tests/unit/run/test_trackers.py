@@ -1,10 +1,8 @@
 """Each tracker has the numbers, rollouts and incidents of a run: the real packages, on this machine."""
 
-import http.server
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +10,7 @@ from pathlib import Path
 import pytest
 from waiting import wait_for
 
-from trireme.config import Config
 from trireme.config.load import load
-from trireme.run import sink as sink_module
 from trireme.run.sink import MetricsSink, metrics_sinks
 from trireme.supervision.roster import Roster
 
@@ -28,17 +24,14 @@ RECORD = {
 RUN_ID = "0123abcd"
 
 
-def configured(*flags: str) -> Config:
-    return load(["@", str(QUICKSTART), *flags], {}).config
-
-
 @contextmanager
 def opened(root: Path, *flags: str, start: int = 0) -> Iterator[tuple[MetricsSink, Roster, list[str]]]:
     """Yields the sink of the tracker in `flags`, its roster, and the lines that are printed."""
     roster = Roster(lambda: 0.0)
     roster.at_step(start)
     lines: list[str] = []
-    with metrics_sinks(configured(*flags), RUN_ID, root, roster, lines.append) as (sink,):
+    config = load(["@", str(QUICKSTART), *flags], {}).config
+    with metrics_sinks(config, RUN_ID, root, roster, lines.append) as (sink,):
         yield sink, roster, lines
 
 
@@ -143,34 +136,6 @@ def test_trackio_has_one_run_with_numbers_rollouts_and_incidents(
     assert [(log["step"], log["reward/total"]) for log in logs] == [(5, 0.1), (6, 0.1), (6, 0.7)]
     assert "Sort: 2112" in str(logs[0]["rollouts"])
     assert {alert["title"] for alert in storage.get_alerts("sorting")} == {"inference_1"}
-
-
-class Silent(http.server.BaseHTTPRequestHandler):
-    """Reads a request and answers when the test has ended."""
-
-    ended = threading.Event()
-
-    def handle(self) -> None:
-        self.ended.wait(60)
-
-
-def test_a_server_of_mlflow_that_never_answers_delays_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mlflow")
-    monkeypatch.setattr(sink_module, "CLOSE_S", 0.2)
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Silent)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    uri = f"http://name:secret@127.0.0.1:{server.server_port}"
-    try:
-        with opened(tmp_path, "--mlflow.experiment", "x", "--mlflow.tracking-uri", uri) as (sink, _, lines):
-            for step in range(10):
-                sink.write({"step": step}, [])
-    finally:
-        Silent.ended.set()
-        server.shutdown()
-        server.server_close()
-    (line,) = lines
-    assert line == "! mlflow lacks 10 of 10 steps: no answer for 0.2 s at the end. metrics.jsonl has all"
 
 
 def test_a_server_of_mlflow_that_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

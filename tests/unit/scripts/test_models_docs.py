@@ -1,17 +1,13 @@
 """Small models of the architectures train, publish and open again, or are refused; docs/models.md says which."""
 
-import importlib.util
 import json
 import re
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-ROOT = Path(__file__).parents[3]
+import make_models_docs as docs
+
 PACKED = (
     "deepseek_v3",
     "gemma3",
@@ -38,19 +34,6 @@ REFUSED = {
 }
 
 
-@pytest.fixture(scope="module")
-def docs() -> Iterator[ModuleType]:
-    """`scripts/make_models_docs.py` as a module."""
-    spec = importlib.util.spec_from_file_location("make_models_docs", ROOT / "scripts" / "make_models_docs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
 def lines_of(page: str) -> dict[str, list[str]]:
     """Returns the cells of each row of the table, by model type."""
     rows = [re.split(r" ?(?<!\\)\| ?", line)[1:-1] for line in page.splitlines() if line.startswith("| `")]
@@ -68,13 +51,13 @@ CASES += [(name, "", reason) for name, reason in REFUSED.items()]
     ("model_type", "layout", "reason"),
     [pytest.param(*case, id=case[0], marks=[pytest.mark.long] if case[0] in ALIKE else []) for case in CASES],
 )
-def test_it_trains_or_the_reason_is_said(docs: ModuleType, model_type: str, layout: str, reason: str) -> None:
+def test_it_trains_or_the_reason_is_said(model_type: str, layout: str, reason: str) -> None:
     result = docs.walk(model_type)
     assert result.layout == layout
     assert re.search(reason, result.reason)
 
 
-def test_the_page_is_of_the_installed_packages(docs: ModuleType) -> None:
+def test_the_page_is_of_the_installed_packages() -> None:
     """On failure: python scripts/make_models_docs.py"""
     page = docs.TARGET.read_text(encoding="utf-8")
     assert f"With {docs.versions_text()} " in page
@@ -89,7 +72,7 @@ def test_the_page_is_of_the_installed_packages(docs: ModuleType) -> None:
     assert rows["llama"][1:3] == ["packed", "yes"]
 
 
-def test_the_file_for_starts_agrees_with_the_page(docs: ModuleType) -> None:
+def test_the_file_for_starts_agrees_with_the_page() -> None:
     """On failure: python scripts/make_models_docs.py"""
     page = lines_of(docs.TARGET.read_text(encoding="utf-8"))
     data = json.loads(docs.FILE.read_text(encoding="utf-8"))
@@ -105,7 +88,7 @@ def test_the_file_for_starts_agrees_with_the_page(docs: ModuleType) -> None:
 
 
 @pytest.mark.long
-def test_every_architecture_trains_and_opens_again_or_is_refused(docs: ModuleType) -> None:
+def test_every_architecture_trains_and_opens_again_or_is_refused() -> None:
     """And the page says the same, but for numbers."""
     lines = lines_of(docs.TARGET.read_text(encoding="utf-8"))
     wrong: dict[str, str] = {}

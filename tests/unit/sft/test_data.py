@@ -13,13 +13,7 @@ from sft_support import config, some
 
 from trireme.config.checks import check
 from trireme.core.errors import BadInput
-from trireme.sft.data import (
-    ExampleCursor,
-    Examples,
-    SftData,
-)
-
-ROOT = Path(__file__).parents[3]
+from trireme.sft.data import ExampleCursor, Examples, SftData
 
 
 class TestBatch:
@@ -143,24 +137,3 @@ def test_paths_of_data_hold_from_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.chdir(tmp_path)
     absolute = config(data__test="deep/t.jsonl").with_absolute_paths()
     assert (absolute.data.train, absolute.data.test) == (f"{tmp_path}/d.jsonl", f"{tmp_path}/deep/t.jsonl")
-
-
-def test_conversations_of_a_real_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the file to the batch, by the shipped model's tokenizer: only what the assistant says has a weight."""
-    monkeypatch.chdir(ROOT)
-    (tmp_path / "d.jsonl").write_text(
-        json.dumps({"messages": [{"role": "user", "content": "312"}, {"role": "assistant", "content": "123"}]}) + "\n"
-    )
-    loaded = config(data__train=str(tmp_path / "d.jsonl"), model__name="./assets/sort-base", model__max_seq_len=64)
-    from trireme.config.model_facts import ModelFacts
-
-    facts = ModelFacts.of(loaded, required=True)
-    assert facts is not None
-    data = SftData.load(loaded, facts, lambda _: None)
-    batch = data.train.batch([0])
-    counted = batch.columns["target_tokens"][batch.columns["weights"] > 0]
-    from trireme.core.tokenizer import load_tokenizer
-
-    text = load_tokenizer("./assets/sort-base").decode(counted)
-    assert "123" in text
-    assert "312" not in text

@@ -50,7 +50,6 @@ class Processes:
             for ref, name in self.monitor.refs().items():
                 if name not in self.stopped:
                     part = self.roster.part(name)
-                    assert part is not None
                     self.monitor.arrived(ref, Heartbeat(part.pids, part.node))
 
     def _look(self) -> None:
@@ -69,21 +68,7 @@ class Processes:
             self.monitor.arrived(ref, outcome)
 
     def health(self, name: str) -> PartHealth:
-        part = self.roster.part(name)
-        assert part is not None
-        return part.health
-
-
-def test_who_is_silent_is_suspect_then_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    processes = Processes(monkeypatch, "trainer_0", "inference_0", "orchestrator_0")
-    processes.stopped = {"inference_0"}
-    processes.live(15)
-    assert processes.health("inference_0") is PartHealth.SUSPECT
-    assert processes.killed == []
-    processes.live(20)
-    assert processes.killed == ["inference_0"]
-    assert "heartbeat_s = 30" in str(processes.lost["inference_0"])
-    assert isinstance(processes.lost["inference_0"], RoomFailed)
+        return self.roster.part(name).health
 
 
 def test_replicas_are_judged_while_the_orchestrator_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +77,7 @@ def test_replicas_are_judged_while_the_orchestrator_is_silent(monkeypatch: pytes
     processes.stopped = {"inference_0", "orchestrator_0"}
     processes.live(33)
     assert processes.killed == ["inference_0", "orchestrator_0"]
+    assert "heartbeat_s = 30" in str(processes.lost["inference_0"])
 
 
 def test_who_cannot_be_reached_is_asked_again_until_ray_knows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,15 +163,6 @@ def test_a_lost_shard_ends_the_attempt_and_the_next_one_begins_with_the_replicas
         assert [part.restarts for part in world.roster.parts if part.name == "trainer_0"] == [1]
 
 
-def test_a_lost_replica_is_replaced_and_the_attempt_goes_on(world: World) -> None:
-    with world.serving() as supervisor:
-        world.fails["heartbeat"] = RoomFailed("inference_0 died")
-        world.until(lambda: ("replace", 0) in world.room.calls)
-        world.fails.clear()
-        world.until(lambda: world.roster.parts[0].health is PartHealth.HEALTHY)
-        supervisor.check()
-
-
 def test_128_that_fail_together_have_successors_within_ten_seconds(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -38,7 +38,6 @@ def make_adapter_run(root: Path, base: Path) -> CheckpointStore:
     tensors = {name: torch.randn_like(t) / 20 for name, t in get_peft_model_state_dict(adapted).items()}
     entries, buckets = pack([[item] for item in tensors.items()], np.copy)
     head = store.head()
-    assert head is not None
     draft = store.draft(2, head.attempt)
     about = Adapter(base_digest(str(base)), 8, LORA.alpha)
     companions = {**companion_files(str(base)), **adapter_files(LORA, about, str(base))}

@@ -61,7 +61,6 @@ class Receiver:
 
     @property
     def pid(self) -> int:
-        assert self.process.pid is not None
         return self.process.pid
 
     def offer(self, offer: Offer) -> None:

@@ -24,7 +24,6 @@ class FarRun:
 
     def __init__(self, url: str, disks: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
         self.driver = Driver(url, disks / "near", *flags).claim()
-        assert self.driver.mirror
         self.disks, self.root, self.mirror = disks, self.driver.run.root, self.driver.mirror
         self.run = replace(self.driver.run, mirror=self.mirror)
         self.far = FarNodes(self.run, self.mirror, {name: f"host-{name}" for name in PARTS if name != "near"}, 30.0)

@@ -49,7 +49,6 @@ async def joined(source: ReplicaSet, index: int, client: Any) -> None:
     """Has a replica join, and waits until it serves or waits for the next update. Raises why it is gone."""
     source.join(index, client)
     joiner = source._by_index[index]
-    assert joiner.catching_up is not None
     await asyncio.wait([joiner.catching_up])
     if joiner.failure:
         raise joiner.failure
@@ -107,9 +106,14 @@ async def next_incarnation(
 
 
 class IdleReplica:
-    """Has nothing to do and nothing to say; the test adds `sample` and `load_weights`."""
+    """Has nothing to do and nothing to say, and takes weights at once; the test adds `sample`."""
 
     identity: WeightIdentity | None = None
+    index = 0
+
+    async def load_weights(self, published: PublishedWeights) -> UpdateReport:
+        self.identity = published.identity
+        return UpdateReport(self.index, published.identity, Drift(0.0, 0.0), 0, 0.0)
 
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
         return {}
@@ -152,8 +156,7 @@ class LoadingReplica(IdleReplica):
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
         await self.going.wait()
-        self.identity = published.identity
-        return UpdateReport(self.index, published.identity, Drift(0.0, 0.0), 0, 0.0)
+        return await super().load_weights(published)
 
     async def offer(self, offer: Offer) -> None:
         await self.going.wait()

@@ -138,7 +138,6 @@ class Driver:
             checkpoint(CheckpointStore(self.run.root), number, self.run.start.attempt, secrets.token_hex(4))
 
     def bring(self) -> None:
-        assert self.mirror
         while not self.mirror.bring():
             pass
 

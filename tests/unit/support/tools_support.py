@@ -61,7 +61,6 @@ def make_run(root: Path, *steps: int) -> CheckpointStore:
 
 def checkpoint(store: CheckpointStore, step: int) -> Path:
     head = store.head()
-    assert head is not None
     draft = store.draft(step, head.attempt)
     parent = CheckpointRef(head.lineage, step - 2) if step > 2 else None
     about = manifest(step, head.lineage, head.attempt, parent)

@@ -82,11 +82,6 @@ def test_a_step_that_is_not_there_is_refused(store: CheckpointStore, capsys: pyt
     assert "there are: 2, 4" in output
 
 
-def test_a_run_without_checkpoints_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_run(tmp_path / "run")
-    assert "which holds no checkpoint" in refused(capsys, "export", tmp_path / "run")
-
-
 @pytest.mark.parametrize("name", ["config.json", "model-00002.safetensors", "tokenizer.json"])
 def test_damaged_files_are_seen_and_gone(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = make_run(tmp_path / "run", 2)

@@ -109,11 +109,7 @@ def test_lineages_that_were_left_and_what_they_left(store: CheckpointStore, caps
     assert report["head"]["lineage"] == third
     assert report["lineages"][-1]["lineage"] == third
     bases = {lineage["lineage"]: lineage["base"] for lineage in report["lineages"]}
-    assert bases == {
-        first: None,
-        second: {"lineage": first, "step": 4},
-        third: {"lineage": first, "step": 2},
-    }
+    assert bases == {first: None, second: {"lineage": first, "step": 4}, third: {"lineage": first, "step": 2}}
     commits = {(c["step"], c["branch"], c["lineage"]) for c in report["commits"]}
     assert commits == {(2, None, first), (6, first, first), (4, second, first), (8, second, second)}
     assert all((store.root / c["path"]).is_dir() and c["verifies"] for c in report["commits"])

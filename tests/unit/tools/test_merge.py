@@ -8,6 +8,7 @@ import pytest
 import torch
 from adapter_support import adapted_model, logits, make_adapter_run, make_base
 from checkpoint_support import snapshot
+from cli_support import refused
 from safetensors.torch import load_file
 from tools_support import make_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trireme.checkpoint.store import CheckpointStore
 from trireme.cli.trireme import main
 from trireme.core.base_digest import base_digest
-from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
+from trireme.core.errors import EXIT_OK
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +42,8 @@ def test_merged_is_the_adapter_on_its_base(store: CheckpointStore, base: Path) -
 
 
 def test_merged_in_another_dtype_is_rounded_once(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
-    assert (
-        main(["export", str(store.root), "--merge", "--dtype", "bfloat16", "--out", str(tmp_path / "out")]) == EXIT_OK
-    )
+    flags = ["--merge", "--dtype", "bfloat16", "--out", str(tmp_path / "out")]
+    assert main(["export", str(store.root), *flags]) == EXIT_OK
     got = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert got.dtype == torch.bfloat16
     expected = adapted_model(store.checkpoint(2) / "inference", base).merge_and_unload()
@@ -69,19 +69,17 @@ def test_a_changed_base_is_refused(store: CheckpointStore, base: Path, capsys: p
     shutil.copytree(base, copy)
     file = sorted(base.glob("*.safetensors"))[0]
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
-    assert main(["export", str(store.root), "--merge"]) == EXIT_BAD_INPUT
-    assert f"an adapter of {base}, which now has weights with digest" in capsys.readouterr().err
+    text = refused(capsys, "export", store.root, "--merge")
+    assert f"an adapter of {base}, which now has weights with digest" in text
     shutil.rmtree(base)
-    assert main(["export", str(store.root), "--merge"]) == EXIT_BAD_INPUT
-    assert f"an adapter of {base}, which is no directory here" in capsys.readouterr().err
+    assert f"an adapter of {base}, which is no directory here" in refused(capsys, "export", store.root, "--merge")
     copy.rename(base)
     assert not (store.root / "exports").exists()
 
 
 def test_a_whole_model_has_nothing_to_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = make_run(tmp_path / "whole", 2)
-    assert main(["export", str(whole.root), "--merge"]) == EXIT_BAD_INPUT
-    assert "which holds a whole model" in capsys.readouterr().err
+    assert "which holds a whole model" in refused(capsys, "export", whole.root, "--merge")
 
 
 def test_the_files_name_their_base(store: CheckpointStore, base: Path) -> None:

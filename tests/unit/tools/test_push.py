@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import cli_support
 import pytest
 from checkpoint_support import snapshot
 from hub_stub import TOKEN, StubHub, stub_hub
@@ -16,7 +17,7 @@ from tools_support import make_run
 from trireme.checkpoint.manifest import Manifest
 from trireme.checkpoint.store import CheckpointStore, VerifiedCheckpoint
 from trireme.cli.trireme import main
-from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
+from trireme.core.errors import EXIT_OK
 from trireme.tools.push import model_card
 
 NAME = "me/sort"
@@ -48,10 +49,8 @@ def push(store: CheckpointStore, *flags: str) -> int:
     return main(["export", str(store.root), "--push", NAME, *flags])
 
 
-def refused(store: CheckpointStore, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    assert push(store, *flags) == EXIT_BAD_INPUT
-    message = capsys.readouterr().err
-    assert all(part in message for part in ("given: ", "expected: ", "to do: "))
+def refused(store: CheckpointStore, capsys: pytest.CaptureFixture[str], name: str = NAME) -> str:
+    message = cli_support.refused(capsys, "export", store.root, "--push", name)
     assert TOKEN not in message
     return message
 
@@ -68,10 +67,8 @@ def test_an_export_is_on_the_hub_private_and_whole_with_a_card(
     assert set(exported) - {"README.md"} == set(snapshot(store.checkpoint(2) / "inference"))
     (card := tmp_path / "README.md").write_bytes(files["README.md"])
     metadata = metadata_load(card)
-    assert metadata is not None
     identity = Manifest.read(store.checkpoint(2)).identity
     head = store.head()
-    assert head is not None
     assert (metadata["base_model"], metadata["library_name"]) == ("Qwen/Qwen3-0.6B", "transformers")
     assert metadata["trireme"] == {
         "run": "sort-1",
@@ -143,12 +140,7 @@ def test_a_later_step_replaces_the_weights_and_leaves_none_behind(hub: StubHub, 
 
 
 @pytest.mark.parametrize(
-    "files",
-    [
-        {"model.safetensors": b"precious"},
-        {"README.md": b"| run id | `00000000` |"},
-        {"README.md": b"\xff"},
-    ],
+    "files", [{"model.safetensors": b"precious"}, {"README.md": b"| run id | `00000000` |"}, {"README.md": b"\xff"}]
 )
 def test_a_repository_with_something_else_stays_as_it_is(
     files: dict[str, bytes], hub: StubHub, store: CheckpointStore, capsys: pytest.CaptureFixture[str]
@@ -157,13 +149,6 @@ def test_a_repository_with_something_else_stays_as_it_is(
     assert "a repository that holds something else" in refused(store, capsys)
     assert hub.repositories[NAME] == files
     assert not (store.root / "exports").exists(), "refused before the export"
-
-
-def test_a_name_that_is_taken_by_a_hidden_repository(
-    hub: StubHub, store: CheckpointStore, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hub.hidden = {NAME}
-    assert "the hub answered 409 (You already created this model repo)" in refused(store, capsys)
 
 
 def test_without_a_token_it_says_how_to_get_one(
@@ -177,23 +162,25 @@ def test_without_a_token_it_says_how_to_get_one(
     assert hub.repositories == {}
 
 
-def test_without_the_right_it_says_which(
-    hub: StubHub, store: CheckpointStore, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("state", "value", "message"),
+    [
+        ("hidden", {NAME}, "the hub answered 409 (You already created this model repo)"),
+        ("writers", {"they"}, "the hub answered 403 (You don't have the rights to create a model under me)"),
+        ("broken", True, "the hub answered 503"),
+        ("gone_after_puts", 0, "the hub cannot be reached, or did not answer as a hub (http://"),
+    ],
+)
+def test_what_the_hub_answers_is_said(
+    state: str, value: object, message: str, hub: StubHub, store: CheckpointStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hub.writers = {"they"}
-    message = refused(store, capsys)
-    assert "the hub answered 403 (You don't have the rights to create a model under me)" in message
-    assert "choose another ORG/NAME" in message
+    setattr(hub, state, value)
+    assert message in refused(store, capsys)
 
 
-def test_a_hub_that_is_gone_or_broken_or_off(
+def test_a_hub_that_is_switched_off(
     hub: StubHub, store: CheckpointStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.broken = True
-    assert "the hub answered 503" in refused(store, capsys)
-    hub.gone_after_puts = 0
-    assert f"the hub cannot be reached, or did not answer as a hub ({hub.address})" in refused(store, capsys)
-    hub.gone_after_puts = None
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "the hub cannot be reached" in refused(store, capsys)
 
@@ -202,8 +189,7 @@ def test_a_hub_that_is_gone_or_broken_or_off(
 def test_a_name_that_the_hub_cannot_have(
     name: str, hub: StubHub, store: CheckpointStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", str(store.root), "--push", name]) == EXIT_BAD_INPUT
-    assert "correct the name" in capsys.readouterr().err
+    assert "correct the name" in refused(store, capsys, name)
 
 
 def test_a_run_without_a_checkpoint_is_refused(
@@ -221,7 +207,6 @@ def test_the_card_of_an_adapter_names_peft_and_no_path_of_this_machine(store: Ch
     text = model_card(store.root, "bfloat16", checkpoint, "adapter")
     (card := tmp_path / "README.md").write_text(text)
     metadata = metadata_load(card)
-    assert metadata is not None
     assert (metadata["library_name"], metadata.get("base_model")) == ("peft", None)
     assert metadata["trireme"]["weights"] == "adapter, bfloat16"
     assert "`my-base`" in text

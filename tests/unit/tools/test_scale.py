@@ -35,9 +35,6 @@ def accept(requests: ScaleRequests, request: ScaleRequest) -> None:
     requests.answer(request, f"{request.replicas} replicas from now on")
 
 
-# ---------------------------------------------------------------------------------------------- what needs no answer
-
-
 @pytest.mark.parametrize("replicas", [0, -1])
 def test_less_than_one(run: Path, replicas: int, capsys: pytest.CaptureFixture[str]) -> None:
     with driven(run):
@@ -65,9 +62,6 @@ def test_a_run_that_nobody_drives(run: Path, capsys: pytest.CaptureFixture[str])
 def test_no_number_and_no_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--replicas" in refused(capsys, "scale", run)
     assert "holds none" in refused(capsys, "scale", tmp_path, "--replicas", 2)
-
-
-# ---------------------------------------------------------------------------------------------- what the driver says
 
 
 def test_accepted_is_enough_where_nobody_waits(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,9 +18,7 @@ def status_of(run: Path, health: PartHealth, finished: bool = False) -> Status:
     """Writes and returns the STATUS of a run with one replica."""
     with StatusWriter(run, roster_of(health)):
         live = Status.read(run)
-    status = Status.read(run) if finished else live
-    assert status is not None
-    return status
+    return Status.read(run) if finished else live
 
 
 def test_the_headline() -> None:

@@ -15,9 +15,7 @@ from trireme.tools.timeline import Span, Timeline, Track, export_trace, json_lin
 
 
 def read(root: Path, steps: int = module.NEWEST_STEPS) -> Timeline:
-    view = timeline(root, steps)
-    assert view is not None
-    return view
+    return timeline(root, steps)
 
 
 def steps(root: Path, attempt: int, numbers: Sequence[int]) -> Path:
@@ -156,7 +154,6 @@ def test_the_newest_steps_are_read_from_the_ends_of_long_traces(tmp_path: Path) 
     least = 80_000
     assert file.stat().st_size > 5 * least
     view = timeline(root, 3, least)
-    assert view is not None
     assert sorted(view.steps) == [4998, 4999, 5000]
     (track,) = view.processes[0].tracks
     assert track.name == "main"

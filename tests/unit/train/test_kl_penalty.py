@@ -140,10 +140,3 @@ def test_without_a_coefficient_nothing_waits_and_nothing_changes():
     stream = KlPenalty(Trainer(log), coef=0.0, discount=0.0)(minibatches(batch, log))
     assert next(stream).batch is batch
     assert log == ["sampled"]
-
-
-def test_a_policy_is_at_no_distance_from_itself():
-    batch, _ = of_the_vectors()
-    advantages, mean = penalized(batch, batch.columns["logprobs"], 0.1, 0.5)
-    assert advantages.tolist() == batch.columns["advantages"].tolist()
-    assert mean == 0

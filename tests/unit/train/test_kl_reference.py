@@ -26,21 +26,9 @@ def models(tmp_path, monkeypatch):
 
 
 def resolved(base_model="./base", path=None, update_every=0) -> Config:
-    config = small(
-        model={"name": str(BASE)},
-        trainer={
-            "kl": {
-                "coef": 0.1,
-                "reference": {
-                    "base_model": base_model,
-                    "load_checkpoint_path": path,
-                    "update_every": update_every,
-                },
-            }
-        },
-    )
+    reference = {"base_model": base_model, "load_checkpoint_path": path, "update_every": update_every}
+    config = small(model={"name": str(BASE)}, trainer={"kl": {"coef": 0.1, "reference": reference}})
     facts = ModelFacts.of(config, required=True)
-    assert facts
     return resolve_reference(config, facts)
 
 

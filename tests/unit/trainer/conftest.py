@@ -2,12 +2,10 @@
 
 import pytest
 import torch.distributed as dist
+from shard_support import make_rank
 
 # The tiny models are the end-to-end tests' too.
 from trainer_support import make_config, make_model
-
-from trainer.shard import Shard
-from trireme.transports.packing import Packer
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +21,7 @@ def shard(model):
         if dist.is_initialized():
             dist.destroy_process_group()
         store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-        sender = Packer(lambda _, bucket: bucket.copy())
-        return Shard(make_config(source, **options), 0, store, sender, attempt, offloads=offloads)
+        return make_rank(make_config(source, **options), 0, 1, store, attempt, offloads=offloads)
 
     yield make
     if dist.is_initialized():

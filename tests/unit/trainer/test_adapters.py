@@ -13,6 +13,7 @@ import torch.distributed as dist
 from peft import PeftModel
 from ranks_support import run_alone, run_ranks
 from safetensors.torch import load_file, save_file
+from shard_support import make_rank
 from torch import Tensor
 
 # The tiny models and batches are the end-to-end tests' too.
@@ -24,8 +25,7 @@ from trainer.shard import Shard
 from trireme.config.trainer import ATTENTION, MLP, UNEMBED
 from trireme.core.errors import BadInput
 from trireme.core.types import AdamParams, TokenBatch
-from trireme.core.weights import AdapterSpec, PublishedWeights, check_received
-from trireme.transports.packing import Packer
+from trireme.core.weights import AdapterSpec, check_received
 
 LENGTHS = (5, 9, 1, 7, 9)
 ALL = (*ATTENTION, *MLP)
@@ -75,12 +75,6 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 def logprobs(shard: Shard, batch: TokenBatch) -> np.ndarray:
     return scatter_outputs(batch, [shard.forward(batch)])
-
-
-def published(shard: Shard, version: int = 1) -> PublishedWeights:
-    weights = shard.publish_weights(version)
-    assert weights is not None
-    return weights
 
 
 def test_adapters_in_turn_equal_each_alone_bit_for_bit(make: Make) -> None:
@@ -148,7 +142,7 @@ def test_peft_opens_what_is_written(make: Make, model: str, tmp_path: Path, name
     """An adapter in its own rank and on its own layers, whichever is in use while it is written."""
     shard, spec, batch = make(), SPECS[name], make_batch(LENGTHS)
     train_new(shard, name)
-    expected, weights = logprobs(shard, batch), published(shard)
+    expected, weights = logprobs(shard, batch), shard.publish_weights(1)
     check_received(weights.manifest, weights.source)
     shard.use_adapter("")
     shard.save_weights(tmp_path, weights.manifest.entries, weights.source, weights.manifest.adapter)
@@ -164,7 +158,7 @@ def test_peft_opens_what_is_written(make: Make, model: str, tmp_path: Path, name
 def exported(shard: Shard, name: str, path: Path) -> None:
     """Adds an adapter, trains it, and writes it in peft's form."""
     train_new(shard, name)
-    weights = published(shard)
+    weights = shard.publish_weights(1)
     shard.save_weights(path, weights.manifest.entries, weights.source, weights.manifest.adapter)
 
 
@@ -302,7 +296,7 @@ def test_a_model_that_is_trained_whole_has_no_adapters(make: Make) -> None:
 def in_turn(rank: int, world_size: int, store: Any, model: str) -> dict[str, list[Tensor]]:
     """The state of two adapters that were trained in turn, over some shards."""
     config = make_config(model, trainer__lora={"rank": 8, "alpha": 16}, trainer__shards=world_size)
-    shard = Shard(config, rank, store, Packer(lambda _, bucket: bucket.copy(), rank, world_size))
+    shard = make_rank(config, rank, world_size, store)
     for name in ("whole", "small"):
         shard.add_adapter(name, SPECS[name])
     for step in range(2):

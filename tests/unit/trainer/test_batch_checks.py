@@ -3,18 +3,17 @@
 import numpy as np
 import pytest
 import torch.distributed as dist
+from shard_support import make_rank
 
 # The tiny models and batches are the end-to-end tests' too.
 from trainer_support import VOCAB, make_batch, make_config
 
 from trainer.batch_checks import nonfinite_datums
 from trainer.batching import ShardOutput
-from trainer.shard import Shard
 from trireme.config.losses import LOSSES
 from trireme.core.batch import BatchPart
 from trireme.core.errors import BadInput, NonFiniteGradient
 from trireme.core.types import AdamParams, Datum, ModelInput, TokenBatch
-from trireme.transports.packing import Packer
 
 LENGTHS = (5, 9, 1, 7)
 
@@ -32,12 +31,6 @@ def test_columns_of_unequal_length_are_named():
         datum(masks=[0, 1, 1])
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
-def test_a_datum_was_sampled_at_a_positive_temperature(temperature):
-    with pytest.raises(ValueError, match=r"a datum with temperature .*; expected the temperature that"):
-        Datum(ModelInput.from_ints([1]), {}, temperature)
-
-
 def test_a_datum_unlike_the_others_is_named():
     with pytest.raises(ValueError, match=r"datum 1 has 3 tokens and the columns target_tokens; expected .*: mask, tar"):
         TokenBatch.from_datums([datum(mask=[1] * 3), datum(), datum(mask=[1] * 3)])
@@ -50,9 +43,7 @@ def test_a_datum_unlike_the_others_is_named():
 @pytest.fixture(scope="module")
 def shard(model):
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    yield Shard(
-        make_config(model, trainer__micro_batch_tokens=12), 0, store, sender=Packer(lambda _, bucket: bucket.copy())
-    )
+    yield make_rank(make_config(model, trainer__micro_batch_tokens=12), 0, 1, store)
     dist.destroy_process_group()
 
 

@@ -56,7 +56,6 @@ from trireme.train.steps import Attempt, StepRecord
 LORA = {"rank": 4, "alpha": 8.0, "seed": 5}
 STEM = 20
 ONE = "s:train:1"
-OTHER = "s:train:2"
 
 
 class InProcess(TrainerHandle):
@@ -218,7 +217,6 @@ def test_turns_and_branches_of_recorded_sessions_are_trained_as_whole_sequences(
         keep = partial(StoredBatch.store, assign=one.shard.rank_assignment())
         options = OrchestratorConfig(batch_size=1)
         batch = build_minibatch(VERSION, [scored], options, Normalization("token_mean", None), True, keep).batch
-        assert isinstance(batch, StoredBatch)
         logprobs = one.forward(batch).logprobs
         check_computed(one, batch.forest, share)
         output = one.forward_backward(batch, "importance_sampling")
@@ -353,26 +351,3 @@ def test_the_passes_of_a_client_are_those_of_whole_sequences(trainer, worker):
         assert metrics == pytest.approx(flat_metrics, rel=1e-5, abs=1e-5)
         if gradients:
             check_same_gradients(gradients, flat_gradients)
-
-
-def test_two_adapters_with_the_same_datums_share_nothing(trainer, worker):
-    """A pass has the datums of one adapter, and each adapter in turn computes all of their tokens, as it does alone."""
-    forest = make_forest().find_forest()
-    call = encoded(client_datums("ppo"), "ppo")
-    alone = {}
-    for name in (ONE, OTHER):
-        one = trainer("on", lora=LORA)
-        made = worker(one, (name,))
-        alone[name] = [run(made, name, call), run(made, name, call)], gradients_of(one.shard)
-    one = trainer("on", lora=LORA)
-    made = worker(one, (ONE, OTHER))
-    payloads = {ONE: [], OTHER: []}
-    for name in (ONE, OTHER, ONE, OTHER):
-        payloads[name].append(run(made, name, call))
-        check_computed(one, forest, "on")
-    for name in (ONE, OTHER):
-        one.use_adapter(name)
-        expected, gradients = alone[name]
-        assert payloads[name] == expected
-        assert all(torch.equal(a, b) for a, b in zip(gradients_of(one.shard), gradients, strict=True))
-    assert alone[ONE][0] != alone[OTHER][0]

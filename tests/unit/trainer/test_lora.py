@@ -1,7 +1,6 @@
 """LoRA in the trainer: adapters against peft on an unsharded model, the base as reference, and what a checkpoint
 holds."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel
 from ranks_support import run_alone, run_ranks
-from safetensors.torch import load_file
+from shard_support import make_rank, published_tensors, save
 from torch import Tensor
 
 # The tiny models and batches are the end-to-end tests' too.
@@ -27,7 +26,6 @@ from trireme.core.base_digest import base_digest
 from trireme.core.errors import BadInput, CheckpointInvalid
 from trireme.core.types import AdamParams, TokenBatch
 from trireme.core.weights import Adapter, PublishedWeights, check_received, weights_digest
-from trireme.transports.packing import Packer
 
 LENGTHS = (5, 9, 1, 7, 9)
 MODELS = {"tied": ("qwen3", True), "untied": ("llama", False)}
@@ -75,7 +73,6 @@ def logprobs(shard: Shard, batch: TokenBatch, which: Any = "policy") -> np.ndarr
 def saved(shard: Shard, path: Path) -> PublishedWeights:
     """Publishes, and writes what was published as a checkpoint does."""
     published = shard.publish_weights(1)
-    assert published is not None
     shard.save_weights(path, published.manifest.entries, published.source)
     return published
 
@@ -121,8 +118,6 @@ def test_only_adapters_are_trained_and_only_they_are_published(make: Make, kind:
     base = {n: p.full_tensor().clone() for n, p in shard._model.named_parameters() if not p.requires_grad}
     first = shard.publish_weights(0)
     second = trained(shard).publish_weights(1)
-    assert first is not None
-    assert second is not None
     for name, before in base.items():
         assert torch.equal(shard._model.get_parameter(name).full_tensor(), before), name
     assert {p.requires_grad for p in shard._optimizer.state} == {True}
@@ -137,8 +132,6 @@ def test_only_adapters_are_trained_and_only_they_are_published(make: Make, kind:
 def test_the_digest_covers_base_and_scale(make: Make) -> None:
     published = make("tied").publish_weights(0)
     other_scale = make("tied", {"rank": 8, "alpha": 8}).publish_weights(0)
-    assert published is not None
-    assert other_scale is not None
     assert published.identity.digest != weights_digest(published.manifest.entries)
     assert [e.hash for e in published.manifest.entries] == [e.hash for e in other_scale.manifest.entries]
     assert published.identity.digest != other_scale.identity.digest
@@ -189,29 +182,24 @@ def test_a_frozen_base_is_kept_in_the_inference_dtype(make: Make, kind: str) -> 
     adapted = make(kind, model__dtype="bfloat16")
     np.testing.assert_array_equal(logprobs(adapted, batch), whole)
     published = trained(adapted).publish_weights(0)
-    assert published is not None
     assert {e.dtype for e in published.manifest.entries} == {"BF16"}
 
 
 def test_a_checkpoint_holds_adapters_and_goes_on_bit_for_bit(make: Make, kind: str, tmp_path: Path) -> None:
     shard = trained(make(kind))
-    shard.begin_save(tmp_path)
-    records = shard.finish_save(tmp_path)
+    records = save(shard, tmp_path)
     numbers = 3 * sum(p.numel() for p in shard._parameters)
     assert sum(record.size for record in records) < 4 * numbers + 200_000
     weights = trained(shard).publish_weights(4)
     resumed = make(kind)
     resumed.load_state(tmp_path, [])
     again = trained(resumed).publish_weights(4)
-    assert weights is not None
-    assert again is not None
     assert again.identity == weights.identity
 
 
 def test_a_checkpoint_on_another_base_is_refused(make: Make, models: dict[str, str], tmp_path: Path) -> None:
     shard = trained(make("tied"))
-    shard.begin_save(tmp_path / "state")
-    shard.finish_save(tmp_path / "state")
+    save(shard, tmp_path / "state")
     other = AutoModelForCausalLM.from_pretrained(models["tied"])
     with torch.no_grad():
         other.model.norm.weight[0] += 1e-3
@@ -222,28 +210,6 @@ def test_a_checkpoint_on_another_base_is_refused(make: Make, models: dict[str, s
     reason = f"a base model with digest.*model.name has digest {base_digest(models['tied'])}"
     with pytest.raises(CheckpointInvalid, match=reason):
         resumed.load_state(tmp_path / "state", [])
-
-
-def test_a_checkpoint_of_full_training_is_refused(make: Make, tmp_path: Path) -> None:
-    full = make("tied", {})
-    full.begin_save(tmp_path)
-    full.finish_save(tmp_path)
-    with pytest.raises(CheckpointInvalid, match="state of another model"):
-        make("tied").load_state(tmp_path, [])
-
-
-def test_the_directory_says_what_it_is(make: Make, models: dict[str, str], tmp_path: Path) -> None:
-    published = saved(make("untied"), tmp_path)
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (8, 16, "LORA")
-    assert config["target_modules"] == sorted(config["target_modules"])
-    assert "lm_head" in config["target_modules"]
-    assert config["base_model_name_or_path"] == models["untied"]
-    assert json.loads((tmp_path / "base.json").read_text()) == {
-        "name": models["untied"],
-        "digest": base_digest(models["untied"]),
-    }
-    assert load_file(tmp_path / "adapter_model.safetensors").keys() == {e.name for e in published.manifest.entries}
 
 
 def test_targets_that_the_model_does_not_have(models: dict[str, str]) -> None:
@@ -281,32 +247,20 @@ WAYS = {
 }
 
 
-def adapters_of(shard: Shard) -> dict[str, Tensor]:
-    published = shard.publish_weights(1)
-    if not published.source:  # this rank has no bucket
-        return {}
-    flat = {
-        e.name: (published.source[e.bucket][e.offset : e.offset + e.nbytes], e.shape)
-        for e in published.manifest.entries
-    }
-    return {name: torch.from_numpy(part.copy()).view(torch.float32).view(shape) for name, (part, shape) in flat.items()}
-
-
 def two_steps(
     rank: int, world_size: int, store: Any, model: str, options: dict[str, Any], save_to: Path
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
     """The gradients of the second step (in the first, A has none), the adapters after it, and the base's logprobs."""
     shards = world_size // options.get("trainer__replicate", 1)
     config = make_config(model, trainer__lora=EVERYTHING, trainer__kl={"coef": 0.1}, trainer__shards=shards, **options)
-    shard = Shard(config, rank, store, Packer(lambda _, bucket: bucket.copy(), rank, world_size))
+    shard = make_rank(config, rank, world_size, store)
     for seed in range(2):
         shard.forward_backward(make_batch(LONG, seed=seed), "importance_sampling", {}, None)
         named = [(name, p) for name, p in shard._model.named_parameters() if p.requires_grad]
         gradients = {name: p.grad.full_tensor().clone() for name, p in named}
         shard.optim_step(AdamParams(learning_rate=1e-2), 40.0)
-    shard.begin_save(save_to)
-    shard.finish_save(save_to)
-    after, reference = adapters_of(shard), shard.forward(make_batch(LONG), "reference")
+    save(shard, save_to)
+    after, reference = published_tensors(shard), shard.forward(make_batch(LONG), "reference")
     dist.destroy_process_group()
     return gradients, after, reference
 
@@ -328,7 +282,7 @@ def test_shards_and_layouts_change_nothing(models: dict[str, str], make: Make, w
     )
     resharded = make("untied", trainer__kl={"coef": 0.1})
     resharded.load_state(tmp_path / "many", [])
-    for name, tensor in adapters_of(resharded).items():
+    for name, tensor in published_tensors(resharded).items():
         assert torch.equal(tensor, ranks[0][1][name]), name
 
 
@@ -349,7 +303,7 @@ def in_bfloat16(rank: int, world_size: int, store: Any, model: str) -> tuple[Any
     """Each datum alone in its micro-batch, so that no rounding depends on the number of ranks."""
     options = {"model__dtype": "bfloat16", "trainer__micro_batch_tokens": 1, "trainer__shards": world_size}
     config = make_config(model, trainer__lora=EVERYTHING, **options)
-    shard = Shard(config, rank, store, Packer(lambda _, bucket: bucket.copy(), rank, world_size))
+    shard = make_rank(config, rank, world_size, store)
     shard.forward_backward(make_batch(LONG), "importance_sampling", {}, None)
     shard.optim_step(AdamParams(learning_rate=1e-2), 40.0)
     output = shard.forward(make_batch(LONG))

@@ -56,12 +56,6 @@ def test_gradients_of_the_vectors(name):
     assert grad.tolist() == pytest.approx(oracle[key], abs=1e-6)
 
 
-def test_dro_without_the_mask_would_train_on_the_prompt():
-    oracle = VECTORS["loss_gradients_wrt_p"]
-    grad, _, _ = gradient("dro", oracle["p"], columns(oracle["q"], oracle["A"]), {"beta": 0.05})
-    assert grad.tolist() == pytest.approx(oracle["dro_beta_0.05_unmasked_is_wrong"], abs=1e-6)
-
-
 def test_monitors_of_the_vectors():
     datums = VECTORS["trajectory_to_data"]["datums"]
     flat = {key: [value for d in datums for value in d[key]] for key in ("logprobs", "advantages", "mask")}

@@ -14,28 +14,6 @@ from trainer.mesh import Mesh
 from trireme.config.trainer import MeshSizes
 
 
-def describe(rank, world_size, store, shards, copies):
-    one = Mesh(make_config("m", trainer__shards=shards, trainer__replicate=copies), rank, store, torch.device("cpu"))
-    numbers = one.broadcast_object(rank + 10), one.sum_over_shards(torch.tensor(2.0**rank, dtype=torch.float64))
-    dist.destroy_process_group()
-    return one.size, one.dp_size, one.dp_rank, one.is_first, one.fsdp.mesh_dim_names, numbers
-
-
-@pytest.mark.parametrize(
-    ("shards", "copies", "names", "sums"),
-    [
-        (1, 1, ("shard",), [1]),
-        (2, 1, ("shard",), [3, 3]),
-        (1, 2, ("replicate", "shard"), [1, 2]),
-        (2, 2, ("replicate", "shard"), [3, 3, 12, 12]),
-    ],
-)
-def test_ranks_know_their_place(shards, copies, names, sums):
-    size = shards * copies
-    ranks = run_ranks(size, describe, shards, copies)
-    assert ranks == [(size, size, rank, rank == 0, names, (10, sums[rank])) for rank in range(size)]
-
-
 def waits_for_the_other(rank, world_size, store, shards, copies):
     one = Mesh(make_config("m", trainer__shards=shards, trainer__replicate=copies), rank, store, torch.device("cpu"))
     dist.barrier()

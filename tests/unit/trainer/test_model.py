@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks_support import run_alone, run_ranks
+from shard_support import make_rank, published_tensors, save
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp_group
 from torch.utils.checkpoint import checkpoint
@@ -22,14 +23,11 @@ from trainer.batching import ShardOutput, scatter_outputs
 from trainer.logprobs import SelectedLogprobs, token_logprobs
 from trainer.losses import resolve_loss
 from trainer.model import Sharding, fsdp_units
-from trainer.shard import Shard
 from trireme.config.trainer import CommonTrainer
 from trireme.core.errors import BadInput
 from trireme.core.prefixes import Forest
 from trireme.core.types import AdamParams, TokenBatch
-from trireme.core.weights import TensorEntry
 from trireme.plan import memory
-from trireme.transports.packing import Packer
 
 LENGTHS = (30, 3, 3, 4, 5, 29, 7, 1)
 BUDGET = 24  # less than the longest: shards have unequal numbers of micro-batches, some nothing but fillers
@@ -44,19 +42,7 @@ class Step:
     output: ShardOutput
     gradient: dict[str, torch.Tensor]
     update: dict[str, float]
-    after: dict[str, np.ndarray]
-
-
-def published(one: Shard, version: int) -> dict[str, np.ndarray]:
-    weights = one.publish_weights(version)
-    if not weights.source:  # this rank has no bucket
-        return {}
-
-    def tensor(entry: TensorEntry) -> np.ndarray:
-        flat = weights.source[entry.bucket][entry.offset : entry.offset + entry.nbytes]
-        return flat.view(np.float32).reshape(entry.shape).copy()
-
-    return {entry.name: tensor(entry) for entry in weights.manifest.entries}
+    after: dict[str, torch.Tensor]
 
 
 def make_shard(rank, world_size, store, model, options):
@@ -69,9 +55,7 @@ def make_shard(rank, world_size, store, model, options):
             options = {"trainer__reshard_after_forward": True, **options}
             patch.setattr(memory.ModelMemory, "stays_whole", lambda *_: False)
         patch.setattr(torch, "compile", partial(torch.compile, backend=options.pop("backend", "aot_eager")))
-        return Shard(
-            make_config(model, **options), rank, store, Packer(lambda _, bucket: bucket.copy(), rank, world_size)
-        )
+        return make_rank(make_config(model, **options), rank, world_size, store)
 
 
 def one_step(rank, world_size, store, model, options, save_to=None):
@@ -80,10 +64,9 @@ def one_step(rank, world_size, store, model, options, save_to=None):
     names = [name for name, p in one._model.named_parameters() if p.requires_grad]
     gradient = {name: p.grad.full_tensor().clone() for name, p in zip(names, one._parameters, strict=True)}
     update = one.optim_step(AdamParams(learning_rate=1e-2), 40.0).metrics
-    after = published(one, 1)
+    after = published_tensors(one)
     if save_to:
-        one.begin_save(save_to)
-        one.finish_save(save_to)
+        save(one, save_to)
     dist.destroy_process_group()
     return Step(output, gradient, dict(update), after)
 
@@ -313,7 +296,7 @@ def test_several_processes(models, unsharded, shape, tmp_path):
 def load_and_publish(rank, world_size, store, model, path):
     one = make_shard(rank, world_size, store, model, {})
     one.load_state(path, [])
-    after = published(one, 1)
+    after = published_tensors(one)
     dist.destroy_process_group()
     return after
 

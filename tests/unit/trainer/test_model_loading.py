@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from model_support import SMALL
+from shard_support import save
 from trainer_support import make_batch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -88,13 +89,11 @@ def test_layers_that_are_computed_twice_give_the_same_bits(shard, monkeypatch):
 @pytest.mark.parametrize(("saved", "now", "then"), [(True, True, True), (False, True, False), (False, False, False)])
 def test_gradients_are_summed_as_the_run_has_summed_them(shard, monkeypatch, tmp_path, saved, now, then):
     one = with_whole(shard, monkeypatch, saved)
-    one.begin_save(tmp_path / "trainer")
-    one.finish_save(tmp_path / "trainer")
+    save(one, tmp_path / "trainer")
     other = with_whole(shard, monkeypatch, now)
     assert other.load_state(tmp_path / "trainer", []) == ""
     assert other._sharding.whole is then
-    other.begin_save(tmp_path / "again")
-    other.finish_save(tmp_path / "again")
+    save(other, tmp_path / "again")
     third = with_whole(shard, monkeypatch, True)
     third.load_state(tmp_path / "again", [])
     assert third._sharding.whole is then, "it holds for all that follow"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from shard_support import save
 
 # The tiny models and batches are the end-to-end tests' too.
 from trainer_support import make_batch, make_model, unsharded_logprobs
@@ -216,9 +217,7 @@ def test_persistent_buffers_are_published_saved_and_opened_again(shard, tmp_path
 
 def test_buffers_return_with_the_state(shard, tmp_path):
     source = saved("apertus", tmp_path / "source")
-    one = shard(source)
-    one.begin_save(tmp_path / "trainer")
-    one.finish_save(tmp_path / "trainer")
+    save(shard(source), tmp_path / "trainer")
     two = shard(source)
     buffers = {name: buffer.clone() for name, buffer in persistent_buffers(two._model).items()}
     for buffer in persistent_buffers(two._model).values():

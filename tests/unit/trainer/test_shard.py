@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from shard_support import save
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,13 +17,14 @@ from transformers import AutoModelForCausalLM
 
 from trainer import shard as trainer_shard
 from trainer.batch_checks import PublishedVersions
-from trainer.batching import MicroBatch, ShardOutput, scatter_outputs, scatter_sums
+from trainer.batching import MicroBatch, scatter_outputs, scatter_sums
 from trainer.losses import POLICY, mean_log_ratios, resolve_loss, sum_log_ratios, with_sequence_ratios
 from trireme.core.batch import BatchPart
 from trireme.core.errors import BadInput, ProvenanceError
 from trireme.core.normalization import Normalization
 from trireme.core.types import AdamParams, Provenance, TokenBatch, WeightIdentity
 from trireme.core.weights import EXACT, ROUNDED, check_canary, check_received
+from trireme.transports.packing import tensor_of
 
 LENGTHS = (5, 9, 1, 7, 9)
 
@@ -101,8 +103,7 @@ def test_what_is_published_is_the_cast_state_dict_and_its_canary(shard, model):
     expected = dict(unsharded.named_parameters())
     assert {e.name for e in published.manifest.entries} == expected.keys()
     for e in published.manifest.entries:
-        got = torch.from_numpy(published.source[e.bucket][e.offset : e.offset + e.nbytes]).view(torch.bfloat16)
-        assert torch.equal(got.view(e.shape), expected[e.name])
+        assert torch.equal(tensor_of(e, published.source), expected[e.name])
         assert (e.dtype, e.offset % 64) == ("BF16", 0)
     assert (published.identity.attempt, published.identity.version) == (1, 3)
     tokens = torch.from_numpy(published.manifest.canary.tokens.astype(np.int64))
@@ -119,15 +120,6 @@ def test_missing_columns_are_named(shard):
     batch.columns.pop("mask")
     with pytest.raises(BadInput, match="missing: mask"):
         shard().forward_backward(batch, "ppo", {}, None)
-
-
-def test_results_return_to_the_order_of_the_batch():
-    batch = make_batch((2, 1, 3))
-    outputs = [
-        ShardOutput((2, 1), np.array([3, 4, 5, 2], dtype=np.float32), {}),
-        ShardOutput((0,), np.array([0, 1], dtype=np.float32), {}),
-    ]
-    assert scatter_outputs(batch, outputs).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_nothing_published_means_nothing_accepted():
@@ -214,8 +206,7 @@ def test_on_cpus_a_shard_touches_no_gpu_of_the_machine(shard, monkeypatch, tmp_p
     one = shard(cluster__device="cpu")
     assert {p.device.type for p in one._parameters} == {"cpu"}
     assert np.isfinite(one.forward(make_batch(LENGTHS)).logprobs).all()
-    one.begin_save(tmp_path / "trainer")
-    one.finish_save(tmp_path / "trainer")
+    save(one, tmp_path / "trainer")
     assert {
         name
         for name in _load_state_dict_from_keys(storage_reader=dcp.FileSystemReader(tmp_path / "trainer"))

@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+from shard_support import save
 
 # The tiny models and batches are the end-to-end tests' too.
 from trainer_support import make_batch
@@ -30,11 +31,6 @@ def shard(shard, model):
 def step(one, seed=0):
     one.forward_backward(make_batch((5, 9, 1, 7, 9), seed=seed), "importance_sampling", {}, None)
     return one.optim_step(AdamParams(learning_rate=1e-2), 8.0).metrics
-
-
-def save(one, path):
-    one.begin_save(path)
-    one.finish_save(path)
 
 
 def of(one, which):

@@ -7,16 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks_support import run_ranks
+from shard_support import make_rank
 
 # The tiny models are the end-to-end tests' too.
 from trainer_support import make_config, make_model
 
 import trainer.model
-from trainer.shard import Shard
 from trainer.shard_sums import ShardSums
 from trireme.core.transport import join_parts
 from trireme.core.weights import check_received
-from trireme.transports.packing import Packer
 
 LATE = {"t": torch.zeros(8, 3)}
 
@@ -41,8 +40,7 @@ def permuting(revert):
 
 
 def publish(rank, size, store, model, options, permutes):
-    shard = Shard(make_config(model, **options), rank, store, Packer(lambda _, bucket: bucket.copy(), rank, size))
-    result = published(shard, permutes)
+    result = published(make_rank(make_config(model, **options), rank, size, store), permutes)
     dist.destroy_process_group()
     return result
 

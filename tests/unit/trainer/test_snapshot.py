@@ -83,11 +83,3 @@ def test_a_snapshot_is_kept_only_when_the_save_before_has_written_what_lies_ther
         snapshot.host_is_free()
         future.result(60)
     assert torch.equal(host, live)
-
-
-def test_nobody_waits_for_a_save_that_has_failed():
-    host = torch.zeros(3)
-    snapshot = StateSnapshot([StagedTensor(host, torch.ones(3))], None)
-    snapshot.end()
-    snapshot.keep()
-    assert not host.any()

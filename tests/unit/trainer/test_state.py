@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from shard_support import save
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 # The tiny models and batches are the end-to-end tests' too.
@@ -30,11 +31,6 @@ CPU = torch.device("cpu")
 def step(one, seed):
     output = one.forward_backward(make_batch(LENGTHS, seed=seed), "importance_sampling", {}, None)
     return one.optim_step(AdamParams(1e-2, weight_decay=0.1), 8.0).metrics, output.metrics
-
-
-def save(one, path):
-    one.begin_save(path)
-    return one.finish_save(path)
 
 
 def draws():

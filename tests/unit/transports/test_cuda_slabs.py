@@ -146,5 +146,4 @@ def test_the_bindings_have_what_is_called() -> None:
 def test_a_handle_has_the_bytes_of_cudas_header() -> None:
     header = Path(triton.__file__).parent / "backends" / "nvidia" / "include" / "driver_types.h"
     match = re.search(r"#define CUDA_IPC_HANDLE_SIZE (\d+)", header.read_text())
-    assert match
     assert int(match[1]) == cuda_slabs.HANDLE_BYTES

@@ -31,12 +31,6 @@ WORDS = st.sampled_from(SPECIAL) | st.integers(0, 0xFFFF)
 BLOCKS = 64
 
 
-def encoded(base: Bytes, bucket: Bytes) -> Bytes:
-    changes = delta.encode(base, bucket)
-    assert changes is not None
-    return changes
-
-
 @given(
     st.lists(WORDS, min_size=4, max_size=4 * BLOCKS).map(lambda words: words[: len(words) // 4 * 4]),
     st.dictionaries(st.integers(0, 4 * BLOCKS), WORDS),
@@ -72,7 +66,7 @@ def test_a_word_is_found_however_far_it_is(gap: int, difference: int) -> None:
     new = old.copy()
     new[[gap, 2**20 - 1]] += np.uint16(difference)
     memory = old.view(np.uint8).copy()
-    delta.apply(encoded(old.view(np.uint8), new.view(np.uint8)), memory, [0])
+    delta.apply(delta.encode(old.view(np.uint8), new.view(np.uint8)), memory, [0])
     assert np.array_equal(memory.view(np.uint16), new)
 
 
@@ -81,7 +75,7 @@ def test_a_bucket_in_which_all_changes_travels_whole_and_fewer_changes_have_a_by
     assert delta.encode(old.view(np.uint8), (old + np.uint16(7)).view(np.uint8)) is None
     new = old.copy()
     new[::100] += np.uint16(1)
-    assert len(encoded(old.view(np.uint8), new.view(np.uint8))) <= 2 * 656
+    assert len(delta.encode(old.view(np.uint8), new.view(np.uint8))) <= 2 * 656
 
 
 @pytest.mark.parametrize(
@@ -99,7 +93,7 @@ def test_changes_that_do_not_fit_are_refused(corrupt: Any) -> None:
     old = np.zeros(1024, np.uint16)
     new = old.copy()
     new[1000] = 77
-    changes = encoded(old.view(np.uint8), new.view(np.uint8))
+    changes = delta.encode(old.view(np.uint8), new.view(np.uint8))
     with pytest.raises(WeightsRefused, match="cannot be applied to a part of 2048 bytes"):
         delta.apply(corrupt(changes), old.view(np.uint8), [0])
 

@@ -16,7 +16,9 @@ def asleep(router: Router) -> bool:
     return router.source._newest_table.table.asleep
 
 
-async def test_requests_wait_until_an_update_wakes_the_replicas() -> None:
+@pytest.mark.parametrize("version", [3, 4])
+async def test_requests_wait_until_an_update_wakes_the_replicas(version: int) -> None:
+    """Also one to the weights that they had."""
     router, replicas = await fleet(2)
     assert not asleep(router)
     await router.source.sleep()
@@ -26,20 +28,10 @@ async def test_requests_wait_until_an_update_wakes_the_replicas() -> None:
     waiting = sampling(router, "a")
     await turns()
     assert not waiting.done()
-    await router.source.update(weights(4))
+    await router.source.update(weights(version))
     assert not asleep(router)
-    assert [span.identity.version for span in (await waiting).spans] == [4]
-
-
-async def test_the_weights_that_they_had_wake_them_too() -> None:
-    router, replicas = await fleet(2)
-    await router.source.sleep()
-    waiting = sampling(router, "a")
-    await turns()
-    assert not waiting.done()
-    await router.source.update(weights(3))
-    assert [span.identity.version for span in (await waiting).spans] == [3]
-    assert [replica.identity for replica in replicas] == [weights(3).identity] * 2
+    assert [span.identity.version for span in (await waiting).spans] == [version]
+    assert [replica.identity for replica in replicas] == [weights(version).identity] * 2
 
 
 async def test_one_that_takes_weights_goes_to_sleep_when_it_has_them_and_one_that_joins_at_once() -> None:
