@@ -39,7 +39,7 @@ def test_each_shard_learns_what_a_replica_takes_of_its_gpu(monkeypatch):
     monkeypatch.setattr(handle.ray, "remote", lambda **_groups: lambda _actor: Actor())
     monkeypatch.setattr(handle.ray, "cluster_resources", dict)
     TrainerHandle.start(make_config("m", trainer__shards=2), [{"num_gpus": 0.5}] * 2, None, taken_share=0.4)
-    assert [call[-1] for call in calls if len(call) > 1] == [0.4, 0.4]
+    assert [call[4:] for call in calls if len(call) > 1] == [(0.4, False, None)] * 2
 
 
 @pytest.mark.parametrize(("within_s", "sends_for_s"), [(20.0, 20.0), (900.0, 200.0)])
