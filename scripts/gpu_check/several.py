@@ -14,7 +14,7 @@ import numpy as np
 
 from gpu_check.checks import Check, Context, Failed, Figures
 from gpu_check.engine import EAGER, SYSTEM
-from gpu_check.rooms import open_rooms, update_in_flight
+from gpu_check.rooms import open_rooms, take_turns, update_in_flight
 from gpu_check.shapes import make_config, make_model
 
 if TYPE_CHECKING:
@@ -153,6 +153,14 @@ def _tensor_parallel(context: Context) -> Figures:
         return {"start, s": start_s, **update_in_flight(rooms, context, 8)}
 
 
+def _turns(context: Context) -> Figures:
+    """Has a replica of two ranks and two shards take turns on the same devices."""
+    shape, turns = ("0.6b", 10) if context.on_gpu else ("small", 3)
+    flags = ["--placement", "colocated", "--trainer.shards", str(RANKS), "--inference.tensor-parallel", str(RANKS)]
+    with open_rooms(context, shape, *flags) as (rooms, start_s):
+        return {"start, s": start_s, **take_turns(rooms, context, turns)}
+
+
 def _broadcast(context: Context) -> Figures:
     """Sends bytes by the groups in which weights are broadcast; then the receiver goes away."""
     kind = "nccl" if context.on_gpu else "gloo"
@@ -203,5 +211,6 @@ CHECKS: tuple[Check, ...] = (
     Check("collectives", _collective, ("torch",), gpus=RANKS),
     Check("broadcasts of weights", _broadcast, SYSTEM[2:], gpus=RANKS),
     Check("two shards agree with one", _shards, SYSTEM[2:], gpus=RANKS),
+    Check("shards and ranks in turns", _turns, SYSTEM, gpus=RANKS),
     Check("a tensor-parallel replica", _tensor_parallel, SYSTEM, gpus=RANKS + 1),
 )

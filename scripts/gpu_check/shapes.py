@@ -39,6 +39,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
         "tie_word_embeddings": False,
     },
+    "32b": {
+        **QWEN3,
+        **{"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
+        "tie_word_embeddings": False,
+    },
     "small": {
         **QWEN3,
         **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2},

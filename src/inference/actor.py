@@ -73,7 +73,7 @@ from trireme.process import trace
 from trireme.process.collector import spare_collector
 from trireme.process.environ import STACKS, STACKS_S, end_of_far_log, redirect_output
 from trireme.process.faults import fault_point, number_process
-from trireme.process.ray_cluster import see_own_gpus
+from trireme.process.ray_cluster import SharedGpus, see_own_gpus
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -129,8 +129,8 @@ class ReplicaActor:
     node = ""
     """Ray's id of the replica's node."""
 
-    def __init__(self, config: Config, index: int, log_dir: Path | None) -> None:
-        see_own_gpus()
+    def __init__(self, config: Config, index: int, log_dir: Path | None, gpus: SharedGpus | None = None) -> None:
+        see_own_gpus(gpus)
         self.config = config
         self.index = index
         self.name = f"inference replica {index}"

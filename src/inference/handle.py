@@ -28,7 +28,7 @@ from trireme.core.sampler import Heartbeat, ReplicaStats
 from trireme.core.transport import Offer
 from trireme.core.types import SampleRequest, WeightIdentity
 from trireme.core.weights import PublishedWeights, UpdateReport
-from trireme.process.ray_cluster import create_actor
+from trireme.process.ray_cluster import create_actor, shared_gpus
 from trireme.process.waits import get_all, get_async, ready, with_log
 
 MAX_CALLS = 100_000
@@ -289,4 +289,5 @@ class InferenceHandle:
 
 
 def _create(config: Config, index: int, options: ActorOptions, log_dir: Path | None) -> ActorProxy[ReplicaActor]:
-    return create_actor(ReplicaActor, max_concurrency=MAX_CALLS, **options)(config, index, log_dir)
+    create = create_actor(ReplicaActor, max_concurrency=MAX_CALLS, **options)
+    return create(config, index, log_dir, shared_gpus(options))

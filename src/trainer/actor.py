@@ -31,7 +31,7 @@ from trireme.process import trace, waits
 from trireme.process.environ import redirect_output, yield_to_others
 from trireme.process.faults import number_process
 from trireme.process.interfaces import choose_interface, listen
-from trireme.process.ray_cluster import in_group, see_own_gpus
+from trireme.process.ray_cluster import SharedGpus, in_group, see_own_gpus
 from trireme.transports.kept_versions import KeptVersions
 
 if TYPE_CHECKING:
@@ -62,8 +62,9 @@ class ShardActor:
         attempt: int,
         replica_share: float,
         offloads: bool,
+        gpus: SharedGpus | None = None,
     ) -> None:
-        see_own_gpus()
+        see_own_gpus(gpus)
         redirect_output(log_dir, f"trainer_{rank}")
         number_process(rank)
         trace.start(log_dir, f"trainer_{rank}", config.trace.max_mb)

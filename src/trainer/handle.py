@@ -50,7 +50,7 @@ from trireme.core.types import (
 )
 from trireme.core.weights import AdapterSpec, PublishedWeights
 from trireme.process import waits
-from trireme.process.ray_cluster import create_actor
+from trireme.process.ray_cluster import create_actor, shared_gpus
 from trireme.process.waits import Pending
 from trireme.run.metrics import reduce_metrics
 
@@ -148,7 +148,7 @@ class TrainerHandle:
         groups = {"watch": 1, "save": 2, "give": GIVERS}
         actors_R = [
             create_actor(ShardActor, concurrency_groups=groups, **options)(
-                config, rank, log_dir, attempt, taken_share, offloads
+                config, rank, log_dir, attempt, taken_share, offloads, shared_gpus(options)
             )
             for rank, options in enumerate(options_R)
         ]

@@ -193,8 +193,8 @@ class Config(CommonConfig):
     placement: Literal["auto", "split", "colocated"] = "auto"
     """split: trainer and replicas have devices of their own, and work at the same time. colocated: they have the same
     devices, and take turns: all groups that max_steps_off_policy allows are sampled, then the replicas sleep while the
-    trainer trains on them (on GPUs one shard and one replica). auto: colocated where there is one GPU and each would
-    need one of its own, else split."""
+    trainer trains on them (on GPUs as many shards as ranks of replicas). auto: colocated where there are too few GPUs
+    for a split, else split."""
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig
     env: Annotated[tuple[EnvConfig, ...], SEVERAL, Field(min_length=1)]

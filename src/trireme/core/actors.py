@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, Concatenate, Never, ParamSpec, Protocol, TypeAlias, TypedDict, TypeVar, cast, overload
 
 Args = ParamSpec("Args")
@@ -24,6 +24,16 @@ class ActorOptions(TypedDict, total=False):
     runtime_env: Mapping[str, Mapping[str, str]]
     scheduling_strategy: Any
     """A scheduling strategy of Ray, for example for a node or a placement group."""
+    gpus: Sequence[int]
+    """The GPUs that the actor shares with an actor of another room, as numbers of the GPUs of its place, from 0. Not an
+    option of Ray: Ray gives such an actor no GPUs (`trireme.process.ray_cluster.shared_gpus`)."""
+
+
+def place_gpus(actors: Sequence[ActorOptions]) -> float:
+    """Returns the number of GPUs that `actors` need together in one place. A GPU that several of them share counts
+    once."""
+    shared = {number for actor in actors for number in actor.get("gpus", ())}
+    return sum(actor.get("num_gpus", 0.0) for actor in actors) + len(shared)
 
 
 class Ref(Protocol[Value_co]):

@@ -80,7 +80,7 @@ def reserve_places(plan: Plan, progress: Progress, console: Console, ending: Exi
     """Reserves a place in the cluster for each actor of `plan`. If the run joined a cluster, also examines the nodes
     with these places. `ending` gives the places back. Raises BadInput if other runs leave too little memory on these
     nodes, or if the nodes cannot work together; RoomFailed after `timeouts.place_s`."""
-    group, options = reserve(plan.options, plan.config.timeouts.place_s, progress, ending, plan.blocks)
+    group, options = reserve(plan.options, plan.config.timeouts.place_s, progress, ending, plan.places)
     places = ReservedPlaces(group, plan.by_room(options))
     if cluster_address(plan.config):
         nodes = zip(plan.actor_names, actor_nodes(options), strict=True)

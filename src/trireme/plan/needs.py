@@ -5,12 +5,10 @@ All figures are estimates. `GPU_TOLERANCE` and `HOST_TOLERANCE` are the only pla
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from itertools import accumulate
 
-from trireme.core.actors import ActorOptions
+from trireme.core.actors import ActorOptions, place_gpus
 from trireme.core.refusals import Refusal
 from trireme.plan.memory import GIB, GPU_ALLOWANCES
 from trireme.process.machine import Gpu, Node
@@ -89,8 +87,8 @@ class NodeNeeds:
     node: Node
     actors: Mapping[str, Need]
     """The needs of its actors by name."""
-    shares_gpu: bool
-    """True: all actors on the machine that hold a model use one GPU."""
+    gpu_users: Sequence[Sequence[str]]
+    """For each GPU that the actors use, the names of the actors that use it."""
 
     @property
     def host(self) -> dict[str, int]:
@@ -106,17 +104,17 @@ class NodeNeeds:
     @property
     def gpu(self) -> dict[str, int]:
         """Bytes needed on the GPU that is filled most, {purpose: bytes}."""
-        by_actor: list[Mapping[str, int]] = [{}, *(need.gpu for need in self.actors.values())]
-        if self.shares_gpu:
-            by_actor = list(self.phases.values())
-        fullest = max(by_actor, key=lambda one: sum(one.values()))
-        return dict(fullest)
+        return max(self.phases.values(), key=_total, default={})
 
     @property
     def phases(self) -> dict[str, dict[str, int]]:
-        """{name of an actor: {purpose: bytes}}: what all actors of the shared GPU hold there while this actor works.
-        The others rest meanwhile, or work too if they never rest."""
-        needs = {name: need for name, need in self.actors.items() if need.gpu}
+        """{name of an actor of the GPU that is filled most: {purpose: bytes}}: what all actors of this GPU hold there
+        while this actor works. The others rest meanwhile, or work too if they never rest."""
+        by_gpu = [self._phases({name: self.actors[name] for name in names}) for names in self.gpu_users]
+        return max(by_gpu, key=lambda phases: max(map(_total, phases.values())), default={})
+
+    @staticmethod
+    def _phases(needs: Mapping[str, Need]) -> dict[str, dict[str, int]]:
         resting = {name: need.gpu if need.resting is None else need.resting for name, need in needs.items()}
         return {
             working: {
@@ -126,9 +124,15 @@ class NodeNeeds:
         }
 
     @property
+    def beside_replicas(self) -> list[Need]:
+        """The needs of the shards that share their GPUs with replicas."""
+        needs = [self.actors[name] for names in self.gpu_users if len(names) > 1 for name in names]
+        return [need for need in needs if not need.gpu_share]
+
+    @property
     def phase_texts(self) -> list[str]:
-        """A text for each actor that shares a GPU with resting actors: what all of them hold on the GPU while this
-        actor works. Empty if no actor ever rests."""
+        """A text for each actor of the GPU that is filled most: what all its actors hold on the GPU while this actor
+        works. Empty if no actor ever rests."""
         if not any(need.resting is not None for need in self.actors.values()):
             return []
         return [f"while {name} works, {_parts_text(parts)}" for name, parts in self.phases.items()]
@@ -163,8 +167,8 @@ class NodeNeeds:
     def _beside(self) -> int:
         """Bytes of a replica's GPU that are probably taken before vLLM measures the free memory: by the context of the
         replica's process, and by the state of a shard on the same GPU, which starts at the same time."""
-        shards = [need.resting or need.gpu for need in self.actors.values() if self.shares_gpu and not need.gpu_share]
-        return GPU_ALLOWANCES["CUDA context"] + sum(one.get("state", 0) for one in shards)
+        shards = [need.resting or need.gpu for need in self.beside_replicas]
+        return GPU_ALLOWANCES["CUDA context"] + max((parts.get("state", 0) for parts in shards), default=0)
 
     @property
     def store_warning(self) -> str:
@@ -226,6 +230,10 @@ def _parts_text(parts: Mapping[str, int]) -> str:
     return f"{gib(sum(parts.values()))} are needed: {listed}"
 
 
+def _total(parts: Mapping[str, int]) -> int:
+    return sum(parts.values())
+
+
 def _largest(parts: Mapping[str, int]) -> list[tuple[str, int]]:
     """Returns the (purpose, bytes) pairs that are not 0, the largest first."""
     return sorted(((label, n) for label, n in parts.items() if n), key=lambda part: -part[1])
@@ -239,38 +247,41 @@ def gib(number: int) -> str:
 def distribute(
     needs: Mapping[str, Need],
     options: Sequence[ActorOptions],
-    sizes: Sequence[int],
+    places: Sequence[int],
     nodes: Sequence[Node],
     *,
-    shares_gpu: bool,
     placed: Mapping[str, str],
 ) -> list[NodeNeeds]:
     """Assigns actors to machines. Returns the machines that have actors, each with the needs of its actors and only the
     GPUs that they take.
 
-    `needs`: {actor: its need}; `options`: Ray's options of each actor, in the same order; `sizes`: the actors, in this
-    order, form blocks of these sizes, and the actors of a block share a machine; `placed`: {actor: Ray's id of its
-    machine}. Actors that are not in `placed` are assumed to be on as few machines as possible. Ray will also place them
-    on few machines, but chooses the machines in an order of its own, so the real places may differ.
+    `needs`: {actor: its need}; `options` and `places`: Ray's options of each actor and the number of its place, in the
+    same order; actors with the same place share a machine; `placed`: {actor: Ray's id of its machine}. Actors that are
+    not in `placed` are assumed to be on as few machines as possible. Ray will also place them on few machines, but
+    chooses the machines in an order of its own, so the real places may differ.
     """
-    ends = list(accumulate(sizes))
+    members: dict[int, list[ActorOptions]] = {}
+    for place, actor_options in zip(places, options, strict=True):
+        members.setdefault(place, []).append(actor_options)
     bundles = [
-        {
-            resource: sum(actor_options[resource] for actor_options in options[end - size : end])
-            for resource in ("num_cpus", "num_gpus")
-        }
-        for size, end in zip(sizes, ends, strict=True)
+        {"num_cpus": sum(actor["num_cpus"] for actor in actors), "num_gpus": place_gpus(actors)}
+        for actors in members.values()
     ]
-    places = [n for size, n in zip(sizes, _place(bundles, nodes), strict=True) for _ in range(size)]
+    node_of = dict(zip(members, _place(bundles, nodes), strict=True))
     ids = {node.id: n for n, node in enumerate(nodes) if node.id}
-    at = {name: ids.get(placed.get(name, ""), n) for name, n in zip(needs, places, strict=True)}
-    gpus = dict(zip(needs, (actor_options["num_gpus"] for actor_options in options), strict=True))
+    at = {name: ids.get(placed.get(name, ""), node_of[place]) for name, place in zip(needs, places, strict=True)}
     machines = []
     for n, node in enumerate(nodes):
         actors = {name: need for name, need in needs.items() if at[name] == n}
+        users: dict[tuple[object, int], list[str]] = {}  # by place, or by the actor alone, and number of the GPU
+        for name, actor, place in zip(needs, options, places, strict=True):
+            if name in actors:
+                for number in range(int(actor["num_gpus"])):
+                    users[(name, number)] = [name]
+                for number in actor.get("gpus", ()):
+                    users.setdefault((place, number), []).append(name)
         if actors:
-            taken = node.gpus[: math.ceil(sum(gpus[name] for name in actors))]
-            machines.append(NodeNeeds(replace(node, gpus=taken), actors, shares_gpu))
+            machines.append(NodeNeeds(replace(node, gpus=node.gpus[: len(users)]), actors, list(users.values())))
     return machines
 
 

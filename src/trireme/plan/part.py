@@ -26,13 +26,13 @@ class Part(ABC):
     resources: Resources
     """The machines."""
     shares_gpu: bool = field(default=False, kw_only=True)
-    """True: the part's only actor shares a GPU with the only actor of another room. `Plan.parts` decides it."""
+    """True: each GPU of the part's actors is also used by an actor of another room. `Plan.parts` decides it."""
     colocated: bool = field(default=False, kw_only=True)
     """True: trainer and replicas take turns on the same devices; `Plan.parts` decides it."""
     ipc_fits: bool = field(default=False, kw_only=True)
     """True: the value auto of `inference.transport` means ipc. `Plan.parts` decides it."""
     taken_share: float = field(default=0.0, kw_only=True)
-    """The share of a shared GPU that the actor of the other room takes while this part's actor works; 0 if no GPU is
+    """The share of each shared GPU that the actor of the other room takes while this part's actor works; 0 if no GPU is
     shared. `Plan.parts` decides it."""
     saved_s: float = field(default=0.0, kw_only=True)
     """The estimated seconds that a colocated run saves in each sampling phase because AdamW's moments leave the GPU for
@@ -54,9 +54,9 @@ class Part(ABC):
         return 1
 
     @property
-    def blocks(self) -> list[int]:
-        """Sizes of the blocks of consecutive actors that must be on one node; empty if actors may be on any node."""
-        return []
+    def block(self) -> int:
+        """Number of consecutive processes of the part that must be on one node: a multiple of `ranks`."""
+        return self.ranks
 
     @property
     def on_gpus(self) -> bool:

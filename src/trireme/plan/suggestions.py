@@ -66,16 +66,27 @@ def _changes(plan: Plan) -> Iterator[tuple[Sections, str]]:
     tokens = max(SMALLEST_MICRO_BATCH, config.seq_limit(plan.facts) or 0)
     if tokens < trainer.micro_batch_tokens:
         yield {"trainer": {"micro_batch_tokens": tokens}}, "smaller products"
-    if inference and inference.replicas > 1:
+    if inference and inference.replicas > 1 and not plan.shares_gpu:
         yield {"inference": {"replicas": 1}}, "slower sampling"
-    if inference and plan.facts:
+    if inference and plan.facts and plan.shares_gpu:  # a rank for each shard
+        shards = trainer.mesh.processes
+        counts = [
+            count for count in plan.facts.rank_counts if shards % count == 0 and count > inference.tensor_parallel
+        ]
+        if counts:
+            replicas = shards // min(counts)
+            yield {"inference": {"tensor_parallel": min(counts), "replicas": replicas}}, "fewer replicas"
+    elif inference and plan.facts:
         limit = inference.tensor_parallel + idle // inference.replicas
         ranks = max((count for count in plan.facts.rank_counts if count <= limit), default=0)
         if ranks > inference.tensor_parallel:
             yield {"inference": {"tensor_parallel": ranks}}, "GPUs that are there"
     times = idle // trainer.mesh.processes
     if times:
-        yield {"trainer": {"shards": trainer.shards * (1 + times)}}, "GPUs that are there"
+        more: dict[str, dict[str, Any]] = {"trainer": {"shards": trainer.shards * (1 + times)}}
+        if inference and plan.shares_gpu:
+            more["inference"] = {"replicas": inference.replicas * (1 + times)}
+        yield more, "GPUs that are there"
     if plan.on_gpus and trainer.offload != "cpu":
         yield {"trainer": {"offload": "cpu"}}, "copies over PCIe in every pass, updates by the CPU"
     if not trainer.lora.on and plan.facts and plan.facts.linear_widths:
@@ -92,14 +103,15 @@ def _free_share(plan: Plan) -> float:
     for machine in plan.machines:
         gpu = machine.node.smallest_gpu
         if gpu:
-            shards = [need.gpu for need in machine.actors.values() if machine.shares_gpu and not need.gpu_share]
-            taken = GPU_ALLOWANCES["CUDA context"] + sum(sum(parts.values()) for parts in shards)
+            beside = max((sum(need.gpu.values()) for need in machine.beside_replicas), default=0)
+            taken = GPU_ALLOWANCES["CUDA context"] + beside
             shares.append((gpu.free_bytes - taken) / gpu.memory_bytes)
     return math.floor(10 * min(shares)) / 10
 
 
 def _fits(plan: Plan) -> bool:
-    return plan.gpus_needed <= plan.resources.gpus and not plan.shortages(hopeless=False)
+    has_places = plan.gpus_needed <= plan.resources.gpus and not plan.turns_refusal
+    return has_places and not plan.shortages(hopeless=False)
 
 
 def _changed(plan: Plan, sections: Sections) -> Plan:

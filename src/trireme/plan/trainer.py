@@ -59,10 +59,8 @@ class TrainerPart(Part):
         return [f"trainer shard {rank}" for rank in range(self.config.trainer.mesh.processes)]
 
     @property
-    def blocks(self) -> list[int]:
-        shards = self.config.trainer.mesh.processes
-        block = self.config.trainer.gpus_per_node or 1
-        return [min(block, shards - first) for first in range(0, shards, block)]
+    def block(self) -> int:
+        return self.config.trainer.gpus_per_node or 1
 
     @property
     def size_text(self) -> str:

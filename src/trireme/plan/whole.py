@@ -4,6 +4,7 @@ machines."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -115,15 +116,19 @@ class Plan:
     def parts(self) -> list[Part]:
         """The parts of the run; the parts that hold a model come first."""
         parts = [kind(self.config, self.facts, self.resources) for kind in self.kinds]
-        alone = self.on_gpus and self.resources.gpus < 2 and _models(parts) == [1, 1]
+        models = _models(parts)
+        gpus = self.resources.gpus
+        alone = self.on_gpus and gpus < 2 and models == [1, 1]
         halves = alone and all(part.may_share_gpu for part in parts)
         rooms = {part.room for part in parts}
-        in_need = alone and not halves and "orchestrator" in rooms
+        lacks_gpus = self.on_gpus and models[:1] == models[1:] and models[0] <= max(1, gpus) < sum(models)
+        in_need = lacks_gpus and not halves and "orchestrator" in rooms
         chosen = self._placement == "colocated" or (self._placement == "auto" and in_need)
         colocated = chosen and rooms >= TURNS
         shares = (self.on_gpus and colocated) or halves
         parts = [replace(part, shares_gpu=shares, colocated=colocated) for part in parts]
-        if shares and "orchestrator" in rooms and self._ipc_fits:  # another loop offers no versions to replicas
+        offers = "orchestrator" in rooms  # another loop offers no versions to replicas
+        if shares and models == [1, 1] and offers and self._ipc_fits:
             parts = [replace(part, ipc_fits=True) for part in parts]
         if shares:
             return _in_fewer_seconds(parts)
@@ -220,12 +225,17 @@ class Plan:
 
     @property
     def _widest(self) -> int:
-        """The largest number of processes in one actor; they are all on one node."""
-        return max(part.ranks for part in self.parts)
+        """The largest number of processes in one place; they are all on one node."""
+        ranks = [part.ranks for part in self.parts for _ in part.actors]
+        processes: Counter[int] = Counter()
+        for place, number in zip(self.places, ranks, strict=True):
+            processes[place] += number
+        return max(processes.values())
 
     @property
     def shares_gpu(self) -> bool:
-        """True if the trainer's only shard and the only replica share a GPU, because the machines have just one."""
+        """True if each GPU of the run is used by a shard and by a rank of a replica: in turns, or because the machines
+        have just one."""
         return any(part.shares_gpu for part in self.parts)
 
     @property
@@ -233,7 +243,7 @@ class Plan:
         """Number of GPUs without which the run cannot start."""
         if self.on_gpus:
             if self.shares_gpu:
-                return 1
+                return max(_models(self.parts))
             return sum(_models(self.parts))
         return 0
 
@@ -250,7 +260,7 @@ class Plan:
         """Ray's num_cpus for one process that computes. If there are enough cores, it is 1. Otherwise it is so small
         that each actor finds a node with room for all its processes, however the cores are spread over the nodes. For
         this, the cores are divided into at least n * w more shares than there are processes (n: number of nodes; w:
-        processes of the largest actor). So while an actor has no place yet, more than n * w shares are free, and some
+        processes of the largest place). So while a place has no node yet, more than n * w shares are free, and some
         node has at least w of them."""
         resources = self.resources
         nodes = len(self.resources.nodes)
@@ -261,16 +271,17 @@ class Plan:
 
     @property
     def options(self) -> list[ActorOptions]:
-        """Ray's options (num_cpus, num_gpus, runtime_env) of each actor, in the order of `actor_names`."""
-        options = ((self._options(part), len(part.actors)) for part in self.parts)
-        return [actor_options.copy() for actor_options, number in options for _ in range(number)]
+        """Ray's options (num_cpus, num_gpus, gpus, runtime_env) of each actor, in the order of `actor_names`."""
+        return [self._options(part, number) for part in self.parts for number in range(len(part.actors))]
 
-    def _options(self, part: Part) -> ActorOptions:
-        if self.on_gpus and part.size_key:
-            gpus = 0.5 if self.shares_gpu else part.ranks * 1.0
-        else:
-            gpus = 0.0
-        options: ActorOptions = {"num_cpus": round(part.ranks * self.cpus_per_process, 2), "num_gpus": gpus}
+    def _options(self, part: Part, number: int = 0) -> ActorOptions:
+        """Returns Ray's options of actor `number` of `part`."""
+        options: ActorOptions = {"num_cpus": round(part.ranks * self.cpus_per_process, 2), "num_gpus": 0.0}
+        if self.shares_gpu and part.size_key:
+            first = number * part.ranks % self._shared_block
+            options["gpus"] = list(range(first, first + part.ranks))
+        elif self.on_gpus and part.size_key:
+            options["num_gpus"] = float(part.ranks)
         if part.size_key and cluster_address(self.config) is not None:
             # Processes of a cluster that is started here inherit them. Else AdamW of offloaded weights had one thread.
             options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(self.threads)}}
@@ -292,10 +303,24 @@ class Plan:
         return next(part for part in self.parts if part.room == "inference")
 
     @property
-    def blocks(self) -> list[int]:
-        """Sizes of the blocks of consecutive actors that must be on one node. The first block begins at the first of
-        `actor_names`. The actors after the last block may be on any node."""
-        return [size for part in self.parts for size in part.blocks]
+    def places(self) -> list[int]:
+        """The number of each actor's place, from 0, in the order of `actor_names`. Actors with the same number are on
+        one node: a block of shards; if GPUs are shared, these shards and the replicas that have the same GPUs."""
+        places: list[int] = []
+        for part in self.parts:
+            if self.shares_gpu and part.size_key:
+                first = 0
+                block = self._shared_block
+            else:
+                first = max(places, default=-1) + 1
+                block = part.block
+            places += [first + number * part.ranks // block for number in range(len(part.actors))]
+        return places
+
+    @property
+    def _shared_block(self) -> int:
+        """Number of GPUs of a place whose actors share GPUs. It is a multiple of `block` of trainer and replicas."""
+        return math.lcm(*(part.block for part in self.parts if part.size_key))
 
     def by_room(self, values: Sequence[T]) -> dict[str, list[T]]:
         """Splits `values`, one for each actor in the order of `actor_names`. Returns {room: values of its actors}."""
@@ -311,11 +336,15 @@ class Plan:
         needs = dict(
             zip(self.actor_names, (need for part_needs in all_needs for need in part_needs or ()), strict=True)
         )
-        sizes = [*self.blocks, *[1] * (len(needs) - sum(self.blocks))]
         # In a cluster it is not known before which of its machines must have that much free.
         certain = self.placed or cluster_address(self.config) is None
         nodes = (self.resources if certain else self.resources.emptied).nodes
-        return distribute(needs, self.options, sizes, nodes, shares_gpu=self.shares_gpu, placed=self.placed)
+        return distribute(needs, self.options, self.places, nodes, placed=self.placed)
+
+    @property
+    def _fullest(self) -> NodeNeeds | None:
+        """The machine with the GPU that is filled most; None if the sizes of the model are unknown."""
+        return max(self.machines, key=lambda machine: sum(machine.gpu.values()), default=None)
 
     def shortages(self, *, hopeless: bool) -> list[str]:
         """Returns a sentence for each shortage of memory on a machine. `hopeless`: only shortages that are too large to
@@ -324,7 +353,7 @@ class Plan:
 
     def check_resources(self) -> None:
         """Raises BadInput in these cases: the run is colocated, but its trainer and replicas cannot take turns
-        (`_check_colocated`); the run needs more GPUs than there are; a replica needs more GPUs than one node has; the
+        (`turns_refusal`); the run needs more GPUs than there are; a replica needs more GPUs than one node has; the
         run has more processes than Ray can place on the cores; it needs far more memory than there is; it needs more
         space in /dev/shm than a machine has; it has replicas, and the installed build of vLLM is not for its devices.
         Too few cores, and somewhat too little memory, only give warnings.
@@ -353,7 +382,14 @@ class Plan:
     def check_replicas(self, target: int, added: int) -> None:
         """Raises BadInput if the machines cannot hold `target` replicas, by the estimates of memory and the number of
         GPUs. `added`: how many of these replicas have to start. Also raises BadInput if hosts and GPUs have too little
-        free memory to start them. Too few free cores are no reason to raise: a replica then waits for a node."""
+        free memory to start them. Too few free cores are no reason to raise: a replica then waits for a node. Also
+        raises BadInput if trainer and replicas share GPUs, because no GPU is left for another replica."""
+        if self.shares_gpu:
+            raise Refusal(
+                f"{count(target, 'replica')}, {added} of them new, in a run whose trainer and replicas share GPUs",
+                "no new replica, because each GPU has one shard and one rank of a replica",
+                "start a new run, with other numbers of shards and replicas",
+            )
         inference = getattr(self.config, "inference")  # noqa: B009  only runs with replicas are scaled
         config = self.config.model_copy(update={"inference": inference.model_copy(update={"replicas": target})})
         larger = replace(self, config=config, resources=self.resources.emptied)  # what is taken may be this run's
@@ -377,27 +413,44 @@ class Plan:
                 "lower --inference.memory-gb",
             )
 
-    def _check_colocated(self) -> None:
-        """Raises BadInput if the run is colocated on GPUs but its trainer and replicas cannot take turns: it has
-        several shards, several replicas or a replica of several ranks, or its transport is broadcast."""
+    @property
+    def turns_refusal(self) -> Refusal | None:
+        """The error if the run is colocated on GPUs but its trainer and replicas cannot take turns there; None if they
+        can. They cannot if the numbers of shards and of the replicas' ranks differ, if no nodes have as many GPUs as
+        must be together, or if the transport sends between GPUs."""
         if not (self.colocated and self.on_gpus):
-            return
-        if _models(self.parts) != [1, 1]:
-            sizes = " and ".join(part.size_text for part in self.parts if part.size_key)
-            raise Refusal(
+            return None
+        shards, ranks = _models(self.parts)
+        sizes = " and ".join(part.size_text for part in self.parts if part.size_key)
+        if shards != ranks:
+            parallel = self._replicas.ranks if shards % self._replicas.ranks == 0 else 1
+            return Refusal(
                 f"placement = colocated on GPUs with {sizes}",
-                "one shard and one replica of one rank, on one GPU: on several GPUs they cannot take turns yet",
-                "--trainer.shards 1 --inference.replicas 1 --inference.tensor-parallel 1, or --placement split",
+                f"as many ranks of replicas as shards, because each GPU has one of both: {shards}, not {ranks}",
+                f"--inference.replicas {shards // parallel} --inference.tensor-parallel {parallel}, or "
+                "--placement split",
             )
-        if self.config.transport == "broadcast":
-            raise Refusal(
-                "placement = colocated on a GPU with inference.transport = broadcast",
-                "ipc or object_store: NCCL does not send from a GPU to the same GPU",
+        together = self._shared_block
+        fitting = sum(node.num_gpus // together for node in self.resources.nodes)
+        if shards // together > fitting and shards <= self.resources.gpus:
+            return Refusal(
+                f"placement = colocated with {sizes}, whose actors need {together} GPUs on one node, "
+                f"{shards // together} times",
+                f"nodes with as many GPUs; {self.resources.source} has {fitting} times {together} GPUs on one node",
+                "lower --inference.tensor-parallel or --trainer.gpus-per-node, or use larger nodes",
+            )
+        if self.config.transport == "broadcast" or (shards > 1 and self.config.transport == "ipc"):
+            return Refusal(
+                f"placement = colocated on {count(shards, 'GPU')} with inference.transport = {self.config.transport}",
+                "object_store, or on one GPU ipc: NCCL does not send from a GPU to the same GPU, and ipc brings "
+                "weights to one replica of one rank",
                 "leave --inference.transport out",
             )
+        return None
 
     def _check_places(self) -> None:
-        self._check_colocated()
+        if self.turns_refusal:
+            raise self.turns_refusal
         holders = [part for part in self.parts if part.size_key]
         keys = " or ".join(f"--{part.size_key}" for part in holders)
         sizes = " and ".join(part.size_text for part in holders)
@@ -410,9 +463,10 @@ class Plan:
                 f"lower {keys}, or use a larger cluster",
             )
         gpus = max(node.num_gpus for node in resources.nodes)
-        if self.on_gpus and gpus < self._widest <= resources.gpus:
+        ranks = max(part.ranks for part in self.parts)
+        if self.on_gpus and gpus < ranks <= resources.gpus:
             raise Refusal(
-                f"inference.tensor_parallel = {self._widest}, which needs {self._widest} GPUs on one node",
+                f"inference.tensor_parallel = {ranks}, which needs {ranks} GPUs on one node",
                 f"at most {gpus}, the number of GPUs of the largest node of {resources.source}",
                 "lower --inference.tensor-parallel, or use larger nodes",
             )
@@ -421,9 +475,13 @@ class Plan:
                 check_build(on_gpus=self.on_gpus)
             return
         ways = [f"lower {keys}", "use a larger cluster", "--cluster.device cpu"]
-        if _models(self.parts) == [1, 1] and self.resources.gpus == 1:
+        models = _models(self.parts)
+        if models == [1, 1] and self.resources.gpus == 1:
             ways.insert(0, f"let both share it: --inference.gpu-memory-utilization {SUGGESTED_UTILIZATION:g}")
-            ways.insert(0, "let them take turns: --placement colocated")
+        if len(models) == 2 and models[0] <= self.resources.gpus and models[0] % self._replicas.ranks == 0:
+            replicas = models[0] // self._replicas.ranks
+            flags = "--placement colocated" + f" --inference.replicas {replicas}" * (models[0] != models[1])
+            ways.insert(0, f"let them take turns: {flags}")
         raise Refusal(
             f"{sizes}, which need {self.gpus_needed} GPUs",
             f"at most {resources.gpus} GPUs, which is what {resources.source} has",
@@ -452,7 +510,7 @@ class Plan:
         """Returns the rows of the plan as (name of the row, text) pairs. If several parts have a text for the same row,
         their texts are joined."""
         if self.colocated and self.on_gpus:
-            share = "one GPU in turns"
+            share = "one GPU each, in turns"
         elif self.colocated:
             share = "CPU in turns"
         elif self.shares_gpu:
@@ -510,7 +568,7 @@ class Plan:
             why = ""
             if self._placement == "auto":
                 why = f" (placement = auto: a split needs {count(sum(_models(self.parts)), 'GPU')})"
-            phases = [phase for machine in self.machines for phase in machine.phase_texts]
+            phases = self._fullest.phase_texts if self._fullest else []
             texts = [f"colocated{why}: the replicas sleep while the trainer trains", *phases]
         else:
             texts = [f"split, on the same GPU: {self._gpu_text()}"]
@@ -519,28 +577,38 @@ class Plan:
     def _other_texts(self) -> list[str]:
         """Returns a text about the same run in the other placement: its flags, and the GPU memory that it would need.
         Returns an empty list if that placement is not possible on GPUs, or if the sizes of the model are unknown."""
-        if not (self.machines and self.shares_gpu and _models(self.parts) == [1, 1]):
+        if not (self.machines and self.shares_gpu) or self.turns_refusal:
             return []
         inference = getattr(self.config, "inference")  # noqa: B009  it has one
+        trainer = self.config.trainer
         share = inference.gpu_memory_utilization
+        sizes = ""
         if self.colocated:
             placement = "split"
-            if self.resources.gpus < 2:
+            if self.gpus_needed == 1 and self.resources.gpus < 2:
                 share = min(share, SUGGESTED_UTILIZATION)
+            elif self.resources.gpus < 2 * self.gpus_needed:  # half of the GPUs for each room
+                if trainer.shards % 2 or inference.replicas % 2:
+                    return []
+                trainer = trainer.model_copy(update={"shards": trainer.shards // 2})
+                inference = inference.model_copy(update={"replicas": inference.replicas // 2})
+                sizes = f" --trainer.shards {trainer.shards} --inference.replicas {inference.replicas}"
         elif inference.on_update == "keep_kv" or self.config.transport == "broadcast":
             return []
         else:
             placement = "colocated"
             share = type(inference).model_fields["gpu_memory_utilization"].default
         inference = inference.model_copy(update={"gpu_memory_utilization": share})
-        other = replace(self, config=self.config.model_copy(update={"placement": placement, "inference": inference}))
-        flags = f"--placement {placement} --inference.gpu-memory-utilization {share:g}"
+        changes = {"placement": placement, "trainer": trainer, "inference": inference}
+        other = replace(self, config=self.config.model_copy(update=changes))
+        flags = f"--placement {placement}{sizes} --inference.gpu-memory-utilization {share:g}"
         return [f"with {flags}: {other._gpu_text()}"]
 
     def _gpu_text(self) -> str:
         """Returns a text about the fullest GPU: the bytes that are needed (in a colocated run, in each phase), whether
         they are free, and the size of the KV cache. Only for a run that has replicas and a model of known sizes."""
-        machine = max(self.machines, key=lambda machine: sum(machine.gpu.values()))
+        machine = self._fullest
+        assert machine is not None
         needed = sum(machine.gpu.values())
         if self.colocated:
             phases = [f"{gib(sum(parts.values()))} while {name} works" for name, parts in machine.phases.items()]

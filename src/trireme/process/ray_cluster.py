@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import ParamSpec, TypeVar
 
 import psutil
@@ -26,7 +25,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from trireme.config import CommonConfig
-from trireme.core.actors import ActorOptions, ActorProxy
+from trireme.core.actors import ActorOptions, ActorProxy, as_argument, place_gpus
 from trireme.core.errors import RoomFailed, ServicesLost
 from trireme.core.refusals import Refusal
 from trireme.process import waits
@@ -40,6 +39,8 @@ Args = ParamSpec("Args")
 Actor = TypeVar("Actor")
 Method = TypeVar("Method", bound=Callable[..., object])
 Progress = Callable[[list[str], float], None]
+SharedGpus = tuple[str, str]
+"""Ray's id of a node, and GPUs of that node as a value of CUDA_VISIBLE_DEVICES."""
 log = logging.getLogger(__name__)
 
 SHUTDOWN_S = 15.0
@@ -253,28 +254,31 @@ def reserve(
     timeout_s: float,
     progress: Progress,
     ending: ExitStack,
-    blocks: Sequence[int] = (),
+    places: Sequence[int] = (),
 ) -> tuple[PlacementGroup, list[ActorOptions]]:
     """Reserves places for all actors together, in one placement group, on as few nodes as possible. `resources`: Ray's
     options with the resources of each actor. Returns the placement group, and for each actor its options with a
     scheduling strategy that puts the actor into its place. `ending` gives the places back to Ray. `progress` is called
     about once a second during the wait.
 
-    `blocks`: the sizes of blocks of actors that must share a node, counted from the first actor on. With [2, 2] the
-    first two actors share a node, and the next two share a node. All other actors are placed one by one. Raises
-    BadInput if no node is large enough for a block or for an actor with several GPUs; RoomFailed after `timeout_s`
-    seconds.
+    `places`: the number of each actor's place, from 0; actors with the same number share a node. Empty: each actor has
+    a place of its own. Raises BadInput if no node is large enough for a place of several actors, or for an actor with
+    several GPUs; RoomFailed after `timeout_s` seconds.
     """
-    blocks = [*blocks, *[1] * (len(resources) - sum(blocks))]
-    bundles = [_bundle(*resources[end - size : end]) for size, end in zip(blocks, accumulate(blocks), strict=True)]
-    for bundle, size in zip(bundles, blocks, strict=True):
-        if size > 1 or bundle.get("GPU", 0) > 1:
-            _refuse_unless_a_node_has(bundle, "trainer.gpus_per_node" if size > 1 else "inference.tensor_parallel")
+    places = places or range(len(resources))
+    members: list[list[ActorOptions]] = [[] for _ in range(max(places) + 1)]
+    for place, actor in zip(places, resources, strict=True):
+        members[place].append(actor)
+    bundles = [_bundle(actors) for actors in members]
+    for bundle, actors in zip(bundles, members, strict=True):
+        if max(map(_gpus, actors)) > 1:
+            _refuse_unless_a_node_has(bundle, "inference.tensor_parallel")
+        elif len(actors) > 1:
+            _refuse_unless_a_node_has(bundle, "trainer.gpus_per_node")
     group = placement_group(bundles, strategy="PACK")
     ending.callback(_remove, group)
     owners = [f"Ray to place {len(resources)} actors ({bundles})"]
     waits.get_all([group.ready()], owners=owners, timeout_s=timeout_s, on_tick=progress)
-    places = [n for n, size in enumerate(blocks) for _ in range(size)]
     strategies = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=n) for n in places]
     return group, [{**r, "scheduling_strategy": s} for r, s in zip(resources, strategies, strict=True)]
 
@@ -302,7 +306,7 @@ class PlacePool:
         place waits until the cluster has the resources free."""
         if self._free:
             return self._free.pop()
-        group = placement_group([_bundle(self._resources) or {"CPU": 0.001}])
+        group = placement_group([_bundle([self._resources]) or {"CPU": 0.001}])
         self._groups.append(group)
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         return {**self._resources, "scheduling_strategy": strategy}
@@ -377,7 +381,9 @@ def _without_place(options: Mapping[str, Sequence[ActorOptions]]) -> list[str]:
 
 def create_actor(kind: Callable[Args, Actor], **options: object) -> Callable[Args, ActorProxy[Actor]]:
     """Returns a function that starts an actor of the class `kind` with the arguments of the class's constructor, and
-    returns the actor's handle at once. `options`: Ray's options of the actor, at least one."""
+    returns the actor's handle at once. `options`: Ray's options of the actor, at least one. Ignores the key `gpus`,
+    which is no option of Ray."""
+    options.pop("gpus", None)
     create: Callable[Args, ActorProxy[Actor]] = ray.remote(**options)(kind).remote
     return create
 
@@ -389,11 +395,40 @@ def in_group(name: str) -> Callable[[Method], Method]:
     return decorate
 
 
-def see_own_gpus() -> None:
-    """Makes this actor see the GPUs that Ray has given it, and no others. Call it before CUDA starts. (Ray shows all
-    GPUs of the node to an actor without GPUs.)"""
-    if ray.is_initialized():  # else this is no actor, but an object of a process without Ray
-        os.environ[VISIBLE] = ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])
+def shared_gpus(options: ActorOptions) -> SharedGpus | None:
+    """Asks Ray which GPUs an actor shares, and returns an argument for the actor's constructor, which Ray replaces by
+    the answer. Returns None if `options`, Ray's options of the actor with its place, have no `gpus`.
+
+    An actor cannot have a part of each of several GPUs. So actors that share GPUs have none of their own, and only
+    their place has GPUs. A task that takes all of these for a moment learns which they are: always the same ones while
+    the place is on the same node.
+    """
+    if "gpus" not in options:
+        return None
+    place = options["scheduling_strategy"]
+    number = place.placement_group.bundle_specs[place.placement_group_bundle_index]["GPU"]
+    # Ray's default ends the process of a task with GPUs after one call, so each actor would wait for a new process.
+    task = ray.remote(num_cpus=0, num_gpus=number, max_calls=0, scheduling_strategy=place)(_visible_gpus)
+    return as_argument(task.remote(options["gpus"]))
+
+
+def _visible_gpus(numbers: Sequence[int]) -> SharedGpus:
+    context = ray.get_runtime_context()
+    ids = sorted(context.get_accelerator_ids()["GPU"], key=lambda name: (len(name), name))
+    return context.get_node_id(), ",".join(ids[number] for number in numbers)
+
+
+def see_own_gpus(shared: SharedGpus | None = None) -> None:
+    """Makes this actor see its GPUs, and no others: the GPUs `shared`, or if that is None those that Ray has given it.
+    Call it before CUDA starts. (Ray shows all GPUs of the node to an actor without GPUs.) Raises RoomFailed if `shared`
+    names GPUs of another node."""
+    if not ray.is_initialized():
+        return  # this is no actor, but an object of a process without Ray
+    context = ray.get_runtime_context()
+    node, visible = shared or (context.get_node_id(), ",".join(context.get_accelerator_ids()["GPU"]))
+    if node != context.get_node_id():
+        raise RoomFailed("the node of this actor's place was lost after Ray had said which GPUs the place has")
+    os.environ[VISIBLE] = visible
 
 
 def on_node(node: str) -> object:
@@ -435,9 +470,11 @@ def _refuse_unless_a_node_has(bundle: Mapping[str, float], key: str) -> None:
         )
 
 
-def _bundle(*actors: ActorOptions) -> dict[str, float]:
-    """Returns the sum of the cores and GPUs of `actors` as one bundle, which Ray places on one node as a whole."""
-    cpus = sum(actor.get("num_cpus", 0) for actor in actors)
-    gpus = sum(actor.get("num_gpus", 0) for actor in actors)
-    amounts = {"CPU": cpus, "GPU": gpus}
+def _gpus(actor: ActorOptions) -> float:
+    return place_gpus([actor])
+
+
+def _bundle(actors: Sequence[ActorOptions]) -> dict[str, float]:
+    """Returns the cores and GPUs of `actors` as one bundle, which Ray places on one node as a whole."""
+    amounts = {"CPU": sum(actor.get("num_cpus", 0) for actor in actors), "GPU": place_gpus(actors)}
     return {name: amount for name, amount in amounts.items() if amount}

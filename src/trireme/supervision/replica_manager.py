@@ -30,7 +30,7 @@ from trireme.plan.whole import count
 from trireme.process import waits
 from trireme.process.ray_cluster import PlacePool
 from trireme.supervision.heartbeats import HeartbeatMonitor, Lost
-from trireme.supervision.roster import PartHealth, Roster
+from trireme.supervision.roster import WAITS_FOR_WAKING, PartHealth, Roster
 
 SECOND_OPINION_S = 3.0
 """Time between a table that says why a replica is gone and the replica's replacement. In this time, a failure of
@@ -259,10 +259,15 @@ class ReplicaManager:
             self._monitor.drop(_part_name(index))
             self._succeed(index, self._lives[index].lost_engine)
         self._look_at_starts(now)
-        for again in [entry for entry in self._left_out if entry[0] <= now]:
+        for again in [entry for entry in self._left_out if entry[0] <= now and not self._is_asleep]:
             self._left_out.remove(again)
             index = self._add(again[1])
             self._roster.note(_part_name(index), "starts in the place of a replica that was left out")
+
+    @property
+    def _is_asleep(self) -> bool:
+        """True if the newest table says that all replicas sleep. The trainer then has the memory of their devices."""
+        return self._table is not None and self._table.asleep
 
     def serves(self, index: int) -> bool:
         """Returns True if replica `index` is healthy and takes requests of this attempt."""
@@ -343,13 +348,13 @@ class ReplicaManager:
         While the replicas sleep, the trainer has the memory that an engine needs to start. Then nothing is started yet,
         and `look` tries again later.
         """
-        if self._table and self._table.asleep:
+        if self._is_asleep:
             life = self._lives[index]
             until = time.monotonic() + ASLEEP_S
             self._lives[index] = replace(
                 life, state=PartHealth.STARTING, deciding_until=until, lost_engine=lost_engine is True
             )
-            self._roster.set(_part_name(index), PartHealth.STARTING, "it starts when the replicas wake")
+            self._roster.set(_part_name(index), PartHealth.STARTING, WAITS_FOR_WAKING)
             return
         self._starts(index, self._replicas.replace(index, same_actor=lost_engine is True), successor=True)
 
@@ -382,7 +387,7 @@ class ReplicaManager:
         is_present = replica_set is self._replica_set and replica_set.incarnation == incarnation
         if not is_present or isinstance(table, TriremeError):
             return  # the attempt has ended, or the monitor will say that the set is lost
-        changes = table.asleep is not (self._table is not None and self._table.asleep)
+        changes = table.asleep is not self._is_asleep
         self._table = table
         self._await_table(replica_set, table.number)
         for index in self._of(PartHealth.CATCHING_UP, PartHealth.HEALTHY):

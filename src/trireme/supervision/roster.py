@@ -22,6 +22,10 @@ LONGEST = 500
 traceback is in the log."""
 
 
+WAITS_FOR_WAKING = "it starts when the replicas wake"
+"""The reason of a part that will start, but must not take any memory yet."""
+
+
 class PartHealth(StrEnum):
     """The health of one part."""
 

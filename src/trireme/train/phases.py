@@ -10,15 +10,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from trireme.config import Config
+from trireme.core.errors import RoomFailed
 from trireme.core.types import Minibatch
 from trireme.core.weights import PublishedWeights
+from trireme.supervision.roster import WAITS_FOR_WAKING, PartHealth
 from trireme.train.kl_penalty import KlPenalty
 from trireme.train.steps import Attempt, Rooms, StepRecord
+
+TICK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,33 @@ class StepPhases:
 
     def finish_sampling(self) -> None:
         """Waits until all groups that the staleness bound allows are sampled. Then puts the replicas to sleep, and
-        waits until they sleep."""
+        waits until they sleep. On GPUs a replica that is starting must also have ended its start and fallen asleep,
+        because it takes memory that the trainer needs."""
         with self.record.clock("wait_for_batch"):
             self.rooms.orchestrator.finish_sampling(self.attempt.check)
         with self.record.clock("hand_over"):
             self.rooms.sleep(self.attempt.check)
+            if self.config.cluster.device == "gpu":
+                self._await_starts()
+
+    def _await_starts(self) -> None:
+        """Waits until no replica is starting, except replicas that start only when the others wake. Raises RoomFailed
+        after the time that all allowed starts of a replica may take together."""
+        limit_s = (1 + self.config.cluster.max_restarts) * self.config.timeouts.start_s
+        started = time.monotonic()
+        names = self._starting_replicas
+        while names:
+            self.attempt.check()
+            if time.monotonic() - started > limit_s:
+                raise RoomFailed(f"waited {limit_s:.0f} s for {', '.join(names)} to start before the trainer trains")
+            time.sleep(TICK_S)
+            names = self._starting_replicas
+
+    @property
+    def _starting_replicas(self) -> list[str]:
+        begun = (PartHealth.STARTING, PartHealth.CATCHING_UP)
+        parts = [part for part in self.attempt.roster.parts if part.room == "inference" and part.health in begun]
+        return [part.name for part in parts if part.why != WAITS_FOR_WAKING]
 
     def train_on_substeps(self) -> None:
         """Runs all substeps: trains on each minibatch as soon as it is sampled, and updates the weights at the end of

@@ -220,6 +220,8 @@ CONFIGS = {
     "qwen3-8b-lora-colocated-1gpu": (1, 1, SHAPES["8b"]),
     "qwen3-4b-colocated-1gpu": (1, 1, SHAPES["4b"]),
     "qwen3-0.6b-8gpu": (1, 8, SHAPES["0.6b"]),
+    "qwen3-8b-colocated-8gpu": (1, 8, SHAPES["8b"]),
+    "qwen3-32b-lora-colocated-8gpu": (1, 8, SHAPES["32b"]),
     "qwen3-8b-2x8gpu": (2, 8, SHAPES["8b"]),
 }
 """For each: nodes, GPUs of a node, and the sizes of its model."""
@@ -228,6 +230,8 @@ COLOCATED_GPUS = {
     "qwen3-4b-lora-colocated-1gpu": 22 * GIB,
     "qwen3-8b-lora-colocated-1gpu": 44 * GIB,
     "qwen3-4b-colocated-1gpu": 79 * GIB,
+    "qwen3-8b-colocated-8gpu": 79 * GIB,
+    "qwen3-32b-lora-colocated-8gpu": 79 * GIB,
 }
 """The memory that drivers report of GPUs that are sold as 24, 48 and 80 GB."""
 

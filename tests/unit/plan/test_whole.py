@@ -52,7 +52,8 @@ class TestDevices:
 
     def test_one_gpu_is_shared(self) -> None:
         planned = plan(shards=1, resources=gpus(1), inference={"gpu_memory_utilization": 0.4})
-        assert [o["num_gpus"] for o in planned.options] == [0.5, 0.5, 0.0]
+        assert [(o["num_gpus"], o.get("gpus")) for o in planned.options] == [(0.0, [0]), (0.0, [0]), (0.0, None)]
+        assert planned.places == [0, 0, 1]
         assert planned.gpus_needed == 1
         assert planned.taken_share == inference(planned).gpu_share > plan(shards=1, resources=gpus(2)).taken_share == 0
         assert "half a GPU" in text_of(planned)
@@ -337,13 +338,32 @@ class TestPlacement:
     @pytest.mark.parametrize(
         ("options", "reason"),
         [
-            ({"shards": 2, "resources": gpus(2)}, "on several GPUs they cannot take turns yet"),
-            ({"replicas": 2, "resources": gpus(2)}, "on several GPUs they cannot take turns yet"),
+            (
+                {"shards": 2, "resources": gpus(2)},
+                "trainer.shards = 2 and inference.replicas = 1.*: 2, not 1.*--inference.replicas 2 --inference.tensor-",
+            ),
+            ({"replicas": 2, "resources": gpus(2)}, "1, not 2.*--inference.replicas 1 --inference.tensor-parallel 1"),
+            (
+                {"shards": 4, "resources": gpus(8), "inference": {"tensor_parallel": 2}},
+                "4, not 2.*--inference.replicas 2 --inference.tensor-parallel 2",
+            ),
+            (
+                {"shards": 3, "replicas": 2, "resources": gpus(8), "inference": {"tensor_parallel": 2}},
+                "3, not 4.*--inference.replicas 3 --inference.tensor-parallel 1, or --placement split",
+            ),
+            (
+                {"shards": 6, "replicas": 3, "resources": cluster(*[gpus(3)] * 2), "inference": {"tensor_parallel": 2}},
+                "need 2 GPUs on one node, 3 times.*the Ray cluster has 2 times 2 GPUs on one node",
+            ),
             ({"inference": {"transport": "broadcast"}}, "NCCL does not send from a GPU to the same GPU"),
+            (
+                {"shards": 2, "replicas": 2, "resources": gpus(2), "inference": {"transport": "ipc"}},
+                "colocated on 2 GPUs with inference.transport = ipc.*one replica of one rank",
+            ),
         ],
     )
     def test_what_cannot_take_turns_on_gpus(self, options: dict, reason: str) -> None:
-        with pytest.raises(BadInput, match=reason):
+        with pytest.raises(BadInput, match=f"(?s){reason}"):
             plan(**({"shards": 1, "resources": gpus(1), "placement": "colocated"} | options)).check_resources()
 
     def test_another_loop_takes_turns_only_where_it_is_told_to(self) -> None:
@@ -353,6 +373,152 @@ class TestPlacement:
         automatic = replace(plan(shards=1, resources=gpus(1)), kinds=LOOP_ROOMS)
         with pytest.raises(BadInput, match=r"which need 2 GPUs(.|\n)*let them take turns: --placement colocated"):
             automatic.check_resources()
+
+
+NODE_OF_EIGHT = machines(cpus=32, gpus=8, memory_bytes=256 * GIB, gpu_bytes=80 * GIB)
+
+
+class TestTurnsOnSeveralGpus:
+    """Each GPU has a shard and a rank of a replica."""
+
+    FACTS = ModelFacts.from_json("m", json.dumps({**SHAPES["8b"], "dtype": "bfloat16"}))
+
+    @pytest.fixture(autouse=True)
+    def _gpu_build(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(installed, "installed_vllm", lambda: "vllm 0.32.0")
+
+    def planned(self, shards: int, replicas: int, ranks: int, resources: Resources, **options: Any) -> Plan:
+        inference_options = {"tensor_parallel": ranks, **options.pop("inference", {})}
+        options = {"placement": "colocated", "facts": self.FACTS} | options
+        return plan(shards=shards, replicas=replicas, resources=resources, inference=inference_options, **options)
+
+    @pytest.mark.parametrize(
+        ("ranks", "gpus_per_node", "places", "gpus_of_replicas"),
+        [
+            (1, None, [*range(8), *range(8)], [[0]] * 8),
+            (2, None, [0, 0, 1, 1, 2, 2, 3, 3, 0, 1, 2, 3], [[0, 1]] * 4),
+            (8, None, [0] * 9, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+            (1, 8, [0] * 16, [[number] for number in range(8)]),
+            (2, 4, [0] * 4 + [1] * 4 + [0, 0, 1, 1], [[0, 1], [2, 3]] * 2),
+            (4, 2, [0] * 4 + [1] * 4 + [0, 1], [[0, 1, 2, 3]] * 2),
+        ],
+    )
+    def test_on_one_node(
+        self, ranks: int, gpus_per_node: int | None, places: list[int], gpus_of_replicas: list[list[int]]
+    ) -> None:
+        trainer_options = {"gpus_per_node": gpus_per_node}
+        planned = self.planned(8, 8 // ranks, ranks, NODE_OF_EIGHT, trainer=trainer_options)
+        planned.check_resources()
+        assert planned.places == [*places, max(places) + 1]
+        assert planned.gpus_needed == 8
+        rooms = planned.by_room(planned.options)
+        assert [options["gpus"] for options in rooms["inference"]] == gpus_of_replicas
+        assert not any(options["num_gpus"] for options in planned.options)
+        users = {}
+        for name, place, options in zip(planned.actor_names, planned.places, planned.options, strict=True):
+            for number in options.get("gpus", ()):
+                users.setdefault((place, number), []).append(name.rpartition(" ")[0])
+        assert list(users.values()) == [["trainer shard", "inference replica"]] * 8
+        (machine,) = planned.machines
+        assert [[name.rpartition(" ")[0] for name in names] for names in machine.gpu_users] == list(users.values())
+        assert len(machine.node.gpus) == 8
+
+    def test_on_two_nodes(self) -> None:
+        planned = self.planned(16, 4, 4, cluster(NODE_OF_EIGHT, NODE_OF_EIGHT))
+        planned.check_resources()
+        assert planned.gpus_needed == 16
+        by_machine = [[*machine.actors] for machine in planned.machines]
+        assert [sum("shard" in name for name in names) for names in by_machine] == [8, 8]
+        assert [sum("replica" in name for name in names) for names in by_machine] == [2, 2]
+        for machine in planned.machines:
+            assert [len(names) for names in machine.gpu_users] == [2] * 8
+
+    def test_a_gpu_is_counted_with_one_shard_and_one_rank(self) -> None:
+        """A rank of two has half of the weights."""
+        planned = self.planned(8, 4, 2, NODE_OF_EIGHT)
+        (machine,) = planned.machines
+        training, sampling = machine.phases.values()
+        weights = 2 * self.FACTS.num_parameters
+        assert sampling["a replica's weights"] == weights // 2
+        assert "a replica's weights" not in training
+        assert training["state"] == pytest.approx(16 * self.FACTS.num_parameters / 8, rel=0.01)
+        assert sampling["state"] == pytest.approx(12 / 16 * training["state"], rel=0.01), "no gradients"
+        assert planned.taken_share == pytest.approx(training["its workspaces"] / (80 * GIB))
+        cache = planned.resolved(planned.config).inference.gpu_cache_gb  # type: ignore[attr-defined]
+        assert sampling["its KV cache"] == int(cache * GIB)
+        row = dict(planned.rows())["placement"]
+        assert f"while trainer shard 0 works, {gib(sum(training.values()))} are needed" in row
+        assert f"while inference replica 0 works, {gib(sum(sampling.values()))} are needed" in row
+        assert row.count(" works, ") == 2
+
+    def test_weights_travel_through_the_object_store(self) -> None:
+        planned = self.planned(8, 8, 1, NODE_OF_EIGHT)
+        assert planned.resolved(planned.config).inference.transport == "object_store"  # type: ignore[attr-defined]
+        assert "travel by object_store" in text_of(planned)
+
+    @pytest.mark.parametrize(
+        ("number", "shards", "replicas", "ranks", "placement", "decided"),
+        [
+            (8, 8, 8, 1, "auto", True),
+            (8, 8, 4, 2, "auto", True),
+            (12, 8, 8, 1, "auto", True),
+            (16, 8, 8, 1, "auto", False),
+            (4, 8, 8, 1, "auto", False),
+            (0, 8, 8, 1, "auto", False),
+            (8, 8, 4, 1, "auto", False),
+            (8, 8, 8, 1, "split", False),
+        ],
+    )
+    def test_auto_takes_turns_where_a_split_lacks_gpus(
+        self, number: int, shards: int, replicas: int, ranks: int, placement: str, decided: bool
+    ) -> None:
+        resources = machines(cpus=32, gpus=number, memory_bytes=256 * GIB, gpu_bytes=80 * GIB)
+        planned = self.planned(shards, replicas, ranks, resources, placement=placement, device="gpu")
+        assert planned.colocated is decided
+        why = f"(placement = auto: a split needs {shards + replicas * ranks} GPUs)"
+        assert (why in text_of(planned)) is decided
+
+    @pytest.mark.parametrize("number", [8, 16])
+    def test_the_other_placement_is_compared(self, number: int) -> None:
+        """With too few GPUs for a split of these sizes, each room gets half of them."""
+        resources = machines(cpus=32, gpus=number, memory_bytes=256 * GIB, gpu_bytes=80 * GIB)
+        row = dict(self.planned(8, 4, 2, resources).rows())["placement"]
+        sizes = (8, 4) if number == 16 else (4, 2)
+        other = self.planned(*sizes, 2, resources, placement="split")
+        flags = " --trainer.shards 4 --inference.replicas 2" if number == 8 else ""
+        (machine,) = other.machines
+        needed = gib(sum(machine.gpu.values()))
+        assert f"with --placement split{flags} --inference.gpu-memory-utilization 0.9: {needed}, it fits, KV " in row
+
+    def test_sizes_that_cannot_be_halved_are_not_compared(self) -> None:
+        assert "--placement split" not in dict(self.planned(8, 1, 8, NODE_OF_EIGHT).rows())["placement"]
+
+    def test_a_split_that_lacks_gpus_names_the_way(self) -> None:
+        way = r"let them take turns: --placement colocated --inference\.replicas 4; or lower"
+        with pytest.raises(BadInput, match=rf"which need 10 GPUs(.|\n)*{way}"):
+            self.planned(8, 1, 2, NODE_OF_EIGHT, placement="split").check_resources()
+
+    def test_no_replica_is_added(self) -> None:
+        planned = self.planned(8, 4, 2, NODE_OF_EIGHT)
+        with pytest.raises(BadInput, match=r"5 replicas, 1 of them new(.|\n)*each GPU has one shard and one rank"):
+            planned.check_replicas(5, 1)
+
+    def test_replicas_of_more_ranks_are_suggested_for_a_model_that_is_too_large(self) -> None:
+        shape = {**SHAPES["8b"], "num_hidden_layers": 150, "dtype": "bfloat16"}
+        facts = ModelFacts.from_json("m", json.dumps(shape))
+        planned = self.planned(8, 8, 1, NODE_OF_EIGHT, facts=facts, trainer={"lora": {"rank": 8}})
+        ways = r"--inference\.tensor-parallel 2 --inference\.replicas 4 \(fewer replicas\)"
+        with pytest.raises(BadInput, match=ways):
+            planned.check_resources()
+
+    def test_actors_of_a_place_find_cores_on_one_node(self) -> None:
+        """Sixteen processes of eight GPUs, on nodes of few cores."""
+        few = machines(cpus=4, gpus=8, memory_bytes=256 * GIB, gpu_bytes=80 * GIB)
+        planned = self.planned(16, 2, 8, cluster(few, few), facts=None)
+        cores: dict[int, float] = {}
+        for place, options in zip(planned.places, planned.options, strict=True):
+            cores[place] = cores.get(place, 0.0) + options["num_cpus"]
+        assert cores[0] == cores[1] <= 4.0
 
 
 class TestOtherPlacement:
@@ -404,7 +570,7 @@ class TestOtherPlacement:
         resources = machines(gpus=2, memory_bytes=64 * GIB, gpu_bytes=22 * GIB)
         row = dict(self.planned("colocated", 0.9, 22, resources=resources).rows())["placement"]
         other = self.planned("split", 0.9, 22, resources=resources)
-        assert [machine.shares_gpu for machine in other.machines] == [False]
+        assert [machine.gpu_users for machine in other.machines] == [[["trainer shard 0"], ["inference replica 0"]]]
         cache = other.resolved(other.config).inference.gpu_cache_gb  # type: ignore[attr-defined]
         assert cache is None, "vLLM measures it"
         room = inference(other)._gpu_cache(self.FACTS)

@@ -46,20 +46,19 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def reserved(resources: list[dict[str, float]], blocks: list[int]) -> tuple[Any, list[int]]:
+def reserved(resources: list[Any], places: list[int]) -> tuple[Any, list[int]]:
     with ExitStack() as ending:
-        group, options = cluster.reserve(resources, 1.0, lambda *_: None, ending, blocks)
+        group, options = cluster.reserve(resources, 1.0, lambda *_: None, ending, places)
     assert [
         {name: option[name] for name in expected} for expected, option in zip(resources, options, strict=True)
     ] == resources
     return group, [option["scheduling_strategy"] for option in options]
 
 
-def test_without_blocks_each_actor_has_its_own_bundle() -> None:
+def test_without_places_each_actor_has_its_own_bundle() -> None:
     group, places = reserved([SHARD, SHARD, ACTOR], [])
     assert group.bundles == [{"CPU": 2.0, "GPU": 1.0}] * 2 + [{"CPU": 1.0}]
     assert (group.strategy, places) == ("PACK", [0, 1, 2])
-    assert reserved([SHARD, ACTOR], [1])[1] == [0, 1]
 
 
 def test_the_ranks_of_a_replica_are_one_bundle_which_some_node_must_hold() -> None:
@@ -72,24 +71,41 @@ def test_the_ranks_of_a_replica_are_one_bundle_which_some_node_must_hold() -> No
     assert "--inference.tensor-parallel" in str(refused.value)
 
 
-def test_a_block_is_one_bundle() -> None:
-    group, places = reserved([*[SHARD] * 6, ACTOR, ACTOR], [4, 2])
+def test_a_place_is_one_bundle() -> None:
+    group, places = reserved([*[SHARD] * 6, ACTOR, ACTOR], [0, 0, 0, 0, 1, 1, 2, 3])
     assert group.bundles == [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 4.0, "GPU": 2.0}, {"CPU": 1.0}, {"CPU": 1.0}]
     assert places == [0, 0, 0, 0, 1, 1, 2, 3]
 
 
-def test_a_block_that_no_living_node_can_hold_is_refused() -> None:
+def test_a_gpu_that_two_actors_share_counts_once() -> None:
+    shards = [{"num_cpus": 1.0, "num_gpus": 0.0, "gpus": [number]} for number in (0, 1, 0, 1)]
+    replicas = [{"num_cpus": 2.0, "num_gpus": 0.0, "gpus": [0, 1]}] * 2
+    group, places = reserved([*shards, *replicas, ACTOR], [0, 0, 1, 1, 0, 1, 2])
+    assert group.bundles == [{"CPU": 4.0, "GPU": 2.0}] * 2 + [{"CPU": 1.0}]
+    assert places == [0, 0, 1, 1, 0, 1, 2]
+    wide = {"num_cpus": 1.0, "num_gpus": 0.0, "gpus": [0, 1, 2, 3, 4]}
+    with pytest.raises(BadInput, match=r"(?s)inference\.tensor_parallel.*'GPU': 5.* no node has more than .*4\.0"):
+        reserved([ACTOR, wide], [1, 0])
+
+
+def test_a_place_that_no_living_node_can_hold_is_refused() -> None:
     with pytest.raises(BadInput, match=r"(?s)'GPU': 5\.0.* no node has more than .*4\.0.*--trainer\.gpus-per-node"):
-        reserved([*[SHARD] * 5, ACTOR], [5])
+        reserved([*[SHARD] * 5, ACTOR], [0, 0, 0, 0, 0, 1])
 
 
 @pytest.mark.parametrize(
-    ("shards", "replicate", "gpus_per_node", "blocks"),
-    [(3, 1, None, [1, 1, 1]), (8, 2, 8, [8, 8]), (2, 4, 4, [4, 4]), (3, 1, 2, [2, 1]), (2, 1, 8, [2])],
+    ("shards", "replicate", "gpus_per_node", "places"),
+    [
+        (3, 1, None, [0, 1, 2]),
+        (8, 2, 8, [0] * 8 + [1] * 8),
+        (2, 4, 4, [0] * 4 + [1] * 4),
+        (3, 1, 2, [0, 0, 1]),
+        (2, 1, 8, [0, 0]),
+    ],
 )
-def test_blocks_of_a_run(shards: int, replicate: int, gpus_per_node: int | None, blocks: list[int]) -> None:
+def test_places_of_a_run(shards: int, replicate: int, gpus_per_node: int | None, places: list[int]) -> None:
     planned = plan(shards=shards, trainer={"replicate": replicate, "gpus_per_node": gpus_per_node})
-    assert planned.blocks[: len(blocks)] == blocks
+    assert planned.places == [*places, places[-1] + 1, places[-1] + 2], "the replica, the orchestrator"
 
 
 class Ended:

@@ -411,6 +411,20 @@ class TestScale:
         assert world.room.calls == []
 
 
+def test_one_that_was_left_out_is_tried_again_when_the_others_wake(world: World) -> None:
+    world.serve()
+    for how in ("a crash", "a hang", "an error of its GPU", "a signal"):
+        world.dies(1, how)
+    world.answer("heartbeat", 0, value=Heartbeat((7,), "node"))
+    world.answer("table", value=world.room.publish(0, asleep=True))
+    world.now += 3600.0
+    world.manager.look()
+    assert list(world.health()) == ["inference_0"]
+    world.answer("table", value=world.room.publish(0))
+    world.manager.look()
+    assert world.health()["inference_2"] is PartHealth.STARTING
+
+
 @pytest.mark.parametrize("engine_alone", [False, True])
 def test_one_that_dies_while_all_sleep_starts_again_when_they_wake(world: World, engine_alone: bool) -> None:
     """Until then the trainer has the memory that its engine needs."""

@@ -10,10 +10,11 @@ import pytest
 from config_support import small
 
 from trireme.config import Config
-from trireme.core.errors import LimitReached, NonFiniteGradient
+from trireme.core.errors import LimitReached, NonFiniteGradient, RoomFailed
 from trireme.core.types import ForwardBackwardOutput, OptimStepResponse, WeightIdentity
 from trireme.process.signals import Stop
-from trireme.supervision.roster import Roster
+from trireme.supervision.roster import WAITS_FOR_WAKING, PartHealth, Roster
+from trireme.train import phases as phases_module
 from trireme.train.guards import RefusedSteps
 from trireme.train.phases import update_replicas
 from trireme.train.rl_loop import train
@@ -82,8 +83,14 @@ def config(max_steps: int, **trainer: int) -> Config:
     return small(max_steps=max_steps, trainer=trainer)
 
 
-def run(all_: Any, config: Config, guard: RefusedSteps, check: Callable[[], None] = lambda: None) -> None:
-    roster = Roster(lambda: 0.0)
+def run(
+    all_: Any,
+    config: Config,
+    guard: RefusedSteps,
+    check: Callable[[], None] = lambda: None,
+    roster: Roster | None = None,
+) -> None:
+    roster = roster or Roster(lambda: 0.0)
     train(
         config,
         Rooms(all_, all_, all_.update, all_.sleep),
@@ -140,6 +147,58 @@ def test_devices_change_hands_when_all_that_the_bound_allows_is_trained_on() -> 
     assert phases(3, 0) == "us0fus1fus2fu"
     assert phases(5, 1) == "us01fus23fus4fu"
     assert phases(8, 2, eval={"every": 4}) == "us012fus3fus456fus7fu"
+
+
+class TestAReplicaThatStartsWhileTheOthersFallAsleep:
+    """On GPUs its engine takes memory that the trainer needs."""
+
+    @pytest.fixture(autouse=True)
+    def _clock(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(phases_module, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def trained_at(self, device: str, why: str, starts_s: float) -> float:
+        """Returns the time of the first training step."""
+        roster = Roster(lambda: 0.0)
+        roster.set("inference_0", PartHealth.HEALTHY)
+        all_ = StandIns(1)
+        times = []
+
+        def sleep(_on_tick: object) -> None:
+            roster.set("inference_1", PartHealth.STARTING, why)
+
+        def check() -> None:
+            if self.now >= starts_s:
+                roster.set("inference_1", PartHealth.HEALTHY)
+            elif self.now >= starts_s / 2:
+                roster.set("inference_1", PartHealth.CATCHING_UP)
+
+        def forward_backward(*args: Any) -> ForwardBackwardOutput:
+            times.append(self.now)
+            return StandIns.forward_backward(all_, *args)
+
+        all_.sleep, all_.forward_backward = sleep, forward_backward
+        options = {"max_steps_off_policy": 0}
+        run_config = small(
+            max_steps=1, placement="colocated", orchestrator=options, cluster={"device": device, "max_restarts": 2}
+        )
+        run(all_, run_config, RefusedSteps(run_config, print), check, roster)
+        return times[0]
+
+    def test_it_is_waited_for(self) -> None:
+        assert self.trained_at("gpu", "importing vLLM", 60.0) == pytest.approx(60.0, abs=0.3)
+
+    @pytest.mark.parametrize(("device", "why"), [("cpu", "importing vLLM"), ("gpu", WAITS_FOR_WAKING)])
+    def test_it_is_not_where_it_takes_no_memory_of_the_trainer(self, device: str, why: str) -> None:
+        assert self.trained_at(device, why, 60.0) == 0.0
+
+    def test_it_is_named_when_it_is_too_late(self) -> None:
+        with pytest.raises(RoomFailed, match="for inference_1 to start"):
+            self.trained_at("gpu", "importing vLLM", 1e9)
+        assert self.now == pytest.approx(3 * small().timeouts.start_s, abs=0.3)
 
 
 def test_what_ends_the_run_is_seen_between_two_steps_where_it_can_be_saved() -> None:
