@@ -6,7 +6,7 @@ import os
 import time
 
 from gpu_check.checks import Check, Context, Failed, Figures
-from gpu_check.ipc import within_device
+from gpu_check.ipc import to_second_buffer, within_device
 from gpu_check.rooms import (
     GPU_SHARE,
     STALE,
@@ -121,6 +121,7 @@ def _computes(context: Context) -> Figures:
 
 CHECKS: tuple[Check, ...] = (
     Check("weights within a device", within_device, SYSTEM[2:]),
+    Check("weights to a second buffer", to_second_buffer, SYSTEM),
     Check("updates in flight", _in_flight, SYSTEM),
     Check("decode steps of other weights", _stale, SYSTEM),
     Check("experts in flight", _experts, SYSTEM),

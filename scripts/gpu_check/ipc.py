@@ -1,10 +1,12 @@
-"""Weights that travel within a device (`inference.transport` = ipc), between a trainer's and an engine's process."""
+"""Weights that travel within a device (`inference.transport` = ipc), between a trainer's and an engine's process; and
+weights that are copied from host memory to an engine's second buffer (`inference.receive_on` = gpu)."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +18,9 @@ from gpu_check.checks import Context, Failed, Figures
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from inference.mapping import Landing
     from trireme.core.transport import Session
-    from trireme.core.weights import Layout
+    from trireme.core.weights import Layout, WeightsManifest
 
 VERSIONS = 20
 TENSORS = 20
@@ -56,6 +59,58 @@ def within_device(context: Context) -> Figures:
         "until a lost sender is noticed, s": noticed_s,
         "memory that is missing, MiB": left / 2**20,
     }
+
+
+def to_second_buffer(context: Context) -> Figures:
+    """Copies a version of 1.2 GB from host memory to the second buffer of an engine's rank, and checks it there, as a
+    replica does while its requests run; twice, as the first copy makes the buffers. Then a version with a wrong value
+    must be refused."""
+    from inference.carrier import Carrier
+    from inference.mapping import Landing
+    from inference.receiving import Receiving
+    from inference.worker import WorkerExtension
+
+    rank = WorkerExtension()
+    rank.rank = 0
+    rank.receiving = Receiving("cuda" if context.on_gpu else "cpu")
+    if not context.on_gpu:
+        rank.carrier = Carrier(1, pinned=False)
+    landing = Landing()
+    sizes = _layout(context.device).sizes
+    regions = landing.regions(sizes)
+    manifest = _filled(landing, context.device)
+    for _ in range(2):
+        started = time.monotonic()
+        rank.receive_weights(pickle.dumps((manifest, regions, ())))
+        refusal = rank._checking.result(context.left_s)
+        seconds = time.monotonic() - started
+        if refusal:
+            raise Failed(refusal)
+    landing.whole[regions[-1].offset] ^= 1
+    rank.receive_weights(pickle.dumps((manifest, regions, ())))
+    if "arrived with hash" not in rank._checking.result(context.left_s):
+        raise Failed("a wrong value was copied to the second buffer, and not refused")
+    return {"copied and checked, s": seconds, "GB/s": sum(sizes) / seconds / 1e9}
+
+
+def _filled(landing: Landing, device: str) -> WeightsManifest:
+    """Fills `landing` with the bytes of a version, and returns the version's manifest."""
+    import numpy as np
+
+    from trireme.core.digest import sums_of
+    from trireme.core.types import WeightIdentity
+    from trireme.core.weights import EXACT, Canary, WeightsManifest, weights_digest
+
+    layout = _layout(device)
+    random = np.random.default_rng(0)
+    hashes = {}
+    for entry, region in zip(layout.entries, landing.regions(layout.sizes), strict=True):
+        values = random.integers(0, 256, entry.nbytes, np.uint8)
+        landing.bytes_at(region)[entry.offset : entry.offset + entry.nbytes] = values
+        hashes[entry.name] = str(sums_of(values))
+    entries = layout.with_hashes(hashes)
+    canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
+    return WeightsManifest(WeightIdentity(1, 0, weights_digest(entries)), entries, canary)
 
 
 class _Process:

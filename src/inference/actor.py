@@ -230,7 +230,9 @@ class ReplicaActor:
         if self.config.trainer.lora.on:
             self.base = await asyncio.to_thread(base_digest, self.config.model.name)
         await (await self._submit(WARM_UP, salt="warm-up")).get()
-        self.ranks = tuple(await self._in_engine("settle", (self.config.encoding == "delta",)))
+        delta = self.config.encoding == "delta"
+        second_buffer = self.config.inference.receive_on == "gpu"
+        self.ranks = tuple(await self._in_engine("settle", (delta, second_buffer)))
         self._stalls = StallClock(
             self._cpu_s, self._computes
         )  # before there was one process to look at, the engine's own
@@ -676,11 +678,14 @@ class ReplicaActor:
         self.broadcasts.base = None
         pickled = pickle.dumps((manifest, arrived.regions, arrived.steps))
         await step("receive", self._in_engine("receive_weights", (pickled,)))
-        while (refusal := (await step("check", self._in_engine("checked")))[0]) is None:  # noqa: ASYNC110
-            await asyncio.sleep(CHECK_TICK_S)  # a thread of the engine's process checks
+        refusals = await step("check", self._in_engine("checked"))
+        while None in refusals:
+            await asyncio.sleep(CHECK_TICK_S)  # a thread of each rank's process checks
+            refusals = await step("check", self._in_engine("checked"))
+        refusal: str = next(filter(None, refusals), "")
         if arrived.steps and not refusal:
             self.broadcasts.base = manifest.identity
-        return str(refusal)
+        return refusal
 
     async def _drained(self, identity: WeightIdentity, started: float) -> None:
         """Waits until no request is in flight; new requests wait in `_entering`. Raises RoomFailed if requests are

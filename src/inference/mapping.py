@@ -74,6 +74,10 @@ class Landing:
         """All bytes of the file."""
         weakref.finalize(self, os.close, file)
 
+    def bytes_at(self, region: Region) -> npt.NDArray[np.uint8]:
+        """Returns the bytes at `region`, without a copy."""
+        return self.whole[region.offset : region.offset + region.nbytes]
+
     def regions(self, sizes: Sequence[int]) -> list[Region]:
         """Returns for each bucket a region of the file, which begins at a page and has the number of bytes in `sizes`.
         Resizes the file so that all regions fit."""

@@ -5,8 +5,10 @@ received bucket, so that the check of a version need not read it again. The rece
 pipe of the replica's actor, a line of JSON for each message, because the engine itself answers only between two steps.
 Waiting for bytes does not hold Python's lock.
 
-Bytes that come through memory of the same GPU (`trireme.transports.slabs`) stay on the GPU if the engine has one rank
-and takes no adapters. They come into memory of the engine for a whole version (`DeviceLanding`).
+If the plan has room for it, each rank on a GPU has a second buffer there, for a whole version (`DeviceLanding`), which
+is filled while requests run (not run on a GPU yet). If the engine has one rank, bytes that come over NCCL, or through
+memory of the same GPU (`trireme.transports.slabs`), arrive in this buffer. All other bytes arrive in host memory, and
+each rank copies them to its buffer.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -29,7 +31,7 @@ from trireme.core.finite_json import to_json
 from trireme.core.transport import Offer
 from trireme.core.weights import TensorPlace
 from trireme.process.faults import fault_point
-from trireme.transports.collective import GlooCollective
+from trireme.transports.collective import GlooCollective, NcclCollective
 from trireme.transports.meeting import BroadcastGroup, GroupMember, open_store
 from trireme.transports.slabs import SlabReceiver, slab_memory
 
@@ -52,6 +54,10 @@ class DeviceLanding:
         self.whole = torch.empty(0, dtype=torch.uint8)
         """All bytes."""
 
+    def bytes_at(self, region: Region) -> torch.Tensor:
+        """Returns the bytes at `region`, uint8, without a copy."""
+        return self.whole[region.offset : region.offset + region.nbytes]
+
     def regions(self, sizes: Sequence[int]) -> list[Region]:
         """Returns for each bucket a region of this memory with the number of bytes in `sizes`. Makes the memory anew if
         its size differs."""
@@ -64,14 +70,16 @@ class DeviceLanding:
 
 
 class Receiving:
-    """Receives the newest version that was offered to a replica, in rank 0 of its engine. `device`: the engine's GPU,
-    or None. Bytes that come through memory of this GPU (`trireme.transports.slabs`) stay on the GPU; all other bytes
-    come into host memory. If `device` is None, all bytes come into host memory."""
+    """The memory of one rank of an engine for arriving versions. In rank 0, also receives the newest version that was
+    offered to the replica. `device`: the rank's GPU, if a version has room there in addition to the loaded one; else
+    None. `alone`: the engine has one rank, so that no other rank has to map the bytes that arrive."""
 
-    def __init__(self, device: str | None = None) -> None:
+    def __init__(self, device: str | None = None, *, alone: bool = True) -> None:
         self._device = device
+        self._alone = alone
         self._current: Broadcast | None = None
-        self._spare: Landing | DeviceLanding | None = None  # of a version that was loaded
+        self._copy: DeviceLanding | None = None  # of a version that lies in host memory too
+        self._spares: dict[bool, Landing | DeviceLanding] = {}  # of versions that were loaded; True: on the device
         self._places: Sequence[TensorPlace] = ()
 
     def start(self, offer: Offer, number: int, serial: int, pipe: str) -> None:
@@ -80,15 +88,39 @@ class Receiving:
         last = self._current
         if last:
             last.given_up.set()
-        spare = self._spare
-        self._spare = None
-        self._current = Broadcast(offer, number, serial, pipe, last, spare, self._places, self._device)
+        self._current = Broadcast(offer, number, serial, pipe, last, self._memory_for, self._places)
+
+    def _memory_for(self, group: BroadcastGroup) -> Landing | DeviceLanding:
+        """Returns memory for a version that arrives by `group`. It is on the device if the bytes can stay there."""
+        reaches = isinstance(group.collective, (SlabReceiver, NcclCollective))
+        if self._device is not None and reaches and self._alone and self._copy is None:
+            return self._on_device(self._device)
+        spare = self._spares.pop(False, None)
+        if isinstance(spare, Landing):
+            return spare
+        return Landing()
+
+    def _on_device(self, device: str) -> DeviceLanding:
+        spare = self._spares.pop(True, None)
+        if isinstance(spare, DeviceLanding):
+            return spare
+        return DeviceLanding(device)
+
+    def copies(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Returns memory on the device, to which the caller copies a version that lies in host memory: a tensor of
+        bytes for each bucket, with the number of bytes in `sizes`. Returns [] if the plan has no room for it, or if
+        another version is arriving there."""
+        arriving = self._current.landing if self._current else None
+        if self._device is None or isinstance(arriving, DeviceLanding):
+            return []
+        self._copy = copy = self._copy or self._on_device(self._device)
+        return [copy.bytes_at(region) for region in copy.regions(sizes)]
 
     def on_device(self, region: Region) -> torch.Tensor:
         """Returns the bytes of the newest version at `region`, which is on the device."""
         landing = self._current.landing if self._current else None
         assert isinstance(landing, DeviceLanding), "the actor begins no other version before this is called"
-        return landing.whole[region.offset : region.offset + region.nbytes]
+        return landing.bytes_at(region)
 
     def sums(self, paths: Set[str]) -> dict[TensorPlace, str]:
         """Returns {place: sums} of the tensors that were summed as they arrived. `paths`: the files that hold the
@@ -106,11 +138,13 @@ class Receiving:
         version is received into it. New memory would take several times as long as the receiving, because the system
         provides it page by page."""
         self._places = places
+        landings: list[Landing | DeviceLanding | None] = [self._copy]
+        self._copy = None
         if self._current and self._current.version == version:
-            landing = self._current.landing
+            landings.append(self._current.landing)
             self._current.landing = None
-            if copied:
-                self._spare = landing
+        if copied:
+            self._spares |= {isinstance(landing, DeviceLanding): landing for landing in landings if landing}
 
 
 def sums_at(bucket: npt.NDArray[np.uint8], places: Sequence[TensorPlace]) -> dict[TensorPlace, str]:
@@ -121,9 +155,8 @@ def sums_at(bucket: npt.NDArray[np.uint8], places: Sequence[TensorPlace]) -> dic
 class Broadcast:
     """Receives the version of `offer` in a thread of its own, for replica `number`. If possible, reuses the
     communication group of `before`, which is the broadcast of the previous version. The thread's messages carry
-    `serial` and go to the pipe at the path `pipe`. `landing`: memory to receive into, if it is of the right kind; else
-    new memory is made. `places`: the tensors that are summed as they arrive in host memory. `device`: as for
-    `Receiving`."""
+    `serial` and go to the pipe at the path `pipe`. `memory_for` returns the memory to receive into, for the group by
+    which the version comes. `places`: the tensors that are summed as they arrive in host memory."""
 
     def __init__(
         self,
@@ -132,9 +165,8 @@ class Broadcast:
         serial: int,
         pipe: str,
         before: Broadcast | None,
-        landing: Landing | DeviceLanding | None,
+        memory_for: Callable[[BroadcastGroup], Landing | DeviceLanding],
         places: Sequence[TensorPlace],
-        device: str | None,
     ) -> None:
         self.version = offer.version
         self._offer = offer
@@ -145,10 +177,10 @@ class Broadcast:
         self._deadline = time.monotonic() + offer.timeout_s
         self.given_up = threading.Event()
         self.group: BroadcastGroup | None = None
-        self.landing = landing
+        self._memory_for = memory_for
+        self.landing: Landing | DeviceLanding | None = None
         """The memory with the received bytes; None before they arrive, and once nothing here needs it."""
         self._places = places
-        self._device = device
         self._sums: list[Future[dict[TensorPlace, str]]] = []
         name = f"receiving version {offer.version}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -213,11 +245,11 @@ class Broadcast:
         group = member.meet(last, self._deadline)
         summing = ThreadPoolExecutor(1, "sums")
         try:
-            landing = self._make_landing(group)
+            self.landing = landing = self._memory_for(group)
             regions = landing.regions(self._offer.sizes)
             for number, region in enumerate(regions):
                 fault_point("transport.bucket")
-                bucket = landing.whole[region.offset : region.offset + region.nbytes]
+                bucket = landing.bytes_at(region)
                 if region.nbytes:
                     self._receive_bucket(group, torch.as_tensor(bucket))
                 if isinstance(bucket, np.ndarray):
@@ -233,20 +265,6 @@ class Broadcast:
         self._tell(pipe, arrived={"path": landing.path, "offsets": [region.offset for region in regions]})
         return group
 
-    def _make_landing(self, group: BroadcastGroup) -> Landing | DeviceLanding:
-        """Returns memory for the bytes that arrive by `group`: the present memory if it is of the right kind, else new
-        memory. Raises RoomFailed if a later version was offered."""
-        landing: Landing | DeviceLanding | None = self.landing
-        if self._device is not None and isinstance(group.collective, SlabReceiver):
-            if not isinstance(landing, DeviceLanding):
-                landing = DeviceLanding(self._device)
-        elif not isinstance(landing, Landing):
-            landing = Landing()
-        if self.given_up.is_set():
-            raise RoomFailed("a later version was offered")
-        self.landing = landing
-        return landing
-
     def _receive_bucket(self, group: BroadcastGroup, place: torch.Tensor) -> None:
         if self.given_up.is_set():
             raise RoomFailed("a later version was offered")
@@ -255,9 +273,10 @@ class Broadcast:
             collective.broadcast(place, self._left_s)
             return
         with collective.on_stream():  # on this thread's own the engine computes, and its steps would come first
-            arrived = torch.empty_like(place, device="cuda")
+            arrived = place if place.device.type == "cuda" else torch.empty_like(place, device="cuda")
             collective.broadcast(arrived, self._left_s)
-            place.copy_(arrived)
+            if arrived is not place:
+                place.copy_(arrived)
 
     def _tell(self, pipe: int, **message: object) -> None:
         os.write(pipe, (to_json({"serial": self._serial, **message}) + "\n").encode())

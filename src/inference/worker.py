@@ -62,7 +62,7 @@ for _reload in (inplace, layerwise):
 ask_for_tiles()  # on import, before a model is warmed up
 
 
-Buckets: TypeAlias = "list[npt.NDArray[np.uint8] | torch.Tensor]"
+Buckets: TypeAlias = "Sequence[npt.NDArray[np.uint8] | torch.Tensor]"
 """Received bytes: mapped arrays, or tensors of bytes on the engine's device."""
 EXECUTE = "execute_model"
 READERS = 8
@@ -271,7 +271,8 @@ class WorkerExtension:
     base_entries: tuple[TensorEntry, ...] = ()
     """The tensors of the version that lies in the memory for received bytes, to which the changes of the next version
     apply; () if that is unknown."""
-    receiving: Receiving | None = None
+    second_buffer: bool = False
+    """True: this rank's GPU has room for a version in addition to the loaded one."""
     _checking: Future[str]
     follower: TensorFollower | None = None
 
@@ -280,11 +281,18 @@ class WorkerExtension:
         """Page-locked memory through which weights travel to this rank's GPU."""
         return Carrier(readers(), pinned=True)
 
-    def settle(self, delta: bool) -> int:
+    @cached_property
+    def receiving(self) -> Receiving:
+        """This rank's memory for arriving versions."""
+        device = current_platform.device_type if self.second_buffer else None
+        return Receiving(device, alone=self.vllm_config.parallel_config.world_size == 1)
+
+    def settle(self, delta: bool, second_buffer: bool) -> int:
         """Prepares this rank after the start; returns its process id. Removes the names in /dev/shm of the shared
         memory by which ranks communicate: all ranks have opened it by now, and killed ranks would leave the names
         there. Compiles the code that checks weights and, if `delta`, the code that applies changes, so that no update
-        waits for a compilation."""
+        waits for a compilation. `second_buffer`: see the attribute."""
+        self.second_buffer = second_buffer
         digest.warm_up()
         if delta and self.rank == 0:
             codec.warm_up()
@@ -297,41 +305,54 @@ class WorkerExtension:
         """Begins to receive an offered version, on rank 0; does nothing on other ranks. `pickled_offer`: the pickled
         arguments of `Receiving.start`."""
         if self.rank == 0:
-            self.receiving = self.receiving or Receiving(self._landing_device)
             self.receiving.start(*pickle.loads(pickled_offer))
 
-    @property
-    def _landing_device(self) -> str | None:
-        """The engine's GPU, if bytes of a version that arrive on the GPU can stay there until they are loaded. None if
-        the engine runs on CPUs, has several ranks, or takes adapters, which vLLM copies from host memory."""
-        if current_platform.is_cuda() and self.vllm_config.parallel_config.world_size == 1:
-            return None if self.vllm_config.lora_config else current_platform.device_type
-        return None
-
     def receive_weights(self, pickled_files: bytes) -> None:
-        """Maps the received bytes on this rank. On rank 0 also begins to check them, in a thread alongside the engine's
-        loop; all ranks map the same memory. `pickled_files`: a pickled tuple (manifest, regions, steps). `regions` has
-        an `inference.mapping.Region` for each bucket. `steps` has an `inference.session.BucketStep` for each bucket; it
-        is empty if nothing has to be written to the regions first."""
+        """Maps the received bytes on this rank; all ranks map the same memory. In a thread alongside the engine's loop,
+        begins to copy bytes in host memory to the second buffer, if this rank has one, and to check the copy. Without
+        one, rank 0 checks the bytes for all ranks. `pickled_files`: a pickled tuple (manifest, regions, steps).
+        `regions` has an `inference.mapping.Region` for each bucket. `steps` has an `inference.session.BucketStep` for
+        each bucket; it is empty if nothing has to be written to the regions first."""
         manifest, regions, steps = pickle.loads(pickled_files)
         buckets = [self._bucket_at(region) for region in regions]
         if steps:
             digests: Callable[[], Mapping[TensorPlace, str]] = partial(self._write, manifest.entries, regions, steps)
-        elif self.receiving:
-            digests = partial(self.receiving.sums, {region.path for region in regions})
         else:
-            digests = dict[TensorPlace, str]
-        if self.rank == 0:
-            work: Callable[[], str | None] = partial(_refusal_of, manifest, buckets, digests)
+            digests = partial(self.receiving.sums, {region.path for region in regions})
+        copies: list[torch.Tensor] = []
+        if self.rank == 0 or not steps:  # other ranks cannot know when rank 0 has written
+            copies = self._copies_of(buckets)
+        if copies:
+            carry = partial(self._carry, digests, buckets, copies)
+            work: Callable[[], str | None] = partial(_refusal_of, manifest, copies, carry)
+        elif self.rank == 0:
+            work = partial(_refusal_of, manifest, buckets, digests)
         else:
             work = partial(populate, buckets)
         self._checking = Future()
-        self.received = (manifest, buckets)
+        self.received = (manifest, [*copies] or buckets)
         Thread(target=_resolve, args=(self._checking, work), name="check", daemon=True).start()
+
+    def _copies_of(self, buckets: Buckets) -> list[torch.Tensor]:
+        """Returns memory in the second buffer for `buckets`; [] if they are there already, or if there is none."""
+        if any(isinstance(bucket, torch.Tensor) for bucket in buckets):
+            return []
+        return self.receiving.copies([len(bucket) for bucket in buckets])
+
+    def _carry(
+        self, arrive: Callable[[], object], buckets: Buckets, copies: Sequence[torch.Tensor]
+    ) -> dict[TensorPlace, str]:
+        """Calls `arrive`, after which `buckets` have their bytes, and then copies them to `copies` in the second
+        buffer. Returns no sums, so that the copies are summed. The stream of the copies is not the engine's."""
+        arrive()
+        populate(buckets)
+        with slab_memory().on_stream():
+            for bucket, copy in zip(buckets, copies, strict=True):
+                self.carrier.carry(np.asarray(bucket), copy)
+        return {}
 
     def _bucket_at(self, region: Region) -> npt.NDArray[np.uint8] | torch.Tensor:
         if region.path == ON_DEVICE:
-            assert self.receiving, "it has arrived"
             return self.receiving.on_device(region)
         return region.map()
 
@@ -408,9 +429,8 @@ class WorkerExtension:
             None, (reference() for reference in mapped)
         ):  # by an engine that took a part of it, not a copy
             make_own(mapping)
-        if self.receiving:
-            # The other ranks have loaded it too before the engine's process is called again.
-            self.receiving.forget(manifest.identity.version, [e.place for e in manifest.entries], copied=copied)
+        # The other ranks have loaded it too before the engine's process is called again.
+        self.receiving.forget(manifest.identity.version, [e.place for e in manifest.entries], copied=copied)
         return loaded
 
     def add_adapter(self, number: int) -> None:
@@ -425,9 +445,8 @@ class WorkerExtension:
         except Exception as error:  # vLLM passes its text on, and does not say whose it is
             raise RuntimeError(f"rank {self.rank}: {type(error).__name__}: {error}") from error
         self.received = None
-        if self.receiving:
-            places = [entry.place for entry in manifest.entries]
-            self.receiving.forget(manifest.identity.version, places, copied=False)  # vLLM may keep a part of it
+        places = [entry.place for entry in manifest.entries]
+        self.receiving.forget(manifest.identity.version, places, copied=False)  # vLLM may keep a part of it
 
     def drop_adapter(self, number: int) -> None:
         """Removes the adapter with vLLM's number `number`."""

@@ -39,7 +39,7 @@ from trireme.core.actors import ActorOptions, ActorProxy, Ref, as_argument
 from trireme.core.batch import Assign, Batch, BatchPart, Data, StoredBatch, Summary, TokenBatch
 from trireme.core.errors import RoomFailed
 from trireme.core.sampler import Heartbeat
-from trireme.core.transport import Endpoint, Offer, Session, load_transport
+from trireme.core.transport import TRIALS, Endpoint, Offer, Session, load_transport
 from trireme.core.types import (
     AdamParams,
     ForwardBackwardOutput,
@@ -123,6 +123,7 @@ class TrainerHandle:
         self._attempt = attempt
         self._terms_R: list[tuple[tuple[int, ...], Endpoint | None]] = []  # of offers, by each shard
         self._offering = offer
+        self._sessions = 0
         self._offered_s = min(offered_s, SENDING_SHARE * self._timeouts.collective_s)
         self._assign: Assign | None = None
         self._has_adapters = config.trainer.lora.on
@@ -306,15 +307,17 @@ class TrainerHandle:
 
     def _session(self, version: int) -> Session | None:
         """Offers `version` to the replicas. Returns the `Session` for sending it: the replicas that are ready to
-        receive, and the seconds that are left. Returns None if the transport does not send to a fixed group of
-        replicas, or if the handle has no `offer`."""
-        self._terms_R = self._terms_R or self._call(VERBS.terms)
+        receive, and the seconds that are left. Returns None if a shard does not send to a fixed group of replicas, or
+        if the handle has no `offer`."""
+        if self._sessions <= TRIALS:  # until then a shard may cease to send
+            self._terms_R = self._call(VERBS.terms)
         sizes = self._terms_R[0][0]
         endpoints_R = tuple(endpoint for _, endpoint in self._terms_R if endpoint)
-        if self._offering is None or not endpoints_R:
+        if self._offering is None or len(endpoints_R) < len(self._terms_R):
             return None
         started = time.monotonic()
         session = self._offering(Offer(self._attempt, version, sizes, endpoints_R, self._offered_s))
+        self._sessions += bool(session.members)
         return replace(session, left_s=max(started + self._offered_s - time.monotonic(), 0.0))
 
     def save_state(self, path: Path) -> Pending[FileRecord]:

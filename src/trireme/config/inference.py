@@ -60,15 +60,20 @@ class InferenceConfig(Section):
     transport: TransportName = "auto"
     """How weights travel to the replicas. object_store: each machine with a replica fetches one copy from Ray's store.
     broadcast: each trainer shard sends all weights to the replicas of its nodes, by gloo on CPUs and NCCL on GPUs (not
-    tried on several GPUs yet); a replica that is not ready in time fetches them from the shards. ipc: like broadcast,
-    but a replica on the GPU of the shard that serves it (on CPUs: on its machine) copies them from memory that both
-    map (not run on a GPU yet). auto: ipc for whole weights where trainer and replica share a GPU that has room for a
-    version and nine tenths of the KV cache that the replica would have without it, else object_store."""
+    tried on several GPUs yet); a replica that is not ready in time fetches them from the shards, as all do for the rest
+    of the run if NCCL fails at one of the first two versions. ipc: like broadcast, but a replica on the GPU of the
+    shard that serves it (on CPUs: on its machine) copies them from memory that both map (not run on a GPU yet). auto,
+    for whole weights: ipc where trainer and replica share a GPU and receive_on is gpu, broadcast on several GPUs of one
+    machine; else object_store."""
+    receive_on: Literal["auto", "gpu", "host"] = "auto"
+    """Where weights that arrive at a replica on GPUs wait for the pause in which they are loaded. gpu: in a second
+    buffer for all weights, on each of its GPUs (not run on a GPU yet). host: in host memory, from which the pause
+    copies them. auto: gpu where that leaves nine tenths of the KV cache. LoRA adapters always wait in host memory."""
     encoding: Literal["auto", "dense", "delta"] = "auto"
     """What travels. dense: all weights. delta: the words that changed since the version before, which the replicas have
     in host memory (a version more for each replica); replicas that miss it get all weights. Few words of 16-bit weights
-    change in a step with a small learning rate, of float32 weights nearly all. auto: delta with object_store on several
-    machines where weights have 16 bits and are no adapters, else dense."""
+    change in a step with a small learning rate, of float32 weights and of adapters most. auto: delta with object_store
+    on several machines where weights have 16 bits and are no adapters, else dense."""
     on_update: Literal["auto", "recompute_kv", "keep_kv", "drain"] = "auto"
     """How requests in flight take new weights: recompute_kv computes their KV cache again under the new weights;
     keep_kv keeps it (a shorter pause, but later tokens come from no exact policy, and are marked mixed); drain finishes

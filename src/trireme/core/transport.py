@@ -76,6 +76,9 @@ DEFAULT = "object_store"
 
 Endpoint = tuple[str, int]
 """The address of a node, and a port."""
+TRIALS = 2
+"""If sending between GPUs fails at one of the first TRIALS versions, no further version is sent, and replicas fetch the
+bytes. The first version of a run is sent before requests run, the second while they run."""
 READY_PART = 10
 """Replicas have one READY_PART-th of an offer's time to report that they are ready."""
 
@@ -209,8 +212,9 @@ class Sender(Protocol):
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """The address and the port at which receiving replicas find this rank, for `Offer.endpoints_R`. None if the
-        transport needs no `Session`: any replica that opens the source can receive."""
+        """The address and the port at which receiving replicas find this rank, for `Offer.endpoints_R`. None if this
+        rank sends to no `Session`: any replica that opens the source can receive. It may become None after any of the
+        first TRIALS versions that were sent."""
 
     def send(
         self, version: int, layout: Layout, units: Iterable[Sequence[tuple[str, Tensor]]], session: Session | None

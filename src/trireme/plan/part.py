@@ -10,7 +10,7 @@ from typing import ClassVar
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import CommonConfig
 from trireme.core.transport import DEFAULT, TRANSPORTS, TransportKind
-from trireme.plan.needs import ASSUMED_GPU, Need
+from trireme.plan.needs import ASSUMED_GPU, BUCKET_BYTES, Need
 from trireme.process.environ import Resources
 
 
@@ -29,8 +29,10 @@ class Part(ABC):
     """True: each GPU of the part's actors is also used by an actor of another room. `Plan.parts` decides it."""
     colocated: bool = field(default=False, kw_only=True)
     """True: trainer and replicas take turns on the same devices; `Plan.parts` decides it."""
-    ipc_fits: bool = field(default=False, kw_only=True)
-    """True: the value auto of `inference.transport` means ipc. `Plan.parts` decides it."""
+    receives_on_gpu: bool = field(default=False, kw_only=True)
+    """True: a version that arrives at a replica has a second buffer on each of its GPUs. `Plan.parts` decides it."""
+    auto_transport: str = field(default=DEFAULT, kw_only=True)
+    """The meaning of the value auto of `inference.transport`. `Plan.parts` decides it."""
     taken_share: float = field(default=0.0, kw_only=True)
     """The share of each shared GPU that the actor of the other room takes while this part's actor works; 0 if no GPU is
     shared. `Plan.parts` decides it."""
@@ -80,7 +82,7 @@ class Part(ABC):
         """The value of `inference.transport`, with auto decided."""
         if self.config.transport != "auto":
             return self.config.transport
-        return "ipc" if self.ipc_fits else DEFAULT
+        return self.auto_transport
 
     @property
     def transport(self) -> TransportKind:
@@ -91,6 +93,19 @@ class Part(ABC):
     def within_gpu(self) -> bool:
         """True if weights travel to the replica within the GPU that it shares with the trainer."""
         return self.shares_gpu and self.transport.slabs
+
+    def largest_bucket(self, facts: ModelFacts, *, embeddings: bool) -> int:
+        """Returns the bytes of the largest bucket of published weights that a rank sends. This is BUCKET_BYTES, or more
+        if a single tensor is larger, or if the gate and up projections of a layer together are larger (replicas fuse
+        the two, so they share a bucket). It is at most the bytes of a whole version. `embeddings`: True if the buckets
+        contain the embeddings, or an output matrix that is not tied to them."""
+        columns = 0
+        if not self.config.trainer.lora.on:
+            if embeddings:
+                columns = facts.vocab_size
+            if not facts.num_chosen:  # experts are published one by one
+                columns = max(columns, 2 * facts.mlp_size)
+        return min(max(BUCKET_BYTES, columns * facts.hidden_size * self.dtype_bytes), self.published_bytes)
 
     @property
     def gpu_bytes(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import Config
-from trireme.plan.memory import GIB
+from trireme.plan.memory import GIB, GPU_ALLOWANCES
 from trireme.plan.needs import HOST_OF_CUDA_GIB, KEPT_VERSIONS, KV_CACHE, VERSIONS, Need, gib
 from trireme.plan.part import Part
 from trireme.plan.trainer import TrainerPart
@@ -34,8 +34,11 @@ touches few pages of them, so ranks that have started leave as much free for the
 WEIGHTS = "a replica's weights"
 """The purpose of a replica's GPU memory for its weights."""
 ARRIVING = "arriving weights"
-"""The purpose of a replica's host memory for a version that it receives while another one is loaded. The ranks of the
-replica map this memory. If changes travel, they turn one version into the next in this memory."""
+"""The purpose of a replica's memory for a version that it receives while another one is loaded. The ranks of the
+replica map this memory if it is on the host. If changes travel, they turn one version into the next there."""
+ON_ITS_WAY = "a bucket on its way"
+"""The purpose of an engine's GPU memory through which buckets that arrive by NCCL pass to host memory, one by one."""
+NCCL = "NCCL"
 FORWARD_PASSES = 3
 """The FLOPs of training on a token, in forward passes: the forward pass itself is one, and the backward pass costs
 two."""
@@ -99,9 +102,8 @@ class InferencePart(Part):
         if self.facts is None:
             return None
         weights = self._weight_bytes
-        if self._arrives_on_gpu:
-            arriving = {}
-        elif self.transport.received or self.encoding == "delta":
+        stays = self.receives_on_gpu and self.ranks == 1
+        if self.encoding == "delta" or (self.transport.received and not stays):
             arriving = {ARRIVING: self.published_bytes}
         else:
             arriving = {}
@@ -128,8 +130,14 @@ class InferencePart(Part):
         """Bytes that one rank of a replica takes on its GPU for everything but the KV cache, by purpose."""
         if not self.on_gpus:
             return {}
-        arriving = {ARRIVING: self.published_bytes} if self._arrives_on_gpu else {}
-        return {WEIGHTS: self._weight_bytes // self.ranks, "its workspaces": ENGINE_BYTES, **arriving}
+        needs = {WEIGHTS: self._weight_bytes // self.ranks, "its workspaces": ENGINE_BYTES}
+        if self.receives_on_gpu:
+            needs[ARRIVING] = self.published_bytes
+        if self.transport.received and not self.within_gpu:
+            needs[NCCL] = GPU_ALLOWANCES[NCCL]
+            if self.facts and not self.receives_on_gpu:
+                needs[ON_ITS_WAY] = self.largest_bucket(self.facts, embeddings=True)
+        return needs
 
     @property
     def resting(self) -> Mapping[str, int]:
@@ -153,12 +161,6 @@ class InferencePart(Part):
             return math.inf
         steps = config.inference.sampling.max_tokens * rollouts / together
         return steps * self._weight_bytes / self.ranks / READ_BYTES_PER_S
-
-    @property
-    def _arrives_on_gpu(self) -> bool:
-        """True if a version arrives in memory on the replica's GPU. Adapters, which vLLM copies from host memory, do
-        not."""
-        return self.within_gpu and self.ranks == 1 and not self.config.trainer.lora.on
 
     @property
     def _engine_bytes(self) -> int:
@@ -229,20 +231,22 @@ class InferencePart(Part):
 
     def decided(self) -> dict[str, object]:
         """Returns {key or section: value} of the values that the machines decide: `placement`, and the section
-        `inference` with `on_update`, `transport`, `encoding` and, on GPUs, `gpu_memory_utilization`. If the engine's
-        share of a GPU leaves more KV cache than the engine can use, also decides `gpu_cache_gb`. Also decides
-        `gpu_cache_gb` if the engine shares a GPU with the trainer, because vLLM would measure free memory there while
-        the trainer takes some."""
+        `inference` with `on_update`, `transport`, `receive_on`, `encoding` and, on GPUs, `gpu_memory_utilization`. If
+        the engine's share of a GPU leaves more KV cache than the engine can use, also decides `gpu_cache_gb`. Also
+        decides it where vLLM would measure too much free memory: if the engine shares a GPU with the trainer, which
+        takes some meanwhile, and if versions are received on GPUs, which need some later."""
         inference = self.config.inference
         changes: dict[str, object] = {
             "on_update": self.on_update,
             "transport": self.transport_name,
+            "receive_on": "gpu" if self.receives_on_gpu else "host",
             "encoding": self.encoding,
         }
         if self.on_gpus:
             changes["gpu_memory_utilization"] = self.gpu_share
         cache = inference.gpu_cache_gb or (self._gpu_cache(self.facts) / GIB if self.facts else None)
-        if self.shares_gpu or (self.on_gpus and self.facts and self._is_cache_bounded(self.facts)):
+        reserves = self.receives_on_gpu or self.transport.received or self.shares_gpu
+        if self.on_gpus and self.facts and (reserves or self._is_cache_bounded(self.facts)):
             changes["gpu_cache_gb"] = cache
         if self.colocated:
             placement = "colocated"
@@ -342,7 +346,10 @@ class InferencePart(Part):
         text = "the adapters" if lora.on else "all weights"
         if self.facts:
             text += f" ({self.published_bytes / 2**20:,.2f} MiB)"
-        text += f" travel by {self.transport_name}; "
+        text += f" travel by {self.transport_name}"
+        if self.receives_on_gpu:
+            text += " to a second buffer on each GPU of a replica"
+        text += "; "
         if self.encoding == "delta":
             text += "only what changed where a replica has the version before; "
         if self.on_update == "drain":

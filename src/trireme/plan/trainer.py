@@ -21,7 +21,6 @@ from trireme.plan.memory import (
 )
 from trireme.plan.needs import (
     ASSUMED_GPU,
-    BUCKET_BYTES,
     BUFFERS,
     HOST_OF_CUDA_GIB,
     KEPT_VERSIONS,
@@ -94,7 +93,7 @@ class TrainerPart(Part):
         parts = {VERSIONS: share} if self.transport.stored else {}
         host |= {} if parts else {SHARES: share}
         if self.on_gpus and self.transport.received:  # each rank has two for any bucket, on its GPU
-            gpu |= {ON_THEIR_WAY: BUFFERS * self._largest_bucket(self.facts, embeddings=True)}
+            gpu |= {ON_THEIR_WAY: BUFFERS * self.largest_bucket(self.facts, embeddings=True)}
             of_layers = of_embeddings = {}
         else:
             of_layers = {ON_THEIR_WAY: self._send_buffers(self.facts, embeddings=False)}
@@ -140,23 +139,10 @@ class TrainerPart(Part):
     def _send_buffers(self, facts: ModelFacts, *, embeddings: bool) -> int:
         """Returns the bytes of the buffers in host memory through which a rank sends its buckets. `embeddings`: True if
         the buckets contain the embeddings, or an output matrix that is not tied to them."""
-        largest = self._largest_bucket(facts, embeddings=embeddings)
+        largest = self.largest_bucket(facts, embeddings=embeddings)
         if self.on_gpus and largest:  # PyTorch gives page-locked memory in powers of two
             largest = 1 << (largest - 1).bit_length()
         return BUFFERS * largest
-
-    def _largest_bucket(self, facts: ModelFacts, *, embeddings: bool) -> int:
-        """Returns the bytes of the largest bucket that a rank sends. This is BUCKET_BYTES, or more if a single tensor
-        is larger, or if the gate and up projections of a layer together are larger (replicas fuse the two, so they
-        share a bucket). It is at most the bytes of a whole version. `embeddings`: True if the buckets contain the
-        embeddings, or an output matrix that is not tied to them."""
-        columns = 0
-        if not self.config.trainer.lora.on:
-            if embeddings:
-                columns = facts.vocab_size
-            if not facts.num_chosen:  # experts are published one by one
-                columns = max(columns, 2 * facts.mlp_size)
-        return min(max(BUCKET_BYTES, columns * facts.hidden_size * self.dtype_bytes), self.published_bytes)
 
     @property
     def _copies(self) -> int:

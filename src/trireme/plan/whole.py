@@ -76,9 +76,9 @@ SHARED_GPU_UTILIZATION = 0.5
 """The largest share of a GPU that a replica may take if the trainer has the same GPU."""
 SUGGESTED_UTILIZATION = 0.4
 """The share of such a GPU that a plan suggests for a replica."""
-IPC_LEAVES = 0.9
-"""The share of the KV cache that must be left if weights arrive in memory on the replica's GPU. An estimate: nothing
-was measured on a GPU."""
+BUFFER_LEAVES = 0.9
+"""The share of the KV cache that must be left if arriving weights have a second buffer on the replica's GPU. An
+estimate: nothing was measured on a GPU."""
 LEAST_SAVING = 0.1
 """The share of its estimated seconds that a sampling phase must save for AdamW's moments to leave the GPU. The
 estimates are coarse."""
@@ -127,31 +127,45 @@ class Plan:
         colocated = chosen and rooms >= TURNS
         shares = (self.on_gpus and colocated) or halves
         parts = [replace(part, shares_gpu=shares, colocated=colocated) for part in parts]
-        offers = "orchestrator" in rooms  # another loop offers no versions to replicas
-        if shares and models == [1, 1] and offers and self._ipc_fits:
-            parts = [replace(part, ipc_fits=True) for part in parts]
+        if self.on_gpus and rooms >= TURNS and not self.config.trainer.lora.on:  # vLLM copies adapters from the host
+            on_gpu = self._receives_on_gpu
+            offers = "orchestrator" in rooms  # another loop offers no versions to replicas
+            way = DEFAULT
+            if offers and self.config.encoding != "delta" and (models == [1, 1] or not shares):
+                way = self._way(shares=shares, on_gpu=on_gpu)
+            parts = [replace(part, receives_on_gpu=on_gpu, auto_transport=way) for part in parts]
         if shares:
             return _in_fewer_seconds(parts)
         return parts
 
     @property
-    def _ipc_fits(self) -> bool:
-        """True if the value auto of `inference.transport` should become ipc on a shared GPU: the GPU's memory has room
-        for a whole version to arrive, and the replica keeps at least IPC_LEAVES of its KV cache. False if
-        another value or the encoding delta is configured. False for adapters: ipc gains nothing, because vLLM copies
-        adapters from host memory."""
-        if self.config.transport != "auto" or self.config.encoding == "delta" or self.config.trainer.lora.on:
-            return False
-        stored, within_gpu = (self._with_transport(name) for name in (DEFAULT, "ipc"))
-        leaves = 0 < IPC_LEAVES * stored._cache_bytes <= within_gpu._cache_bytes
+    def _receives_on_gpu(self) -> bool:
+        """True if a version that arrives at a replica has a second buffer on each of its GPUs. `inference.receive_on`
+        says this. Its value auto means gpu if the GPUs have room for the buffer, and the replica keeps at least
+        BUFFER_LEAVES of its KV cache."""
+        configured = getattr(self.config, "inference").receive_on  # noqa: B009  it has one
+        if configured != "auto":
+            return bool(configured == "gpu")
+        host, gpu = (self._receiving_on(place) for place in ("host", "gpu"))
+        leaves = 0 < BUFFER_LEAVES * host._cache_bytes <= gpu._cache_bytes
         return leaves and all(
             machine.node.smallest_gpu is None or sum(machine.gpu.values()) <= machine.node.smallest_gpu.free_bytes
-            for machine in within_gpu.machines
+            for machine in gpu.machines
         )
 
-    def _with_transport(self, name: str) -> Plan:
-        inference = getattr(self.config, "inference").model_copy(update={"transport": name})  # noqa: B009  it has one
+    def _receiving_on(self, place: str) -> Plan:
+        inference = getattr(self.config, "inference").model_copy(update={"receive_on": place})  # noqa: B009  it has one
         return replace(self, config=self.config.model_copy(update={"inference": inference}))
+
+    def _way(self, *, shares: bool, on_gpu: bool) -> str:
+        """Returns the meaning of the value auto of `inference.transport` for whole weights on GPUs. `shares`: trainer
+        and replica share a GPU; `on_gpu`: versions are received on GPUs. On several machines it is the object store,
+        because only changes to the weights may pass the network then."""
+        if shares and on_gpu:
+            return "ipc"
+        if shares or len(self.resources.nodes) > 1:
+            return DEFAULT
+        return "broadcast"
 
     @property
     def _cache_bytes(self) -> int:

@@ -34,10 +34,10 @@ CONNECTING = 5
 member that died after it had sent its address."""
 
 
-def pause_between_looks(waited_s: float) -> float:
-    """Returns how long to pause, in seconds, before checking again if a GPU call has ended. `waited_s`: how long the
-    call has lasted so far, in seconds."""
-    return min(max(waited_s / LOOKS, SHORTEST_S), LONGEST_S)
+def pause_between_looks(waited_s: float, longest_s: float = LONGEST_S) -> float:
+    """Returns how long to pause, in seconds, before checking again if a call has ended. `waited_s`: how long the call
+    has lasted so far, in seconds. The pause is at most `longest_s` seconds."""
+    return min(max(waited_s / LOOKS, SHORTEST_S), longest_s)
 
 
 class GlooCollective:

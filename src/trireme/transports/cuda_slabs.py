@@ -70,6 +70,8 @@ def on_stream() -> AbstractContextManager[object]:
 
 @cache
 def _stream() -> torch.cuda.Stream:
+    """Returns the stream of the copies. It is on the device that is current where this is first called: for a rank of
+    several, call it first in the engine's own thread. In a `with` block of `on_stream` that device is current too."""
     return torch.cuda.Stream()
 
 

@@ -27,11 +27,12 @@ from trireme.core.errors import RoomFailed
 from trireme.core.finite_json import to_json
 from trireme.core.transport import Session
 from trireme.process.device import own_gpu
-from trireme.transports.collective import Collective, join_group
+from trireme.transports.collective import Collective, join_group, pause_between_looks
 from trireme.transports.slabs import SlabReceiver, SlabSender, device_key
 
 log = logging.getLogger(__name__)
 POLL_S = 0.01
+"""The longest pause, in seconds, between two looks into the store."""
 STORE_S = 30.0
 """Time limit for connecting to a store that listens."""
 ANSWER_SHARE = 0.25
@@ -149,6 +150,7 @@ class GroupRoot:
 
     def _answers(self, deadline: float) -> dict[int, dict[str, Any]]:
         answers: dict[int, dict[str, Any]] = {}
+        started = time.monotonic()
         while True:
             for member in self._members:
                 key = f"{self._key}answer/{member}"
@@ -156,7 +158,7 @@ class GroupRoot:
                     answers[member] = json.loads(self._store.get(key))
             if len(answers) == len(self._members) or time.monotonic() > deadline:
                 return {member: answers[member] for member in self._members if member in answers}
-            time.sleep(POLL_S)
+            time.sleep(pause_between_looks(time.monotonic() - started, POLL_S))
 
 
 class GroupMember:
@@ -222,12 +224,13 @@ class GroupMember:
             return None
 
     def _await(self, key: str, deadline: float) -> dict[str, Any]:
+        started = time.monotonic()
         while not self._store.check([self._key + key]):
             if self._given_up():
                 raise RoomFailed("a later version was offered")
             if time.monotonic() > deadline:
                 raise RoomFailed(f"the trainer shard at {self._host} did not begin to send in time")
-            time.sleep(POLL_S)
+            time.sleep(pause_between_looks(time.monotonic() - started, POLL_S))
         return dict(json.loads(self._store.get(self._key + key)))
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trireme.core.errors import RoomFailed
-from trireme.core.transport import Session
+from trireme.core.transport import TRIALS, Endpoint, Session
 from trireme.core.weights import Layout
 from trireme.process.device import has_gpu
 from trireme.process.interfaces import listen
@@ -297,11 +297,13 @@ class BroadcastSender:
         self._rank = rank
         self._size = size
         self._on_gpu = has_gpu()
+        self._trials = TRIALS if self._on_gpu else 0
         listening = listen(host, ports)
         self._store = open_store(host, listening.getsockname()[1], listening.detach())
-        self.endpoint: tuple[str, int] = host, self._store.port
-        """Address and port at which replicas connect to this sender. It has no Ray handle in it, because engines get
-        it, which know nothing of Ray."""
+        self._address = host, self._store.port
+        self.endpoint: Endpoint | None = self._address
+        """Address and port at which replicas connect to this sender; None once a trial has failed. It has no Ray handle
+        in it, because engines get it, which know nothing of Ray."""
         self._holder = holder
         self.versions = KeptVersions()
         self._slabs = SlabSender() if shares_device else None
@@ -317,7 +319,7 @@ class BroadcastSender:
         if session and members:
             before = self._last.root if self._last else None
             sharing_before = self._last.sharing if self._last else ()
-            self._last = sending = Sending(self.endpoint, version, session, members, self._slabs, self._group, before)
+            self._last = sending = Sending(self._address, version, session, members, self._slabs, self._group, before)
             self._group = None
         self.versions.begin(version)
         share = range(self._rank, len(layout.sizes), self._size)
@@ -335,6 +337,11 @@ class BroadcastSender:
         if sending and sending.sharing != sharing_before:
             names = named(sending.sharing) if sending.sharing else "nobody"
             log.info("weights travel through memory of this process to %s", names)
+        if sending and self._trials:
+            self._trials -= 1
+            if (sending.failure or sending.lost_ways) and not sending.sharing:
+                self.endpoint = None
+                failures.append("as this was a trial, no further version is sent")
         if failures:
             log.warning("version %d: %s; who lacks bytes takes them on demand", version, "; ".join(failures))
         self._free = packing.free

@@ -4,7 +4,7 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +15,16 @@ import torch
 from broadcast_support import HOST, laid_out, tensors_of
 
 from inference import worker
-from inference.mapping import ON_DEVICE, Region
-from inference.receiving import Receiving
+from inference.carrier import Carrier
+from inference.mapping import ON_DEVICE, Landing, Region
+from inference.receiving import DeviceLanding, Receiving
+from inference.session import BucketStep
 from inference.worker import WorkerExtension
 from trireme.core import weights
 from trireme.core.transport import Offer, Session
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import EXACT, Canary, Layout, WeightsManifest, weights_digest
+from trireme.transports.collective import GlooCollective, NcclCollective
 from trireme.transports.packing import hash_tensor, tensor_of
 from trireme.transports.sending import BroadcastSender
 
@@ -50,6 +53,7 @@ class Engine:
     def receive(self, version: int, tensors: Tensors) -> list[Region]:
         """Sends a version; returns where it has arrived."""
         layout = laid_out(tensors)
+        assert self.sender.endpoint
         offer = Offer(1, version, layout.sizes, (self.sender.endpoint,), LIMIT_S)
         self.rank.receive_broadcast(pickle.dumps((offer, 0, version, f"/proc/self/fd/{self._write}")))
         assert json.loads(self._messages.readline())["ready"]
@@ -184,16 +188,99 @@ def test_memory_that_vllm_took_a_part_of_is_not_for_the_next_version() -> None:
     assert not worker.keeps_part(model, [landing.numpy()]), "host memory is looked at in another way"
 
 
-def test_only_an_engine_of_one_rank_on_a_gpu_has_versions_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other ranks could not map them, and vLLM copies adapters from host memory."""
+@pytest.fixture
+def in_host_memory(on_device: Engine) -> Callable[[int], list[Region]]:
+    """Returns a function that puts a version into host memory, as one that was fetched. Carriers have plain memory."""
+    on_device.rank.carrier = Carrier(2, pinned=False)
+    landings = []
+
+    def put(version: int) -> list[Region]:
+        layout = laid_out(tensors_of(version))
+        landings.append(Landing())
+        buckets = [np.zeros(size, np.uint8) for size in layout.sizes]
+        for entry, (_, tensor) in zip(layout.entries, tensors_of(version), strict=True):
+            buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes] = tensor.view(torch.uint8).numpy()
+        return landings[-1].copy(buckets)
+
+    return put
+
+
+def test_a_version_in_host_memory_is_copied_to_the_second_buffer_and_checked_there(
+    on_device: Engine, in_host_memory: Callable[[int], list[Region]], summed: list[int]
+) -> None:
+    memory = set()
+    for version in range(3):
+        tensors = tensors_of(version)
+        manifest = manifest_of(version, laid_out(tensors), tensors)
+        for _ in range(2):  # again, as after a refusal
+            assert on_device.refusal(manifest, in_host_memory(version)) == ""
+        assert on_device.rank.received is not None
+        buckets = on_device.rank.received[1]
+        assert all(isinstance(bucket, torch.Tensor) for bucket in buckets)
+        arrived = {entry.name: tensor_of(entry, buckets) for entry in manifest.entries}
+        assert all(torch.equal(arrived[name], tensor) for name, tensor in tensors)
+        memory.add(buckets[0].data_ptr())  # type: ignore[union-attr]
+        on_device.loaded(manifest)
+    assert summed == [], "the host sums nothing"
+    assert len(memory) == 1, "there is one second buffer"
+    wrong = [(name, tensor + (name == "t7")) for name, tensor in tensors_of(3)]
+    manifest = manifest_of(3, laid_out(wrong), wrong)
+    assert "tensor t7 of version 3 arrived with hash" in on_device.refusal(manifest, in_host_memory(3))
+
+
+def test_one_second_buffer_serves_all_ways(on_device: Engine, in_host_memory: Callable[[int], list[Region]]) -> None:
+    """A version is broadcast, the next one is fetched, and another one arrives while the fetched one is loaded."""
+    memory = set()
+    for version, fetched in [(0, False), (1, True), (2, False)]:
+        tensors = tensors_of(version)
+        manifest = manifest_of(version, laid_out(tensors), tensors)
+        regions = in_host_memory(version) if fetched else on_device.receive(version, tensors)
+        assert on_device.refusal(manifest, regions) == ""
+        assert on_device.rank.received is not None
+        memory.add(on_device.rank.received[1][0].data_ptr())  # type: ignore[union-attr]
+        on_device.loaded(manifest)
+    assert len(memory) == 1
+    manifest = manifest_of(3, laid_out(tensors_of(3)), tensors_of(3))
+    assert on_device.refusal(manifest, in_host_memory(3)) == ""
+    assert {region.path for region in on_device.receive(4, tensors_of(4))} != {ON_DEVICE}, "the buffer is in use"
+
+
+def test_a_version_that_arrives_on_the_device_leaves_none_of_it_for_a_fetched_one(
+    on_device: Engine, in_host_memory: Callable[[int], list[Region]]
+) -> None:
+    on_device.receive(0, tensors_of(0))
+    manifest = manifest_of(1, laid_out(tensors_of(1)), tensors_of(1))
+    assert on_device.refusal(manifest, in_host_memory(1)) == ""
+    assert on_device.rank.received is not None
+    assert all(isinstance(bucket, np.ndarray) for bucket in on_device.rank.received[1]), "the pause copies it"
+
+
+def test_other_ranks_do_not_copy_what_rank_0_may_still_write(
+    on_device: Engine, in_host_memory: Callable[[int], list[Region]]
+) -> None:
+    manifest = manifest_of(0, laid_out(tensors_of(0)), tensors_of(0))
+    regions = in_host_memory(0)
+    steps = [BucketStep(region, changes=False) for region in in_host_memory(0)]
+    for rank, kind in [(1, np.ndarray), (0, torch.Tensor)]:
+        on_device.rank.rank = rank
+        on_device.rank.receive_weights(pickle.dumps((manifest, regions, steps)))
+        assert on_device.rank._checking.result(LIMIT_S) == ""
+        assert on_device.rank.received is not None
+        assert all(isinstance(bucket, kind) for bucket in on_device.rank.received[1])
+
+
+@pytest.mark.parametrize(("buffer", "size", "stays"), [(True, 1, True), (True, 2, False), (False, 1, False)])
+def test_bytes_stay_on_a_gpu_with_room_if_no_other_rank_has_to_map_them(
+    monkeypatch: pytest.MonkeyPatch, buffer: bool, size: int, stays: bool
+) -> None:
     rank: Any = WorkerExtension()
-    for on_cuda, size, lora, device in [
-        (True, 1, None, "cuda"), (True, 2, None, None), (True, 1, object(), None), (False, 1, None, None)
-    ]:  # fmt: skip
-        platform = SimpleNamespace(is_cuda=lambda on_cuda=on_cuda: on_cuda, device_type="cuda")
-        monkeypatch.setattr(worker, "current_platform", platform)
-        rank.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=size), lora_config=lora)
-        assert rank._landing_device == device
+    monkeypatch.setattr(worker, "current_platform", SimpleNamespace(device_type="cuda"))
+    rank.second_buffer = buffer
+    rank.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=size))
+    by_nccl: Any = SimpleNamespace(collective=object.__new__(NcclCollective))
+    by_gloo: Any = SimpleNamespace(collective=object.__new__(GlooCollective))
+    assert isinstance(rank.receiving._memory_for(by_nccl), DeviceLanding if stays else Landing)
+    assert isinstance(rank.receiving._memory_for(by_gloo), Landing)
 
 
 def test_it_is_the_workers_own_check(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ class TestNumbers:
 
     @pytest.mark.parametrize(("gpus", "bytes_a_value"), [(0, 4), (3, 2)])
     def test_two_versions_are_in_the_memory_of_its_machine(self, gpus: int, bytes_a_value: int) -> None:
-        (need,) = inference(plan(resources=machines(gpus=gpus))).needs
+        (need,) = inference(plan(resources=machines(gpus=gpus), inference={"transport": "object_store"})).needs
         assert need.shared == {VERSIONS: 2 * bytes_a_value * 1_000_000}
         assert need.resting is None
 
@@ -128,8 +128,7 @@ class TestEncoding:
         assert planned.resolved(planned.config).inference.encoding == decided  # type: ignore[attr-defined]
         assert ("only what changed where a replica has the version before" in text_of(planned)) == (decided == "delta")
         arriving = [need.host.get("arriving weights", 0) for need in inference(planned).needs or []]
-        transport = options.get("inference", {}).get("transport")
-        assert arriving == [2 * 1_000_000 if decided == "delta" or transport == "broadcast" else 0]
+        assert arriving == [2 * 1_000_000 if decided == "delta" else 0]
 
 
 class TestTransport:
@@ -143,7 +142,11 @@ class TestTransport:
             (1, 80, {"placement": "colocated"}, "ipc"),
             (1, 80, {"trainer": {"lora": {"rank": 8}}}, "object_store"),  # vLLM copies adapters from host memory
             (1, 24, {}, "object_store"),  # where a version of 2 GB lacks room
-            (2, 80, {}, "object_store"),
+            (2, 80, {}, "broadcast"),
+            (2, 80, {"trainer": {"lora": {"rank": 8}}}, "object_store"),
+            (2, 80, {"inference": {"encoding": "delta"}}, "object_store"),
+            (1, 80, {"inference": {"receive_on": "host"}}, "object_store"),
+            (1, 24, {"inference": {"receive_on": "gpu"}}, "ipc"),
             (0, 0, {}, "object_store"),
             (1, 80, {"facts": None}, "object_store"),
             (1, 80, {"inference": {"encoding": "delta"}}, "object_store"),
@@ -151,7 +154,7 @@ class TestTransport:
             (0, 0, {"inference": {"transport": "ipc"}}, "ipc"),
         ],
     )
-    def test_it_is_ipc_within_a_gpu_that_has_room(
+    def test_it_follows_from_the_gpus_and_their_room(
         self, gpus: int, gib_of_gpu: int, options: dict[str, Any], decided: str
     ) -> None:
         facts = replace(FACTS, num_parameters=1_000_000_000)
@@ -159,6 +162,37 @@ class TestTransport:
         planned = plan(**{"shards": 1, "resources": resources, "facts": facts, **options})
         assert planned.resolved(planned.config).inference.transport == decided  # type: ignore[attr-defined]
         assert f"travel by {decided}" in text_of(planned)
+
+    @pytest.mark.parametrize(
+        ("gib_of_gpu", "ranks", "inference_options", "on_gpu", "on_host"),
+        [
+            (80, 1, {}, True, False),
+            (80, 2, {}, True, True),  # rank 0 receives for both, into host memory
+            (80, 1, {"transport": "object_store"}, True, False),
+            (80, 1, {"transport": "object_store", "encoding": "delta"}, True, True),
+            (8, 1, {}, False, True),
+            (8, 1, {"receive_on": "gpu"}, True, False),
+            (80, 1, {"receive_on": "host"}, False, True),
+        ],
+    )
+    def test_arriving_weights_have_a_second_buffer_where_there_is_room(
+        self, gib_of_gpu: int, ranks: int, inference_options: dict[str, Any], on_gpu: bool, on_host: bool
+    ) -> None:
+        facts = replace(FACTS, num_parameters=1_000_000_000)
+        resources = machines(gpus=3, gpu_bytes=gib_of_gpu * GIB, memory_bytes=64 * GIB)
+        options = {"tensor_parallel": ranks, **inference_options}
+        planned = plan(shards=1, resources=resources, facts=facts, inference=options)
+        (need,) = inference(planned).needs or []
+        assert [need.gpu.get("arriving weights", 0) > 0, need.host.get("arriving weights", 0) > 0] == [on_gpu, on_host]
+        decided = planned.resolved(planned.config).inference  # type: ignore[attr-defined]
+        assert decided.receive_on == ("gpu" if on_gpu else "host")
+        assert (decided.gpu_cache_gb is not None) or not on_gpu, "vLLM must not take the buffer's memory"
+        received = decided.transport == "broadcast"
+        assert [need.gpu.get("NCCL", 0) > 0, need.gpu.get("a bucket on its way", 0) > 0] == [
+            received,
+            received and not on_gpu,
+        ]
+        assert ("to a second buffer on each GPU" in text_of(planned)) == on_gpu
 
     def test_without_offers_to_replicas_nothing_would_travel_within_a_gpu(self) -> None:
         """A loop of your own, and `trireme serve`: replicas fetch what they need."""

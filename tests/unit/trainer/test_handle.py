@@ -45,12 +45,12 @@ def test_each_shard_learns_what_a_replica_takes_of_its_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(("within_s", "sends_for_s"), [(20.0, 20.0), (900.0, 200.0)])
-def test_sending_is_given_up_before_a_gather_that_waits_for_it(within_s, sends_for_s):
+def test_sending_is_given_up_before_a_gather_that_waits_for_it(monkeypatch, within_s, sends_for_s):
     config = make_config("m", timeouts__collective_s=400.0)
     offers = []
     offer = lambda offer: offers.append(offer) or Session(1, 0, {0: 0})  # noqa: E731
     trainer = TrainerHandle(config, [], [], None, offer=offer, offered_s=within_s)
-    trainer._terms_R = [((64,), ("host", 1))]
+    monkeypatch.setattr(trainer, "_call", lambda _verb: [((64,), ("host", 1))])
     session = trainer._session(7)
     assert [offer.timeout_s for offer in offers] == [sends_for_s]
     assert sends_for_s - 5.0 < session.left_s <= sends_for_s
@@ -58,11 +58,23 @@ def test_sending_is_given_up_before_a_gather_that_waits_for_it(within_s, sends_f
 
 def test_replicas_learn_in_which_session_a_version_was_sent(monkeypatch):
     trainer = TrainerHandle(make_config("m"), [], [], None, offer=lambda _: Session(1, 0, {0: 0}))
-    trainer._terms_R = [((64,), ("host", 1))]
-    monkeypatch.setattr(trainer, "_call", lambda _verb, _version, session: [PublishedWeights(None, {0: session})])
+    answers = {"terms": [((64,), ("host", 1))]}
+    monkeypatch.setattr(
+        trainer, "_call", lambda verb, *sent: answers.get(verb) or [PublishedWeights(None, {0: sent[-1]})]
+    )
     published = trainer.publish_weights(7)
     assert published.session.members == (0,)
     assert published.source == (published.session,), "which the shards sent it in"
+
+
+def test_nothing_is_offered_once_a_shard_sends_no_more(monkeypatch):
+    trainer = TrainerHandle(make_config("m"), [], [], None, offer=lambda _: Session(1, 0, {0: 0}))
+    endpoints = [("host", 1), ("host", 2)]
+    monkeypatch.setattr(trainer, "_call", lambda _verb: [((64,), endpoint) for endpoint in endpoints])
+    assert trainer._session(0)
+    endpoints[0] = None
+    assert trainer._session(1) is None
+    assert trainer._session(2) is None
 
 
 ASSIGN = RankAssignment(2, 100, "auto")

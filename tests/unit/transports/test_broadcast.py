@@ -30,7 +30,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.core.digest import sums_of
-from trireme.core.transport import Session
+from trireme.core.transport import TRIALS, Session
 from trireme.core.weights import TensorPlace
 from trireme.transports import broadcast, slabs
 from trireme.transports.meeting import BroadcastGroup, GroupRoot, Receivers
@@ -215,6 +215,24 @@ def test_a_version_goes_several_ways_at_once(monkeypatch: pytest.MonkeyPatch) ->
         assert [sharing(sender), sender._group and sender._group.members] == [(1,), (3,)]
         assert [members[number].outcome() for number in (1, 3)] == ["arrived"] * 2
         assert [members[number].digests() for number in (1, 3)] == [sent] * 2
+
+
+@pytest.mark.parametrize(("lost_at", "sends"), [(0, False), (2, True)])
+def test_between_gpus_the_first_versions_are_trials(
+    caplog: pytest.LogCaptureFixture, lost_at: int, sends: bool
+) -> None:
+    """If one of them fails, no further version is sent. Here gloo stands for NCCL."""
+    sender = BroadcastSender(0, 1, HOST, None)
+    sender._trials = TRIALS
+    count = len(laid_out(tensors_of(0)).sizes)
+    with receivers(1, f"transport.bucket@{2 + count * lost_at}=kill") as members:
+        fleet = Fleet(members, (sender.endpoint,), timeout_s=short_s())
+        for version in range(lost_at + 1):
+            sent = published(sender, fleet, version)
+            assert members[0].outcome() == ("arrived" if version < lost_at else "dead")
+    assert (sender.endpoint is not None) == sends
+    assert ("as this was a trial" in caplog.text) != sends
+    assert sent == [digest(sender.versions.bucket(lost_at, number)) for number in range(count)], "it can be fetched"
 
 
 def test_a_later_offer_ends_what_is_still_received(sender: BroadcastSender) -> None:
