@@ -8,9 +8,12 @@ from pydantic import ValidationError
 
 from trireme.config import CommonConfig, Config
 from trireme.config.checks import check
+from trireme.config.inference import InferenceConfig
 from trireme.config.keys import keys_of
 from trireme.config.load import load
+from trireme.config.orchestrator import OrchestratorConfig
 from trireme.config.run import ClusterConfig
+from trireme.config.section import Section
 from trireme.config.sft import SftConfig
 
 ROOT = Path(__file__).parents[3]
@@ -37,6 +40,19 @@ def test_the_page_is_what_the_schema_says() -> None:
 @pytest.mark.parametrize("schema", COMMANDS)
 def test_every_key_says_what_it_means(schema: type[CommonConfig]) -> None:
     assert [key.dotted for key in keys_of(schema).options.values() if not key.description.endswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("section", "wrong"),
+    [
+        (OrchestratorConfig, {"max_steps_off_policy": -1}),
+        (OrchestratorConfig, {"stale_policy": "bogus"}),
+        (InferenceConfig, {"on_update": "abort"}),
+    ],
+)
+def test_bounds_and_choices(section: type[Section], wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(wrong))):
+        section.model_validate(wrong)
 
 
 def test_ports_are_a_range_that_a_user_may_listen_at() -> None:
