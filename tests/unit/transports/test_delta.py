@@ -4,6 +4,7 @@ import asyncio
 import pickle
 import time
 from collections.abc import Generator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,8 @@ class Replica:
     def __init__(self) -> None:
         self.rank = WorkerExtension()
         self.rank.rank = 0
+        self.rank.second_buffer = False
+        self.rank.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))  # type: ignore[assignment]
         self.broadcasts = Broadcasts(object_store, None)  # type: ignore[arg-type]
         self.refused = self.received = 0
 
