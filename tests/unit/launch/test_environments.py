@@ -95,7 +95,7 @@ from orchestrator.envs.sort import SortDataset
 class Dataset(SortDataset):
     def __init__(self, context):
         super().__init__(context)
-        logging.getLogger("mine").warning("only two distinct questions")
+        logging.getLogger("orchestrator.mine").warning("only two distinct questions")
 """
 
 

@@ -102,9 +102,9 @@ async def test_the_key_alone_leads_to_the_session() -> None:
 async def test_an_answer_that_could_not_be_delivered_is_masked_and_counted() -> None:
     async with served("one", "two") as service, session_of(service) as (session, agent):
         service.sampler.hold = asyncio.Event()
-        async with of(session, timeout=0.2) as agent:
+        async with of(session, timeout=0.2) as impatient:
             with pytest.raises(openai.APITimeoutError):
-                await ask(agent, QUESTION)
+                await ask(impatient, QUESTION)
         service.sampler.hold.set()
         await ask(agent, QUESTION)
         sessions = service.gateway.registry.book.sessions.values()
