@@ -1,5 +1,6 @@
 """A scheduler that keeps tokens back: nothing is lost, nothing waits for long, and no message crosses a pause."""
 
+import math
 from collections.abc import Sequence
 from itertools import zip_longest
 from types import SimpleNamespace
@@ -20,6 +21,8 @@ from vllm.v1.outputs import LogprobsLists
 
 import inference.coalescing
 from inference.coalescing import (
+    END_SHARE,
+    FEW,
     HOLD_S,
     CoalescingAsyncScheduler,
     CoalescingScheduler,
@@ -51,12 +54,13 @@ def contents(combined: EngineCoreOutput) -> tuple[list[int], list[int], list[flo
 class TestHeldOutputs:
     @given(
         steps=st.lists(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(1, 3)), max_size=4)),
-        takes=st.lists(st.booleans()),
+        takes=st.lists(st.sampled_from(["nothing", "ended", "all"])),
     )
     def test_all_tokens_come_in_order_each_once(
-        self, steps: list[list[tuple[int, bool, int]]], takes: list[bool]
+        self, steps: list[list[tuple[int, bool, int]]], takes: list[str]
     ) -> None:
-        """Of four places, in each of which one request follows the other; those of place 3 may not wait."""
+        """Of four places, in each of which one request follows the other; those of place 3 may not wait. A step takes
+        .01 s."""
         withheld, number = HeldOutputs(), 0
         sent: dict[str, list[int]] = {}
         tokens_by_name: dict[str, list[int]] = {}
@@ -73,7 +77,9 @@ class TestHeldOutputs:
                 tokens_by_name.setdefault(item.request_id, []).extend(tokens)
                 reported.update([item.request_id] if item.finished else [])
 
-        for step, taking in zip_longest(steps, takes[: len(steps)], fillvalue=False):
+        held_ends: set[str] = set()
+        started: set[str] = set()
+        for second, (step, taking) in enumerate(zip_longest(steps, takes[: len(steps)], fillvalue="nothing")):
             outputs = []
             for place, ends, columns in {place: (place, ends, columns) for place, ends, columns in step}.values():
                 number += 1
@@ -83,15 +89,39 @@ class TestHeldOutputs:
                 sent.setdefault(name, []).append(number)
                 reason = FinishReason.STOP if ends else None
                 outputs.append(output(name, [number], columns=columns, finish_reason=reason))
-            going = withheld.pass_on(outputs, lambda name: name[0] != "3")
-            at_once = {each.request_id for each in outputs if each.request_id[0] == "3" or each.finished}
-            assert {each.request_id for each in going} == at_once
+            going = withheld.pass_on(outputs, lambda name: name[0] != "3", second * 0.01)
+            lone_ends = {item.request_id for item in outputs if item.finished and item.request_id not in started}
+            at_once = {item.request_id for item in outputs if item.request_id[0] == "3"} | lone_ends
+            assert {item.request_id for item in going} == at_once
+            held_ends |= {item.request_id for item in outputs if item.finished} - at_once
+            started |= {item.request_id for item in outputs}
+            assert withheld.has_ended == bool(held_ends)
             note(going)
-            if taking:
-                note(withheld.take())
+            if taking == "ended":
+                ended = withheld.take_ended(math.inf)
+                assert {item.request_id for item in ended} == held_ends
+                note(ended)
+            elif taking == "all":
+                note(withheld.take(sent))
+            if taking != "nothing":
+                held_ends = set()
+        note(withheld.take(()))
         assert reported == finished
-        note(withheld.take())
         assert tokens_by_name == sent
+        assert not withheld
+        assert not withheld.has_ended
+
+    def test_ends_wait_for_each_other_for_a_share_of_their_time(self) -> None:
+        withheld = HeldOutputs()
+        for name, first_at in (("slow", 0.0), ("quick", 9.0)):
+            assert withheld.pass_on([output(name, [1])], lambda _: True, first_at) == []
+        stop = FinishReason.STOP
+        assert withheld.pass_on([output("slow", [2], finish_reason=stop)], lambda _: True, 10.0) == []
+        assert withheld.take_ended(10.0 + 0.99 * HOLD_S) == []
+        assert withheld.pass_on([output("quick", [3], finish_reason=stop)], lambda _: True, 10.01) == []
+        assert withheld.take_ended(10.01 + 0.99 * END_SHARE * 1.01) == []
+        ended = withheld.take_ended(10.01 + END_SHARE * 1.01)
+        assert [(item.request_id, item.new_token_ids) for item in ended] == [("slow", [1, 2]), ("quick", [1, 3])]
         assert not withheld
 
     def test_what_came_with_a_first_token_is_kept(self) -> None:
@@ -100,8 +130,9 @@ class TestHeldOutputs:
         first = output("a", [1], events=events, prefill_stats=PrefillStats(7), new_prompt_logprobs_tensors=prompt)
         preempted = [EngineCoreEvent.new_event(EngineCoreEventType.PREEMPTED, 2.0)]
         last = output("a", [2], finish_reason=FinishReason.STOP, stop_reason=5, events=preempted)
-        assert withheld.pass_on([first], lambda _: True) == []
-        (combined,) = withheld.pass_on([last], lambda _: True)
+        assert withheld.pass_on([first], lambda _: True, 1.0) == []
+        assert withheld.pass_on([last], lambda _: True, 2.0) == []
+        (combined,) = withheld.take(())
         assert contents(combined) == ([1, 2], [1, 2], [-1, -2])
         assert (combined.prefill_stats, combined.new_prompt_logprobs_tensors) == (PrefillStats(7), prompt)
         assert (combined.events, combined.finish_reason, combined.stop_reason) == (
@@ -112,7 +143,7 @@ class TestHeldOutputs:
 
     def test_each_field_of_vllm_is_joined_or_does_not_wait(self) -> None:
         joined_fields = {"new_token_ids", "new_logprobs", "new_prompt_logprobs_tensors", "events", "prefill_stats"}
-        of_the_last = {"request_id", "stop_reason", "trace_headers", "num_nans_in_logits"}
+        of_the_last = {"request_id", "finish_reason", "stop_reason", "trace_headers", "num_nans_in_logits"}
         ends = {"mm_cache_miss_hashes", "spec_decode_metrics"}  # vLLM gives them with a finish_reason alone
         rest = set(EngineCoreOutput.__struct_fields__) - joined_fields - of_the_last - ends
         assert {name for name in rest if can_wait(output("a", [1], **{name: object()}))} == set()
@@ -162,6 +193,23 @@ class TestCoalescing:
         del scheduler.requests["a"]
         clock.now += 2 * HOLD_S
         assert step(scheduler) == {"a": [1], "b": [11]}
+
+    def test_an_end_waits_for_others_while_the_engine_has_many_requests(
+        self, scheduler: CoalescingScheduler, clock: ManualClock
+    ) -> None:
+        others = {f"other {number}": scheduler.requests["b"] for number in range(FEW)}
+        scheduler.requests |= others
+        step(scheduler, output("a", [1]))
+        clock.now += HOLD_S / 2
+        assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP)) is None
+        assert scheduler.has_requests()
+        clock.now += END_SHARE * HOLD_S / 2
+        assert step(scheduler) == {"a": [1, 2]}
+        assert not scheduler.has_requests()
+
+    def test_an_end_does_not_wait_while_the_engine_has_few_requests(self, scheduler: CoalescingScheduler) -> None:
+        step(scheduler, output("a", [1]))
+        assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP)) == {"a": [1, 2]}
 
     @pytest.mark.parametrize("name", ["stops", "streams"])
     def test_what_is_read_token_by_token_does_not_wait(self, scheduler: CoalescingScheduler, name: str) -> None:
