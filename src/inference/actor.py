@@ -40,7 +40,6 @@ from inference.handover import NOTHING, Progress
 from inference.in_flight import EngineRequest, HeldAdapter, InFlight
 from inference.loaded import LoadedProof
 from inference.messages import Reply
-from inference.once import OnceForEach
 from inference.session import Arrived, Broadcasts
 from inference.stalls import StallClock, cpu_seconds, gpus_compute
 from inference.wrong_answers import wrong_answer
@@ -154,7 +153,7 @@ class ReplicaActor:
         """Resets this actor's state for a new engine, which has no requests and has not taken any weights."""
         self.sampling = trace.Busy("sampling")
         self.identity: WeightIdentity | None = None
-        self._updates = OnceForEach[UpdateReport]()
+        self._newest_update: tuple[WeightIdentity, asyncio.Task[UpdateReport]] | None = None
         self.adapter: LoRARequest | None = None  # named by requests once an adapter has been taken
         self.adapters: dict[str, HeldAdapter] = {}
         self._adapter_number = 1  # of the newest adapter; 1 is the policy's
@@ -536,7 +535,7 @@ class ReplicaActor:
                 await step("pause", self.pause())
                 self.asleep = True
                 self.identity = None
-                self._updates.forget()
+                self._newest_update = None
                 if self._drops_weights:
                     await step("release memory", self.engine.sleep(level=2, mode="keep"))
                 elif self.config.cluster.device == "gpu":
@@ -553,8 +552,13 @@ class ReplicaActor:
         """Loads `published` while requests are in flight, and returns a report. A second call for the newest weights
         returns the same report. If the bytes cannot be fetched, raises a TriremeError (WeightsGone if they no longer
         exist); nothing has changed then. Any other failure raises WeightsRefused or RoomFailed, breaks this replica and
-        ends its requests. Tokens of unproved weights never leave this replica."""
-        return await self._updates.run(published.identity, partial(self._load_weights, published))
+        ends its requests. Tokens of unproved weights never leave this replica. The update continues when the caller is
+        cancelled."""
+        newest = self._newest_update
+        if newest is None or newest[0] != published.identity or _has_raised(newest[1]):
+            newest = published.identity, asyncio.create_task(self._load_weights(published))
+            self._newest_update = newest
+        return await asyncio.shield(newest[1])
 
     async def _load_weights(self, published: PublishedWeights) -> UpdateReport:
         started = time.monotonic()
@@ -998,6 +1002,10 @@ def refusal(error: BaseException) -> TriremeError:
         return error
     log.warning("a request is refused", exc_info=error)
     return BadRequest(f"vLLM does not sample this request: {type(error).__name__}: {error}")
+
+
+def _has_raised(task: asyncio.Task[object]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 async def _has_ended(pid: int) -> bool:

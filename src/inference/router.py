@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from inference.handover import Handover, Outcome, Progress
-from inference.replica_set.client import ReplicaCalls
-from inference.replica_set.table import NewestTable, ReplicaRow, Table, check_issued
+from inference.replica_set.table import NewestTable, ReplicaCalls, ReplicaRow, Table, check_issued
 from trireme.core.errors import BadRequest, ProvenanceError, ReplicaBehind, RoomFailed, TriremeError
 from trireme.core.sampler import OnProgress, OnVersions, ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, WeightIdentity

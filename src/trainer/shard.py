@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,9 +26,9 @@ from transformers import PreTrainedModel, set_seed
 from trainer.adapters import Adapters, AdapterVerbs, first_adapter
 from trainer.batch_checks import PublishedVersions, find_refusal, nonfinite_datums
 from trainer.batching import MicroBatch, RankAssignment, ShardOutput, SummarizedOutput, plan
-from trainer.canary import canary_tokens, compute_canary
 from trainer.compiled import trial_batches, why_uncompiled
 from trainer.export import Buckets, companion_files, own_part, write_weights
+from trainer.logprobs import token_logprobs
 from trainer.lora import adapter_files, adapter_mode, adapter_sums, adapter_units, published_adapters
 from trainer.losses import Metrics, backward, monitors, read_metrics, resolve_loss
 from trainer.mesh import Mesh
@@ -49,7 +50,20 @@ from trireme.core.prefixes import Forest, Numbers
 from trireme.core.refusals import Refusal
 from trireme.core.transport import Endpoint, Sender, Session
 from trireme.core.types import AdamParams, OptimStepResponse, Provenance, WeightIdentity, Which
-from trireme.core.weights import Adapter, Layout, PublishedWeights, TensorEntry, WeightsManifest, weights_digest
+from trireme.core.weights import (
+    AFTER_CANARY,
+    EXACT,
+    ROUNDED,
+    SHORTEST_CANARY,
+    Adapter,
+    Canary,
+    Layout,
+    PublishedWeights,
+    TensorEntry,
+    WeightsManifest,
+    weights_digest,
+)
+from trireme.process import trace
 from trireme.process.device import find_device
 from trireme.process.faults import fault_point
 from trireme.run.metrics import reduce_metrics
@@ -64,6 +78,12 @@ ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 """Environment variables with settings of PyTorch's allocator; the second is the older name."""
 SQUARED_AT_ONCE = 2**22
 """Numbers of a gradient that are squared in float64 at the same time, which takes 8 bytes for each."""
+CANARY_TOKENS = 16
+"""For a model without experts: each token passes through all of its matrices, so these are enough for a mean that does
+not depend on single tokens. More would cost time on CPUs, in trainer and replicas."""
+TOKENS_OF_EXPERTS = 64
+"""Enough for nearly all experts of a layer to be chosen (a token takes 8 of 128), and for a mean in which single
+tokens, routed differently after rounding, count little."""
 
 
 class Shard(AdapterVerbs):
@@ -503,3 +523,27 @@ def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
     depend on how the gradients are split over shards."""
     parts = (part for gradient in gradients for part in gradient.reshape(-1).split(SQUARED_AT_ONCE))
     return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).square().sum()
+
+
+def canary_tokens(vocab_size: int, max_seq_len: int, *, experts: bool) -> npt.NDArray[np.int32]:
+    """Returns the canary's fixed sequence of tokens, int32 [T]; a model with `experts` gets a longer sequence. T leaves
+    AFTER_CANARY tokens free below `max_seq_len`, because a replica samples more tokens after the sequence."""
+    length = TOKENS_OF_EXPERTS if experts else CANARY_TOKENS
+    position = np.arange(max(SHORTEST_CANARY, min(length, max_seq_len - AFTER_CANARY)), dtype=np.int64)
+    return ((31 * position**2 + 17 * position + 3) % vocab_size).astype(np.int32)
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # else compiled layers would be compiled again, for one short row
+def compute_canary(
+    model: PreTrainedModel, dtype: torch.dtype, tokens: npt.NDArray[np.int32], device: torch.device
+) -> Canary:
+    """Returns the canary, by which a replica proves that it uses the published weights: the log-probabilities of
+    `tokens`, int32 [T], under the weights that `model` publishes, computed by the same code as in training. `dtype`:
+    the dtype in which the model computes; it decides how far a replica's result may differ. Collective."""
+    ids = torch.from_numpy(tokens.astype(np.int64)).to(device)[None]
+    inputs = ids[:, :-1]
+    targets = ids[:, 1:]
+    with trace.span("canary"):
+        logprobs = token_logprobs(model, inputs, targets, torch.ones(targets.shape, device=device))[0]
+    return Canary(tokens, logprobs.cpu().numpy(), EXACT if dtype == torch.float32 else ROUNDED)

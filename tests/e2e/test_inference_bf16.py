@@ -12,9 +12,9 @@ import torch
 from inference_support import MAX_MODEL_LEN, VOCAB, make_config, prompt_of, random_model, request, start_one
 
 from inference.loaded import LoadedProof
-from trainer.canary import canary_tokens, compute_canary
 from trainer.logprobs import add_token_logprobs, token_logprobs
 from trainer.model import gathered_units
+from trainer.shard import canary_tokens, compute_canary
 from trireme.core.errors import WeightsRefused
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import ROUNDED, Drift, PublishedWeights, WeightsManifest, weights_digest

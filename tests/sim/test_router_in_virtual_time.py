@@ -16,14 +16,14 @@ import numpy as np
 import virtual_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replica_support import in_background, joined, next_incarnation, next_loss, router_of, weights
+from replica_support import CutOff, in_background, joined, next_incarnation, next_loss, router_of, weights
 
 from inference.batching_client import BatchingClient
 from inference.batching_server import BatchingServer, Give
 from inference.handover import NOTHING, Outcome, Progress
 from inference.messages import Reply, pack_requests
 from inference.replica_set.table import Table
-from inference.router import MOST_LOSSES, Router
+from inference.router import MOST_LOSSES
 from trireme.core.errors import BadRequest, ReplicaBehind, RoomFailed, TriremeError
 from trireme.core.sampler import ReplicaStats
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
@@ -143,25 +143,6 @@ def progress_of(sampled: Sequence[tuple[int, WeightIdentity]], start: int) -> Pr
             spans.append(VersionSpan(identity, i, i + 1))
     tokens = np.asarray([SHARE * place + identity.version for place, identity in sampled[start:]], np.int32)
     return Progress(start, tokens, -tokens.astype(np.float32), tuple(spans))
-
-
-class CutOff(Router):
-    """Gets no table while it is `cut`."""
-
-    cut = False
-    missed: Table | None = None
-
-    def take(self, table: Table) -> None:
-        if not self.cut:
-            super().take(table)
-        elif self.missed is None or self.missed.number < table.number:
-            self.missed = table
-
-    def heal(self) -> None:
-        self.cut = False
-        if self.missed:
-            self.take(self.missed)
-            self.missed = None
 
 
 @dataclass

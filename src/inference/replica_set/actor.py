@@ -34,13 +34,11 @@ import math
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from inference.once import OnceForEach
-from inference.replica_set.client import ReplicaCalls
-from inference.replica_set.members import Member
 from inference.replica_set.offers import Offers
 from inference.replica_set.table import (
     Departure,
@@ -48,6 +46,7 @@ from inference.replica_set.table import (
     Generation,
     NewestTable,
     Number,
+    ReplicaCalls,
     ReplicaRow,
     Table,
     check_issued,
@@ -72,7 +71,69 @@ look answers may still be on their way."""
 ROUNDS = 2
 """When a member has begun to take weights this number of times since it served last, the next update waits for it: else
 updates that follow each other closely would keep it out for ever."""
+ISSUED = 64
+"""Most weights and adapters that a table lists for a replica: routers remember what earlier tables listed."""
 log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Member:
+    """One replica in a replica set: its row in the table, the calls to it, and its tasks."""
+
+    index: int
+    row: ReplicaRow
+    """Its row in the table."""
+    calls: ReplicaCalls
+    publish: Callable[[], None]
+    """Called when the row has changed."""
+    adapters: set[str] = field(default_factory=set)
+    """The names of the adapters that the replica was given."""
+    report: UpdateReport | None = None
+    rounds: int = 0
+    """How often the replica has begun to take weights since it served last."""
+    catching_up: asyncio.Task[None] | None = None
+    """The task that brings the newest weights to the replica, or puts it to sleep."""
+    offering: asyncio.Task[TriremeError | None] | None = None
+    """The task that waits for the replica's answer to an offer; None: the replica owes no answer."""
+
+    @property
+    def name(self) -> str:
+        return self.row.client.name
+
+    @property
+    def failure(self) -> TriremeError | None:
+        return self.calls.failure
+
+    @property
+    def waits(self) -> bool:
+        """True if no weights are on their way to the replica; it keeps its version until the next update."""
+        return self.catching_up is None or self.catching_up.done()
+
+    @property
+    def serves(self) -> bool:
+        """True if the replica takes requests."""
+        return self.row.serves and not self.failure
+
+    @property
+    def receives(self) -> bool:
+        """True if the replica can receive a version while the trainer sends it: it serves, or it sleeps until the next
+        update."""
+        return (self.row.serves or (self.row.asleep and not self.row.draining)) and not self.failure
+
+    def change(self, **columns: Any) -> None:
+        """Changes fields of the replica's ReplicaRow, given by name, and publishes a table with the new row."""
+        self.row = replace(self.row, **columns)
+        self.publish()
+
+    def issue(self, identity: WeightIdentity, **columns: Any) -> None:
+        """Notes in the replica's row that it is about to get the weights `identity`, and changes other fields of the
+        row, given by name, as `change` does. Publishes a table with the new row."""
+        self.change(issued=(*self.row.issued[1 - ISSUED :], identity), **columns)
+
+    def enter(self) -> None:
+        """Lets the replica serve, because it has the newest weights. Publishes a table."""
+        self.rounds = 0
+        self.change(behind=False, stranded=None, asleep=False)
 
 
 class ReplicaSet:
@@ -116,7 +177,6 @@ class ReplicaSet:
         self._departed: dict[int, Departure] = {}
         self._offers = Offers(lambda: self._by_index.values())
         self._changing = asyncio.Lock()  # the weights
-        self._updates = OnceForEach[list[UpdateReport]]()
         self._bring_newest: Callable[[Member], Awaitable[object]] | None = None
         self._newest: WeightIdentity | None = None  # that it brings
         self._sleeping = False  # until the next update
@@ -268,30 +328,29 @@ class ReplicaSet:
         """Brings `weights` to the members. Waits for each member that serves, that waits for an update, or that has
         been catching up for ROUNDS versions. A member that fails is removed; a member that takes too long is left
         behind, without requests. If no member has `weights` after that, waits until one serves. Returns the members'
-        reports; a second call for the same weights returns the same reports.
+        reports; after a second call for the same weights the replicas return the same reports.
 
         Raises RoomFailed if no replica is left, and WeightsRefused if every replica refuses the weights. Raises
         WeightsGone if no replica can get the bytes any more; the next update then brings newer weights. In
         deterministic mode raises the failure of any member.
         """
-        return await self._updates.run(weights.identity, partial(self._update, weights))
+        identity = weights.identity
+        try:
+            reports = await self._bring(weights)
+        except Exception as error:
+            self._last_update = EndedUpdate(identity, failure=as_failure("the update of replicas", error))
+            raise
+        else:
+            self._last_update = EndedUpdate(identity, reports)
+            return reports
+        finally:
+            self._publish()
 
     @remote_method
     async def try_update(self, weights: PublishedWeights) -> None:
         """Does `update`, but raises nothing: the caller reads in the set's next table how the update ended."""
         with suppress(Exception):
             await self.update(weights)
-
-    async def _update(self, weights: PublishedWeights) -> list[UpdateReport]:
-        identity = weights.identity
-        try:
-            self._last_update = EndedUpdate(identity, await self._bring(weights))
-        except Exception as error:
-            self._last_update = EndedUpdate(identity, failure=as_failure("the update of replicas", error))
-            raise
-        finally:
-            self._publish()
-        return list(self._last_update.reports)
 
     async def _bring(self, weights: PublishedWeights) -> list[UpdateReport]:
         self._offers.sent()
@@ -328,7 +387,6 @@ class ReplicaSet:
         async with self._changing:
             self._bring_newest = self._put_to_sleep
             self._sleeping = True
-            self._updates.forget()  # the same weights wake them: the reports of their last update are no answer
             self._publish()
             members = list(self._by_index.values())
             while not self._newest_table.table.asleep:  # again for one that joins

@@ -40,12 +40,15 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from inference.replica_set.members import Member
 from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import TriremeError
 from trireme.core.transport import Epochs, Offer, Session, servers_of
 from trireme.core.types import WeightIdentity
+
+if TYPE_CHECKING:
+    from inference.replica_set.actor import Member
 
 log = logging.getLogger(__name__)
 

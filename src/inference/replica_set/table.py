@@ -1,12 +1,13 @@
-"""The replicas of a run as routers read them: an immutable table, and the newest one that a process has."""
+"""The replicas of a run as routers read them: an immutable table, the newest one that a process has, and the calls of a
+process to one replica, which all end when the replica is given up."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from trireme.core.errors import ProvenanceError, RoomFailed, TriremeError, WeightsGone, WeightsRefused
 from trireme.core.types import WeightIdentity
@@ -15,6 +16,7 @@ from trireme.core.weights import UpdateReport
 if TYPE_CHECKING:
     from inference.handle import ReplicaClient
 
+Value = TypeVar("Value")
 NAMED = 4
 Number = tuple[int, int]
 """Orders tables: (incarnation of the replica set that published the table, number of the table in this incarnation)."""
@@ -149,6 +151,49 @@ class NewestTable:
             waited = ""
         reasons = "; ".join(map(str, failures))
         raise kind(f"no inference replica is left{waited}: {reasons or 'none has ever joined'}")
+
+
+class ReplicaCalls:
+    """Makes the calls to one replica until the replica is given up. If a call raises a TriremeError other than
+    WeightsGone, passes the error to the function `fails`, which has to give the replica up by calling `end`."""
+
+    def __init__(self, fails: Callable[[TriremeError], None]) -> None:
+        self.failure: TriremeError | None = None
+        """Why the replica was given up; None while it is used."""
+        self._fails = fails
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    def add(self, task: asyncio.Task[object]) -> None:
+        """Makes sure that `task` is cancelled when the replica is given up."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def call(self, work: Awaitable[Value]) -> Value:
+        """Waits for `work`, a call to the replica, and returns its value. If the replica is given up meanwhile, raises
+        the reason at once. If `work` raises a TriremeError, gives the replica up and raises the error. After
+        WeightsGone the replica is kept, because it is not to blame."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        try:
+            await asyncio.wait({task})
+            if not task.cancelled():
+                return task.result()
+        except WeightsGone:
+            raise
+        except TriremeError as failure:
+            self._fails(failure)
+            raise
+        finally:
+            task.cancel()
+            self._tasks.discard(task)
+        assert self.failure is not None, "tasks are cancelled only when the replica is gone"
+        raise self.failure
+
+    def end(self, reason: TriremeError) -> None:
+        """Gives the replica up for `reason`: cancels all its calls and tasks."""
+        self.failure = reason
+        for task in self._tasks - {asyncio.current_task()}:
+            task.cancel()
 
 
 def check_issued(says: str, identities: Sequence[WeightIdentity], issued: Collection[WeightIdentity]) -> None:

@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from inference.following import AFTER, TensorFollower, derives
+from inference.following import AFTER, COMPUTED, CopyWatch, TensorFollower, derives, disordered
 from inference.loaded import Elements, Following, HeldPart, LoadedProof, LoadedSums
-from inference.watching import COMPUTED, CopyWatch, disordered
 from trireme.core.digest import Sums
 from trireme.core.errors import WeightsRefused
 from trireme.core.types import WeightIdentity

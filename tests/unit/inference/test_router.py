@@ -278,14 +278,15 @@ async def test_with_one_alone_below_its_floor_a_request_waits_for_a_newer_table(
     assert text(await task) == "a"
 
 
-async def test_an_update_to_the_same_weights_again_is_the_one_that_is_under_way_or_has_ended() -> None:
+async def test_an_update_to_the_same_weights_again_has_the_same_reports() -> None:
+    """The replicas return them (`ReplicaActor.load_weights`)."""
     router, fakes = fleet(2)
     first, again = (asyncio.create_task(router.source.update(WEIGHTS)) for _ in range(2))
     await turns()
     for replica, fake in enumerate(fakes):
         fake.update.set_result(report(replica))
     assert await first == await again == await router.source.update(WEIGHTS) == [report(0), report(1)]
-    assert [fake.updates for fake in fakes] == [1, 1]
+    assert router.acknowledged() == dict.fromkeys(range(2), WEIGHTS.identity.version)
 
 
 async def test_a_cancelled_caller_aborts_its_request() -> None:

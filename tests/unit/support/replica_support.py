@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,14 +60,59 @@ async def losses(source: ReplicaSet) -> dict[int, str]:
     return {index: str(departure.reason) for index, departure in table.departed.items() if index not in table.rows}
 
 
+def lost(table: Table, handled: Collection[int] = ()) -> list[int]:
+    """Returns the replicas that are gone, have no successor and are not among `handled`."""
+    return [index for index in table.departed if index not in table.rows and index not in handled]
+
+
 async def next_loss(source: ReplicaSet, handled: Collection[int] = ()) -> int:
-    """Waits for a replica to be gone that has no successor and is not among `handled`, which may change."""
+    """Waits for a replica to be `lost`; `handled` may change."""
+    await source._newest_table.wait_until(lambda table: bool(lost(table, handled)))
+    return lost(source._newest_table.table, handled)[0]
 
-    def lost(table: Table) -> list[int]:
-        return [index for index in table.departed if index not in table.rows and index not in handled]
 
-    await source._newest_table.wait_until(lambda table: bool(lost(table)))
-    return lost(source._newest_table.table)[0]
+class CutOff(Router):
+    """Gets no table while it is `cut`."""
+
+    cut = False
+    missed: Table | None = None
+
+    def take(self, table: Table) -> None:
+        if not self.cut:
+            super().take(table)
+        elif self.missed is None or self.missed.number < table.number:
+            self.missed = table
+
+    def heal(self) -> None:
+        self.cut = False
+        if self.missed:
+            self.take(self.missed)
+            self.missed = None
+
+
+def end_set(source: Any) -> None:
+    """A set dies as a process does: nothing that it was doing goes on, it learns nothing more and answers nothing. (A
+    replica goes on with what it was asked for.)"""
+
+    async def table(*_: object) -> Table:
+        raise RoomFailed("the replica set died")
+
+    source._listeners.clear()
+    source.report = lambda *_: None
+    source.table = table
+    for member in source._by_index.values():
+        member.calls.end(RoomFailed("the replica set died"))
+    for task in asyncio.all_tasks():
+        if task is not asyncio.current_task() and any(self is source for self in _selves(task)):
+            task.cancel()
+
+
+def _selves(task: asyncio.Task[Any]) -> Iterator[object]:
+    """Yields the objects whose methods a task is in."""
+    coroutine: Any = task.get_coro()
+    while getattr(coroutine, "cr_frame", None):
+        yield coroutine.cr_frame.f_locals.get("self")
+        coroutine = coroutine.cr_await
 
 
 async def next_incarnation(
@@ -78,16 +123,11 @@ async def next_incarnation(
     sleeps: bool = False,
     **options: Any,
 ) -> ReplicaSet:
-    """The set of a router dies, as a process does, and the driver gives its replicas to a successor and repeats the
-    update to `newest`, or has them sleep. `lowest`: its version, unless another is given. `options`: of the
-    successor."""
+    """The set of a router dies, and the driver gives its replicas to a successor and repeats the update to `newest`, or
+    has them sleep. `lowest`: its version, unless another is given. `options`: of the successor."""
     old: Any = router.source
+    end_set(old)
     rows = old._newest_table.table.rows
-    old._listeners.clear()
-    if old._updates._newest:
-        old._updates._newest[1].cancel()
-    for member in old._by_index.values():
-        member.calls.end(RoomFailed("the replica set died"))
     successor = ReplicaSet(
         {index: row.client for index, row in rows.items()},
         generations={index: row.generation for index, row in rows.items()},

@@ -19,11 +19,12 @@ from trainer import shard as trainer_shard
 from trainer.batch_checks import PublishedVersions
 from trainer.batching import MicroBatch, scatter_outputs, scatter_sums
 from trainer.losses import POLICY, mean_log_ratios, resolve_loss, sum_log_ratios, with_sequence_ratios
+from trainer.shard import CANARY_TOKENS, TOKENS_OF_EXPERTS, canary_tokens
 from trireme.core.batch import BatchPart
 from trireme.core.errors import BadInput, ProvenanceError
 from trireme.core.normalization import Normalization
 from trireme.core.types import AdamParams, Provenance, TokenBatch, WeightIdentity
-from trireme.core.weights import EXACT, ROUNDED, check_canary, check_received
+from trireme.core.weights import AFTER_CANARY, DECODED, EXACT, ROUNDED, check_canary, check_received
 from trireme.transports.packing import tensor_of
 
 LENGTHS = (5, 9, 1, 7, 9)
@@ -260,3 +261,14 @@ def test_the_norm_is_exact_without_a_copy_of_a_gradient_in_float64(monkeypatch):
     expected = sum(g.numpy().astype(np.float64).__pow__(2).sum() for g in gradients)
     assert float(squares) == pytest.approx(expected, rel=1e-14)
     assert 0 < largest.numbers <= 64
+
+
+@pytest.mark.parametrize(
+    ("max_seq_len", "experts", "length"),
+    [(1024, False, CANARY_TOKENS), (1024, True, TOKENS_OF_EXPERTS), (20, False, 14), (8, True, 2)],
+)
+def test_what_follows_the_canary_fits_into_the_engine(max_seq_len: int, experts: bool, length: int) -> None:
+    """After it come a token of its prefill, DECODED of decode steps, and one of the prefill of all."""
+    tokens = canary_tokens(64, max_seq_len, experts=experts)
+    assert len(tokens) == length
+    assert length + 1 + DECODED + 1 == length + AFTER_CANARY <= max_seq_len

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tensor_parts import part_tensor_sums
 from transformers.core_model_loading import Chunk, PermuteForRope, SplitModulelist
 
+from trainer.shard_sums import Slice, find_slices
 from trireme.core.digest import Sums
-from trireme.core.slices import Slice, find_slices
 from trireme.transports.tensor_sums import rectangle, to_sums
 
 FUSED = torch.arange(4 * 6 * 5, dtype=torch.float32).reshape(4, 6, 5)
