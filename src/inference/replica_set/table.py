@@ -169,11 +169,13 @@ class ReplicaCalls:
         task.add_done_callback(self._tasks.discard)
 
     async def call(self, work: Awaitable[Value]) -> Value:
-        """Waits for `work`, a call to the replica, and returns its value. If the replica is given up meanwhile, raises
-        the reason at once. If `work` raises a TriremeError, gives the replica up and raises the error. After
-        WeightsGone the replica is kept, because it is not to blame."""
+        """Waits for `work`, a call to the replica, and returns its value. If the replica was given up, or is given up
+        meanwhile, raises the reason at once. If `work` raises a TriremeError, gives the replica up and raises the
+        error. After WeightsGone the replica is kept, because it is not to blame."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
+        if self.failure:
+            task.cancel()  # nobody would end it
         try:
             await asyncio.wait({task})
             if not task.cancelled():
