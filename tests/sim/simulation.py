@@ -18,6 +18,10 @@ The trainer is lost, too: it is built again after `rebuild_s` from the newest ch
 Where trainer and replicas are `colocated` they take turns, as in `trireme.train.phases.Alternation`: no replica samples
 while the trainer trains.
 
+The replica set dies, twice in a row, when a verb of it is called for the n-th time (`set_dies_at`); its replicas work
+on, and each time a successor has them `set_restart_s` later. Tables come late and again (`late_tables_at_s`), or not at
+all for a while (`router_cut_at_s`).
+
 With `sessions` the trainer offers each version before it sends it. Those that are ready have its bytes when they are to
 take it, unless one of them dies or hangs meanwhile; others fetch it, while the trainer keeps it: until the next but one
 is published.
@@ -32,7 +36,7 @@ import asyncio
 import hashlib
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any, Literal
@@ -42,11 +46,13 @@ import numpy as np
 import numpy.typing as npt
 import virtual_time
 from config_support import small
-from orchestrator_fakes import begin_version, published
-from replica_support import next_loss, router_of
+from orchestrator_fakes import published
+from replica_support import CutOff, end_set, in_background, lost, next_incarnation, next_loss, router_of
 
 from inference.handover import NOTHING, Progress
 from inference.handover import Outcome as SampleOutcome
+from inference.replica_set.actor import ReplicaSet
+from inference.replica_set.table import Table
 from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCondition
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
@@ -73,6 +79,7 @@ ROUNDING = 1e-6
 NO_DEADLINE_S = 1e9
 """Deadlines are so far away that the virtual clock sees a deadlock first."""
 PROBLEMS_PER_FILE = 64
+SET_DEATHS = 2
 VOCABULARY = 1_000_000
 STANDARD_NORMAL = NormalDist()
 
@@ -115,6 +122,16 @@ class Scenario:
     joins_at_s: Mapping[int, float] = field(default_factory=dict)
     restart_s: float | None = None
     heartbeat_s: float = 5.0
+    set_dies_at: str = ""
+    """The verb of the replica set at which it dies."""
+    set_dies_at_call: int = 1
+    """The number of the call of this verb."""
+    set_dies_after_s: float = 0.0
+    """How long the set, and each successor, lives after this call, or after its start."""
+    set_restart_s: float = 1.0
+    late_tables_at_s: Sequence[float] = ()
+    router_cut_at_s: Sequence[float] = ()
+    router_cut_s: float = 10.0
     drain_s: float = 3.0
     patience_s: float = 0.0
     failing: int = 0
@@ -270,6 +287,8 @@ class SimReplica:
         self._steps = self._at = 0.0  # steps that it had made at that time
         self._timer: asyncio.TimerHandle | None = None  # of the next sequence that ends
         self._identity: WeightIdentity | None = None
+        self._newest_update: tuple[WeightIdentity, asyncio.Task[UpdateReport]] | None = None
+        self._updating = asyncio.Lock()
         self._paused = self._taking = False
         self.asleep = False
         self._running: dict[str, InFlight] = {}
@@ -283,6 +302,9 @@ class SimReplica:
         if self.asleep:
             raise ReplicaBehind(f"{self.name} sleeps")
         for index, request in enumerate(requests):
+            if self._identity is None or self._identity.version < (request.floor or 0):
+                outbox.put_nowait((index, ReplicaBehind(f"{self.name} has weights {self._identity}")))
+                continue
             length = draw_length(request, self._scenario)
             self.lengths.append(length)
             self._waiting[request.request_id] = InFlight(request, index, length, outbox)
@@ -313,7 +335,7 @@ class SimReplica:
     async def offer(self, offer: Offer) -> None:
         await self._check_alive()
         assert not self._taking, f"{self.name} would receive beside bytes that it has still to load"
-        if self.received is not None:
+        if self.received is not None and not self.asleep:  # else it has nothing to load before the next update
             assert self._identity, f"{self.name} would receive beside bytes that it waits to load"
             assert self._identity.version >= self.received, f"{self.name} would receive beside bytes that it is to load"
         if asyncio.get_running_loop().time() >= self._scenario.hangs_at_offers_from_s.get(self.index, math.inf):
@@ -321,21 +343,32 @@ class SimReplica:
         self.received = None
 
     async def load_weights(self, published: PublishedWeights) -> UpdateReport:
+        """An update goes on when its caller is gone; an update to the newest weights again is the same one, as in
+        `ReplicaActor`."""
         await self._check_alive()
-        self._taking = True
-        try:
-            if self.received != published.identity.version:
-                self.fetches += 1
-                await asyncio.sleep(self._scenario.fetch_s)
-                await self._check_alive()
-                self._trainer.give(published.identity.version)
-            return await self._take(published)
-        finally:
-            self._taking = False
+        newest = self._newest_update
+        if newest is None or newest[0] != published.identity or (newest[1].done() and newest[1].exception()):
+            newest = self._newest_update = published.identity, asyncio.create_task(self._load(published))
+        return await asyncio.shield(newest[1])
+
+    async def _load(self, published: PublishedWeights) -> UpdateReport:
+        async with self._updating:
+            self._taking = True
+            try:
+                if self.received != published.identity.version:
+                    self.fetches += 1
+                    await asyncio.sleep(self._scenario.fetch_s)
+                    await self._check_alive()
+                    self._trainer.give(published.identity.version)
+                return await self._take(published)
+            finally:
+                self._taking = False
 
     async def sleep(self) -> None:
-        await self._check_alive()
+        async with self._updating:
+            await self._check_alive()
         self._paused = self.asleep = True
+        self._newest_update = None
         for sequence in self._running.values():
             self._stand_still(sequence)
         self._set_timer()
@@ -515,10 +548,10 @@ class SimTrainer:
         if self.sessions and version < self.newest - 1:
             raise WeightsGone(f"version {version} is gone: the newest is {self.newest}")
 
-    async def publish(self, version: int, pipeline: Pipeline, outcome: Outcome) -> PublishedWeights:
+    async def publish(self, version: int, owner: SetOwner, outcome: Outcome) -> PublishedWeights:
         scenario, members = outcome.scenario, []
         if scenario.sessions:
-            session = await pipeline.sampler.source.offer(Offer(1, version, (64,), ("trainer",), scenario.offer_s))
+            session = await owner.offer(Offer(1, version, (64,), (("trainer", 1),), scenario.offer_s))
             living = {replica.index: replica for replica in outcome.replicas}
             members = [living[index] for index in session.members]
             self.sessions.append((session, members))
@@ -550,6 +583,8 @@ class Outcome:
     """What each checkpoint that the run went back to had of unfinished rollouts."""
     options: list[Scenario] = field(default_factory=list)
     """The scenario as each released step was trained with it."""
+    set_deaths: int = 0
+    """How often the replica set died."""
 
     def serving(self) -> dict[int, SimReplica]:
         """Returns the replicas of an attempt that begins: where lost ones are replaced, successors of them."""
@@ -627,9 +662,129 @@ async def _simulate(outcome: Outcome) -> None:
         outcome.begins_again(checkpoints[-1].step)
 
 
+class SetOwner:
+    """The driver's handle of the replica set (`inference.replica_set.handle`), and its supervisor, who replaces a dead
+    set. Calls that a death interrupts, or that come before there is a successor, are repeated as theirs are."""
+
+    def __init__(self, pipeline: Pipeline, outcome: Outcome) -> None:
+        self._router: Any = pipeline.sampler
+        self._outcome, self._scenario = outcome, outcome.scenario
+        self._newest: PublishedWeights | None = None
+        self._sleeping = False
+        self._calls = 0
+        self._dying: asyncio.Task[None] | None = None
+        self.lives = asyncio.Event()
+        self._tables: list[Table] = []
+        self._follow()
+
+    def work(self) -> list[Coroutine[Any, Any, None]]:
+        scenario = self._scenario
+        late = [self._take_late(at_s) for at_s in scenario.late_tables_at_s]
+        return [*late, *(self._cut(at_s) for at_s in scenario.router_cut_at_s)]
+
+    @property
+    def source(self) -> Any:
+        return self._router.source
+
+    def _follow(self) -> None:
+        """Begins to look at the present set."""
+        source, plain = self.source, self.source.report
+        source.listen(self._tables.append)
+
+        def report(*told: Any) -> None:
+            plain(*told)
+            self._note("report")
+
+        source.report = report
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.lives.set()
+
+    def _note(self, verb: str) -> None:
+        """Notes that a verb was called; the set may die of it."""
+        if verb == self._scenario.set_dies_at:
+            self._calls += 1
+            if self._calls == self._scenario.set_dies_at_call:
+                self._dying = asyncio.create_task(self._die())
+
+    def stop(self) -> None:
+        """The attempt ends, and its sets with it."""
+        if self._dying:
+            self._dying.cancel()
+        end_set(self.source)
+
+    async def _die(self) -> None:
+        for _ in range(SET_DEATHS):
+            await asyncio.sleep(self._scenario.set_dies_after_s)
+            self.lives.clear()
+            end_set(self.source)
+            self._outcome.set_deaths += 1
+            self.ended.set_result(None)
+            await asyncio.sleep(self._scenario.set_restart_s)
+            newest = None if self._sleeping else self._newest
+            lowest = self._newest and self._newest.identity
+            await next_incarnation(self._router, newest, lowest, sleeps=self._sleeping)
+            self._follow()
+
+    async def _repeat(self, verb: str, call: Callable[[ReplicaSet], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            await self.lives.wait()
+            calling = asyncio.create_task(call(self.source))
+            self._note(verb)
+            await asyncio.wait([calling])
+            if not calling.cancelled():
+                return calling.result()
+
+    def update(self, weights: PublishedWeights) -> Awaitable[Sequence[UpdateReport]]:
+        """Begins an update; returns what waits for its end, in whichever set."""
+        self._newest, self._sleeping = weights, False
+        if self.lives.is_set():
+            in_background(self.source.try_update(weights))
+        self._note("update")
+        updated: Awaitable[Sequence[UpdateReport]] = self._router.updated(weights.identity)
+        return updated
+
+    async def offer(self, offer: Offer) -> Session:
+        nobody = Session(offer.attempt, -1, {})
+        if not self.lives.is_set():
+            return nobody
+        offering = asyncio.create_task(self.source.offer(offer))
+        self._note("offer")
+        await asyncio.wait([offering])
+        return nobody if offering.cancelled() else offering.result()
+
+    async def sleep(self) -> None:
+        self._sleeping = True
+        await self._repeat("sleep", lambda source: source.sleep())
+
+    async def drain(self, index: int, timeout_s: float) -> None:
+        await self._repeat("drain", lambda source: source.drain(index, timeout_s))
+
+    async def join(self, index: int, replica: Any) -> None:
+        await self.lives.wait()
+        self.source.join(index, replica)
+        self._note("join")
+
+    async def leave(self, index: int, reason: str) -> None:
+        await self.lives.wait()
+        self.source.leave(index, reason)
+        self._note("leave")
+
+    async def _take_late(self, at_s: float) -> None:
+        """The router gets tables again that were published long ago, maybe by a set that is dead."""
+        await asyncio.sleep(at_s)
+        for table in (self._tables[0], self._tables[len(self._tables) // 2], self._tables[-1]):
+            self._router.take(table)
+
+    async def _cut(self, at_s: float) -> None:
+        await asyncio.sleep(at_s)
+        self._router.cut = True
+        await asyncio.sleep(self._scenario.router_cut_s)
+        self._router.heal()
+
+
 @dataclass(frozen=True)
 class Supervision:
-    pipeline: Pipeline
+    owner: SetOwner
     outcome: Outcome
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
@@ -643,27 +798,34 @@ class Supervision:
 
     async def _drain(self, index: int, at_s: float) -> None:
         await asyncio.sleep(at_s)
-        await self.pipeline.sampler.source.drain(index, self.outcome.scenario.drain_s)
+        await self.owner.drain(index, self.outcome.scenario.drain_s)
 
     async def _hang(self, index: int, at_s: float) -> None:
         scenario = self.outcome.scenario
         await asyncio.sleep(at_s)
         self.outcome.replicas[index].hang()
         await asyncio.sleep(scenario.heartbeat_s)
-        reason = f"simulated replica {index} has not answered for {scenario.heartbeat_s:g} s"
-        self.pipeline.sampler.source.leave(index, reason)
+        await self.owner.leave(index, f"simulated replica {index} has not answered for {scenario.heartbeat_s:g} s")
 
     async def _join(self, index: int, after_s: float) -> None:
         await asyncio.sleep(after_s)
         replica = SimReplica(index, self.outcome.scenario, self.outcome.trainer)
         self.outcome.replicas.append(replica)
-        self.pipeline.sampler.source.join(index, replica)
+        await self.owner.join(index, replica)
 
     async def _restart(self) -> None:
-        assert self.outcome.scenario.restart_s is not None
+        """Replaces lost replicas, one after the other, also those whose loss only a set knows that is dead itself."""
+        scenario = self.outcome.scenario
+        assert scenario.restart_s is not None
         while True:
-            index = await next_loss(self.pipeline.sampler.source, self.outcome.scenario.drains_at_s)
-            await self._join(index, self.outcome.scenario.restart_s)
+            source, ended = self.owner.source, self.owner.ended
+            loss = asyncio.create_task(next_loss(source, scenario.drains_at_s))
+            await asyncio.wait([loss, ended], return_when=asyncio.FIRST_COMPLETED)
+            loss.cancel()
+            for index in lost(source._newest_table.table, scenario.drains_at_s):
+                await self._join(index, scenario.restart_s)
+            if ended.done():
+                await self.owner.lives.wait()
 
 
 @dataclass(frozen=True)
@@ -684,14 +846,15 @@ async def attempt(outcome: Outcome, checkpoints: list[Checkpoint], dies_at_s: fl
     pipeline = Pipeline(
         config,
         [outcome.problems],
-        lambda on_versions: router_of(replicas, on_versions=on_versions, patience_s=scenario.patience_s),
+        lambda on_versions: router_of(replicas, on_versions=on_versions, patience_s=scenario.patience_s, kind=CutOff),
         limits,
         held_out,
     )
     if checkpoints:
         outcome.notes.append(pipeline.load(checkpoints[-1].state))
-    tasks = [asyncio.create_task(work) for work in Supervision(pipeline, outcome).work()]
-    running = asyncio.create_task(train(pipeline, outcome, checkpoints))
+    owner = SetOwner(pipeline, outcome)
+    tasks = [asyncio.create_task(work) for work in (*Supervision(owner, outcome).work(), *owner.work())]
+    running = asyncio.create_task(train(pipeline, owner, outcome, checkpoints))
     try:
         await asyncio.wait([running], timeout=None if dies_at_s == math.inf else max(dies_at_s - loop.time(), 0.0))
         if running.done() or not checkpoints:
@@ -706,6 +869,7 @@ async def attempt(outcome: Outcome, checkpoints: list[Checkpoint], dies_at_s: fl
         await pipeline.stop()
         for index in replicas:
             pipeline.sampler.source.leave(index, "the attempt has ended")
+        owner.stop()
 
 
 def is_awaited(version: int, scenario: Scenario) -> bool:
@@ -714,13 +878,13 @@ def is_awaited(version: int, scenario: Scenario) -> bool:
     return version == scenario.steps or (every > 0 and version % every == 0)
 
 
-async def train(pipeline: Pipeline, outcome: Outcome, checkpoints: list[Checkpoint]) -> None:
+async def train(pipeline: Pipeline, owner: SetOwner, outcome: Outcome, checkpoints: list[Checkpoint]) -> None:
     """The loop of `trireme.train.rl_loop.train`, from the newest checkpoint on."""
     scenario, loop = outcome.scenario, asyncio.get_running_loop()
     start = checkpoints[-1].step if checkpoints else 0
-    weights = await outcome.trainer.publish(start, pipeline, outcome)
+    weights = await outcome.trainer.publish(start, owner, outcome)
     identities = (*(checkpoints[-1].identities if checkpoints else ()), weights.identity)
-    await begin_version(pipeline, weights)
+    await begin_version(pipeline, owner, weights)
     if not checkpoints:
         outcome.seconds = -loop.time()
         checkpoints.append(Checkpoint(0, pipeline.snapshot(), identities))
@@ -729,7 +893,7 @@ async def train(pipeline: Pipeline, outcome: Outcome, checkpoints: list[Checkpoi
     for step in range(start, scenario.steps):
         if scenario.colocated and not sampled:
             await pipeline.finish_sampling()
-            await pipeline.sampler.source.sleep()
+            await owner.sleep()
             sampled = scenario.max_steps_off_policy + 1
         outcome.minibatches.append([])
         for substep in range(scenario.substeps):
@@ -742,12 +906,12 @@ async def train(pipeline: Pipeline, outcome: Outcome, checkpoints: list[Checkpoi
                 await asyncio.sleep(scenario.train_s * minibatch.num_groups / scenario.batch_size)
                 assert not scenario.colocated or outcome.sampled_tokens == before, "they take turns"
                 last = minibatch.last
-        weights = await outcome.trainer.publish(step + 1, pipeline, outcome)
+        weights = await outcome.trainer.publish(step + 1, owner, outcome)
         versions.add(weights.identity)
         sampled -= 1
         if not scenario.colocated or not sampled or is_awaited(step + 1, scenario):
             sampled = 0
-            await begin_version(pipeline, weights)
+            await begin_version(pipeline, owner, weights)
         outcome.released.append(pipeline.release(step))
         outcome.ended_s.append(loop.time())
         outcome.options.append(scenario)
@@ -756,6 +920,12 @@ async def train(pipeline: Pipeline, outcome: Outcome, checkpoints: list[Checkpoi
         if (step + 1) % scenario.commit_every == 0:
             checkpoints.append(Checkpoint(step + 1, pipeline.snapshot(), identities))
     outcome.seconds += loop.time()
+
+
+async def begin_version(pipeline: Pipeline, owner: SetOwner, weights: PublishedWeights) -> None:
+    """As `trireme.train.phases.update_replicas`."""
+    await pipeline.end_version()
+    await pipeline.begin_version(weights.identity.version, owner.update(weights))
 
 
 def note(outcome: Outcome, minibatch: Minibatch) -> None:
