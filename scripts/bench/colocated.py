@@ -1,10 +1,13 @@
-"""Rollouts per second of a synchronous run whose trainer and replica take turns, against one where both are split.
+"""Rollouts per second of a synchronous run whose trainer and replicas take turns, against a split run.
 
-    python scripts/bench/colocated.py [--repeats 3] [--steps 12]
+    python scripts/bench/colocated.py [--repeats 3] [--steps 12] [--shards 2] [--replicas 2]
 
-Both are whole runs of `rl` with K = 0 (max_steps_off_policy), 256 answers of 28 tokens a step, one shard and one
-replica, in turn; they differ in `placement` alone. With K = 0 a split run alternates by itself, so this measures what
-the change of hands costs. The last line of the output is the result as one JSON object. Leave the machine alone.
+Four whole runs of `rl`, in turn, with K = 0 (max_steps_off_policy) and 256 answers of 28 tokens a step: with one shard
+and one replica, and with `--shards` and `--replicas`, each split and colocated. With K = 0 a split run with one of both
+alternates by itself, and leaves one of two cores idle. Against this run, the colocated run with one of both measures
+what the change of hands costs, and the other one what it gains that each room has all cores in its turn; the second
+split run has the same processes, which may work at the same time. The last line of the output is the result as one JSON
+object. Leave the machine alone.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 
@@ -29,11 +32,24 @@ PLACEMENTS = ("split", "colocated")
 PARTS = ("step", "wait_for_batch", "hand_over", "forward_backward", "optim", "publish", "update_replicas")
 
 
-def run(config: Path, placement: str, steps: int) -> RunMeasured:
-    flags = ("--placement", placement, "--max-steps", str(FIRST + steps))
-    measured = run_rl(config, *flags, "--orchestrator.max-steps-off-policy", "0")
-    print(f"placement = {placement}: {rate_of(measured).rollouts_per_s:.2f} rollouts/s", flush=True)
-    return measured
+@dataclass(frozen=True)
+class Shape:
+    """The placement of a run, and its numbers of shards and replicas."""
+
+    placement: str
+    shards: int
+    replicas: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.placement}, {self.shards} + {self.replicas}"
+
+    def run(self, config: Path, steps: int) -> RunMeasured:
+        flags = ("--placement", self.placement, "--max-steps", str(FIRST + steps))
+        sizes = ("--trainer.shards", str(self.shards), "--inference.replicas", str(self.replicas))
+        measured = run_rl(config, *flags, *sizes, "--orchestrator.max-steps-off-policy", "0")
+        print(f"{self.name}: {rate_of(measured).rollouts_per_s:.2f} rollouts/s", flush=True)
+        return measured
 
 
 def rate_of(measured: RunMeasured) -> Rate:
@@ -41,7 +57,7 @@ def rate_of(measured: RunMeasured) -> Rate:
 
 
 def detail_of(runs: Sequence[RunMeasured]) -> dict[str, object]:
-    """Details of the rate of one placement."""
+    """Details of the rate of one shape."""
     rates = [rate_of(measured) for measured in runs]
     rows = [row for measured in runs for row in measured.rows[FIRST:]]
     return {
@@ -54,33 +70,40 @@ def detail_of(runs: Sequence[RunMeasured]) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="pairs of runs (default: 3)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each shape (default: 3)")
     parser.add_argument("--steps", type=int, default=12, help="measured steps of each run (default: 12)")
+    parser.add_argument("--shards", type=int, default=2, help="shards of the larger runs (default: 2)")
+    parser.add_argument("--replicas", type=int, default=2, help="replicas of the larger runs (default: 2)")
     args = parser.parse_args()
-    if min(args.repeats, args.steps) < 1:
-        parser.error("--repeats and --steps: expected at least 1 of each")
+    if min(args.repeats, args.steps, args.shards, args.replicas) < 1:
+        parser.error("--repeats, --steps, --shards and --replicas: expected at least 1 of each")
 
     let_actors_import_benchmarks()
-    runs: dict[str, list[RunMeasured]] = {placement: [] for placement in PLACEMENTS}
+    sizes = ((1, 1), (args.shards, args.replicas))
+    runs: dict[Shape, list[RunMeasured]] = {Shape(placement, *size): [] for size in sizes for placement in PLACEMENTS}
+    split = Shape("split", 1, 1)
+    several = Shape("colocated", args.shards, args.replicas)
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         model = Path(directory) / "model"
         config = Path(directory) / "task.json"
         parameters = make_model(model, hidden=TASK.hidden, layers=TASK.layers)
         config.write_text(json.dumps(TASK.config(model)))
         for _ in range(args.repeats):
-            for placement in PLACEMENTS:
-                runs[placement].append(run(config, placement, args.steps))
-    against, value = (median([rate_of(measured).rollouts_per_s for measured in runs[p]]) for p in PLACEMENTS)
+            for shape in runs:
+                runs[shape].append(shape.run(config, args.steps))
+    rates = {shape: median([rate_of(measured).rollouts_per_s for measured in runs[shape]]) for shape in runs}
+    ratios = {shape: round(rate / rates[split], 3) for shape, rate in rates.items()}
     Result(
         name="colocated",
-        value=value,
-        unit="rollouts/s of the colocated run",
-        ratio=round(value / against, 3),
+        value=rates[several],
+        unit=f"rollouts/s of the run {several.name}",
+        ratio=ratios[several],
         target=TARGET,
-        holds=value / against >= TARGET,
-        against="the same run with placement = split, in turn",
+        holds=ratios[several] >= TARGET,
+        against=f"the run {split.name}, in turn",
         detail={
-            **{placement: detail_of(runs[placement]) for placement in PLACEMENTS},
+            "ratios": {shape.name: ratio for shape, ratio in ratios.items()},
+            **{shape.name: detail_of(runs[shape]) for shape in runs},
             "measured_steps": args.steps,
             "parameters": parameters,
             "task": asdict(TASK),
