@@ -150,6 +150,9 @@ def engine_args(config: Config, on_cpu: bool, start: str = "") -> dict[str, Any]
             args["kv_cache_memory_bytes"] = int(cache * 2**30)
         if config.colocated:
             args["enable_sleep_mode"] = True
+            # The memory of CUDA graphs leaves with that of the weights. If only the cache leaves, vLLM would leave the
+            # graphs there, and ranks would reduce more slowly within them.
+            args["sleep_mode_offload_cudagraph"] = not lora.on
     if config.deterministic:
         args["enable_prefix_caching"] = False  # its contents depend on the earlier requests, and their times
     user_args = config.inference.engine_args

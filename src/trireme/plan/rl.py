@@ -19,8 +19,9 @@ READ_BYTES_PER_S = 2e12
 REPLICA_BASE_GIB = 1.4
 """Measured resident memory of a replica with its engine process, without weights and KV cache."""
 ENGINE_BYTES = 3 * GIB
-"""GPU memory of an engine in addition to weights and KV cache: CUDA's context, graphs, activations, logits. It is an
-allowance: nothing was measured on a GPU."""
+GRAPH_BYTES = GIB // 2
+"""GPU memory of an engine in addition to weights and KV cache: CUDA's context, graphs, activations, logits; and the
+graphs' part of it. These are allowances: nothing was measured on a GPU."""
 SHARE_STEP = 0.001
 """Shares of a GPU are rounded up to multiples of this."""
 BLOCK_TOKENS = 16
@@ -32,7 +33,9 @@ QUEUE_BYTES = 10 * (24 * 2**20 + 2)
 touches few pages of them, so ranks that have started leave as much free for the next ones."""
 
 WEIGHTS = "a replica's weights"
-"""The purpose of a replica's GPU memory for its weights."""
+GRAPHS = "CUDA graphs"
+"""The purposes of a replica's GPU memory for its weights and its CUDA graphs. A replica that sleeps has neither, unless
+the run trains an adapter. The graphs then wait in host memory."""
 ARRIVING = "arriving weights"
 """The purpose of a replica's memory for a version that it receives while another one is loaded. The ranks of the
 replica map this memory if it is on the host. If changes travel, they turn one version into the next there."""
@@ -118,6 +121,8 @@ class InferencePart(Part):
             gpu = {**self._engine, KV_CACHE: cache}
             resting = self.resting if self.colocated else None
             host = {"processes": cuda, **arriving}
+            if self.colocated and not self.config.trainer.lora.on:
+                host[GRAPHS] = self.ranks * GRAPH_BYTES
             need = Need(host, gpu=gpu, resting=resting, shared=shared, gpu_share=self.gpu_share, shm_free=queues)
             return [need] * self.config.inference.replicas
         base = int(self._base_gib * GIB)
@@ -130,7 +135,8 @@ class InferencePart(Part):
         """Bytes that one rank of a replica takes on its GPU for everything but the KV cache, by purpose."""
         if not self.on_gpus:
             return {}
-        needs = {WEIGHTS: self._weight_bytes // self.ranks, "its workspaces": ENGINE_BYTES}
+        needs = {WEIGHTS: self._weight_bytes // self.ranks, GRAPHS: GRAPH_BYTES}
+        needs["its workspaces"] = ENGINE_BYTES - GRAPH_BYTES
         if self.receives_on_gpu:
             needs[ARRIVING] = self.published_bytes
         if self.transport.received and not self.within_gpu:
@@ -141,8 +147,9 @@ class InferencePart(Part):
 
     @property
     def resting(self) -> Mapping[str, int]:
-        # An update brings all weights, or adapters alone.
-        return {name: size for name, size in self._engine.items() if name != WEIGHTS or self.config.trainer.lora.on}
+        if self.config.trainer.lora.on:  # an update brings adapters alone, so all else stays
+            return self._engine
+        return {name: size for name, size in self._engine.items() if name not in (WEIGHTS, GRAPHS)}
 
     @property
     def turn_s(self) -> float:

@@ -198,3 +198,26 @@ def test_on_cuda_the_memory_of_the_kv_cache_is_vllms_own_if_the_engine_may_sleep
     assert {KV_CACHE, "weights"} <= set(pools)
     discard = ast.unparse(method(WORKER, "Worker", "discard"))
     assert "self.sleep_mode_backend.discard(tags)" in discard
+
+
+def test_cuda_graphs_leave_with_the_weights_and_come_back_with_them() -> None:
+    """Not where the cache alone leaves: `engine_args` then does not ask for it, as ranks would pay for it."""
+    asks = ast.unparse(method("vllm.config.vllm", "VllmConfig", "use_cumem_cudagraph_pool"))
+    assert "model_config.sleep_mode_offload_cudagraph and model_config.enable_sleep_mode" in asks
+    pool = ast.unparse(function(parsed("vllm.compilation.cudagraph_pool"), "capture_pool"))
+    assert pool.index("if vllm_config.use_cumem_cudagraph_pool") < pool.index("allocator.cudagraph_pool()")
+    for capturing in ("vllm.compilation.cuda_graph", "vllm.v1.worker.gpu.cudagraph_utils"):  # of the two runners
+        assert "capture_pool(self." in ast.unparse(parsed(capturing)), capturing
+    allocator = "vllm.device_allocator.cumem", "CuMemAllocator"
+    assert "self.current_tag = 'cudagraph'" in ast.unparse(method(*allocator, "cudagraph_pool"))
+    assert f"DEFERRABLE_TAGS: tuple[str, ...] = ('{WEIGHTS}', '{KV_CACHE}')" in ast.unparse(
+        parsed("vllm.device_allocator.__init__")
+    )
+    assert "data.tag not in DEFERRABLE_TAGS:\n" in ast.unparse(method(*allocator, "wake_up")), "back at any wake"
+    assert "if data.tag not in tags:\n" in ast.unparse(method(*allocator, "discard")), "they stay"
+    (register,) = (
+        node.value
+        for node in ast.walk(parsed("vllm.distributed.device_communicators.cuda_communicator"))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "register"
+    )
+    assert ast.unparse(register) == "config is None or not config.use_cumem_cudagraph_pool"

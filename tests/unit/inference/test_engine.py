@@ -74,6 +74,16 @@ def test_a_kv_cache_on_a_gpu_is_measured_unless_it_is_given() -> None:
     assert measured["gpu_memory_utilization"] == fixed["gpu_memory_utilization"], "vLLM checks at first that it is free"
 
 
+@pytest.mark.parametrize(("trainer", "leave"), [({}, True), ({"lora": {"rank": 8}}, False)])
+def test_cuda_graphs_leave_with_the_weights_where_rooms_take_turns(trainer: dict[str, Any], leave: bool) -> None:
+    options: dict[str, Any] = {"orchestrator": {"max_steps_off_policy": 0}, "trainer": trainer}
+    colocated = engine_args(small(placement="colocated", **options), on_cpu=False)
+    assert (colocated["enable_sleep_mode"], colocated["sleep_mode_offload_cudagraph"]) == (True, leave)
+    sleeps = {"enable_sleep_mode", "sleep_mode_offload_cudagraph"}
+    assert not sleeps & engine_args(small(placement="split", **options), on_cpu=False).keys()
+    assert not sleeps & engine_args(small(placement="colocated", **options), on_cpu=True).keys()
+
+
 def test_with_a_given_cache_vllm_measures_nothing() -> None:
     """In the worker that CUDA selects, which was not run on a GPU: it returns before it profiles memory, of which the
     trainer may be taking some at the time."""

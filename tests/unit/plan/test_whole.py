@@ -279,15 +279,16 @@ class TestPlacement:
         (needs,) = planned.machines
         training, sampling = needs.phases["trainer shard 0"], needs.phases["inference replica 0"]
         assert {"state", "its workspaces"} <= training.keys() & sampling.keys()
-        for dropped in ("its KV cache", "a replica's weights"):  # an update brings all weights
+        for dropped in ("its KV cache", "a replica's weights", "CUDA graphs"):  # an update brings all weights
             assert (dropped in training, dropped in sampling) == (False, True)
+        assert needs.host["CUDA graphs"] == sampling["CUDA graphs"], "where they wait"
         assert sampling["state"] == training["state"] * 3 // 4, "no gradients"
         assert ("activations" in training, "activations" in sampling) == (True, False)
         assert needs.gpu == max(training, sampling, key=lambda parts: sum(parts.values()))
         text = " ".join(text_of(planned).split())
         assert "while trainer shard 0 works, " in text
         assert "while inference replica 0 works, " in text
-        taken = 3 * GIB + 2 * 100_000_000  # a version that arrives
+        taken = training["its workspaces"] + 2 * 100_000_000  # a version that arrives
         assert planned.taken_share == pytest.approx(taken / (16 * GIB))
         halves = plan(
             shards=1, resources=machine, facts=facts, placement="split", inference={"gpu_memory_utilization": 0.4}
@@ -297,7 +298,9 @@ class TestPlacement:
 
     def test_adapters_need_the_weights_of_a_sleeping_replica(self) -> None:
         planned = plan(shards=1, resources=machines(gpus=1), trainer={"lora": {"rank": 8}}, placement="colocated")
-        assert all("a replica's weights" in parts for parts in planned.machines[0].phases.values())
+        for parts in planned.machines[0].phases.values():
+            assert {"a replica's weights", "CUDA graphs"} <= parts.keys()
+        assert "CUDA graphs" not in planned.machines[0].host
 
     @pytest.mark.parametrize(
         ("gpu_gib", "offloads", "reason"),
