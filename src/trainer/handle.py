@@ -300,6 +300,11 @@ class TrainerHandle:
         parts_R = [published.source for published in published_R]
         return replace(published_R[0], source=self._transport.join(parts_R), session=session)
 
+    def begin_free_memory(self) -> None:
+        """Begins the part of `free_memory` that takes long, while the weights are published. The next verb that changes
+        the state makes it useless."""
+        self._call(VERBS.begin_free_memory)
+
     def free_memory(self) -> None:
         """Releases the GPU memory that PyTorch keeps from freed tensors, so that the replicas there can use it. If the
         plan says so, AdamW's moments wait in host memory until the next `forward_backward`."""

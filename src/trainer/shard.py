@@ -419,6 +419,11 @@ class Shard(AdapterVerbs):
         self._last = identity
         return PublishedWeights(WeightsManifest(identity, entries, canary, self._adapter, base), part)
 
+    def begin_free_memory(self) -> None:
+        """With `offloads` begins to copy AdamW's moments to host memory, and does not wait: `free_memory` does."""
+        if self._offloads:
+            self._checkpointer.begin_to_put_moments_away()
+
     def free_memory(self) -> None:
         """Releases the GPU memory that PyTorch keeps from freed tensors, so that another process can use it. With
         `offloads` first moves AdamW's moments to host memory."""

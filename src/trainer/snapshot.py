@@ -201,6 +201,10 @@ class StateSnapshot:
     def begin(self) -> None:
         self._keep([i for i, tensor in enumerate(self._tensors) if not tensor.readable])
 
+    def begin_keep(self) -> None:
+        """Begins what `keep` does, and does not wait for copies from a GPU. The host copies must be free."""
+        self._keep(range(len(self._tensors)), waits=False)
+
     def keep(self) -> None:
         """Copies to host memory the bytes that the save has not read yet, so that the live tensors may change. Waits
         for the previous save while it still reads the host copies."""
@@ -209,7 +213,7 @@ class StateSnapshot:
             self._keep(range(len(self._tensors)))
 
     @torch.no_grad()
-    def _keep(self, indices: Sequence[int]) -> None:
+    def _keep(self, indices: Sequence[int], *, waits: bool = True) -> None:
         # With None as the stream, torch would still look for a GPU.
         with self._lock, torch.cuda.stream(self._stream) if self._stream else nullcontext():
             for i in indices:
@@ -217,7 +221,7 @@ class StateSnapshot:
                 if not self._copied[i] and self._read_bytes[i] < tensor.nbytes:
                     tensor.host.copy_(tensor.live, non_blocking=True)
                     self._copied[i] = True
-            if self._stream:
+            if self._stream and waits:
                 self._stream.synchronize()
 
     def copy(self, to: Bytes, target: Bytes) -> None:

@@ -171,6 +171,7 @@ class Checkpointer:
         self._newest: Future[list[FileRecord]] | None = None
         self._snapshot: StateSnapshot | None = None
         self._moments_away = away
+        self._leaving: StateSnapshot | None = None  # of the moments, while they are copied to leave
 
     def begin(self, path: Path) -> None:
         """Begins to save the current state into directory `path`; does not wait. A thread writes the files, once any
@@ -200,19 +201,31 @@ class Checkpointer:
         if self._snapshot:
             self._snapshot.keep()
             self._snapshot = None
+        self._leaving = None
         self.bring_moments_back()
         if self._stream:
             torch.cuda.current_stream().wait_stream(self._stream)
 
-    def put_moments_away(self) -> None:
-        """Moves AdamW's moments to their host copies, and frees their memory on the device. First waits until no save
-        is running, because a save reads the host copies."""
-        self.wait_until_saved()
+    def begin_to_put_moments_away(self) -> None:
+        """Begins to copy AdamW's moments to their host copies, and does not wait: `put_moments_away` does. Does nothing
+        if a save is running, because it reads the host copies."""
+        if self._newest and not self._newest.done():
+            return
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())
-        snapshot = StateSnapshot(self._staging.moments, self._stream)
-        snapshot.host_is_free()
-        snapshot.keep()
+        self._leaving = StateSnapshot(self._staging.moments, self._stream)
+        self._leaving.host_is_free()
+        self._leaving.begin_keep()
+
+    def put_moments_away(self) -> None:
+        """Moves AdamW's moments to their host copies, and frees their memory on the device. First waits until no save
+        is running."""
+        self.wait_until_saved()
+        if not self._leaving:
+            self.begin_to_put_moments_away()
+        assert self._leaving
+        self._leaving.keep()
+        self._leaving = None
         for moment in self._staging.moments:
             moment.live.untyped_storage().resize_(0)
         self._moments_away = True

@@ -146,10 +146,12 @@ class Alternation:
             step.finish_sampling()
             self._sampled = self._config.max_steps_off_policy + 1
         step.train_on_substeps()
-        weights = step.publish()
         self._sampled -= 1
-        if self._is_awaited(weights.identity.version):
+        if self._is_awaited(step.record.step + 1):
             self._sampled = 0
+        if not self._sampled:
+            step.rooms.trainer.begin_free_memory()
+        weights = step.publish()
         with step.record.clock("update_replicas"):
             if not self._sampled:
                 step.rooms.trainer.free_memory()

@@ -28,6 +28,9 @@ class Asked(list[str]):
         self.append(" ".join(map(str, words)))
 
 
+FREEING = ("begin_free_memory", "free_memory")
+
+
 class StandIns(SimpleNamespace):
     def __init__(self, parts: int, norms: Sequence[float] = ()) -> None:
         super().__init__(asked=Asked(), parts=parts, norms=iter(norms), rows=[])
@@ -74,7 +77,7 @@ class StandIns(SimpleNamespace):
 
     def __getattr__(self, name: str) -> Any:
         """The verbs whose arguments no test looks at."""
-        if name not in ("end_version", "finish_sampling", "sleep", "free_memory", "leave_boundary", "seal"):
+        if name not in ("end_version", "finish_sampling", "sleep", "leave_boundary", "seal", *FREEING):
             raise AttributeError(name)
         return lambda *_: self.asked.note(name.replace("_", " "))
 
@@ -119,14 +122,15 @@ def test_a_step_is_published_its_update_begun_and_then_released_and_saved() -> N
 
 
 def phases(max_steps: int, bound: int, **options: Any) -> str:
-    """Returns the phases of a colocated run: s(ampling, then sleep), numbers of trained steps, u(pdate)."""
+    """Returns the phases of a colocated run: s(ampling, then sleep), numbers of trained steps, b(eginning to free
+    memory), its f(reeing), u(pdate)."""
     run_config = small(
         max_steps=max_steps, placement="colocated", orchestrator={"max_steps_off_policy": bound}, **options
     )
     all_ = StandIns(1)
     run(all_, run_config, RefusedSteps(run_config, print))
-    short = {"finish sampling": "s", "free memory": "f", "update": "u", "forward_backward": ""}
-    words = [call for call in all_.asked if call.split()[0] in {"finish", "free", "update", "forward_backward"}]
+    short = {"finish sampling": "s", "begin free memory": "b", "free memory": "f"}
+    words = [call for call in all_.asked if call in short or call.split()[0] in {"update", "forward_backward"}]
     return "".join(short.get(call, call.split()[-1].split(".")[0] if call[0] != "u" else "u") for call in words)
 
 
@@ -135,18 +139,19 @@ def test_a_colocated_step_trains_while_the_replicas_sleep() -> None:
     all_ = StandIns(1)
     run(all_, run_config, RefusedSteps(run_config, print))
     sampled = ["finish sampling", "sleep"]
-    trained = ["wait for 0.0.0", "forward_backward 0.0.0", "leave boundary", "optim_step", "publish 1", "free memory"]
+    trained = ["wait for 0.0.0", "forward_backward 0.0.0", "leave boundary", "optim_step"]
+    published = ["begin free memory", "publish 1", "free memory"]
     end = ["end version", "update 1", "begin version 1", "release 0", "at boundary 1", "row 0 ['{}']", "seal"]
-    assert all_.asked[5:] == [*sampled, *trained, *end]
+    assert all_.asked[5:] == [*sampled, *trained, *published, *end]
     (row,) = all_.rows
     assert {"time/hand_over", "time/wait_for_batch", "time/update_replicas"} <= row.keys()
 
 
 def test_devices_change_hands_when_all_that_the_bound_allows_is_trained_on() -> None:
     """Or earlier, for an evaluation."""
-    assert phases(3, 0) == "us0fus1fus2fu"
-    assert phases(5, 1) == "us01fus23fus4fu"
-    assert phases(8, 2, eval={"every": 4}) == "us012fus3fus456fus7fu"
+    assert phases(3, 0) == "us0bfus1bfus2bfu"
+    assert phases(5, 1) == "us01bfus23bfus4bfu"
+    assert phases(8, 2, eval={"every": 4}) == "us012bfus3bfus456bfus7bfu"
 
 
 class TestAReplicaThatStartsWhileTheOthersFallAsleep:
