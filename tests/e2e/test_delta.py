@@ -1,4 +1,5 @@
-"""Runs whose weights travel as changes: a replica is lost while it takes them, or refuses them.
+"""Runs whose weights travel through the object store, most of them as changes: a replica is lost while it takes them,
+or refuses them.
 
 All of it is `long`. The codec, and 200 updates of replicas that join, miss versions and refuse changes:
 unit/transports/test_delta.py.
@@ -12,7 +13,7 @@ import torch
 from chaos_support import armed
 from resume_support import rows_of
 from run_support import ROOT, Ended, assert_bound_and_conservation, run_rl
-from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoTokenizer, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from trireme.core.errors import EXIT_OK
 
@@ -24,11 +25,21 @@ FLAGS = [
 ]
 
 
+POINTS = {"delta": ("update", "write", "load"), "dense": ("update", "load")}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["inference.update[1]@3=kill", "inference.write[1]@3=kill"])
-def test_a_replica_that_is_lost_in_the_middle_costs_the_run_nothing_else(tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize("action", ["kill", "stop"])
+@pytest.mark.parametrize(
+    ("encoding", "point"), [(encoding, point) for encoding, points in POINTS.items() for point in points]
+)
+def test_a_replica_that_is_lost_in_the_middle_costs_the_run_nothing_else(
+    tmp_path: Path, encoding: str, point: str, action: str
+) -> None:
     """Every version has one bucket, so it is the third version. The other replica takes changes all along."""
-    outcome = run_rl(tmp_path, *FLAGS, "--timeouts.update-s", "20", environ=armed(tmp_path, [fault]))
+    fault = f"inference.{point}[1]@3={action}"
+    flags = [*FLAGS, "--inference.encoding", encoding, "--timeouts.update-s", "20"]
+    outcome = run_rl(tmp_path, *flags, environ=armed(tmp_path, [fault]))
     assert os.listdir(tmp_path / "once") == [fault], outcome.out
     assert outcome.code == EXIT_OK, outcome.out
     assert {row["attempt"] for row in outcome.rows} == {1}, "the trainer has seen nothing of it"
@@ -88,3 +99,23 @@ def test_changes_reach_experts(tmp_path: Path) -> None:
     outcome = run_rl(tmp_path, *FLAGS, "--model.name", str(tmp_path / "experts"))
     assert_changes_arrive(outcome)
     assert len(digests(outcome)) > 1, "a step changes nothing where all answers of the random model are as bad"
+
+
+@pytest.mark.long
+def test_changes_reach_adapters(tmp_path: Path) -> None:
+    """A step changes most values of the matrices B. Here they are a ninth of the adapter: the model is sort-base with
+    four times the inner width of its feed-forward layers, and zeros there."""
+    base = Qwen3ForCausalLM.from_pretrained(ROOT / "assets" / "sort-base")
+    inner = base.config.intermediate_size
+    base.config.intermediate_size = 4 * inner
+    model = Qwen3ForCausalLM(base.config)
+    wide = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    for name, tensor in base.state_dict().items():
+        wide[name][tuple(map(slice, tensor.shape))] = tensor
+    model.load_state_dict(wide)
+    model.save_pretrained(tmp_path / "wide")
+    AutoTokenizer.from_pretrained(ROOT / "assets" / "sort-base").save_pretrained(tmp_path / "wide")
+    lora = ("--trainer.lora.rank", "8", "--trainer.lora.targets", '["down_proj"]')
+    outcome = run_rl(tmp_path, *FLAGS, *lora, "--model.name", str(tmp_path / "wide"))
+    assert_changes_arrive(outcome)
+    assert len(digests(outcome)) == STEPS

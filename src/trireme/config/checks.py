@@ -183,17 +183,8 @@ def _ranks(config: Config, facts: ModelFacts | None) -> Iterator[Refusal]:
 
 
 def _encoding(config: Config) -> Iterator[Refusal]:
-    """Refuses `inference.encoding = delta` where weights do not travel as changes: with LoRA adapters, and with any
-    transport but object_store."""
-    if config.inference.encoding != "delta":
-        return
-    if config.trainer.lora.on:
-        yield Refusal(
-            "inference.encoding = delta with trainer.lora: a step changes most values of adapters, which are small",
-            "dense",
-            "leave --inference.encoding out",
-        )
-    if config.transport not in ("auto", "object_store"):
+    """Refuses `inference.encoding = delta` with any transport but object_store."""
+    if config.inference.encoding == "delta" and config.transport not in ("auto", "object_store"):
         yield Refusal(
             f"inference.encoding = delta with inference.transport = {config.inference.transport}",
             "object_store, where each replica fetches what it lacks",

@@ -3,7 +3,7 @@
 import asyncio
 import pickle
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,6 +79,17 @@ def test_a_bucket_in_which_all_changes_travels_whole_and_fewer_changes_have_a_by
     assert len(delta.encode(old.view(np.uint8), new.view(np.uint8))) <= 2 * 656
 
 
+@pytest.mark.parametrize("difference", [1, 0xFFFF])
+def test_every_word_there_is_may_change(difference: int) -> None:
+    """Each by one: NaNs with payloads, zeros of both signs, subnormals, infinities."""
+    old = np.arange(2**16).astype(np.uint16)
+    new = old + np.uint16(difference)
+    memory = old.view(np.uint8).copy()
+    (added,) = delta.apply(delta.encode(old.view(np.uint8), new.view(np.uint8)), memory, [0])
+    assert np.array_equal(memory, new.view(np.uint8))
+    assert sums_of(old.view(np.uint8)) + added == sums_of(new.view(np.uint8))
+
+
 @pytest.mark.parametrize(
     "corrupt",
     [
@@ -110,13 +121,19 @@ class Reference:
         return self.array
 
 
-class Trainer:
-    """Two ranks that publish a model in bfloat16, of masters in float32 that AdamW trains."""
+MODEL = {f"t{n}": shape for n, shape in enumerate([(40, 50), (37,), (3, 5, 7), (200, 11), (1,)])}
+ADAPTER = {"A": (4, 400), "B": (50, 4)}
 
-    def __init__(self, learning_rate: float) -> None:
+
+class Trainer:
+    """Two ranks that publish a model or an adapter in bfloat16, of masters in float32 that AdamW trains. `shapes`:
+    {name of a tensor: its shape}. The tensor B of an adapter begins at zero, so a step changes nearly all its values.
+    """
+
+    def __init__(self, learning_rate: float, shapes: Mapping[str, tuple[int, ...]]) -> None:
         torch.manual_seed(0)
-        shapes = [(40, 50), (37,), (3, 5, 7), (200, 11), (1,)]
-        self.masters = {f"t{n}": torch.nn.Parameter(torch.randn(shape) / 50) for n, shape in enumerate(shapes)}
+        start = {name: torch.randn(shape) / 50 * (name != "B") for name, shape in shapes.items()}
+        self.masters = {name: torch.nn.Parameter(tensor) for name, tensor in start.items()}
         self.counts = torch.arange(7, dtype=torch.uint8)  # a buffer of an odd size
         self.optimizer = torch.optim.AdamW(self.masters.values(), learning_rate)
         self.layout = lay_out([self.tensors()], bucket_bytes=4400)
@@ -188,7 +205,7 @@ def test_200_updates_are_those_of_whole_weights(learning_rate: float, monkeypatc
     summed: list[int] = []
     plain = weights.sums_of
     monkeypatch.setattr(weights, "sums_of", lambda data, first=0: (summed.append(len(data)), plain(data, first))[1])
-    trainer = Trainer(learning_rate)
+    trainer = Trainer(learning_rate, MODEL)
     replicas = [Replica(), Replica(), Replica()]
 
     def takes(replica: int, version: int) -> bool:
@@ -214,3 +231,31 @@ def test_200_updates_are_those_of_whole_weights(learning_rate: float, monkeypatc
 
     asyncio.run(run())
     assert [replica.refused for replica in replicas] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("learning_rate", [1e-6, 1e-5, 2e-3])
+def test_50_updates_of_an_adapter_are_those_of_whole_weights(learning_rate: float) -> None:
+    """Two replicas take the versions, and the second joins at version 20. At the lower rates the matrix A travels as
+    changes; at the highest rate so much changes that everything travels whole."""
+    trainer = Trainer(learning_rate, ADAPTER)
+    replicas = [Replica(), Replica()]
+
+    async def run() -> list[float]:
+        shares = []
+        for version in range(51):
+            published = trainer.publish(version)
+            dense = [bucket.tolist() for bucket in await object_store.open(published.source)]
+            for replica in replicas[: 1 + (version >= 20)]:
+                buckets = await replica.take(published)
+                assert [bucket.tolist() for bucket in buckets] == dense, f"version {version}"
+            shares.append(replicas[0].received / sum(trainer.layout.sizes))
+            trainer.step()
+        return shares
+
+    whole, *shares = asyncio.run(run())
+    assert whole == 1.0
+    assert [replica.refused for replica in replicas] == [0, 0]
+    if learning_rate < 2e-3:
+        assert max(shares) < 0.5
+    else:
+        assert min(shares) == 1.0
