@@ -10,17 +10,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-SLAB_BYTES = 2**26
+from trireme.transports.slabs import SLAB_BYTES, SLABS
 
 
 class Carrier:
-    """Copies host bytes to a GPU through two staging buffers in host memory, which are page-locked if `pinned` is True.
-    While one buffer is copied to the GPU, `threads` threads fill the other."""
+    """Copies host bytes to a GPU through SLABS staging buffers of SLAB_BYTES in host memory, which are page-locked if
+    `pinned` is True. While one buffer is copied to the GPU, `threads` threads fill the other."""
 
     def __init__(self, threads: int, *, pinned: bool) -> None:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "carry")
-        slabs = [torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        slabs = [torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(SLABS)]
         self._slabs = cycle((slab, torch.cuda.Event() if pinned else None) for slab in slabs)
 
     def carry(self, source: npt.NDArray[np.uint8], target: Tensor) -> None:

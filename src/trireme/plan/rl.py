@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from trireme.config.model_facts import ModelFacts
 from trireme.config.schema import Config
 from trireme.plan.memory import GIB, GPU_ALLOWANCES
-from trireme.plan.needs import HOST_OF_CUDA_GIB, KEPT_VERSIONS, KV_CACHE, VERSIONS, Need, gib
+from trireme.plan.needs import HOST_OF_CUDA_GIB, KEPT_VERSIONS, KV_CACHE, SLAB_BYTES, SLABS, VERSIONS, Need, gib
 from trireme.plan.part import Part
 from trireme.plan.trainer import TrainerPart
 from trireme.plan.whole import SHARED_GPU_UTILIZATION, count
@@ -39,6 +39,9 @@ the run trains an adapter. The graphs then wait in host memory."""
 ARRIVING = "arriving weights"
 """The purpose of a replica's memory for a version that it receives while another one is loaded. The ranks of the
 replica map this memory if it is on the host. If changes travel, they turn one version into the next there."""
+STAGING = "staging buffers"
+"""The purpose of the page-locked memory through which weights pass from the host to a replica's GPUs
+(`inference.carrier`)."""
 ON_ITS_WAY = "a bucket on its way"
 """The purpose of an engine's GPU memory through which buckets that arrive by NCCL pass to host memory, one by one."""
 NCCL = "NCCL"
@@ -120,7 +123,7 @@ class InferencePart(Part):
             cache = self._gpu_cache(self.facts)
             gpu = {**self._engine, KV_CACHE: cache}
             resting = self.resting if self.colocated else None
-            host = {"processes": cuda, **arriving}
+            host = {"processes": cuda, STAGING: self.ranks * SLABS * SLAB_BYTES, **arriving}
             if self.colocated and not self.config.trainer.lora.on:
                 host[GRAPHS] = self.ranks * GRAPH_BYTES
             need = Need(host, gpu=gpu, resting=resting, shared=shared, gpu_share=self.gpu_share, shm_free=queues)

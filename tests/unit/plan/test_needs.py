@@ -175,6 +175,7 @@ class TestPublishedWeights:
         assert shard.gpu["memory shared with replicas"] == SLABS * SLAB_BYTES
         assert replica.gpu["arriving weights"] == 1_200_000_000
         assert "arriving weights" not in machine.host
+        assert machine.host["staging buffers"] == SLABS * SLAB_BYTES
         assert machine.host["shares of two versions of the weights"] == 2 * 1_200_000_000
         if placement == "colocated":
             assert shard.resting["memory shared with replicas"] == SLABS * SLAB_BYTES
