@@ -211,7 +211,7 @@ def _send_one(
 
 def _receive(end: Connection, device: str) -> None:
     """Receives versions as rank 0 of an engine."""
-    from inference.mapping import ON_DEVICE, Region
+    from inference.mapping import ON_DEVICE, paged
     from inference.receiving import Receiving
     from trireme.transports.packing import tensor_of
 
@@ -233,9 +233,8 @@ def _receive(end: Connection, device: str) -> None:
             if "failed" in message:
                 end.send(message["failed"])
                 continue
-            path = message["arrived"]["path"]
-            pairs = zip(message["arrived"]["offsets"], layout.sizes, strict=True)
-            regions = [Region(path, offset, nbytes) for offset, nbytes in pairs]
+            path = message["arrived"]
+            regions, _ = paged(path, layout.sizes)
             buckets = [receiving.on_device(part) if path == ON_DEVICE else part.map() for part in regions]
             end.send(_sums([tensor_of(entry, buckets) for entry in layout.entries]))
             del buckets

@@ -56,10 +56,12 @@ class _Mapping:
     """Device and inode."""
 
 
-def page_offsets(sizes: Sequence[int]) -> list[int]:
-    """Returns the offsets of buckets in one block of memory, and then the offset at which the last bucket ends. Each
-    bucket begins at a page. `sizes`: the bytes of each bucket."""
-    return list(accumulate((-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes), initial=0))
+def paged(path: str, sizes: Sequence[int]) -> tuple[list[Region], int]:
+    """Lays buckets out in one block of memory, which has the path `path`. Returns the region of each bucket, which
+    begins at a page, and the bytes of the block, which are a number of whole pages. `sizes`: the bytes of each
+    bucket."""
+    *offsets, end = accumulate((-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes), initial=0)
+    return [Region(path, offset, size) for offset, size in zip(offsets, sizes, strict=True)], end
 
 
 class Landing:
@@ -81,11 +83,11 @@ class Landing:
     def regions(self, sizes: Sequence[int]) -> list[Region]:
         """Returns for each bucket a region of the file, which begins at a page and has the number of bytes in `sizes`.
         Resizes the file so that all regions fit."""
-        *offsets, end = page_offsets(sizes)
+        regions, end = paged(self.path, sizes)
         if len(self.whole) != max(end, 1):
             os.ftruncate(self._file, max(end, 1))
             self.whole = np.memmap(self.path, np.uint8, "r+", shape=(max(end, 1),))
-        return [Region(self.path, offset, size) for offset, size in zip(offsets, sizes, strict=True)]
+        return regions
 
     def copy(self, buckets: Sequence[npt.NDArray[np.uint8]]) -> list[Region]:
         """Copies `buckets` into the file and returns their regions. Call it in a thread: copying blocks."""

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from inference.mapping import ON_DEVICE, Landing, Region, page_offsets
+from inference.mapping import ON_DEVICE, Landing, Region, paged
 from trireme.core.digest import sums_of
 from trireme.core.errors import RoomFailed
 from trireme.core.finite_json import to_json
@@ -61,12 +61,12 @@ class DeviceLanding:
     def regions(self, sizes: Sequence[int]) -> list[Region]:
         """Returns for each bucket a region of this memory with the number of bytes in `sizes`. Makes the memory anew if
         its size differs."""
-        *offsets, end = page_offsets(sizes)
+        regions, end = paged(ON_DEVICE, sizes)
         if len(self.whole) != end:
             self.whole = torch.empty(0, dtype=torch.uint8)  # two would not fit
             with slab_memory().on_stream():  # memory that the engine's stream has freed may still be in use there
                 self.whole = torch.empty(end, dtype=torch.uint8, device=self._device)
-        return [Region(ON_DEVICE, offset, size) for offset, size in zip(offsets, sizes, strict=True)]
+        return regions
 
 
 class Receiving:
@@ -79,7 +79,8 @@ class Receiving:
         self._alone = alone
         self._current: Broadcast | None = None
         self._copy: DeviceLanding | None = None  # of a version that lies in host memory too
-        self._spares: dict[bool, Landing | DeviceLanding] = {}  # of versions that were loaded; True: on the device
+        self._spare: Landing | None = None  # of a version that was loaded
+        self._spare_on_device: DeviceLanding | None = None
         self._places: Sequence[TensorPlace] = ()
 
     def start(self, offer: Offer, number: int, serial: int, pipe: str) -> None:
@@ -95,21 +96,19 @@ class Receiving:
         reaches = isinstance(group.collective, (SlabReceiver, NcclCollective))
         if self._device is not None and reaches and self._alone and self._copy is None:
             return self._on_device(self._device)
-        spare = self._spares.pop(False, None)
-        if isinstance(spare, Landing):
-            return spare
-        return Landing()
+        spare = self._spare or Landing()
+        self._spare = None
+        return spare
 
     def _on_device(self, device: str) -> DeviceLanding:
-        spare = self._spares.pop(True, None)
-        if isinstance(spare, DeviceLanding):
-            return spare
-        return DeviceLanding(device)
+        spare = self._spare_on_device or DeviceLanding(device)
+        self._spare_on_device = None
+        return spare
 
     def copies(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Returns memory on the device, to which the caller copies a version that lies in host memory: a tensor of
         bytes for each bucket, with the number of bytes in `sizes`. Returns [] if the plan has no room for it, or if
-        another version is arriving there."""
+        a version has arrived or is arriving there."""
         arriving = self._current.landing if self._current else None
         if self._device is None or isinstance(arriving, DeviceLanding):
             return []
@@ -143,8 +142,11 @@ class Receiving:
         if self._current and self._current.version == version:
             landings.append(self._current.landing)
             self._current.landing = None
-        if copied:
-            self._spares |= {isinstance(landing, DeviceLanding): landing for landing in landings if landing}
+        for landing in landings if copied else []:
+            if isinstance(landing, DeviceLanding):
+                self._spare_on_device = landing
+            elif landing:
+                self._spare = landing
 
 
 def sums_at(bucket: npt.NDArray[np.uint8], places: Sequence[TensorPlace]) -> dict[TensorPlace, str]:
@@ -237,9 +239,7 @@ class Broadcast:
         store = open_store(host, port, timeout_s=self._offer.ready_s)
         fault_point("transport.ready")
         self._tell(pipe, ready=True)
-        version = self._offer.version
-        attempt = self._offer.attempt
-        member = GroupMember(store, host, self._number, attempt, version, self.given_up.is_set)
+        member = GroupMember(store, host, self._number, self._offer.attempt, self._offer.version, self.given_up.is_set)
         # A store whose process is stopped never answers. Then this thread waits until that process ends, and the
         # replica takes the version on demand at the deadline.
         group = member.meet(last, self._deadline)
@@ -262,7 +262,7 @@ class Broadcast:
         finally:
             summing.shutdown(wait=False)
         fault_point("transport.finish")
-        self._tell(pipe, arrived={"path": landing.path, "offsets": [region.offset for region in regions]})
+        self._tell(pipe, arrived=landing.path)
         return group
 
     def _receive_bucket(self, group: BroadcastGroup, place: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from inference.mapping import ON_DEVICE, Landing, Region, regions_of
+from inference.mapping import ON_DEVICE, Landing, Region, paged, regions_of
 from trireme.core.errors import RoomFailed
 from trireme.core.transport import Offer, Transport
 from trireme.core.types import WeightIdentity
@@ -77,12 +77,10 @@ class _Incoming:
 
     def hear(self, message: dict[str, Any]) -> None:
         """Settles the futures by a message from the receiving thread, with one of three keys: "ready" (the thread is
-        ready to receive), "arrived" (the file and offsets of the buckets) or "failed" (the reason)."""
+        ready to receive), "arrived" (the path of the buckets) or "failed" (the reason)."""
         if "arrived" in message:
-            path = message["arrived"]["path"]
-            offsets = message["arrived"]["offsets"]
-            pairs = zip(offsets, self.offer.sizes, strict=True)
-            self._settle(self.arrived, [Region(path, offset, nbytes) for offset, nbytes in pairs])
+            regions, _ = paged(message["arrived"], self.offer.sizes)
+            self._settle(self.arrived, regions)
         elif "failed" in message:
             self.fail(message["failed"])
         self._settle(self.ready, None)
@@ -203,10 +201,17 @@ class Broadcasts:
         incoming = self._incoming
         if incoming is None or not incoming.is_of(published.identity):
             return "its engine was started anew, or another version was offered"
-        await asyncio.wait({incoming.arrived}, timeout=max(incoming.deadline + GRACE_S - time.monotonic(), 0.0))
+        await self.settled()
         if not incoming.arrived.done():
             return f"not all has arrived in the {incoming.offer.timeout_s:.0f} s that it may take"
         return str(incoming.arrived.exception() or "")
+
+    async def settled(self) -> None:
+        """Waits until the offered version has arrived or failed, at most GRACE_S seconds beyond the offer's time."""
+        incoming = self._incoming
+        if incoming:
+            left_s = max(incoming.deadline + GRACE_S - time.monotonic(), 0.0)
+            await asyncio.wait({incoming.arrived}, timeout=left_s)
 
     def lose_engine(self) -> None:
         """Forgets the offered version, because the engine that received it has ended."""

@@ -222,16 +222,13 @@ def _refusal_of(manifest: WeightsManifest, buckets: Buckets, sums: Callable[[], 
     populate(buckets)
     try:
         digests = sums()
-    except WeightsRefused as refused:
-        return str(refused)
-    if fault_point("inference.received") == "corrupt":
-        entry = manifest.entries[len(manifest.entries) // 2]
-        with slab_memory().on_stream():
-            buckets[entry.bucket][entry.offset] ^= 1
-        digests = {}
-    on_device = {number: bucket for number, bucket in enumerate(buckets) if isinstance(bucket, torch.Tensor)}
-    mapped = [bucket for bucket in buckets if isinstance(bucket, np.ndarray)]
-    try:
+        if fault_point("inference.received") == "corrupt":
+            entry = manifest.entries[len(manifest.entries) // 2]
+            with slab_memory().on_stream():
+                buckets[entry.bucket][entry.offset] ^= 1
+            digests = {}
+        on_device = {number: bucket for number, bucket in enumerate(buckets) if isinstance(bucket, torch.Tensor)}
+        mapped = [bucket for bucket in buckets if isinstance(bucket, np.ndarray)]
         check_received(manifest, mapped, {**digests, **sums_on_device(manifest.entries, on_device)}, readers())
     except WeightsRefused as refused:
         return str(refused)
@@ -314,14 +311,14 @@ class WorkerExtension:
         `regions` has an `inference.mapping.Region` for each bucket. `steps` has an `inference.session.BucketStep` for
         each bucket; it is empty if nothing has to be written to the regions first."""
         manifest, regions, steps = pickle.loads(pickled_files)
-        buckets = [self._bucket_at(region) for region in regions]
+        buckets = [self.receiving.on_device(region) if region.path == ON_DEVICE else region.map() for region in regions]
         if steps:
             digests: Callable[[], Mapping[TensorPlace, str]] = partial(self._write, manifest.entries, regions, steps)
         else:
             digests = partial(self.receiving.sums, {region.path for region in regions})
         copies: list[torch.Tensor] = []
         if self.rank == 0 or not steps:  # other ranks cannot know when rank 0 has written
-            copies = self._copies_of(buckets)
+            copies = self.receiving.copies([len(bucket) for bucket in buckets])
         if copies:
             carry = partial(self._carry, digests, buckets, copies)
             work: Callable[[], str | None] = partial(_refusal_of, manifest, copies, carry)
@@ -332,12 +329,6 @@ class WorkerExtension:
         self._checking = Future()
         self.received = (manifest, [*copies] or buckets)
         Thread(target=_resolve, args=(self._checking, work), name="check", daemon=True).start()
-
-    def _copies_of(self, buckets: Buckets) -> list[torch.Tensor]:
-        """Returns memory in the second buffer for `buckets`; [] if they are there already, or if there is none."""
-        if any(isinstance(bucket, torch.Tensor) for bucket in buckets):
-            return []
-        return self.receiving.copies([len(bucket) for bucket in buckets])
 
     def _carry(
         self, arrive: Callable[[], object], buckets: Buckets, copies: Sequence[torch.Tensor]
@@ -350,11 +341,6 @@ class WorkerExtension:
             for bucket, copy in zip(buckets, copies, strict=True):
                 self.carrier.carry(np.asarray(bucket), copy)
         return {}
-
-    def _bucket_at(self, region: Region) -> npt.NDArray[np.uint8] | torch.Tensor:
-        if region.path == ON_DEVICE:
-            return self.receiving.on_device(region)
-        return region.map()
 
     def _write(
         self, entries: Sequence[TensorEntry], regions: Sequence[Region], steps: Sequence[BucketStep]
@@ -373,10 +359,8 @@ class WorkerExtension:
             if step.changes:
                 places = [entry.place for entry in entries if entry.bucket == number]
                 added = codec.apply(step.region.map(), memory, [place.offset for place in places])
-                sums = {
-                    place: before[place] + more for place, more in zip(places, added, strict=True) if place in before
-                }
-                totals |= {place: str(total) for place, total in sums.items()}
+                changed = [(place, more) for place, more in zip(places, added, strict=True) if place in before]
+                totals |= {place: str(before[place] + more) for place, more in changed}
             else:
                 memory[:] = step.region.map()
         return totals

@@ -25,17 +25,16 @@ from trireme.core.digest import GOLDEN, WORD_BYTES, Sums, compiler, key_of
 from trireme.core.errors import WeightsRefused
 
 Bytes = npt.NDArray[np.uint8]
-BLOCK_BYTES = 8
-"""Words are compared in blocks; the size of a bucket is a multiple of it."""
 LARGEST_SHARE = 0.5
 """Changes of more than this share of a bucket's bytes are not worth their time: the bucket travels whole."""
 BLOCK_TOKENS_BYTES = 4 * 12
-"""Most bytes that the tokens of one block can have."""
+"""Most bytes that the tokens of one block of four words can have."""
 
 
 def encode(base: Bytes, bucket: Bytes) -> Bytes | None:
     """Returns the changes that turn `base` into `bucket`, as uint8 [n]. Both are contiguous uint8 arrays of the same
-    size. Returns None if the changes have more than LARGEST_SHARE of the bucket's bytes. Releases the GIL."""
+    size, a multiple of 8 bytes, because words are compared in blocks of four. Returns None if the changes have more
+    than LARGEST_SHARE of the bucket's bytes. Releases the GIL."""
     changes = np.empty(int(len(bucket) * LARGEST_SHARE) + BLOCK_TOKENS_BYTES, np.uint8)
     size = _kernels()[0](base.view(np.uint64), bucket.view(np.uint64), changes)
     if size < 0:

@@ -101,8 +101,6 @@ class GroupRoot:
         transfer (`Session.epoch`), exactly its members have to receive in a group, and all of them still have this
         group. Else it is a new group. Raises RoomFailed when no member answers, or when the group is not complete by
         `deadline`, in seconds of the monotonic clock."""
-        if last and last.epoch != self._session.epoch:
-            last = None
         if self._slabs:
             self._set("call", members=self._members, device=self._slabs.device, slabs=self._slabs.address)
         else:
@@ -125,16 +123,18 @@ class GroupRoot:
         else:
             kind = "gloo"
         present = tuple(grouped)
-        stays = last and last.members == present and all(answer["group"] == last.name for answer in grouped.values())
+        stays = (
+            last
+            and (last.epoch, last.members) == (self._session.epoch, present)
+            and all(answer["group"] == last.name for answer in grouped.values())
+        )
         if last and stays:
             name = last.name
         else:
             name = f"{self._session.attempt}.{self._session.epoch}.{self._version}"
         self._set("go", group=name, members=present, kind=kind, epoch=self._session.epoch, sharing=sharing)
-        if not present:
-            return Receivers(None, sharing, late)
-        if last and stays:
-            return Receivers(last, sharing, late)
+        if not present or stays:
+            return Receivers(last if present else None, sharing, late)
         left_s = max(deadline - time.monotonic(), POLL_S)
         joined = join_group(kind, self._store, name, 0, 1 + len(present), left_s, self._host)
         return Receivers(BroadcastGroup(name, self._session.epoch, present, kind, joined), sharing, late)

@@ -70,7 +70,8 @@ class Sending:
         """Members that did not connect in time, and were left out."""
         self.deadline = time.monotonic() + session.left_s
         self._slabs = slabs
-        self._root_of = endpoint, version, session, members, before
+        self._before = before
+        self._open_root = lambda: GroupRoot(open_store(*endpoint), endpoint[0], version, session, members, slabs)
         self._finished = threading.Event()
         self._full: queue.Queue[tuple[Buffer, Callable[[], None]] | None] = queue.Queue(BUFFERS)
         threading.Thread(target=self._run, name=f"broadcast of version {version}", daemon=True).start()
@@ -90,18 +91,12 @@ class Sending:
         while not self.failure:
             if condition():
                 return not self.failure
-            if time.monotonic() > self._last_moment:
+            # A thread that sends only through slabs ends by itself at the deadline. Its error names the late replicas,
+            # and the extra time lets this error become `failure`.
+            ending_s = ENDING_S if self.sharing and not self.group else 0.0
+            if time.monotonic() > self.deadline + ending_s:
                 self._give_up("its deadline has passed")
         return False
-
-    @property
-    def _last_moment(self) -> float:
-        """The time at which sending is abandoned, in seconds of the monotonic clock. Usually it is the deadline. If
-        only slabs are used, it is ENDING_S later, because the thread then ends by itself at the deadline. The thread's
-        error names the late replicas, and the extra time lets this error become `failure`."""
-        if self.sharing and not self.group:
-            return self.deadline + ENDING_S
-        return self.deadline
 
     def _accepts(self, item: tuple[Buffer, Callable[[], None]] | None) -> bool:
         try:
@@ -118,24 +113,17 @@ class Sending:
 
     def _run(self) -> None:
         try:
-            self._send_all(*self._root_of)
+            self._send_all()
         except Exception as error:  # what the libraries raise has no narrower type
             self._give_up(str(error))
             self.group = None
         self._finished.set()
 
-    def _send_all(
-        self,
-        endpoint: tuple[str, int],
-        version: int,
-        session: Session,
-        members: tuple[int, ...],
-        before: GroupRoot | None,
-    ) -> None:
-        if before:
-            before.clear()
-        self.root = root = GroupRoot(open_store(*endpoint), endpoint[0], version, session, members, self._slabs)
-        receivers = root.meet(self.group, self.deadline)
+    def _send_all(self) -> None:
+        if self._before:
+            self._before.clear()
+        self.root = self._open_root()
+        receivers = self.root.meet(self.group, self.deadline)
         self.group = receivers.group
         self.sharing = receivers.sharing
         self.late = receivers.late

@@ -39,7 +39,7 @@ class Engine:
         self.serial, self.pipe = 0, ""
         self.landing = Landing()
         regions = self.landing.copy(SENT)
-        self.arrival = {"path": regions[0].path, "offsets": [region.offset for region in regions]}
+        self.arrival = regions[0].path
 
     async def start(self, offer: Offer, serial: int, pipe: str) -> None:
         self.offered.append(offer.version)
@@ -109,7 +109,7 @@ def test_what_was_broadcast_is_mapped_where_it_arrived() -> None:
 def test_what_arrived_on_the_engines_device_is_mapped_by_nobody() -> None:
     async def play(replica: Replica) -> None:
         await replica.broadcasts.offer(OFFER)
-        replica.engine.say(arrived={"path": ON_DEVICE, "offsets": [0, 4096, 4096]})
+        replica.engine.say(arrived=ON_DEVICE)
         async with replica.broadcasts.fetched(2, published()) as arrived:
             assert [(region.path, region.offset) for region in arrived.regions] == [
                 (ON_DEVICE, 0), (ON_DEVICE, 4096), (ON_DEVICE, 4096)

@@ -16,7 +16,7 @@ from broadcast_support import HOST, laid_out, tensors_of
 
 from inference import worker
 from inference.carrier import Carrier
-from inference.mapping import ON_DEVICE, Landing, Region
+from inference.mapping import ON_DEVICE, Landing, Region, paged
 from inference.receiving import DeviceLanding, Receiving
 from inference.session import BucketStep
 from inference.worker import WorkerExtension
@@ -58,8 +58,8 @@ class Engine:
         self.rank.receive_broadcast(pickle.dumps((offer, 0, version, f"/proc/self/fd/{self._write}")))
         assert json.loads(self._messages.readline())["ready"]
         self.sender.send(version, layout, [tensors], Session(1, 0, {0: 0}, LIMIT_S))
-        arrived = json.loads(self._messages.readline())["arrived"]
-        return [Region(arrived["path"], at, size) for at, size in zip(arrived["offsets"], layout.sizes, strict=True)]
+        regions, _ = paged(json.loads(self._messages.readline())["arrived"], layout.sizes)
+        return regions
 
     def refusal(self, manifest: WeightsManifest, regions: list[Region]) -> str:
         self.rank.receive_weights(pickle.dumps((manifest, regions, ())))

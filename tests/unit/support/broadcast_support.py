@@ -123,6 +123,7 @@ class Receiver:
 
 
 def _receive(end: Any, number: int, faults: str, elsewhere: bool) -> None:
+    from inference.mapping import paged
     from inference.receiving import Receiving
     from trireme.process.faults import number_process
     from trireme.transports import meeting
@@ -132,14 +133,15 @@ def _receive(end: Any, number: int, faults: str, elsewhere: bool) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", TRIREME_FAULTS=faults)
     number_process(number)
     read, write = os.pipe()
-    arrived: dict[str, Any] = {}
+    arrived: list[str] = []
     offered: list[Offer] = []
     places: Sequence[TensorPlace] = ()
 
     def relay() -> None:
         for line in os.fdopen(read):
             message = json.loads(line)
-            arrived.update(message.get("arrived", {}))
+            if "arrived" in message:
+                arrived.append(message["arrived"])
             end.send(message)
 
     threading.Thread(target=relay, daemon=True).start()
@@ -150,15 +152,13 @@ def _receive(end: Any, number: int, faults: str, elsewhere: bool) -> None:
                 offered.append(offer)
                 receiving.start(offer, number, len(offered), f"/proc/self/fd/{write}")
             case ("file",):
-                end.send({"file": os.stat(arrived["path"]).st_ino})
+                end.send({"file": os.stat(arrived[-1]).st_ino})
             case ("digests", copied):
-                with open(arrived["path"], "rb") as file:
-                    whole = file.read()
-                pairs = zip(arrived["offsets"], offered[-1].sizes, strict=True)
-                end.send({"digests": [digest(whole[offset : offset + size]) for offset, size in pairs]})
+                regions, _ = paged(arrived[-1], offered[-1].sizes)
+                end.send({"digests": [digest(region.map()) for region in regions]})
                 receiving.forget(offered[-1].version, places, copied=copied)
             case ("sums", places):
-                end.send({"sums": receiving.sums({arrived["path"]})})
+                end.send({"sums": receiving.sums({arrived[-1]})})
             case ("held",):
                 end.send(what_is_held())
             case ("groups",):
