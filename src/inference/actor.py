@@ -90,6 +90,9 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 Step = Callable[[str, Awaitable[Any]], Awaitable[Any]]
 WARM_UP = SampleRequest("warm-up", np.zeros(2, np.int32), SamplingParams(max_tokens=2, seed=0), "")
+TRIAL_REQUESTS = [f"trial-{number}" for number in range(4)]
+"""Names of requests that a replica decodes while it receives its first version. They make this version a trial of
+receiving under load, before the run has requests of its own."""
 GONE_S = 30.0
 GONE_TICK_S = 0.02
 HEALTH_TICK_S = 0.5
@@ -123,6 +126,7 @@ class ReplicaActor:
 
     engine: AsyncLLM
     engine_stats: EngineStats
+    _trial: asyncio.Task[None]
     end_ids: list[int]
     vocab_size = 2**31  # the model's, once it has started
     node = ""
@@ -658,6 +662,32 @@ class ReplicaActor:
         self._raise_if_broken()
         fault_point("transport.offer")
         await self._guarded("an offer", self.broadcasts.offer(offer), offer.timeout_s)
+        if self.identity is None and not self.asleep:
+            self._trial = asyncio.create_task(self._decode_until_arrival(offer.version))
+
+    async def _decode_until_arrival(self, version: int) -> None:
+        """Decodes the requests TRIAL_REQUESTS until the offered `version` has arrived, has failed, or is late."""
+        steps = self.engine_stats.steps
+        arrival = asyncio.create_task(self.broadcasts.settled())
+        await asyncio.gather(*(self._decode(name, arrival) for name in TRIAL_REQUESTS), return_exceptions=True)
+        await arrival
+        steps = self.engine_stats.steps - steps
+        log.info("%s decoded for %d steps while version %d was on its way", self.name, steps, version)
+
+    async def _decode(self, name: str, end: asyncio.Task[None]) -> None:
+        """Samples as many tokens as a sequence can have, again and again until the task `end` has ended, as the request
+        `name`. Raises vLLM's exception if the engine is dead."""
+        length = self.engine.model_config.max_model_len - len(WARM_UP.prompt)
+        params = replace(WARM_UP.params, max_tokens=length)
+        while not end.done():
+            collector = await self._submit(replace(WARM_UP, request_id=name, params=params), salt=WARM_UP.request_id)
+            answer = asyncio.create_task(answer_of(collector))
+            await asyncio.wait({end, answer}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                answer.result()
+            else:
+                answer.cancel()
+                await self.engine.abort(collector.request_id, internal=True)
 
     @remote_method
     async def adopt(self, identity: WeightIdentity) -> None:

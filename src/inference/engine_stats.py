@@ -23,6 +23,8 @@ class EngineStats(PrometheusStatLogger):
     Prometheus logger of its own, which would record every token of every sequence in histograms that nothing reads."""
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
+        self.steps = 0
+        """Steps with results that the engine has run."""
         self.running = 0
         self.places: int | None = None
         """Sequences that the engine decodes at the same time."""
@@ -40,6 +42,7 @@ class EngineStats(PrometheusStatLogger):
         mm_cache_stats: MultiModalCacheStats | None = None,
         engine_idx: int = 0,
     ) -> None:
+        self.steps += 1
         self.answered(self.silent_s)
         self.listen()
         if scheduler_stats is not None:

@@ -7,6 +7,7 @@ unit/transports/test_kept_versions.py. That it is the same run after another tra
 """
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,13 @@ def versions(outcome: Ended, replica: int, how: str) -> set[int]:
     return taken(outcome.root / "logs", replica, how)
 
 
+def steps_meanwhile(outcome: Ended, replica: int, version: int) -> int:
+    """Returns how many steps the replica's engine decoded for, with no requests of the run, while it received."""
+    logs = "".join(log.read_text() for log in (outcome.root / "logs").rglob(f"inference_{replica}*.log"))
+    (steps,) = re.findall(rf"decoded for (\d+) steps while version {version} was on its way", logs)
+    return int(steps)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "flags",
@@ -47,15 +55,19 @@ def test_a_run_learns_by_broadcasts(tmp_path: Path, flags: tuple[str, ...], tran
     steps = len(assert_learned(outcome))
     for replica in range(1 + ("--inference.replicas" in flags)):
         assert len(versions(outcome, replica, "as it was broadcast")) > steps / 2
+        assert steps_meanwhile(outcome, replica, version=0) > 0
     shards = "".join(log.read_text() for log in (outcome.root / "logs").rglob("trainer_*.log"))
     shared = "weights travel through memory of this process to inference replica 0" in shards
     assert shared == (transport == "ipc") or {"--inference.tensor-parallel", "--trainer.lora.rank"} & set(flags)
 
 
-POINTS = ("bucket", "offer", "ready", "finish")
+POINTS = (
+    *("transport.offer", "transport.ready", "transport.bucket", "transport.finish"),
+    *("inference.update", "inference.load"),
+)
 LOST = [
-    (transport, f"transport.{point}[1]@3={action}")
-    for transport, points in (("broadcast", POINTS), ("ipc", (*POINTS, "slab")))
+    (transport, f"{point}[1]@3={action}")
+    for transport, points in (("broadcast", POINTS), ("ipc", (*POINTS, "transport.slab")))
     for point in points
     for action in ("kill", "stop")
 ]
@@ -76,4 +88,17 @@ def test_a_replica_that_is_lost_in_the_middle_costs_the_run_nothing_else(
     lost = {incident["part"] for incident in rows_of(outcome.root / "incidents.jsonl")}
     assert lost <= {"inference_1"}, "which the run may not live long enough to report"
     assert versions(outcome, 0, "as it was broadcast") >= set(range(1, STEPS + 1))
+    outcome.assert_nothing_left()
+
+
+@pytest.mark.long
+def test_a_first_version_that_does_not_arrive_is_fetched_aloud(tmp_path: Path) -> None:
+    """It fails while the engine decodes. The next one arrives."""
+    flags = [*TWO_BY_TWO, "--inference.replicas", "1", "--inference.transport", "broadcast"]
+    outcome = run_rl(tmp_path, *flags, environ=armed(tmp_path, ["transport.bucket[0]@1=raise"]))
+    assert outcome.code == EXIT_OK, outcome.out
+    assert steps_meanwhile(outcome, 0, version=0) > 0
+    logs = "".join(log.read_text() for log in (outcome.root / "logs").rglob("inference_0*.log"))
+    assert "takes version 0 on demand: fault injected at transport.bucket" in logs
+    assert versions(outcome, 0, "as it was broadcast") == set(range(1, STEPS + 1))
     outcome.assert_nothing_left()

@@ -78,7 +78,8 @@ Endpoint = tuple[str, int]
 """The address of a node, and a port."""
 TRIALS = 2
 """If sending between GPUs fails at one of the first TRIALS versions, no further version is sent, and replicas fetch the
-bytes. The first version of a run is sent before requests run, the second while they run."""
+bytes. While the first version of a run is sent, replicas decode requests of their own; while the second is sent, they
+decode the run's."""
 READY_PART = 10
 """Replicas have one READY_PART-th of an offer's time to report that they are ready."""
 

@@ -1,6 +1,7 @@
 """The parts of a replica that need no engine: deadlines, refusal after a failure, and the way of the bytes."""
 
 import asyncio
+import logging
 import os
 import pickle
 import signal
@@ -25,7 +26,7 @@ from vllm.logprobs import FlatLogprobs
 from waiting import turns, wait_for, wait_for_tasks
 
 from inference import actor as replica_module
-from inference.actor import FETCH, ReplicaActor
+from inference.actor import FETCH, TRIAL_REQUESTS, ReplicaActor
 from inference.engine_stats import EngineStats
 from inference.loaded import Following, LoadedSums
 from inference.messages import Reply, pack_requests
@@ -34,8 +35,9 @@ from trireme.config import Config
 from trireme.config.trainer import LoraConfig
 from trireme.core.deadline import LearnedDeadline
 from trireme.core.errors import BadRequest, ReplicaBehind, RoomFailed, TriremeError, WeightsRefused
+from trireme.core.finite_json import to_json
 from trireme.core.sampler import Heartbeat
-from trireme.core.transport import StoredVersion
+from trireme.core.transport import Offer, StoredVersion
 from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, VersionSpan, WeightIdentity
 from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest, weights_digest
 from trireme.process.environ import DRIVER_MARK
@@ -631,6 +633,58 @@ TAKEN = (
     *(f"prefill of {SAMPLED}", "free_memory"),
 )
 """The calls of an update to version 1 from its pause on."""
+
+
+class OfferedReplica(SamplingReplica):
+    """Has taken no weights yet. `report` writes to the pipe as the engine's rank 0 does when it receives."""
+
+    def __init__(self) -> None:
+        super().__init__(deterministic=False)
+        self.identity = None
+        self.engine.model_config = SimpleNamespace(max_model_len=32)
+
+    async def _in_engine(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        _, _, self.serial, self.pipe = pickle.loads(args[0])
+        self.report(ready=True)
+        return [None]
+
+    async def _submit(self, request: SampleRequest, salt: str) -> Any:
+        assert len(request.prompt) + request.params.max_tokens == 32, "it decodes as long as it can"
+        collector = await super()._submit(request, salt)
+        self.engine_stats.record(None, None)
+        return collector
+
+    def report(self, **message: Any) -> None:
+        with open(self.pipe, "wb", buffering=0) as pipe:
+            pipe.write(to_json({"serial": self.serial, **message}).encode() + b"\n")
+
+
+@pytest.mark.parametrize("end", [{"arrived": os.devnull}, {"failed": "NCCL: unhandled system error"}, {}], ids=str)
+async def test_an_engine_decodes_while_its_first_version_is_on_its_way(
+    end: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until it has arrived, has failed, or is late. Then nothing of these requests is left."""
+    caplog.set_level(logging.INFO)
+    offered = OfferedReplica()
+    offer = Offer(1, 0, (64,), (("here", 1),), timeout_s=60.0 if end else 0.2)
+    await offered.offer(offer)
+    calls = offered.engine.calls
+    await wait_for_tasks(lambda: all(calls.count(name) > 2 for name in TRIAL_REQUESTS), "requests that begin again")
+    assert set(calls) == set(TRIAL_REQUESTS)
+    assert not offered._trial.done()
+    if end:
+        offered.report(**end)
+    async with asyncio.timeout(10.0):
+        await offered._trial
+    assert offered.engine.output_processor.request_states == {}
+    steps = len(calls)
+    await turns()
+    assert len(calls) == steps
+    assert f"inference replica 0 decoded for {steps} steps while version 0 was on its way" in caplog.text
+    offered.identity = IDENTITY
+    await offered.offer(replace(offer, version=1))
+    assert offered._trial.done(), "the run's requests run"
+    offered.broadcasts.close()
 
 
 async def bucket_of_a_dead_trainer() -> Any:
