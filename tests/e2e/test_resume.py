@@ -54,6 +54,8 @@ COMMIT = [
     "commit.renamed@1",
 ]
 RESUME = ["trainer.load@1", "checkout.parked@1", "checkout.rows@1"]
+SWITCHES = ["inference.sleep@2", "trainer.publish@3", "inference.update@3", "inference.loaded@3"]
+"""Where devices change hands: from the replicas to the trainer in step 2, and back after it."""
 RANDOM_KILLS = 10
 
 
@@ -191,6 +193,15 @@ def test_killed_at_every_point(tmp_path: Path, reference: Ended, asynchronous: s
     for point in [*START_UP, *STEP, *COMMIT, *RESUME, "commit.prune@1"]:
         kill_and_compare(tmp_path, reference, flags, point)
     assert_goes_on_to_the_end(tmp_path, reference, *flags)
+
+
+@pytest.mark.long
+def test_killed_at_every_point_where_devices_change_hands_and_resumed_side_by_side(
+    tmp_path: Path, reference: Ended
+) -> None:
+    for point in SWITCHES:
+        kill_and_compare(tmp_path, reference, [*DETERMINISTIC, "--placement", "colocated"], point)
+    assert_goes_on_to_the_end(tmp_path, reference, *DETERMINISTIC, "--placement", "split")
 
 
 @pytest.mark.long
