@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -96,6 +97,9 @@ class ReplicaSetHandle:
         self._incarnations = incarnations or itertools.count(1)
         self._weights: PublishedWeights | None = None  # of the newest update
         self._sleeping = False
+        self._ordering = threading.Lock()
+        """Held while a thread chooses what the replicas have to do and sends it to the actor, without waiting: a new
+        incarnation must not get an older update, or an update instead of sleep, after a newer call of the driver."""
         self._log = log_dir and log_dir / "replica_set_0.log"
         self._epochs = Epochs()
         self.followers: list[Callable[[RemoteSet], object]] = []
@@ -127,10 +131,11 @@ class ReplicaSetHandle:
         that resolves once the new actor is ready."""
         ray.kill(self.actor)
         self._start(clients, generations)
-        if self._sleeping:
-            self.actor.sleep.remote()
-        elif self._weights:
-            self.actor.try_update.remote(self._weights)
+        with self._ordering:
+            if self._sleeping:
+                self.actor.sleep.remote()
+            elif self._weights:
+                self.actor.try_update.remote(self._weights)
         for follow in self.followers:
             follow(self.source)
         return self._started
@@ -138,20 +143,23 @@ class ReplicaSetHandle:
     def update(self, weights: PublishedWeights) -> None:
         """Begins to bring the replicas to `weights`; does not wait. A table says when the update has ended, even if the
         set is lost meanwhile and a later incarnation ends the update."""
-        self._weights = weights  # first: another thread may begin an incarnation now
-        self._sleeping = False
-        self.actor.try_update.remote(weights)
+        with self._ordering:
+            self._weights = weights
+            self._sleeping = False
+            self.actor.try_update.remote(weights)
 
     def sleep(self, on_tick: Callable[[], None]) -> None:
         """Puts the replicas to sleep until the next update, and waits until all sleep. If the set is lost meanwhile,
         its next incarnation puts them to sleep. Calls `on_tick`, which may raise, about once a second. Raises
         RoomFailed if that takes too long; in deterministic mode raises the failure of a replica."""
-        self._sleeping = True  # first: as above
         deadline = time.monotonic() + self._config.update_deadline_s
         while True:
+            with self._ordering:
+                self._sleeping = True
+                asleep = self.actor.sleep.remote()
             try:
                 waits.get_all(
-                    [self.actor.sleep.remote()],
+                    [asleep],
                     owners=[f"{NAME} (which puts the replicas to sleep)"],
                     timeout_s=max(deadline - time.monotonic(), 0.0),
                     log=self._log,

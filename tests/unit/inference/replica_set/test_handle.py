@@ -1,7 +1,8 @@
 """The driver's handle of the replica set, whose actor a stand-in plays: how it waits for the replicas' sleep."""
 
+import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from config_support import small
@@ -83,3 +84,34 @@ def test_the_failure_of_a_room_ends_the_wait_whatever_it_is(monkeypatch: pytest.
     with pytest.raises(RoomFailed, match="trainer shard 1 died"):
         world.replicas.sleep(on_tick)
     assert world.asked == [(1, "sleep")]
+
+
+@pytest.mark.parametrize("verb", ["update", "sleep"])
+def test_what_the_driver_does_while_an_incarnation_begins_comes_last(
+    monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    world = World(monkeypatch, [None])
+    old = cast(Any, SimpleNamespace(identity="old"))
+    new = cast(Any, SimpleNamespace(identity="new"))
+    calls: list[str] = []
+    verbs = {"update": lambda: world.replicas.update(new), "sleep": lambda: world.replicas.sleep(lambda: None)}
+    driver = threading.Thread(target=verbs[verb])
+
+    def try_update(weights: Any) -> None:
+        if weights is old and world.incarnations == 2:
+            driver.start()
+            driver.join(0.1)  # the driver's call must wait for this one
+        calls.append(weights.identity)
+
+    def create(*_: object, **__: object) -> Any:
+        world.incarnations += 1
+        remotes = {"start": lambda _: None, "sleep": lambda: calls.append("sleep"), "try_update": try_update}
+        return SimpleNamespace(**{name: SimpleNamespace(remote=remote) for name, remote in remotes.items()})
+
+    monkeypatch.setattr(world, "create", create)
+    world.incarnations = 0
+    world.replicas = ReplicaSetHandle(small(), None)
+    world.replicas.update(old)
+    world.replicas.begin_again({}, {})
+    driver.join(10.0)
+    assert calls == ["old", "old", {"update": "new", "sleep": "sleep"}[verb]]
