@@ -202,6 +202,12 @@ class ShardActor:
 
     @remote_method
     @in_group("watch")
+    def end_trace(self) -> None:
+        """Writes what is left of this process's trace, and ends the trace."""
+        trace.stop()
+
+    @remote_method
+    @in_group("watch")
     def stack(self) -> str:
         """Returns the stack traces of the threads that are running code in the files OWN_CODE. Can be called while a
         verb hangs in a collective."""

@@ -62,6 +62,8 @@ GIVERS = 4
 SENDING_SHARE = 0.5
 """The part of `timeouts.collective_s` after which the sending of a version is given up: a shard that waits for a
 replica keeps the other shards waiting in the next gather, whose time limit must not be exceeded by this wait."""
+STOP_S = 2.0
+"""Time limit, at the end, for writing what is left of the shards' traces."""
 INQUEST_S = 3.0
 """Time limit, after a failure, for asking the other shards about it."""
 COLLECTIVE_TIMEOUT = re.compile(r"timed out|timeout", re.IGNORECASE)
@@ -367,7 +369,12 @@ class TrainerHandle:
         return {f"trainer_{rank}": actor.heartbeat.remote for rank, actor in enumerate(self._actors_R)}
 
     def stop(self) -> None:
-        """Ends the shards' processes."""
+        """Ends the shards' processes. Shards that have started first write what is left of their traces; this waits for
+        them at most STOP_S seconds."""
+        started = zip(self._actors_R, self._ready_R, self._names_R, strict=True)
+        written = [actor.end_trace.remote() for actor, ready, name in started if waits.ready({ready: name}, 0)]
+        if written:
+            ray.wait(written, num_returns=len(written), timeout=STOP_S)  # dead shards count as ready
         for actor in self._actors_R:
             ray.kill(actor, no_restart=True)
 

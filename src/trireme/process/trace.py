@@ -34,7 +34,7 @@ from typing import Any, BinaryIO
 
 from trireme.core.finite_json import JsonObject, to_json
 
-WRITE_EVERY_S = 0.1
+WRITE_EVERY_S = 0.5
 CLOSE_S = 5.0
 SHORTEST_NS = 1_000_000
 """Shortest overlapping span that is recorded: a rollout has many, most of them very short."""

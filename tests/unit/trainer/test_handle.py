@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -167,3 +168,25 @@ def test_a_loss_of_all_datums_fetches_a_stored_batch(monkeypatch):
 def test_importing_it_imports_neither_torch_nor_transformers():
     check = "import sys, trainer.handle; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_shards_that_have_started_write_their_traces_before_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    def actor(rank: int) -> Any:
+        return SimpleNamespace(rank=rank, end_trace=SimpleNamespace(remote=lambda: f"trace of {rank}"))
+
+    def wait(refs: list[str], *, num_returns: int, timeout: float) -> None:
+        assert num_returns == len(refs)
+        assert timeout == handle.STOP_S
+        calls.append(refs)
+
+    def kill(shard: Any, *, no_restart: bool) -> None:
+        assert no_restart
+        calls.append(shard.rank)
+
+    monkeypatch.setattr(handle, "ray", SimpleNamespace(wait=wait, kill=kill))
+    monkeypatch.setattr(handle.waits, "ready", lambda refs, _: {ref: None for ref in refs if ref != "starting"})
+    ready_R = cast(Any, ["started", "starting", "started"])
+    TrainerHandle(make_config("m"), [actor(rank) for rank in range(3)], ready_R, None).stop()
+    assert calls == [["trace of 0", "trace of 2"], 0, 1, 2]
