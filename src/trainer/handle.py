@@ -10,6 +10,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ from trireme.config import CommonConfig
 from trireme.config.losses import find_loss
 from trireme.core.actors import ActorOptions, ActorProxy, Ref, as_argument
 from trireme.core.batch import Assign, Batch, BatchPart, Data, StoredBatch, Summary, TokenBatch
-from trireme.core.errors import RoomFailed
+from trireme.core.errors import RoomFailed, TriremeError
 from trireme.core.sampler import Heartbeat
 from trireme.core.transport import TRIALS, Endpoint, Offer, Session, load_transport
 from trireme.core.types import (
@@ -372,9 +373,9 @@ class TrainerHandle:
         """Ends the shards' processes. Shards that have started first write what is left of their traces; this waits for
         them at most STOP_S seconds."""
         started = zip(self._actors_R, self._ready_R, self._names_R, strict=True)
-        written = [actor.end_trace.remote() for actor, ready, name in started if waits.ready({ready: name}, 0)]
-        if written:
-            ray.wait(written, num_returns=len(written), timeout=STOP_S)  # dead shards count as ready
+        written = {name: actor.end_trace.remote() for actor, ready, name in started if waits.ready({ready: name}, 0)}
+        with suppress(TriremeError):  # a shard is dead or hangs
+            waits.get_all(list(written.values()), owners=list(written), timeout_s=STOP_S)
         for actor in self._actors_R:
             ray.kill(actor, no_restart=True)
 

@@ -15,6 +15,7 @@ from trainer import handle
 from trainer.batching import RankAssignment, ShardOutput, SummarizedOutput
 from trainer.handle import TrainerHandle
 from trireme.core.batch import StoredBatch
+from trireme.core.errors import RoomFailed
 from trireme.core.transport import Session
 from trireme.core.weights import PublishedWeights
 
@@ -176,16 +177,18 @@ def test_shards_that_have_started_write_their_traces_before_they_end(monkeypatch
     def actor(rank: int) -> Any:
         return SimpleNamespace(rank=rank, end_trace=SimpleNamespace(remote=lambda: f"trace of {rank}"))
 
-    def wait(refs: list[str], *, num_returns: int, timeout: float) -> None:
-        assert num_returns == len(refs)
-        assert timeout == handle.STOP_S
+    def get_all(refs: list[str], *, owners: list[str], timeout_s: float) -> None:
+        assert owners == ["trainer shard 0", "trainer shard 2"]
+        assert timeout_s == handle.STOP_S
         calls.append(refs)
+        raise RoomFailed("trainer shard 2 died")
 
     def kill(shard: Any, *, no_restart: bool) -> None:
         assert no_restart
         calls.append(shard.rank)
 
-    monkeypatch.setattr(handle, "ray", SimpleNamespace(wait=wait, kill=kill))
+    monkeypatch.setattr(handle, "ray", SimpleNamespace(kill=kill))
+    monkeypatch.setattr(handle.waits, "get_all", get_all)
     monkeypatch.setattr(handle.waits, "ready", lambda refs, _: {ref: None for ref in refs if ref != "starting"})
     ready_R = cast(Any, ["started", "starting", "started"])
     TrainerHandle(make_config("m"), [actor(rank) for rank in range(3)], ready_R, None).stop()
