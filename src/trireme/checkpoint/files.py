@@ -222,8 +222,10 @@ class HashingWriter:
                 if not direct or error.errno != errno.EINVAL:
                     self._failure = error
                     raise
-                self._direct = False  # O_DIRECT is refused only now, also for its alignment after a short write
+                # O_DIRECT is refused only now, also for its alignment after a short write. The file is changed before
+                # `_direct`: a thread that read False and still wrote with O_DIRECT would take the refusal for a failure.
                 _set_direct(self.fileno(), False)
+                self._direct = False
             else:
                 block = block[written:]
                 at += written

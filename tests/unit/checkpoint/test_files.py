@@ -6,7 +6,7 @@ import mmap
 import os
 import time
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event, Lock
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,6 +15,7 @@ import pytest
 import xxhash
 from checkpoint_support import Crash, crashes
 
+from trireme.checkpoint import files
 from trireme.checkpoint.files import (
     BLOCK_BYTES,
     BLOCKS,
@@ -77,12 +78,14 @@ class Watched:
         self.writes: list[tuple[int, bool]] = []
         self.refused_from = refused_from
         self.plain = os.pwrite
+        self.lock = Lock()
 
     def __call__(self, file: int, chunk: Any, at: int) -> int:
-        direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
-        if direct and self.refused_from is not None and len(self.writes) >= self.refused_from:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        self.writes.append((len(chunk), direct))
+        with self.lock:  # threads write at the same time, and the number of a write decides
+            direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+            if direct and self.refused_from is not None and len(self.writes) >= self.refused_from:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            self.writes.append((len(chunk), direct))
         return self.plain(file, chunk, at)
 
 
@@ -158,6 +161,33 @@ class TestDirect:
         writes = self.write(tmp_path / "f", monkeypatch, refused_from=number)
         assert [size for size, _ in writes] == [BLOCK_BYTES] * 3 + [1000]
         assert not any(direct for _, direct in writes[number:])
+
+    def test_a_write_between_a_refusal_and_its_answer_is_repeated(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plain, on, second, refused = os.pwrite, Event(), Event(), []
+
+        def set_direct(file: int, direct: bool) -> bool:
+            if direct:
+                on.set()
+            elif on.is_set():
+                assert second.wait(10), "no other block was written in the meantime"
+                on.clear()
+            return True
+
+        def write(file: int, chunk: Any, at: int) -> int:
+            if not on.is_set():
+                return plain(file, chunk, at)
+            refused.append(at)
+            if len(refused) == 2:
+                second.set()
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+        monkeypatch.setattr(os, "pwrite", write)
+        monkeypatch.setattr(files, "_set_direct", set_direct)
+        with HashingWriter(tmp_path / "f") as writer:
+            writer.write(self.CONTENTS)
+        assert (tmp_path / "f").read_bytes() == self.CONTENTS
 
     def test_blocks_are_written_while_the_next_fill(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each waits until as many as there are blocks are being written, and they end in another order."""
