@@ -21,7 +21,7 @@ import ray
 
 from trainer.batching import SummarizedOutput
 from trireme.checkpoint.files import FileRecord
-from trireme.config import CommonConfig
+from trireme.config import CommonConfig, Config
 from trireme.core.actors import Ref, remote_method
 from trireme.core.batch import StoredPart
 from trireme.core.sampler import Heartbeat
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 Value = TypeVar("Value")
+BEHIND_ENGINES = 6
+"""How much the nice value of a shard on CPUs rises in a run: with an engine on its core it gets a fifth of the core. An
+answer's tokens come one after the other, so an engine that waits for a core delays the step; a shard only has to be
+ready when the next batch is. Gain: a tenth of the rollouts/s of whole_job (docs/internals/benchmarks.md)."""
 OWN_CODE = ("trainer/shard.py", "trainer/state.py")
 """Files of the verbs. `stack` shows the threads that run in them."""
 
@@ -48,6 +52,14 @@ SPANS: dict[str, Callable[..., AbstractContextManager[object]]] = {
     "begin_save": lambda _: trace.span("begin_save"),
 }
 """{verb: a function that makes the verb's span in the trace from its arguments}; other verbs have no span."""
+
+
+def niceness(config: CommonConfig) -> int:
+    """Returns how much the nice value of a shard's process rises: BEHIND_ENGINES in a run on CPUs, else 0. Launching
+    kernels late would leave a GPU idle."""
+    if isinstance(config, Config) and config.cluster.device == "cpu":
+        return BEHIND_ENGINES
+    return 0
 
 
 class ShardActor:
@@ -94,6 +106,7 @@ class ShardActor:
 
         from trainer.shard import Shard
 
+        os.nice(niceness(self._config))  # before there are threads: each takes the value of the thread that starts it
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
         choose_interface(address[0])
         if self._rank == 0:

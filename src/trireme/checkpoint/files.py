@@ -223,7 +223,7 @@ class HashingWriter:
                     self._failure = error
                     raise
                 # O_DIRECT is refused only now, also for its alignment after a short write. The file is changed before
-                # `_direct`: a thread that read False and still wrote with O_DIRECT would take the refusal for a failure.
+                # `_direct`: else a thread reads False, still writes with O_DIRECT, and takes the refusal for a failure.
                 _set_direct(self.fileno(), False)
                 self._direct = False
             else:

@@ -2,12 +2,18 @@
 
 tests/e2e/test_run.py looks at all processes of a run."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from trainer import actor
+from trireme.config import CommonConfig, Config
+from trireme.config.load import load_as
+from trireme.config.sft import SftConfig
+
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def listening() -> set[str]:
@@ -35,3 +41,18 @@ def test_the_store_listens_at_its_node_alone(shard: actor.ShardActor, ip: str, m
     assert (other.get("key"), other.host) == (b"value", ip)
     assert listening() - before == {ip} - before
     del shard._store
+
+
+@pytest.mark.parametrize(
+    ("schema", "name", "device", "expected"),
+    [
+        (Config, "quickstart", "cpu", actor.BEHIND_ENGINES),
+        (Config, "quickstart", "gpu", 0),
+        (SftConfig, "sft-base", "cpu", 0),
+    ],
+)
+def test_a_shard_gives_way_to_engines_on_cpus(
+    schema: type[CommonConfig], name: str, device: str, expected: int
+) -> None:
+    config = load_as(schema, ["@", str(CONFIGS / f"{name}.toml"), "--cluster.device", device], {}).config
+    assert actor.niceness(config) == expected
