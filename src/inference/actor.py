@@ -141,7 +141,9 @@ class ReplicaActor:
         self._watched: list[int] = []  # descriptors of the ranks' processes
         self.base: str | None = None
         """Digest of the model's files; None unless the run trains an adapter."""
-        self.broadcasts = Broadcasts(load_transport(config.transport), self._receive_broadcast)
+        self.broadcasts = Broadcasts(
+            load_transport(config.transport), self._receive_broadcast, delta=config.encoding == "delta"
+        )
         self.updating = asyncio.Lock()  # held during an update
         self._desk = BatchingServer(self.sample, self._failure)
         self._aborts: set[asyncio.Future[None]] = set()

@@ -64,6 +64,23 @@ def paged(path: str, sizes: Sequence[int]) -> tuple[list[Region], int]:
     return [Region(path, offset, size) for offset, size in zip(offsets, sizes, strict=True)], end
 
 
+COUNT_BYTES = 8
+
+
+def with_table(sizes: Sequence[int]) -> list[int]:
+    """Returns the sizes of buckets, in bytes, and behind them the size of a table that has an int64 for each bucket:
+    the number of bytes that arrived for it (`arrived_regions`)."""
+    return [*sizes, COUNT_BYTES * len(sizes)]
+
+
+def arrived_regions(path: str, sizes: Sequence[int]) -> list[Region]:
+    """Returns what arrived for each bucket in the file at `path`, in which the buckets and a table lie as `with_table`
+    says: the whole bucket, or its changes, which have fewer bytes. `sizes`: the bytes of each bucket."""
+    regions, _ = paged(path, with_table(sizes))
+    counts = regions.pop().map().view(np.int64)
+    return [Region(path, region.offset, int(count)) for region, count in zip(regions, counts, strict=True)]
+
+
 class Landing:
     """Memory for received bytes, in a file without a name. Other processes can map it by its `path`, as long as this
     object lives. It stays mapped here, because a new mapping of the same pages costs a page fault for each page."""

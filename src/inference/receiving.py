@@ -18,13 +18,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from inference.mapping import ON_DEVICE, Landing, Region, paged
+from inference.mapping import ON_DEVICE, Landing, Region, paged, with_table
 from trireme.core.digest import sums_of
 from trireme.core.errors import RoomFailed
 from trireme.core.finite_json import to_json
@@ -233,7 +233,7 @@ class Broadcast:
         return max(self._deadline - time.monotonic(), LEAST_S)
 
     def _receive(self, last: BroadcastGroup | None, pipe: int) -> BroadcastGroup:
-        """Receives all buckets, and writes to `pipe` that this rank is ready and then where the buckets are. Returns
+        """Receives all buckets, and writes to `pipe` that this rank is ready and then where the bytes are. Returns
         the group by which they came: `last`, or a new one."""
         host, port = self._offer.endpoints_R[self._offer.server]
         store = open_store(host, port, timeout_s=self._offer.ready_s)
@@ -246,15 +246,11 @@ class Broadcast:
         summing = ThreadPoolExecutor(1, "sums")
         try:
             self.landing = landing = self._memory_for(group)
-            regions = landing.regions(self._offer.sizes)
-            for number, region in enumerate(regions):
-                fault_point("transport.bucket")
-                bucket = landing.bytes_at(region)
-                if region.nbytes:
-                    self._receive_bucket(group, torch.as_tensor(bucket))
-                if isinstance(bucket, np.ndarray):
-                    places = [place for place in self._places if place.bucket == number]
-                    self._sums.append(summing.submit(sums_at, bucket, places))
+            if group.changes:
+                assert isinstance(landing, Landing), "changes come by gloo"
+                self._receive_changes(group, landing)
+            else:
+                self._receive_whole(group, landing, summing)
         except Exception:
             if isinstance(group.collective, SlabReceiver):
                 group.collective.abort()  # so that the sender need not wait for it
@@ -262,8 +258,36 @@ class Broadcast:
         finally:
             summing.shutdown(wait=False)
         fault_point("transport.finish")
-        self._tell(pipe, arrived=landing.path)
+        self._tell(pipe, arrived=landing.path, changes=group.changes)
         return group
+
+    def _receive_whole(self, group: BroadcastGroup, landing: Landing | DeviceLanding, summing: Executor) -> None:
+        """Receives all buckets into `landing`. Buckets in host memory are summed in `summing`."""
+        for number, region in enumerate(landing.regions(self._offer.sizes)):
+            fault_point("transport.bucket")
+            bucket = landing.bytes_at(region)
+            if region.nbytes:
+                self._receive_bucket(group, torch.as_tensor(bucket))
+            if isinstance(bucket, np.ndarray):
+                places = [place for place in self._places if place.bucket == number]
+                self._sums.append(summing.submit(sums_at, bucket, places))
+
+    def _receive_changes(self, group: BroadcastGroup, landing: Landing) -> None:
+        """Receives the changes of each bucket, or the whole bucket, to the place of the bucket in `landing`. Behind the
+        buckets, writes the number of bytes that arrived for each of them (`arrived_regions`)."""
+        *regions, table = landing.regions(with_table(self._offer.sizes))
+        counts = torch.zeros(len(regions), dtype=torch.int64)
+        for number, region in enumerate(regions):
+            fault_point("transport.bucket")
+            if not region.nbytes:
+                continue
+            self._receive_bucket(group, counts[number : number + 1].view(torch.uint8))
+            count = int(counts[number])
+            if not 0 <= count <= region.nbytes:
+                raise RoomFailed(f"the trainer announced {count} bytes for a bucket of {region.nbytes} bytes")
+            if count:
+                self._receive_bucket(group, torch.as_tensor(landing.bytes_at(region)[:count]))
+        landing.bytes_at(table)[:] = counts.numpy().view(np.uint8)
 
     def _receive_bucket(self, group: BroadcastGroup, place: torch.Tensor) -> None:
         if self.given_up.is_set():

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from inference.mapping import ON_DEVICE, Landing, Region, paged, regions_of
+from inference.mapping import ON_DEVICE, Landing, Region, arrived_regions, paged, regions_of
 from trireme.core.errors import RoomFailed
 from trireme.core.transport import Offer, Transport
 from trireme.core.types import WeightIdentity
@@ -77,9 +77,13 @@ class _Incoming:
 
     def hear(self, message: dict[str, Any]) -> None:
         """Settles the futures by a message from the receiving thread, with one of three keys: "ready" (the thread is
-        ready to receive), "arrived" (the path of the buckets) or "failed" (the reason)."""
+        ready to receive), "arrived" (the path of the buckets; "changes" says if they may have changes instead) or
+        "failed" (the reason)."""
         if "arrived" in message:
-            regions, _ = paged(message["arrived"], self.offer.sizes)
+            if message["changes"]:
+                regions = arrived_regions(message["arrived"], self.offer.sizes)
+            else:
+                regions, _ = paged(message["arrived"], self.offer.sizes)
             self._settle(self.arrived, regions)
         elif "failed" in message:
             self.fail(message["failed"])
@@ -103,10 +107,14 @@ class _Incoming:
 
 class Broadcasts:
     """This replica's side of broadcasts: answers offers, and provides the bytes of versions. `transport` fetches
-    versions on demand. `start(offer, serial, pipe)` makes the engine's rank 0 receive an offered version and write
-    messages to the pipe at the path `pipe`, with the number `serial` in each."""
+    versions on demand. `delta`: changes travel, so `landing` holds the newest version. `start(offer, serial, pipe)`
+    makes the engine's rank 0 receive an offered version and write messages to the pipe at the path `pipe`, with the
+    number `serial` in each."""
 
-    def __init__(self, transport: Transport, start: Callable[[Offer, int, str], Awaitable[object]]) -> None:
+    def __init__(
+        self, transport: Transport, start: Callable[[Offer, int, str], Awaitable[object]], *, delta: bool = False
+    ) -> None:
+        self._delta = delta
         self._transport = transport
         self._start = start
         self._incoming: _Incoming | None = None
@@ -151,31 +159,43 @@ class Broadcasts:
         applies. Other processes can map the bytes until the end of the `async with` block. Raises RoomFailed if the
         bytes are not available."""
         version = published.identity.version
-        refusal = await self._why_not(number, published)
+        applies = not whole and self.base is not None and self.base == published.manifest.base
+        refusal = "its changes were refused" if whole else await self._why_not(number, published)
         if not refusal:
             async with self._mapping:
                 incoming = self._incoming
                 if incoming and incoming.is_of(published.identity):
-                    log.info("inference replica %d takes version %d as it was broadcast", number, version)
                     regions = incoming.arrived.result()
-                    yield Arrived(regions, [region.map() for region in regions if region.path != ON_DEVICE])
-                    return
-            refusal = "another version was offered"
+                    buckets = [region.map() for region in regions if region.path != ON_DEVICE]
+                    sizes = incoming.offer.sizes
+                    changes = [region.nbytes < size for region, size in zip(regions, sizes, strict=True)]
+                    if applies or not any(changes):
+                        log.info("inference replica %d takes version %d as it was broadcast", number, version)
+                        yield self._landed(published, Arrived(regions, buckets), changes)
+                        return
+                    refusal = "it has not the version to which the changes apply"
+                else:
+                    refusal = "another version was offered"
         if published.session:
             log.warning("inference replica %d takes version %d on demand: %s", number, version, refusal)
         stored = self._transport.with_changes(published.source)
-        applies = not whole and self.base is not None and self.base == published.manifest.base
         if stored and applies:
             buckets = await stored.open_changes()
+            changes = [reference is not None for reference in stored.changes]
         else:
             buckets = list(await self._transport.open(published.source))
+            changes = [False] * len(buckets)
         async with self._mapped(buckets) as arrived:
-            if stored:
-                pairs = zip(arrived.regions, stored.changes, strict=True)
-                steps = tuple(BucketStep(region, applies and changes is not None) for region, changes in pairs)
-                regions = self.landing.regions(Layout(published.manifest.entries).sizes)
-                arrived = Arrived(regions, arrived.buckets, steps)
-            yield arrived
+            yield self._landed(published, arrived, changes)
+
+    def _landed(self, published: PublishedWeights, arrived: Arrived, changes: Sequence[bool]) -> Arrived:
+        """Returns `arrived` without a change if only whole versions travel. Otherwise returns the regions of `landing`
+        for the buckets of `published`, and what the engine's rank 0 writes there: for each bucket the bytes in
+        `arrived`, which are changes if `changes` says so."""
+        if not self._delta:
+            return arrived
+        steps = tuple(map(BucketStep, arrived.regions, changes))
+        return Arrived(self.landing.regions(Layout(published.manifest.entries).sizes), arrived.buckets, steps)
 
     @asynccontextmanager
     async def _mapped(self, buckets: list[npt.NDArray[np.uint8]]) -> AsyncIterator[Arrived]:

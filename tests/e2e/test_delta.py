@@ -1,5 +1,5 @@
-"""Runs whose weights travel through the object store, most of them as changes: a replica is lost while it takes them,
-or refuses them.
+"""Runs whose weights travel through the object store or by broadcast, most of them as changes: a replica is lost while
+it takes them, or refuses them.
 
 All of it is `long`. The codec, and 200 updates of replicas that join, miss versions and refuse changes:
 unit/transports/test_delta.py.
@@ -25,20 +25,25 @@ FLAGS = [
 ]
 
 
-POINTS = {"delta": ("update", "write", "load"), "dense": ("update", "load")}
+POINTS = {
+    ("object_store", "delta"): ("update", "write", "load"),
+    ("object_store", "dense"): ("update", "load"),
+    ("broadcast", "delta"): ("write", "load"),
+}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("action", ["kill", "stop"])
 @pytest.mark.parametrize(
-    ("encoding", "point"), [(encoding, point) for encoding, points in POINTS.items() for point in points]
+    ("transport", "encoding", "point"), [(*way, point) for way, points in POINTS.items() for point in points]
 )
 def test_a_replica_that_is_lost_in_the_middle_costs_the_run_nothing_else(
-    tmp_path: Path, encoding: str, point: str, action: str
+    tmp_path: Path, transport: str, encoding: str, point: str, action: str
 ) -> None:
     """Every version has one bucket, so it is the third version. The other replica takes changes all along."""
     fault = f"inference.{point}[1]@3={action}"
-    flags = [*FLAGS, "--inference.encoding", encoding, "--timeouts.update-s", "20"]
+    way = ("--inference.transport", transport, "--inference.encoding", encoding)
+    flags = [*FLAGS, *way, "--timeouts.update-s", "20"]
     outcome = run_rl(tmp_path, *flags, environ=armed(tmp_path, [fault]))
     assert os.listdir(tmp_path / "once") == [fault], outcome.out
     assert outcome.code == EXIT_OK, outcome.out
@@ -50,9 +55,12 @@ def test_a_replica_that_is_lost_in_the_middle_costs_the_run_nothing_else(
 
 
 @pytest.mark.long
-def test_a_replica_that_refuses_changes_takes_the_version_whole_and_then_changes_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["object_store", "broadcast"])
+def test_a_replica_that_refuses_changes_takes_the_version_whole_and_then_changes_again(
+    tmp_path: Path, transport: str
+) -> None:
     fault = "inference.received[1]@3=corrupt"
-    outcome = run_rl(tmp_path, *FLAGS, environ=armed(tmp_path, [fault]))
+    outcome = run_rl(tmp_path, *FLAGS, "--inference.transport", transport, environ=armed(tmp_path, [fault]))
     assert outcome.code == EXIT_OK, outcome.out
     whole = outcome.rows[0]["weights/bytes"] / 1e6
     shares = [row["perf/weights_received_mb"] / whole for row in outcome.rows]

@@ -183,11 +183,11 @@ def _ranks(config: Config, facts: ModelFacts | None) -> Iterator[Refusal]:
 
 
 def _encoding(config: Config) -> Iterator[Refusal]:
-    """Refuses `inference.encoding = delta` with any transport but object_store."""
-    if config.inference.encoding == "delta" and config.transport not in ("auto", "object_store"):
+    """Refuses `inference.encoding = delta` with the transport ipc."""
+    if config.inference.encoding == "delta" and config.transport == "ipc":
         yield Refusal(
-            f"inference.encoding = delta with inference.transport = {config.inference.transport}",
-            "object_store, where each replica fetches what it lacks",
+            "inference.encoding = delta with inference.transport = ipc",
+            "object_store or broadcast: memory is copied faster than changes are found",
             "leave one of them out",
         )
 

@@ -72,8 +72,9 @@ class InferenceConfig(Section):
     encoding: Literal["auto", "dense", "delta"] = "auto"
     """What travels. dense: all weights. delta: the words that changed since the version before, which the replicas have
     in host memory (a version more for each replica); replicas that miss it get all weights. Few words of 16-bit weights
-    change in a step with a small learning rate, of float32 weights and of adapters most. auto: delta with object_store
-    on several machines where weights have 16 bits and are no adapters, else dense."""
+    change in a step with a small learning rate, of float32 weights and of adapters most. With broadcast, changes travel
+    by gloo, also between GPUs; ipc sends none. auto: delta with object_store on several machines where weights have 16
+    bits and are no adapters, else dense."""
     on_update: Literal["auto", "recompute_kv", "keep_kv", "drain"] = "auto"
     """How requests in flight take new weights: recompute_kv computes their KV cache again under the new weights;
     keep_kv keeps it (a shorter pause, but later tokens come from no exact policy, and are marked mixed); drain finishes

@@ -37,6 +37,7 @@ GRAPHS = "CUDA graphs"
 """The purposes of a replica's GPU memory for its weights and its CUDA graphs. A replica that sleeps has neither, unless
 the run trains an adapter. The graphs then wait in host memory."""
 ARRIVING = "arriving weights"
+BASE = "the version to which changes apply"
 """The purpose of a replica's memory for a version that it receives while another one is loaded. The ranks of the
 replica map this memory if it is on the host. If changes travel, they turn one version into the next there."""
 STAGING = "staging buffers"
@@ -109,10 +110,12 @@ class InferencePart(Part):
             return None
         weights = self._weight_bytes
         stays = self.receives_on_gpu and self.ranks == 1
-        if self.encoding == "delta" or (self.transport.received and not stays):
-            arriving = {ARRIVING: self.published_bytes}
-        else:
-            arriving = {}
+        delta = self.encoding == "delta"
+        arriving: dict[str, int] = {}
+        if delta or (self.transport.received and not stays):
+            arriving[ARRIVING] = self.published_bytes
+        if delta and self.transport.received:
+            arriving[BASE] = self.published_bytes
         if self.transport.stored:
             shared = {VERSIONS: KEPT_VERSIONS * self.published_bytes}
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from trireme.config.model_facts import ModelFacts
 from trireme.config.run import DTYPE_BYTES
@@ -42,6 +43,7 @@ COPIES = "copies for checkpoints"
 HOST_ACTIVATIONS = "activations in host memory"
 SHARED_SLABS = "memory shared with replicas"
 SHARES = "shares of two versions of the weights"
+SENT = "the version to which the next changes apply"
 """The purpose of a rank's host memory for published weights if no object store has them: the rank keeps its own buckets
 of both versions."""
 
@@ -102,13 +104,16 @@ class TrainerPart(Part):
             gpu |= {SHARED_SLABS: SLABS * SLAB_BYTES}
         elif self.transport.slabs and not self.on_gpus:
             host |= {SHARED_SLABS: SLABS * SLAB_BYTES}
+        if self.encoding == "delta" and self.transport.received:  # one rank of each machine sends
+            shared = {SENT: self.published_bytes}
+        else:
+            shared = {}
         resting = self.resting if self.colocated else None
-        first = Need({**host, "loading": self._loading(host), **of_embeddings}, gpu=gpu, resting=resting, parts=parts)
-        rest = [Need({**host, **of_layers}, gpu=gpu, resting=resting, parts=parts)] * (
-            self.config.trainer.mesh.processes - 1
-        )
+        need = partial(Need, gpu=gpu, resting=resting, parts=parts, shared=shared)
+        first = need({**host, "loading": self._loading(host), **of_embeddings})
+        rest = [need({**host, **of_layers})] * (self.config.trainer.mesh.processes - 1)
         if rest and not self.facts.tied_embeddings:
-            rest[-1] = Need({**host, **of_embeddings}, gpu=gpu, resting=resting, parts=parts)
+            rest[-1] = need({**host, **of_embeddings})
         return [first, *rest]
 
     @property

@@ -54,14 +54,14 @@ def make_sender(
     rank: int, size: int, ports: Sequence[int] = (), *, delta: bool = False, shares_device: bool = False
 ) -> Sender:
     """Makes the sender of trainer rank `rank` of `size`. Call it in the rank's actor, because this actor also serves
-    the buckets that the rank keeps. `ports`: where the sender may listen; empty: any. `delta`: must be False.
-    `shares_device`: replicas on this rank's device receive through slabs (`trireme.transports.slabs`)."""
+    the buckets that the rank keeps. `ports`: where the sender may listen; empty: any. `delta`: only what
+    changed is sent (`trireme.transports.delta`). `shares_device`: replicas on this rank's device receive through slabs
+    (`trireme.transports.slabs`)."""
     from trireme.transports.sending import BroadcastSender  # imports torch, which receivers do not need
 
-    assert not delta, "refused with the configuration"
     host = ray.util.get_node_ip_address()
     holder = ray.get_runtime_context().current_actor
-    return BroadcastSender(rank, size, host, holder, ports, shares_device=shares_device)
+    return BroadcastSender(rank, size, host, holder, ports, delta=delta, shares_device=shares_device)
 
 
 def join(parts_R: Sequence[KeptPart]) -> Source:
@@ -90,7 +90,7 @@ async def open(source: Source, numbers: Sequence[int] | None = None) -> list[npt
 
 
 def with_changes(source: Source) -> None:
-    """Returns None: only whole buckets travel."""
+    """Returns None: what is fetched on demand is whole."""
 
 
 def lease(source: Source) -> None:

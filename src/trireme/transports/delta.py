@@ -42,6 +42,26 @@ def encode(base: Bytes, bucket: Bytes) -> Bytes | None:
     return changes[:size].copy()
 
 
+class ChangesEncoder:
+    """Encodes the buckets of each version as their changes since the version before. Keeps a copy of that version."""
+
+    def __init__(self) -> None:
+        warm_up()
+        self._before: dict[int, Bytes] = {}
+
+    def encode(self, number: int, bucket: Bytes) -> Bytes | None:
+        """Returns the changes of bucket `number` since the last call for this number, and copies `bucket`, its bytes in
+        the present version. Returns None if there was no such call, or if the changes are not much smaller than the
+        bucket."""
+        before = self._before.get(number)
+        if before is None:
+            self._before[number] = bucket.copy()
+            return None
+        changes = encode(before, bucket)
+        before[:] = bucket
+        return changes
+
+
 def apply(changes: Bytes, bucket: Bytes, offsets: Sequence[int]) -> list[Sums]:
     """Applies `changes` to `bucket`, a contiguous writable uint8 array, which holds the bytes of the base. `offsets`:
     where the tensors begin in the bucket, in bytes, ascending. Returns, for each tensor, what must be added to its

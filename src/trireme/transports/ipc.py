@@ -18,4 +18,5 @@ __all__ = ["join", "lease", "make_sender", "open", "release", "with_changes"]
 
 def make_sender(rank: int, size: int, ports: Sequence[int] = (), *, delta: bool = False) -> Sender:
     """Makes the sender of trainer rank `rank` of `size`, as `broadcast.make_sender` does; this one also has slabs."""
-    return broadcast.make_sender(rank, size, ports, delta=delta, shares_device=True)
+    assert not delta, "refused with the configuration"
+    return broadcast.make_sender(rank, size, ports, shares_device=True)

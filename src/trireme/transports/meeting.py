@@ -50,6 +50,9 @@ class BroadcastGroup:
     kind: str
     """The way of sending: "nccl", "gloo" or, at a member that receives through the root's slabs, "slabs"."""
     collective: Collective | SlabReceiver
+    changes: bool = False
+    """True: the root may send the changes of a bucket instead of the bucket (`trireme.transports.delta`), and sends the
+    number of bytes before them, as an int64."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ def open_store(host: str, port: int, listening: int | None = None, timeout_s: fl
 
 class GroupRoot:
     """The root's side of a meeting: calls the replicas `members`, and decides in which way each of them gets `version`.
-    `slabs`: memory that replicas on the root's device can open; None: all receive in a group."""
+    `slabs`: memory that replicas on the root's device can open; None: all receive in a group. `changes`: as in
+    BroadcastGroup. Changes lie in host memory, so their group is of gloo."""
 
     def __init__(
         self,
@@ -87,8 +91,11 @@ class GroupRoot:
         session: Session,
         members: Sequence[int],
         slabs: SlabSender | None = None,
+        *,
+        changes: bool = False,
     ) -> None:
         self._slabs = slabs
+        self._changes = changes
         self._store = store
         self._host = host
         self._session = session
@@ -118,7 +125,7 @@ class GroupRoot:
             sharing = self._slabs.begin(connected, deadline - time.monotonic())
         grouped = {member: answer for member, answer in answers.items() if member not in sharing}
         gpus = [own_gpu(), *(answer["gpu"] for answer in grouped.values())]
-        if all(gpus) and len(set(gpus)) == len(gpus):
+        if all(gpus) and len(set(gpus)) == len(gpus) and not self._changes:
             kind = "nccl"
         else:
             kind = "gloo"
@@ -132,12 +139,14 @@ class GroupRoot:
             name = last.name
         else:
             name = f"{self._session.attempt}.{self._session.epoch}.{self._version}"
-        self._set("go", group=name, members=present, kind=kind, epoch=self._session.epoch, sharing=sharing)
+        terms = {"group": name, "members": present, "kind": kind, "epoch": self._session.epoch, "sharing": sharing}
+        self._set("go", **terms, changes=self._changes)
         if not present or stays:
             return Receivers(last if present else None, sharing, late)
         left_s = max(deadline - time.monotonic(), POLL_S)
         joined = join_group(kind, self._store, name, 0, 1 + len(present), left_s, self._host)
-        return Receivers(BroadcastGroup(name, self._session.epoch, present, kind, joined), sharing, late)
+        group = BroadcastGroup(name, self._session.epoch, present, kind, joined, self._changes)
+        return Receivers(group, sharing, late)
 
     def clear(self) -> None:
         """Removes the messages about this version. Members at the end of a chain may read them after the root has sent
@@ -206,7 +215,7 @@ class GroupMember:
         rank = 1 + members.index(self._number)
         left_s = max(deadline - time.monotonic(), POLL_S)
         joined = join_group(kind, self._store, name, rank, 1 + len(members), left_s, self._host)
-        return BroadcastGroup(name, go["epoch"], members, kind, joined)
+        return BroadcastGroup(name, go["epoch"], members, kind, joined, go["changes"])
 
     def _connect(self, call: Mapping[str, Any], last: BroadcastGroup | None) -> SlabReceiver | None:
         """Returns a connection to the root's slabs. If `last` has a connection to these slabs, returns that one.

@@ -7,6 +7,7 @@ that takes all ranks. The members fetch the missing buckets.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
@@ -24,6 +25,7 @@ from trireme.core.weights import Layout
 from trireme.process.device import has_gpu
 from trireme.process.interfaces import listen
 from trireme.transports.broadcast import KeptPart
+from trireme.transports.delta import ChangesEncoder
 from trireme.transports.kept_versions import Bucket, KeptVersions
 from trireme.transports.meeting import BroadcastGroup, GroupRoot, named, open_store
 from trireme.transports.packing import BUFFERS, fill
@@ -41,7 +43,8 @@ log = logging.getLogger(__name__)
 class Sending:
     """Sends one version to the replicas `members`, in a thread. `slabs`: memory for replicas on this rank's device.
     `group`: the group that sent the previous version; it is used again if its members stay the same. `before`: this
-    rank's side of the meeting for the previous version; the messages of that meeting are removed.
+    rank's side of the meeting for the previous version; the messages of that meeting are removed. `encoder`: encodes
+    changes, which are sent instead of whole buckets; None: whole buckets are sent.
 
     A version goes to some replicas through slabs and to others by a group. If one of these ways fails, the other
     continues. The thread owns the group. The thread ends at the deadline at the latest, also after a failure, and the
@@ -57,7 +60,9 @@ class Sending:
         slabs: SlabSender | None,
         group: BroadcastGroup | None,
         before: GroupRoot | None,
+        encoder: ChangesEncoder | None,
     ) -> None:
+        self.encoder = encoder
         self.group: BroadcastGroup | None = group
         self.root: GroupRoot | None = None
         self.sharing: tuple[int, ...] = ()
@@ -71,7 +76,9 @@ class Sending:
         self.deadline = time.monotonic() + session.left_s
         self._slabs = slabs
         self._before = before
-        self._open_root = lambda: GroupRoot(open_store(*endpoint), endpoint[0], version, session, members, slabs)
+        self._open_root = lambda: GroupRoot(
+            open_store(*endpoint), endpoint[0], version, session, members, slabs, changes=encoder is not None
+        )
         self._finished = threading.Event()
         self._full: queue.Queue[tuple[Buffer, Callable[[], None]] | None] = queue.Queue(BUFFERS)
         threading.Thread(target=self._run, name=f"broadcast of version {version}", daemon=True).start()
@@ -130,14 +137,22 @@ class Sending:
         ways: list[Way] = [self.group] if self.group else []
         if self._slabs and self.sharing:
             ways.append(self._slabs)
-        while item := self._next():
+        for number in itertools.count():
+            item = self._next()
+            if item is None:
+                return
             bucket, sent = item
             if isinstance(bucket, Tensor):
                 buffer = bucket
             else:
                 buffer = torch.from_numpy(bucket)
-            for way in list(ways) if len(buffer) else []:
-                self._send(way, buffer, ways)
+            if self.encoder and len(buffer):
+                parts = _encoded(self.encoder, number, buffer)
+            else:
+                parts = [buffer]
+            for part in parts:
+                for way in list(ways) if len(part) else []:
+                    self._send(way, part, ways)
             sent()
 
     def _send(self, way: Way, buffer: Tensor, ways: list[Way]) -> None:
@@ -167,6 +182,18 @@ class Sending:
             except queue.Empty:
                 continue
         raise RoomFailed(self.failure or "the trainer did not gather all weights before the deadline")
+
+
+def _encoded(encoder: ChangesEncoder, number: int, buffer: Tensor) -> list[Tensor]:
+    """Returns what is sent for bucket `number` with the bytes `buffer`: the number of bytes that follow, as an int64,
+    and then the changes, or the whole bucket if its changes are not worth it."""
+    bucket = buffer.cpu().numpy()
+    changes = encoder.encode(number, bucket)
+    if changes is None:
+        body = bucket
+    else:
+        body = changes
+    return [torch.tensor([len(body)]).view(torch.uint8), torch.from_numpy(body)]
 
 
 class Packing:
@@ -270,7 +297,8 @@ class Packing:
 class BroadcastSender:
     """Implements `trireme.core.transport.Sender` for rank `rank` of `size`. `host`: the address of this rank's node in
     the cluster. `holder`: the actor that serves kept buckets. `ports`: where the sender may listen; empty: any.
-    `shares_device`: replicas on this rank's device receive through slabs."""
+    `delta`: changes are sent where the last version was sent too, by gloo. `shares_device`: replicas on this rank's
+    device receive through slabs."""
 
     def __init__(
         self,
@@ -280,8 +308,12 @@ class BroadcastSender:
         holder: Any,
         ports: Sequence[int] = (),
         *,
+        delta: bool = False,
         shares_device: bool = False,
     ) -> None:
+        self._delta = delta
+        self._encoder: ChangesEncoder | None = None
+        """Has the version before, if this rank has sent all of it."""
         self._rank = rank
         self._size = size
         self._on_gpu = has_gpu()
@@ -307,8 +339,16 @@ class BroadcastSender:
         if session and members:
             before = self._last.root if self._last else None
             sharing_before = self._last.sharing if self._last else ()
-            self._last = sending = Sending(self._address, version, session, members, self._slabs, self._group, before)
+            if self._delta:
+                encoder = self._encoder or ChangesEncoder()
+            else:
+                encoder = None
+            group = self._group
+            self._last = sending = Sending(
+                self._address, version, session, members, self._slabs, group, before, encoder
+            )
             self._group = None
+        self._encoder = None
         self.versions.begin(version)
         share = range(self._rank, len(layout.sizes), self._size)
         packing = Packing(layout, share, sending, self._on_gpu, self._free)
@@ -337,4 +377,5 @@ class BroadcastSender:
             self._free = None
         elif sending:
             self._group = sending.group
+            self._encoder = sending.encoder
         return KeptPart(version, len(layout.sizes), self._holder)

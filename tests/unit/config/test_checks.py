@@ -36,8 +36,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"service": {"port": 0}, **REPEATABLE}, ["deterministic = true"]),
     (
-        {"inference": {"encoding": "delta", "transport": "broadcast"}},
-        ["inference.encoding = delta with inference.transport = broadcast"],
+        {"inference": {"encoding": "delta", "transport": "ipc"}},
+        ["inference.encoding = delta with inference.transport = ipc"],
     ),
     (
         {"orchestrator": {**GROUPS_OF_8, "max_concurrent": 7}},

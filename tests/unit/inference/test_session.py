@@ -100,7 +100,7 @@ def test_what_was_broadcast_is_mapped_where_it_arrived() -> None:
         await replica.broadcasts.offer(OFFER)
         waiting = asyncio.create_task(replica.bytes_of())
         await asyncio.sleep(0)
-        replica.engine.say(arrived=replica.engine.arrival)
+        replica.engine.say(arrived=replica.engine.arrival, changes=False)
         assert await waiting == [bucket.tolist() for bucket in SENT]
 
     assert played(play).on_demand.fetched == 0
@@ -109,7 +109,7 @@ def test_what_was_broadcast_is_mapped_where_it_arrived() -> None:
 def test_what_arrived_on_the_engines_device_is_mapped_by_nobody() -> None:
     async def play(replica: Replica) -> None:
         await replica.broadcasts.offer(OFFER)
-        replica.engine.say(arrived=ON_DEVICE)
+        replica.engine.say(arrived=ON_DEVICE, changes=False)
         async with replica.broadcasts.fetched(2, published()) as arrived:
             assert [(region.path, region.offset) for region in arrived.regions] == [
                 (ON_DEVICE, 0), (ON_DEVICE, 4096), (ON_DEVICE, 4096)
@@ -176,7 +176,7 @@ def test_nobody_waits_for_a_version_once_a_later_one_is_offered(caplog: pytest.L
         await replica.broadcasts.offer(replace(OFFER, version=6))
         await waiting
         replica.engine.say(serial=first, failed="a later version was offered")  # by the thread that was given up
-        replica.engine.say(arrived=replica.engine.arrival)
+        replica.engine.say(arrived=replica.engine.arrival, changes=False)
         await replica.bytes_of(version=6)
 
     assert played(play).on_demand.fetched == 1
@@ -187,7 +187,7 @@ def test_nobody_waits_for_a_version_once_a_later_one_is_offered(caplog: pytest.L
 def test_the_next_version_does_not_take_the_memory_of_one_that_is_being_mapped() -> None:
     async def play(replica: Replica) -> None:
         await replica.broadcasts.offer(OFFER)
-        replica.engine.say(arrived=replica.engine.arrival)
+        replica.engine.say(arrived=replica.engine.arrival, changes=False)
         async with replica.broadcasts.fetched(2, published()) as arrived:
             offered = asyncio.create_task(replica.broadcasts.offer(replace(OFFER, version=6)))
             await asyncio.sleep(0.1)

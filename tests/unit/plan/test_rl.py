@@ -130,6 +130,14 @@ class TestEncoding:
         arriving = [need.host.get("arriving weights", 0) for need in inference(planned).needs or []]
         assert arriving == [2 * 1_000_000 if decided == "delta" else 0]
 
+    def test_broadcasts_of_changes_need_a_version_more_at_both_ends(self) -> None:
+        options = {"transport": "broadcast", "encoding": "delta"}
+        planned = plan(resources=cluster(machines(gpus=3), machines(gpus=3)), inference=options)
+        (replica,) = inference(planned).needs
+        assert {replica.host["arriving weights"], replica.host["the version to which changes apply"]} == {2_000_000}
+        trainer = next(part for part in planned.parts if part.room == "trainer")
+        assert all(need.shared == {"the version to which the next changes apply": 2_000_000} for need in trainer.needs)
+
 
 class TestTransport:
     """`inference.transport = "auto"`."""

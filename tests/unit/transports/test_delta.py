@@ -19,10 +19,12 @@ from inference.worker import WorkerExtension
 from trireme.core import weights
 from trireme.core.digest import sums_of
 from trireme.core.errors import WeightsRefused
+from trireme.core.transport import Epochs, Offer, Session
 from trireme.core.types import WeightIdentity
 from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifest, weights_digest
 from trireme.transports import delta, object_store
 from trireme.transports.packing import Packer, hash_tensor, lay_out
+from trireme.transports.sending import BroadcastSender
 
 Bytes = npt.NDArray[np.uint8]
 LIMIT_S = 60.0
@@ -155,12 +157,17 @@ class Trainer:
     def publish(self, version: int) -> PublishedWeights:
         tensors = self.tensors()
         source = object_store.join([packer.send(version, self.layout, [tensors], None) for packer in self.packers])
+        return self.described(version, tensors, source)
+
+    def described(
+        self, version: int, tensors: list[tuple[str, torch.Tensor]], source: object, session: Session | None = None
+    ) -> PublishedWeights:
         entries = self.layout.with_hashes({name: hash_tensor(tensor) for name, tensor in tensors})
         identity = WeightIdentity(1, version, weights_digest(entries))
         canary = Canary(np.zeros(2, np.int32), np.zeros(1, np.float32), EXACT)
         manifest = WeightsManifest(identity, entries, canary, None, self.base)
         self.base = identity
-        return PublishedWeights(manifest, source)
+        return PublishedWeights(manifest, source, session)
 
 
 class Replica:
@@ -171,7 +178,7 @@ class Replica:
         self.rank.rank = 0
         self.rank.second_buffer = False
         self.rank.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))  # type: ignore[assignment]
-        self.broadcasts = Broadcasts(object_store, None)  # type: ignore[arg-type]
+        self.broadcasts = Broadcasts(object_store, None, delta=True)  # type: ignore[arg-type]
         self.refused = self.received = 0
 
     async def take(self, published: PublishedWeights) -> list[Bytes]:
@@ -259,3 +266,88 @@ def test_50_updates_of_an_adapter_are_those_of_whole_weights(learning_rate: floa
         assert max(shares) < 0.5
     else:
         assert min(shares) == 1.0
+
+
+class OnDemand:
+    """Stands for the transport `broadcast`, whose buckets a replica fetches from the sender in this process. `fetched`
+    counts the versions."""
+
+    def __init__(self, sender: BroadcastSender) -> None:
+        self.sender = sender
+        self.fetched = 0
+
+    async def open(self, version: int) -> list[Bytes]:
+        self.fetched += 1
+        return list(self.sender.versions._versions[version].values())
+
+    def with_changes(self, source: object) -> None: ...
+
+
+class BroadcastReplica(Replica):
+    """A replica that receives broadcasts as number `number`."""
+
+    def __init__(self, number: int, sender: BroadcastSender) -> None:
+        super().__init__()
+        self.number = number
+        self.on_demand = OnDemand(sender)
+        self.broadcasts = Broadcasts(self.on_demand, self.start, delta=True)  # type: ignore[arg-type]
+
+    async def start(self, offer: Offer, serial: int, pipe: str) -> None:
+        self.rank.receiving.start(offer, self.number, serial, pipe)
+
+    async def take(self, published: PublishedWeights) -> list[Bytes]:
+        buckets = await super().take(published)
+        self.rank.receiving.forget(published.identity.version, [], copied=True)
+        return buckets
+
+
+def test_100_broadcasts_of_changes_are_whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One replica takes all versions, one joins at version 25, and one misses versions. Version 40 is not sent in time;
+    the changes of version 70 are of other bytes than the replicas have."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    trainer = Trainer(1e-6, MODEL)
+    sender = BroadcastSender(0, 1, "127.0.0.1", None, delta=True)
+    replicas = [BroadcastReplica(number, sender) for number in range(3)]
+    epochs = Epochs()
+
+    def takes(replica: int, version: int) -> bool:
+        return replica == 0 or (replica == 1 and version >= 25) or (replica == 2 and version % 20 < 17)
+
+    async def run() -> None:
+        for version in range(101):
+            offer = Offer(1, version, trainer.layout.sizes, (sender.endpoint,), LIMIT_S)
+            ready = [
+                replica.number
+                for replica in replicas
+                if version == 0 or (trainer.base is not None and replica.broadcasts.base == trainer.base)
+            ]
+            await asyncio.gather(*(replicas[number].broadcasts.offer(offer) for number in ready))
+            epochs.begins(ready)
+            left_s = 0.0 if version == 40 else LIMIT_S
+            session = Session(1, epochs.number, dict.fromkeys(ready, 0), left_s)
+            if version == 70:
+                sender._encoder._before[0][0] ^= 1
+            tensors = trainer.tensors()
+            await asyncio.to_thread(sender.send, version, trainer.layout, [tensors], session)
+            if version == 40:
+                for replica in replicas:
+                    replica.broadcasts.lose_engine()
+            published = trainer.described(version, tensors, version, session)
+            dense = [sender.versions.bucket(version, number).tolist() for number in range(len(trainer.layout.sizes))]
+            for replica in replicas:
+                if not takes(replica.number, version):
+                    continue
+                fetched = replica.on_demand.fetched
+                assert [bucket.tolist() for bucket in await replica.take(published)] == dense, f"version {version}"
+                broadcast = replica.number in ready and version not in (40, 70)
+                assert replica.on_demand.fetched - fetched == (not broadcast), f"{replica.number}, version {version}"
+                follows = broadcast and version not in (0, 41)
+                whole = sum(trainer.layout.sizes)
+                if follows and version > 20:
+                    assert replica.received < whole * 0.2
+            trainer.step()
+        for replica in replicas:
+            replica.broadcasts.close()
+
+    asyncio.run(run())
+    assert [replica.refused for replica in replicas] == [1, 1, 1]
