@@ -47,36 +47,34 @@ class NamedSampler:
 
 
 class GuessEnv(Env):
-    def __init__(self, number: int, broken: bool, hangs: bool) -> None:
-        self.number, self.broken, self.hangs = number, broken, hangs
+    def __init__(self, number: int, hangs: bool) -> None:
+        self.number, self.hangs = number, hangs
 
     async def initial_observation(self) -> tuple[Sequence[int], StopCondition]:
         return [self.number], ()
 
     async def step(self, action: Sequence[int]) -> StepResult:
-        if self.broken:
-            raise ZeroDivisionError("the environment is broken")
         if self.hangs:
             await asyncio.Event().wait()
         return StepResult(float(action[0] % 2), episode_done=True)
 
 
 class GuessBuilder(EnvGroupBuilder):
-    def __init__(self, number: int, group_size: int, broken: bool, hangs: bool) -> None:
-        self.number, self.group_size, self.broken, self.hangs = number, group_size, broken, hangs
+    def __init__(self, number: int, group_size: int, hangs: bool) -> None:
+        self.number, self.group_size, self.hangs = number, group_size, hangs
 
     async def make_env(self, sample: int) -> Env:
-        return GuessEnv(self.number, self.broken, self.hangs)
+        return GuessEnv(self.number, self.hangs)
 
 
 class Guesses(RLDataset):
-    """Eight problems in one batch; `broken`: none of them works; those from `hang_from` on hang."""
+    """Eight problems in one batch; those from `hang_from` on hang."""
 
-    def __init__(self, context: EnvContext, broken: bool = False, hang_from: int = 8) -> None:
-        self.context, self.broken, self.hang_from = context, broken, hang_from
+    def __init__(self, context: EnvContext, hang_from: int = 8) -> None:
+        self.context, self.hang_from = context, hang_from
 
     def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        return [GuessBuilder(i, self.context.group_size, self.broken, i >= self.hang_from) for i in range(8)]
+        return [GuessBuilder(i, self.context.group_size, i >= self.hang_from) for i in range(8)]
 
     def __len__(self) -> int:
         return 1

@@ -6,19 +6,16 @@ lost nothing, and another one closes its environments (test_resume.py).
 """
 
 import os
-import signal
 from pathlib import Path
 
 import pytest
 from chaos_support import (
     CHAOS,
     LAST_STEP,
-    Cell,
     armed,
     assert_whole,
     end_of,
     reached,
-    run_cell,
     started,
     successors_serve,
     wait_for,
@@ -28,7 +25,6 @@ from run_support import DEADLINE_S, Ended, run_rl
 
 from trireme.checkpoint.store import CheckpointStore
 from trireme.core.errors import EXIT_LIMIT, EXIT_OK
-from trireme.supervision.status import Status
 
 
 def run_with(tmp_path: Path, faults: list[str], *flags: str) -> Ended:
@@ -49,28 +45,6 @@ def test_a_deterministic_run_that_lost_one_of_two_replicas_equals_one_that_lost_
     assert_same_run(outcome.root, quiet.root)
     assert {row["attempt"] for row in outcome.rows} == {2}
     outcome.assert_nothing_left()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "cell",
-    [
-        Cell("replica set", "sampling"),
-        Cell("replica set", "in-flight update"),
-        Cell("orchestrator", "sampling", signal.SIGSTOP),
-    ],
-    ids=str,
-)
-def test_replicas_outlive_what_uses_them(tmp_path: Path, cell: Cell) -> None:
-    """The successor of a replica set takes its place while the run goes on."""
-    outcome = run_cell(tmp_path, cell)
-    assert_whole(outcome)
-    attempts = {1, 2} if cell.victim == "orchestrator" else {1}
-    assert {row["attempt"] for row in outcome.rows} == attempts
-    status = Status.read(outcome.root)
-    assert status is not None
-    assert [part.restarts for part in status.parts if part.room == "inference"] == [0, 0]
-    assert [part.restarts for part in status.parts if part.room == "replica_set"] == [1]
 
 
 LAST = {"garbage": "make no sense", "nan": "make no sense", "stranger": "it was given"}

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 
 from orchestrator.handle import OrchestratorHandle
 from trireme.config import Config
-from trireme.core.errors import BadInput, LimitReached, RoomFailed, StorageFailed
+from trireme.core.errors import RoomFailed, StorageFailed
 from trireme.process import waits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -31,9 +31,7 @@ def start(
     model_dir: Path,
     log_dir: Path | None = None,
     faults: str = "",
-    policy: str = "wait",
     evaluation: dict[str, Any] | None = None,
-    envs: list[dict[str, Any]] | None = None,
     first: int = 0,
     **env: Any,
 ) -> OrchestratorHandle:
@@ -42,8 +40,8 @@ def start(
             "max_steps": 3,
             "model": {"name": str(model_dir)},
             "trainer": {"num_minibatches": 2},
-            "orchestrator": {"batch_size": 4, "group_size": 4, "retries": 0, "stale_policy": policy},
-            "env": envs or {"id": "orchestrator_support:Guesses", "name": "guesses", **env},
+            "orchestrator": {"batch_size": 4, "group_size": 4, "retries": 0, "stale_policy": "wait"},
+            "env": {"id": "orchestrator_support:Guesses", "name": "guesses", **env},
             "eval": evaluation or {},
             "inference": {"sampling": {"max_tokens": 4}},
         }
@@ -85,19 +83,6 @@ def test_a_run_of_three_steps_and_a_sudden_death(handle: OrchestratorHandle) -> 
         next(handle.minibatches(3, 0))
 
 
-def test_what_goes_wrong_in_the_actor_reaches_the_driver(model_dir: Path) -> None:
-    unknown = start(model_dir, args={"no_such": 1})
-    broken = start(model_dir, args={"broken": True})
-    with pytest.raises(BadInput, match="'no_such'"):
-        wait_ready(unknown)
-    wait_ready(broken)
-    update(broken, 0)
-    with pytest.raises(LimitReached, match="ZeroDivisionError: the environment is broken"):
-        next(broken.minibatches(0, 0))
-    for handle in (unknown, broken):
-        handle.stop()
-
-
 class GivenUp(Exception):
     """Stands for what a driver's tick raises after a signal."""
 
@@ -110,8 +95,8 @@ def test_a_step_is_given_up_and_another_process_goes_on_from_its_start(model_dir
     """The driver is in a hurry, so an evaluation is given up too, which that process makes."""
     hanging = {"every": 1, "samples": 2, "env": {"args": {"hang_from": 5}}}
     faults = "orchestrator.save@3=raise"
-    first = start(model_dir, faults=faults, policy="wait", args={"hang_from": 6}, evaluation=hanging)
-    second = start(model_dir, first=1, policy="wait", evaluation={"every": 3, "samples": 2})
+    first = start(model_dir, faults=faults, args={"hang_from": 6}, evaluation=hanging)
+    second = start(model_dir, first=1, evaluation={"every": 3, "samples": 2})
     wait_ready(first)
     update(first, 0)
     list(first.minibatches(0, 0))

@@ -7,6 +7,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import ray
@@ -35,6 +36,9 @@ class Room:
 
     def fail(self, reason: str) -> None:
         raise RoomFailed(reason)
+
+    def store(self) -> list[Any]:
+        return [ray.put(np.zeros(1_000_000))]
 
 
 def test_a_hanging_room_is_named_at_the_deadline() -> None:
@@ -75,6 +79,20 @@ def test_one_dead_room_ends_the_wait_for_the_others() -> None:
     with pytest.raises(RoomFailed, match=f"^shard 1 died: process {pid} was killed or crashed, or ran out of memory$"):
         waits.get_all(refs, owners=["shard 0", "shard 1"], timeout_s=60)
     ray.kill(healthy)
+
+
+def test_a_value_that_is_lost_with_its_process_is_named() -> None:
+    """As a part of a batch is, which the orchestrator stores and a shard fetches."""
+    room, deadline = Room.remote(), time.monotonic() + 60
+    (stored,) = waits.get(room.store.remote(), owner="room", timeout_s=60)
+    ray.kill(room)
+
+    def fetch_until_it_fails() -> None:  # Ray takes a moment to drop what the dead process owned
+        while time.monotonic() < deadline:
+            waits.get(stored, owner="orchestrator (a part of a batch)", timeout_s=30)
+
+    with pytest.raises(RoomFailed, match=r"orchestrator \(a part of a batch\): \w*(Owner|Lost)"):
+        fetch_until_it_fails()
 
 
 @ray.remote(num_cpus=0)

