@@ -5,22 +5,12 @@
                               +--minibatches--> a trainer that sleeps, as `trireme.train.rl_loop` calls the real one
 
 A replica decodes `slots` sequences at once, all of them by a token in each of its steps, and starts the others in the
-order in which they came. A step takes `token_s`. An update pauses it: what is in flight is prefilled again and goes on
-under the new weights. The token that it samples says which version sampled it, so that what the spans promise can be
-compared.
+order in which they came. An update pauses it: what is in flight is prefilled again and goes on under the new weights.
+Each token is SHARE times its place in its sequence, and the version that sampled it, and LAST at the end of an answer:
+one that is lost, sampled twice or attributed to another version is seen.
 
-Replicas die, hang (they say nothing more, until somebody watches), leave and join. A successor joins `restart_s` after
-the loss was found.
-
-The trainer is lost, too: it is built again after `rebuild_s` from the newest checkpoint, one of which is taken every
-`commit_every` steps, and so is the pipeline. The replicas stay. The n-th resume may change options of the run.
-
-Where trainer and replicas are `colocated` they take turns, as in `trireme.train.phases.Alternation`: no replica samples
-while the trainer trains.
-
-The replica set dies, twice in a row, when a verb of it is called for the n-th time (`set_dies_at`); its replicas work
-on, and each time a successor has them `set_restart_s` later. Tables come late and again (`late_tables_at_s`), or not at
-all for a while (`router_cut_at_s`).
+Replicas die, hang until they are killed, lose their engines, leave and join; a successor joins `restart_s` after a loss
+was found. When the trainer dies, it and the pipeline are built again from the newest checkpoint, and the replicas stay.
 
 With `sessions` the trainer offers each version before it sends it. Those that are ready have its bytes when they are to
 take it, unless one of them dies or hangs meanwhile; others fetch it, while the trainer keeps it: until the next but one
@@ -53,6 +43,7 @@ from inference.handover import NOTHING, Progress
 from inference.handover import Outcome as SampleOutcome
 from inference.replica_set.actor import ReplicaSet
 from inference.replica_set.table import Table
+from inference.router import Router
 from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCondition
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
@@ -60,7 +51,7 @@ from orchestrator.state import OrchestratorState
 from trainer.batch_checks import PublishedVersions
 from trireme.config import Config
 from trireme.core.errors import ReplicaBehind, RoomFailed, WeightsGone
-from trireme.core.sampler import ReplicaStats
+from trireme.core.sampler import OnVersions, ReplicaStats
 from trireme.core.transport import Offer, Session
 from trireme.core.types import (
     Minibatch,
@@ -74,13 +65,16 @@ from trireme.core.types import (
 from trireme.core.weights import Drift, PublishedWeights, UpdateReport
 
 LONGEST = 50
+ROUTER_CUT_S = 10.0
 ROUNDING = 1e-6
 """Steps of a replica: sums of times are not exact."""
 NO_DEADLINE_S = 1e9
 """Deadlines are so far away that the virtual clock sees a deadlock first."""
 PROBLEMS_PER_FILE = 64
 SET_DEATHS = 2
-VOCABULARY = 1_000_000
+VOCABULARY = 2**31 - 1
+SHARE = 10_000
+LAST = SHARE // 2
 STANDARD_NORMAL = NormalDist()
 
 
@@ -117,6 +111,7 @@ class Scenario:
     acknowledges_late_s: Mapping[int, float] = field(default_factory=dict)
     dies_at_s: Mapping[int, float] = field(default_factory=dict)
     hangs_at_s: Mapping[int, float] = field(default_factory=dict)
+    loses_engine_at_s: Mapping[int, float] = field(default_factory=dict)
     hangs_at_offers_from_s: Mapping[int, float] = field(default_factory=dict)
     drains_at_s: Mapping[int, float] = field(default_factory=dict)
     joins_at_s: Mapping[int, float] = field(default_factory=dict)
@@ -131,7 +126,7 @@ class Scenario:
     set_restart_s: float = 1.0
     late_tables_at_s: Sequence[float] = ()
     router_cut_at_s: Sequence[float] = ()
-    router_cut_s: float = 10.0
+    one_version: bool = False
     drain_s: float = 3.0
     patience_s: float = 0.0
     failing: int = 0
@@ -149,8 +144,11 @@ class Scenario:
     @property
     def progress_tick_s(self) -> float:
         """How often replicas are asked what they have made; as `load_tick_s`."""
-        lost = self.dies_at_s or self.hangs_at_s or self.drains_at_s
-        return 1.0 if lost else NO_DEADLINE_S
+        return 1.0 if self.losses or self.drains_at_s else NO_DEADLINE_S
+
+    @property
+    def losses(self) -> int:
+        return len(self.dies_at_s) + len(self.hangs_at_s) + len(self.loses_engine_at_s)
 
     @property
     def load_tick_s(self) -> float:
@@ -294,7 +292,7 @@ class SimReplica:
         self._running: dict[str, InFlight] = {}
         self._waiting: dict[str, InFlight] = {}
         self._dead: RoomFailed | None = None
-        self._hangs = False
+        self._hangs = self._engine_dead = False
 
     async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, SampleOutcome]]:
         outbox: asyncio.Queue[Any] = asyncio.Queue()
@@ -311,7 +309,8 @@ class SimReplica:
         self._fill()
         for _ in requests:
             index, outcome = await outbox.get()
-            await self._check_alive()
+            if not self._engine_dead:
+                await self._check_alive()
             yield index, outcome
 
     async def progress(self, known: Mapping[str, int]) -> Mapping[str, Progress]:
@@ -400,6 +399,13 @@ class SimReplica:
         self._dead = RoomFailed(f"{self.name} died")
         self._end()
 
+    async def lose_engine(self) -> None:
+        """It gives what it has of its requests, and fails from then on."""
+        if self.answers:
+            await self.abort_all()
+            self._engine_dead = True
+            self._dead = RoomFailed(f"{self.name}: its engine died")
+
     @property
     def answers(self) -> bool:
         return not (self._dead or self._hangs)
@@ -423,12 +429,9 @@ class SimReplica:
     def _progress_of(self, sequence: InFlight, start: int) -> Progress:
         """Returns the tokens from `start` on; at least one more will follow."""
         spans = [*sequence.spans, *self._uncounted(sequence)]
-        return Progress(
-            start,
-            tokens_of(spans)[start:],
-            np.full(max(spans[-1].end - start, 0) if spans else 0, -1.0, np.float32),
-            tuple(replace(span, start=max(span.start, start)) for span in spans if span.end > start),
-        )
+        tokens = tokens_of(sequence, spans)[start:]
+        since = tuple(replace(span, start=max(span.start, start)) for span in spans if span.end > start)
+        return Progress(start, tokens, -tokens.astype(np.float32), since)
 
     def _uncounted(self, sequence: InFlight) -> list[VersionSpan]:
         if sequence.since is None or self._identity is None:
@@ -522,15 +525,16 @@ def normal(name: str) -> float:
 
 
 def sampled(sequence: InFlight) -> SampledSequence:
-    """The answer: each token is 1 more than the version that sampled it."""
-    tokens = tokens_of(sequence.spans)
+    tokens = tokens_of(sequence, sequence.spans)
+    tokens[-1] += LAST
     stop: StopReason = "length" if sequence.length == sequence.request.params.max_tokens else "stop"
-    return SampledSequence(tokens, np.full(len(tokens), -1.0, np.float32), stop, tuple(sequence.spans))
+    return SampledSequence(tokens, -tokens.astype(np.float32), stop, tuple(sequence.spans))
 
 
-def tokens_of(spans: Sequence[VersionSpan]) -> npt.NDArray[np.int32]:
-    parts = [np.full(span.end - span.start, span.identity.version + 1, np.int32) for span in spans]
-    return np.concatenate([np.zeros(0, np.int32), *parts])
+def tokens_of(sequence: InFlight, spans: Sequence[VersionSpan]) -> npt.NDArray[np.int32]:
+    versions = [np.full(span.end - span.start, span.identity.version, np.int32) for span in spans]
+    tokens = np.concatenate([np.zeros(0, np.int32), *versions])
+    return tokens + SHARE * (len(sequence.request.prompt) + np.arange(len(tokens), dtype=np.int32))
 
 
 # ---- trainer
@@ -663,8 +667,9 @@ async def _simulate(outcome: Outcome) -> None:
 
 
 class SetOwner:
-    """The driver's handle of the replica set (`inference.replica_set.handle`), and its supervisor, who replaces a dead
-    set. Calls that a death interrupts, or that come before there is a successor, are repeated as theirs are."""
+    """The driver's handle of the replica set (`inference.replica_set.handle`), and its supervisor, who replaces dead
+    replicas and a dead set. Calls that a death interrupts, or that come before there is a successor, are repeated as
+    theirs are."""
 
     def __init__(self, pipeline: Pipeline, outcome: Outcome) -> None:
         self._router: Any = pipeline.sampler
@@ -679,8 +684,15 @@ class SetOwner:
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
         scenario = self._scenario
-        late = [self._take_late(at_s) for at_s in scenario.late_tables_at_s]
-        return [*late, *(self._cut(at_s) for at_s in scenario.router_cut_at_s)]
+        return [
+            *(self._take_late(at_s) for at_s in scenario.late_tables_at_s),
+            *(self._cut(at_s) for at_s in scenario.router_cut_at_s),
+            *(self._drain(index, at_s) for index, at_s in scenario.drains_at_s.items()),
+            *(self._hang(index, at_s) for index, at_s in scenario.hangs_at_s.items()),
+            *(self._lose_engine(index, at_s) for index, at_s in scenario.loses_engine_at_s.items()),
+            *(self._join(index, at_s) for index, at_s in scenario.joins_at_s.items()),
+            *([self._restart(scenario.restart_s)] if scenario.restart_s is not None else []),
+        ]
 
     @property
     def source(self) -> Any:
@@ -756,19 +768,6 @@ class SetOwner:
         self._sleeping = True
         await self._repeat("sleep", lambda source: source.sleep())
 
-    async def drain(self, index: int, timeout_s: float) -> None:
-        await self._repeat("drain", lambda source: source.drain(index, timeout_s))
-
-    async def join(self, index: int, replica: Any) -> None:
-        await self.lives.wait()
-        self.source.join(index, replica)
-        self._note("join")
-
-    async def leave(self, index: int, reason: str) -> None:
-        await self.lives.wait()
-        self.source.leave(index, reason)
-        self._note("leave")
-
     async def _take_late(self, at_s: float) -> None:
         """The router gets tables again that were published long ago, maybe by a set that is dead."""
         await asyncio.sleep(at_s)
@@ -778,54 +777,45 @@ class SetOwner:
     async def _cut(self, at_s: float) -> None:
         await asyncio.sleep(at_s)
         self._router.cut = True
-        await asyncio.sleep(self._scenario.router_cut_s)
+        await asyncio.sleep(ROUTER_CUT_S)
         self._router.heal()
-
-
-@dataclass(frozen=True)
-class Supervision:
-    owner: SetOwner
-    outcome: Outcome
-
-    def work(self) -> list[Coroutine[Any, Any, None]]:
-        scenario = self.outcome.scenario
-        return [
-            *(self._drain(index, at_s) for index, at_s in scenario.drains_at_s.items()),
-            *(self._hang(index, at_s) for index, at_s in scenario.hangs_at_s.items()),
-            *(self._join(index, at_s) for index, at_s in scenario.joins_at_s.items()),
-            *([self._restart()] if scenario.restart_s is not None else []),
-        ]
 
     async def _drain(self, index: int, at_s: float) -> None:
         await asyncio.sleep(at_s)
-        await self.owner.drain(index, self.outcome.scenario.drain_s)
+        await self._repeat("drain", lambda source: source.drain(index, self._scenario.drain_s))
 
     async def _hang(self, index: int, at_s: float) -> None:
-        scenario = self.outcome.scenario
         await asyncio.sleep(at_s)
-        self.outcome.replicas[index].hang()
-        await asyncio.sleep(scenario.heartbeat_s)
-        await self.owner.leave(index, f"simulated replica {index} has not answered for {scenario.heartbeat_s:g} s")
+        self._outcome.replicas[index].hang()
+        await asyncio.sleep(self._scenario.heartbeat_s)
+        await self.lives.wait()
+        reason = f"simulated replica {index} has not answered for {self._scenario.heartbeat_s:g} s"
+        self.source.leave(index, reason)
+        self._note("leave")
+
+    async def _lose_engine(self, index: int, at_s: float) -> None:
+        await asyncio.sleep(at_s)
+        await self._outcome.replicas[index].lose_engine()
 
     async def _join(self, index: int, after_s: float) -> None:
         await asyncio.sleep(after_s)
-        replica = SimReplica(index, self.outcome.scenario, self.outcome.trainer)
-        self.outcome.replicas.append(replica)
-        await self.owner.join(index, replica)
+        replica = SimReplica(index, self._scenario, self._outcome.trainer)
+        self._outcome.replicas.append(replica)
+        await self.lives.wait()
+        self.source.join(index, replica)
+        self._note("join")
 
-    async def _restart(self) -> None:
+    async def _restart(self, restart_s: float) -> None:
         """Replaces lost replicas, one after the other, also those whose loss only a set knows that is dead itself."""
-        scenario = self.outcome.scenario
-        assert scenario.restart_s is not None
         while True:
-            source, ended = self.owner.source, self.owner.ended
-            loss = asyncio.create_task(next_loss(source, scenario.drains_at_s))
+            source, ended = self.source, self.ended
+            loss = asyncio.create_task(next_loss(source, self._scenario.drains_at_s))
             await asyncio.wait([loss, ended], return_when=asyncio.FIRST_COMPLETED)
             loss.cancel()
-            for index in lost(source._newest_table.table, scenario.drains_at_s):
-                await self._join(index, scenario.restart_s)
+            for index in lost(source._newest_table.table, self._scenario.drains_at_s):
+                await self._join(index, restart_s)
             if ended.done():
-                await self.owner.lives.wait()
+                await self.lives.wait()
 
 
 @dataclass(frozen=True)
@@ -843,17 +833,27 @@ async def attempt(outcome: Outcome, checkpoints: list[Checkpoint], dies_at_s: fl
     config, limits = scenario.config(), RolloutLimits(VOCABULARY, VOCABULARY)
     replicas = outcome.serving()
     held_out = [Problems(replace(scenario, group_size=config.eval.samples))] if config.eval.every else []
+
+    def connect(on_versions: OnVersions) -> Router:
+        return router_of(
+            replicas,
+            on_versions=on_versions,
+            one_version=scenario.one_version,
+            patience_s=scenario.patience_s,
+            kind=CutOff,
+        )
+
     pipeline = Pipeline(
         config,
         [outcome.problems],
-        lambda on_versions: router_of(replicas, on_versions=on_versions, patience_s=scenario.patience_s, kind=CutOff),
+        connect,
         limits,
         held_out,
     )
     if checkpoints:
         outcome.notes.append(pipeline.load(checkpoints[-1].state))
     owner = SetOwner(pipeline, outcome)
-    tasks = [asyncio.create_task(work) for work in (*Supervision(owner, outcome).work(), *owner.work())]
+    tasks = [asyncio.create_task(work) for work in owner.work()]
     running = asyncio.create_task(train(pipeline, owner, outcome, checkpoints))
     try:
         await asyncio.wait([running], timeout=None if dies_at_s == math.inf else max(dies_at_s - loop.time(), 0.0))

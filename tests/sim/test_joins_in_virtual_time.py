@@ -29,7 +29,6 @@ def test_from_1_to_33_replicas_no_step_waits_for_more_than_one_update(update_s: 
 
 
 def test_an_update_that_one_replica_never_ends_costs_seconds_until_its_watcher_finds_it() -> None:
-    """Here that is long after."""
     found_after_s, hangs_at_s = 400.0, 200.0
     usual = Scenario(replicas=4, steps=60, max_steps_off_policy=2, policy="drop", update_s=1.0, spread=0.5)
     outcome = check(

@@ -46,7 +46,7 @@ def test_no_rule_is_broken_when_tables_come_late_or_not_at_all(at_s: float, max_
 def scenarios(draw: st.DrawFn) -> Scenario:
     """Draws a run whose replicas, set and tables are lost at any time."""
     times = st.floats(0.0, 120.0)
-    lost = draw(st.sampled_from(["dies_at_s", "hangs_at_s", "drains_at_s"]))
+    lost = draw(st.sampled_from(["dies_at_s", "hangs_at_s", "loses_engine_at_s", "drains_at_s"]))
     verb = draw(st.sampled_from(["", *VERBS]))
     options: Mapping[str, Any] = {
         "policy": st.sampled_from(POLICIES),
@@ -62,6 +62,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         "set_dies_at_call": st.integers(1, 4),
         "set_dies_after_s": st.floats(0.0, 20.0),
         "set_restart_s": st.floats(0.0, 20.0),
+        "one_version": st.booleans(),
         "late_tables_at_s": st.lists(times, max_size=3),
         "router_cut_at_s": st.lists(times, max_size=1),
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulation import Outcome, Scenario, simulate
+from simulation import LAST, SHARE, Outcome, Scenario, simulate
 
 from inference.router import MOST_LOSSES
 from trireme.core.errors import RoomFailed
@@ -48,9 +48,11 @@ def check_batch(outcome: Outcome, step: int) -> None:
         sampled = versions >= 0
         assert (floors[sampled] <= versions[sampled]).all()
         assert (versions[sampled] <= step).all()
-        assert (batch.columns["target_tokens"][sampled] == versions[sampled] + 1).all(), (
-            "each token tells who sampled it"
-        )
+        places = np.arange(len(versions)) - np.repeat(starts, batch.lengths) + 1
+        ends = sampled & ~np.append(sampled[1:], False)
+        tokens = (SHARE * places + versions + LAST * ends)[sampled]
+        assert (batch.columns["target_tokens"][sampled] == tokens).all(), "each token once, in its place"
+        assert (batch.columns["logprobs"][sampled] == -tokens.astype(np.float32)).all()
     problems = [outcome.problems.number(group["problem"]) for group in outcome.released[step].trained]
     assert len(problems) == scenario.batch_size
     expected = {(p, sample) for p in problems for sample in range(scenario.group_size)}
@@ -82,8 +84,7 @@ def check_problems(outcome: Outcome) -> None:
 def refused(outcome: Outcome) -> int:
     """Returns the number of rollouts with a request that was in flight at two losses: the router does not try it again.
     Without two losses there is none."""
-    losses = len(outcome.scenario.dies_at_s) + len(outcome.scenario.hangs_at_s)
-    if losses < MOST_LOSSES:
+    if outcome.scenario.losses < MOST_LOSSES:
         return 0
     return sum(int(row.get("rollout_errors/BadRequest", 0)) for row in outcome.rows)
 
@@ -126,7 +127,6 @@ def test_no_rule_is_broken(trouble: Mapping[str, Any], policy: str, max_steps_of
 def test_no_rule_is_broken_where_trainer_and_replicas_take_turns(
     trouble: Mapping[str, Any], max_steps_off_policy: int
 ) -> None:
-    """Nothing is interrupted, so nothing is prefilled again, and no group gets too old."""
     outcome = check(simulate(Scenario(max_steps_off_policy=max_steps_off_policy, colocated=True, **trouble)))
     assert max(row["off_policy/max"] for row in outcome.rows) == max_steps_off_policy
     assert outcome.rows[-1]["ledger/dropped"] == 0
@@ -150,6 +150,8 @@ def test_a_replica_that_is_lost_in_either_phase_is_replaced(at_s: float, max_ste
 LOSSES: dict[str, dict[str, Any]] = {
     "one dies, another joins": {"dies_at_s": {0: 6.0}, "joins_at_s": {4: 20.0, 5: 33.0}},
     "one hangs": {"hangs_at_s": {1: 15.0}, "restart_s": 4.0},
+    "one loses its engine": {"loses_engine_at_s": {1: 15.0}, "restart_s": 4.0},
+    "one dies, and no answer has two versions": {"dies_at_s": {1: 15.0}, "restart_s": 4.0, "one_version": True},
     "one hangs in its first update": {"hangs_at_s": {1: 0.2}, "restart_s": 4.0},
     "two leave in order": {"drains_at_s": {0: 12.0, 3: 25.0}},
     "two leave, three come": {"drains_at_s": {0: 12.0, 3: 25.0}, "joins_at_s": {4: 11.0, 5: 13.0, 6: 30.0}},
@@ -188,7 +190,6 @@ def test_a_drained_replica_hands_over_all_that_it_has() -> None:
 @pytest.mark.parametrize("at_s", [0.2, 15.0])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_without_replicas_the_run_ends_with_their_names(policy: str, at_s: float) -> None:
-    """In the middle of the first update, or while they sample."""
     with pytest.raises(RoomFailed, match="no inference replica is left: simulated replica 0 died; simulated replica 1"):
         simulate(Scenario(policy=policy, replicas=2, dies_at_s={0: at_s, 1: at_s}))
 

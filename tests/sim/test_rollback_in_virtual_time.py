@@ -95,7 +95,6 @@ def test_whatever_happens_no_rule_is_broken(scenario: Scenario) -> None:
 
 
 def test_a_checkpoint_gives_finished_rollouts_and_turns_of_environments_that_say_their_state() -> None:
-    """The trainer dies in the third step after the checkpoint."""
     restored_by_kind = {}
     for says_state in (False, True):
         games = replace(GAMES, policy="wait", max_steps_off_policy=2, commit_every=3, says_state=says_state)

@@ -34,7 +34,6 @@ def check_sessions(outcome: Outcome) -> Outcome:
 @pytest.mark.parametrize("bound", [0, 1, 3])
 @pytest.mark.parametrize("update_s", [0.5, 5.0, 20.0])
 def test_a_run_takes_as_long_as_without_sessions(update_s: float, bound: int) -> None:
-    """Updates take much less, a bit less, and much more time than a step."""
     sent = replace(SENT, update_s=update_s, max_steps_off_policy=bound)
     outcome, plain = check_sessions(simulate(sent)), simulate(replace(sent, sessions=False))
     assert outcome.ended_s == pytest.approx(plain.ended_s)

@@ -1,5 +1,5 @@
 """Engines that are slow for a reason are left alone, and one that is stopped is found in seconds: the clocks of a
-replica, and the monitor of the driver, in virtual time. The engine is a script of what it does."""
+replica in virtual time. The engine is a script of what it does."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -10,15 +10,10 @@ from config_support import small
 from inference import engine_stats, stalls
 from inference.actor import ReplicaActor
 from inference.engine_stats import EngineStats
-from trireme.core.errors import RoomFailed, TriremeError
-from trireme.core.sampler import Heartbeat
-from trireme.supervision import heartbeats
-from trireme.supervision.heartbeats import HeartbeatMonitor
-from trireme.supervision.roster import PartHealth, Roster
+from trireme.core.errors import RoomFailed
 
 UPDATE_S = 300.0
 TICK_S = 0.25
-NAME = "inference_0"
 
 
 @dataclass(frozen=True)
@@ -59,34 +54,17 @@ class Busy(ReplicaActor):
     def kill_engine(self) -> None:
         """There is no process."""
 
-    def beat(self) -> Heartbeat | RoomFailed:
-        try:
-            return Heartbeat((1, 2), "node", *self.behind())
-        except RoomFailed as failure:
-            return failure
-
 
 class Simulated:
-    """A replica whose engine does what it is told, and a monitor that asks it once a second."""
+    """A replica whose engine does what it is told, and whose heartbeat is asked for once a second."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=lambda _s: None)
-        for module in (stalls, engine_stats, heartbeats):
-            monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(heartbeats, "signal_processes", lambda _pids, _number: None)
-        self.lost_at: float | None = None
-        self.health: set[PartHealth] = set()
-        self.roster = Roster(lambda: self.now)
-        self.roster.set(NAME, PartHealth.HEALTHY)
-        self.monitor = HeartbeatMonitor(self.roster, 60.0, self._lost)
-        self.monitor.add(NAME, object)
+        for module in (stalls, engine_stats):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.replica = Busy(small(timeouts={"update_s": UPDATE_S}), 0, None)
         self.replica.engine_stats = EngineStats(None)
         self.replica.engine_stats.answered = self.replica.note_step
-
-    def _lost(self, _name: str, _failure: TriremeError, _died: bool) -> None:
-        self.lost_at = self.now
 
     def run(self, *script: Step) -> float | None:
         """Until the script has ended or the replica is lost. Returns the seconds of its last step by then; None if it
@@ -96,22 +74,16 @@ class Simulated:
             self.replica.on_gpu = step.on_gpu
             while self.now < started + step.seconds:
                 passed = min(TICK_S, started + step.seconds - self.now)
+                asked = int(self.now)
                 self.now += passed
                 self.replica.used_s += step.share * passed
-                self._monitor()
-                if self.lost_at is not None:
-                    return self.lost_at - started
+                try:
+                    if int(self.now) > asked:
+                        self.replica.behind()
+                except RoomFailed:
+                    return self.now - started
             self.replica.engine_stats.record(None, None)
         return None
-
-    def _monitor(self) -> None:
-        if silent := self.monitor.look():
-            heartbeats.kill(silent)
-            self.monitor.end(silent)
-        for ref in self.monitor.refs():
-            self.monitor.arrived(ref, self.replica.beat())
-        if part := self.roster.part(NAME):
-            self.health.add(part.health)
 
 
 @pytest.fixture
@@ -127,7 +99,6 @@ def test_slow_ones_are_left_alone_and_a_stopped_one_costs_seconds(simulated: Sim
     assert stopped_s < (45.0 if any(not (step.share or step.on_gpu) for step in planted) else 20.0), (
         "whatever was slow before"
     )
-    assert PartHealth.SUSPECT in simulated.health
 
 
 ENDS = {

@@ -119,16 +119,3 @@ def test_waits_for_others_cost_little(monkeypatch: pytest.MonkeyPatch, step_s: f
     monkeypatch.setattr(coalescing, "END_SHARE", 0.0)
     at_once = virtual_time.run(sampling_s(step_s, turns, 28))
     assert waiting <= (1 + MOST_LOST) * at_once
-
-
-def test_longer_waits_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once = virtual_time.run(sampling_s(0.002, 8, 28))
-    for module in (batching_client, batching_server):
-        monkeypatch.setattr(module, "GATHER_S", 0.05)
-    assert virtual_time.run(sampling_s(0.002, 8, 28)) > (1 + MOST_LOST) * at_once
-
-
-def test_longer_waits_of_ends_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once = virtual_time.run(sampling_s(0.002, 8, 28))
-    monkeypatch.setattr(coalescing, "END_SHARE", 1.0)
-    assert virtual_time.run(sampling_s(0.002, 8, 28)) > (1 + MOST_LOST) * at_once
