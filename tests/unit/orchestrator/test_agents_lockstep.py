@@ -80,7 +80,7 @@ async def played(env: dict[str, Any], jitter: int = 0, **options: Any) -> Run:
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(agent_sessions(lambda: LoopbackSessions(run_config, models)))
         dataset = load_dataset(run_config.env[0], context)
-        return await whole_run(Run(run_config, dataset, limits, Table(Jitter(jitter))))
+        return await whole_run(Run(run_config, dataset, limits=limits, sampler=Table(Jitter(jitter))))
 
 
 def outcome(run: Run) -> list[Any]:

@@ -14,7 +14,6 @@ from orchestrator_fakes import Problem, Problems, Reward, Run, whole_run
 from orchestrator_fakes import small_config as one_env
 
 from orchestrator.cursor import Mix
-from orchestrator.env import RLDataset
 from trireme.config import Config
 from trireme.core.errors import BadInput, LimitReached
 
@@ -82,13 +81,8 @@ def test_other_environments_are_refused() -> None:
         mix([1, 1]).builder("c/0.0.0")
 
 
-class MixedRun(Run):
-    def __init__(self, config: Config, reward: Reward) -> None:
-        self.reward = reward
-        super().__init__(config)
-
-    def datasets(self) -> list[RLDataset]:
-        return [Problems(self.reward, self.config.group_size(env)) for env in self.config.env]
+def mixed_run(config: Config, reward: Reward) -> Run:
+    return Run(config, *(Problems(reward, config.group_size(env)) for env in config.env))
 
 
 def test_each_environment_has_its_group_size_and_its_metrics() -> None:
@@ -96,7 +90,7 @@ def test_each_environment_has_its_group_size_and_its_metrics() -> None:
         return float(sample) / problem.dataset.group_size
 
     config = small_config(batch_size=8, max_steps=3)
-    run = asyncio.run(whole_run(MixedRun(config, reward)))
+    run = asyncio.run(whole_run(mixed_run(config, reward)))
     sizes = Counter(problem for (minibatch,) in run.batches for problem in minibatch.problems_D)
     assert {(problem[0], size) for problem, size in sizes.items()} == {("a", 2), ("b", 4)}
     row = run.rows[-1]
@@ -110,22 +104,6 @@ def test_each_environment_has_its_group_size_and_its_metrics() -> None:
     assert row["env/all/reward/total"] == pytest.approx((2 * groups["a"] * 10.25 + 4 * groups["b"] * 10.375) / rollouts)
 
 
-@pytest.mark.parametrize("limit", [4, 5, 7])
-def test_groups_of_different_sizes_share_the_room(limit: int) -> None:
-    peak = [0]
-
-    async def reward(problem: Problem, sample: int) -> float:
-        for _ in range(5):
-            await asyncio.sleep(0)
-        peak[0] = max(peak[0], run.pipeline._pressure.gate.in_flight)
-        return float(sample)
-
-    config = small_config(batch_size=6, max_steps=3, max_concurrent=limit)
-    run = MixedRun(config, reward)
-    asyncio.run(whole_run(run))
-    assert 2 < peak[0] <= limit
-
-
 def test_the_first_failure_is_shown_with_its_environment() -> None:
     async def reward(problem: Problem, sample: int) -> float:
         if problem.dataset.group_size == 4:
@@ -134,4 +112,4 @@ def test_the_first_failure_is_shown_with_its_environment() -> None:
 
     config = small_config(batch_size=2, retries=0, max_filtered_batches=1000)
     with pytest.raises(LimitReached, match=r"(?s)environment a\+b failed.*in environment b\nTraceback.*KeyError"):
-        asyncio.run(whole_run(MixedRun(config, reward)))
+        asyncio.run(whole_run(mixed_run(config, reward)))

@@ -79,9 +79,7 @@ def test_bad_environments_are_refused(env_id: str, args: dict[str, int], message
         ),
     ],
 )
-def test_errors_of_a_module_have_a_place(
-    code: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_module_errors_have_a_place(code: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "broken", raising=False)
@@ -114,29 +112,23 @@ def test_a_batch_is_loaded_once_while_it_is_read() -> None:
     assert dataset.loads == 1
 
 
-def test_an_empty_batch_is_refused() -> None:
-    class Empty(Ragged):
-        def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-            return []
-
-    with pytest.raises(BadInput, match="batch 0 of Empty is empty"):
-        ProblemCursor(Empty(CONTEXT)).next_problem()
+class Idle(EnvGroupBuilder):
+    """Makes no environments."""
 
 
-def test_a_problem_that_makes_no_environments_is_refused_when_it_is_first_looked_at() -> None:
-    class Idle(EnvGroupBuilder):
-        pass
-
-    class Lazy(Ragged):
-        def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-            return [Named("one"), Idle()]
-
-    with pytest.raises(
-        BadInput, match=r"Idle, which does not define make_env or make_envs(.|\n)*docs/environments\.md"
-    ):
-        ProblemCursor(Lazy(CONTEXT)).next_problem()
-    with pytest.raises(BadInput, match="does not define make_envs"):
-        asyncio.run(Named("one").make_envs())
+@pytest.mark.parametrize(
+    ("problems", "message"),
+    [
+        ([], "batch 0 of Ragged is empty"),
+        ([Named("one"), Idle()], r"Idle, which does not define make_env or make_envs(.|\n)*docs/environments\.md"),
+    ],
+)
+def test_batches_without_environments_are_refused(
+    problems: list[EnvGroupBuilder], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ragged, "get_batch", lambda self, index: problems)
+    with pytest.raises(BadInput, match=message):
+        ProblemCursor(Ragged(CONTEXT)).next_problem()
 
 
 @pytest.mark.virtual_time

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from games_support import Engine, GameProblem, Games, Jitter, game_config, outcome, waves
+from games_support import GameProblem, GameRun, Games, game_config, outcome, waves
 from orchestrator_fakes import (
     FakeSampler,
     Problem,
@@ -20,14 +19,13 @@ from orchestrator_fakes import (
     by_sample,
     published,
     quiesce,
+    resumed,
     small_config,
     whole_run,
 )
 
-from orchestrator.env import EnvGroupBuilder, RLDataset, Trajectory
+from orchestrator.env import EnvGroupBuilder
 from orchestrator.evaluation import Schedule, pass_at_k
-from orchestrator.pipeline import Pipeline
-from orchestrator.rollout import RolloutLimits
 from orchestrator.state import OrchestratorState
 from trireme.config import Config
 from trireme.config.schema import EvalConfig
@@ -38,48 +36,31 @@ FIRST = 500
 """Number of the first held-out problem: no training problem comes so far."""
 
 
-class HeldOutProblem(Problem):
-    async def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[tuple[float, dict[str, float]]]:
-        return [(0.0, {}) for _ in trajectories_G]
-
-
 class HeldOut(Problems):
+    """Six problems, whose rewards are those of their environments alone."""
+
     def __init__(self, reward: Reward = by_sample, samples: int = 1) -> None:
         super().__init__(reward, samples, batches=2)
 
     def get_batch(self, index: int) -> list[EnvGroupBuilder]:
-        return [HeldOutProblem(self, FIRST + 3 * index + i) for i in range(3)]
+        return [Problem(self, FIRST + 3 * index + i, shared=0) for i in range(3)]
 
 
 def with_evaluation(config: Config, every: int = 2, **options: Any) -> Config:
     return config.model_copy(update={"eval": EvalConfig(every=every, **options)})
 
 
-class EvalRun(Run):
-    def __init__(
-        self,
-        config: Config,
-        held_out: RLDataset | None = None,
-        dataset: RLDataset | None = None,
-        sampler: FakeSampler | None = None,
-        start: int = 0,
-    ) -> None:
-        super().__init__(config, dataset, sampler=sampler, start=start)
-        held_out = held_out or HeldOut(samples=config.eval.samples)
-        self.pipeline = Pipeline(config, [self.dataset], self.sampler.connect, RolloutLimits(1000, 100), [held_out])
+def eval_run(config: Config, held_out: Problems | None = None, sampler: FakeSampler | None = None) -> Run:
+    return Run(config, sampler=sampler, held_out=[held_out or HeldOut(samples=config.eval.samples)])
 
-    @property
-    def evaluated(self) -> dict[int, float]:
-        return {self.start + i: r["eval/fake/version"] for i, r in enumerate(self.rows) if "eval/fake/version" in r}
 
-    def requests(self) -> list[SampleRequest]:
-        return [r for r in self.sampler.requests if r.request_id.startswith("eval/")]
+def evaluated(run: Run) -> dict[int, float]:
+    """Returns the version of the evaluation in each row that has one, by steps."""
+    return {run.start + i: r["eval/fake/version"] for i, r in enumerate(run.rows) if "eval/fake/version" in r}
 
-    def resumed(self, directory: Path, start: int, config: Config | None = None) -> EvalRun:
-        self.pipeline.snapshot().write(directory)
-        again = EvalRun(config or self.config, start=start)
-        again.pipeline.load(OrchestratorState.read(directory))
-        return again
+
+def requests(run: Run) -> list[SampleRequest]:
+    return [r for r in run.sampler.requests if r.request_id.startswith("eval/")]
 
 
 @pytest.mark.parametrize(
@@ -113,25 +94,29 @@ def test_one_that_was_interrupted_is_due_at_once() -> None:
 @pytest.mark.parametrize(("max_steps_off_policy", "deterministic"), [(0, False), (1, False), (3, False), (0, True)])
 def test_each_evaluation_stands_in_the_row_of_its_version(max_steps_off_policy: int, deterministic: bool) -> None:
     config = small_config(2, 6, max_steps_off_policy=max_steps_off_policy, deterministic=deterministic)
-    run = EvalRun(with_evaluation(config))
+    run = eval_run(with_evaluation(config))
     asyncio.run(whole_run(run))
-    assert run.evaluated == {0: 0, 2: 2, 4: 4, 5: 6}
-    assert len(run.requests()) == 4 * 6
+    assert evaluated(run) == {0: 0, 2: 2, 4: 4, 5: 6}
+    assert len(requests(run)) == 4 * 6
 
 
-def test_only_so_many_problems_are_taken_and_always_the_same() -> None:
-    run = EvalRun(with_evaluation(small_config(2, 6), problems=4, samples=2))
+def test_only_so_many_problems_are_taken_always_the_same_and_sampled_with_its_own_options() -> None:
+    options = {"problems": 4, "samples": 2, "max_tokens": 3, "temperature": 0.25}
+    run = eval_run(with_evaluation(small_config(2, 6, temperature=0.9), **options))
     asyncio.run(whole_run(run))
+    assert {(r.params.max_tokens, r.params.temperature) for r in requests(run)} == {(3, 0.25)}
+    training = [r for r in run.sampler.requests if r not in requests(run)]
+    assert {(r.params.max_tokens, r.params.temperature) for r in training} == {(4, 0.9)}
     assert run.rows[0]["eval/fake/problems"] == 4
     assert run.rows[0]["eval/fake/n"] == 8
     by_version = [
-        sorted(r.prompt.tolist() for r in run.requests() if r.request_id.startswith(f"eval/fake/{v}/")) for v in (0, 4)
+        sorted(r.prompt.tolist() for r in requests(run) if r.request_id.startswith(f"eval/fake/{v}/")) for v in (0, 4)
     ]
     assert by_version[0] == by_version[1] == [[FIRST + p, s] for p in range(4) for s in range(2)]
 
 
 async def test_training_goes_on_but_the_next_version_waits() -> None:
-    run = EvalRun(with_evaluation(small_config(2, 6)))
+    run = eval_run(with_evaluation(small_config(2, 6)))
     last = run.sampler.hold(FIRST + 5)
     async with run:
         await run.pipeline.next_minibatch(0, 0)
@@ -153,39 +138,27 @@ async def test_training_goes_on_but_the_next_version_waits() -> None:
 
 def test_training_is_what_it_is_without() -> None:
     def training(run: Run) -> Any:
-        requests = [
-            (r.request_id, r.prompt.tolist(), r.params)
-            for r in run.sampler.requests
-            if not r.request_id.startswith("eval/")
-        ]
+        sampled = [(r.request_id, r.prompt.tolist(), r.params) for r in run.sampler.requests if r not in requests(run)]
         prefixes = ("reward/", "env/", "stop/", "off_policy/", "ledger/", "rollout_errors/", "weights/")
         rows = [{name: value for name, value in row.items() if name.startswith(prefixes)} for row in run.rows]
-        return requests, rows, [released.trained for released in run.released]
+        return sampled, rows, [released.trained for released in run.released]
 
     config = small_config(2, 6, deterministic=True, max_steps_off_policy=0)
-    plain = asyncio.run(whole_run(EvalRun(config)))
-    assert training(asyncio.run(whole_run(EvalRun(with_evaluation(config, 1, samples=2))))) == training(plain)
+    plain = asyncio.run(whole_run(eval_run(config)))
+    assert training(asyncio.run(whole_run(eval_run(with_evaluation(config, 1, samples=2))))) == training(plain)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_seeds_are_those_of_no_other_rollout(deterministic: bool) -> None:
     config = small_config(2, 6, deterministic=deterministic, max_steps_off_policy=0)
-    run = EvalRun(with_evaluation(config, 1, samples=3))
+    run = eval_run(with_evaluation(config, 1, samples=3))
     asyncio.run(whole_run(run))
-    requests = run.sampler.requests
-    assert len({r.request_id for r in requests}) == len(requests)
-    seeded = [r for r in requests if deterministic or r.request_id.startswith("eval/")]
+    sampled = run.sampler.requests
+    assert len({r.request_id for r in sampled}) == len(sampled)
+    seeded = [r for r in sampled if deterministic or r in requests(run)]
     assert None not in {r.params.seed for r in seeded}
     assert len({r.params.seed for r in seeded}) == len(seeded)
-    assert {r.params.seed for r in requests if r not in seeded} <= {None}
-
-
-def test_it_samples_with_its_own_options() -> None:
-    run = EvalRun(with_evaluation(small_config(2, 2, temperature=0.9), max_tokens=3, temperature=0.25))
-    asyncio.run(whole_run(run))
-    assert {(r.params.max_tokens, r.params.temperature) for r in run.requests()} == {(3, 0.25)}
-    training_requests = [r for r in run.sampler.requests if r not in run.requests()]
-    assert {(r.params.max_tokens, r.params.temperature) for r in training_requests} == {(4, 0.9)}
+    assert {r.params.seed for r in sampled if r not in seeded} <= {None}
 
 
 @pytest.mark.parametrize(
@@ -217,7 +190,7 @@ def test_means_and_intervals_are_over_problems() -> None:
         return float(sample < problem.number - FIRST)  # 0, 1, 2, 3, 3, 3 of 3 rollouts pass
 
     config = with_evaluation(small_config(2, 2), samples=3)
-    row = asyncio.run(whole_run(EvalRun(config, HeldOut(reward, 3)))).rows[0]
+    row = asyncio.run(whole_run(eval_run(config, HeldOut(reward, 3)))).rows[0]
     rates = [0, 1 / 3, 2 / 3, 1, 1, 1]
     mean = sum(rates) / 6
     deviation = (sum((rate - mean) ** 2 for rate in rates) / 5) ** 0.5
@@ -241,7 +214,7 @@ def test_failed_rollouts_are_tried_again_counted_apart_and_are_no_zeros() -> Non
         return 1.0
 
     config = with_evaluation(small_config(2, 2, retries=1), samples=2)
-    row = asyncio.run(whole_run(EvalRun(config, HeldOut(reward, 2)))).rows[0]
+    row = asyncio.run(whole_run(eval_run(config, HeldOut(reward, 2)))).rows[0]
     assert (row["eval/fake/n"], row["eval/fake/failed"], row["eval/fake/problems"]) == (10, 2, 5)
     assert row["eval/fake/errors/ZeroDivisionError"] == 4
     assert row["eval/fake/errors/KeyError"] == 2
@@ -255,46 +228,43 @@ def test_a_token_of_another_version_is_an_error() -> None:
             self.label_with = 1 if request.request_id.startswith("eval/fake/2/") else None
             return await super().sample(request)
 
-    run = EvalRun(with_evaluation(small_config(2, 6)), sampler=Impatient())
+    run = eval_run(with_evaluation(small_config(2, 6)), sampler=Impatient())
     with pytest.raises(ProvenanceError, match=r"eval/fake/2/0\.0\.0 .* under version 2 alone.* versions \[1, 2\]"):
         asyncio.run(whole_run(run))
 
 
 async def test_one_that_does_not_end_is_named() -> None:
-    run = EvalRun(with_evaluation(small_config(2, 6, timeout_s=2.0)))  # also for the batch, on a busy machine
+    run = eval_run(with_evaluation(small_config(2, 6, timeout_s=2.0)))  # also for the batch, on a busy machine
     run.sampler.hold(FIRST + 1)
     run.sampler.hold(FIRST + 4)
     async with run:
         await run.pipeline.next_minibatch(0, 0)
-        with pytest.raises(
-            RoomFailed, match=r"evaluation of version 0; not finished: 2 of 6 problems of environment fake"
-        ):
+        with pytest.raises(RoomFailed, match=r"of version 0; not finished: 2 of 6 problems of environment fake"):
             await begin_version(run.pipeline, published(1))
 
 
 async def test_a_killed_one_is_done_again_and_a_finished_one_is_not(tmp_path: Path) -> None:
-    run = EvalRun(with_evaluation(small_config(2, 6)))
+    run = eval_run(with_evaluation(small_config(2, 6)))
     async with run:
         await run.step(0)
         gate = run.sampler.hold(FIRST + 3)
         await run.step(1)
         await quiesce()
-        again = run.resumed(tmp_path / "during", start=2)
+        again = resumed(run, tmp_path / "during", held_out=[HeldOut()])
         gate.set()
         await quiesce()
-        late = run.resumed(tmp_path / "after", start=2)
-    (during, after) = await whole_run(again), await whole_run(late)  # type: ignore[return-value]
-    assert during.evaluated == after.evaluated == {2: 2, 4: 4, 5: 6}
-    assert len(during.requests()) == 3 * 6
-    assert len(after.requests()) == 2 * 6, "its metrics were kept until there was a row for them"
-    assert {n: v for n, v in during.rows[0].items() if n.startswith("eval/")} == {
-        n: v for n, v in after.rows[0].items() if n.startswith("eval/")
-    }
+        late = resumed(run, tmp_path / "after", held_out=[HeldOut()])
+    (during, after) = await whole_run(again), await whole_run(late)
+    assert evaluated(during) == evaluated(after) == {2: 2, 4: 4, 5: 6}
+    assert len(requests(during)) == 3 * 6
+    assert len(requests(after)) == 2 * 6, "its metrics were kept until there was a row for them"
+    rows = [{n: v for n, v in run.rows[0].items() if n.startswith("eval/")} for run in (during, after)]
+    assert rows[0] == rows[1]
 
 
 async def test_one_given_up_lets_the_update_go_and_is_due_after_the_resume(tmp_path: Path) -> None:
     cleaned = HeldOut()
-    run = EvalRun(with_evaluation(small_config(2, 6), 4), cleaned)
+    run = eval_run(with_evaluation(small_config(2, 6), 4), cleaned)
     run.sampler.hold(FIRST + 3)
     async with run:
         waiting = asyncio.create_task(run.step(0))
@@ -302,10 +272,10 @@ async def test_one_given_up_lets_the_update_go_and_is_due_after_the_resume(tmp_p
         assert not waiting.done()
         run.pipeline.evaluator.give_up()
         await waiting
-        assert run.evaluated == {}
+        assert evaluated(run) == {}
         assert cleaned.cleaned[FIRST + 3] == 1
-        again = run.resumed(tmp_path / "o", start=1)
-    assert (await whole_run(again)).evaluated == {1: 1, 4: 4, 5: 6}
+        again = resumed(run, tmp_path / "o", held_out=[HeldOut()])
+    assert evaluated(await whole_run(again)) == {1: 1, 4: 4, 5: 6}
 
 
 class HeldOutGames(Games):
@@ -315,15 +285,12 @@ class HeldOutGames(Games):
         return [GameProblem(self, 20 + 3 * index + i) for i in range(3)]
 
 
-class EvalGames(EvalRun):
-    def __init__(self, seed: int, start: int = 0) -> None:
-        jitter = Jitter(seed)
-        config = with_evaluation(game_config(), samples=2, problems=6)
-        super().__init__(config, HeldOutGames(jitter), Games(jitter), Engine(jitter), start)
+def eval_games(seed: int, start: int = 0) -> GameRun:
+    return GameRun(with_evaluation(game_config(), samples=2, problems=6), seed, start, [HeldOutGames])
 
 
 def test_nothing_depends_on_who_is_faster() -> None:
-    first, *rest = [asyncio.run(whole_run(EvalGames(seed))) for seed in range(5)]
+    first, *rest = [asyncio.run(whole_run(eval_games(seed))) for seed in range(5)]
     for other in rest:
         assert outcome(other) == outcome(first)
         assert waves(other) == waves(first)
@@ -333,7 +300,7 @@ def test_nothing_depends_on_who_is_faster() -> None:
 
 @pytest.mark.parametrize("turns", [0, 60, 120, 180, 240, 400])
 async def test_a_resume_repeats_what_was_under_way(turns: int, tmp_path: Path) -> None:
-    interrupted = EvalGames(1)
+    interrupted = eval_games(1)
     async with interrupted:
         await interrupted.step(0)
         doing = asyncio.create_task(interrupted.step(1))
@@ -342,17 +309,14 @@ async def test_a_resume_repeats_what_was_under_way(turns: int, tmp_path: Path) -
         doing.cancel()
         interrupted.pipeline.snapshot().write(tmp_path / "o")
     del interrupted.batches[len(interrupted.rows) :]
-    resumed = EvalGames(2, start=len(interrupted.rows))
-    resumed.pipeline.load(OrchestratorState.read(tmp_path / "o"))
-    await whole_run(resumed)
-    assert outcome(interrupted) + outcome(resumed) == outcome(await whole_run(EvalGames(3)))
+    again = eval_games(2, start=len(interrupted.rows))
+    again.pipeline.load(OrchestratorState.read(tmp_path / "o"))
+    await whole_run(again)
+    assert outcome(interrupted) + outcome(again) == outcome(await whole_run(eval_games(3)))
 
 
 @pytest.mark.parametrize("ended", range(7))
 async def test_an_interrupted_evaluation_continues_problem_by_problem(ended: int) -> None:
-    """The problems that `take_lines` returned, with failed rollouts and a failed problem among them, are not sampled
-    again, and the metrics are those of an evaluation without an interruption."""
-
     async def reward(problem: Problem, sample: int) -> float:
         if problem.number == FIRST:
             raise ZeroDivisionError
@@ -360,8 +324,8 @@ async def test_an_interrupted_evaluation_continues_problem_by_problem(ended: int
             raise KeyError
         return (problem.number + sample) % 3 / 2
 
-    def evaluation() -> EvalRun:
-        run = EvalRun(with_evaluation(small_config(2, 2, retries=1), samples=3), HeldOut(reward, 3))
+    def evaluation() -> Run:
+        run = eval_run(with_evaluation(small_config(2, 2, retries=1), samples=3), HeldOut(reward, 3))
         run.sampler.version = 40
         return run
 
@@ -378,12 +342,12 @@ async def test_an_interrupted_evaluation_continues_problem_by_problem(ended: int
     task.cancel()
     await asyncio.wait([task])
     await interrupted.pipeline.stop()
-    resumed = evaluation()
-    row = await resumed.pipeline.evaluate(40, lines)
+    again = evaluation()
+    row = await again.pipeline.evaluate(40, lines)
     assert {**row, "perf/evaluation_s": 0} == {**whole, "perf/evaluation_s": 0}
-    assert len({request.request_id.rsplit("/", 3)[0] for request in resumed.requests()}) == 6 - ended
-    assert not resumed.pipeline.evaluator.take_lines(), "all is in the row"
-    assert resumed.requests() == resumed.sampler.requests, "no problem of training was sampled"
+    assert len({request.request_id.rsplit("/", 3)[0] for request in requests(again)}) == 6 - ended
+    assert not again.pipeline.evaluator.take_lines(), "all is in the row"
+    assert requests(again) == again.sampler.requests, "no problem of training was sampled"
 
 
 async def test_a_long_evaluation_says_how_far_it_is() -> None:
@@ -393,7 +357,7 @@ async def test_a_long_evaluation_says_how_far_it_is() -> None:
             return await super().sample(request)
 
     lines: list[str] = []
-    run = EvalRun(with_evaluation(small_config(2, 6)), sampler=Asks())
+    run = eval_run(with_evaluation(small_config(2, 6)), sampler=Asks())
     run.sampler.version = 40
     await run.pipeline.evaluate(40, [])
     assert lines[0] == "0 of 6 problems of fake are evaluated"

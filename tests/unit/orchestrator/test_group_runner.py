@@ -106,6 +106,15 @@ def played(fault: Fault, run: Any = virtual_time.run, **options: Any) -> Run:
     return run(whole_run(Run(small_config(**settings), Problems(kind=faulty(fault)))))  # type: ignore[no-any-return]
 
 
+class Faceless(MessageEnv):
+    async def initial_messages(self) -> Sequence[Message]:
+        return [None]  # type: ignore[list-item]
+
+    async def step(self, message: Message) -> MessageStep:
+        raise AssertionError("it does not begin")
+
+
+RENDERER = make_renderer("qwen3", bpe(QWEN3))
 IN_A_ROLLOUT: dict[str, tuple[Fault, str]] = {
     "a step that raises": ({"step": raises(KeyError("x"))}, "KeyError"),
     "a step that hangs": ({"step": hangs}, "TimeoutError"),
@@ -113,42 +122,7 @@ IN_A_ROLLOUT: dict[str, tuple[Fault, str]] = {
     "an observation that raises": ({"initial_observation": raises(OSError("x"))}, "OSError"),
     "environments that cannot be made": ({"make_env": raises(MemoryError())}, "MemoryError"),
     "environments that hang": ({"make_env": hangs}, "TimeoutError"),
-}
-
-
-class Chat(MessageEnv):
-    """The sampler of these tests gives cut answers: no message can be read from them."""
-
-    def __init__(self, begin: Act, hear: Act) -> None:
-        self.begin, self.hear = begin, hear
-
-    async def initial_messages(self) -> Sequence[Message]:
-        return await self.begin()  # type: ignore[no-any-return]
-
-    async def step(self, message: Message) -> MessageStep:
-        raise AssertionError("nothing is whole")
-
-    async def unreadable(self, message: Message, cut_off: bool) -> MessageStep:
-        return await self.hear()  # type: ignore[no-any-return]
-
-
-ASKS = gives([{"role": "user", "content": "q"}])
-
-
-def chats(begin: Act = ASKS, hear: Act = ASKS) -> Fault:
-    renderer = make_renderer("qwen3", bpe(QWEN3))
-    return {"make_env": gives(RenderedEnv(Chat(begin, hear), renderer))}
-
-
-IN_A_ROLLOUT |= {
-    "a chat that cannot begin": (chats(begin=raises(OSError("x"))), "OSError"),
-    "a chat that never begins": (chats(begin=hangs), "TimeoutError"),
-    "messages that are none": (chats(begin=gives([None])), "TypeError"),
-    "a content that is no text": (chats(begin=gives([{"role": "user", "content": 5}])), "AttributeError"),
-    "an answer that nobody can read, and that raises": (chats(hear=raises(ZeroDivisionError())), "ZeroDivisionError"),
-    "no result": (chats(hear=gives(None)), "AttributeError"),
-    "a chat's reward of NaN": (chats(hear=gives(MessageStep(math.nan, True))), "NonFiniteReward"),
-    "next messages that are none": (chats(hear=gives(MessageStep(0.0, False, [{}]))), "KeyError"),  # type: ignore[list-item]
+    "messages that are none": ({"make_env": gives(RenderedEnv(Faceless(), RENDERER))}, "TypeError"),
 }
 
 
@@ -232,8 +206,6 @@ def test_an_answer_that_takes_too_long_fails_its_rollout_long_before_its_limit(b
 
 @pytest.mark.virtual_time
 async def test_environments_that_hang_stop_a_run_for_one_time_limit() -> None:
-    """One environment hangs in each of five groups of the first batch."""
-
     class OneHangs(Problem):
         async def make_env(self, sample: int) -> Env:
             if sample == 0 and self.number < 5:
@@ -282,8 +254,8 @@ REFUSED = {"step": raises(BadRequest("temperature must be in [0, 2], got 3"))}
 """What the sampler raises in a rollout is raised in the same place."""
 
 
-async def test_a_request_that_replicas_refuse_ends_its_rollout_alone_without_another_try() -> None:
-    run = await whole_run(Run(small_config(max_steps=3, retries=2), Problems(kind=faulty(REFUSED))))
+def test_a_request_that_replicas_refuse_ends_its_rollout_alone_without_another_try() -> None:
+    run = played(REFUSED, retries=2)
     assert errors(run, "BadRequest") == 2
     assert BAD not in trained(run)
 

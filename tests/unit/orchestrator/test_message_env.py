@@ -24,11 +24,13 @@ from trireme.renderers import Message
 KEEPING = {"strip_thinking_from_history": False}
 
 
+def policy_of(chat_renderer: Any, *texts: str) -> Policy:
+    return Policy([encoded_answer(text, chat_renderer) for text in texts])
+
+
 def test_an_episode() -> None:
     env, chat_renderer = Questions(2), renderer(**KEEPING)
-    policy = Policy(
-        [encoded_answer("<think>\nhm\n</think>\n\nfour", chat_renderer), encoded_answer("five", chat_renderer)]
-    )
+    policy = policy_of(chat_renderer, "<think>\nhm\n</think>\n\nfour", "five")
     trajectory = play(env, chat_renderer, policy)
     assert [m["content"] for m in env.heard] == ["four", "five"]
     assert env.heard[0]["thinking"] == "hm"
@@ -53,9 +55,8 @@ def test_an_episode() -> None:
 )
 def test_what_cannot_be_read_counts_and_ends_it(text: str, end: bool, cut_off: bool, parse_error: float) -> None:
     env, chat_renderer = Questions(2), renderer()
-    trajectory = play(
-        env, chat_renderer, Policy([encoded_answer(text, chat_renderer) if end else scattered(bpe(), text, 0)])
-    )
+    answer = encoded_answer(text, chat_renderer) if end else scattered(bpe(), text, 0)
+    trajectory = play(env, chat_renderer, Policy([answer]))
     assert env.unread == [cut_off]
     assert env.heard == []
     (transition,) = trajectory.transitions
@@ -78,14 +79,7 @@ class Excusing(Questions):
 
 def test_a_turn_that_cannot_be_read_may_be_left_out_of_the_loss_alone() -> None:
     chat_renderer = renderer(**KEEPING)
-    policy = Policy(
-        [
-            encoded_answer("four", chat_renderer),
-            encoded_answer("<tool_call>", chat_renderer),
-            encoded_answer("five", chat_renderer),
-        ]
-    )
-    trajectory = play(Excusing(2), chat_renderer, policy)
+    trajectory = play(Excusing(2), chat_renderer, policy_of(chat_renderer, "four", "<tool_call>", "five"))
     assert [turn.in_loss for turn in trajectory.transitions] == [True, False, True]
     (datum,) = trajectory_to_data(trajectory, 0.5, 1.0)
     columns = {name: column.data for name, column in datum.loss_fn_inputs.items()}
@@ -98,8 +92,7 @@ def test_a_turn_that_cannot_be_read_may_be_left_out_of_the_loss_alone() -> None:
 
 def test_a_chat_has_a_last_word_when_its_sequence_is_full() -> None:
     chat_renderer = renderer(**KEEPING)
-    policy = Policy([encoded_answer("four", chat_renderer)])
-    trajectory = play(Questions(2), chat_renderer, policy, max_seq_len=60)
+    trajectory = play(Questions(2), chat_renderer, policy_of(chat_renderer, "four"), max_seq_len=60)
     (turn,) = trajectory.transitions
     assert (trajectory.stop_reason, trajectory.reward) == ("max_seq_len", 0.0), "1 for the turn, less 1"
     assert (turn.logs, turn.in_loss) == ({"said": "four", "reason": "max_seq_len"}, False)
@@ -109,11 +102,7 @@ def test_a_chat_has_a_last_word_when_its_sequence_is_full() -> None:
 def test_shares_of_cut_and_malformed_turns_are_metrics() -> None:
     chat_renderer = renderer(**KEEPING)
     cut = play(Questions(1, forgiving=True), chat_renderer, Policy([scattered(bpe(), "cut", 0)], "length"))
-    bad = play(
-        Questions(3, forgiving=True),
-        chat_renderer,
-        Policy([encoded_answer(text, chat_renderer) for text in ("<think>", "4", "</think>")]),
-    )
+    bad = play(Questions(3, forgiving=True), chat_renderer, policy_of(chat_renderer, "<think>", "4", "</think>"))
     scored = ScoredGroup(Group(0, "0.0.0", 0, 0), (cut, bad), (0.0, 1.0), ({}, {}), ("chat",), 1.0)
     row = env_metrics([scored])
     assert (row["env/chat/length_cut"], row["env/chat/parse_error"]) == (1 / 4, 2 / 4)
@@ -175,37 +164,36 @@ class Whole:
 
 TEXTS = st.text(alphabet='a <>/\nthinkol_c{}"é🤖', max_size=12)
 THOUGHTS = st.one_of(st.just(""), TEXTS.map(lambda text: f"<think>\n{text}\n</think>\n\n"))
-ANSWERS = st.lists(st.tuples(THOUGHTS, TEXTS, st.booleans(), st.integers(0, 9)), min_size=1, max_size=6)
+SPEAKS_FOR = st.sampled_from(["", "\n\nUser:", "\n\nTool:", "\n\nUser: \n\nTool:", ".\n\nUser:\n"])
+"""What a base model writes that goes on as somebody else."""
+ANSWERS = st.lists(st.tuples(THOUGHTS, TEXTS, SPEAKS_FOR, st.booleans(), st.integers(0, 9)), min_size=1, max_size=6)
 RENDERERS = [("qwen3", QWEN3), ("chat_template", QWEN3), ("chat_template", SAYS), ("role_colon", None)]
-OPTIONS: list[dict[str, Any]] = [{}, KEEPING]
-OPTIONS_OF = st.sampled_from(OPTIONS)
 
 
 @pytest.mark.parametrize(("name", "template"), RENDERERS)
-@given(answers=ANSWERS, options=st.sampled_from(OPTIONS), role=st.sampled_from(["user", "tool"]))
-@settings(max_examples=40, deadline=None)
+@given(answers=ANSWERS, options=st.sampled_from([{}, KEEPING]), role=st.sampled_from(["user", "tool"]))
+@settings(max_examples=60, deadline=None)
 def test_any_chat_is_trained_on_token_for_token(
     name: str, template: str | None, answers: Any, options: dict[str, Any], role: str
 ) -> None:
     chat_renderer = renderer(name, template, **options)
+    stop = chat_renderer.stop_tokens()[0]
     sampled = [
-        [*scattered(bpe(), thought + text, seed), *([chat_renderer.stop_tokens()[0]] if end else [])]
-        or [chat_renderer.stop_tokens()[0]]
-        for thought, text, end, seed in answers
+        [*scattered(bpe(), thought + text + suffix, seed), *([stop] if end else [])] or [stop]
+        for thought, text, suffix, end, seed in answers
     ]
     trajectory = play(Questions(len(sampled), role, forgiving=True), Whole(chat_renderer), Policy(sampled))
     number = assert_each_sampled_token_is_trained_once(trajectory)
-    if options == KEEPING or (role == "tool" and not options):
+    goes_on = name == "role_colon" and any(suffix for _, _, suffix, _, _ in answers)
+    if not goes_on and (options == KEEPING or (role == "tool" and not options)):
         assert number == 1
 
 
 def test_who_goes_on_as_somebody_else_is_stopped_and_trained_up_to_there() -> None:
-    """The sampler here stops at nothing: what it samples beyond the string is no part of the rollout."""
     env, chat_renderer = Questions(2), renderer("role_colon", None)
     sampled = scattered(bpe(), " four\n\nUser:", 3)
-    policy = Policy(
-        [[*sampled, *scattered(bpe(), " and?\n\nAssistant: 5", 4)], encoded_answer(" six", chat_renderer)], "length"
-    )
+    first_answer = [*sampled, *scattered(bpe(), " and?\n\nAssistant: 5", 4)]
+    policy = Policy([first_answer, encoded_answer(" six", chat_renderer)], "length")
     trajectory = play(env, chat_renderer, policy)
     assert [m["content"] for m in env.heard] == ["four", "six"]
     assert env.unread == []
@@ -214,20 +202,3 @@ def test_who_goes_on_as_somebody_else_is_stopped_and_trained_up_to_there() -> No
     assert len(first.logprobs) == len(first.versions) == len(first.mixed) == len(first.identities) == len(sampled)
     assert bpe().decode(second.observation).endswith("four\n\nUser: Question 1?\n\nAssistant:")
     assert assert_each_sampled_token_is_trained_once(trajectory) == 1
-
-
-SPEAKS_FOR = st.sampled_from(["", "\n\nUser:", "\n\nTool:", "\n\nUser: \n\nTool:", ".\n\nUser:\n"])
-
-
-@given(answers=st.lists(st.tuples(TEXTS, SPEAKS_FOR, st.integers(0, 9)), min_size=1, max_size=6), options=OPTIONS_OF)
-@settings(max_examples=60, deadline=None)
-def test_any_chat_of_a_base_model_is_trained_on_token_for_token(answers: Any, options: dict[str, Any]) -> None:
-    for role in ("user", "tool"):
-        chat_renderer = renderer("role_colon", None, **options)
-        sampled = [
-            [*scattered(bpe(), text + suffix, seed), chat_renderer.stop_tokens()[0]] for text, suffix, seed in answers
-        ]
-        trajectory = play(Questions(len(sampled), role, forgiving=True), Whole(chat_renderer), Policy(sampled))
-        number = assert_each_sampled_token_is_trained_once(trajectory)
-        if options == KEEPING and not any(suffix for _, suffix, _ in answers):
-            assert number == 1

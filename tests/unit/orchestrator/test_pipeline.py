@@ -3,9 +3,8 @@
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,9 +24,8 @@ from orchestrator_fakes import (
 )
 
 from orchestrator.advantages import keep_whole
-from orchestrator.env import Env, StepResult
+from orchestrator.env import StepResult
 from orchestrator.limits import MIN_WINDOW
-from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
 from trireme.core.batch import LayOut, TokenBatch
 from trireme.core.errors import LimitReached, ProvenanceError, RoomFailed, WeightsRefused
@@ -41,7 +39,7 @@ def test_a_run_consumes_each_problem_once_in_order() -> None:
     consumed = [problems_of(batch) for batch in run.batches]
     assert consumed == [[2 * s, 2 * s, 2 * s + 1, 2 * s + 1] for s in range(5)]
     assert run.rows[-1]["ledger/trained"] == run.rows[-1]["ledger/dispatched"] == 10, "nothing is sampled in vain"
-    assert all(count == 1 for count in run.dataset.cleaned.values())  # type: ignore[attr-defined]
+    assert all(count == 1 for count in run.dataset.cleaned.values())
 
 
 def test_group_rewards_are_centred_into_advantages() -> None:
@@ -166,22 +164,18 @@ def test_waiting_for_room_does_not_count_as_time_of_a_rollout_but_all_its_turns_
             await asyncio.sleep(4 if self.problem.number else 6)
             return await super().step(action) if self.turns == 2 else StepResult(0.0, False, [*action, 0, 0])
 
-    class Two(Problem):
-        async def make_env(self, sample: int) -> Env:
-            return TwoTurns(self, sample)
-
     config = small_config(2, 1, max_concurrent=2, generation_timeout_s=10, retries=0, timeout_s=1000)
-    run = virtual_time.run(whole_run(Run(config, Problems(kind=Two))))
+    run = virtual_time.run(whole_run(Run(config, Problems(env=TwoTurns))))
     assert [group["problem"] for group in run.released[0].trained] == ["0.0.1", "0.0.2"], "8 s each, one by one"
     assert run.rows[0]["rollout_errors/TimeoutError"] == 2, "the first problem took twice 6 s"
 
 
 async def test_a_source_of_load_that_fails_ends_the_run() -> None:
-    class Unwell(FakeSampler):
-        async def stats(self) -> dict[int, ReplicaStats]:
-            raise RoomFailed("inference replica 0 does not say what it has to do")
+    async def stats() -> dict[int, ReplicaStats]:
+        raise RoomFailed("inference replica 0 does not say what it has to do")
 
-    run = Run(small_config(), sampler=Unwell())
+    run = Run(small_config())
+    run.sampler.stats = stats
     run.sampler.hold(0)
     async with run:
         with pytest.raises(RoomFailed, match="does not say"):
@@ -228,7 +222,6 @@ async def test_tokens_know_their_versions_over_an_update_and_the_row_says_how_ma
 
 
 async def test_an_update_does_not_hold_up_the_driver() -> None:
-    """Back-pressure is in the slots: they are free once the update has ended."""
     async with Run(small_config(2, 5)) as run:
         update = run.sampler.hold_update(1)
         await run.step(0)
@@ -251,14 +244,10 @@ async def test_an_update_that_does_not_end_names_the_replicas_that_lack_it(monke
 
 
 @pytest.mark.parametrize(
-    ("version", "max_steps", "max_steps_off_policy"),
-    [(0, 5, 1), (1, 1, 1), (1, 5, 0)],
-    ids=["first", "last", "synchronous"],
+    ("version", "max_steps", "bound"), [(0, 5, 1), (1, 1, 1), (1, 5, 0)], ids=["first", "last", "synchronous"]
 )
-async def test_an_update_ends_first_where_nothing_goes_on(
-    version: int, max_steps: int, max_steps_off_policy: int
-) -> None:
-    run = Run(small_config(2, max_steps, max_steps_off_policy=max_steps_off_policy))
+async def test_an_update_ends_first_where_nothing_goes_on(version: int, max_steps: int, bound: int) -> None:
+    run = Run(small_config(2, max_steps, max_steps_off_policy=bound))
     update = run.sampler.hold_update(version)
     async with run if version else nullcontext():
         verb = asyncio.create_task(run.step(0) if version else begin_version(run.pipeline, published(0)))
@@ -270,19 +259,15 @@ async def test_an_update_ends_first_where_nothing_goes_on(
     await run.pipeline.stop()
 
 
-async def release(pipeline: Pipeline) -> None:
-    pipeline.release(0)
-
-
-@pytest.mark.parametrize("verb", [release, lambda p: p.next_minibatch(1, 0), lambda p: p.end_version()])
-async def test_a_failed_update_is_raised_by_the_next_verb(verb: Callable[[Pipeline], Coroutine[Any, Any, Any]]) -> None:
+@pytest.mark.parametrize(("verb", "args"), [("release", [0]), ("next_minibatch", [1, 0]), ("end_version", [])])
+async def test_a_failed_update_is_raised_by_the_next_verb(verb: str, args: list[int]) -> None:
     async with Run(small_config(2, 5)) as run:
         await run.pipeline.next_minibatch(0, 0)
         run.sampler.update_error = WeightsRefused("canary of version 1")
         await begin_version(run.pipeline, published(1))
         await quiesce()
         with pytest.raises(WeightsRefused, match="canary of version 1"):
-            await verb(run.pipeline)
+            await getattr(run.pipeline, verb)(*args)
 
 
 async def test_cleaning_up_is_not_interrupted_by_a_drop() -> None:
@@ -299,10 +284,10 @@ async def test_cleaning_up_is_not_interrupted_by_a_drop() -> None:
         await run.step(1)
         assert run.rows[1]["off_policy/expired_running"] == 1
         await quiesce()
-        assert run.dataset.cleaned[0] == 0  # type: ignore[attr-defined]
+        assert run.dataset.cleaned[0] == 0
         cleaning_may_end.set()
         await quiesce()
-        assert run.dataset.cleaned[0] == 1, "it has ended"  # type: ignore[attr-defined]
+        assert run.dataset.cleaned[0] == 1, "it has ended"
         await run.step(2)
         await run.step(3)
 
@@ -343,7 +328,7 @@ def test_a_refused_prompt_is_counted_once_and_not_held_against_the_environment()
             super().__init__(dataset, number, padding=9 * (number % 3 == 1))
 
     config = small_config(2, 10, max_failure_rate=0.0)
-    run = asyncio.run(whole_run(Run(config, Problems(kind=Wordy), RolloutLimits(1000, 10))))
+    run = asyncio.run(whole_run(Run(config, Problems(kind=Wordy), limits=RolloutLimits(1000, 10))))
     failed = run.rows[-1]["ledger/failed"]
     assert failed >= 5
     assert sum(row.get("rollout_errors/PromptTooLong", 0) for row in run.rows) == 2 * failed
@@ -363,8 +348,6 @@ def test_groups_of_equal_rewards_are_replaced_and_counted() -> None:
 
 
 async def test_a_limit_reached_while_training_waits_for_the_end_of_the_step() -> None:
-    """So that the run stops, and can be saved, at a boundary."""
-
     class SlowTrainer(Run):
         async def train(self) -> None:
             for _ in range(1000):  # turns of the event loop: enough for all that can happen to happen
@@ -378,18 +361,15 @@ async def test_a_limit_reached_while_training_waits_for_the_end_of_the_step() ->
         await run.step(0)
         with pytest.raises(LimitReached, match="last 2 groups"):
             await run.step(1)
-    finished = run
-    assert len(finished.rows) == 1
-    assert finished.pipeline.snapshot().ledger["released"] == 1
+    assert len(run.rows) == 1
+    assert run.pipeline.snapshot().ledger["released"] == 1
 
 
 async def test_a_token_older_than_the_floor_is_an_error() -> None:
     async with Run(small_config(max_steps_off_policy=0)) as run:
         await run.step(0)
         run.sampler.label_with = 0
-        with pytest.raises(
-            ProvenanceError, match="had version 1 or a later one, but one of its tokens was sampled by version 0"
-        ):
+        with pytest.raises(ProvenanceError, match=r"had version 1 or a later one, but .* was sampled by version 0"):
             await run.step(1)
 
 
@@ -397,12 +377,12 @@ async def test_the_deadline_says_what_is_missing() -> None:
     run = Run(small_config(2, timeout_s=1.0))
     for problem in range(1, 5):
         run.sampler.hold(problem)
+    reason = (
+        r"for 2 finished groups of batch 0; the cause is in the inference replicas, which have 6 unanswered "
+        r"requests.*'running': 3.*'finished': 1.*problem .*0\.0\.1 .*\{0: 0\}"
+    )
     async with run:
-        with pytest.raises(
-            RoomFailed,
-            match=r"for 2 finished groups of batch 0; the cause is in the inference replicas, which have 6 unanswered "
-            r"requests.*'running': 3.*'finished': 1.*problem .*0\.0\.1 .*\{0: 0\}",
-        ):
+        with pytest.raises(RoomFailed, match=reason):
             await run.pipeline.next_minibatch(0, 0)
 
 

@@ -12,11 +12,6 @@ from orchestrator.advantages import ScoredGroup
 from orchestrator.ledger import Group
 from orchestrator.recorder import Recorder
 from orchestrator.trajectory import Transition
-from trireme.config import Config
-
-
-def small_config(**rollouts: Any) -> Config:
-    return small(rollouts=rollouts)
 
 
 def group(index: int, rewards: list[float], turns: list[Transition] | None = None) -> ScoredGroup:
@@ -38,29 +33,32 @@ GROUPS = [group(i, [mean - 0.1, mean + 0.1]) for i, mean in enumerate([0.5, 0.9,
 
 
 def test_the_best_the_worst_and_some_others_are_kept() -> None:
-    selected = records(Recorder(small_config(sample=2), None), 7, GROUPS)
+    selected = records(Recorder(small(rollouts={"sample": 2}), None), 7, GROUPS)
     assert [(record["why"], record["problem"]) for record in selected[:2]] == [("best", "p1"), ("worst", "p2")]
     assert [record["why"] for record in selected[2:]] == ["sample", "sample"]
     assert len({record["problem"] for record in selected}) == 4
+    assert "action_text" not in selected[0]["rollouts"][0]["turns"][0], "there is no tokenizer"
     assert all(record["step"] == 7 and record["floor"] == 2 and record["tags"] == ["sort"] for record in selected)
 
 
 def test_a_step_done_again_keeps_the_same_groups_and_other_steps_keep_others() -> None:
-    recorder = Recorder(small_config(sample=2), None)
-    assert recorder.lines(3, GROUPS) == Recorder(small_config(sample=2), None).lines(3, GROUPS)
+    recorder = Recorder(small(rollouts={"sample": 2}), None)
+    assert recorder.lines(3, GROUPS) == Recorder(small(rollouts={"sample": 2}), None).lines(3, GROUPS)
     sampled = {tuple(record["problem"] for record in records(recorder, step, GROUPS)[2:]) for step in range(20)}
     assert len(sampled) > 1
 
 
 @pytest.mark.parametrize(("groups", "whys"), [(1, ["best"]), (2, ["best", "worst"]), (3, ["best", "worst", "sample"])])
 def test_no_group_is_kept_twice(groups: int, whys: list[str]) -> None:
-    assert [record["why"] for record in records(Recorder(small_config(sample=5), None), 0, GROUPS[:groups])] == whys
+    assert [
+        record["why"] for record in records(Recorder(small(rollouts={"sample": 5}), None), 0, GROUPS[:groups])
+    ] == whys
 
 
 def test_steps_between_are_not_recorded() -> None:
-    recorder = Recorder(small_config(every=3), None)
+    recorder = Recorder(small(rollouts={"every": 3}), None)
     assert [bool(recorder.lines(step, GROUPS)) for step in range(7)] == [True, False, False, True, False, False, True]
-    assert Recorder(small_config(every=0), None).lines(0, GROUPS) == []
+    assert Recorder(small(rollouts={"every": 0}), None).lines(0, GROUPS) == []
 
 
 def test_a_record_tells_each_turn_once_with_its_versions() -> None:
@@ -76,7 +74,7 @@ def test_a_record_tells_each_turn_once_with_its_versions() -> None:
         ),
         turn_of([1, 9], [2], versions=3, in_loss=False),
     ]
-    recorder = Recorder(small_config(), lambda tokens: "".join(chr(ord("a") + token) for token in tokens))
+    recorder = Recorder(small(), lambda tokens: "".join(chr(ord("a") + token) for token in tokens))
     (record,) = records(recorder, 0, [group(0, [0.25, 0.75], turns)])
     assert record["rewards"] == [0.25, 0.75]
     assert record["advantages"] == [-0.25, 0.25]
@@ -90,8 +88,3 @@ def test_a_record_tells_each_turn_once_with_its_versions() -> None:
     assert second["metrics"] == {"found": 1.0}
     assert [t["in_loss"] for t in (first, second, third)] == [True, True, False]
     assert second["logs"] == {"what": "<class 'object'>"}
-
-
-def test_without_a_tokenizer_there_is_no_text() -> None:
-    (record,) = records(Recorder(small_config(), None), 0, GROUPS[:1])
-    assert "action_text" not in record["rollouts"][0]["turns"][0]

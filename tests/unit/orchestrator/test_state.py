@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from orchestrator_fakes import Problem, Problems, Run, begin_version, published, quiesce, small_config, whole_run
+from orchestrator_fakes import (
+    Problem,
+    Problems,
+    Run,
+    begin_version,
+    published,
+    quiesce,
+    resumed,
+    small_config,
+    whole_run,
+)
 from whole_turns import trajectory_of
 
 from orchestrator.advantages import ScoredGroup
@@ -22,7 +32,6 @@ from orchestrator.state import LINES, STATE, OrchestratorState
 from orchestrator.trajectory import Transition
 from trireme.checkpoint.files import checksum_of
 from trireme.checkpoint.manifest import Manifest
-from trireme.config import Config
 from trireme.core.errors import BadInput, CheckpointInvalid, LimitReached, StorageFailed
 from trireme.core.types import WeightIdentity
 
@@ -119,26 +128,16 @@ def test_a_layout_that_is_not_known_is_refused(tmp_path: Path) -> None:
         OrchestratorState.read(tmp_path)
 
 
-def test_whatever_an_environment_logged_can_be_saved(tmp_path: Path) -> None:
+def test_what_is_no_json_can_be_saved(tmp_path: Path) -> None:
     logs = {"text": "a", "path": Path("b"), "score": np.float32(1.5), 3: (1, None), "more": {("x", 1): {2.0}}}
-    group = scored(0, [1], logs=logs)  # type: ignore[arg-type]
-    snapshot_of((group,), ()).write(tmp_path / "o")
-    (read,) = OrchestratorState.read(tmp_path / "o").finished
-    assert read.trajectories_G[0].transitions[0].logs == {
-        "text": "a",
-        "path": "b",
-        "score": "1.5",
-        "3": [1, None],
-        "more": {"('x', 1)": "{2.0}"},
-    }
-
-
-def test_a_metric_that_is_no_number_is_saved_and_is_none_afterwards_either(tmp_path: Path) -> None:
-    group = dataclasses.replace(scored(0, [1]), metrics_G=({"a": float("nan"), "b": 1.0},))
-    snapshot_of((group,), ()).write(tmp_path / "o")
-    for line in (tmp_path / "o" / LINES).read_text().splitlines():
+    group = dataclasses.replace(scored(0, [1], logs=logs), metrics_G=({"a": float("nan"), "b": 1.0},))  # type: ignore[arg-type]
+    snapshot_of((group,), ()).write(tmp_path)
+    for line in (tmp_path / LINES).read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
-    ((metrics,),) = (read.metrics_G for read in OrchestratorState.read(tmp_path / "o").finished)
+    (read,) = OrchestratorState.read(tmp_path).finished
+    as_json = {"text": "a", "path": "b", "score": "1.5", "3": [1, None], "more": {"('x', 1)": "{2.0}"}}
+    assert read.trajectories_G[0].transitions[0].logs == as_json
+    (metrics,) = read.metrics_G
     assert (np.isnan(metrics["a"]), metrics["b"]) == (True, 1.0)
 
 
@@ -146,15 +145,6 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "o").write_text("in the way")
     with pytest.raises(StorageFailed, match=f"{tmp_path}/o/state.json.*MiB free"):
         snapshot_of((), ()).write(tmp_path / "o")
-
-
-def resumed(run: Run, directory: Path, config: Config | None = None, dataset: Problems | None = None) -> Run:
-    """A run in a new process, as it were, that continues from the last boundary of `run`."""
-    snapshot = run.pipeline.snapshot()
-    snapshot.write(directory)
-    fresh = Run(config or run.config, dataset, start=snapshot.ledger["released"])
-    fresh.pipeline.load(OrchestratorState.read(directory))
-    return fresh
 
 
 def trained(run: Run) -> list[list[str]]:
@@ -207,7 +197,6 @@ async def test_what_was_running_is_sampled_again_with_its_identity_and_the_new_f
 async def test_every_problem_ends_once_however_often_the_run_is_interrupted(
     policy: str, max_steps_off_policy: int, seed: int, tmp_path: Path
 ) -> None:
-    """Problems straggle, fail and are filtered at random; the run is interrupted at random moments within steps."""
     rng = random.Random(seed)
 
     async def reward(problem: Problem, sample: int) -> float:
@@ -235,7 +224,7 @@ async def test_every_problem_ends_once_however_often_the_run_is_interrupted(
                 await asyncio.sleep(0)
             doing.cancel()
             await asyncio.wait([doing])
-            return resumed(run, tmp_path / str(run.start), dataset=Problems(reward))
+            return resumed(run, tmp_path / str(run.start), Problems(reward))
 
     runs = [Run(config, Problems(reward))]
     for _ in range(3):
@@ -256,14 +245,12 @@ async def test_every_problem_ends_once_however_often_the_run_is_interrupted(
 async def test_the_order_of_the_data_is_that_of_a_run_that_was_never_interrupted(tmp_path: Path) -> None:
     run = Run(small_config(2, 3))
     await whole_run(run)
-    longer = resumed(run, tmp_path / "o", small_config(2, 6))
+    longer = resumed(run, tmp_path / "o", config=small_config(2, 6))
     await whole_run(longer)
     assert trained(run) + trained(longer) == trained(await whole_run(Run(small_config(2, 6))))
 
 
 def test_the_row_of_the_next_step_misses_nothing(tmp_path: Path) -> None:
-    """Groups that were filtered, and errors, between the boundary and the checkpoint."""
-
     async def reward(problem: Problem, sample: int) -> float:
         if problem.number == 3 and problem.dataset.tries[3, sample] == 1:
             raise KeyError
@@ -278,7 +265,7 @@ def test_the_row_of_the_next_step_misses_nothing(tmp_path: Path) -> None:
                 await run.step(1)
                 return run.rows[1]
             again = resumed(run, tmp_path / "o")
-            assert again.dataset.tries == {}  # type: ignore[attr-defined]
+            assert again.dataset.tries == {}
         async with again:
             await again.step(1)
             return again.rows[0]
@@ -298,7 +285,7 @@ async def test_kept_groups_keep_the_temperature_they_were_sampled_at(tmp_path: P
     async with Run(small_config(2, 2)) as run:
         run.sampler.hold(1)
         await quiesce()
-        again = await whole_run(resumed(run, tmp_path / "o", small_config(2, 2, temperature=0.5)))
+        again = await whole_run(resumed(run, tmp_path / "o", config=small_config(2, 2, temperature=0.5)))
     data_D = [m.batch.datum(d) for batch in again.batches for m in batch for d in range(len(m.batch))]
     assert {int(datum.model_input.tokens[0]): datum.temperature for datum in data_D} == {0: 1.0, 1: 0.5, 2: 1.0, 3: 1.0}
 
@@ -317,14 +304,14 @@ async def test_a_resume_counts_on_but_after_a_limit_anew(reward: Any, named: str
     async with Run(config, Problems(reward)) as stopped:
         with pytest.raises(LimitReached, match=named):
             await stopped.step(0)
-        again = resumed(stopped, tmp_path / "stopped", dataset=Problems(batches=30))
+        again = resumed(stopped, tmp_path / "stopped", Problems(batches=30))
     await whole_run(again)
     interrupted = Run(config, Problems(reward))
     for problem in range(8, 20):
         interrupted.sampler.hold(problem)
     async with interrupted:
         await quiesce()
-        again = resumed(interrupted, tmp_path / "interrupted", dataset=Problems(reward))
+        again = resumed(interrupted, tmp_path / "interrupted", Problems(reward))
     async with again:
         with pytest.raises(LimitReached, match=named):
             await again.step(0)
@@ -335,7 +322,7 @@ async def test_data_that_lack_the_place_are_refused(tmp_path: Path) -> None:
     async with Run(small_config(4)) as run:
         await run.step(0)
         with pytest.raises(BadInput, match=r"problem 0\.\d\.\d .* not in Problems, which has 2 batches"):
-            resumed(run, tmp_path / "o", dataset=Problems(batches=2))
+            resumed(run, tmp_path / "o", Problems(batches=2))
 
 
 async def test_no_snapshot_between_two_versions() -> None:

@@ -106,7 +106,6 @@ def test_a_function_that_blocks_has_a_thread_of_its_own() -> None:
 
 
 async def test_hundreds_that_block_do_so_together() -> None:
-    """Each waits until all have begun."""
     meeting = threading.Barrier(300, timeout=60)
     assert sorted(await asyncio.gather(*(in_thread(meeting.wait) for _ in range(300)))) == list(range(300))
     assert MOST_THREADS >= 300

@@ -15,14 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
-from orchestrator_fakes import FakeSampler, Problems, Run, quiesce, small_config
+from orchestrator_fakes import FakeSampler, Problems, Run, quiesce, resumed, small_config
 
 from orchestrator.env import (
     Continuation,
     Env,
     EnvGroup,
     EnvGroupBuilder,
-    RLDataset,
     StepResult,
     StopCondition,
     TokenIds,
@@ -37,7 +36,6 @@ from orchestrator.unfinished import (
     BadState,
     GroupProgress,
     RolloutProgress,
-    UnfinishedRollout,
     from_json,
     plain,
     to_json,
@@ -47,6 +45,8 @@ from trireme.config.schema import SamplingConfig
 from trireme.core.types import SampledSequence, SampleRequest, VersionSpan, WeightIdentity
 
 TURNS = 4
+LONG = small_config(1, 3, stale_policy="wait", max_steps_off_policy=2)
+SHORT = small_config(1, 2, stale_policy="wait", max_steps_off_policy=1)
 
 
 class Talk(Env):
@@ -69,7 +69,8 @@ class Talk(Env):
         return StepResult(float(self.sample), finished, Continuation([9, len(self.heard)]))
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        assert self.dataset.keeps, "of another environment nothing is asked"
+        if not self.dataset.keeps:
+            return None
         return {"heard": np.array(self.heard, np.int32), "last": self.heard[-1]}
 
     async def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -77,17 +78,12 @@ class Talk(Env):
         assert self.heard[-1] == state["last"]
 
 
-class Silent(Talk):
-    def state_dict(self) -> None:
-        return None
-
-
 class TalkProblem(EnvGroupBuilder):
     def __init__(self, dataset: Talks, number: int) -> None:
         self.dataset, self.number = dataset, number
 
     async def make_env(self, sample: int) -> Env:
-        return (Talk if self.dataset.keeps else Silent)(self.dataset, self.number, sample)
+        return Talk(self.dataset, self.number, sample)
 
 
 class Talks(Problems):
@@ -116,15 +112,6 @@ class Slow(FakeSampler):
             await event.wait()
         span = VersionSpan(WeightIdentity(0, self.version, f"d{self.version}"), 0, 1)
         return SampledSequence(np.full(1, 5, np.int32), np.full(1, -1.0, np.float32), "stop", (span,))
-
-
-def resumed(run: Run, directory: Path, dataset: RLDataset, config: Config | None = None) -> Run:
-    """A run in a new process, as it were, that continues from the last boundary of `run`."""
-    snapshot = run.pipeline.snapshot()
-    snapshot.write(directory)
-    fresh = Run(config or run.config, dataset, sampler=Slow(), start=snapshot.ledger["released"])
-    fresh.share = fresh.pipeline.load(OrchestratorState.read(directory))  # type: ignore[attr-defined]
-    return fresh
 
 
 NUMBERS = arrays_of.arrays(
@@ -211,8 +198,6 @@ async def test_a_rollout_continues_where_it_was(breaks: bool, turn: int, later: 
 
 
 async def test_while_a_step_runs_its_environment_is_not_asked() -> None:
-    """What was before the step is kept; the answer that it was given is sampled again."""
-
     class Waits(Talk):
         stepping = False
         go_on = asyncio.Event()
@@ -272,19 +257,24 @@ def test_a_state_of_a_class_that_takes_none_any_more_says_whose_it_is() -> None:
         asyncio.run(Changed().load_state_dict({"heard": [1], "last": 1}))
 
 
-async def test_a_run_killed_in_the_middle_of_turns_continues_there(tmp_path: Path) -> None:
-    """Of group 1 rollout 0 has two turns and rollout 1 is finished; group 2 waits for its first answer."""
-    run = Run(small_config(1, 3, stale_policy="wait", max_steps_off_policy=2), Talks(), sampler=Slow())
-    sampler: Any = run.sampler
-    sampler.gate(1, 0, 2)
-    sampler.gate(2, 0, 0)
-    sampler.gate(2, 1, 0)
+async def killed(
+    directory: Path, config: Config, keeps: bool = True, next_config: Config | None = None
+) -> tuple[Run, Talks]:
+    """Kills a run after its first step. Of group 1 rollout 0 has two turns and rollout 1 is finished; group 2, if it
+    has begun, waits for its first answer. Returns the run that continues, and its dataset."""
+    run = Run(config, Talks(keeps), sampler=Slow())
+    for gate in ((1, 0, 2), (2, 0, 0), (2, 1, 0)):
+        run.sampler.gate(*gate)
     async with run:
         await run.step(0)
         await quiesce()
-        dataset = Talks()
-        again = resumed(run, tmp_path / "o", dataset)
-    assert str(again.share) == "2 of 4 unfinished rollouts were kept"  # type: ignore[attr-defined]
+        dataset = Talks(keeps)
+        return resumed(run, directory, dataset, config=next_config, sampler=Slow()), dataset
+
+
+async def test_a_run_killed_in_the_middle_of_turns_continues_there(tmp_path: Path) -> None:
+    again, dataset = await killed(tmp_path, LONG)
+    assert again.share == "2 of 4 unfinished rollouts were kept"
     async with again:
         await again.step(1)
         await again.step(2)
@@ -298,17 +288,31 @@ async def test_a_run_killed_in_the_middle_of_turns_continues_there(tmp_path: Pat
 
 
 async def test_environments_that_say_nothing_start_again_but_finished_rollouts_are_kept(tmp_path: Path) -> None:
-    run = Run(small_config(1, 2, stale_policy="wait"), Talks(keeps=False), sampler=Slow())
-    run.sampler.gate(1, 0, 2)  # type: ignore[attr-defined]
-    async with run:
-        await run.step(0)
-        await quiesce()
-        dataset = Talks(keeps=False)
-        again = resumed(run, tmp_path / "o", dataset)
+    again, dataset = await killed(tmp_path, SHORT, keeps=False)
     async with again:
         await again.step(1)
     assert dataset.begun == {(1, 0): 1}
-    assert not (tmp_path / "o" / RUNNING).exists(), "there is no array to write"
+    assert not (tmp_path / RUNNING).exists(), "there is no array to write"
+
+
+@pytest.mark.parametrize("change", [{"temperature": 0.5}, {"deterministic": True, "max_steps_off_policy": 0}])
+async def test_what_was_sampled_in_another_way_starts_again(tmp_path: Path, change: dict[str, Any]) -> None:
+    options = {"stale_policy": "wait", "max_steps_off_policy": 1} | change
+    again, dataset = await killed(tmp_path, SHORT, next_config=small_config(1, 2, **options))
+    async with again:
+        await again.step(1)
+    assert dataset.begun == {(1, 0): 1, (1, 1): 1}
+    assert again.released[0].trained[0]["floor"] == 1
+
+
+async def test_a_checkpoint_holds_groups_that_wait_for_their_place_after_a_resume(tmp_path: Path) -> None:
+    again, _ = await killed(tmp_path, SHORT)
+    (recovered,), (before,) = again.pipeline.snapshot().running, OrchestratorState.read(tmp_path).running
+    assert recovered.group == before.group
+    unfinished, finished = zip(recovered.rollouts_G, before.rollouts_G, strict=True)
+    assert columns(unfinished[0].trajectory) == columns(unfinished[1].trajectory)
+    np.testing.assert_equal(unfinished[0].env_state, unfinished[1].env_state)
+    assert columns(finished[0]) == columns(finished[1])
 
 
 def test_rollouts_whose_scores_need_their_own_process_start_again() -> None:
@@ -330,38 +334,3 @@ def test_rollouts_whose_scores_need_their_own_process_start_again() -> None:
     for keeps, expected in ((False, (None, None)), (True, (finished, None))):
         progress = GroupProgress(keeps, finished={0: finished})
         assert progress.take(Group(0, "p", 0), 2, 1.0).rollouts_G == expected
-
-
-@pytest.mark.parametrize("change", [{"temperature": 0.5}, {"deterministic": True, "max_steps_off_policy": 0}])
-async def test_what_was_sampled_in_another_way_starts_again(tmp_path: Path, change: dict[str, Any]) -> None:
-    run = Run(small_config(1, 2, stale_policy="wait", max_steps_off_policy=1), Talks(), sampler=Slow())
-    run.sampler.gate(1, 0, 2)  # type: ignore[attr-defined]
-    async with run:
-        await run.step(0)
-        await quiesce()
-        dataset = Talks()
-        other = small_config(1, 2, **({"stale_policy": "wait", "max_steps_off_policy": 1} | change))
-        again = resumed(run, tmp_path / "o", dataset, other)
-    async with again:
-        await again.step(1)
-    assert dataset.begun == {(1, 0): 1, (1, 1): 1}
-    assert again.released[0].trained[0]["floor"] == 1
-
-
-async def test_a_checkpoint_holds_groups_that_wait_for_their_place_after_a_resume(tmp_path: Path) -> None:
-    run = Run(small_config(1, 2, stale_policy="wait"), Talks(), sampler=Slow())
-    run.sampler.gate(1, 0, 2)  # type: ignore[attr-defined]
-    async with run:
-        await run.step(0)
-        await quiesce()
-        first = run.pipeline.snapshot()
-    first.write(tmp_path / "first")
-    again = Run(run.config, Talks(), sampler=Slow(), start=1)
-    again.pipeline.load(OrchestratorState.read(tmp_path / "first"))
-    (recovered,), (before,) = again.pipeline.snapshot().running, first.running
-    assert recovered.group == before.group
-    for one, other in zip(recovered.rollouts_G, before.rollouts_G, strict=True):
-        assert type(one) is type(other)
-        if isinstance(one, UnfinishedRollout) and isinstance(other, UnfinishedRollout):
-            assert columns(one.trajectory) == columns(other.trajectory)
-            np.testing.assert_equal(one.env_state, other.env_state)

@@ -211,7 +211,6 @@ def test_what_the_kernel_refuses_is_an_error_of_the_program() -> None:
 
 
 def test_no_program_writes_its_own_report() -> None:
-    """The starter's files are not among the program's."""
     forged = json.dumps({"exit_code": 0, "limit": None, "failure": None})
     program = f"""
 import os

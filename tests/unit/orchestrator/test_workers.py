@@ -249,7 +249,6 @@ async def test_closing_ends_calls_under_way() -> None:
 
 
 def test_a_worker_does_not_outlive_whoever_started_it() -> None:
-    """Not even when that is killed, while the worker computes and looks at nothing."""
     code = (
         "import asyncio, sys\n"
         f"from {MODULE} import hang, pid\n"

@@ -159,7 +159,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(bench: Bench) -> None:
 
 
 def test_nothing_is_a_checkpoint_before_its_step_is_written_down(bench: Bench) -> None:
-    """The row of a step comes before the checkpoint that says the step is done."""
     with bench.checkpoints() as checkpoints:
         checkpoints.at_boundary(0, weights(0))
         run_to(checkpoints, 1)
@@ -173,7 +172,6 @@ def test_nothing_is_a_checkpoint_before_its_step_is_written_down(bench: Bench) -
     ("max_missed", "error"), [(0, StorageFailed("cannot write: no space")), (9, RoomFailed("trainer died"))], ids=str
 )
 def test_a_missed_checkpoint_stops_the_run_where_none_may_be(bench: Bench, max_missed: int, error: Exception) -> None:
-    """A dead room is no missed checkpoint."""
     bench.config = config(max_missed=max_missed, async_save=bench.config.checkpoint.async_save)
     bench.trainer.errors.append(error)
     with pytest.raises(type(error), match=str(error)):
@@ -194,7 +192,6 @@ def test_checkpoints_may_be_missed_if_allowed(bench: Bench) -> None:
 
 
 def test_the_last_checkpoint_may_not_be_missed(bench: Bench) -> None:
-    """A run that reached its end without its weights on the disk has not succeeded."""
     bench.config = config(every=0, max_missed=5)
     bench.trainer.errors.append(StorageFailed("cannot write: no space"))
     with pytest.raises(StorageFailed, match="no space"):
@@ -281,9 +278,7 @@ class TestFullDisk:
         assert "its space was needed for the rows of its step" in full.incidents[0]
         assert full.steps == ["step_000002", "step_000006"]
 
-    def test_a_checkpoint_without_its_line_in_the_table_counts(
-        self, full: Bench, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_checkpoint_without_its_row_counts(self, full: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(store_module, "write_rows", Mock(side_effect=OSError(errno.ENOSPC, "no space")))
             run_all(full, 4)

@@ -6,11 +6,10 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -38,26 +37,8 @@ def test_means_are_over_the_loss_tokens_however_they_are_split() -> None:
     assert reduce_metrics([*parts, {"loss_tokens:sum": 0.0, "d:mean": 9.0}]) == expected
 
 
-@dataclass
-class Directory:
-    """Looks after the directory of a run; counts how often room was made."""
-
-    count: int = 0
-
-    def check_owner(self) -> None:
-        """It is ours."""
-
-    def make_room(self) -> None:
-        self.count += 1
-
-
-def journal_of(
-    root: Path,
-    line: Callable[[Mapping[str, Any]], str] = str,
-    out: io.StringIO | None = None,
-    guard: Directory | None = None,
-) -> Journal:
-    return Journal(root, line, out or io.StringIO(), [], guard or Directory())
+def journal_of(root: Path, guard: Any = None, out: io.StringIO | None = None, line: Any = str) -> Journal:
+    return Journal(root, line, out or io.StringIO(), [], guard or Mock())
 
 
 def test_rows_are_whole_lines(tmp_path: Path) -> None:
@@ -72,7 +53,6 @@ def test_rows_are_whole_lines(tmp_path: Path) -> None:
 
 
 def test_what_is_no_number_is_null_in_rows(tmp_path: Path) -> None:
-    """JSON has no NaN: readers in other languages would refuse the whole line."""
     journal = journal_of(tmp_path)
     journal.write({"step": 0, "attempt": 1, "optim/grad_norm": float("nan"), "optim/ratio_max": float("inf")}, {})
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -84,12 +64,12 @@ def test_what_is_no_number_is_null_in_rows(tmp_path: Path) -> None:
 def test_a_row_without_room_is_written_later(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "_passed", Counter())
     monkeypatch.setenv("TRIREME_FAULTS", f"row.{name}@2=full")
-    guard = Directory()
-    journal = journal_of(tmp_path, guard=guard)
+    guard = Mock()
+    journal = journal_of(tmp_path, guard)
     for step in range(3):
         journal.write({"step": step, "attempt": 1}, {"groups": []}, ["{}"])
     journal.close()
-    assert guard.count == 1
+    guard.make_room.assert_called_once()
     for file_name in ("metrics.jsonl", "trained.jsonl"):
         assert [json.loads(line)["step"] for line in (tmp_path / file_name).open()] == [0, 1, 2]
 
@@ -97,21 +77,19 @@ def test_a_row_without_room_is_written_later(tmp_path: Path, name: str, monkeypa
 def test_rows_that_cannot_be_written_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "_passed", Counter())
     monkeypatch.setenv("TRIREME_FAULTS", "row.metrics.jsonl@2+=full")
-    guard, out = Directory(), io.StringIO()
-    journal = journal_of(tmp_path, guard=guard, out=out)
+    guard, out = Mock(), io.StringIO()
+    journal = journal_of(tmp_path, guard, out)
     journal.write({"step": 0, "attempt": 1}, {"groups": []})
     with pytest.raises(StorageFailed) as failed:
         journal.write({"step": 1, "attempt": 1}, {"groups": []})
     journal.close()
-    assert guard.count == 1
+    guard.make_room.assert_called_once()
     text = str(failed.value)
     assert all(part in text for part in ("given: ", "No space left on device", "expected: ", "to do: make room"))
     assert len(out.getvalue().splitlines()) == 1, "a step without its row is not told as done"
 
 
 def test_half_a_row_is_taken_back(tmp_path: Path) -> None:
-    """The next line would be spoilt with it."""
-
     class Nearly:
         """A file in which only ten bytes fit at first."""
 
@@ -166,7 +144,7 @@ def test_the_console_tells_of_an_evaluation_below_its_step(tmp_path: Path) -> No
     times = ("step", "wait_for_batch", "forward_backward", "optim", "publish", "update_replicas")
     row = dict.fromkeys([*names, *(f"time/{name}" for name in times)], 0.0) | {"step": 6}
     out = io.StringIO()
-    journal = journal_of(tmp_path, partial(step_line, max_steps=12), out)
+    journal = journal_of(tmp_path, out=out, line=partial(step_line, max_steps=12))
     journal.write(row | evaluated(6) | {"attempt": 1}, {"groups": []})
     journal.close()
     first, second = out.getvalue().splitlines()

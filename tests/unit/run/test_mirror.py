@@ -1,7 +1,6 @@
 """What a driver brings to object storage while it trains, and what happens where that fails."""
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import BinaryIO
 
 import pytest
 from far_support import FarRun, puts
-from store_support import FIXED, Double, Driver, objects, stored
+from store_support import FIXED, Double, Driver, injected, objects, stored
 from waiting import wait_for
 
 from trireme.checkpoint.bucket import Bucket
@@ -19,7 +18,6 @@ from trireme.checkpoint.rows import ROW_FILES
 from trireme.checkpoint.store import KEEP, CheckpointStore
 from trireme.checkpoint.stored_run import PART_BYTES, StoredCheckpoint
 from trireme.core.errors import CheckpointInvalid, LockLost, StorageFailed
-from trireme.process.faults import InjectedFault
 from trireme.run import mirror
 from trireme.run.mirror import Mirror
 from trireme.run.rundir import RunDir
@@ -187,9 +185,7 @@ def test_a_new_attempt_is_not_half_there(url: str, tmp_path: Path, monkeypatch: 
     def next_attempt(self: Bucket, key: str, contents: bytes | BinaryIO) -> None:
         put(self, key, contents)
         if not begun and "metrics.jsonl" in key:
-            begun.append(
-                driver.run.next_attempt(driver.config, {"model": {"hidden_size": 64}, "loss": {"loss_fn": "ppo"}})
-            )
+            begun.append(driver.run.next_attempt(driver.config, FIXED))
             begun[0].checkout()
 
     monkeypatch.setattr(Bucket, "put", next_attempt)
@@ -249,7 +245,7 @@ def test_too_many_that_are_only_here_stop_the_run(url: str, server: Double, tmp_
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("of the run")])
-def test_an_end_that_did_not_arrive_is_an_error_or_a_note_of_that_of_the_run(
+def test_an_end_that_did_not_arrive_is_an_error_or_a_note(
     url: str, server: Double, tmp_path: Path, error: RuntimeError | None
 ) -> None:
     driver = Driver(url, tmp_path)
@@ -334,17 +330,11 @@ def test_parts_of_other_nodes_are_in_the_checkpoint(far_run: FarRun, url: str, s
 
 
 @pytest.mark.parametrize("point", ["parts.put", "parts.put@2", "parts.fetch", "parts.fetch@2", "commit.manifest"])
-def test_before_it_is_sealed_there_is_no_checkpoint(
-    far_run: FarRun, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
-) -> None:
+def test_before_it_is_sealed_there_is_no_checkpoint(far_run: FarRun, url: str, tmp_path: Path, point: str) -> None:
     far_run.checkpoint(1)
     far_run.driver.bring()
-    name, _, passage = point.partition("@")
-    with monkeypatch.context() as patched:
-        patched.setenv("TRIREME_FAULTS", f"{name}@{passage or 1}=raise")
-        patched.setattr("trireme.process.faults._passed", Counter())
-        with pytest.raises(InjectedFault):
-            far_run.checkpoint(2)
+    with injected(point):
+        far_run.checkpoint(2)
     far_run.driver.bring()
     assert list(stored(url).of_branch()) == [1]
     assert [key for key in checkpoint_keys(url) if "step_000002" in key], "some parts are there"
@@ -355,14 +345,11 @@ def test_before_it_is_sealed_there_is_no_checkpoint(
     assert not [key for key in checkpoint_keys(url) if "step_000002" in key], "what was left is swept"
 
 
-def test_the_next_attempt_of_a_driver_sweeps_too(far_run: FarRun, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_attempt_of_a_driver_sweeps_too(far_run: FarRun, url: str) -> None:
     far_run.checkpoint(1)
     far_run.driver.bring()
-    with monkeypatch.context() as patched:
-        patched.setenv("TRIREME_FAULTS", "parts.fetch@1=raise")
-        patched.setattr("trireme.process.faults._passed", Counter())
-        with pytest.raises(InjectedFault):
-            far_run.checkpoint(2)
+    with injected("parts.fetch"):
+        far_run.checkpoint(2)
     torn = [key for key in checkpoint_keys(url) if "step_000002" in key]
     again = far_run.run.next_attempt(far_run.driver.config, FIXED)
     again.checkout()

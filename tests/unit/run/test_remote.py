@@ -1,11 +1,10 @@
 """A run in object storage: what a start finds there, takes over and refuses, and what a crash leaves."""
 
 import shlex
-from collections import Counter
 from pathlib import Path
 
 import pytest
-from store_support import Double, Driver, everything, objects, rows, stored
+from store_support import Double, Driver, everything, injected, objects, rows, stored
 
 from trireme.checkpoint import bucket
 from trireme.checkpoint.bucket import Bucket, StoreSilent
@@ -114,19 +113,13 @@ def test_of_two_that_begin_together_one_is_refused(url: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_crash_leaves_the_last_checkpoint(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
-) -> None:
+def test_a_crash_leaves_the_last_checkpoint(url: str, tmp_path: Path, point: str) -> None:
     first = begun(url, tmp_path / "one")
     before = stored(url)
     for number in (4, 5):
         first.step(number, saved=True)
-    name, _, passage = point.partition("@")
-    monkeypatch.setenv("TRIREME_FAULTS", f"{name}@{passage or 1}=raise")
-    monkeypatch.setattr("trireme.process.faults._passed", Counter())
-    with pytest.raises(InjectedFault):
+    with injected(point):
         first.bring()
-    monkeypatch.delenv("TRIREME_FAULTS")
     first.die()
     is_named = point == "store.head"
     assert (stored(url) == before) == (not is_named)
@@ -173,17 +166,6 @@ def test_a_checkpoint_that_is_kept_stays_kept(url: str, tmp_path: Path) -> None:
     assert stored(url).commits["checkpoints/step_000002"].kept
 
 
-def test_back_to_a_step_that_is_in_the_store_alone(url: str, tmp_path: Path) -> None:
-    begun(url, tmp_path / "one").die()
-    second = Driver(url, tmp_path / "two", "--resume").claim()
-    second.step(3, saved=True)
-    second.bring()
-    second.die()
-    third = Driver(url, tmp_path / "two", "--resume.step", "1")
-    assert third.run.start.step == 1
-    assert "lacks the checkpoint" in third.lines[0]
-
-
 def test_a_torn_checkpoint_is_passed_over(url: str, tmp_path: Path) -> None:
     begun(url, tmp_path / "one").die()
     state = stored(url)
@@ -211,8 +193,10 @@ def test_altered_rows_are_refused(url: str, tmp_path: Path) -> None:
 
 def test_back_to_an_earlier_step(url: str, tmp_path: Path) -> None:
     begun(url, tmp_path / "one").die()
+    Driver(url, tmp_path / "two", "--resume").die()
     lineage = stored(url).head.lineage
     second = Driver(url, tmp_path / "two", "--resume.step", "1").claim()
+    assert "lacks the checkpoint" in second.lines[0], "it is in the store alone"
     assert second.run.start.step == 1
     second.step(2, saved=True)
     second.bring()
@@ -255,15 +239,16 @@ def test_a_store_without_conditions_is_refused(url: str, server: Double, tmp_pat
 
 def test_a_store_that_cannot_be_asked_is_refused(url: str, server: Double, tmp_path: Path) -> None:
     server.refuses = lambda request: request.startswith("PUT")
-    with pytest.raises(BadInput, match="did not take a conditional put"):
-        Driver(url, tmp_path)
+    (tmp_path / "files").mkdir()
+    for place in (url, f"file://{tmp_path}/files"):
+        with pytest.raises(BadInput, match="did not take a conditional put"):
+            Driver(place, tmp_path / "local")
 
 
 @pytest.mark.parametrize("reason", ["nothing listens", "it is busy"])
 def test_a_store_that_does_not_answer_is_no_wrong_input(
     reason: str, url: str, server: Double, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same command may work later, so a scheduler may repeat it."""
     monkeypatch.setattr(bucket, "RETRY_S", 0.1)
     if reason == "it is busy":
         server.busy = True
@@ -273,12 +258,6 @@ def test_a_store_that_does_not_answer_is_no_wrong_input(
         Driver(url, tmp_path)
     assert failed.value.exit_code == EXIT_FAILED
     assert not (tmp_path / "r").exists()
-
-
-def test_a_kind_of_store_without_conditions_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "files").mkdir()
-    with pytest.raises(BadInput, match="did not take a conditional put"):
-        Driver(f"file://{tmp_path}/files", tmp_path / "local")
 
 
 def test_refused_before_the_start(tmp_path: Path) -> None:

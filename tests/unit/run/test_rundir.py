@@ -78,9 +78,7 @@ def test_a_name_is_no_path(tmp_path: Path, name: str) -> None:
 def test_a_directory_in_use_is_refused_with_the_ways_out(tmp_path: Path) -> None:
     open_run(config(tmp_path)).lock.close()
     text = refusal(config(tmp_path))
-    assert [
-        part for part in (str(tmp_path / "r"), "another --run.name", "--clean", "--resume") if part not in text
-    ] == []
+    assert all(part in text for part in (str(tmp_path / "r"), "another --run.name", "--clean", "--resume"))
 
 
 @pytest.mark.parametrize("leftover", ["driver.lock", "config.json.new", "metrics.jsonl.new"])
@@ -145,7 +143,6 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
 
 
 def test_emptying_that_was_interrupted_can_be_done_again(tmp_path: Path) -> None:
-    """The files that make it a run directory are deleted last."""
     with open_run(config(tmp_path)) as run:
         checkpoint(run.store, 2)
         (run.root / "metrics.jsonl").write_text("")
@@ -194,7 +191,6 @@ def outputs(tmp_path: Path) -> Path:
 
 class TestResume:
     def test_nothing_changes_before_the_checkout(self, outputs: Path) -> None:
-        """Rooms may fail to start or to load: then the run is as it was, but for the number of attempts."""
         root = outputs / "r"
         before = snapshot(root)
         with open_run(config(outputs, "r", "--resume.step", "2")) as run:
@@ -273,6 +269,20 @@ class TestResume:
             assert json.loads(now)["trainer"]["learning_rate"] == 2e-4
             assert (logs / "attempt_2" / "config.json").read_text() == now
             assert json.loads((logs / "attempt_1" / "config.json").read_text())["trainer"]["learning_rate"] == "auto"
+
+    @pytest.mark.parametrize("flags", [["--resume"], ["--resume.step", "2"]])
+    def test_traces_of_earlier_attempts_stay(self, outputs: Path, flags: list[str]) -> None:
+        trace.start(outputs / "r" / "logs" / "attempt_1", "driver_0", 1)
+        trace.stop()
+        first, second = (outputs / "r" / "trace" / f"attempt_{number}" / "driver_0.json" for number in (1, 2))
+        before = first.read_bytes()
+        with open_run(config(outputs, "r", *flags)) as run:
+            run.checkout()
+            trace.start(run.logs, "driver_0", 1)
+            trace.stop()
+        assert first.read_bytes() == before
+        assert second.exists()
+        assert list(outputs.glob("r/branches/*/trace")) == []
 
 
 class TestResumeWithoutAName:
@@ -393,12 +403,8 @@ class TestCodeDiff:
         return directory
 
     def test_a_run_writes_no_secret(self, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of the working tree, of the configuration, and of the environment."""
-        planted = {
-            "diff": "hf_" + "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bD2fG4h",
-            "key": "correct horse",
-            "env": "battery staple",
-        }
+        token = "hf_" + "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bD2fG4h"
+        planted = {"diff": token, "key": "correct horse", "env": "battery staple"}
         monkeypatch.setenv("ANSWERER_API_KEY", planted["env"])
         (checkout / "a.txt").write_text(f"after {planted['diff']} {planted['env']}\n")
         (checkout / "untracked.txt").write_text(planted["diff"])
@@ -424,26 +430,3 @@ class TestCodeDiff:
         with open_run(config(tmp_path / "out", "r", "--resume")) as run:
             assert not (run.root / "code.diff").exists()
             assert (run.root / "logs" / "attempt_1" / "code.diff").exists()
-
-
-class TestTrace:
-    """The traces of earlier attempts stay, whatever is superseded; another run has none of them."""
-
-    @pytest.fixture
-    def traced(self, outputs: Path) -> Path:
-        trace.start(outputs / "r" / "logs" / "attempt_1", "driver_0", 1)
-        with trace.span("step", step=4):
-            pass
-        trace.stop()
-        return outputs / "r" / "trace" / "attempt_1" / "driver_0.json"
-
-    @pytest.mark.parametrize("flags", [["--resume"], ["--resume.step", "2"]])
-    def test_a_resume_adds_its_own(self, outputs: Path, traced: Path, flags: list[str]) -> None:
-        before = traced.read_bytes()
-        with open_run(config(outputs, "r", *flags)) as run:
-            run.checkout()
-            trace.start(run.logs, "driver_0", 1)
-            trace.stop()
-        assert traced.read_bytes() == before
-        assert (outputs / "r" / "trace" / "attempt_2" / "driver_0.json").exists()
-        assert list(outputs.glob("r/branches/*/trace")) == []

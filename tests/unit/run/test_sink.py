@@ -14,6 +14,8 @@ from trireme.run.sink import MetricsSink
 from trireme.run.trackers import Table
 from trireme.supervision.roster import Incident, Roster
 
+Armed = Callable[[str], Path]
+
 
 class Remembering:
     """A tracker that remembers all calls."""
@@ -58,7 +60,7 @@ def sink_threads() -> list[str]:
 
 
 @pytest.fixture
-def armed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+def armed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Armed]:
     """Arms faults. Returns the file that exists while a thread is frozen. At the end thaws the thread, and waits until
     it has ended: it would pass the points that the next test arms."""
     reached = tmp_path / "reached"
@@ -87,9 +89,7 @@ def test_a_tracker_gets_all_steps_and_incidents_in_order_and_is_closed() -> None
 
 
 @pytest.mark.parametrize("point", ["connect", "write"])
-def test_a_tracker_that_hangs_delays_no_step_and_what_it_lacks_is_shown(
-    point: str, armed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_hangs_delays_no_step(point: str, armed: Armed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PENDING", 5)
     monkeypatch.setattr(module, "CLOSE_S", 0.05)
     reached = armed(f"tracker.{point}.x=freeze")
@@ -106,9 +106,7 @@ def test_a_tracker_that_hangs_delays_no_step_and_what_it_lacks_is_shown(
     assert not fixture.tracker.closed
 
 
-def test_a_tracker_that_is_silent_for_long_is_one_incident(
-    armed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_is_silent_for_long_is_one_incident(armed: Armed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CLOSE_S", 0.0)
     reached = armed("tracker.write.x=freeze")
     fixture = Fixture()
@@ -122,7 +120,7 @@ def test_a_tracker_that_is_silent_for_long_is_one_incident(
     fixture.sink.close()
 
 
-def test_a_step_that_is_refused_is_dropped_and_later_ones_are_written(armed: Callable[[str], Path]) -> None:
+def test_a_step_that_is_refused_is_dropped_and_later_ones_are_written(armed: Armed) -> None:
     armed("tracker.write.x@2=raise")
     fixture = Fixture()
     fixture.write(4)
@@ -136,7 +134,7 @@ def test_a_step_that_is_refused_is_dropped_and_later_ones_are_written(armed: Cal
     )
 
 
-def test_a_tracker_that_refuses_the_connection_is_tried_again(armed: Callable[[str], Path]) -> None:
+def test_a_tracker_that_refuses_the_connection_is_tried_again(armed: Armed) -> None:
     armed("tracker.connect.x@1=raise,tracker.connect.x@2=raise")
     fixture = Fixture()
     fixture.write(3)
@@ -146,7 +144,7 @@ def test_a_tracker_that_refuses_the_connection_is_tried_again(armed: Callable[[s
     assert fixture.lines[0] == "here"
 
 
-def test_a_tracker_that_always_fails_makes_few_incidents(armed: Callable[[str], Path]) -> None:
+def test_a_tracker_that_always_fails_makes_few_incidents(armed: Armed) -> None:
     armed("tracker.write.x@1+=raise")
     fixture = Fixture()
     fixture.write(100)
@@ -155,7 +153,7 @@ def test_a_tracker_that_always_fails_makes_few_incidents(armed: Callable[[str], 
     assert fixture.notes[-1].startswith("failure 64; ")
 
 
-def test_a_tracker_that_does_not_close_is_told_at_the_end(armed: Callable[[str], Path]) -> None:
+def test_a_tracker_that_does_not_close_is_told_at_the_end(armed: Armed) -> None:
     armed("tracker.close.x=raise")
     fixture = Fixture()
     fixture.write(1)

@@ -59,9 +59,7 @@ def test_an_incident_is_an_alert_of_weights_and_biases(tmp_path: Path) -> None:
     assert text[:63] in written.read_bytes().replace(text, b""), "and a title that is short enough"
 
 
-def test_weights_and_biases_is_tried_again_after_a_refused_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_is_tried_again_after_a_refused_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own, because W&B remembers a key for the whole process."""
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
@@ -94,9 +92,7 @@ def test_tensorboard_has_the_numbers_rollouts_and_incidents_of_a_run(tmp_path: P
     assert texts["incidents/text_summary"] == b"inference_1: its engine died"
 
 
-def test_mlflow_has_one_run_with_parameters_numbers_rollouts_and_incidents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_has_one_run_with_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     uri = (tmp_path / "store").as_uri()
@@ -117,9 +113,7 @@ def test_mlflow_has_one_run_with_parameters_numbers_rollouts_and_incidents(
     assert "Sort: 2112" in texts[0].read_text()
 
 
-def test_trackio_has_one_run_with_numbers_rollouts_and_incidents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trackio_has_one_run_with_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))  # read once, when Trackio is imported
     for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, name)

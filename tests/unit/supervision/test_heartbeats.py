@@ -72,7 +72,6 @@ class Processes:
 
 
 def test_replicas_are_judged_while_the_orchestrator_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that they do waits for it."""
     processes = Processes(monkeypatch, "inference_0", "orchestrator_0", "inference_1")
     processes.stopped = {"inference_0", "orchestrator_0"}
     processes.live(33)
@@ -106,7 +105,6 @@ def test_hundreds_of_silent_processes_cost_no_more_than_one(monkeypatch: pytest.
 
 
 def test_one_that_is_dropped_while_it_is_killed_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attempt that it belonged to has ended."""
     processes = Processes(monkeypatch, "trainer_0")
     processes.stopped = {"trainer_0"}
     silent = []

@@ -251,7 +251,11 @@ class TestLoss:
         assert incident.part == "inference_1"
         assert "the run goes on with 1 replica, and tries another in 3600 s" in incident.what
         world.answer("heartbeat", 0, value=Heartbeat((7,), "node"))
+        world.answer("table", value=world.room.publish(0, asleep=True))
         world.now += 3600.0
+        world.manager.look()
+        assert list(world.health()) == ["inference_0"], "while the others sleep the trainer has the memory"
+        world.answer("table", value=world.room.publish(0))
         world.manager.look()
         world.answer("start", 2)
         world.all_serve()
@@ -292,7 +296,6 @@ class TestLoss:
         assert world.health()["inference_1"] is PartHealth.CATCHING_UP, "the one before it is gone"
 
     def test_a_report_of_one_that_cannot_be_reached_waits_until_ray_knows(self, world: World) -> None:
-        """A successor would be placed on the node that is lost."""
         unreached = RoomFailed("unavailable")
         unreached.__cause__ = ActorUnavailableError("no connection", b"0" * 16)
         world.serve()
@@ -319,7 +322,6 @@ class TestLoss:
         assert world.room.calls[1:] == [("join", 0, "client 0"), ("join", 1, "client 1")]
 
     def test_a_late_table_of_an_earlier_attempt_says_nothing_of_this_one(self, world: World) -> None:
-        """The last one comes when the replica set of that attempt is dead."""
         world.answer("start", 0)
         world.answer("start", 1)
         world.manager.attach(world.room)
@@ -409,20 +411,6 @@ class TestScale:
         world.serve()
         assert world.manager.scale(2) == "there are 2 already"
         assert world.room.calls == []
-
-
-def test_one_that_was_left_out_is_tried_again_when_the_others_wake(world: World) -> None:
-    world.serve()
-    for how in ("a crash", "a hang", "an error of its GPU", "a signal"):
-        world.dies(1, how)
-    world.answer("heartbeat", 0, value=Heartbeat((7,), "node"))
-    world.answer("table", value=world.room.publish(0, asleep=True))
-    world.now += 3600.0
-    world.manager.look()
-    assert list(world.health()) == ["inference_0"]
-    world.answer("table", value=world.room.publish(0))
-    world.manager.look()
-    assert world.health()["inference_2"] is PartHealth.STARTING
 
 
 @pytest.mark.parametrize("engine_alone", [False, True])

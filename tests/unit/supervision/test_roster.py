@@ -1,5 +1,6 @@
 """The roster: what it says of parts and incidents, who is told, from several threads."""
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -9,20 +10,9 @@ import pytest
 from trireme.supervision.roster import RETAINED, Incident, PartHealth, Roster
 
 
-class Ticks:
-    """A clock that goes on by a second with each look."""
-
-    def __init__(self) -> None:
-        self.at = 0.0
-
-    def __call__(self) -> float:
-        self.at += 1.0
-        return self.at
-
-
 @pytest.fixture
 def roster() -> Roster:
-    return Roster(Ticks())
+    return Roster(itertools.count(1.0).__next__)
 
 
 def log(roster: Roster) -> list[Incident | None]:

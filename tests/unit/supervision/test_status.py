@@ -91,9 +91,7 @@ class TestStatus:
         (tmp_path / STATUS).write_bytes(b'{"at": 1')
         assert Status.read(tmp_path) is None
 
-    def test_a_directory_that_cannot_be_written_ends_no_run(
-        self, tmp_path: Path, roster: Roster, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_full_disk_ends_no_run(self, tmp_path: Path, roster: Roster, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING), StatusWriter(tmp_path / "gone", roster):
             roster.note("inference_0", "died")
             roster.note("inference_0", "died")
@@ -140,14 +138,7 @@ class TestIncidents:
 
 
 def test_metrics_count_those_that_serve() -> None:
-    roster = roster_of(
-        PartHealth.HEALTHY,
-        PartHealth.SUSPECT,
-        PartHealth.DEAD,
-        PartHealth.CATCHING_UP,
-        PartHealth.DRAINING,
-        PartHealth.HEALTHY,
-    )
+    roster = roster_of(*PartHealth, PartHealth.HEALTHY)
     roster.set("trainer_0", PartHealth.HEALTHY)
     roster.note("inference_2", "died")
     assert sum(part.serves for part in roster.parts) == 2
@@ -207,7 +198,6 @@ class TestScaleRequests:
         assert list((tmp_path / "scale").iterdir()) == []
 
     def test_what_it_was_asked_before_it_looked_counts(self, tmp_path: Path) -> None:
-        """Somebody asks while the rooms start."""
         with request_scale(tmp_path, 5):
             request = ScaleRequests(tmp_path).poll()
             assert request.replicas == 5

@@ -98,9 +98,10 @@ class GameProblem(Problem):
 
 
 class GameRun(Run):
-    def __init__(self, config: Config, seed: int, start: int = 0) -> None:
+    def __init__(self, config: Config, seed: int, start: int = 0, held_out: Sequence[type[Games]] = ()) -> None:
         self.jitter = Jitter(seed)
-        super().__init__(config, Games(self.jitter), sampler=Engine(self.jitter), start=start)
+        held_out_games = [kind(self.jitter) for kind in held_out]
+        super().__init__(config, Games(self.jitter), sampler=Engine(self.jitter), start=start, held_out=held_out_games)
 
     async def train(self) -> None:
         await self.jitter()

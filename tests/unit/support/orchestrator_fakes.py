@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from orchestrator.advantages import WeightedTrajectory, lay_out
 from orchestrator.env import Env, EnvGroupBuilder, RLDataset, StepResult, StopCondition, Trajectory
 from orchestrator.pipeline import Pipeline
 from orchestrator.rollout import RolloutLimits
+from orchestrator.state import OrchestratorState
 from trireme.config import Config
 from trireme.core.sampler import OnVersions, ReplicaStats
 from trireme.core.types import (
@@ -111,14 +113,14 @@ class OneStep(Env):
 
 
 class Problem(EnvGroupBuilder):
-    def __init__(self, dataset: Problems, number: int, padding: int = 0) -> None:
-        self.dataset, self.number, self.padding = dataset, number, padding
+    def __init__(self, dataset: Problems, number: int, padding: int = 0, shared: float = 10.0) -> None:
+        self.dataset, self.number, self.padding, self.shared = dataset, number, padding, shared
 
     async def make_env(self, sample: int) -> Env:
-        return OneStep(self, sample)
+        return self.dataset.env(self, sample)
 
     async def compute_group_rewards(self, trajectories_G: Sequence[Trajectory]) -> list[tuple[float, dict[str, float]]]:
-        return [(np.float32(10), {"shared": np.float32(2)}) for _ in trajectories_G]  # type: ignore[misc]
+        return [(np.float32(self.shared), {"shared": np.float32(2)}) for _ in trajectories_G]  # type: ignore[misc]
 
     async def cleanup(self) -> None:
         self.dataset.cleaned[self.number] += 1
@@ -134,8 +136,15 @@ async def by_sample(problem: Problem, sample: int) -> float:
 class Problems(RLDataset):
     """Problem `n` shows its number and the sample's as tokens; 3 problems a batch, whatever the training batch."""
 
-    def __init__(self, reward: Reward = by_sample, group_size: int = 2, batches: int = 30, kind: Any = Problem) -> None:
-        self.reward, self.group_size, self.batches, self.kind = reward, group_size, batches, kind
+    def __init__(
+        self,
+        reward: Reward = by_sample,
+        group_size: int = 2,
+        batches: int = 30,
+        kind: Any = Problem,
+        env: Callable[[Problem, int], Env] = OneStep,
+    ) -> None:
+        self.reward, self.group_size, self.batches, self.kind, self.env = reward, group_size, batches, kind, env
         self.tries: Counter[tuple[int, int]] = Counter()
         self.cleaned: Counter[int] = Counter()
 
@@ -172,25 +181,28 @@ def small_config(
 class Run:
     """A pipeline and what its driver does with it, from step `start` on."""
 
+    share = ""
+    """What a resume said of unfinished rollouts."""
+
     def __init__(
         self,
         config: Config,
-        dataset: RLDataset | None = None,
+        *datasets: RLDataset,
         limits: RolloutLimits | None = None,
         sampler: FakeSampler | None = None,
         start: int = 0,
+        held_out: Sequence[RLDataset] = (),
     ) -> None:
         self.config, self.start = config, start
-        self.sampler = sampler or FakeSampler()
-        self.dataset = dataset or Problems()
-        self.pipeline = Pipeline(config, self.datasets(), self.sampler.connect, limits or RolloutLimits(1000, 100))
+        self.sampler: Any = sampler or FakeSampler()
+        datasets = datasets or (Problems(),)
+        self.dataset: Any = datasets[0]
+        self.pipeline = Pipeline(
+            config, datasets, self.sampler.connect, limits or RolloutLimits(1000, 100), list(held_out)
+        )
         self.rows: list[dict[str, float]] = []
         self.released: list[StepSummary] = []
         self.batches: list[list[Minibatch]] = []
-
-    def datasets(self) -> list[RLDataset]:
-        """Returns the dataset of each environment."""
-        return [self.dataset]
 
     async def train(self) -> None:
         """Does what a driver does between two minibatches; no time passes."""
@@ -238,3 +250,12 @@ async def whole_run(run: Run) -> Run:
         for step in range(run.start, run.config.max_steps):
             await run.step(step)
     return run
+
+
+def resumed(run: Run, directory: Path, *datasets: RLDataset, config: Config | None = None, **options: Any) -> Run:
+    """Returns a run in a new process, as it were, that continues from the last boundary of `run`."""
+    snapshot = run.pipeline.snapshot()
+    snapshot.write(directory)
+    fresh = Run(config or run.config, *datasets, start=snapshot.ledger["released"], **options)
+    fresh.share = fresh.pipeline.load(OrchestratorState.read(directory))
+    return fresh

@@ -8,12 +8,14 @@ import logging
 import os
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from checkpoint_support import append_rows, checkpoint
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
@@ -24,6 +26,7 @@ from trireme.checkpoint.store import HEAD, CheckpointStore
 from trireme.checkpoint.stored_run import StoredRun
 from trireme.config import Config
 from trireme.config.load import load
+from trireme.process.faults import InjectedFault
 from trireme.run.mirror import Mirror
 from trireme.run.remote import RemoteRun
 from trireme.run.rundir import RunDir
@@ -143,6 +146,17 @@ class Driver:
 
     def die(self) -> None:
         self.run.lock.close()
+
+
+@contextmanager
+def injected(point: str) -> Iterator[None]:
+    """Has the fault at a point (`name@passage`) raised, which ends the block."""
+    name, _, passage = point.partition("@")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TRIREME_FAULTS", f"{name}@{passage or 1}=raise")
+        patched.setattr("trireme.process.faults._passed", Counter())
+        with pytest.raises(InjectedFault):
+            yield
 
 
 def rows(root: Path) -> list[int]:

@@ -148,7 +148,6 @@ def test_a_colocated_step_trains_while_the_replicas_sleep() -> None:
 
 
 def test_devices_change_hands_when_all_that_the_bound_allows_is_trained_on() -> None:
-    """Or earlier, for an evaluation."""
     assert phases(3, 0) == "us0bfus1bfus2bfu"
     assert phases(5, 1) == "us01bfus23bfus4bfu"
     assert phases(8, 2, eval={"every": 4}) == "us012bfus3bfus456bfus7bfu"
@@ -207,7 +206,6 @@ class TestAReplicaThatStartsWhileTheOthersFallAsleep:
 
 
 def test_what_ends_the_run_is_seen_between_two_steps_where_it_can_be_saved() -> None:
-    """Also when no room is ever waited for."""
     looks = iter([None, LimitReached("a replica died too often")])
 
     def check() -> None:
@@ -244,7 +242,6 @@ def test_a_streamed_minibatch_is_trained_on_before_the_next_one_is_there() -> No
 
 
 def test_each_substep_is_guarded_reported_and_blamed_on_its_own() -> None:
-    """Three of four updates are refused in every step: the run stops, the row says so, and each names its problems."""
     run_config, lines = config(9, num_substeps=4, max_refused_steps=2), []
     all_ = StandIns(1, norms=[nan, nan, 3.0, nan, nan, nan, nan, 1.0])
     with pytest.raises(LimitReached, match="in 2 steps in a row"):

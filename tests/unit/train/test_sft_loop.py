@@ -88,7 +88,6 @@ def run(
 
 
 def test_weights_are_published_at_the_start_and_then_only_by_checkpoints() -> None:
-    """`Checkpoints` publishes those of a boundary that it saves (tests/unit/run/test_checkpoints.py)."""
     all_ = StandIn()
     run(all_, data__batch_size=2)
     steps = [["train on 2", f"at boundary {version}", "seal"] for version in (1, 2, 3)]

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
@@ -42,13 +42,12 @@ class Watched(server.Addition):
 
 @asynccontextmanager
 async def sessions(
-    tool_s: float = 0.0, lease_s: float = 60.0, middleware: Any = None
+    kind: Any = Watched, tool_s: float = 0.0, lease_s: float = 60.0, middlewares: Sequence[Any] = ()
 ) -> AsyncIterator[tuple[str, Counter[str]]]:
-    """The example's server; `middleware` stands before it."""
+    """The example's server; `middlewares` stand before it."""
     Watched.counts, Watched.closed = Counter(), asyncio.Event()
-    app = server.Sessions(lambda: Watched(tool_s), lease_s).app()
-    if middleware:
-        app.middlewares.append(middleware)
+    app = server.Sessions(lambda: kind(tool_s), lease_s).app()
+    app.middlewares.extend(middlewares)
     async with serving(app) as url:
         yield url, Watched.counts
 
@@ -128,7 +127,7 @@ async def test_a_lost_answer_is_asked_for_again_and_the_turn_is_played_once(monk
             request.transport.abort()
         return answer
 
-    async with sessions(middleware=cut) as (url, counts):
+    async with sessions(middlewares=[cut]) as (url, counts):
         trajectory, _ = await play(maker(url)(), "7")
         assert len(trajectory.transitions) == 1
         assert counts == {"reset": 1, "step": 1, "close": 1}
@@ -199,8 +198,7 @@ async def test_a_session_that_was_not_begun_asks_nothing_and_one_whose_start_is_
             begun.set()
             await asyncio.sleep(60)
 
-    Watched.counts, Watched.closed = Counter(), asyncio.Event()
-    async with serving(server.Sessions(lambda: Slow(0.0)).app()) as url:
+    async with sessions(Slow) as (url, counts):
         make = maker(url)
         await make().close()
         env = make()
@@ -209,7 +207,7 @@ async def test_a_session_that_was_not_begun_asks_nothing_and_one_whose_start_is_
         start.cancel()
         await asyncio.wait([start])
         await env.close()
-        assert Watched.counts == {"close": 1}
+        assert counts == {"close": 1}
 
 
 async def test_an_episode_continues_in_another_session_from_the_state_that_its_server_gave() -> None:

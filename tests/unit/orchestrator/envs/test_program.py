@@ -63,10 +63,8 @@ def test_a_program_gets_its_problem_its_session_and_no_secret(tmp_path: Path, mo
     assert play(tmp_path, code) == (1.0, {})
     problem, environment = json.loads(record.read_text())
     assert json.loads(problem) in ("first", {"second": 2}, 3)
-    expected = {
-        name: environment[name] for name in environment if name.startswith(("OPENAI", "ANTHROPIC", "TRIREME", "TASK"))
-    }
-    assert expected == {
+    prefixes = ("OPENAI", "ANTHROPIC", "TRIREME", "TASK")
+    assert {name: value for name, value in environment.items() if name.startswith(prefixes)} == {
         "OPENAI_BASE_URL": ACCESS.base_url,
         "OPENAI_API_KEY": ACCESS.api_key,
         "ANTHROPIC_BASE_URL": ACCESS.anthropic_base_url,
@@ -149,7 +147,6 @@ async def test_one_whose_rollout_is_given_up_is_killed(tmp_path: Path, monkeypat
 
 
 def test_a_program_does_not_outlive_the_one_who_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The orchestrator is killed: nothing of the program is left, wherever it hides."""
     monkeypatch.setenv("MARK", str(tmp_path))
     begun = tmp_path / "begun"
     hidden = f"import os, time; os.setsid(); os.fork() and os._exit(0); open({str(begun)!r}, 'w'); time.sleep(600)"

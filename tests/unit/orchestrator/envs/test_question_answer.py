@@ -132,7 +132,6 @@ HOSTILE = {
 
 
 async def test_hostile_answers_end_within_their_limit(tokenizer: Any, tmp_path: Path) -> None:
-    """Wrong, or over the limit, which ends it: never right, and never without an end."""
     (tmp_path / "data.jsonl").write_text('{"question": "What?", "answer": "18"}\n' * 2)
     (builder,) = dataset(tokenizer, path=str(tmp_path / "data.jsonl"), grading_limit_s=1.0, batch_size=1).get_batch(0)
 

@@ -121,7 +121,6 @@ FAILING = {
 
 
 async def test_a_function_that_fails_is_refused_before_the_run(tmp_path: Path, tokenizer: Any) -> None:
-    """With its name, the row, and what is wrong; a time that is over is not waited for again."""
     async with workers(1):
         for number, (rewards, message) in enumerate(FAILING.items()):
             (tmp_path / str(number)).mkdir()

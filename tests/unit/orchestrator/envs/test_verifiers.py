@@ -229,17 +229,13 @@ def test_a_prompt_of_several_messages() -> None:
         ("await asyncio.sleep(60)", TimeoutError, None),
     ],
 )
-async def test_a_rollout_without_score_fails(
-    written: Written, body: str, error: type[Exception], message: str | None
-) -> None:
+async def test_a_rollout_without_score_fails(written: Written, body: str, error: type, message: str | None) -> None:
     name = written(f"@vf.reward\nasync def bad(self, trace: vf.Trace) -> float:\n    {body}")
     with pytest.raises(error, match=message):
         await answer(name, scoring_limit_s=0.2)
 
 
 async def test_scoring_in_a_worker_process(written: Written) -> None:
-    """There math-verify has its time limit, what is raised comes back, and what never ends is killed: a task's own
-    limit goes before the other one."""
     name = written("""
         @vf.reward
         async def graded(self, trace: vf.Trace) -> float:
@@ -265,50 +261,43 @@ async def test_scoring_in_a_worker_process(written: Written) -> None:
             await trajectory_of("hang", task.with_data(timeout=vf.TaskTimeout(scoring=0.2)))
 
 
-@pytest.mark.parametrize(
-    ("part", "code", "message"),
-    [
-        ("Game", "class Game(vf.SingleAgentEnv):\n    pass", r"an Env of its own \(Game\)"),
-        ("Program", "class Program(vf.Harness[vf.HarnessConfig]):\n    pass", "a harness of its own"),
-        ("taskset", "@classmethod\ndef toolsets(cls, config):\n    return [object()]", r"serves tools \(object\)"),
-        ("task", "@classmethod\ndef toolsets(cls, config):\n    return [object()]", r"Answered has tools \(object\)"),
-        ("task", "NEEDS_CONTAINER = True", r"Answered needs a runtime \(NEEDS_CONTAINER\)"),
-        ("task", "async def setup(self, trace, runtime):\n    pass", r"needs a runtime \(setup\)"),
-        ("task", "async def finalize(self, trace, runtime):\n    pass", r"needs a runtime \(finalize\)"),
-        ("task", "@vf.intercept\nasync def hide(self, request: vf.Request):\n    return None", r"harness \(hide\)"),
-        ("task", "@vf.stop\nasync def enough(self, trace: vf.Trace) -> bool:\n    return True", r"harness \(enough\)"),
-        ("task", "@vf.reward\nasync def t(self, trace, runtime) -> float:\n    pass", r"in a runtime \(Answered.t\)"),
-        ("task", "@vf.metric\nasync def files(self, runtime) -> float:\n    pass", r"in a runtime \(Answered.files\)"),
-        ("task", "def __init__(self, *args):\n    super().__init__(*args)\n    self.f = lambda: 1", "be pickled"),
-    ],
-)
-def test_what_needs_more_than_an_answer_is_refused(written: Written, part: str, code: str, message: str) -> None:
-    """`part`: what the code is added to, or the name of a class that the module exports beside its taskset."""
-    if part in ("task", "taskset"):
-        name = written(**{part: {"task": EXACT, "taskset": LOAD}[part] + "\n" + code})
-    else:
-        name = written(module=code, exported=("Questions", part))
-    assert_refused(name, message)
-
-
-def assert_refused(name: str, message: str) -> None:
-    refusal = f"taskset '{name}' of verifiers cannot be played here: .*{message}.*environment of your own"
-    with pytest.raises(BadInput, match=refusal):
-        opened(name)
+TOOLS = "\n@classmethod\ndef toolsets(cls, config):\n    return [object()]"
+GAME = "class Game(vf.SingleAgentEnv):\n    pass"
+PROGRAM = "class Program(vf.Harness[vf.HarnessConfig]):\n    pass"
+LAMBDA = "def __init__(self, *args):\n    super().__init__(*args)\n    self.f = lambda: 1"
+STOP = "@vf.stop\nasync def enough(self, trace: vf.Trace) -> bool:\n    return True"
 
 
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
+        ({"module": GAME, "exported": ("Questions", "Game")}, r"an Env of its own \(Game\)"),
+        ({"module": PROGRAM, "exported": ("Questions", "Program")}, "a harness of its own"),
+        ({"taskset": LOAD + TOOLS}, r"serves tools \(object\)"),
+        ({"task": EXACT + TOOLS}, r"Answered has tools \(object\)"),
+        ({"task": EXACT + "NEEDS_CONTAINER = True"}, r"Answered needs a runtime \(NEEDS_CONTAINER\)"),
+        ({"task": EXACT + "async def setup(self, trace, runtime):\n    pass"}, r"needs a runtime \(setup\)"),
+        ({"task": EXACT + "async def finalize(self, trace, runtime):\n    pass"}, r"needs a runtime \(finalize\)"),
+        ({"task": EXACT + "@vf.intercept\nasync def hide(self, request: vf.Request):\n    pass"}, r"harness \(hide\)"),
+        ({"task": EXACT + STOP}, r"harness \(enough\)"),
+        ({"task": "@vf.reward\nasync def t(self, trace, runtime) -> float:\n    pass"}, r"a runtime \(Answered.t\)"),
+        (
+            {"task": EXACT + "@vf.metric\nasync def f(self, runtime) -> float:\n    pass"},
+            r"a runtime \(Answered.f\)",
+        ),
+        ({"task": EXACT + LAMBDA}, "be pickled"),
         ({"task": "pass"}, "Answered has no reward"),
         ({"taskset": LOAD.replace("dict(", "dict(image='python', workdir='/', ")}, r"task 0 .* \(image, workdir\)"),
         ({"taskset": LOAD.replace("dict(prompt=", "dict(name='first', description=")}, "task first has no prompt"),
     ],
 )
-def test_tasks_that_are_none_of_a_question_with_a_reward_are_refused(
+def test_what_is_more_or_less_than_an_answer_with_a_reward_is_refused(
     written: Written, parts: dict[str, Any], message: str
 ) -> None:
-    assert_refused(written(**parts), message)
+    name = written(**parts)
+    refusal = f"taskset '{name}' of verifiers cannot be played here: .*{message}.*environment of your own"
+    with pytest.raises(BadInput, match=refusal):
+        opened(name)
 
 
 async def test_a_runtime_that_a_reward_can_do_without(written: Written) -> None:
@@ -347,15 +336,9 @@ def test_a_name_that_leads_to_no_taskset(name: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (
-            {"seize": 1},
-            r"Config of verifiers cannot be made from .*: seize = 1: Extra.*may have these keys: .*size, split",
-        ),
+        ({"seize": 1}, r"Config of verifiers cannot be .*: seize = 1: Extra.*may have these keys: .*size, split"),
         ({"size": "many"}, "size = 'many': Input should be a valid integer"),
-        (
-            {"select": {"limit": 0}},
-            "SelectConfig of verifiers cannot be made from .*limit = 0: .*greater than or equal",
-        ),
+        ({"select": {"limit": 0}}, "SelectConfig of verifiers cannot be .*limit = 0: .*greater than or equal"),
         ({"scoring": "thread"}, "scoring = 'thread'.*; expected 'worker' or 'loop'.*Its arguments: .*hold_out"),
         ({"scoring_limit_s": 0}, "scoring_limit_s = 0"),
         ({"size": 0}, "none of the 0 tasks .* belongs to the split 'train'"),
@@ -376,9 +359,8 @@ def test_a_taskset_without_end_takes_a_limit(written: Written) -> None:
     name = written(taskset="INFINITE = True\n" + LOAD.replace("range(self.config.size)", "itertools.count()"))
     with pytest.raises(BadInput, match=r"is infinite; .*select = \{ limit = 1000 \}"):
         opened(name)
-    assert sorted(task.data.idx for task in tasks(opened(name, hold_out=False, select={"limit": 20}))) == list(
-        range(20)
-    )
+    limited = tasks(opened(name, hold_out=False, select={"limit": 20}))
+    assert sorted(task.data.idx for task in limited) == list(range(20))
 
 
 def test_without_tools_and_an_env_there_is_one_answer() -> None:
