@@ -66,12 +66,12 @@ losses = st.dictionaries(st.integers(0, 3), times, max_size=3)
 @settings(deadline=None, max_examples=40)
 @given(
     dies=losses,
-    hangs=losses,
-    late=losses,
-    drains=st.dictionaries(st.integers(0, 3), times, max_size=1),
-    joins=st.dictionaries(st.integers(4, 6), times, max_size=3),
     options=st.fixed_dictionaries(
         {
+            "hangs_at_s": losses,
+            "hangs_at_offers_from_s": losses,
+            "drains_at_s": st.dictionaries(st.integers(0, 3), times, max_size=1),
+            "joins_at_s": st.dictionaries(st.integers(4, 6), times, max_size=3),
             "update_s": st.sampled_from([0.5, 4.0, 12.0]),
             "fetch_s": st.sampled_from([0.0, 3.0, 20.0]),
             "max_steps_off_policy": st.integers(0, 2),
@@ -79,15 +79,8 @@ losses = st.dictionaries(st.integers(0, 3), times, max_size=3)
         }
     ),
 )
-def test_whoever_comes_and_goes(
-    dies: dict[int, float],
-    hangs: dict[int, float],
-    late: dict[int, float],
-    drains: dict[int, float],
-    joins: dict[int, float],
-    options: dict[str, Any],
-) -> None:
-    lost = {"dies_at_s": dies, "hangs_at_s": {i: at for i, at in hangs.items() if i not in dies}}
-    remaining = {i: at for i, at in drains.items() if i not in dies and i not in hangs}
-    scenario = replace(SENT, steps=12, patience_s=1000.0, offer_s=100.0, **lost, **options)
-    check_sessions(simulate(replace(scenario, drains_at_s=remaining, joins_at_s=joins, hangs_at_offers_from_s=late)))
+def test_whoever_comes_and_goes(dies: dict[int, float], options: dict[str, Any]) -> None:
+    hangs = {index: at for index, at in options["hangs_at_s"].items() if index not in dies}
+    drains = {index: at for index, at in options["drains_at_s"].items() if index not in {*dies, *hangs}}
+    options |= {"dies_at_s": dies, "hangs_at_s": hangs, "drains_at_s": drains}
+    check_sessions(simulate(replace(SENT, steps=12, patience_s=1000.0, offer_s=100.0, **options)))

@@ -46,16 +46,13 @@ class Ragged(RLDataset):
         return self.batches
 
 
-NOT_A_DATASET = Named
-
-
 @pytest.mark.parametrize(
     ("env_id", "args", "message"),
     [
         ("srot", {}, r"'srot' names no environment; expected a built-in name \(.*sort.*\).* or `package.module:Class`"),
         ("no.such.module:X", {}, r"cannot be imported: ModuleNotFoundError: No module named 'no'; .*--env.path"),
         (f"{__name__}:Missing", {}, "has no Missing; .*Its datasets: Ragged"),
-        (f"{__name__}:NOT_A_DATASET", {}, "expected a subclass of orchestrator.env.RLDataset"),
+        (f"{__name__}:Named", {}, "expected a subclass of orchestrator.env.RLDataset"),
         (f"{__name__}:Ragged", {"bathces": 1}, "'bathces'.*Its arguments: batches: int = 2, loud: bool = False"),
         (f"{__name__}:Ragged", {"batches": -1}, "must not be negative"),
         (f"{__name__}:Ragged", {"batches": 0}, "at least one batch"),

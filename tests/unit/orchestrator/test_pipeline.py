@@ -323,12 +323,11 @@ def test_too_many_failures_stop_the_run_with_the_first() -> None:
 
 
 def test_a_refused_prompt_is_counted_once_and_not_held_against_the_environment() -> None:
-    class Wordy(Problem):
-        def __init__(self, dataset: Problems, number: int) -> None:
-            super().__init__(dataset, number, padding=9 * (number % 3 == 1))
+    def wordy(dataset: Problems, number: int) -> Problem:
+        return Problem(dataset, number, padding=9 * (number % 3 == 1))
 
     config = small_config(2, 10, max_failure_rate=0.0)
-    run = asyncio.run(whole_run(Run(config, Problems(kind=Wordy), limits=RolloutLimits(1000, 10))))
+    run = asyncio.run(whole_run(Run(config, Problems(kind=wordy), limits=RolloutLimits(1000, 10))))
     failed = run.rows[-1]["ledger/failed"]
     assert failed >= 5
     assert sum(row.get("rollout_errors/PromptTooLong", 0) for row in run.rows) == 2 * failed
@@ -348,16 +347,16 @@ def test_groups_of_equal_rewards_are_replaced_and_counted() -> None:
 
 
 async def test_a_limit_reached_while_training_waits_for_the_end_of_the_step() -> None:
-    class SlowTrainer(Run):
-        async def train(self) -> None:
-            for _ in range(1000):  # turns of the event loop: enough for all that can happen to happen
-                await asyncio.sleep(0)
+    async def train() -> None:
+        for _ in range(1000):  # turns of the event loop: enough for all that can happen to happen
+            await asyncio.sleep(0)
 
     async def equal_from_two_on(problem: Problem, sample: int) -> float:
         return float(sample) if problem.number < 2 else 1.0
 
     config = small_config(remove_constant_reward_groups=True, max_filtered_batches=1)
-    async with SlowTrainer(config, Problems(equal_from_two_on)) as run:
+    async with Run(config, Problems(equal_from_two_on)) as run:
+        run.train = train  # type: ignore[method-assign]
         await run.step(0)
         with pytest.raises(LimitReached, match="last 2 groups"):
             await run.step(1)

@@ -1,9 +1,8 @@
 """The roster: what it says of parts and incidents, who is told, from several threads."""
 
 import itertools
-import threading
 from collections import Counter
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -105,27 +104,16 @@ def test_a_return_says_where_it_goes_on(roster: Roster) -> None:
 
 
 def test_several_threads_lose_nothing(roster: Roster) -> None:
-    heard: Counter[bool] = Counter()
-    counting = threading.Lock()
+    heard: list[bool] = []
+    roster.listen(lambda _roster, incident: heard.append(incident is not None))
 
-    def count(_roster: Roster, incident: Incident | None) -> None:
-        with counting:
-            heard[incident is not None] += 1
-
-    roster.listen(count)
-
-    def changes(number: int) -> Iterator[None]:
+    def change(number: int) -> None:
         for n in range(200):
             roster.note(f"a_{number}", str(n))
-            yield
             roster.set(f"a_{number}", PartHealth.DEAD if n % 2 else PartHealth.HEALTHY, successor=True)
-            yield
 
-    threads = [threading.Thread(target=lambda i=i: [None for _ in changes(i)]) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(change, range(8))) == [None] * 8
     assert roster.incidents_total == 1600
-    assert heard == {True: 1600, False: 1600}
+    assert Counter(heard) == {True: 1600, False: 1600}
     assert [part.restarts for part in roster.parts] == [200] * 8

@@ -6,13 +6,13 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from supervision_support import DEADLINE_S, roster_of
+from supervision_support import roster_of
 from waiting import wait_for
 
 from trireme.checkpoint.store import LOCK
@@ -125,15 +125,9 @@ class TestIncidents:
         assert [i.what for i in read_incidents(tmp_path)] == ["died"]
 
     def test_several_threads_write_whole_lines(self, tmp_path: Path, roster: Roster) -> None:
-        with StatusWriter(tmp_path, roster):
-            threads = [
-                threading.Thread(target=lambda: [roster.note("inference_0", "x" * 500) for _ in range(100)])
-                for _ in range(4)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(DEADLINE_S)
+        with StatusWriter(tmp_path, roster), ThreadPoolExecutor(4) as pool:
+            for _ in range(400):
+                pool.submit(roster.note, "inference_0", "x" * 500)
         assert len(read_incidents(tmp_path)) == 400
 
 

@@ -107,16 +107,10 @@ class GameRun(Run):
         await self.jitter()
 
 
-def game_config(deterministic: bool = True, minibatches: int = 1, max_failure_rate: float = 1.0) -> Config:
+def game_config(minibatches: int = 1, max_failure_rate: float = 1.0) -> Config:
+    options = {"max_steps_off_policy": 0, "retries": 1, "max_failure_rate": max_failure_rate}
     return small_config(
-        4,
-        5,
-        minibatches=minibatches,
-        deterministic=deterministic,
-        max_steps_off_policy=0,
-        retries=1,
-        remove_constant_reward_groups=True,
-        max_failure_rate=max_failure_rate,
+        4, 5, minibatches=minibatches, deterministic=True, remove_constant_reward_groups=True, **options
     )
 
 

@@ -33,11 +33,7 @@ class Echo(MessageEnv):
 
 
 class NoProblems(MessageEnv):
-    async def initial_messages(self) -> Sequence[Message]:
-        return []
-
-    async def step(self, message: Message) -> MessageStep:
-        return MessageStep(0.0, True)
+    """Is not played, as it has no problems."""
 
 
 def words(seed: int = 0, split: Any = "train", **args: Any) -> list[str]:
@@ -63,11 +59,7 @@ def test_split_and_arguments_reach_the_class() -> None:
         ("NoProblems", {}, r"NoProblems'> has no `problems`; expected a static method `problems\(split, seed\)`"),
         ("Echo", {"cuont": 3}, "got an unexpected keyword argument 'cuont'"),
         ("Echo", {"count": 0}, "has no problems; expected at least one batch"),
-        (
-            "MessageEnv",
-            {},
-            r"expected a subclass of orchestrator.env.RLDataset or of orchestrator.message_env.MessageEnv",
-        ),
+        ("MessageEnv", {}, "expected a subclass of orchestrator.env.RLDataset or of orchestrator.message_env.Mess"),
         ("Missing", {}, "Its datasets: Echo, NoProblems"),
     ],
 )
