@@ -217,6 +217,11 @@ class Sharding:
             return forward(hidden, *args, **kwargs)
         return spare(forward, hidden, *args, **kwargs)
 
+    @property
+    def weights_stay(self) -> bool:
+        """True if memory allows that the weights of all units are gathered at the same time (`ShardMemory`)."""
+        return self.whole or self.memory.weights_stay
+
     @contextmanager
     def accumulating(self, model: PreTrainedModel) -> Iterator[Callable[[bool], None]]:
         """Context manager: accumulates the gradients of all micro-batches of a batch. Put their forward and backward
@@ -230,7 +235,7 @@ class Sharding:
         """
         units = fsdp_units(model)
         root = units[0]
-        frees = not (self.whole or self.memory.weights_stay)
+        frees = not self.weights_stay
 
         def next_pass(last: bool) -> None:
             root.set_requires_gradient_sync(last or not self.whole)
@@ -311,20 +316,22 @@ def fsdp_units(model: PreTrainedModel) -> list[Any]:
 
 
 @torch.no_grad()
-def gathered_units(model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]:
+def gathered_units(model: PreTrainedModel, *, stay: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
     """Gathers one FSDP unit after the other, first the root, then each decoder layer. Yields the names and whole
     tensors of the unit, on every rank's device.
 
     Parameters are in the inference dtype; persistent buffers keep the dtype in which the model's class saves them.
     Names and shapes match a Hugging Face checkpoint, where each expert has separate tensors. A unit's tensors may be
-    used until the next unit is requested. Tied tensors come once, under the embedding's name. Collective.
+    used until the next unit is requested. With `stay` they may be used longer, and the units stay gathered: a forward
+    pass need not gather them again, and `freed_after` frees them. Tied tensors come once, under the embedding's name.
+    Collective.
     """
     for unit, tensors_of in _units(model):
         if isinstance(unit, FSDPModule):
             unit.unshard()
         tensors = {name: tensor.detach() for name, tensor in tensors_of().items()}
         yield list(revert_weight_conversion(model, tensors).items())
-        if isinstance(unit, FSDPModule):
+        if isinstance(unit, FSDPModule) and not stay:
             unit.reshard()
 
 

@@ -407,7 +407,7 @@ class Shard(AdapterVerbs):
         if self._adapter:
             units = adapter_units(model, dtype, self._device)
         else:
-            units = gathered_units(model)
+            units = gathered_units(model, stay=self._sharding.weights_stay)  # for the canary
         share = self.layout.share(self._mesh.rank, self._mesh.size)
         with freed_after(model):
             part = self._sender.send(version, self.layout, self._sums.watching(units, share, sums), session)

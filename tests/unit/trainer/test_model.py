@@ -242,7 +242,8 @@ def gathers_both_ways(rank, world_size, store, model):
 
 
 def gathers(rank, world_size, store, model, reshard):
-    """Returns a step without `whole`, and how often the weights of a unit were gathered in its passes."""
+    """Returns a step without `whole`, and how often the weights of a unit were gathered in its passes, and in a
+    publication after it."""
     calls, gather = [], fsdp_group.foreach_all_gather
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fsdp_group, "foreach_all_gather", lambda *args: calls.append(args) or gather(*args))
@@ -250,23 +251,30 @@ def gathers(rank, world_size, store, model, reshard):
         one = make_shard(rank, world_size, store, model, options)
         calls.clear()
         output = one.forward_backward(make_batch(LENGTHS), "ppo", {}, None)
+        in_passes = len(calls)
+        one.publish_weights(0)
+    in_publication = len(calls) - in_passes
     gradient = {name: p.grad.full_tensor().clone() for name, p in one._model.named_parameters()}
     units, passes = len(fsdp_units(one._model)), len(one._micro_batches(Forest.flat(np.array(LENGTHS))))
     gathered = [not parameter.is_meta and type(parameter).__name__ == "DTensor" for parameter in one._parameters]
     dist.destroy_process_group()
-    return output.logprobs, gradient, len(calls), units, passes, all(gathered)
+    return output.logprobs, gradient, in_passes, in_publication, units, passes, all(gathered)
 
 
 def test_weights_that_stay_gathered_change_no_bit_and_are_gathered_once(models):
     """ZeRO-2 and ZeRO-3 of two shards: gradients are summed after the same passes in the same order."""
-    for gathered, (other_p, other, more_calls, *_) in run_ranks(2, gathers_both_ways, models["qwen3"]):
-        p, gradient, calls, units, passes, sharded = gathered
+    for gathered, (other_p, other, more_calls, more_in_publication, *_) in run_ranks(
+        2, gathers_both_ways, models["qwen3"]
+    ):
+        p, gradient, calls, in_publication, units, passes, sharded = gathered
         np.testing.assert_array_equal(p, other_p)
         assert gradient.keys() == other.keys()
         assert all(torch.equal(gradient[name], other[name]) for name in gradient)
         assert passes > 1
         assert calls == units
         assert more_calls == passes * (2 * units - 2), "root and last layer stay from a forward pass to its backward"
+        assert in_publication == units, "the canary is computed with the weights that were gathered to be sent"
+        assert more_in_publication == 2 * units
         assert sharded, "nothing is left gathered"
 
 
