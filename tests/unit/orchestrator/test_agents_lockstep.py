@@ -51,19 +51,15 @@ class Table(Engine, Player):
     """Its log-probabilities depend on all requests that it works on at the same time."""
 
 
-def config(env: dict[str, Any], deterministic: bool = True, limit_s: float = 30.0) -> Config:
+def config(env: dict[str, Any], limit_s: float = 30.0) -> Config:
     return small(
         max_steps=STEPS,
-        deterministic=deterministic,
+        deterministic=True,
         model={"name": str(MODEL), "max_seq_len": MAX_LEN},
         renderer={"name": "guessing_agent:Bare"},
         orchestrator={
-            "batch_size": PROBLEMS,
-            "group_size": 2,
-            "max_steps_off_policy": 0,
-            "generation_timeout_s": limit_s,
-            "remove_constant_reward_groups": True,
-            "retries": 0,
+            **{"batch_size": PROBLEMS, "group_size": 2, "max_steps_off_policy": 0, "retries": 0},
+            **{"generation_timeout_s": limit_s, "remove_constant_reward_groups": True},
         },
         env=env,
         timeouts={"batch_s": 60, "update_s": 60},
@@ -128,8 +124,6 @@ def test_an_agent_that_is_silent_is_named_when_its_time_is_over(monkeypatch: pyt
         return 0.0
 
     monkeypatch.setattr(guessing_agent, "play", silent)
-    message = (
-        r"environment game, problem 0\.0\.\d, of agent:guessing_agent:play: took longer than orchestrator\.generation_"
-    )
+    message = r"environment game, problem 0\.0\.\d, of agent:guessing_agent:play: took longer than orchestrator\.gener"
     with pytest.raises(LimitReached, match=message):
         run(AGENT, limit_s=0.2)

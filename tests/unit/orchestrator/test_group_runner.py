@@ -7,7 +7,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -23,14 +23,11 @@ from orchestrator_fakes import (
     small_config,
     whole_run,
 )
-from renderer_support import QWEN3, bpe
 
 from orchestrator.env import Env, StepResult
-from orchestrator.message_env import MessageEnv, MessageStep, RenderedEnv
 from orchestrator.watch import LAG_TICK_S
 from trireme.core.errors import BadRequest, LimitReached, RoomFailed
 from trireme.core.types import SampledSequence
-from trireme.renderers import Message, make_renderer
 
 BAD = 1
 """The number of the problem that misbehaves."""
@@ -106,15 +103,6 @@ def played(fault: Fault, run: Any = virtual_time.run, **options: Any) -> Run:
     return run(whole_run(Run(small_config(**settings), Problems(kind=faulty(fault)))))  # type: ignore[no-any-return]
 
 
-class Faceless(MessageEnv):
-    async def initial_messages(self) -> Sequence[Message]:
-        return [None]  # type: ignore[list-item]
-
-    async def step(self, message: Message) -> MessageStep:
-        raise AssertionError("it does not begin")
-
-
-RENDERER = make_renderer("qwen3", bpe(QWEN3))
 IN_A_ROLLOUT: dict[str, tuple[Fault, str]] = {
     "a step that raises": ({"step": raises(KeyError("x"))}, "KeyError"),
     "a step that hangs": ({"step": hangs}, "TimeoutError"),
@@ -122,7 +110,6 @@ IN_A_ROLLOUT: dict[str, tuple[Fault, str]] = {
     "an observation that raises": ({"initial_observation": raises(OSError("x"))}, "OSError"),
     "environments that cannot be made": ({"make_env": raises(MemoryError())}, "MemoryError"),
     "environments that hang": ({"make_env": hangs}, "TimeoutError"),
-    "messages that are none": ({"make_env": gives(RenderedEnv(Faceless(), RENDERER))}, "TypeError"),
 }
 
 

@@ -17,13 +17,9 @@ ENDS = ("trained", "in_training", "filtered", "resampled", "dropped", "failed", 
 
 
 def make(
-    policy: StalePolicy = "wait",
-    batch_size: int = 2,
-    max_steps_off_policy: int = 1,
-    max_steps: int = 100,
-    in_order: bool = False,
+    policy: StalePolicy = "wait", batch_size: int = 2, max_steps_off_policy: int = 1, max_steps: int = 100
 ) -> Ledger:
-    ledger = Ledger(batch_size, max_steps_off_policy, policy, max_steps, in_order)
+    ledger = Ledger(batch_size, max_steps_off_policy, policy, max_steps)
     ledger.acknowledge({0: 0})
     return ledger
 
@@ -41,11 +37,11 @@ def finish_all(ledger: Ledger) -> None:
         ledger.finish(group)
 
 
-def train(ledger: Ledger, step: int = 0, count: int = 2) -> None:
-    """Takes a batch, which has no other groups yet, and releases it once its version is acknowledged."""
-    ledger.take(step, count)
-    ledger.acknowledge({0: step + 1})
-    ledger.release(step)
+def train(ledger: Ledger) -> None:
+    """Takes the first batch, of two groups, and releases it once its version is acknowledged."""
+    ledger.take(0, 2)
+    ledger.acknowledge({0: 1})
+    ledger.release(0)
 
 
 def took(taken: tuple[list[Group], list[Group]] | None) -> tuple[list[int], list[int]]:

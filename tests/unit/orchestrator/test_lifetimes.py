@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import virtual_time
-from orchestrator_fakes import FakeSampler, Run, quiesce, small_config, whole_run
+from orchestrator_fakes import Run, quiesce, small_config, whole_run
 from watched_envs import Act, Watched, WatchedProblem, WatchedProblems, WatchedTogether, at, hangs, nothing, raises
 
 from orchestrator.env import Env, EnvGroup
 from orchestrator.lifetimes import contained, end_deadline_s
-from orchestrator.pipeline import Pipeline
-from orchestrator.rollout import EnvExited, RolloutLimits
+from orchestrator.rollout import EnvExited
 from trireme.config import Config
 from trireme.config.schema import EvalConfig
 from trireme.core.errors import LimitReached
@@ -24,17 +23,16 @@ from trireme.core.errors import LimitReached
 BUILDERS = [WatchedProblem, WatchedTogether]
 
 
-def config_of(size: int = 2, close_s: float = 5.0, **options: Any) -> Config:
+def config_of(**options: Any) -> Config:
     defaults = {"max_steps": 1, "batch_size": 1, "max_steps_off_policy": 0, "stale_policy": "wait", "timeout_s": 1000}
-    config = small_config(**{**defaults, "group_size": size, **options})
-    return config.model_copy(update={"env": (config.env[0].model_copy(update={"close_s": close_s}),)})
+    return small_config(**{**defaults, "close_s": 5.0, **options})
 
 
 def played(
     act: Act = nothing, size: int = 2, builder: Any = WatchedProblem, **options: Any
 ) -> tuple[Run, WatchedProblems]:
     dataset = WatchedProblems(act, size, builder)
-    return virtual_time.run(whole_run(Run(config_of(size, **options), dataset))), dataset
+    return virtual_time.run(whole_run(Run(config_of(group_size=size, **options), dataset))), dataset
 
 
 @pytest.mark.parametrize(
@@ -149,15 +147,15 @@ async def test_a_stop_is_over_in_time_though_nothing_can_be_closed_or_cleaned_up
 
 @pytest.mark.virtual_time
 async def test_a_stop_ends_an_evaluation_without_training_too() -> None:
-    held_out, sampler = WatchedProblems(), FakeSampler()
-    sampler.hold(0)
-    sampler.version = 3
+    held_out = WatchedProblems()
     config = config_of().model_copy(update={"eval": EvalConfig(every=1, samples=2)})
-    pipeline = Pipeline(config, [WatchedProblems()], sampler.connect, RolloutLimits(1000, 100), [held_out])
-    evaluation = asyncio.create_task(pipeline.evaluate(3, []))
+    run = Run(config, WatchedProblems(), held_out=[held_out])
+    run.sampler.hold(0)
+    run.sampler.version = 3
+    evaluation = asyncio.create_task(run.pipeline.evaluate(3, []))
     await quiesce()
     assert held_out.created > len(held_out.closed), "some are being played"
-    await pipeline.stop()
+    await run.pipeline.stop()
     held_out.assert_each_closed_once()
     with pytest.raises(asyncio.CancelledError):
         await evaluation

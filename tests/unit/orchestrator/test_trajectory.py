@@ -64,11 +64,11 @@ def assert_same_turns(trajectory: Trajectory, turns: Sequence[Transition]) -> No
             assert getattr(view, name) == getattr(turn, name)
 
 
-@given(TURNS)
-@example([("anew", [1, 2], [(0, 2, False)], True), ("broken", [3], [(1, 1, False)], False)])
-def test_the_turns_come_back_as_they_were(turns: PlayedTurns) -> None:
+@given(TURNS, st.booleans())
+@example([("anew", [1, 2], [(0, 2, False)], True), ("broken", [3], [(1, 1, False)], False)], False)
+def test_the_turns_come_back_as_they_were(turns: PlayedTurns, follows: bool) -> None:
     given_turns = played(turns)
-    trajectory = trajectory_of(given_turns, "stop")
+    trajectory = trajectory_of(given_turns, "stop", follows)
     assert_same_turns(trajectory, given_turns)
     assert trajectory.versions == {int(v) for turn in given_turns for v in turn.versions}
     assert trajectory.identities == {i for turn in given_turns for i in turn.identities}
@@ -105,27 +105,6 @@ def prompt_of(*tokens: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 def answer(builder: TrajectoryBuilder, *tokens: int) -> None:
     logprobs = np.full(len(tokens), -1, np.float32)
     builder.answer(prompt_of(*tokens), logprobs, SPANS, "stop", 0.5, {}, {}, True)
-
-
-def test_what_follows_is_asked_like_the_whole_prompt() -> None:
-    builder = TrajectoryBuilder()
-    builder.ask(prompt_of(1, 2))
-    assert (builder.prompt.tolist(), builder.first_weights) == ([1, 2], None)
-    answer(builder, 3, 4, 5)
-    builder.ask(prompt_of(6), follows=True)
-    assert (builder.prompt.tolist(), builder.first_weights) == ([1, 2, 3, 4, 5, 6], IDENTITIES[2])
-    answer(builder, 7, 8, 9)
-    builder.ask(prompt_of(*builder.so_far().tokens, 0))
-    assert builder.prompt.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
-    answer(builder, 1, 1, 1)
-    builder.ask(prompt_of(1, 2, 3, 0))
-    assert (builder.prompt.tolist(), builder.first_weights) == ([1, 2, 3, 0], None)
-    answer(builder, 7, 8, 9)
-    builder.ask(prompt_of(), follows=True)
-    assert (builder.prompt.tolist(), builder.first_weights) == ([1, 2, 3, 0, 7, 8, 9], IDENTITIES[2])
-    whole = builder.finish("max_seq_len")
-    assert [turn.start for turn in whole.turns] == [0, 0, 0, 13]
-    assert whole.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 1, 1, 1, 2, 3, 0, 7, 8, 9]
 
 
 def test_what_was_handed_out_does_not_change() -> None:

@@ -130,13 +130,3 @@ def test_trackio_has_one_run_with_all(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [(log["step"], log["reward/total"]) for log in logs] == [(5, 0.1), (6, 0.1), (6, 0.7)]
     assert "Sort: 2112" in str(logs[0]["rollouts"])
     assert {alert["title"] for alert in storage.get_alerts("sorting")} == {"inference_1"}
-
-
-def test_a_server_of_mlflow_that_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with opened(tmp_path, "--mlflow.experiment", "x", "--mlflow.tracking-uri", "http://127.0.0.1:9") as opening:
-        sink, _, lines = opening
-        sink.write({"step": 0}, [])
-    assert "! mlflow lacks 1 of 1 steps: MlflowException" in lines[-1]
-    assert "127.0.0.1" in lines[-1]

@@ -1,6 +1,6 @@
 """Turns with a whole prompt each, as trajectories were kept once: what their columns are compared with."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -27,10 +27,17 @@ def turn_of(
     )
 
 
-def trajectory_of(transitions: Iterable[Transition], stop_reason: RolloutEnd = "stop") -> Trajectory:
+def trajectory_of(
+    transitions: Sequence[Transition], stop_reason: RolloutEnd = "stop", follows: bool = False
+) -> Trajectory:
+    """`follows`: prompts that continue the turn before are asked by what is new in them."""
     builder = TrajectoryBuilder()
-    for turn in transitions:
-        builder.ask(turn.observation)
+    for before, turn in zip([None, *transitions], transitions, strict=False):
+        if follows and before and continues(turn, before):
+            builder.ask(turn.observation[len(before.observation) + len(before.action) :], follows=True)
+        else:
+            builder.ask(turn.observation)
+        np.testing.assert_array_equal(builder.prompt, turn.observation)
         fields = (turn.stop_reason, turn.reward, turn.metrics, turn.logs, turn.in_loss)
         builder.answer(turn.action, turn.logprobs, spans_of(turn), *fields)
     return builder.finish(stop_reason)
