@@ -1,60 +1,13 @@
 """The plan of a shard's memory agrees with what models keep."""
 
-import json
 from dataclasses import replace
 
 import pytest
-import torch
-from model_support import FACTS, SMALL
-from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoConfig, AutoModelForCausalLM
+from model_support import FACTS
 
 from memory import MODELS, PASS, STATE, Case, count_shard, planned
-from trireme.config.model_facts import ModelFacts
-from trireme.config.trainer import LoraConfig, TrainerConfig
+from trireme.config.trainer import TrainerConfig
 from trireme.plan.memory import GIB, PLACE_BYTES, SHARD_BASE_GIB, ModelMemory, chunk_logits
-
-TOKENS = 64
-SIZES = SMALL | {"hidden_size": 128, "intermediate_size": 384, "head_dim": 64, "max_position_embeddings": 128}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True}
-
-
-def make(family: str, layers: int, dtype: torch.dtype) -> tuple[torch.nn.Module, ModelFacts]:
-    sizes = {**SIZES, "num_hidden_layers": layers, **(EXPERTS if family == "qwen3_moe" else {})}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=dtype)
-    return model, ModelFacts.from_json("m", json.dumps({**sizes, "model_type": family}))
-
-
-def kept_bytes(model: torch.nn.Module) -> int:
-    """Memory that the graph holds beside the parameters, each storage once."""
-    storages = {}
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            storages[storage.data_ptr()] = tensor  # kept, so that no other tensor gets its place
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(input_ids=torch.arange(TOKENS)[None] % 50, use_cache=False)
-    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
-def test_what_a_layer_keeps(family: str, dtype: torch.dtype) -> None:
-    one, three = make(family, 1, dtype), make(family, 3, dtype)
-    measured = (kept_bytes(three[0]) - kept_bytes(one[0])) / 2
-    estimate = TOKENS * ModelMemory(three[1], dtype.itemsize, on_gpus=False).layer_bytes
-    assert 0.9 < estimate / measured < 1.6
-
-
-def test_activations_of_layers_that_are_computed_again() -> None:
-    memory = ModelMemory(FACTS, 2, on_gpus=False)
-    stored, again = (memory.activations(100, again) for again in (False, True))
-    assert stored == FACTS.num_layers * memory.layer_bytes * 100
-    assert again == (FACTS.num_layers * FACTS.hidden_size * 2 + memory.layer_bytes) * 100
 
 
 def test_of_how_many_tokens_layers_are_kept() -> None:
@@ -92,16 +45,6 @@ def test_activations_in_host_memory_are_what_the_code_holds() -> None:
     assert plan.host_layers(case.tokens) == 2
     assert 0.85 < (plan.total - SHARD_BASE_GIB * GIB - plan.freed) / counted.device < 1.15
     assert 0.85 < plan.host_activations / (4 / 3 * counted.host) < 1.15
-
-
-def test_a_model_stays_whole_where_it_fits() -> None:
-    """Weights in the dtype that computes, gradients in float32, and the output matrix's before it is added."""
-    memory, full = ModelMemory(FACTS, 4, on_gpus=False), LoraConfig()
-    needed = 8 * FACTS.num_parameters + 4 * FACTS.vocab_size * FACTS.hidden_size
-    assert memory.gathered(full, whole=True) == needed
-    assert memory.stays_whole(needed, full)
-    assert not memory.stays_whole(needed - 1, full)
-    assert memory.stays_whole(4 * FACTS.num_parameters, LoraConfig(rank=8)), "a frozen model has no gradient"
 
 
 def test_the_room_goes_to_activations_first_and_then_to_the_whole_model() -> None:
@@ -173,22 +116,24 @@ CASES = {
     "8B-few-tokens-alone": Case(MODELS["Qwen3-8B"], tokens=512, length=512, options={"checkpointing": True}),
     "8B-lora": Case(MODELS["Qwen3-8B"], shards=8, tokens=4096, options={"checkpointing": True, **LORA}),
     "30B-A3B": Case(MODELS["Qwen3-30B-A3B"], shards=8, options={"checkpointing": True}),
+    "30B-A3B-kept": Case(MODELS["Qwen3-30B-A3B"], shards=8, options={"checkpointing": False}),
     "70B": Case(MODELS["Llama-3-70B"], shards=32, options={"checkpointing": True}),
     "8B-bf16-master": Case(MODELS["Qwen3-8B"], shards=8, options={"checkpointing": True, "master_dtype": "bfloat16"}),
     "4B-offloaded": Case(MODELS["Qwen3-4B"], options={"checkpointing": True, "offload": "cpu"}),
     "0.6B-on-cpus": Case(MODELS["Qwen3-0.6B"], 2, 4096, 1024, gpu=False, options={"checkpointing": True}),
 }
-OFTEN = ("0.6B-whole", "8B-lora")
+OFTEN = ("0.6B-whole", "8B-lora", "30B-A3B-kept")
 
 
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.long) for n in CASES])
 def test_the_plan_of_a_shard_is_what_its_code_holds(name: str) -> None:
-    """Keeps only a few layers, as all are alike."""
+    """Keeps only a few layers, as all are alike. Activations of experts are planned from above."""
     case = replace(CASES[name], described={**CASES[name].described, "num_hidden_layers": LAYERS})
     plan = planned(case)
     counted = count_shard(case)[PASS]
     state_bytes = counted.device - (sum(counted.kinds[kind] for kind in STATE) if plan.offloaded else 0)
-    assert 0.85 < (plan.total - SHARD_BASE_GIB * GIB - plan.freed) / state_bytes < 1.15
+    most = 1.25 if name == "30B-A3B-kept" else 1.15
+    assert 0.85 < (plan.total - SHARD_BASE_GIB * GIB - plan.freed) / state_bytes < most
 
 
 @pytest.mark.parametrize(("option", "just", "less"), [("auto", True, False), (False, True, True), (True, False, False)])

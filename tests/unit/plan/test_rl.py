@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 from model_support import FACTS
-from plan_support import cluster, inference, machines, plan, text_of, trainer
+from plan_support import QWEN3_8B, cluster, inference, machines, plan, text_of, trainer
 from vllm.v1.core.block_pool import BlockPool
 
 from gpu_check.shapes import SHAPES
 from trireme.config.load import load
 from trireme.config.model_facts import ModelFacts
 from trireme.plan.memory import GIB, gpu_room
-from trireme.plan.needs import VERSIONS
 from trireme.plan.rl import BLOCK_TOKENS, ENGINE_BYTES, LOOP_ROOMS, RL_ROOMS
 from trireme.plan.serve import SERVE_ROOMS
 from trireme.plan.whole import Plan
@@ -42,12 +41,6 @@ class TestNumbers:
     def test_memory_of_a_replica(self) -> None:
         expected = int((1.4 + 2) * GIB) + 4 * 1_000_000
         assert inference(plan(inference={"memory_gb": 2})).replica_bytes == expected
-
-    @pytest.mark.parametrize(("gpus", "bytes_a_value"), [(0, 4), (3, 2)])
-    def test_two_versions_are_in_the_memory_of_its_machine(self, gpus: int, bytes_a_value: int) -> None:
-        (need,) = inference(plan(resources=machines(gpus=gpus), inference={"transport": "object_store"})).needs
-        assert need.shared == {VERSIONS: 2 * bytes_a_value * 1_000_000}
-        assert need.resting is None
 
     def test_unknown_sizes_are_said(self) -> None:
         text = text_of(plan(facts=None))
@@ -151,6 +144,7 @@ class TestTransport:
             (1, 80, {"trainer": {"lora": {"rank": 8}}}, "object_store"),  # vLLM copies adapters from host memory
             (1, 24, {}, "object_store"),  # where a version of 2 GB lacks room
             (2, 80, {}, "broadcast"),
+            (2, 80, {"placement": "colocated", "shards": 2, "replicas": 2}, "object_store"),
             (2, 80, {"trainer": {"lora": {"rank": 8}}}, "object_store"),
             (2, 80, {"inference": {"encoding": "delta"}}, "object_store"),
             (1, 80, {"inference": {"receive_on": "host"}}, "object_store"),
@@ -328,17 +322,6 @@ def test_4b_needs_its_state_in_host_memory_on_24_gb() -> None:
         assert configured(name, COLOCATED_GPUS[name], *flags).shortages(hopeless=False)
 
 
-def test_8b_has_a_larger_cache_on_80_gb() -> None:
-    """The trainer needs no more there for its state, so the replica gets most of the difference. Only on the small GPU
-    it also gets the memory of AdamW's moments, 8 bytes for each of 87,293,952 parameters of adapters."""
-    name = "qwen3-8b-lora-colocated-1gpu"
-    small, large = (configured(name, gpu_bytes) for gpu_bytes in (COLOCATED_GPUS[name], GPU_BYTES))
-    assert large.shortages(hopeless=False) == []
-    assert (small.offloads, large.offloads) == (True, False)
-    difference = (0.95 * (GPU_BYTES - COLOCATED_GPUS[name]) - 8 * 87_293_952) / GIB
-    assert cache_gib(large) - cache_gib(small) == pytest.approx(difference, abs=0.01)
-
-
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 LARGE = machines(gpus=1, gpu_bytes=140 * GIB)
 
@@ -391,7 +374,7 @@ def test_the_smallest_cache_holds_a_sequence(share: str) -> None:
 
 
 def test_ranks_beyond_the_key_heads_hold_copies() -> None:
-    facts = ModelFacts.from_json("m", json.dumps({**SHAPES["8b"], "dtype": "bfloat16"}))
+    facts = QWEN3_8B
     four, eight, sixteen = (
         inference(plan(facts=facts, resources=machines(gpus=17), inference={"tensor_parallel": ranks}))
         for ranks in (4, 8, 16)

@@ -1,12 +1,14 @@
 """Plans of small runs."""
 
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 
 from model_support import FACTS
 from rich.console import Console
 
+from gpu_check.shapes import SHAPES
 from trireme.config import Config
 from trireme.config.model_facts import ModelFacts
 from trireme.plan.memory import GIB
@@ -33,6 +35,7 @@ def cluster(*parts: Resources) -> Resources:
 
 
 LAPTOP = machines()
+QWEN3_8B = ModelFacts.from_json("m", json.dumps({**SHAPES["8b"], "dtype": "bfloat16"}))
 
 
 def plan(
