@@ -345,12 +345,3 @@ class TestCheckout:
             store.checkout(4)
         assert snapshot(parked) == before
         assert newest_of(store) == store.checkpoint(8)
-
-    def test_no_space(self, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        a_run(store)
-        with monkeypatch.context() as patched:
-            patched.setattr(HashingWriter, "write", Mock(side_effect=FULL))
-            with pytest.raises(StorageFailed, match="No space left"):
-                store.checkout(4)
-        store.checkout(4)
-        assert (steps(store), store.partial()) == ([2, 4], [])

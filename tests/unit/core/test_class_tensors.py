@@ -32,11 +32,6 @@ def refuse(directory: Path) -> None:
     refuse_other_tensors(str(directory), "the model", "take another")
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_what_the_class_writes_is_taken(tied: bool, tmp_path: Path) -> None:
-    refuse(saved(tmp_path, tied=tied))
-
-
 def test_experts_that_files_have_apart_are_taken(tmp_path: Path) -> None:
     config = Qwen3MoeConfig(
         **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, decoder_sparse_step=1

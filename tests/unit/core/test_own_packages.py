@@ -45,15 +45,6 @@ def test_a_command_finds_its_own(theirs: Path, by: str) -> None:
     assert "another name" in process.stderr
 
 
-def test_a_package_of_a_user_does_not_hide_the_project(tmp_path: Path) -> None:
-    (tmp_path / "trireme").mkdir()
-    (tmp_path / "trireme" / "__init__.py").write_text("raise RuntimeError('a module of the user')\n")
-    process = run_command("trireme", ["doctor", *MODEL], tmp_path, str(tmp_path))
-    assert f"note: {tmp_path}/trireme/__init__.py is hidden" in process.stderr
-    assert "a module of the user" not in process.stderr
-    assert "Traceback" not in process.stderr
-
-
 def test_a_worker_finds_its_own(theirs: Path) -> None:
     script = (
         "import asyncio, math, orchestrator.workers as w\n"

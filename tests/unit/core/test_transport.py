@@ -85,16 +85,6 @@ def test_known_sums_stand_for_the_bytes_at_their_place_alone(file_transport: str
         check_received(weights.manifest, buckets, {first.place: first.hash})
 
 
-def test_a_rank_takes_part_in_gathering_each_unit_and_sends_its_share(file_transport: str) -> None:
-    layout, transport = lay_out(layers(), bucket_bytes=400), load_transport(file_transport)
-    assert len(layout.sizes) > 3
-    for rank in range(3):
-        units = iter(layers())
-        part = transport.make_sender(rank, 3).send(0, layout, units, None)
-        assert list(part) == list(range(rank, len(layout.sizes), 3))
-        assert next(units, None) is None
-
-
 def test_buckets_are_full_in_the_order_of_their_numbers_in_which_receivers_expect_them() -> None:
     """Whatever comes between tensors that are fused; a later bucket would wait with its memory, and be taken for an
     earlier one."""

@@ -137,15 +137,25 @@ def test_what_fills_an_adapter_up_stays_zero(make: Make, name: str, lora: Mappin
             assert rank == 0 or whole.any()
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_peft_opens_what_is_written(make: Make, model: str, tmp_path: Path, name: str) -> None:
-    """An adapter in its own rank and on its own layers, whichever is in use while it is written."""
-    shard, spec, batch = make(), SPECS[name], make_batch(LENGTHS)
+def exported(shard: Shard, name: str, path: Path) -> None:
+    """Adds an adapter, trains it, and writes it in peft's form while another one is in use."""
     train_new(shard, name)
-    expected, weights = logprobs(shard, batch), shard.publish_weights(1)
+    weights = shard.publish_weights(1)
     check_received(weights.manifest, weights.source)
     shard.use_adapter("")
-    shard.save_weights(tmp_path, weights.manifest.entries, weights.source, weights.manifest.adapter)
+    shard.save_weights(path, weights.manifest.entries, weights.source, weights.manifest.adapter)
+    shard.use_adapter(name)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_an_adapter_is_exported_for_peft_and_begins_with_it_again(
+    make: Make, model: str, tmp_path: Path, name: str
+) -> None:
+    """The files have its own rank and layers. Also in a model whose adapters have more of both it computes the same,
+    and learns as a new one of its kind would from there, with moments of 0."""
+    shard, spec, batch = make(), SPECS[name], make_batch(LENGTHS)
+    exported(shard, name, tmp_path)
+    expected = logprobs(shard, batch)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (spec.rank, spec.alpha)
     assert config["target_modules"] == sorted(spec.targets)
@@ -153,22 +163,6 @@ def test_peft_opens_what_is_written(make: Make, model: str, tmp_path: Path, name
     assert {min(t.shape) for t in tensors.values()} == {spec.rank}
     opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path)
     np.testing.assert_allclose(unsharded_logprobs(opened, batch).detach().numpy(), expected, atol=1e-5)
-
-
-def exported(shard: Shard, name: str, path: Path) -> None:
-    """Adds an adapter, trains it, and writes it in peft's form."""
-    train_new(shard, name)
-    weights = shard.publish_weights(1)
-    shard.save_weights(path, weights.manifest.entries, weights.source, weights.manifest.adapter)
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_an_adapter_begins_with_what_was_exported(make: Make, tmp_path: Path, name: str) -> None:
-    """Also in a model whose adapters have more rank and layers: it computes the same, and learns as a new one of its
-    kind would from there, with moments of 0."""
-    shard, batch = make(), make_batch(LENGTHS)
-    exported(shard, name, tmp_path)
-    expected = logprobs(shard, batch)
     shard.reset_optimizer()
     add_gradient(shard, 3)
     shard.optim_step(RATE, 10.0)

@@ -13,7 +13,6 @@ from trainer.batching import (
     MICRO_BATCH_COST,
     OVER_LONGEST,
     FlatTokens,
-    MicroBatch,
     RankAssignment,
     balance,
     compute_cost,
@@ -72,11 +71,6 @@ def test_many_unequal_datums_are_balanced_by_what_they_cost():
     assert max(tokens_R) > tokens_R.mean() * (1 + 10 * GOOD_ENOUGH), "tokens alone would have been another goal"
 
 
-def test_rows_of_near_equal_length_are_padded_together():
-    micro_R = flat_plan(np.array([10, 1, 9, 2]), 1, 20, ATTENTION)
-    assert micro_R == [[MicroBatch((0, 2)), MicroBatch((3, 1))]]
-
-
 def test_padding_is_on_the_right():
     values, offsets = np.arange(1, 7, dtype=np.int32), np.array([0, 3, 4, 6])
     assert FlatTokens(offsets, (1, 0)).pad(values).tolist() == [[4, 0, 0], [1, 2, 3]]
@@ -133,14 +127,6 @@ def test_flat_tokens_follow_each_other():
     assert (flat.starts.tolist(), flat.starts.dtype) == ([0, 3, 4, 6], np.int32)
     assert (flat.places.tolist(), flat.shape) == ([0, 1, 2, 3, 6, 7], (3, 3))
     assert flat.pad(tokens).tolist() == [[20, 21, 22], [30, 0, 0], [10, 11, 0]]
-
-
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=30), st.integers(1, 5), st.booleans())
-def test_who_knows_the_lengths_knows_which_rank_computes_a_datum(lengths, num_ranks, packed):
-    assignment = pickle.loads(pickle.dumps(RankAssignment(num_ranks, 100, "auto")))
-    planned = flat_plan(np.array(lengths), num_ranks, 64, 100, packed)
-    own_R = [sorted(d for micro in micro_M if not micro.filler for d in micro.datums) for micro_M in planned]
-    assert [indices.tolist() for indices in assignment(Forest.flat(np.array(lengths)))] == own_R
 
 
 # ---- inputs and expected numbers of other projects' tests (tests/conformance/numbers.toml)

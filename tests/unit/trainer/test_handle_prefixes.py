@@ -1,8 +1,7 @@
-"""The callers of the trainer's handle with shared prefixes: the KL penalty, `sft`, Tinker, losses of the user's own and
-sessions of agents compute what they compute with each sequence whole."""
+"""The callers of the trainer's handle with shared prefixes: the KL penalty, losses of the user's own and sessions of
+agents compute what they compute with each sequence whole."""
 
 import asyncio
-import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,47 +14,25 @@ from agents_support import ask, rollout, user
 from prefix_support import check_same_gradients, fill, gradients_of, make_forest
 from renderer_support import QWEN3, bpe
 from service_support import VERSION
-from sft_support import config as sft_config
-from tinker import types
-from tinker.proto.request_conv import forward_backward_request_to_proto
-from tinker.proto.response_conv import deserialize_forward_backward_output
-from tinker.types.forward_backward_input import ForwardBackwardInput
-from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 # The tiny models are the end-to-end tests' too.
-from trainer_support import VOCAB, make_model
+from trainer_support import make_model
 
 from orchestrator.advantages import ScoredGroup, build_minibatch
 from orchestrator.ledger import Group
 from orchestrator.trajectory import Trajectory
-from service.tinker.bodies import CreateModelBody
-from service.tinker.catalog import Catalog
-from service.tinker.codec import ForwardBackwardCall
-from service.tinker.owners import SERVER
-from service.tinker.promises import Success
-from service.tinker.work import TrainingWorker
 from trainer import passes
 from trainer.handle import TrainerHandle
 from trainer.logprobs import chosen_logprobs
 from trainer.shard import Shard
-from trireme.config.losses import LOSSES
 from trireme.config.orchestrator import OrchestratorConfig
 from trireme.core.batch import StoredBatch, TokenBatch
 from trireme.core.normalization import Normalization
 from trireme.core.prefixes import Forest
 from trireme.core.types import Minibatch
-from trireme.process.signals import Stop
-from trireme.sft.data import Examples
-from trireme.sft.reading import Example
-from trireme.supervision.roster import Roster
-from trireme.train.guards import RefusedSteps
 from trireme.train.kl_penalty import KlPenalty
-from trireme.train.sft_loop import evaluate, train_step
-from trireme.train.steps import Attempt, StepRecord
 
 LORA = {"rank": 4, "alpha": 8.0, "seed": 5}
-STEM = 20
-ONE = "s:train:1"
 
 
 class InProcess(TrainerHandle):
@@ -227,127 +204,3 @@ def test_turns_and_branches_of_recorded_sessions_are_trained_as_whole_sequences(
     np.testing.assert_allclose(logprobs, flat_logprobs, atol=1e-5)
     assert metrics == pytest.approx(flat_metrics, rel=1e-5)
     check_same_gradients(gradients, flat_gradients)
-
-
-def examples() -> Examples:
-    """Returns conversations with three beginnings, with weights that are not all 0 or 1."""
-    rng = np.random.default_rng(0)
-    stems = rng.integers(0, VOCAB, (3, STEM)).tolist()
-    tokens_N = [stems[n % 3] + rng.integers(0, VOCAB, 5 + n).tolist() for n in range(9)]
-    weights_N = [(rng.random(len(tokens)) * (rng.random(len(tokens)) < 0.8)).astype(np.float32) for tokens in tokens_N]
-    rows = zip(tokens_N, weights_N, strict=True)
-    return Examples.of([Example(np.asarray(tokens, np.int32), weights, "f:1") for tokens, weights in rows])
-
-
-def test_supervised_steps_and_evaluations_are_those_of_whole_sequences(trainer):
-    config = sft_config()
-    data = examples()
-    forest = data.batch(range(len(data))).find_forest()
-    unused: Any = None
-    attempt = Attempt(
-        config, 1, 0, lambda _: 1e-3, unused, RefusedSteps(config, print), Stop(60.0), Roster(lambda: 0.0), unused
-    )
-    results = []
-    for share in ("on", "off"):
-        one = trainer(share)
-        record = StepRecord(0)
-        tested = evaluate(one, data, 0, record.clock)
-        check_computed(one, forest, share)
-        row = train_step(one, data, range(len(data)), attempt, record)
-        check_computed(one, forest, share)
-        saving = record.perf_metrics()["perf/prefix_saving"]
-        if share == "on":
-            assert saving == pytest.approx(forest.lengths.sum() / (forest.lengths - forest.shared).sum())
-        else:
-            assert saving == 1
-        results.append((row | tested, one.gradients))
-    (row, gradients), (flat_row, flat_gradients) = results
-    assert row == pytest.approx(flat_row, rel=1e-5)
-    check_same_gradients(gradients, flat_gradients)
-
-
-def encoded(data: list[types.Datum], loss_fn: Any, *, forward_only: bool = False) -> ForwardBackwardCall:
-    """Returns the request as the client sends it."""
-    config = {"beta": 0.5} if loss_fn == "dro" else None
-    request = ForwardBackwardRequest(
-        forward_backward_input=ForwardBackwardInput(data=data, loss_fn=loss_fn, loss_fn_config=config),
-        model_id=ONE,
-        seq_id=1,
-    )
-    message = forward_backward_request_to_proto(request)
-    message.forward_only = forward_only
-    return ForwardBackwardCall.of(message.SerializeToString())
-
-
-def client_datums(loss_fn: str) -> list[types.Datum]:
-    """Returns datums of a client that share prefixes, with the columns of the loss."""
-    batch = make_forest()
-    data = []
-    for d in range(len(batch)):
-        columns = {name: column.data for name, column in batch.datum(d).loss_fn_inputs.items()}
-        columns["weights"] = columns["advantages"]
-        names = (
-            ["target_tokens", "weights"] if loss_fn == "cross_entropy" else ["target_tokens", "logprobs", "advantages"]
-        )
-        inputs: Any = {name: types.TensorData.from_numpy(columns[name]) for name in names}
-        tokens = batch.datum(d).model_input.to_ints()
-        data.append(types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs))
-    return data
-
-
-def run(worker: TrainingWorker, model_id: str, work: Any) -> Any:
-    outcome, _ = worker.run(model_id, work, SERVER)
-    assert isinstance(outcome, Success), outcome
-    return outcome.payload
-
-
-def logprobs_of(payload: bytes) -> list[float]:
-    """Returns the log-probabilities of all datums as the client reads them."""
-    output = deserialize_forward_backward_output(payload)
-    return [number for datum in output.loss_fn_outputs for number in datum["logprobs"].data]
-
-
-@pytest.fixture
-def worker(tmp_path):
-    """Returns a function that makes the worker of a Tinker server on this handle, with these models."""
-
-    def make(trainer: InProcess, names: tuple[str, ...]) -> TrainingWorker:
-        directory = tmp_path / str(time.monotonic_ns())
-        catalog = Catalog(directory / "runs", "base", time.time)
-        made = TrainingWorker(
-            trainer, catalog, ("base",), directory / "base", 10.0, 128, trainer.shard._config.trainer.lora
-        )
-        for name in names:
-            body = CreateModelBody.model_validate(
-                {"session_id": "s", "model_seq_id": 1, "base_model": "base", "lora_config": {"rank": LORA["rank"]}}
-            )
-            run(made, name, body)
-            fill(trainer.shard, int(name[-1]))
-        return made
-
-    return make
-
-
-def test_the_passes_of_a_client_are_those_of_whole_sequences(trainer, worker):
-    forest = make_forest().find_forest()
-    results = []
-    for share in ("on", "off"):
-        one = trainer(share, lora=LORA)
-        made = worker(one, (ONE,))
-        outputs = {}
-        for loss_fn in LOSSES:
-            payload = run(made, ONE, encoded(client_datums(loss_fn), loss_fn))
-            check_computed(one, forest, share)
-            outputs[loss_fn] = payload, gradients_of(one.shard)
-        payload = run(made, ONE, encoded(client_datums("cross_entropy"), "cross_entropy", forward_only=True))
-        check_computed(one, forest, share)
-        outputs["forward"] = payload, []
-        results.append(outputs)
-    for name, (payload, gradients) in results[0].items():
-        flat_payload, flat_gradients = results[1][name]
-        np.testing.assert_allclose(logprobs_of(payload), logprobs_of(flat_payload), atol=1e-5)
-        metrics = deserialize_forward_backward_output(payload).metrics
-        flat_metrics = deserialize_forward_backward_output(flat_payload).metrics
-        assert metrics == pytest.approx(flat_metrics, rel=1e-5, abs=1e-5)
-        if gradients:
-            check_same_gradients(gradients, flat_gradients)

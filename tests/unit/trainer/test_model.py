@@ -16,11 +16,11 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp_group
 from torch.utils.checkpoint import checkpoint
 
 # The tiny models and batches are the end-to-end tests' too.
-from trainer_support import EXPERTS, VOCAB, make_batch, make_config, make_model
+from trainer_support import EXPERTS, make_batch, make_config, make_model
 from transformers import AutoModelForCausalLM
 
 from trainer.batching import ShardOutput, scatter_outputs
-from trainer.logprobs import SelectedLogprobs, token_logprobs
+from trainer.logprobs import SelectedLogprobs
 from trainer.losses import resolve_loss
 from trainer.model import Sharding, fsdp_units
 from trireme.config.trainer import CommonTrainer
@@ -345,26 +345,6 @@ def test_gradients_that_are_summed_in_bfloat16_are_close_and_travel_after_each_m
         assert reduced[0].gradient[name].dtype == torch.float32
     whole = run_alone(one_step, models["qwen3"], {}).gradient
     assert_close_to_the_norm(exact.gradient, whole)  # alone nothing is summed over shards
-
-
-def every_token(model, temperature, length=5):
-    """Log-probability of every token after each of some others [V, L]."""
-    tokens = torch.arange(length).expand(VOCAB, length)
-    targets = torch.arange(VOCAB)[:, None].expand(VOCAB, length)
-    with torch.no_grad():
-        return token_logprobs(model, tokens, targets, torch.full(tokens.shape, temperature))
-
-
-def low_precision_temperatures(rank, world_size, store, model, options):
-    one = make_shard(rank, world_size, store, model, options)
-    expected = (every_token(one._model, 1.0) / 0.7).log_softmax(0)
-    torch.testing.assert_close(every_token(one._model, 0.7), expected, rtol=0, atol=1e-5)
-    dist.destroy_process_group()
-
-
-def test_the_temperature_is_exact_whatever_the_model_computes_in(models):
-    """bfloat16 has no .7: a gradient for another temperature than what was sampled with would be off-policy."""
-    run_alone(low_precision_temperatures, models["qwen3"], {"model__dtype": "bfloat16"})
 
 
 def temperatures_of_all_verbs(rank, world_size, store, model, options):

@@ -140,13 +140,6 @@ def test_a_model_that_sees_later_tokens_is_noticed():
     assert "when a later token changes" in agreement("bert").not_rows
 
 
-def test_a_small_softcap_shows_although_logits_are_small_at_first():
-    plain = prove(add_token_logprobs(twin_of("gemma2")), CPU, torch.float32, packed=False)
-    magnified = agreement("gemma2")
-    assert magnified.rows > 10 * plain.rows
-    assert magnified.not_rows
-
-
 def test_packed_rows_that_leak_are_refused_by_name(shard, tmp_path):
     with pytest.raises(BadInput, match=r"(?s)packing = packed for StableLmForCausalLM.*moves by.*--trainer.packing"):
         shard(saved("stablelm", tmp_path), trainer__packing="packed")
@@ -183,12 +176,6 @@ def test_a_model_that_can_be_packed_is(shard, tmp_path, monkeypatch):
     one = shard(saved("qwen2", tmp_path))
     assert one.proof.packed
     assert "rows are packed and computed by FlashAttention 2; 4 cannot be used here (" in one.proof.text
-
-
-@pytest.mark.parametrize("kind", ["falcon_h1", "gemma2"])
-def test_changed_logits_are_refused_by_name(shard, tmp_path, kind):
-    with pytest.raises(BadInput, match=r"(?s)F\w*|G\w* differ by .* from those of the model's own logits"):
-        shard(saved(kind, tmp_path, **OTHER_LOGITS[kind]))
 
 
 @pytest.mark.parametrize("kind", BUFFERS)
@@ -258,26 +245,11 @@ def test_what_opens_as_another_model_is_refused(monkeypatch):
         prove_reload(twin)
 
 
-def edit_tensors(directory, change):
-    """Changes the stored tensors of a saved model by `change`, in place."""
-    file = Path(directory) / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop("model.norm.weight"), r"lacks 1: model.norm.weight"),
-        (lambda t: t.update(extra=torch.ones(3)), r"has in addition 1: extra"),
-    ],
-)
-def test_files_with_other_tensors_are_refused_by_name(shard, tmp_path, change, message):
-    source = saved("llama", tmp_path)
-    edit_tensors(source, change)
-    with pytest.raises(BadInput, match=rf"(?s)LlamaForCausalLM.*{message}"):
-        shard(source)
+def test_files_with_other_tensors_are_refused_by_name(shard, tmp_path):
+    file = Path(saved("llama", tmp_path)) / "model.safetensors"
+    save_file({**load_file(file), "extra": torch.ones(3)}, file, metadata={"format": "pt"})
+    with pytest.raises(BadInput, match=r"(?s)LlamaForCausalLM.*has in addition 1: extra"):
+        shard(str(tmp_path))
 
 
 def test_the_proof_changes_nothing(shard, tmp_path, monkeypatch):

@@ -16,14 +16,13 @@ from trainer_support import make_batch, make_model, unsharded_logprobs
 from transformers import AutoModelForCausalLM
 
 from trainer import shard as trainer_shard
-from trainer.batch_checks import PublishedVersions
 from trainer.batching import MicroBatch, scatter_outputs, scatter_sums
 from trainer.losses import POLICY, mean_log_ratios, resolve_loss, sum_log_ratios, with_sequence_ratios
 from trainer.shard import CANARY_TOKENS, TOKENS_OF_EXPERTS, canary_tokens
 from trireme.core.batch import BatchPart
-from trireme.core.errors import BadInput, ProvenanceError
+from trireme.core.errors import BadInput
 from trireme.core.normalization import Normalization
-from trireme.core.types import AdamParams, Provenance, TokenBatch, WeightIdentity
+from trireme.core.types import AdamParams, TokenBatch
 from trireme.core.weights import AFTER_CANARY, DECODED, EXACT, ROUNDED, check_canary, check_received
 from trireme.transports.packing import tensor_of
 
@@ -121,13 +120,6 @@ def test_missing_columns_are_named(shard):
     batch.columns.pop("mask")
     with pytest.raises(BadInput, match="missing: mask"):
         shard().forward_backward(batch, "ppo", {}, None)
-
-
-def test_nothing_published_means_nothing_accepted():
-    provenance = Provenance(0, np.zeros(1, dtype=np.int32), (WeightIdentity(1, 0, "aa"),))
-    with pytest.raises(ProvenanceError, match="has not published a version yet"):
-        PublishedVersions(1).check(provenance)
-    PublishedVersions(0, [WeightIdentity(1, 0, "aa")]).check(provenance)
 
 
 def test_an_advantage_where_the_mask_is_0_is_refused_by_its_datum(shard):

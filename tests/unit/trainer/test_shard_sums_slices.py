@@ -9,32 +9,12 @@ from digest_support import plain_sums
 from hypothesis import given
 from hypothesis import strategies as st
 from tensor_parts import part_tensor_sums
-from transformers.core_model_loading import Chunk, PermuteForRope, SplitModulelist
 
 from trainer.shard_sums import Slice, find_slices
 from trireme.core.digest import Sums
 from trireme.transports.tensor_sums import rectangle, to_sums
 
 FUSED = torch.arange(4 * 6 * 5, dtype=torch.float32).reshape(4, 6, 5)
-ROTATED = ["q_proj.weight", "k_proj.weight"]
-
-
-def experts(tensors):
-    """Splits [experts, gate and up, hidden] as transformers' reversed conversions do."""
-    names = ["experts.*.gate", "experts.*.up"]
-    halves = Chunk(dim=1).convert({"experts.gate_up": tensors["p"]}, ["experts.gate_up"], names)
-    return SplitModulelist(dim=0).convert(halves, ["experts.gate_up"], names)
-
-
-def test_stacked_and_fused_experts_are_slices():
-    slices = find_slices({"p": FUSED}, experts)
-    assert slices == {
-        f"experts.{e}.{half}": Slice(FUSED, (3, 5), (5, 1), 30 * e + 15 * (half == "up"))
-        for half in ("gate", "up")
-        for e in range(4)
-    }
-    for name, tensor in experts({"p": FUSED}).items():
-        assert torch.equal(FUSED.as_strided(slices[name].shape, slices[name].strides, slices[name].offset), tensor)
 
 
 CHANGES = {
@@ -61,15 +41,6 @@ def test_what_a_published_tensor_is_of_a_parameter(change, expected):
     assert view == (expected and Slice(FUSED, *expected))
     if view:
         assert torch.equal(FUSED.as_strided(*expected), change(FUSED))
-
-
-def test_rows_that_rotary_embeddings_permute_are_no_slice():
-    permute = PermuteForRope(permute_layer_names=ROTATED).reverse_op
-    config = type("Config", (), {"num_attention_heads": 2})
-    convert = lambda tensors: permute.convert(tensors, [], [], config)  # noqa: E731
-    weights = {"q_proj.weight": torch.zeros(8, 3), "v_proj.weight": torch.zeros(8, 3)}
-    slices = find_slices(weights, convert)
-    assert (slices["q_proj.weight"], slices["v_proj.weight"].shape) == (None, (8, 3))
 
 
 @st.composite

@@ -55,11 +55,3 @@ def test_targets_with_the_same_place_and_temperature_have_one_row(case, data):
         assert len(targets)
         assert set(row.path[targets].tolist()) == {place}
         assert set(temperatures[row.datum[targets]].tolist()) == {temperature}
-
-
-def test_all_targets_are_computed_if_none_are_left_out():
-    row = SharedRow(np.array([0, 3, 5]), np.array([1, 0]), [0, 2])
-    head = HeadRows.of(row, np.ones(2, np.float32), None)
-    assert row.path.tolist() == [0, 1, 0, 1, 2]
-    assert (head.hidden.tolist(), head.bounds.tolist()) == ([0, 1, 2], [0, 2, 4, 5])
-    assert head.chosen.tolist() == [0, 2, 1, 3, 4]

@@ -69,32 +69,6 @@ def seen_waits(work):
     return waits
 
 
-T = torch.arange(6.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "work"),
-    [
-        ("aten::_local_scalar_dense", lambda: float(T.sum())),
-        ("aten::_local_scalar_dense", lambda: T.sum().item()),
-        ("aten::nonzero", lambda: (T > 1).nonzero()),
-        ("aten::index", lambda: T[T > 1]),
-        ("aten::index_put_", lambda: T.clone().__setitem__(T > 1, torch.zeros(()))),
-        ("aten::repeat_interleave", lambda: T.repeat_interleave(torch.ones(6, dtype=torch.long))),
-        ("tolist", lambda: T.tolist()),
-        ("numpy", lambda: T.numpy()),
-        ("cpu", lambda: to_host(T)),
-    ],
-)
-def test_a_wait_is_seen(name, work):
-    assert name in seen_waits(work)
-
-
-def test_no_wait_is_seen_where_there_is_none():
-    places = torch.tensor([1, 0])
-    assert seen_waits(lambda: T[places].where(T[places] > 0, T.new_zeros(())).sum()) == []
-
-
 def own_loss(p, columns, config):
     assert p.shape == columns["tokens"].shape, "padded rows"
     assert p.dim() == len(p) == 2, "padded rows"

@@ -36,18 +36,14 @@ def switches(section: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("model_type", SAMPLED)
-def test_switches_stay(model_type: str) -> None:
+def test_a_twin_has_the_switches_of_its_model_is_small_and_computes(model_type: str) -> None:
     config = of(model_type)
     before = config.to_dict()
     small = twin_config(config)
     assert type(small) is type(config)
     assert switches(small.to_dict()) == switches(before)
     assert config.to_dict() == before
-
-
-@pytest.mark.parametrize("model_type", SAMPLED)
-def test_a_twin_is_small_and_computes(model_type: str) -> None:
-    model = make_twin(of(model_type))
+    model = make_twin(config)
     assert model.num_parameters() < 1_000_000
     logits = model(input_ids=torch.arange(1, 14)[None], use_cache=False).logits
     assert logits.isfinite().all()

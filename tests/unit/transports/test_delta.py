@@ -3,7 +3,7 @@
 import asyncio
 import pickle
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,18 +123,16 @@ class Reference:
         return self.array
 
 
-MODEL = {f"t{n}": shape for n, shape in enumerate([(40, 50), (37,), (3, 5, 7), (200, 11), (1,)])}
-ADAPTER = {"A": (4, 400), "B": (50, 4)}
+MODEL = {f"t{n}": shape for n, shape in enumerate([(40, 50), (37,), (3, 5, 7), (200, 11), (1,)])} | {"B": (50, 4)}
 
 
 class Trainer:
-    """Two ranks that publish a model or an adapter in bfloat16, of masters in float32 that AdamW trains. `shapes`:
-    {name of a tensor: its shape}. The tensor B of an adapter begins at zero, so a step changes nearly all its values.
-    """
+    """Two ranks that publish a model in bfloat16, of masters in float32 that AdamW trains. The tensor B begins at zero,
+    as an adapter's does, so a step changes nearly all its values and their bucket travels whole."""
 
-    def __init__(self, learning_rate: float, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, learning_rate: float) -> None:
         torch.manual_seed(0)
-        start = {name: torch.randn(shape) / 50 * (name != "B") for name, shape in shapes.items()}
+        start = {name: torch.randn(shape) / 50 * (name != "B") for name, shape in MODEL.items()}
         self.masters = {name: torch.nn.Parameter(tensor) for name, tensor in start.items()}
         self.counts = torch.arange(7, dtype=torch.uint8)  # a buffer of an odd size
         self.optimizer = torch.optim.AdamW(self.masters.values(), learning_rate)
@@ -208,11 +206,12 @@ class Replica:
 @pytest.mark.parametrize("learning_rate", [1e-6, 1e-5])
 def test_200_updates_are_those_of_whole_weights(learning_rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """One replica takes all versions, with changes that are corrupted twice, one joins at version 50, and one misses
-    versions. After the first version of each, only changes are read."""
+    versions. After the first version of each, only changes are read, and the bucket in which most changes."""
     summed: list[int] = []
     plain = weights.sums_of
     monkeypatch.setattr(weights, "sums_of", lambda data, first=0: (summed.append(len(data)), plain(data, first))[1])
-    trainer = Trainer(learning_rate, MODEL)
+    trainer = Trainer(learning_rate)
+    total = sum(trainer.layout.sizes)
     replicas = [Replica(), Replica(), Replica()]
 
     def takes(replica: int, version: int) -> bool:
@@ -221,6 +220,8 @@ def test_200_updates_are_those_of_whole_weights(learning_rate: float, monkeypatc
     async def run() -> None:
         for version in range(201):
             published = trainer.publish(version)
+            if version:
+                assert {change is None for change in published.source.changes} == {True, False}
             if version in (100, 150):
                 (changed, *_) = [c for c in published.source.changes if c is not None and len(c.array)]
                 changed.array[0] ^= 4 if version == 100 else 255
@@ -231,41 +232,13 @@ def test_200_updates_are_those_of_whole_weights(learning_rate: float, monkeypatc
                     buckets = await replica.take(published)
                     assert [bucket.tolist() for bucket in buckets] == dense, f"replica {number}, version {version}"
                     follows = takes(number, version - 1) and version not in (0, 100, 150)
-                    assert bool(summed) != follows, f"replica {number}, version {version}"
+                    assert (sum(summed) < total * 0.2) == follows, f"replica {number}, version {version}"
                     if follows and version > 20:
-                        assert replica.received < sum(trainer.layout.sizes) * 0.2
+                        assert replica.received < total * 0.2
             trainer.step()
 
     asyncio.run(run())
     assert [replica.refused for replica in replicas] == [2, 2, 2]
-
-
-@pytest.mark.parametrize("learning_rate", [1e-6, 1e-5, 2e-3])
-def test_50_updates_of_an_adapter_are_those_of_whole_weights(learning_rate: float) -> None:
-    """Two replicas take the versions, and the second joins at version 20. At the lower rates the matrix A travels as
-    changes; at the highest rate so much changes that everything travels whole."""
-    trainer = Trainer(learning_rate, ADAPTER)
-    replicas = [Replica(), Replica()]
-
-    async def run() -> list[float]:
-        shares = []
-        for version in range(51):
-            published = trainer.publish(version)
-            dense = [bucket.tolist() for bucket in await object_store.open(published.source)]
-            for replica in replicas[: 1 + (version >= 20)]:
-                buckets = await replica.take(published)
-                assert [bucket.tolist() for bucket in buckets] == dense, f"version {version}"
-            shares.append(replicas[0].received / sum(trainer.layout.sizes))
-            trainer.step()
-        return shares
-
-    whole, *shares = asyncio.run(run())
-    assert whole == 1.0
-    assert [replica.refused for replica in replicas] == [0, 0]
-    if learning_rate < 2e-3:
-        assert max(shares) < 0.5
-    else:
-        assert min(shares) == 1.0
 
 
 class OnDemand:
@@ -305,7 +278,7 @@ def test_100_broadcasts_of_changes_are_whole_weights(monkeypatch: pytest.MonkeyP
     """One replica takes all versions, one joins at version 25, and one misses versions. Version 40 is not sent in time;
     the changes of version 70 are of other bytes than the replicas have."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    trainer = Trainer(1e-6, MODEL)
+    trainer = Trainer(1e-6)
     sender = BroadcastSender(0, 1, "127.0.0.1", None, delta=True)
     replicas = [BroadcastReplica(number, sender) for number in range(3)]
     epochs = Epochs()
