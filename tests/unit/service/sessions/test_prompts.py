@@ -8,7 +8,6 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from registry_agents import ask
 from renderer_support import QWEN3, bpe
 from service_support import served
 from session_agents import QUESTION, exported, session_of
@@ -65,17 +64,16 @@ def test_a_text_has_the_sampled_tokens_and_reads_as_its_client_wrote_it(turns: A
         assert (match.node, match.matched) == (follows, len(ids))
 
 
-class TestTexts:
-    async def test_a_retry_gets_its_answer_when_its_text_would_lie_elsewhere_now(self, tmp_path: Path) -> None:
-        sampler = ScriptedSampler()
-        service = opened_registry(tmp_path, sampler)
-        lost = await service.turn("s", TurnRequest(text="pa1q"))
-        await ask(service, TurnRequest(text="p"))
-        again = await service.turn("s", TurnRequest(text="pa1q", retry=True))
-        assert again.nodes == lost.nodes
-        assert len(sampler.record) == 2
-        anew = await ask(service, TurnRequest(text="pa1q"))
-        assert anew.prompt.tolist() == [*rendered("p"), *spoken("a1")[:-1], *rendered("q")]
+async def test_a_retry_gets_its_answer_when_its_text_would_lie_elsewhere_now(tmp_path: Path) -> None:
+    sampler = ScriptedSampler()
+    service = opened_registry(tmp_path, sampler)
+    lost = await service.turn("s", TurnRequest(text="pa1q"))
+    service.delivered("s", (await service.turn("s", TurnRequest(text="p"))).nodes)
+    again = await service.turn("s", TurnRequest(text="pa1q", retry=True))
+    assert again.nodes == lost.nodes
+    assert len(sampler.record) == 2
+    anew = await service.turn("s", TurnRequest(text="pa1q"))
+    assert anew.prompt.tolist() == [*rendered("p"), *spoken("a1")[:-1], *rendered("q")]
 
 
 def test_token_ids_go_on_behind_the_longest_answer_that_they_begin_with() -> None:

@@ -1,13 +1,13 @@
 """The verbs of sessions, over a scripted sampler: what agents do to them, and what is exported of it."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from manual_clock import ManualClock
-from registry_agents import FIRST, answer_of, ask, export_of, sampled, trained, trajectory_of
 from session_support import (
     END,
     LIMITS,
@@ -22,12 +22,52 @@ from session_support import (
     turn_request,
 )
 
+from orchestrator.advantages import WeightedTrajectory, lay_out
+from orchestrator.trajectory import Trajectory, TrajectoryBuilder
 from service.answering import AnsweredTurn
 from service.requests import TurnRequest
 from service.sessions.checks import SessionClosed
-from service.sessions.session import SessionLimits
+from service.sessions.registry import SessionRegistry
+from service.sessions.session import SessionExport, SessionLimits
 from trireme.core.errors import BadInput, RoomFailed
 from trireme.core.types import SampledSequence, SamplingParams
+from trireme.renderers import Message
+
+FIRST = message_of("user", "q0")
+
+
+async def ask(service: SessionRegistry, request: TurnRequest, name: str = "s") -> AnsweredTurn:
+    served = await service.turn(name, request)
+    service.delivered(name, served.nodes)
+    return served
+
+
+def trajectory_of(export: SessionExport) -> Trajectory:
+    builder = TrajectoryBuilder()
+    for turn in export.turns:
+        builder.ask(turn.prompt, follows=turn.follows)
+        columns = turn.tokens, turn.logprobs, turn.spans, turn.stop_reason
+        builder.answer(*columns, turn.reward, {}, {}, turn.delivered)
+    return builder.finish(export.turns[-1].stop_reason)
+
+
+def trained(export: SessionExport) -> list[float]:
+    """Returns the log-probabilities of the tokens that count in the loss, in order: each of them names a token."""
+    batch = lay_out([WeightedTrajectory(trajectory_of(export), 1.0, export.temperature)])
+    return sorted(batch.columns["logprobs"][batch.columns["mask"] > 0].tolist())
+
+
+def sampled(answers: Sequence[SampledSequence]) -> list[float]:
+    return sorted(value for answer in answers for value in answer.logprobs.tolist())
+
+
+async def export_of(service: SessionRegistry, name: str = "s") -> SessionExport:
+    await service.end(name, "done")
+    return service.export(name)
+
+
+def answer_of(served: AnsweredTurn, number: int = 0) -> Message:
+    return served.answers[number].message
 
 
 class TestAgents:
@@ -225,19 +265,6 @@ class TestEnds:
         with pytest.raises(RoomFailed, match="expected at least one token, a finite log-probability for each"):
             await service.turn("s", turn_request(FIRST))
         assert service.book.sessions["s"].tree.nodes == []
-
-
-class TestRewards:
-    async def test_rewards_that_mean_nothing(self, tmp_path: Path) -> None:
-        service = opened_registry(tmp_path)
-        served = await ask(service, turn_request(FIRST))
-        prompt = service.book.sessions["s"].tree.nodes[served.nodes[0]].follows
-        for arguments, reason in (
-            ((1.0, 77), "answer 77"),
-            ((1.0, prompt), f"answer {prompt}"),
-        ):
-            with pytest.raises(BadInput, match=reason):
-                service.reward("s", *arguments)
 
 
 class TestRestarts:

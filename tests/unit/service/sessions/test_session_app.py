@@ -127,7 +127,7 @@ async def test_rewards_are_those_of_whoever_opened_the_session_alone() -> None:
             assert "POST /sessions/{session}/reward is not open to a key of the role" in response.text
         for value in (0.25, 0.5):  # the last word counts
             await admin(service, "POST", path, value=value, answer=answer)
-        for body in ({"value": 1.0, "answer": 0}, {"value": "much"}, {}):
+        for body in ({"value": 1.0, "answer": 0}, {"value": 1.0, "answer": 77}, {"value": "much"}, {}):
             assert (await service.client.post(path, json=body, headers=bearer(ADMIN))).status_code == 400
         await admin(service, "POST", path, value=2.0, metrics={"solved": 1.0})
         export = await exported(service, session)

@@ -31,7 +31,7 @@ from service.tinker.codec import ForwardBackwardCall
 from service.tinker.model_history import ModelHistory, Step
 from service.tinker.owners import Caller
 from service.tinker.promise_book import ENDED_S
-from service.tinker.promises import Failure, GoneError, Outcome, Promise, SampleWork, Success, UnknownId
+from service.tinker.promises import Failure, Outcome, Promise, SampleWork, Success
 from service.tinker.rows import FORMAT, Change, Contents, write
 from service.tinker.sample_scheduler import StartSample
 from service.tinker.state import KEPT_S, ProtocolState
@@ -248,31 +248,6 @@ def play(stored: Kept, data: st.DataObject) -> None:
         ):
             continue  # a server that starts now has refused what the trainer still works on
         assert contents_of(stored.loaded(now)) == contents_of(state)
-
-
-def test_numbers_are_never_done_again_though_their_promises_are_gone(tmp_path: Path) -> None:
-    stored = Kept(tmp_path)
-    stored.state.begin_session("s", 0.0)
-    stored.state.create_model("s", 0, CREATION)
-    begun = stored.state.create_sampler("s", 0, "base")
-    sampler = begun.sampler_id
-    samples = [stored.state.sample(begun, number, SAMPLE) for number in (0, 2, COPY)]
-    stored.state.next_training()
-    stored.state.trained(Success({}))
-    for promise in samples:
-        stored.state.settle(promise, Success(b"x"))
-    stored.state.retire(list(stored.state.promises.values()))
-    assert sum(row.head["kind"] == "promise" for row in stored.store.rows()) == 0
-    again = stored.loaded(0.0)
-    assert again.sample(again.sampler(sampler), 2, SAMPLE).forgotten
-    assert again.create_model("s", 0, CREATION).forgotten
-    assert not again.sample(again.sampler(sampler), 1, SAMPLE).forgotten
-    with pytest.raises(GoneError, match="is forgotten"):
-        again.promise(f"{sampler}/{COPY}")
-    with pytest.raises(UnknownId):
-        again.promise(f"{sampler}/{COPY + 1}")
-    assert again.samplers[sampler].retired == ((0, 0), (2, 2), (COPY, COPY))
-    stored.store.close()
 
 
 def test_what_the_trainer_worked_on_for_a_model_that_has_ended_is_refused_after_a_start(tmp_path: Path) -> None:
