@@ -87,16 +87,8 @@ def assert_gone(mark: str) -> None:
 
 @contextmanager
 def cluster_of_two(cpus: int, environ: Mapping[str, str] | None = None) -> Iterator[Nodes]:
-    """A head and a second node. Their processes, and those of the actors on them, have `environ` besides this one's."""
-    with cluster_of_one(cpus, environ) as nodes:
-        nodes.join()
-        assert any(ask(nodes.address, NODES, 2) for _ in range(5))
-        yield nodes
-
-
-@contextmanager
-def cluster_of_one(cpus: int, environ: Mapping[str, str] | None = None) -> Iterator[Nodes]:
-    """A head, to which nodes can be added; `environ` as above."""
+    """A head and a second node, to which others can be added. Their processes, and those of the actors on them, have
+    `environ` besides this one's."""
     port = free_port()
     with ExitStack() as ending:
         directory = ending.enter_context(tempfile.TemporaryDirectory(prefix="tr-", ignore_cleanup_errors=True))
@@ -106,4 +98,6 @@ def cluster_of_one(cpus: int, environ: Mapping[str, str] | None = None) -> Itera
         ending.callback(nodes.stop)
         nodes.add("--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={directory}")
         assert any(ask(nodes.address, NODES, 1) for _ in range(5))  # it takes some seconds until the head answers
+        nodes.join()
+        assert any(ask(nodes.address, NODES, 2) for _ in range(5))
         yield nodes

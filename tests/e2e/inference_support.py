@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import ray
 import torch
 from config_support import small
 from model_support import SMALL
-from replica_support import router_of
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from inference.actor import ReplicaActor
-from inference.handle import MAX_CALLS, InferenceHandle, ReplicaClient
+from inference.handle import InferenceHandle
 from inference.router import Router
 from trireme.config import Config
 from trireme.core.digest import sums_of
@@ -183,9 +180,14 @@ def start_one(config: Config, log: Path, ranks: int = 1, faults: str = "") -> In
 
 
 def start_rooms(
-    kinds: dict[str, tuple[str, bool]], deterministic: set[str], faults: dict[str, str], directory: Path
+    kinds: dict[str, tuple[str, bool]],
+    deterministic: set[str],
+    faults: dict[str, str],
+    directory: Path,
+    on_update: Mapping[str, str] | None = None,
 ) -> dict[str, Room]:
     """Starts one replica per kind {name: (family, tied)} side by side, each armed with its own fault points.
+    `on_update`: by name, what replicas do with requests in flight; the others compute keys and values again.
 
     Deterministic ones compute with two threads: then the last bits depend on which requests share a step, and with one
     they would agree in any case.
@@ -198,30 +200,15 @@ def start_rooms(
         environment = {"OMP_NUM_THREADS": threads, "TRIREME_FAULTS": faults.get(name, "")}
         options = {"num_cpus": 1, "runtime_env": {"env_vars": environment}}
         groups[name] = InferenceHandle.start(
-            make_config(path, name in deterministic), [options], directory / "logs" / name
+            make_config(path, name in deterministic, on_update=(on_update or {}).get(name, "recompute_kv")),
+            [options],
+            directory / "logs" / name,
         )
     rooms = {}
     for name, group in groups.items():
         wait_ready(group, directory / "logs" / name)
         rooms[name] = Room(*kinds[name], group, group.router_factory(group.replica_set())(), engine_pid(group))
     return rooms
-
-
-def start_pair(directory: Path) -> tuple[InferenceHandle, dict[str, Room]]:
-    """Two replicas, the first of which keeps KV over updates and the second drains, as three rooms: one for each, and
-    one of both, in which they update one after the other."""
-    path = directory / "pair"
-    random_model("qwen3", False, seed=0).save_pretrained(path)
-    options: dict[str, Any] = {"num_cpus": 1, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
-    actor = ray.remote(ReplicaActor).options(max_concurrency=MAX_CALLS, **options)
-    configs = {mode: make_config(path, False, on_update=mode) for mode in ("keep_kv", "drain")}
-    replicas = {i: actor.remote(config, i, directory / "logs" / "pair") for i, config in enumerate(configs.values())}
-    group = InferenceHandle(configs["drain"], replicas, directory / "logs" / "pair", dict.fromkeys(replicas, options))
-    wait_ready(group)
-    clients = {i: ReplicaClient(handle, f"replica {i}", None, 120, 60, gathers=True) for i, handle in replicas.items()}
-    members = {"keep_kv": [0], "drain": [1], "both": [0, 1]}
-    routers = {name: router_of({i: clients[i] for i in chosen}) for name, chosen in members.items()}
-    return group, {name: Room("qwen3", False, group, router, engine_pid(group)) for name, router in routers.items()}
 
 
 def make_config(model: Path, deterministic: bool, **inference: Any) -> Config:
@@ -242,33 +229,3 @@ def engine_pid(group: InferenceHandle) -> int:
 def stats(room: Room) -> ReplicaStats:
     """Of the first replica; raises why it is broken."""
     return get(room.group.replicas[0].stats.remote(), owner="replica", timeout_s=60)
-
-
-def asked_of(room: Room, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[SampleRequest]]:
-    """Records what the router asks replicas for from now on, by the first tokens of the prompt."""
-    requests_by_prompt: dict[tuple[int, ...], list[SampleRequest]] = {}
-    plain = room.router._on_the_wire
-
-    def note(asked_for: SampleRequest) -> SampleRequest:
-        requests_by_prompt.setdefault(tuple(asked_for.prompt[:20].tolist()), []).append(asked_for)
-        return plain(asked_for)
-
-    monkeypatch.setattr(room.router, "_on_the_wire", note)
-    return requests_by_prompt
-
-
-def check_continued(
-    room: Room, length: int, prompts: list[list[int]], answers: list[Any], requests_by_prompt: dict[Any, Any]
-) -> list[Any]:
-    """The answers that two replicas made: what the first had is their beginning, and all logprobs are right."""
-    moved = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert room.difference(prompt, answer) < 1e-4
-        assert answer.spans[-1].end == len(answer.tokens) == length
-        first, *later = requests_by_prompt[tuple(prompt[:20])]
-        for rest in later:
-            sampled_count = len(rest.prompt) - len(first.prompt)
-            assert (rest.prompt[len(first.prompt) :] == answer.tokens[:sampled_count]).all()
-            assert rest.params.max_tokens == length - sampled_count
-            moved += [answer] if sampled_count else []
-    return moved

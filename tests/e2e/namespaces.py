@@ -35,8 +35,9 @@ from cluster_support import UNNEEDED
 from run_support import ROOT
 
 COMMANDS = ("ip", "tc", "nsenter", "setpriv", "unshare", "mount")
-START_S = 180.0
+START_S, RUN_S = 180.0, 400.0
 RAY_PORT = 6379
+STORE_BYTES = 80 * 10**6
 BURST = "256kb"
 """What a limited wire lets pass at once: more than the largest packet that a kernel hands to an interface."""
 DOCKER = "172.17.0.1/16"
@@ -57,7 +58,7 @@ AGENT_READY = "/tmp/ray/session_latest/dashboard_agent_listen_port*"
 STARTS = 4
 SETUP = """
 set -e
-mount -t tmpfs -o size={tmp_mb}m,mode=1777 tmpfs /mnt
+mount -t tmpfs -o size=1g,mode=1777 tmpfs /mnt
 {binds}
 mount --move /mnt /tmp
 mount -t tmpfs -o size={shm_mb}m,mode=1777 tmpfs /dev/shm
@@ -112,14 +113,10 @@ class NamespaceNode:
         """The command line that runs a command in this node."""
         return [*_enter(self.pid, *ALL), "env", "-C", str(ROOT), *command]
 
-    def run(
-        self, *command: str, environ: Mapping[str, str] | None = None, timeout_s: float = 400.0
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Runs a command in this node, in the checkout's directory, and returns how it ended and what it printed."""
         env = {**self.environ, **(environ or {})}
-        return subprocess.run(
-            self.inside(*command), cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s
-        )
+        return subprocess.run(self.inside(*command), cwd=ROOT, env=env, capture_output=True, text=True, timeout=RUN_S)
 
     def start(self, *command: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         """Starts a process in this node, which ends with it. What it prints goes to `output`."""
@@ -177,32 +174,24 @@ class Fabric:
     def ray_address(self) -> str:
         return f"{self.nodes[0].address}:{RAY_PORT}"
 
-    def start_ray(self, cpus: int = 2, store_mb: int = 80, environ: Mapping[str, str] | None = None) -> None:
-        """Starts Ray on all nodes, with `environ` besides their own variables. Returns when all of them are there."""
+    def start_ray(self, cpus: int = 2) -> None:
+        """Starts Ray on all nodes. Returns when all of them are there."""
         for node in self.nodes:
-            self.start_node(node, cpus, store_mb, environ)
+            self.start_node(node, cpus)
         self.await_nodes(len(self.nodes))
 
-    def start_node(
-        self,
-        node: NamespaceNode,
-        cpus: int = 2,
-        store_mb: int = 80,
-        environ: Mapping[str, str] | None = None,
-        before: Sequence[str] = (),
-    ) -> None:
-        """Starts Ray on one node, again if it gives up because the machine is busy. `before`: a command that runs it,
-        such as `prlimit --nofile=1024`."""
+    def start_node(self, node: NamespaceNode, cpus: int = 2) -> None:
+        """Starts Ray on one node, again if it gives up because the machine is busy."""
         head = [f"--port={RAY_PORT}", "--head", "--include-dashboard=false", "--temp-dir=/tmp/ray"]
         role = head if node is self.nodes[0] else [f"--address={self.ray_address}"]
         options = [
             f"--node-ip-address={node.address}",
             f"--num-cpus={cpus}",
-            f"--object-store-memory={store_mb * 10**6}",
+            f"--object-store-memory={STORE_BYTES}",
         ]
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *UNNEEDED]
         for _ in range(STARTS):
-            process = node.start(*before, *ray, *role, *options, environ=environ)
+            process = node.start(*ray, *role, *options)
             deadline = time.monotonic() + START_S
             while process.poll() is None and time.monotonic() < deadline:
                 if node.run("bash", "-c", f"compgen -G '{AGENT_READY}'").returncode == 0:
@@ -243,12 +232,11 @@ def address(number: int) -> str:
 def fabric(
     count: int,
     shared: Sequence[Path] = (),
-    tmp_mb: int = 1024,
     shm_mb: int = 256,
     environ: Mapping[str, str] | None = None,
 ) -> Iterator[Fabric]:
     """Makes nodes, with the directories `shared` at their places in all of them, and ends them however the block
-    ends. /tmp has `tmp_mb` megabytes on each, /dev/shm `shm_mb`. Their processes have `environ` besides `_environ`."""
+    ends. /dev/shm has `shm_mb` megabytes on each. Their processes have `environ` besides `_environ`."""
     assert not not_possible()
     with ExitStack() as ending:
         middle = _hold(ending, "--net")
@@ -261,7 +249,7 @@ def fabric(
         nodes = []
         for number in range(count):
             pid = _hold(ending, *ALL, "--mount-proc", "--fork", "--kill-child")
-            values = {"tmp_mb": tmp_mb, "shm_mb": shm_mb, "binds": binds, "docker": DOCKER}
+            values = {"shm_mb": shm_mb, "binds": binds, "docker": DOCKER}
             hosts_file = f"echo 127.0.0.1 localhost > /tmp/hosts\n{hosts}"
             script = SETUP.format(**values, name=f"node{number}", hosts=hosts_file)
             _do(*_enter(pid, *ALL), "bash", "-c", script)

@@ -3,7 +3,7 @@
 import json
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ def run_and_kill(
     after_s: float = DEADLINE_S,
     config: Path = QUICKSTART,
     module: str = RL,
-    environ: Mapping[str, str] | None = None,
 ) -> str:
     """Starts `rl` and kills its whole tree of processes: at the fault point `at` (`name@passage`), or after `after_s`
     seconds, whatever it is doing then, or nothing any more. Returns what it printed. Raises AssertionError if it never
@@ -47,7 +46,7 @@ def run_and_kill(
             running = Running.start(
                 *in_directory(tmp_path, config),
                 *flags,
-                environ={**(environ or {}), **faults},
+                environ=faults,
                 out=stream,
                 module=module,
             )

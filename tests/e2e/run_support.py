@@ -28,6 +28,7 @@ QUICKSTART = ROOT / "configs" / "quickstart.toml"
 TINY = ["--orchestrator.batch-size", "4", "--orchestrator.group-size", "4", "--max-steps", "3"]
 DEADLINE_S = 600
 """A run that has not ended by then hangs. A quickstart takes 80 s alone on two cores, and 300 s beside two others."""
+GONE_S = 20.0
 KILLED_GONE_S = 100.0
 """After SIGKILL to a driver. Two of Ray's processes of a node, which see its raylet end, may try for 60 s to tell the
 cluster (`publish_error` in `ray._private.process_watcher`), which has ended too; then they end."""
@@ -41,7 +42,7 @@ RL, SFT = "trireme.cli.rl", "trireme.cli.sft"
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended. `remaining` are command lines of processes alive after `gone_s`, `files` what it left in its
+    """How a run ended. `remaining` are command lines of processes alive GONE_S after it, `files` what it left in its
     directory for temporary files, `shm` in /dev/shm."""
 
     code: int
@@ -205,7 +206,6 @@ def run_rl(
     environ: dict[str, str] | None = None,
     on_line: Callable[[str, subprocess.Popen[str]], None] | None = None,
     config: Path = QUICKSTART,
-    gone_s: float = 20.0,
     directory: bool = True,
     module: str = RL,
     limit_s: float = DEADLINE_S,
@@ -223,7 +223,7 @@ def run_rl(
         if on_line:
             on_line(line, process)
     code = process.wait(60)
-    remaining = wait_until_disconnected(running.mark, gone_s)
+    remaining = wait_until_disconnected(running.mark, GONE_S)
     return Ended(code, "".join(lines), tmp_path / "run", remaining, running.files_left(), running.shm_left())
 
 

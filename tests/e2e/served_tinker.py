@@ -1,6 +1,5 @@
 """The command `trireme serve` for tests: at one port and in one directory, killed and started again."""
 
-import os
 import signal
 import threading
 from pathlib import Path
@@ -8,10 +7,8 @@ from typing import Any
 
 import numpy as np
 from cluster_support import free_port
-from run_support import Running, marked_processes, wait_until_disconnected
+from run_support import Running, wait_until_disconnected
 
-from service.store import read_copy
-from service.tinker.rows import FORMAT
 from trireme.core.errors import EXIT_INTERRUPTED
 
 LIMIT_S = 600.0
@@ -53,19 +50,6 @@ class Server:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
-
-    def kill(self, title: str, sent: int = signal.SIGKILL) -> None:
-        pids = [pid for pid, command in marked_processes(self.running.mark).items() if title in command]
-        assert pids, marked_processes(self.running.mark)
-        for pid in pids:
-            os.kill(pid, sent)
-
-    @property
-    def accepted(self) -> int:
-        """How many requests to train are in the store, which is written before the client is told."""
-        (file,) = self.directory.glob("**/store/store.sqlite")
-        rows, _ = read_copy(file.parent, FORMAT)
-        return sum(":train:" in row.owner and row.head["kind"] == "promise" for row in rows)
 
     def kill_all(self) -> None:
         """Kills the server and all that it has started, as the end of a job does."""

@@ -89,16 +89,3 @@ def test_a_replica_that_is_lost_in_the_middle_costs_the_run_nothing_else(
     assert lost <= {"inference_1"}, "which the run may not live long enough to report"
     assert versions(outcome, 0, "as it was broadcast") >= set(range(1, STEPS + 1))
     outcome.assert_nothing_left()
-
-
-@pytest.mark.long
-def test_a_first_version_that_does_not_arrive_is_fetched_aloud(tmp_path: Path) -> None:
-    """It fails while the engine decodes. The next one arrives."""
-    flags = [*TWO_BY_TWO, "--inference.replicas", "1", "--inference.transport", "broadcast"]
-    outcome = run_rl(tmp_path, *flags, environ=armed(tmp_path, ["transport.bucket[0]@1=raise"]))
-    assert outcome.code == EXIT_OK, outcome.out
-    assert steps_meanwhile(outcome, 0, version=0) > 0
-    logs = "".join(log.read_text() for log in (outcome.root / "logs").rglob("inference_0*.log"))
-    assert "takes version 0 on demand: fault injected at transport.bucket" in logs
-    assert versions(outcome, 0, "as it was broadcast") == set(range(1, STEPS + 1))
-    outcome.assert_nothing_left()

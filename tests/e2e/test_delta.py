@@ -54,22 +54,6 @@ def test_a_replica_that_is_lost_in_the_middle_costs_the_run_nothing_else(
     outcome.assert_nothing_left()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("transport", ["object_store", "broadcast"])
-def test_a_replica_that_refuses_changes_takes_the_version_whole_and_then_changes_again(
-    tmp_path: Path, transport: str
-) -> None:
-    fault = "inference.received[1]@3=corrupt"
-    outcome = run_rl(tmp_path, *FLAGS, "--inference.transport", transport, environ=armed(tmp_path, [fault]))
-    assert outcome.code == EXIT_OK, outcome.out
-    whole = outcome.rows[0]["weights/bytes"] / 1e6
-    shares = [row["perf/weights_received_mb"] / whole for row in outcome.rows]
-    assert [share > 0.5 for share in shares] == [True, False, True, False, False], shares
-    assert [row["perf/weights_refused"] for row in outcome.rows] == [0, 0, 1, 0, 0]
-    assert not (outcome.root / "incidents.jsonl").exists() or not rows_of(outcome.root / "incidents.jsonl")
-    outcome.assert_nothing_left()
-
-
 def assert_changes_arrive(outcome: Ended) -> None:
     """The first version travels whole, the others as changes; each is proved by its digest and its canary."""
     assert outcome.code == EXIT_OK, outcome.out

@@ -1,19 +1,18 @@
 """Supervised training: real Ray and FSDP2 over gloo, the command in a process of its own, killed and stopped at several
 points. In the end all that it leaves is what a run leaves that nothing happened to, bit for bit. It trains adapters;
-the script of the base models, below, trains all weights."""
+examples/sl_loop.py trains all weights."""
 
 import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from resume_support import assert_same_run, rows_of, run_and_kill
-from run_support import DEADLINE_S, ROOT, SFT, Ended, Running, run_rl
+from run_support import DEADLINE_S, SFT, Ended, Running, run_rl
 from store_support import double, stored
 from trainer_support import VOCAB, make_model
 
@@ -200,21 +199,3 @@ def test_other_data_or_seed_are_refused_and_nothing_starts(config: Path, referen
     assert refused.code == EXIT_BAD_INPUT
     assert "data.digest" in refused.out
     assert "data.seed" in refused.out
-
-
-@pytest.mark.long
-def test_the_script_of_the_base_models_trains_by_sft(tmp_path: Path) -> None:
-    """A few steps of it: a model of the shipped one's form, that has begun to learn the digits."""
-    from transformers import AutoModelForCausalLM
-
-    out = tmp_path / "base"
-    script = [sys.executable, "scripts/make_base_model.py", "--steps", "25", "--output", str(out)]
-    process = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert process.returncode == EXIT_OK, process.stdout + process.stderr
-    losses = [float(line.split("nll")[1].split()[0]) for line in process.stdout.splitlines() if "  nll " in line]
-    assert len(losses) == 25
-    assert losses[-1] < 0.75 * losses[0]
-    shipped = json.loads((ROOT / "assets" / "sort-base" / "config.json").read_text())
-    assert json.loads((out / "config.json").read_text()) == shipped
-    assert AutoModelForCausalLM.from_pretrained(out).num_parameters() > 100_000
-    assert list(tmp_path.iterdir()) == [out]

@@ -49,6 +49,13 @@ def config(deterministic: bool = False, **inference: Any) -> Config:
     )
 
 
+def test_a_replica_that_is_to_compute_on_a_gpu_computes_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(engine.NVML_CHECK, "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(BadInput, match=r"in inference replica 0 on .*CUDA_VISIBLE_DEVICES is '3'; torch\.cuda says"):
+        engine.start_engine(small(cluster={"device": "gpu"}), "inference replica 0")
+
+
 def test_the_prefix_cache_is_off_in_deterministic_mode_and_stays_off() -> None:
     assert engine_args(config(deterministic=True), on_cpu=True)["enable_prefix_caching"] is False
     assert "enable_prefix_caching" not in engine_args(config(), on_cpu=True)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from waiting import wait_for
@@ -57,6 +58,16 @@ def test_an_incident_is_an_alert_of_weights_and_biases(tmp_path: Path) -> None:
     # Its process ends writing later than `close` returns.
     wait_for(lambda: text + b"\n\nat step 4" in written.read_bytes(), "the alert")
     assert text[:63] in written.read_bytes().replace(text, b""), "and a title that is short enough"
+
+
+def test_wandb_continues_its_run_on_the_axis_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = Mock()
+    monkeypatch.setattr("wandb.init", started)
+    with opened(tmp_path, "--wandb.project", "test", "--wandb.mode", "offline", start=4) as (sink, _, _lines):
+        sink.write({"step": 4, "reward/total": 0.5}, [])
+    assert (started.call_args.kwargs["id"], started.call_args.kwargs["resume"]) == (RUN_ID, "allow")
+    started.return_value.define_metric.assert_called_once_with("*", step_metric="step")
+    assert started.return_value.log.call_args.args[0] == {"step": 5, "reward/total": 0.5}
 
 
 def test_wandb_is_tried_again_after_a_refused_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
