@@ -33,13 +33,8 @@ def test_the_page_is_what_the_schema_says() -> None:
     spec.loader.exec_module(script)
     page = script.render()
     assert script.TARGET.read_text() == page
-    for schema in COMMANDS:
-        assert all(f"`{key.dotted}`" in page for key in keys_of(schema).options.values())
-
-
-@pytest.mark.parametrize("schema", COMMANDS)
-def test_every_key_says_what_it_means(schema: type[CommonConfig]) -> None:
-    assert [key.dotted for key in keys_of(schema).options.values() if not key.description.endswith(".")] == []
+    keys = [key for schema in COMMANDS for key in keys_of(schema).options.values()]
+    assert [key.dotted for key in keys if f"`{key.dotted}`" not in page or not key.description.endswith(".")] == []
 
 
 @pytest.mark.parametrize(

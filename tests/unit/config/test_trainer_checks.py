@@ -38,9 +38,6 @@ def test_tokens_weigh_as_the_loss_was_published_unless_the_configuration_says_ho
     assert kinds == ["token_mean", "sequence_mean_token_mean", "token_mean"]
     normalization = config({}, loss_fn="gspo", loss_normalization="sequence_mean_token_sum_norm").normalization
     assert (normalization.kind, normalization.longest) == ("sequence_mean_token_sum_norm", 10)
-
-
-def test_a_length_to_divide_by_is_asked_for() -> None:
     with pytest.raises(BadInput, match=r"sequence_mean_token_sum_norm without model\.max_seq_len"):
         check(sft_support.config(trainer__loss_normalization="sequence_mean_token_sum_norm"), FACTS)
 
@@ -81,43 +78,36 @@ def test_the_engine_has_room_for_one_adapter_on_the_layers_that_are_not_merged()
         engine_args(taken, on_cpu=True)
 
 
-@pytest.mark.parametrize("lora", [{"train_attn": False, "train_mlp": False}, {"targets": ["lm_head"]}])
-def test_no_layer_for_the_sampler(lora: dict[str, Any]) -> None:
-    assert "at least one of q_proj" in refusal({"rank": 8, "train_attn": False, **lora}, UNTIED)
-
-
-def test_an_output_matrix_that_is_the_embeddings() -> None:
+def test_layers_that_get_no_adapters() -> None:
+    for lora in ({"train_attn": False, "train_mlp": False}, {"targets": ["lm_head"]}):
+        assert "at least one of q_proj" in refusal({"rank": 8, "train_attn": False, **lora}, UNTIED)
     assert "adapter for lm_head" in refusal({"rank": 8, "train_unembed": True})
     check(config({"rank": 8, "train_unembed": True}), UNTIED)
     check(config({"rank": 8, "train_unembed": True}), None)
-
-
-def test_experts_get_no_adapters() -> None:
     experts = replace(FACTS, num_chosen=2)
     assert "a mixture of experts" in refusal({"rank": 8}, experts)
     check(config({"rank": 8, "train_mlp": False}), experts)
+    facts = replace(FACTS, linear_widths={"o_proj": 1, "fused": 1})
+    check(config({"rank": 8}), facts)
+    text = refusal({"rank": 8, "train_attn": False}, facts)
+    assert "adapters for gate_proj, up_proj, down_proj of m, which has no such layers" in text
+    assert "at least one that it has: o_proj" in text
 
 
-def test_keys_that_nobody_reads_without_a_rank() -> None:
+def test_keys_without_a_rank_and_dropout() -> None:
     assert "trainer.lora.alpha without trainer.lora.rank" in refusal({"alpha": 8})
     resolved = config({}).trainer.lora.model_dump()
     assert check(config(resolved), FACTS) == []
-
-
-def test_dropout_warns_that_ratios_scatter() -> None:
     (warning,) = check(config({"rank": 8, "dropout": 0.1}), FACTS)
     assert "trainer.lora.dropout = 0.1" in warning
     with pytest.raises(ValueError, match="dropout"):
         config({"rank": 8, "dropout": 1})
 
 
-def test_the_base_is_the_reference_unless_another_is_named() -> None:
+def test_the_base_is_the_reference_and_becomes_the_policy() -> None:
     check(config({"rank": 8}, kl={"coef": 0.1}), FACTS)
     assert "without a reference" in refusal({}, kl={"coef": 0.1})
     assert "without a reference" in refusal({"rank": 8}, kl={"coef": 0.1, "reference": {"load_checkpoint_path": "c"}})
-
-
-def test_only_the_base_becomes_the_policy() -> None:
     check(config({"rank": 8}, kl={"coef": 0.1, "reference": {"update_every": 2}}), FACTS)
     named = {"base_model": "m", "update_every": 2}
     check(config({"rank": 8}, kl={"coef": 0.1, "reference": named}), FACTS)
@@ -147,14 +137,6 @@ def test_parameters_are_counted_as_peft_makes_them(model_type: str, lora: dict[s
     assert facts.trained_parameters(options) == adapted.get_nb_trainable_parameters()[0]
 
 
-def test_layers_that_the_model_does_not_have() -> None:
-    facts = replace(FACTS, linear_widths={"o_proj": 1, "fused": 1})
-    check(config({"rank": 8}), facts)
-    text = refusal({"rank": 8, "train_attn": False}, facts)
-    assert "adapters for gate_proj, up_proj, down_proj of m, which has no such layers" in text
-    assert "at least one that it has: o_proj" in text
-
-
 def test_what_a_resume_must_find_unchanged() -> None:
     def parts(**lora: Any) -> dict[str, Any]:
         return fixed_parts(small(trainer={"lora": lora}, model={"tokenizer": str(BASE)}), FACTS)
@@ -164,9 +146,3 @@ def test_what_a_resume_must_find_unchanged() -> None:
     assert parts(rank=8, targets=["v_proj", "q_proj"]) == parts(rank=8, targets=["q_proj", "v_proj"])
     for other in ({"rank": 16}, {"rank": 8, "alpha": 8}, {"rank": 8, "train_mlp": False}, {}):
         assert parts(**other) != parts(rank=8)
-
-
-def test_an_adapter_is_no_model(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    adapter = small(model={"name": str(tmp_path)})
-    assert "a LoRA adapter without the model it belongs to" in refused(lambda: ModelFacts.of(adapter, required=True))

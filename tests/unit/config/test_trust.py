@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_support import BASE
+from model_support import SMALL
 
 from trireme.cli.rl import main as rl
 from trireme.cli.trireme import main as trireme
@@ -15,16 +17,7 @@ from trireme.config.load import load
 from trireme.core.errors import EXIT_BAD_INPUT, BadInput
 from trireme.run.rundir import resume_command
 
-SIZES = {
-    **{"model_type": "qwen3", "hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 64, "num_attention_heads": 2},
-    **{"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 32, "max_position_embeddings": 64},
-}
-ORDINARY: dict[str, Any] = {
-    "model": {"name": "./model"},
-    "env": [{"id": "sort"}],
-    "orchestrator": {"batch_size": 16},
-    "inference": {"sampling": {"max_tokens": 10}},
-}
+ORDINARY: dict[str, Any] = BASE | {"model": {"name": "./model"}, "env": [{"id": "sort"}]}
 HOSTILE = {
     "env.0.id": {"env": [{"id": "evil:Env"}]},
     "env.1.id": {"env": [{"id": "sort"}, {"id": "evil:Env"}]},
@@ -45,7 +38,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Writes ORDINARY with some sections changed to a file; the module `evil` leaves a canary when it is imported."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(SIZES))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SMALL | {"model_type": "qwen3"}))
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')\nloss = Env = Renderer = print\n")
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -86,7 +79,7 @@ def test_the_command_that_continues_a_run_of_ones_own_runs(write: Any, key: str)
     assert "PYTHONPATH" not in resume_command(root), "where a stranger's modules are"
 
 
-def test_values_of_ones_own_need_no_trust(write: Any, tmp_path: Path) -> None:
+def test_what_needs_trust_and_what_does_not(write: Any, tmp_path: Path) -> None:
     load(write({}), {})  # an ordinary one
     recorded = write(HOSTILE["env.0.id"])
     assert load([*recorded, "--env.id", "sort"], {}).config.env[0].id == "sort"
@@ -96,10 +89,6 @@ def test_values_of_ones_own_need_no_trust(write: Any, tmp_path: Path) -> None:
     load([*before, *recorded], {})
     with pytest.raises(BadInput, match="evil:Other"):
         load([*before, *write({"env": [{"id": "evil:Other"}]})], {})
-
-
-def test_a_section_of_a_recorded_configuration_is_recorded_too(write: Any, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text('{"loss_fn": "evil:loss"}')
     with pytest.raises(BadInput, match=r"trainer.loss_fn = \"evil:loss\""):
         load([*write({}, "own.json"), "--trainer", "@", str(tmp_path / "run" / "config.json")], {})
