@@ -19,9 +19,6 @@ def test_expectations_follow_from_the_plan() -> None:
     assert not expected.on_gpus
     stored = planned.config.model_copy(update={"run": RunConfig(output_dir="s3://bucket/runs")})
     assert Expected.of(stored, planned).writers == [], "no node needs to see a run directory"
-
-
-def test_replicas_of_several_ranks_need_room_for_their_queues() -> None:
     planned = plan(shards=1, resources=cluster(machines(8)), inference={"tensor_parallel": 2})
     expected = Expected.of(planned.config, planned)
     assert expected.shm_free == {"node 0": QUEUE_BYTES}

@@ -9,16 +9,13 @@ from trireme.doctor import facts as module
 from trireme.doctor.facts import Questions, collect
 
 
-def test_a_node_reports_what_it_has() -> None:
+def test_a_node_reports_what_it_has_and_a_digest_for_each_file_of_the_model() -> None:
     facts = collect(Questions())
     assert {"python", "torch", "ray", "source", "driver", "numpy"} <= set(facts.versions)
     assert facts.machine.free_bytes <= facts.machine.memory_bytes
     assert facts.shm_free <= facts.machine.shm_bytes
     assert facts.model is None
     assert facts.shares_run_directory, "there is none to look at"
-
-
-def test_the_model_has_a_digest_for_each_file() -> None:
     model = Path(module.__file__).parents[3] / "assets" / "sort-base"
     digests = collect(Questions(model=str(model))).model
     assert set(digests) >= {"config.json", "model.safetensors"}
@@ -32,15 +29,7 @@ def test_a_node_may_be_offline(monkeypatch: pytest.MonkeyPatch, value: str | Non
     assert collect(Questions()).offline == (value == "1")
 
 
-def test_the_source_is_that_of_all_packages() -> None:
-    source = Path(module.__file__).parents[2]
-    packages = {file.parent.name for file in source.glob("*/__init__.py")} | {
-        directory.name for directory in source.iterdir() if any(directory.glob("*.py"))
-    }
-    assert packages == set(module.ROOMS)
-
-
-def test_the_source_has_a_digest_of_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_source_of_all_packages_has_a_digest_of_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def digest(text: str, *places: Path) -> str:
         """Of a package at each of two places, which may be the same."""
         for room, place in zip(("trireme", "trainer"), places, strict=True):
@@ -58,3 +47,8 @@ def test_the_source_has_a_digest_of_its_bytes(tmp_path: Path, monkeypatch: pytes
         assert digest("a = 2\n", one, one) != first
     finally:
         module.source_digest.cache_clear()
+    source = Path(module.__file__).parents[2]
+    packages = {file.parent.name for file in source.glob("*/__init__.py")} | {
+        directory.name for directory in source.iterdir() if any(directory.glob("*.py"))
+    }
+    assert packages == set(module.ROOMS)

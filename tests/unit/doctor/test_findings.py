@@ -54,14 +54,16 @@ def test_nothing_is_found_on_a_healthy_cluster() -> None:
     assert problems(healthy()) == []
     assert problems(healthy(), Expected()) == []
     assert problems(healthy(), replace(EXPECTED, nodes=[*NAMES[:2], "host-10.0.0.3"])) == []
+    assert problems(changed(SECOND, shares_run_directory=False)) == [], "it has no writer"
+    head_without_gpu = replace(healthy().driver, versions={**VERSIONS, "driver": ""})
+    assert problems(replace(healthy(), driver=head_without_gpu)) == []
 
 
-def test_a_plan_that_does_not_fit_is_an_error() -> None:
+def test_plans_that_do_not_fit_and_missing_nodes_are_errors() -> None:
     (finding,) = problems(healthy(), replace(EXPECTED, refusal="given: 32 GPUs"))
     assert (finding.node, finding.fatal, finding.actual) == (CLUSTER, True, "given: 32 GPUs")
-
-
-def test_nodes_that_never_joined_or_were_lost_are_named() -> None:
+    both = changed(HEAD, machine=FULL, model=None)
+    assert [finding.fatal for finding in problems(both)] == [True, False]
     cluster = healthy()
     lost = replace(cluster, nodes=[*cluster.nodes[:2], replace(cluster.nodes[2], alive=False)])
     lost = replace(lost, facts={name: lost.facts[name] for name in NAMES[:2]})
@@ -73,11 +75,7 @@ def test_nodes_that_never_joined_or_were_lost_are_named() -> None:
     assert "ray start --address=10.0.0.1:6379" in result[1].do
 
 
-def test_a_node_without_writers_does_not_need_the_run_directory() -> None:
-    assert problems(changed(SECOND, shares_run_directory=False)) == []
-
-
-def test_of_a_model_of_the_hub_the_files_that_both_nodes_have_are_compared() -> None:
+def test_files_of_a_model_of_the_hub_may_be_missing_but_not_differ() -> None:
     on_the_hub = replace(EXPECTED, model="org/base")
     model = facts_of(HEAD).model
     part = changed(THIRD, model={"config.json": model["config.json"]})
@@ -86,36 +84,19 @@ def test_of_a_model_of_the_hub_the_files_that_both_nodes_have_are_compared() -> 
     (finding,) = problems(changed(THIRD, model={"config.json": "another"}), on_the_hub)
     assert (finding.node, finding.fatal) == (THIRD, True)
     assert finding.actual == "files of the model differ: config.json"
-
-
-def test_a_model_of_the_hub_may_be_missing_unless_nodes_are_offline() -> None:
-    on_the_hub = replace(EXPECTED, model="org/base")
     assert [finding.fatal for finding in problems(changed(THIRD, model=None), on_the_hub)] == [False]
     assert [finding.fatal for finding in problems(changed(THIRD, model=None, offline=True), on_the_hub)] == [True]
     without = replace(changed(THIRD), driver=replace(facts_of(HEAD), model=None))
     assert problems(without, on_the_hub) == [], "the driver has nothing to compare with"
 
 
-def test_a_head_without_a_gpu_has_no_driver() -> None:
-    cluster = healthy()
-    assert problems(replace(cluster, driver=replace(cluster.driver, versions={**VERSIONS, "driver": ""}))) == []
-
-
-def test_errors_come_first() -> None:
-    both = changed(HEAD, machine=FULL, model=None)
-    assert [finding.fatal for finding in problems(both)] == [True, False]
-
-
-def test_what_to_type_for_ports_that_only_the_kernel_chooses() -> None:
-    (finding,) = problems(broken(SECOND, THIRD, 40001))
-    assert 'net.ipv4.ip_local_port_range="20000 20999"' in finding.do
-    (finding,) = problems(broken(SECOND, THIRD, 20000))
-    assert "sysctl" not in finding.do
-
-
-def test_a_link_that_is_broken_both_ways_is_said_for_both() -> None:
+def test_a_link_that_is_broken_both_ways_or_at_a_port_of_the_kernel() -> None:
     pairs = zip(broken(SECOND, THIRD).links, broken(THIRD, SECOND).links, strict=True)
     links = [link if link.error else back for link, back in pairs]
     result = problems(replace(healthy(), links=links))
     assert [(finding.node, finding.check) for finding in result] == [(SECOND, "link"), (THIRD, "link")]
     assert "nor the other way" in result[0].actual
+    (finding,) = problems(broken(SECOND, THIRD, 40001))
+    assert 'net.ipv4.ip_local_port_range="20000 20999"' in finding.do
+    (finding,) = problems(broken(SECOND, THIRD, 20000))
+    assert "sysctl" not in finding.do

@@ -16,13 +16,10 @@ def listener() -> Listener:
     return Listener(TOKEN)
 
 
-def test_what_does_not_listen_is_not_reached(listener: Listener) -> None:
+def test_what_does_not_listen_or_not_answer_is_not_reached(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     at = listener.add(LOCAL)
     assert "refused" in reach(Endpoint(ELSEWHERE, at.port), TOKEN)
     assert rate(Endpoint(ELSEWHERE, at.port), TOKEN) == 0.0
-
-
-def test_a_node_that_does_not_answer_is_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "CONNECT_S", 0.05)
     with socket.create_server((LOCAL, 0)) as silent:
         assert "timed out" in reach(Endpoint(*silent.getsockname()), TOKEN)

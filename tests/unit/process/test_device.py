@@ -36,12 +36,9 @@ def test_gpus_are_taken_as_they_are_wanted(kind: device.Device, gpus: int, deter
     assert choose_device(kind, gpus, deterministic=deterministic) == chosen
 
 
-def test_on_cpus_nothing_asks_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.cuda, "is_available")
+def test_on_cpus_nothing_asks_for_a_gpu_and_one_that_torch_can_use_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asked for a GPU"))
     assert find_device(config_on("cpu"), "trainer shard 0") == "cpu"
-
-
-def test_a_gpu_that_torch_can_use_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert find_device(config_on("gpu"), "trainer shard 0") == "gpu"
 

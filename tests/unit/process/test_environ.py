@@ -3,15 +3,12 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from waiting import wait_for
 
 from trireme.process.environ import DRIVER_MARK, LOG_LINES, STACKS, end_of_far_log
 
-DEADLINE_S = 60
 HANGS = """
 import os, sys, time
 from pathlib import Path
@@ -28,41 +25,17 @@ in_a_collective()
 """
 
 
-@pytest.fixture
-def hanging(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", HANGS, str(tmp_path)], stdout=subprocess.PIPE)
-    yield process
-    process.kill()
-    process.wait()
-
-
-def test_what_it_and_its_children_print_goes_to_its_log(tmp_path: Path, hanging: subprocess.Popen[bytes]) -> None:
+def test_a_log_has_what_is_printed_and_where_it_hangs(tmp_path: Path) -> None:
     log = tmp_path / "room_0.log"
-    wait_for(lambda: log.exists() and "error\n" in log.read_text(), "its output")
-    assert log.read_text().split("\n")[:3] == ["a child", "out", "error"]
-    hanging.kill()
-    assert hanging.stdout.read() == b""
-
-
-def test_one_that_hangs_writes_where_and_lives(tmp_path: Path, hanging: subprocess.Popen[bytes]) -> None:
-    log = tmp_path / "room_0.log"
-    wait_for(lambda: log.exists() and "error\n" in log.read_text(), "its output")
-    for count in (1, 2):
-        os.kill(hanging.pid, STACKS)
-        wait_for(lambda: log.read_text().count("in in_a_collective") >= count, "its stacks")  # noqa: B023
-    assert hanging.poll() is None
-
-
-def test_a_cluster_of_its_own_is_at_an_address_that_others_cannot_reach() -> None:
-    """Ray reads the variable when it is imported. tests/e2e/test_run.py looks at the sockets of a run."""
-    code = (
-        "from trireme.process.environ import prepare_ray_environment as prepare; prepare(None, 1, False); "
-        "import ray; print(ray.util.get_node_ip_address())"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True
-    )
-    assert process.stdout.strip() == "127.0.0.1"
+    with subprocess.Popen([sys.executable, "-c", HANGS, str(tmp_path)], stdout=subprocess.PIPE) as hanging:
+        wait_for(lambda: log.exists() and "error\n" in log.read_text(), "its output")
+        assert log.read_text().split("\n")[:3] == ["a child", "out", "error"]
+        for count in (1, 2):
+            os.kill(hanging.pid, STACKS)
+            wait_for(lambda: log.read_text().count("in in_a_collective") >= count, "its stacks")  # noqa: B023
+        assert hanging.poll() is None, "it lives"
+        hanging.kill()
+        assert hanging.stdout.read() == b""
 
 
 def test_the_end_of_a_log_travels_where_the_driver_does_not_see_it(tmp_path: Path) -> None:

@@ -57,24 +57,25 @@ def test_memory_of_the_visible_gpus(
     assert examined.smallest_gpu == min(gpus, key=lambda gpu: gpu.free_bytes, default=None)
 
 
-def test_a_driver_that_does_not_answer(driver: Path) -> None:
+def test_a_driver_that_does_not_answer_and_none(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.unlink()
     examined = this_machine()
     assert (examined.num_gpus, examined.gpus) == (3, ())
-
-
-def test_without_gpus_no_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "listdir", lambda _: ["null"])
     monkeypatch.setattr(machine.subprocess, "run", lambda *_args, **_options: pytest.fail("asked a driver"))
     assert this_machine().num_gpus == 0
 
 
-def test_host_memory() -> None:
+def test_host_memory_and_the_share_of_rays_object_store() -> None:
     examined = this_machine()
     assert examined.memory_bytes <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 0 < examined.free_bytes < examined.memory_bytes
     assert examined.shm_bytes == shutil.disk_usage("/dev/shm").total
     assert 0 < examined.store_bytes <= examined.memory_bytes * 0.3
+    from ray._private import ray_constants
+
+    assert machine.STORE_SHARE == ray_constants.DEFAULT_OBJECT_STORE_MEMORY_PROPORTION
+    assert machine.STORE_BYTES == ray_constants.DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES
 
 
 @pytest.mark.parametrize(
@@ -112,10 +113,3 @@ def test_limits_of_control_groups_and_what_is_left_of_them(
         (tmp_path / "mount" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "mount" / name).write_text(text)
     assert set(machine._group_memory(tmp_path / "groups", tmp_path / "mount")) == limits
-
-
-def test_rays_object_store_takes_the_same_share() -> None:
-    from ray._private import ray_constants
-
-    assert machine.STORE_SHARE == ray_constants.DEFAULT_OBJECT_STORE_MEMORY_PROPORTION
-    assert machine.STORE_BYTES == ray_constants.DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES

@@ -42,24 +42,19 @@ def named(file: Path, name: str) -> list[dict[str, Any]]:
     return [event for event in events(file) if event["name"] == name]
 
 
-def test_a_span_has_its_place_on_the_systems_clock(tmp_path: Path) -> None:
+def test_viewers_show_spans_by_name_on_the_systems_clock(tmp_path: Path) -> None:
     file = start(tmp_path)
     before = time.time_ns() // 1000
     with trace.span("publish", version=3):
         time.sleep(0.002)
     after = time.time_ns() // 1000
+    with trace.span("fetch", "update"), trace.span("forward_backward"):
+        pass
     trace.stop()
     (span,) = named(file, "publish")
     assert (span["ph"], span["args"]) == ("X", {"version": 3})
     assert before - 50 <= span["ts"] <= span["ts"] + span["dur"] <= after + 50
     assert span["dur"] >= 2000
-
-
-def test_viewers_show_processes_and_tracks_by_name(tmp_path: Path) -> None:
-    file = start(tmp_path)
-    with trace.span("fetch", "update"), trace.span("forward_backward"):
-        pass
-    trace.stop()
     (process,) = named(file, "process_name")
     threads = {event["args"]["name"]: event["tid"] for event in named(file, "thread_name")}
     assert process["args"] == {"name": "trainer_0"}
@@ -92,14 +87,20 @@ def test_spans_nest(tmp_path_factory: pytest.TempPathFactory, tree: list[Any], n
             assert span["ts"] + span["dur"] <= outer["ts"] + outer["dur"]
 
 
-def test_a_life_begins_before_it_ends(tmp_path: Path) -> None:
+def test_lives_and_the_clock_of_a_step_are_traced(tmp_path: Path) -> None:
     file = start(tmp_path)
     with trace.life("group", 17, problem="p") as ending:
         ending["versions"] = [3, 4]
+    clock = Clock()
+    with clock("step", step=7):
+        assert list(clock.timed("wait_for_batch", iter([1]))) == [1]
     trace.stop()
     begin, end = named(file, "group")
     assert (begin["ph"], begin["id"], begin["cat"], begin["args"]) == ("b", 17, "group", {"problem": "p"})
     assert (end["ph"], end["id"], end["cat"], end["args"]) == ("e", 17, "group", {"versions": [3, 4]})
+    assert set(clock.seconds) == {"step", "wait_for_batch"}
+    assert [event["args"] for event in named(file, "step")] == [{"step": 7}]
+    assert len(named(file, "wait_for_batch")) == 2  # for the item, and for the end
 
 
 @settings(max_examples=20, deadline=None)
@@ -118,21 +119,9 @@ def test_a_full_file_says_so_and_ends(tmp_path_factory: pytest.TempPathFactory, 
     assert len(written) == spans or file.stat().st_size > limit - 2 * trace.LAST_LINE_BYTES
 
 
-def test_the_clock_of_a_step_traces_its_parts(tmp_path: Path) -> None:
-    file, clock = start(tmp_path), Clock()
-    with clock("step", step=7):
-        assert list(clock.timed("wait_for_batch", iter([1]))) == [1]
-    trace.stop()
-    assert set(clock.seconds) == {"step", "wait_for_batch"}
-    assert [event["args"] for event in named(file, "step")] == [{"step": 7}]
-    assert len(named(file, "wait_for_batch")) == 2  # for the item, and for the end
-
-
-@pytest.mark.parametrize("condition", ["no megabytes", "no directory"])
-def test_off(tmp_path: Path, condition: str) -> None:
-    trace.start(
-        None if condition == "no directory" else tmp_path / LOGS, "trainer_0", 0 if condition == "no megabytes" else 1
-    )
+@pytest.mark.parametrize(("logs", "max_mb"), [(LOGS, 0), (None, 1)])
+def test_off(tmp_path: Path, logs: Path | None, max_mb: int) -> None:
+    trace.start(logs and tmp_path / logs, "trainer_0", max_mb)
     busy = trace.Busy("sampling")
     with trace.span("optim"), trace.overlapping("step", "environment"), trace.life("group", 1) as ending, busy:
         ending["versions"] = [1]

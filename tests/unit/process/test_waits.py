@@ -7,7 +7,9 @@ from trireme.process import waits
 from trireme.process.waits import LongWait
 
 
-def test_a_long_wait_says_from_time_to_time_who_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_wait_says_from_time_to_time_who_is_waited_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     wait = LongWait("forward backward", 30.0)
     for waited_s in range(70):
         wait(["trainer shard 0"], waited_s)
@@ -15,9 +17,6 @@ def test_a_long_wait_says_from_time_to_time_who_is_waited_for(capsys: pytest.Cap
         "  forward backward (30 s): waiting for trainer shard 0",
         "  forward backward (60 s): waiting for trainer shard 0",
     ]
-
-
-def test_a_long_wait_asks_for_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     answers: dict[str, object] = {}
     monkeypatch.setattr(waits, "ready", lambda refs, _: {ref: answers[ref] for ref in refs if ref in answers})
     wait = LongWait("a minibatch", 30.0, lambda: "asked")

@@ -45,7 +45,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class TestVariables:
-    def test_those_of_libraries_and_of_this_project_travel(self) -> None:
+    def test_those_of_libraries_and_of_this_project_travel_with_absolute_paths(self, directory: Path) -> None:
         environ = {
             "HF_HOME": "/hf",
             "NCCL_DEBUG": "INFO",
@@ -65,13 +65,9 @@ class TestVariables:
             "RAY_ADDRESS": "a",
             "VLLM_HOST_IP": "10.0.0.1",
         }
-        environment = WorkerEnvironment.of(config(), environ | unrelated)
-        assert environment.variables == environ
+        environment = WorkerEnvironment.of(config(), environ | unrelated | {"PYTHONPATH": "src:/opt/code:"})
+        assert environment.variables == environ | {"PYTHONPATH": f"{directory}/src:/opt/code"}
         assert environment.secrets == {}
-
-    def test_paths_of_modules_become_absolute(self, directory: Path) -> None:
-        environment = WorkerEnvironment.of(config(), {"PYTHONPATH": "src:/opt/code:"})
-        assert environment.variables == {"PYTHONPATH": f"{directory}/src:/opt/code"}
 
     def test_those_of_object_storage_travel_with_a_run_there_and_are_not_shown(self) -> None:
         environ = {"AWS_REGION": "some-region", "GOOGLE_SERVICE_ACCOUNT": "account", "AZURE_CLIENT_ID": "client"}
@@ -82,46 +78,32 @@ class TestVariables:
         assert not [value for value in environ.values() if value in f"{environment!r}{environment.text}"]
         assert WorkerEnvironment.of(config(), environ).secrets == {}, "a run in a directory needs none"
 
-    def test_the_configuration_names_more(self) -> None:
-        environ = {"JUDGE_URL": "http://judge", "OTHER": "1"}
-        assert WorkerEnvironment.of(config(variables=("JUDGE_URL",)), environ).variables == {
-            "JUDGE_URL": "http://judge"
-        }
-
-    def test_those_of_environments_travel(self) -> None:
-        environment = WorkerEnvironment.of(
-            config(of_env=("JUDGE_URL", "JUDGE_PASSWORD")), {"JUDGE_URL": "1", "OTHER": "1"}
-        )
-        assert (environment.variables, environment.secrets) == ({"JUDGE_URL": "1"}, {})
+    def test_those_that_the_configuration_and_its_environments_name_travel(self) -> None:
+        for names in (config(variables=("JUDGE_URL",)), config(of_env=("JUDGE_URL", "JUDGE_PASSWORD"))):
+            environment = WorkerEnvironment.of(names, {"JUDGE_URL": "1", "OTHER": "1"})
+            assert (environment.variables, environment.secrets) == ({"JUDGE_URL": "1"}, {})
         assert WorkerEnvironment.of(config(of_env=("JUDGE_PASSWORD",)), {"JUDGE_PASSWORD": TOKEN}).secrets != {}
-
-    def test_one_that_is_named_and_not_set_is_refused(self) -> None:
         with pytest.raises(BadInput, match=r"cluster\.variables names JUDGE_URL"):
             WorkerEnvironment.of(config(variables=("JUDGE_URL",)), {})
 
     @pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "JUDGE_PASSWORD"])
-    def test_secrets_are_apart_and_never_shown(self, name: str) -> None:
+    def test_secrets_are_apart_and_never_shown(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         environ = {name: TOKEN, "HF_HOME": "/hf"}
         environment = WorkerEnvironment.of(config(variables=(name,)), environ)
         assert (environment.secrets, environment.variables) == ({name: TOKEN}, {"HF_HOME": "/hf"})
         assert name in environment.text
         for shown in (repr(environment), environment.text, repr(environment.runtime_env(environ))):
             assert TOKEN not in shown
-
-    def test_secrets_are_set_by_what_ray_calls_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("HF_TOKEN", "another one")
-        environment = WorkerEnvironment.of(config(), {"HF_TOKEN": TOKEN})
+        monkeypatch.setenv(name, "another one")
         environment.runtime_env({})["worker_process_setup_hook"]()
-        assert os.environ["HF_TOKEN"] == TOKEN
+        assert os.environ[name] == TOKEN
 
 
 class TestCode:
-    def test_this_project_travels_as_it_lies_outside_of_the_installed_packages(self) -> None:
+    def test_the_project_travels_with_what_is_named_and_imported(self, directory: Path) -> None:
         names = [path.name for path in modules_not_installed([])]
         assert names == [ENTRY, *OWN_PACKAGES]
         assert modules_not_installed([])[1] == Path(trireme.__file__).parent
-
-    def test_what_the_configuration_names_and_what_that_imports(self, directory: Path) -> None:
         environment = WorkerEnvironment.of(config("travelled_games:Game", "travelled_losses.kinds.clipped:loss"), {})
         local = {path for path in environment.modules if path.is_relative_to(directory)}
         assert local == {directory / name for name in ("travelled_games.py", "travelled_words.py", "travelled_losses")}

@@ -22,9 +22,6 @@ def test_the_best_is_the_first_with_the_highest_value() -> None:
     assert best(ROWS, "eval/a/pass@4") == "step 4"
     with pytest.raises(BadInput, match="which no checkpoint has"):
         best({"step 6": ROWS["step 6"]}, "eval/a/avg@4")
-
-
-def test_a_metric_may_be_named_with_or_without_its_prefix() -> None:
     assert full_name("a/pass@4", ROWS["step 2"]) == full_name("eval/a/pass@4", ROWS["step 2"]) == "eval/a/pass@4"
     with pytest.raises(BadInput, match=r"one of a/avg@4, a/pass@4, a/n\n"):
         full_name("pass@4", ROWS["step 2"])

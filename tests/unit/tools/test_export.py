@@ -65,7 +65,9 @@ def test_a_file_that_claims_more_than_it_holds_is_named(tmp_path: Path, capsys: 
     assert not (store.root / "exports").exists() or not any((store.root / "exports").iterdir())
 
 
-def test_a_directory_in_use_stays(store: CheckpointStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_and_what_cannot_be_written(
+    store: CheckpointStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine").write_text("precious")
     before = snapshot(tmp_path)
     assert f"--out {tmp_path}, which exists" in refused(capsys, "export", store.root, "--out", str(tmp_path))
@@ -74,12 +76,12 @@ def test_a_directory_in_use_stays(store: CheckpointStore, tmp_path: Path, capsys
     (tmp_path / "empty").mkdir()
     assert main(["export", str(store.root), "--out", str(tmp_path / "empty")]) == EXIT_OK
     assert (tmp_path / "empty" / "config.json").exists()
-
-
-def test_a_step_that_is_not_there_is_refused(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
     output = refused(capsys, "export", store.root, "--step", "3")
     assert "--step 3" in output
     assert "there are: 2, 4" in output
+    (tmp_path / "file").write_text("")
+    assert main(["export", str(store.root), "--out", str(tmp_path / "file" / "out")]) == EXIT_FAILED
+    assert "MiB free" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["config.json", "model-00002.safetensors", "tokenizer.json"])
@@ -92,14 +94,6 @@ def test_damaged_files_are_seen_and_gone(name: str, tmp_path: Path, capsys: pyte
     assert f"inference/{name} is missing" in refused(capsys, "export", store.root, "--step", "2")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
     assert "none of whose checkpoints verifies" in refused(capsys, "export", store.root)
-
-
-def test_what_cannot_be_written_is_said_with_the_free_space(
-    store: CheckpointStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    assert main(["export", str(store.root), "--out", str(tmp_path / "file" / "out")]) == EXIT_FAILED
-    assert "MiB free" in capsys.readouterr().err
 
 
 def test_numbers_that_a_dtype_cannot_hold_are_refused() -> None:

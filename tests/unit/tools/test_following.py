@@ -3,18 +3,13 @@
 import os
 from pathlib import Path
 
-import pytest
-
 from trireme.tools.following import LineFollower, driver_state, is_live, run_config, tokenizer_of
 
 
-@pytest.fixture
-def rows(tmp_path: Path) -> Path:
-    (tmp_path / "rows").write_text("one\ntwo\nthree\n")
-    return tmp_path / "rows"
-
-
-def test_lines_are_read_once_and_an_unfinished_line_waits(rows: Path) -> None:
+def test_lines_are_read_once_and_an_unfinished_line_waits(tmp_path: Path) -> None:
+    """Curves are read in bounded parts, and again from a file that was replaced: test_curves.py."""
+    rows = tmp_path / "rows"
+    rows.write_text("one\ntwo\nthree\n")
     follower = LineFollower(rows)
     assert follower.poll() == (True, [b"one", b"two", b"three"])
     assert follower.poll() == (False, [])
@@ -26,28 +21,14 @@ def test_lines_are_read_once_and_an_unfinished_line_waits(rows: Path) -> None:
     assert follower.poll() == (False, [b"four"])
 
 
-def test_a_bounded_part_at_a_time(rows: Path) -> None:
-    follower = LineFollower(rows)
-    assert follower.poll(9) == (True, [b"one", b"two"])
-    assert follower.unread == len("three\n")
-    assert follower.poll(9) == (False, [b"three"])
-    assert follower.unread == 0
-
-
-def test_a_file_that_was_replaced_is_read_again(rows: Path) -> None:
-    follower = LineFollower(rows)
-    follower.poll()
-    new = rows.with_name("new")
-    new.write_text("one\n")
-    new.rename(rows)
-    assert follower.poll() == (True, [b"one"])
-
-
-def test_a_run_that_has_not_begun_has_nothing(tmp_path: Path) -> None:
+def test_what_is_known_of_a_run_that_has_not_begun(tmp_path: Path) -> None:
     assert LineFollower(tmp_path / "rows").poll() == (False, [])
     assert run_config(tmp_path) == {}
     assert driver_state(tmp_path) == "not started"
     assert not is_live(driver_state(tmp_path))
+    assert tokenizer_of({"model": {"name": str(tmp_path), "tokenizer": None}}) == str(tmp_path)
+    assert tokenizer_of({"model": {"name": "some/model"}}) is None
+    assert tokenizer_of({}) is None
 
 
 def test_a_driver_is_a_process_that_holds_the_lock_file(tmp_path: Path) -> None:
@@ -61,9 +42,3 @@ def test_a_driver_is_a_process_that_holds_the_lock_file(tmp_path: Path) -> None:
     lock.write_text("pid 1 on elsewhere\n")
     assert driver_state(tmp_path) == "driver on elsewhere, process 1"
     assert is_live(driver_state(tmp_path))
-
-
-def test_a_tokenizer_is_taken_from_a_directory_only(tmp_path: Path) -> None:
-    assert tokenizer_of({"model": {"name": str(tmp_path), "tokenizer": None}}) == str(tmp_path)
-    assert tokenizer_of({"model": {"name": "some/model"}}) is None
-    assert tokenizer_of({}) is None

@@ -35,7 +35,7 @@ def store(tmp_path: Path) -> CheckpointStore:
     return make_run(tmp_path / "run", 2, 4, 6)
 
 
-def test_what_a_checkpoint_says(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_run_with_checkpoints_says(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
     head = store.head()
     report = inspected(store.root, capsys)
     assert [c["step"] for c in report["commits"]] == [2, 4, 6]
@@ -50,21 +50,14 @@ def test_what_a_checkpoint_says(store: CheckpointStore, capsys: pytest.CaptureFi
     text = shown(store.root, capsys)
     assert head.run_id in text
     assert head.lineage in text
-
-
-def test_the_command_that_goes_on_names_the_run(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
     place = f"--run.output-dir {store.root.parent} --run.name run --resume"
     command = f"uv run rl @ {store.root}/config.json {place}"
-    assert inspected(store.root, capsys)["resume"] == command
-    assert f"continue from step 6\n  {command}\n" in shown(store.root, capsys)
-
-
-def test_a_finished_run_is_offered_more_steps(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without them its resume would do nothing."""
+    assert report["resume"] == command
+    assert f"continue from step 6\n  {command}\n" in text
     roster = roster_of()
     with StatusWriter(store.root, roster):
         roster.step = 6
-    assert inspected(store.root, capsys)["resume"].endswith("--resume --max-steps 12")
+    assert inspected(store.root, capsys)["resume"].endswith("--resume --max-steps 12"), "else it would do nothing"
     assert "finished at step 6; for longer\n  uv run rl @" in shown(store.root, capsys)
 
 
@@ -123,12 +116,20 @@ def test_lineages_that_were_left_and_what_they_left(store: CheckpointStore, caps
     assert f"superseded checkpoints, in branches/{second}" in text
 
 
-def test_a_run_that_has_no_checkpoint_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_run(tmp_path / "run")
-    report = inspected(tmp_path / "run", capsys)
+def test_without_a_checkpoint_or_a_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], store: CheckpointStore
+) -> None:
+    make_run(tmp_path / "empty")
+    report = inspected(tmp_path / "empty", capsys)
     assert (report["commits"], report["newest"], report["attempts"]) == ([], None, [1])
-    assert "no checkpoints" in (text := shown(tmp_path / "run", capsys))
+    assert "no checkpoints" in (text := shown(tmp_path / "empty", capsys))
     assert "continue from the beginning" in text
+    (store.root / "HEAD").write_text("{")
+    report = inspected(store.root, capsys)
+    assert report["head"] is None
+    assert "HEAD is damaged" in report["damage"]
+    assert report["newest"] == 6
+    assert "damaged: " in shown(store.root, capsys)
 
 
 def test_incidents_are_told_the_newest_ten(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,17 +146,6 @@ def test_incidents_are_told_the_newest_ten(store: CheckpointStore, capsys: pytes
     assert "2027-01-15 08:00:00 UTC, attempt 1, step 4: inference_0: died [11]" in text
     assert "died [2]" in text
     assert "died [1]\n" not in text
-
-
-def test_a_damaged_head_does_not_hide_the_checkpoints(
-    store: CheckpointStore, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (store.root / "HEAD").write_text("{")
-    report = inspected(store.root, capsys)
-    assert report["head"] is None
-    assert "HEAD is damaged" in report["damage"]
-    assert report["newest"] == 6
-    assert "damaged: " in shown(store.root, capsys)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def store(base: Path, tmp_path: Path) -> CheckpointStore:
     return make_adapter_run(tmp_path / "run", base)
 
 
-def test_merged_is_the_adapter_on_its_base(store: CheckpointStore, base: Path) -> None:
+def test_merged_is_the_adapter_on_its_base_which_the_files_name(store: CheckpointStore, base: Path) -> None:
     assert main(["export", str(store.root), "--merge"]) == EXIT_OK
     out = store.root / "exports" / "step_000002-merged"
     expected = logits(adapted_model(store.checkpoint(2) / "inference", base))
@@ -39,6 +39,8 @@ def test_merged_is_the_adapter_on_its_base(store: CheckpointStore, base: Path) -
     assert AutoTokenizer.from_pretrained(out).vocab_size == merged.config.vocab_size
     assert len(list(out.glob("*.safetensors"))) == len(list(base.glob("*.safetensors"))) > 1
     assert not list(out.glob("adapter_*"))
+    about = json.loads((store.checkpoint(2) / "inference" / "base.json").read_text())
+    assert about == {"name": str(base), "digest": base_digest(str(base))}
 
 
 def test_merged_in_another_dtype_is_rounded_once(store: CheckpointStore, base: Path, tmp_path: Path) -> None:
@@ -64,7 +66,9 @@ def test_without_merge_the_adapter_is_copied(store: CheckpointStore, base: Path,
     )
 
 
-def test_a_changed_base_is_refused(store: CheckpointStore, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_base_or_a_whole_model_is_refused(
+    store: CheckpointStore, base: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     copy = base.with_name("kept")
     shutil.copytree(base, copy)
     file = sorted(base.glob("*.safetensors"))[0]
@@ -75,13 +79,5 @@ def test_a_changed_base_is_refused(store: CheckpointStore, base: Path, capsys: p
     assert f"an adapter of {base}, which is no directory here" in refused(capsys, "export", store.root, "--merge")
     copy.rename(base)
     assert not (store.root / "exports").exists()
-
-
-def test_a_whole_model_has_nothing_to_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = make_run(tmp_path / "whole", 2)
     assert "which holds a whole model" in refused(capsys, "export", whole.root, "--merge")
-
-
-def test_the_files_name_their_base(store: CheckpointStore, base: Path) -> None:
-    about = json.loads((store.checkpoint(2) / "inference" / "base.json").read_text())
-    assert about == {"name": str(base), "digest": base_digest(str(base))}

@@ -63,12 +63,14 @@ def test_several_runs_get_a_colour_and_a_name_each(tmp_path):
     assert {"seed<0>", "seed<1>", "sort & co"} <= texts(svg)
 
 
-def test_what_is_refused(tmp_path, capsys):
+def test_what_is_refused(tmp_path, capsys, monkeypatch):
     root = make_run(tmp_path / "run", [0.5])
     assert "given: 7 runs" in refused(capsys, "plot", *[root] * 7)
     assert "none of the 1 rows" in refused(capsys, "plot", root, "--key", "optim/loss")
     assert "--window 0" in refused(capsys, "plot", root, "--window", "0")
     assert "no" in refused(capsys, "plot", root, "--output", tmp_path / "no" / "file.svg")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "uv sync --extra plot" in refused(capsys, "plot", root)
 
 
 def test_the_svg_loads_nothing_and_suits_dark_pages(tmp_path):
@@ -82,16 +84,8 @@ def test_the_svg_loads_nothing_and_suits_dark_pages(tmp_path):
     assert "#000000" not in text.replace("stroke: #000000; stroke-width: 0.8", ""), "black text would not suit both"
 
 
-def test_without_matplotlib_the_command_that_installs_it_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "uv sync --extra plot" in refused(capsys, "plot", make_run(tmp_path / "run", [0.5]))
-
-
-def test_a_knob_is_drawn_by_its_logarithm_where_it_spans_a_decade():
+def test_knobs_are_drawn_by_logarithms_or_side_by_side():
     places, scale = axis_of([1e-3, 1e-4, 1e-2])
     assert (list(places.items()), scale) == ([(1e-4, 1e-4), (1e-3, 1e-3), (1e-2, 1e-2)], "log")
     assert axis_of([1, 2, 3])[1] == axis_of([0, 10])[1] == "linear"
-
-
-def test_a_knob_without_numbers_has_its_values_side_by_side():
     assert axis_of(["cosine", "linear", None]) == ({"cosine": 0.0, "linear": 1.0, None: 2.0}, "linear")

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,10 +49,19 @@ def push(store: CheckpointStore, *flags: str) -> int:
     return main(["export", str(store.root), "--push", NAME, *flags])
 
 
-def refused(store: CheckpointStore, capsys: pytest.CaptureFixture[str], name: str = NAME) -> str:
-    message = cli_support.refused(capsys, "export", store.root, "--push", name)
-    assert TOKEN not in message
-    return message
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Pushes what is refused; returns what is said."""
+
+    def push_in_vain(name: str = NAME, root: Path = store.root) -> str:
+        message = cli_support.refused(capsys, "export", root, "--push", name)
+        assert TOKEN not in message
+        return message
+
+    return push_in_vain
 
 
 def test_an_export_is_on_the_hub_private_and_whole_with_a_card(
@@ -81,11 +90,9 @@ def test_an_export_is_on_the_hub_private_and_whole_with_a_card(
     assert "a-key-of-an-environment" not in card.read_text()
 
 
-def test_an_interrupted_push_sends_the_rest_alone(
-    hub: StubHub, store: CheckpointStore, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_push_sends_the_rest_alone(hub: StubHub, store: CheckpointStore, refused: Refused) -> None:
     hub.gone_after_puts = 2
-    assert "push again: files that the hub has are not sent again" in refused(store, capsys)
+    assert "push again: files that the hub has are not sent again" in refused()
     assert len(hub.puts) == 2
     hub.gone_after_puts = None
     written = {file: file.stat().st_mtime_ns for file in store.root.glob("exports/*/*")}
@@ -111,10 +118,10 @@ def blocks(storage: Path) -> dict[Path, int]:
 
 
 def test_an_interrupted_push_by_xet_is_repeated_and_stores_nothing_twice(
-    hub: StubHub, store: CheckpointStore, storage: Path, capsys: pytest.CaptureFixture[str]
+    hub: StubHub, store: CheckpointStore, storage: Path, refused: Refused
 ) -> None:
     hub.loses_commits = True
-    assert "push again: files that the hub has are not sent again" in refused(store, capsys)
+    assert "push again: files that the hub has are not sent again" in refused()
     stored = blocks(storage)
     assert len(stored) == 1
     assert set(hub.repositories[NAME]) == {".gitattributes", "README.md"}
@@ -143,23 +150,23 @@ def test_a_later_step_replaces_the_weights_and_leaves_none_behind(hub: StubHub, 
     "files", [{"model.safetensors": b"precious"}, {"README.md": b"| run id | `00000000` |"}, {"README.md": b"\xff"}]
 )
 def test_a_repository_with_something_else_stays_as_it_is(
-    files: dict[str, bytes], hub: StubHub, store: CheckpointStore, capsys: pytest.CaptureFixture[str]
+    files: dict[str, bytes], hub: StubHub, store: CheckpointStore, refused: Refused
 ) -> None:
     hub.repositories[NAME] = dict(files)
-    assert "a repository that holds something else" in refused(store, capsys)
+    assert "a repository that holds something else" in refused()
     assert hub.repositories[NAME] == files
     assert not (store.root / "exports").exists(), "refused before the export"
 
 
-def test_without_a_token_it_says_how_to_get_one(
-    hub: StubHub, store: CheckpointStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_token_or_a_hub_it_says_so(hub: StubHub, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
-    assert "hf auth login" in refused(store, capsys)
+    assert "hf auth login" in refused()
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    assert "the hub answered 401 (Invalid credentials" in refused(store, capsys)
+    assert "the hub answered 401 (Invalid credentials" in refused()
     assert hub.repositories == {}
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "the hub cannot be reached" in refused()
 
 
 @pytest.mark.parametrize(
@@ -171,34 +178,18 @@ def test_without_a_token_it_says_how_to_get_one(
         ("gone_after_puts", 0, "the hub cannot be reached, or did not answer as a hub (http://"),
     ],
 )
-def test_what_the_hub_answers_is_said(
-    state: str, value: object, message: str, hub: StubHub, store: CheckpointStore, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_hub_answers_is_said(state: str, value: object, message: str, hub: StubHub, refused: Refused) -> None:
     setattr(hub, state, value)
-    assert message in refused(store, capsys)
+    assert message in refused()
 
 
-def test_a_hub_that_is_switched_off(
-    hub: StubHub, store: CheckpointStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "the hub cannot be reached" in refused(store, capsys)
-
-
-@pytest.mark.parametrize("name", ["sort", "me/sort/1", "me/so rt", "/sort", "me/", "me/-sort"])
-def test_a_name_that_the_hub_cannot_have(
-    name: str, hub: StubHub, store: CheckpointStore, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "correct the name" in refused(store, capsys, name)
-
-
-def test_a_run_without_a_checkpoint_is_refused(
-    hub: StubHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = make_run(tmp_path / "empty")
-    assert "which holds no checkpoint" in refused(store, capsys)
-    (store.root / "HEAD").unlink()
-    assert "which has no file HEAD" in refused(store, capsys)
+def test_names_and_runs_that_cannot_be_pushed(hub: StubHub, tmp_path: Path, refused: Refused) -> None:
+    root = make_run(tmp_path / "empty").root
+    for name in ("sort", "me/sort/1", "me/so rt", "/sort", "me/", "me/-sort"):
+        assert "correct the name" in refused(name)
+    assert "which holds no checkpoint" in refused(root=root)
+    (root / "HEAD").unlink()
+    assert "which has no file HEAD" in refused(root=root)
 
 
 def test_the_card_of_an_adapter_names_peft_and_no_path_of_this_machine(store: CheckpointStore, tmp_path: Path) -> None:

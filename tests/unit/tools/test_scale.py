@@ -35,12 +35,6 @@ def accept(requests: ScaleRequests, request: ScaleRequest) -> None:
     requests.answer(request, f"{request.replicas} replicas from now on")
 
 
-@pytest.mark.parametrize("replicas", [0, -1])
-def test_less_than_one(run: Path, replicas: int, capsys: pytest.CaptureFixture[str]) -> None:
-    with driven(run):
-        assert "1 or more" in refused(capsys, "scale", run, f"--replicas={replicas}")
-
-
 @pytest.mark.parametrize(
     ("config", "reason"), [({"deterministic": True}, "deterministic"), ({"data": {"train": "x"}}, "a run of sft")]
 )
@@ -50,28 +44,26 @@ def test_another_run(config: dict[str, Any], reason: str, tmp_path: Path, capsys
         assert reason in refused(capsys, "scale", run, "--replicas", 2)
 
 
-def test_a_run_that_nobody_drives(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_number_no_run_or_no_driver(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "has no driver" in refused(capsys, "scale", run, "--replicas", 2)
     with driven(run):
         pass
     text = refused(capsys, "scale", run, "--replicas", 2)
     assert "--resume --inference.replicas 2" in text
     assert not (run / "scale").exists(), "no request is left for the next driver"
-
-
-def test_no_number_and_no_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--replicas" in refused(capsys, "scale", run)
     assert "holds none" in refused(capsys, "scale", tmp_path, "--replicas", 2)
+    with driven(run):
+        assert "1 or more" in refused(capsys, "scale", run, "--replicas=0")
+        assert "1 or more" in refused(capsys, "scale", run, "--replicas=-1")
 
 
-def test_accepted_is_enough_where_nobody_waits(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_driver_accepts_and_refuses(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with driven(run), answering(run, accept):
         assert main(["scale", str(run), "--replicas", "3", "--no-wait"]) == EXIT_OK
     assert capsys.readouterr().out == "3 replicas from now on\n"
     assert list((run / "scale").iterdir()) == []
 
-
-def test_what_the_driver_refuses_is_bad_input(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refuse(requests: ScaleRequests, request: ScaleRequest) -> None:
         requests.answer(request, "64 replicas, which need 90 GiB", accepted=False)
 
@@ -104,7 +96,7 @@ def test_it_returns_when_all_serve(run: Path, capsys: pytest.CaptureFixture[str]
     assert lines[-1] == "3 of 3 replicas serve"
 
 
-def test_a_driver_that_ends_is_not_waited_for(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_waited_for_for_ever(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     def ends(_requests: ScaleRequests, _request: ScaleRequest) -> None:
         (run / "driver.lock").write_text(f"pid 999999999 on {os.uname().nodename}\n")
 
@@ -112,10 +104,7 @@ def test_a_driver_that_ends_is_not_waited_for(run: Path, capsys: pytest.CaptureF
         assert main(["scale", str(run), "--replicas", "3"]) == EXIT_FAILED
     assert "ended" in capsys.readouterr().err
     assert list((run / "scale").iterdir()) == []
-
-
-def test_it_does_not_wait_for_ever(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path / "run", timeouts={"start_s": 0.2, "update_s": 0.1})
+    run = make_run(tmp_path / "impatient", timeouts={"start_s": 0.2, "update_s": 0.1})
     with driven(run):
         assert main(["scale", str(run), "--replicas", "3"]) == EXIT_FAILED
     assert "has not completed this change within 0 s" in capsys.readouterr().err

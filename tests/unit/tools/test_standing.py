@@ -9,7 +9,7 @@ from supervision_support import roster_of
 from trireme.core.errors import LimitReached
 from trireme.supervision.roster import PartHealth
 from trireme.supervision.status import Status, StatusWriter
-from trireme.tools.standing import described, headline, standing, target_of, troubles
+from trireme.tools.standing import described, standing, target_of, troubles
 
 RUNNING = f"running, process {os.getpid()}"
 
@@ -19,12 +19,6 @@ def status_of(run: Path, health: PartHealth, finished: bool = False) -> Status:
     with StatusWriter(run, roster_of(health)):
         live = Status.read(run)
     return Status.read(run) if finished else live
-
-
-def test_the_headline() -> None:
-    row = {"step": 4, "attempt": 2, "reward/total": 0.5}
-    assert headline({"max_steps": 8}, row, "not running") == "step 5/8  attempt 2  reward 0.500  not running"
-    assert headline({}, {}, "not started") == "step 0/?  not started"
 
 
 def test_the_last_step_of_a_run_that_counts_epochs_follows_from_its_progress() -> None:

@@ -37,10 +37,13 @@ def only(view: Timeline, process: str, track: str) -> Track:
     return one
 
 
-def test_a_run_without_a_trace(tmp_path: Path) -> None:
+def test_one_file_for_all_processes_and_none_without_a_trace(tmp_path: Path) -> None:
     assert timeline(tmp_path) is None
     assert export_trace(tmp_path, tmp_path / "all.json") is None
     assert not (tmp_path / "all.json").exists()
+    files = [steps(tmp_path, 1, range(2)), write_trace(tmp_path, 1, "trainer_0", ["main"], [span("optim", 0, 0, 1)])]
+    assert export_trace(tmp_path, tmp_path / "all.json") == 1
+    assert json.loads((tmp_path / "all.json").read_text()) == [e for file in files for e in json_lines(file)]
 
 
 def test_what_the_tracer_writes(tmp_path: Path) -> None:
@@ -55,7 +58,7 @@ def test_what_the_tracer_writes(tmp_path: Path) -> None:
     assert read(tmp_path).traced == (6, 6), "as people count, from 1"
 
 
-def test_steps_bound_what_is_shown(tmp_path: Path) -> None:
+def test_steps_bound_what_is_shown_of_the_newest_attempt(tmp_path: Path) -> None:
     steps(tmp_path, 1, range(10))
     view = read(tmp_path, 3)
     assert (view.start, view.end) == (START + 7 * SECOND, START + 10 * SECOND)
@@ -63,9 +66,6 @@ def test_steps_bound_what_is_shown(tmp_path: Path) -> None:
     assert view.traced == (1, 10)
     (row,) = only(view, "driver_0", "main").rows
     assert [s.name for s in row] == ["wait_for_batch", "forward_backward"] * 3
-
-
-def test_the_newest_attempt(tmp_path: Path) -> None:
     steps(tmp_path, 2, range(4))
     assert read(tmp_path).attempt == 2
     write_trace(tmp_path, 10, "driver_0", ["main"], [])  # which has not finished a step
@@ -88,17 +88,14 @@ def test_replicas_outlive_the_attempt_in_which_they_were_started(tmp_path: Path)
     assert [s.args["version"] for s in only(second, "inference_0", "sampling").rows[0]] == [10, 11, 12, 13]
 
 
-def test_what_overlaps_takes_the_first_free_row(tmp_path: Path) -> None:
+def test_what_overlaps_takes_the_first_free_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lives = [begin(1, 0), begin(2, 1), end(1, 2), begin(3, 3), begin(4, 3.5), end(2, 4)]  # 3 and 4 are not over
     write_trace(tmp_path, 1, "orchestrator_0", [], lives)
     rows = only(read(tmp_path), "orchestrator_0", "group").rows
     assert [[(s.start - START) / SECOND for s in row] for row in rows] == [[0, 3], [1], [3.5]]
     assert [s.end is None for row in rows for s in row] == [False, True, False, True]
-
-
-def test_more_at_once_than_there_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_ROWS", 3)
-    write_trace(tmp_path, 1, "orchestrator_0", [], [begin(i, i) for i in range(5)])
+    write_trace(tmp_path, 2, "orchestrator_0", [], [begin(i, i) for i in range(5)])
     track = only(read(tmp_path), "orchestrator_0", "group")
     assert (len(track.rows), track.left_out) == (3, 2)
 
@@ -118,12 +115,6 @@ def test_a_trace_that_is_full_says_so(tmp_path: Path) -> None:
     with file.open("a") as stream:
         stream.write("\n," + json.dumps({"ph": "i", "name": trace.FULL, "ts": START}))
     assert [(p.name, p.full) for p in read(tmp_path).processes] == [("driver_0", True), ("trainer_0", False)]
-
-
-def test_one_file_for_all_processes(tmp_path: Path) -> None:
-    files = [steps(tmp_path, 1, range(2)), write_trace(tmp_path, 1, "trainer_0", ["main"], [span("optim", 0, 0, 1)])]
-    assert export_trace(tmp_path, tmp_path / "all.json") == 1
-    assert json.loads((tmp_path / "all.json").read_text()) == [e for file in files for e in json_lines(file)]
 
 
 moments = st.integers(min_value=0, max_value=10_000)

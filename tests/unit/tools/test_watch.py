@@ -74,6 +74,9 @@ def test_where_it_stands_reward_parts_and_incidents(run: Path) -> None:
     assert dead.split()[1:6] == ["dead", "1", "min", "ago", "101"]
     assert "its engine [101] was killed" in dead
     assert "1 min ago  attempt 1, step 2  inference_1: its engine [101] was killed; successor 0 starts" in text
+    status = Status.read(run)
+    at = datetime.fromtimestamp(status.at + 1, UTC)
+    assert "inference_1 dead" in screen(run, RUNNING, at).splitlines()[1]
 
 
 def test_the_newest_incidents_first(run: Path) -> None:
@@ -82,13 +85,6 @@ def test_the_newest_incidents_first(run: Path) -> None:
     shown = [line.rpartition("successor ")[2] for line in lines if "successor " in line]
     assert shown == [f"{number} starts" for number in range(NEWEST_INCIDENTS + 1, 1, -1)]
     assert lines[-1] == "2 older ones are in incidents.jsonl"
-
-
-def test_a_live_run_names_the_parts_that_are_not_healthy(run: Path) -> None:
-    supervised(run)
-    status = Status.read(run)
-    at = datetime.fromtimestamp(status.at + 1, UTC)
-    assert "inference_1 dead" in screen(run, RUNNING, at).splitlines()[1]
 
 
 def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
@@ -138,9 +134,6 @@ START_S = 60.0
 def test_what_is_refused(tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert message in refused(capsys, "watch", tmp_path, *options)
-
-
-def test_a_run_in_object_storage_is_looked_at_where_its_driver_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert "give outputs/sort" in refused(capsys, "watch", "s3://bucket/runs/sort", "--web")
 
 
