@@ -31,11 +31,15 @@ def test_a_model_is_all_that_must_be_named_and_files_and_flags_overlay_the_rest(
     assert (config.orchestrator.batch_size, config.trainer.shards) == (3, 4)
 
 
-def test_what_cannot_work_is_refused_in_the_words_of_rl() -> None:
+def test_refusals_and_warnings_are_those_of_rl(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(BadInput, match=r"--trainer.shard 2(.|\n)*did you mean `--trainer.shards`"):
         loop_config([*MODEL, "--trainer.shard", "2"])
     with pytest.raises(BadInput, match=r"trainer\.kl\.coef = 0\.1 without a reference"):
         loop_config([*MODEL, "--trainer.kl.coef", "0.1"])
+    loop_config([*MODEL, "--inference.sampling.top-p", "0.9"])
+    assert "warning: inference.sampling.top_p = 0.9" in capsys.readouterr().err
 
 
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
@@ -48,11 +52,6 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     for name in ("rl_loop", "sl_loop"):
         text = (ROOT / "examples" / f"{name}.py").read_text()
         assert 0 < text.index("new_directory(") < text.index("    with open_"), name
-
-
-def test_warnings_are_said(capsys: pytest.CaptureFixture[str]) -> None:
-    loop_config([*MODEL, "--inference.sampling.top-p", "0.9"])
-    assert "warning: inference.sampling.top_p = 0.9" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("gpus", "trainer_gpus", "replica_gpus"), [(0, 0.0, 0.0), (4, 1.0, 1.0)])

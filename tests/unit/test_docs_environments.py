@@ -77,18 +77,15 @@ def test_a_chat_of_several_turns() -> None:
     )
     assert len(trajectory_to_data(trajectory, 1.0, 1.0)) == 1
 
-
-@pytest.mark.parametrize("texts", [["what?"], ["<think>"], [" 1", " 2", " 3", " 4", " 5"]])
-def test_a_chat_that_ends_badly(texts: list[str]) -> None:
-    trajectory, _ = higher_lower(texts)
-    assert trajectory.reward == 0
-    assert len(trajectory.transitions) == len(texts)
+    for texts in (["what?"], ["<think>"], [" 1", " 2", " 3", " 4", " 5"]):
+        trajectory, _ = higher_lower(texts)
+        assert (trajectory.reward, len(trajectory.transitions)) == (0, len(texts)), "it ends badly"
 
 
-@pytest.mark.parametrize(("program", "reward"), [(" print(sum(range(101)))", 1.0), (" print(1)", 0.0), (" 1 /", 0.0)])
-def test_a_program_that_a_model_writes_is_run(program: str, reward: float) -> None:
-    trajectory, _ = play(dataset("run_code:Programs").get_batch(0)[0], [program])
-    assert trajectory.reward == reward
+def test_a_program_that_a_model_writes_is_run() -> None:
+    problem = dataset("run_code:Programs").get_batch(0)[0]
+    rewards = [play(problem, [program])[0].reward for program in (" print(sum(range(101)))", " print(1)", " 1 /")]
+    assert rewards == [1, 0, 0]
 
 
 def example(env_id: str, texts: Sequence[str], **args: Any) -> tuple[Trajectory, list[str]]:
@@ -118,17 +115,11 @@ def test_arithmetic() -> None:
     assert (trajectory.reward, trajectory.transitions[1].metrics["success"]) == (1, 1)
     assert example("arithmetic:Arithmetic", [f" {value + 1}"])[0].reward == 0
     assert example("arithmetic:Arithmetic", [call("1"), call("1")], max_turns=2)[0].reward == 0, "turns run out"
-
-
-def test_a_game_with_the_calculator_continues_after_a_resume() -> None:
+    values = {"(37 - 12) * 48": 1200, "-2 * -(3 + 4)": 14, " 7 ": 7}
+    assert {expression: arithmetic.calculate(expression) for expression in values} == values
     env = arithmetic.ArithmeticEnv("1 + 1", 4)
     asyncio.run(env.load_state_dict({"turns": 2}))
     assert env.state_dict() == {"turns": 2}
-
-
-@pytest.mark.parametrize(("expression", "value"), [("(37 - 12) * 48", 1200), ("-2 * -(3 + 4)", 14), (" 7 ", 7)])
-def test_values(expression: str, value: int) -> None:
-    assert arithmetic.calculate(expression) == value
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trireme.cli import trireme as command
-from trireme.core.errors import EXIT_BAD_INPUT, EXIT_OK
+from trireme.core.errors import EXIT_BAD_INPUT
 
 QUICKSTART = str(Path(__file__).parents[3] / "configs" / "quickstart.toml")
 
@@ -22,9 +22,6 @@ def test_this_machine_alone_as_a_run_needs_it(tmp_path: Path, capsys: pytest.Cap
     assert len(answer["nodes"]) == 1
     assert not (tmp_path / "new").exists(), "it leaves nothing"
     assert {finding["check"] for finding in answer["findings"]} <= {"memory", "shm"}
-
-
-def test_what_the_plan_refuses_would_stop_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     gpus = ["--cluster.device", "gpu", "--trainer.shards", "64"]
     assert command.main(["doctor", "@", QUICKSTART, *gpus, "--json"]) == EXIT_BAD_INPUT
     checks = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
@@ -32,25 +29,15 @@ def test_what_the_plan_refuses_would_stop_a_run(capsys: pytest.CaptureFixture[st
     assert checks["plan"]["fatal"]
 
 
-def test_a_file_may_follow_the_address(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["doctor", "--cluster.address", "127.0.0.1:1", "@", QUICKSTART]) == EXIT_BAD_INPUT
-    assert "no Ray cluster answers" in capsys.readouterr().err
-
-
-def test_people_get_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["doctor"]) in (EXIT_OK, EXIT_BAD_INPUT)
-    out = capsys.readouterr().out
-    assert "this machine" in out
-    assert "/dev/shm" in out
-
-
-def test_missing_nodes_refuse(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_and_clusters_that_are_not_there_refuse(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["doctor", "--nodes", "gpu-1,gpu-2"]) == EXIT_BAD_INPUT
     output = capsys.readouterr()
     assert "gpu-1" in output.out
     assert "gpu-1, gpu-2" in output.err
     assert command.main(["doctor", "--nodes", "3"]) == EXIT_BAD_INPUT
     assert "names or addresses of nodes" in capsys.readouterr().err
+    assert command.main(["doctor", "--cluster.address", "127.0.0.1:1", "@", QUICKSTART]) == EXIT_BAD_INPUT
+    assert "no Ray cluster answers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--nodes", ","], ["--cluster.address"], ["model.name", "--cluster.address", "a:1"]])

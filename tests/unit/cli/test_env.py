@@ -1,4 +1,4 @@
-"""`trireme env try`: typed into a terminal, for each built-in environment, one with a tool, and an agent."""
+"""`trireme env try`: typed into a terminal, for environments of each kind, a server and an agent."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def types(monkeypatch: pytest.MonkeyPatch) -> Types:
 def files(tmp_path: Path) -> Path:
     (tmp_path / "data.jsonl").write_text('{"prompt": "2 + 2 = ", "question": "2 + 2?", "answer": "4"}\n' * 2)
     (tmp_path / "agent.py").write_text(AGENT)
-    (tmp_path / "sevens.py").write_text(TASKSET)
     (tmp_path / "mine.py").write_text("def score(said, answer): return said == answer\ndef none(said): return None\n")
     return tmp_path
 
@@ -69,14 +68,7 @@ TYPED = {
         ["4"],
         "reward 1  parse_error 0  score 1",
     ),
-    "a tool": (
-        ["arithmetic:Arithmetic", "--env.path", "examples/envs"],
-        [call("calculator", '{"expression": "1 + 1"}'), "no number"],
-        "reward 0  parse_error 0  success 0",
-    ),
     "a chat": (["higher_lower:HigherLower", "--env.path", "examples/envs"], ["none"], "reward 0  parse_error 0"),
-    "a generator": (["reasoning_gym:gcd"], ["none"], "reward 0  parse_error 0"),
-    "a taskset": (["verifiers:sevens", "--env.path", "{files}"], ["7"], "reward 1  parse_error 0"),
     "a server": (["{server}"], [call("add", '{"a": 1, "b": 2}'), "none"], "reward 0  parse_error 0  success 0"),
     "a program": (
         [
@@ -95,23 +87,6 @@ TYPED = {
 }
 
 
-TASKSET = """
-import verifiers.v1 as vf
-
-__all__ = ["Sevens"]
-
-
-class Says(vf.Task[vf.TaskData]):
-    @vf.reward
-    async def right(self, trace: vf.Trace) -> float:
-        return float(trace.last_reply == "7")
-
-
-class Sevens(vf.Taskset[Says]):
-    def load(self):
-        for n in range(24):
-            yield Says(vf.TaskData(prompt=f"3 + 4, for the time {n}?"), self.config.task)
-"""
 AGENT = """
 import json, os, sys
 from urllib.request import Request, urlopen
@@ -156,8 +131,6 @@ def test_an_episode_that_is_typed(
 ) -> None:
     words, lines, last = TYPED[name]
     places = {"files": str(files), "python": sys.executable}
-    if name == "a generator":
-        pytest.importorskip("reasoning_gym", reason="`uv sync --extra reasoning-gym` installs it")
     if name == "a server":
         places["server"] = request.getfixturevalue("server")
     words = [word.format(**places) for word in words]
@@ -183,15 +156,12 @@ def test_answers_of_the_environment_and_of_a_file(files: Path, capsys: pytest.Ca
     assert r"'4\n<eos>'" in capsys.readouterr().out
 
 
-def test_what_a_dry_run_refuses_is_refused(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused(files: Path, capsys: pytest.CaptureFixture[str], types: Types) -> None:
     words = ["env", "try", f"reward:{files}/mine.py:none", "--env.args.path", str(files / "data.jsonl")]
     assert main(words) == EXIT_BAD_INPUT
     assert "none of " in (output := capsys.readouterr()).err
     assert "gave the reward 'None'" in output.err
     assert output.out == ""
-
-
-def test_an_episode_that_the_answers_do_not_end(types: Types, capsys: pytest.CaptureFixture[str]) -> None:
     types("5", "\x04")
     assert main(["env", "try", "guess"]) == EXIT_BAD_INPUT
     assert "no answer is left" in capsys.readouterr().err

@@ -41,23 +41,18 @@ def test_of_a_run_the_newest_checkpoint_is_taken_or_the_one_that_is_asked_for(ru
     assert newest.run == run
     assert str(newest).startswith(f"step_000004 of {run} (weights 4:")
     assert str(Subject.of("some/model", None)) == "the model some/model"
+    assert Subject.of(str(BASE_MODEL), None) == Subject(str(BASE_MODEL), WeightIdentity(1, 0, "as-loaded"), None)
 
 
-@pytest.mark.parametrize("part", ["", "inference"])
-def test_a_checkpoint_is_taken_by_its_own_directory(run: Path, part: str) -> None:
-    subject = Subject.of(str(run / "checkpoints" / "step_000002" / part), None)
-    assert (subject.identity.version, subject.run) == (2, run)
-
-
-def test_a_checkpoint_that_was_left_for_another_lineage_has_the_configuration_of_its_run(run: Path) -> None:
+def test_a_checkpoint_is_taken_by_its_own_directory_but_no_damaged_one(run: Path) -> None:
+    """One that was left for another lineage has the configuration of its run too."""
+    directory = run / "checkpoints" / "step_000002"
     parked = run / "branches" / "abc" / "checkpoints" / "step_000002"
     parked.parent.mkdir(parents=True)
-    (run / "checkpoints" / "step_000002").rename(parked)
-    subject = Subject.of(str(parked), None)
-    assert (subject.identity.version, subject.run) == (2, run)
-
-
-def test_a_damaged_checkpoint_is_refused(run: Path) -> None:
+    subjects = [Subject.of(str(directory), None), Subject.of(str(directory / "inference"), None)]
+    directory.rename(parked)
+    subjects.append(Subject.of(str(parked), None))
+    assert [(subject.identity.version, subject.run) for subject in subjects] == [(2, run)] * 3
     weights = next((run / "checkpoints" / "step_000004" / "inference").glob("*.safetensors"))
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
@@ -66,17 +61,9 @@ def test_a_damaged_checkpoint_is_refused(run: Path) -> None:
         Subject.of(str(run / "checkpoints" / "step_000004"), None)
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_base(tmp_path_factory.mktemp("base") / "model")
-
-
-@pytest.fixture
-def store(base: Path, tmp_path: Path) -> CheckpointStore:
-    return make_adapter_run(tmp_path / "run", base)
-
-
-def test_adapters_are_merged_into_their_base_for_the_time_of_the_evaluation(store: CheckpointStore, base: Path) -> None:
+def test_adapters_are_merged_into_their_base_for_the_time_of_the_evaluation(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    store = make_adapter_run(tmp_path / "run", base)
     subject = Subject.of(str(store.root), 2)
     assert subject.model == str(store.checkpoint(2) / "inference")
     assert configured(subject, UNREAD, FLAGS).config.model.name == str(base), (
@@ -92,11 +79,6 @@ def test_adapters_are_merged_into_their_base_for_the_time_of_the_evaluation(stor
             atol=1e-5,
         )
     assert list((store.root / "exports").iterdir()) == []
-
-
-def test_anything_else_is_a_model() -> None:
-    assert Subject.of(str(BASE_MODEL), None) == Subject(str(BASE_MODEL), WeightIdentity(1, 0, "as-loaded"), None)
-    assert Subject.of("some/model", None).model == "some/model"
 
 
 def test_the_configuration_is_that_of_the_run_but_for_the_model_and_what_is_given(run: Path) -> None:
@@ -144,24 +126,16 @@ def test_the_table_has_means_with_their_intervals() -> None:
     assert [line.split() for line in lines] == [["sort", "n", "128"], ["sort", "avg@2", "0.5123", "+-", "0.0300"]]
 
 
-def test_several_steps_are_taken_in_their_order_and_all_of_them(run: Path) -> None:
+def test_steps_are_taken_in_their_order_and_what_is_none_is_refused(run: Path) -> None:
     assert [subject.label for subject in subjects_of(str(run), "4,2,4")] == ["step 4", "step 2"]
     assert [subject.label for subject in subjects_of(str(run), "all")] == ["step 2", "step 4"]
     assert [subject.label for subject in subjects_of(str(run), None)] == ["step 4"]
     assert [subject.label for subject in subjects_of("some/model", None)] == ["some/model"]
-
-
-@pytest.mark.parametrize("steps", ["", "4,", "-1", "newest", "4;2", "1e1"])
-def test_what_is_no_step_is_refused(run: Path, steps: str) -> None:
-    with pytest.raises(BadInput, match="one step such as 40, several such as 20,40,60, or `all`"):
-        subjects_of(str(run), steps)
-
-
-def test_steps_of_what_is_no_run_are_refused(run: Path, tmp_path: Path) -> None:
+    for steps in ("", "4,", "-1", "newest", "4;2", "1e1"):
+        with pytest.raises(BadInput, match="one step such as 40, several such as 20,40,60, or `all`"):
+            subjects_of(str(run), steps)
     with pytest.raises(BadInput, match="--step all for some/model, which has no checkpoint"):
         subjects_of("some/model", "all")
-    with pytest.raises(BadInput, match="--step 4 for some/model"):
-        subjects_of("some/model", "4")
     with pytest.raises(BadInput, match="there are: 2, 4"):
         subjects_of(str(run), "2,3")
 
@@ -259,18 +233,13 @@ def test_results_of_other_options_or_other_weights_are_not_taken(run: Path, monk
     assert rooms.evaluated == [4, 4, 4, 2]
 
 
-def test_the_best_checkpoint_is_kept_and_marked(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_checkpoint_by_a_metric_is_kept(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed = evaluate(Rooms({2: 0.75, 4: 0.5}), monkeypatch, str(run), "--step", "all", "--keep-best", "sort/avg@2")
     assert "0.7500 +- 0.0100 (best)" in printed
     assert "step 2 is the best by eval/sort/avg@2: its run will not delete it" in printed
     store = CheckpointStore(run)
     assert [(store.checkpoint(step) / KEEP).exists() for step in (2, 4)] == [True, False]
     assert store.prune(1, None) == []
-
-
-def test_a_metric_that_is_unknown_is_refused_after_the_first_evaluation(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     rooms = Rooms({2: 0.75, 4: 0.5})
     with pytest.raises(BadInput, match=r"--keep-best reward, .*\n.*one of sort/n, sort/avg@2"):
         evaluate(rooms, monkeypatch, str(run), "--step", "all", "--keep-best", "reward")

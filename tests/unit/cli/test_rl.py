@@ -21,10 +21,8 @@ ROOT = Path(__file__).parents[3]
     ("flags", "message"),
     [
         (["--trainer.sharts", "2"], "did you mean `--trainer.shards`"),
-        (["--orchestrator.batch-size", "15", "--trainer.num-substeps", "4"], "16"),
-        (["--model.name", "./no/such/model"], "./no/such/model"),
-        (["--cluster.device", "gpu", "--trainer.shards", "64"], "GPU"),
         (["--model.max-seq-len", "100000"], "256"),
+        (["--cluster.device", "gpu", "--trainer.shards", "64"], "GPU"),
         (["--inference.engine-args.seed", "3"], "seed"),
     ],
 )

@@ -22,7 +22,7 @@ def test_a_dry_run_shows_trainer_and_replicas(capsys: pytest.CaptureFixture[str]
     assert (service["port"], service["max_body_mb"]) == (8000, 64.0), "the client sends parts of 5 MB and more"
 
 
-def test_adapters_are_served_but_not_of_the_output_matrix(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_is_served(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     lora = ("--trainer.lora.rank", "8")
     assert trireme.main([*FLAGS, *lora, "--dry-run"]) == EXIT_OK
     assert json.loads("{" + capsys.readouterr().out.partition("{")[2])["service"]["models"] == 16
@@ -33,8 +33,5 @@ def test_adapters_are_served_but_not_of_the_output_matrix(capsys: pytest.Capture
     flags = [*FLAGS, *lora, "--model.name", str(untied), "--trainer.lora.train-unembed", "true", "--dry-run"]
     assert trireme.main(flags) == EXIT_BAD_INPUT
     assert "for lm_head and `trireme serve`" in capsys.readouterr().err
-
-
-def test_object_storage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert trireme.main([*FLAGS, "--run.output-dir", "s3://bucket/runs", "--dry-run"]) == EXIT_BAD_INPUT
     assert "run.output_dir = s3://bucket/runs" in capsys.readouterr().err

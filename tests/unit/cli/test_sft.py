@@ -69,6 +69,7 @@ def test_a_dry_run_says_how_long_it_takes(flags: list[str], tmp_path: Path, caps
         (["--orchestrator.batch-size", "2"], "`sft --help` lists all keys"),
         (["--trainer.kl.coef", "0.1"], "a known key"),
         (["--data.train", "none.jsonl"], "none.jsonl, which matches no file"),
+        (["--data.train", "{}/broken.jsonl"], "/broken.jsonl:1: message 1 with role 'narrator'"),
         (["--data.train-on", "everything"], "all_assistant_messages"),
         (["--model.max-seq-len", "2"], "at most 2"),
         (["--model.name", "./no/such/model"], "./no/such/model"),
@@ -76,29 +77,22 @@ def test_a_dry_run_says_how_long_it_takes(flags: list[str], tmp_path: Path, caps
         (["--cluster.device", "gpu", "--trainer.shards", "64"], "which need 64 GPUs"),
     ],
 )
-def test_is_refused(extra: list[str], message: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*flags, *extra]) == EXIT_BAD_INPUT
+def test_is_refused(
+    extra: list[str], message: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.jsonl").write_text('{"messages": [{"role": "narrator", "content": "x"}]}\n')
+    assert main([*flags, *[word.format(tmp_path) for word in extra]]) == EXIT_BAD_INPUT
     assert message in capsys.readouterr().err
-
-
-def test_a_broken_line_is_refused_early(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with (tmp_path / "d.jsonl").open("a") as file:
-        file.write('{"messages": [{"role": "narrator", "content": "x"}]}\n')
-    assert main(flags) == EXIT_BAD_INPUT
-    assert f"{tmp_path}/d.jsonl:6: message 1 with role 'narrator'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_help_lists_its_own_keys(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_resume_are_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     out = capsys.readouterr().out
     assert "usage: sft " in out
     assert "--data.too-long" in out
     assert "--orchestrator" not in out
-
-
-def test_the_command_that_goes_on_is_that_of_the_run(tmp_path: Path) -> None:
     for kind, keys in (("sft", {"data": {}}), ("rl", {"orchestrator": {}})):
         (tmp_path / "config.json").write_text(json.dumps(keys))
         assert command_of(tmp_path) == kind

@@ -45,10 +45,15 @@ def starts(tmp_path: Path) -> list[str]:
 
 
 class TestCommandLine:
-    def test_the_rest_is_that_of_each_run(self) -> None:
+    def test_the_rest_is_that_of_each_run_which_has_a_name_of_its_own(self) -> None:
         options, base = parse(["rl", "@", "f.toml", "--grid", "seed=0,1", "--a.b", "c", "--metric=m", "--jobs", "2"])
         assert base == ["@", "f.toml", "--a.b", "c"]
         assert (options.kind, options.metric, options.jobs, options.window) == ("rl", "m", 2, 1)
+        names = [name_of({"a.rate": rate, "env.args": args}) for rate in "12" for args in ('{"a": 1}', '{"a": 2}')]
+        assert len(set(names)) == 4
+        assert names[0].startswith("a.rate=1,env.args=")
+        assert all("/" not in name and '"' not in name for name in names)
+        assert name_of({"seed": "0"}) == "seed=0"
 
     @pytest.mark.parametrize(
         ("text", "key", "texts"),
@@ -78,13 +83,6 @@ class TestCommandLine:
     def test_bad_options_are_refused(self, arguments: list[str], reason: str) -> None:
         assert reason in refused(lambda: parse(["rl", *arguments]))
 
-    def test_every_combination_has_a_name_of_its_own(self) -> None:
-        names = [name_of({"a.rate": rate, "env.args": args}) for rate in "12" for args in ('{"a": 1}', '{"a": 2}')]
-        assert len(set(names)) == 4
-        assert names[0].startswith("a.rate=1,env.args=")
-        assert all("/" not in name and '"' not in name for name in names)
-        assert name_of({"seed": "0"}) == "seed=0"
-
 
 class TestRunning:
     GRID = ("--grid", "trainer.learning-rate=1,2", "--grid", "seed=0,1")
@@ -104,11 +102,6 @@ class TestRunning:
         drawn = (sweep.root / "plot.svg").read_text()
         assert drawn.count("<use ") >= 4, "a dot for each run"
         assert "reward/total by trainer.learning_rate" in drawn
-
-    def test_finished_runs_are_not_repeated(self, tmp_path: Path) -> None:
-        swept(tmp_path, "--grid", "seed=0,1")
-        assert swept(tmp_path, "--grid", "seed=0,1,2")[0] == EXIT_OK  # a larger grid is the same sweep
-        assert starts(tmp_path) == ["seed=0 new", "seed=1 new", "seed=2 new"]
 
     def test_a_run_that_fails_is_recorded_and_the_others_go_on(self, tmp_path: Path) -> None:
         grid = ("--grid", "trainer.learning-rate=3,1")
@@ -134,7 +127,7 @@ class TestRunning:
         assert message in refused(lambda: swept(tmp_path, *extra))
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_metric_that_no_row_has(self, tmp_path: Path) -> None:
+    def test_why_a_run_has_no_result_is_shown(self, tmp_path: Path) -> None:
         arguments = [*words(tmp_path, "--grid", "seed=0"), "--metric", "reward/totl"]
         sweep = opened(arguments)
         assert run_all(sweep) == EXIT_FAILED
@@ -142,8 +135,14 @@ class TestRunning:
         arguments[-1] = "reward/total"
         assert run_all(opened(arguments)) == EXIT_OK
         assert starts(tmp_path) == ["seed=0 new"], "a finished run is not repeated"
+        sweep.log("seed=0").write_text("a\nerror: given: x\n  expected: y\nlater\n")
+        assert sweep.last_line("seed=0") == "given: x"
+        sweep.log("seed=0").write_text("Traceback\nValueError: z\n\n")
+        assert sweep.last_line("seed=0") == "ValueError: z"
 
-    def test_a_dry_run_plans_and_records_nothing(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_a_dry_run_records_nothing_and_no_run_is_repeated(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
         arguments = ["rl", *words(tmp_path, "--grid", "seed=0,1")]
         assert main([*arguments, "--dry-run"]) == EXIT_OK
         out = capfd.readouterr().out
@@ -152,14 +151,8 @@ class TestRunning:
         assert list(tmp_path.iterdir()) == []
         assert main(arguments) == EXIT_OK
         assert starts(tmp_path) == ["seed=0 new", "seed=1 new"]
-
-    def test_the_last_error_of_a_run_is_shown_or_its_last_line(self, tmp_path: Path) -> None:
-        sweep = opened(words(tmp_path, "--grid", "seed=0"))
-        sweep.write()
-        sweep.log("seed=0").write_text("a\nerror: given: x\n  expected: y\nlater\n")
-        assert sweep.last_line("seed=0") == "given: x"
-        sweep.log("seed=0").write_text("Traceback\nValueError: z\n\n")
-        assert sweep.last_line("seed=0") == "ValueError: z"
+        assert swept(tmp_path, "--grid", "seed=0,1,2")[0] == EXIT_OK  # a larger grid is the same sweep
+        assert starts(tmp_path) == ["seed=0 new", "seed=1 new", "seed=2 new"]
 
 
 def test_a_signal_is_passed_on_and_the_sweep_goes_on_later(tmp_path: Path) -> None:

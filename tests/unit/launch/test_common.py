@@ -13,40 +13,33 @@ from trireme.launch.common import PROGRESS_EVERY_S, StartProgress, prepare_clust
 from trireme.supervision.roster import PartHealth, Roster
 
 
-def test_a_long_start_says_why_it_waits(tmp_path: Path) -> None:
+def test_a_long_start_says_why_it_waits_and_status_how_far_each_part_is(tmp_path: Path) -> None:
+    """A line of a log without its time, level and module; parts that have started stay as they are."""
+    line = "2026-11-22 20:00:01,234 INFO trainer.shard: proving that the model is computed right\n"
     (tmp_path / "trainer_1.log").touch()
+    (tmp_path / "trainer_2.log").write_text(line)
     (tmp_path / "inference_0.log").write_text("INFO [one]\nLoading weights [1/2]\n\n")
+    roster = Roster(lambda: 0.0)
+    for name in ("trainer_0", "trainer_2", "orchestrator_0"):
+        roster.set(name, PartHealth.STARTING)
+    roster.set("inference_0", PartHealth.CATCHING_UP)
     out = io.StringIO()
-    progress = StartProgress(Console(file=out, width=400), tmp_path)
-    names = ["trainer shard 0", "trainer shard 1", "inference replica 0", "Ray to place 3 actors"]
-    progress(names, PROGRESS_EVERY_S - 1)
+    progress = StartProgress(Console(file=out, width=400), tmp_path, roster)
+    names = ["trainer shard 0", "trainer shard 1", "trainer shard 2", "orchestrator", "inference replica 0"]
+    progress([*names, "Ray to place 3 actors"], PROGRESS_EVERY_S - 1)
     assert out.getvalue() == ""
-    progress(names, PROGRESS_EVERY_S)
+    assert {part.name: part.why for part in roster.parts} == {
+        "trainer_0": "its process is starting",
+        "trainer_2": "proving that the model is computed right",
+        "orchestrator_0": "its process is starting",
+        "inference_0": "",
+    }
+    roster.set("trainer_2", PartHealth.HEALTHY)
+    progress([*names[:2], names[4], "Ray to place 3 actors"], PROGRESS_EVERY_S)
     assert out.getvalue() == (
         "waiting for trainer shard 0: its process is starting, trainer shard 1: importing packages, inference replica "
         "0: Loading weights [1/2], Ray to place 3 actors (5 s)\n"
     )
-
-
-def test_status_says_how_far_each_part_is_that_starts(tmp_path: Path) -> None:
-    """A line of a log without its time, level and module; parts that have started stay as they are."""
-    line = "2026-11-22 20:00:01,234 INFO trainer.shard: proving that the model is computed right\n"
-    (tmp_path / "trainer_1.log").write_text(line)
-    (tmp_path / "inference_0.log").write_text(line)
-    roster = Roster(lambda: 0.0)
-    for name in ("trainer_0", "trainer_1", "orchestrator_0"):
-        roster.set(name, PartHealth.STARTING)
-    roster.set("inference_0", PartHealth.CATCHING_UP)
-    progress = StartProgress(Console(file=io.StringIO()), tmp_path, roster)
-    progress(["trainer shard 0", "trainer shard 1", "orchestrator", "inference replica 0", "Ray to place it"], 1.0)
-    assert {part.name: part.why for part in roster.parts} == {
-        "trainer_0": "its process is starting",
-        "trainer_1": "proving that the model is computed right",
-        "orchestrator_0": "its process is starting",
-        "inference_0": "",
-    }
-    roster.set("trainer_1", PartHealth.HEALTHY)
-    progress(["trainer shard 1"], 2.0)
     assert roster.parts[1].why == ""
 
 

@@ -68,9 +68,6 @@ def test_the_trial_file_lies_in_the_nearest_directory_and_leaves_nothing(below: 
     assert list(tmp_path.iterdir()) == []
     with trial_file("") as file:
         assert file == ""
-
-
-def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match=r"run.output_dir = .*/file"), trial_file(str(tmp_path / "file")):
         pass
@@ -101,11 +98,9 @@ class TestBeforeARun:
         doctor.check_nodes(planned, dict.fromkeys(nodes, ()), console)
         return console.file.getvalue()
 
-    def test_the_nodes_of_a_fault_are_named_and_the_run_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_faults_are_refused_and_warnings_shown(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(BadInput, match=rf"given: node {THIRD}: it has no model m\n.*\n.*on {THIRD}: copy it"):
             self.printed(monkeypatch, changed(THIRD, model=None, offline=True), THIRD)
-
-    def test_warnings_are_shown_up_to_a_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
         rates = dict.fromkeys([f"10.0.1.{number}" for number in range(doctor.MAX_WARNINGS + 1)], 1e6)
         *warnings, rest, network = self.printed(monkeypatch, replace(healthy(), rates=rates), THIRD).splitlines()
         prefix = f"warning: node {SECOND}: 8 Mbit/s to"
@@ -113,10 +108,8 @@ class TestBeforeARun:
         assert rest == "warning: 1 more; `trireme doctor` shows them"
         assert network.startswith("3 nodes examined")
 
-    def test_nothing_is_looked_at_on_the_drivers_node_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nodes_without_the_drivers_are_looked_at(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.printed(monkeypatch, healthy(), HEAD) == ""
-
-    def test_of_a_run_in_object_storage_the_local_directory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         place = {"output_dir": "s3://bucket/runs", "local_dir": "/scratch"}
         assert self.printed(monkeypatch, healthy(), SECOND, **place).startswith("3 nodes examined")
 

@@ -71,15 +71,12 @@ def test_a_first_problem_must_be_built(
     assert f"its first problem cannot be built: {message}" in capsys.readouterr().err
 
 
-def test_a_process_that_dies_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_that_dies_or_hangs_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text("import os\nprint('last words', flush=True)\nos._exit(7)\n")
     assert dry_run("--env.id", "mine:Dataset") == EXIT_BAD_INPUT
     assert "ended with code 7: ...last words" in capsys.readouterr().err
-
-
-def test_the_wait_for_a_slow_environment_is_named_and_has_a_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     (tmp_path / "mine.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setattr(rl, "WAIT_LINE_S", 0.05)
     assert dry_run("--env.id", "mine:Dataset", "--timeouts.start-s", "0.1") == EXIT_FAILED

@@ -54,20 +54,19 @@ class World:
         assert not remaining
 
 
-def test_another_attempt_follows_until_the_work_is_done() -> None:
+def test_another_attempt_follows_as_long_as_the_supervisor_allows_it() -> None:
     world = World()
     world.run(RoomFailed("a death"), None)
     assert world.events == ["attempt 1", "after a death", "another attempt", "attempt 2"]
-
-
-def test_it_ends_with_what_the_supervisor_says() -> None:
     world = World()
     with pytest.raises(LimitReached, match="often enough"):
         world.run(*[RoomFailed("a death")] * ENOUGH)
     assert world.attempt == ENOUGH
 
 
-def test_no_attempt_follows_in_a_cluster_whose_services_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_attempt_follows_other_errors_or_lost_services(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It would wait for a place that no node can have."""
     world = World()
 
@@ -77,6 +76,10 @@ def test_no_attempt_follows_in_a_cluster_whose_services_have_ended(monkeypatch: 
     monkeypatch.setattr(run_module, "check_services", check_services)
     with pytest.raises(ServicesLost):
         world.run(RoomFailed("a death"))
+    assert world.events == ["attempt 1"]
+    world = World()
+    with pytest.raises(BadInput):
+        world.run(BadInput("wrong"))
     assert world.events == ["attempt 1"]
 
 
@@ -100,22 +103,13 @@ class TestServices:
         run_module.launch(training, console)
         return begun
 
-    def test_ray_starts_again_and_another_attempt_begins(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_ray_starts_again_up_to_a_limit(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         begun = self.launched(monkeypatch, tmp_path, lost=2, limit=2)
         assert begun == [1, 2, 3]
         incidents = [json.loads(line) for line in (tmp_path / "r" / "incidents.jsonl").open()]
         assert [incident["part"] for incident in incidents] == ["cluster"] * 2
-
-    def test_no_oftener_than_other_parts(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         with pytest.raises(LimitReached, match=r"cluster failed 3 times.*cluster\.max_restarts"):
-            self.launched(monkeypatch, tmp_path, lost=3, limit=2)
-
-
-def test_other_errors_end_the_run() -> None:
-    world = World()
-    with pytest.raises(BadInput):
-        world.run(BadInput("wrong"))
-    assert world.events == ["attempt 1"]
+            self.launched(monkeypatch, tmp_path / "other", lost=3, limit=2)
 
 
 def test_the_file_of_an_attempt_is_its_own(tmp_path: Path) -> None:

@@ -55,12 +55,9 @@ def check(mark: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[li
 Check = Callable[..., tuple[list[str], FarNodes | None]]
 
 
-def test_only_nodes_with_a_writer_are_asked(check: Check) -> None:
+def test_only_nodes_with_a_writer_must_see_the_directory(check: Check, mark: Path) -> None:
     assert check() == (["a", "b"], None)
     assert check("c") == (["a", "b"], None), "a replica needs the model alone"
-
-
-def test_a_node_that_does_not_see_the_directory_is_refused(check: Check, mark: Path) -> None:
     text, root = refused(lambda: check("a", "b")), mark.parents[2]
     blind = f"{root} is not seen by host-a (trainer, orchestrator); host-b (trainer)"
     assert f"run.output_dir = {root.parent}; {blind}" in text
@@ -68,14 +65,11 @@ def test_a_node_that_does_not_see_the_directory_is_refused(check: Check, mark: P
     assert "keep the run in object storage" in text
 
 
-def test_with_object_storage_it_need_not_see_it(check: Check, mark: Path) -> None:
+def test_with_object_storage_a_node_needs_the_directory_or_the_store(check: Check, mark: Path) -> None:
     _, far = check("b", url=URL)
     assert far.nodes == {"b": "host-b (trainer)"}
     assert f"{mark.parents[2]} is not seen by host-b (trainer)" in far.text
     assert check(url=URL)[1] is None
-
-
-def test_a_node_that_sees_neither_the_directory_nor_the_store_is_refused(check: Check) -> None:
     text = refused(lambda: check("b", url=URL, problem="403 Forbidden"))
     assert f"run.output_dir = {URL}, which cannot be read on" in text
     assert "host-b (trainer): 403 Forbidden" in text
@@ -108,13 +102,10 @@ def test_a_node_tries_the_store_and_sweeps_its_disk(mark: Path, monkeypatch: pyt
         look(mark, "attempt 2", URL, 0.0)
 
 
-def test_a_file_with_other_contents_is_not_seen(mark: Path) -> None:
+def test_a_file_is_seen_by_its_contents_also_late(mark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert look(mark, "attempt 1", None, 0.0).sees
     assert not look(mark, "attempt 2", None, 0.0).sees
     assert not look(mark.with_name("none"), "attempt 1", None, 0.0).sees
-
-
-def test_a_file_that_appears_late_is_waited_for(mark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writers, "TICK_S", 0.01)
     later = mark.with_name("later")
     timer = threading.Timer(0.05, lambda: later.write_text("attempt 1"))
