@@ -1,8 +1,6 @@
 """Formats of the package `renderers` behind the project's interface, with small tokenizers that have their tokens."""
 
-import logging
 import sys
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -201,26 +199,19 @@ def test_any_tokens_can_be_parsed_and_extended(tokens: list[int]) -> None:
         assert after[: len(prompt) + len(tokens)] == prompt + tokens
 
 
-def test_auto_takes_the_format_of_the_model_or_that_writes_what_the_template_does() -> None:
+def test_auto_takes_a_format_or_says_why_not(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     for names in (("llama-3", SAYS, "meta-llama/Llama-3.2-1B-Instruct"), ("kimi-k2", TEMPLATE_OF_KIMI)):
         renderer = make_renderer("auto", tokenizer_of(*names))
         assert isinstance(renderer, PackageRenderer)
         assert renderer.name == names[0]
-
-
-def logged(caplog: pytest.LogCaptureFixture) -> Sequence[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-
-
-def test_auto_says_if_it_takes_the_template(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     other = TEMPLATE_OF_KIMI.replace("<|im_middle|>", "\n")
     assert isinstance(make_renderer("auto", tokenizer_of("kimi-k2", other)), ChatTemplateRenderer)
-    assert "the package renderers has no format for" in logged(caplog)[0]
+    assert "the package renderers has no format for" in caplog.text
     caplog.clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == "renderers"]:
         monkeypatch.setitem(sys.modules, name, None)
     assert isinstance(make_renderer("auto", tokenizer_of("kimi-k2", TEMPLATE_OF_KIMI)), ChatTemplateRenderer)
-    assert "uv sync --extra renderers" in logged(caplog)[0]
+    assert "uv sync --extra renderers" in caplog.text
 
 
 def test_what_does_not_suit_is_refused() -> None:

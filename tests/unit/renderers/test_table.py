@@ -192,7 +192,7 @@ def test_a_prompt_that_opens_the_thinking() -> None:
     assert tokenizer.decode(chat.prompts[1]).startswith("[user]q<eos>[assistant]<think>\n</think>\n\n4<eos>[user]and?")
 
 
-def test_a_token_across_the_end_of_thinking_is_not_parted() -> None:
+def test_a_token_across_the_end_of_thinking_or_of_a_message_is_not_parted() -> None:
     """Where one token ends the thinking and begins the answer, nothing can be stripped without tokenising again."""
     tokenizer = characters_and(["k>4"])
     renderer = make_renderer("role_colon", tokenizer)
@@ -200,6 +200,14 @@ def test_a_token_across_the_end_of_thinking_is_not_parted() -> None:
     chat = Chat(renderer)
     chat.hear(tokens, message_of("user", "and?"))
     assert chat.messages[1]["content"] == "42"
+    assert chat.extends == [True]
+    tokenizer = characters_and([".\n\n", ": "])
+    chat = Chat(make_renderer("role_colon", tokenizer))
+    chat.hear(tokenizer.encode("4.\n\nUser:"), message_of("tool", "5"))
+    assert tokenizer.decode(chat.prompts[-1]).startswith("User: q\n\nAssistant:4.\n\n<eos>\n\nTool: 5")
+    chat = Chat(make_renderer("role_colon", tokenizer))
+    chat.hear(tokenizer.encode("4.\n\nUser: "), message_of("user", "5"))
+    assert tokenizer.decode(chat.prompts[-1]) == "User: q\n\nAssistant:4.\n\nUser: 5\n\nAssistant:"
     assert chat.extends == [True]
 
 
@@ -405,17 +413,6 @@ def test_where_another_speaks_next_the_sampled_beginning_is_left_out(seed: int) 
     assert tokenizer.decode(chat.prompts[-1]) == "User: q\n\nAssistant: four<eos>\n\nTool: 5\n\nAssistant:"
 
 
-def test_a_token_that_ends_one_message_and_begins_another_is_not_parted() -> None:
-    tokenizer = characters_and([".\n\n", ": "])
-    chat = Chat(make_renderer("role_colon", tokenizer))
-    chat.hear(tokenizer.encode("4.\n\nUser:"), message_of("tool", "5"))
-    assert tokenizer.decode(chat.prompts[-1]).startswith("User: q\n\nAssistant:4.\n\n<eos>\n\nTool: 5")
-    chat = Chat(make_renderer("role_colon", tokenizer))
-    chat.hear(tokenizer.encode("4.\n\nUser: "), message_of("user", "5"))
-    assert tokenizer.decode(chat.prompts[-1]) == "User: q\n\nAssistant:4.\n\nUser: 5\n\nAssistant:"
-    assert chat.extends == [True]
-
-
 def characters_and(words: list[str]) -> Any:
     tokenizer = type(characters()).from_pretrained(characters().name_or_path)
     tokenizer.add_tokens(words)
@@ -469,13 +466,6 @@ def test_what_is_trained_without_thinking_is_the_answer_and_not_the_empty_block(
         assert tokenizer.decode(tokens[weights == 1]) == trained
 
 
-def test_a_template_without_the_switch_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"renderer\.enable_thinking = false with a chat template that ignores"):
-        make_renderer("auto", bpe(SAYS), enable_thinking=False)
-    with pytest.raises(BadInput, match=r"renderer\.enable_thinking = true with role_colon"):
-        make_renderer("auto", characters(), enable_thinking=True)
-
-
 def test_either_end_stops() -> None:
     tokenizer = bpe(QWEN3)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -515,6 +505,10 @@ def test_what_does_not_suit_is_refused() -> None:
     endless = type(characters()).from_pretrained(characters().name_or_path, eos_token=None)
     with pytest.raises(BadInput, match="no end-of-sequence token"):
         make_renderer("role_colon", endless)
+    with pytest.raises(BadInput, match=r"renderer\.enable_thinking = false with a chat template that ignores"):
+        make_renderer("auto", bpe(SAYS), enable_thinking=False)
+    with pytest.raises(BadInput, match=r"renderer\.enable_thinking = true with role_colon"):
+        make_renderer("auto", characters(), enable_thinking=True)
 
 
 def test_without_a_question_the_last_message_stands_for_it() -> None:
