@@ -56,9 +56,9 @@ def config(deterministic: bool = False, update_s: float = 60.0, **inference: Any
     )
 
 
-def replica(engine_dead: bool = False, kind: type[ReplicaActor] = ReplicaActor) -> ReplicaActor:
+def replica(kind: type[ReplicaActor] = ReplicaActor) -> ReplicaActor:
     double = kind(config(), 0, None)
-    double.engine = SimpleNamespace(errored=engine_dead)
+    double.engine = SimpleNamespace(errored=False)
     double.engine_stats = EngineStats(None)
     return double
 
@@ -90,35 +90,26 @@ class Stalling(ReplicaActor):
         self.kills += 1
 
 
-def test_an_engine_without_progress_is_found_before_the_deadline_of_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_without_progress_is_found_before_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("inference.actor.HEALTH_TICK_S", 0.01)
     monkeypatch.setattr("inference.stalls.QUIET_S", 0.05)
-    stalling = replica(kind=Stalling)
+    stalling = replica(Stalling)
     call = partial(stalling._guarded, "update step 'take'", timeout_s=3600, usual=LearnedDeadline(0.3))
-    with pytest.raises(
-        RoomFailed, match=r"no progress of its engine for 0 s, which has not answered update step 'take'"
-    ):
+    message = "no progress of its engine for 0 s, which has not answered update step 'take'"
+    with pytest.raises(RoomFailed, match=message):
         asyncio.run(call(asyncio.sleep(3600)))
     assert stalling.kills == 1
     monkeypatch.setattr(Stalling, "share", 1.0)
     asyncio.run(call(asyncio.sleep(0.6, "taken")))
     assert stalling.kills == 1
-
-
-def test_a_slow_fetch_is_not_the_engines_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.actor.HEALTH_TICK_S", 0.01)
-    monkeypatch.setattr("inference.stalls.QUIET_S", 0.05)
-    stalling = replica(kind=Stalling)
+    monkeypatch.setattr(Stalling, "share", 0.0)
     stalling.call_deadline = LearnedDeadline(0.1)
     step = partial(stalling._step, deadline=time.monotonic() + 60.0)
     asyncio.run(step(FETCH, asyncio.sleep(0.4)))
     with pytest.raises(RoomFailed, match="no progress"):
         asyncio.run(step("take", asyncio.sleep(0.4)))
-
-
-def test_a_dead_engine_is_seen_while_waiting() -> None:
-    with pytest.raises(RoomFailed, match="its engine process died"):
-        asyncio.run(replica(engine_dead=True)._guarded("anything", asyncio.sleep(3600), 3600))
 
 
 def test_an_engine_that_stands_still_is_killed_and_its_actor_lives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +138,7 @@ def test_an_engine_that_stands_still_is_killed_and_its_actor_lives(monkeypatch: 
         asyncio.run(silent())
 
 
-def test_a_broken_replica_refuses_every_request_with_the_reason() -> None:
+def test_a_broken_replica_and_one_without_weights_refuse_every_request() -> None:
     broken = replica()
     broken.broken = WeightsRefused("tensor w arrived corrupted")
     answers, failure = asyncio.run(exchanged(broken, requests_of("a", "b")))
@@ -156,9 +147,6 @@ def test_a_broken_replica_refuses_every_request_with_the_reason() -> None:
     for verb in (broken.heartbeat, broken.stats, partial(broken.progress, {})):
         with pytest.raises(WeightsRefused, match="tensor w"):
             asyncio.run(verb())
-
-
-def test_sampling_before_any_weights_is_refused() -> None:
     submitted = SampleRequest("a", (1,), SamplingParams(max_tokens=1), "a")
     with pytest.raises(RoomFailed, match="before any weights were published"):
         raise asyncio.run(outcomes(replica(), [submitted]))[0]
@@ -167,7 +155,7 @@ def test_sampling_before_any_weights_is_refused() -> None:
 class TestPredecessor:
     """Whose memory its successor waits for."""
 
-    def test_it_has_ended_as_soon_as_only_its_number_is_left(self) -> None:
+    def test_it_has_ended_as_soon_as_only_its_number_is_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as engine:
 
             async def kill_and_wait() -> bool:
@@ -180,10 +168,8 @@ class TestPredecessor:
 
             assert asyncio.run(kill_and_wait())
         assert asyncio.run(replica_module._has_ended(engine.pid))
-
-    def test_one_that_does_not_end_is_waited_for_no_longer_than_that(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(replica_module, "GONE_S", 0.05)
-        assert not asyncio.run(replica_module._has_ended(os.getpid()))
+        assert not asyncio.run(replica_module._has_ended(os.getpid())), "it is waited for no longer than that"
 
     def test_a_zombie_of_which_threads_still_run_has_its_memory(self) -> None:
         code = (
@@ -701,14 +687,6 @@ async def test_weights_that_cannot_be_fetched_change_nothing() -> None:
     assert (await updating.load_weights(published(version=2))).identity.version == 2
 
 
-async def test_bytes_that_the_engine_refuses_are_not_loaded() -> None:
-    updating = UpdatingReplica("recompute_kv")
-    updating.refusals = [None, None, "tensor w arrived corrupted"]
-    with pytest.raises(WeightsRefused, match="inference replica 0: tensor w arrived corrupted"):
-        await updating.load_weights(published(version=1))
-    assert updating.engine.calls == ["receive_weights", *["checked"] * 3], "no rank has loaded anything"
-
-
 @pytest.mark.parametrize("second", ["", "tensor w is corrupted again"])
 async def test_a_version_comes_whole_once_its_changes_are_refused(second: str) -> None:
     updating = UpdatingReplica("recompute_kv")
@@ -720,8 +698,9 @@ async def test_a_version_comes_whole_once_its_changes_are_refused(second: str) -
     first = await updating.load_weights(versions[0])
     update = asyncio.create_task(updating.load_weights(versions[1]))
     if second:
-        with pytest.raises(WeightsRefused, match="corrupted again"):
+        with pytest.raises(WeightsRefused, match="inference replica 0: tensor w is corrupted again"):
             await update
+        assert updating.engine.calls.count("take_weights") == 1, "no rank has loaded anything of it"
         return
     reports = [first, await update, await updating.load_weights(versions[2])]
     assert [report.refused for report in reports] == [False, True, False]
@@ -833,7 +812,7 @@ async def test_a_sleeping_replica_samples_again_under_proved_weights_alone(
     await outcomes(updating, requests_of("c"))
 
 
-async def test_an_engine_that_does_not_fall_asleep_breaks_its_replica() -> None:
+async def test_a_canary_or_a_sleep_that_never_comes_breaks_the_replica() -> None:
     updating = UpdatingReplica("recompute_kv", update_s=0.1)
     updating.engine.pause_scheduler_async = lambda **_: asyncio.sleep(3600)
     sampling = await begun(updating, "a")
@@ -842,6 +821,12 @@ async def test_an_engine_that_does_not_fall_asleep_breaks_its_replica() -> None:
     for verb in (sampling, updating.heartbeat()):
         with pytest.raises(RoomFailed, match="no answer for update step 'pause'"):
             await verb
+    updating = UpdatingReplica("recompute_kv", update_s=0.5)
+    updating.canary_done.clear()
+    with pytest.raises(RoomFailed, match="inference replica 0: no answer for update step 'canary' within 0 s"):
+        await updating.load_weights(published(version=1))
+    with pytest.raises(RoomFailed, match="canary"):
+        await outcomes(updating, requests_of("later"))
 
 
 async def test_requests_that_were_only_queued_are_not_prefilled_again() -> None:
@@ -856,9 +841,7 @@ async def test_requests_that_were_only_queued_are_not_prefilled_again() -> None:
 
 async def test_drain_finishes_what_is_in_flight_and_lets_new_requests_wait() -> None:
     updating = UpdatingReplica("drain")
-    updating.engine.going.clear()
-    sampling = asyncio.create_task(outcomes(updating, requests_of("a")))
-    await turns()
+    sampling = await begun(updating, "a")
     update = asyncio.create_task(updating.load_weights(published(version=1)))
     await received(updating)
     new = asyncio.create_task(outcomes(updating, requests_of("new")))
@@ -873,9 +856,7 @@ async def test_drain_finishes_what_is_in_flight_and_lets_new_requests_wait() -> 
 
 async def test_a_drain_that_takes_too_long_says_who_is_waited_for() -> None:
     updating = UpdatingReplica("drain", update_s=0.5)
-    updating.engine.going.clear()
-    sampling = asyncio.create_task(outcomes(updating, requests_of("slow one", "slow two")))
-    await turns()
+    sampling = await begun(updating, "slow one", "slow two")
     expected = (
         r"inference replica 0 could not take version 1 within 0.5 s. Requests still in flight: 2 "
         r"\(slow one, slow two\). Raise timeouts.update_s, .* inference.on_update = recompute_kv"
@@ -888,10 +869,8 @@ async def test_a_drain_that_takes_too_long_says_who_is_waited_for() -> None:
 
 async def test_no_answer_leaves_before_the_weights_are_proved() -> None:
     updating = UpdatingReplica("recompute_kv")
-    updating.engine.going.clear()
     updating.canary_done.clear()
-    sampling = asyncio.create_task(outcomes(updating, requests_of("in flight")))
-    await turns()
+    sampling = await begun(updating, "in flight")
     update = asyncio.create_task(updating.load_weights(published(version=1)))
     await updating.engine.going.wait()
     later = asyncio.create_task(outcomes(updating, requests_of("later")))
@@ -907,9 +886,7 @@ async def test_no_answer_leaves_before_the_weights_are_proved() -> None:
 async def test_what_was_sampled_under_refused_weights_is_given_up() -> None:
     updating = UpdatingReplica("recompute_kv")
     updating.canary = -2.0
-    updating.engine.going.clear()
-    sampling = asyncio.create_task(outcomes(updating, requests_of("in flight")))
-    await turns()
+    sampling = await begun(updating, "in flight")
     with pytest.raises(WeightsRefused, match="inference replica 0: canary of version 1"):
         await updating.load_weights(published(version=1))
     with pytest.raises(WeightsRefused, match="inference replica 0: canary of version 1"):
@@ -921,9 +898,8 @@ async def test_decode_steps_that_disagree_with_a_prefill_break_the_replica() -> 
     """The prefills agree with the trainer."""
     updating = UpdatingReplica("recompute_kv")
     updating.decoded = (-1.0, -1.0, -1.0, -1.0, -1.1)
-    with pytest.raises(
-        WeightsRefused, match="inference replica 0: canary of version 1: logprobs of 4 tokens in decode"
-    ):
+    message = "inference replica 0: canary of version 1: logprobs of 4 tokens in decode"
+    with pytest.raises(WeightsRefused, match=message):
         await updating.load_weights(published(version=1))
     with pytest.raises(WeightsRefused, match="decode steps"):
         await outcomes(updating, requests_of("later"))
@@ -937,15 +913,6 @@ async def test_an_engine_without_captured_graphs_proves_its_decode_steps_twice(c
         await updating.load_weights(published(version))
     calls = updating.engine.calls
     assert (calls.count("canary"), calls.count(f"prefill of {SAMPLED}")) == (4, proofs)
-
-
-async def test_a_canary_that_never_comes_breaks_the_replica() -> None:
-    updating = UpdatingReplica("recompute_kv", update_s=0.5)
-    updating.canary_done.clear()
-    with pytest.raises(RoomFailed, match="inference replica 0: no answer for update step 'canary' within 0 s"):
-        await updating.load_weights(published(version=1))
-    with pytest.raises(RoomFailed, match="canary"):
-        await outcomes(updating, requests_of("later"))
 
 
 def test_answers_can_be_made_wrong_in_each_way_that_a_test_may_name() -> None:

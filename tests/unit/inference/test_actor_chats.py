@@ -1,6 +1,6 @@
 """vLLM's scheduler takes the run's requests before chats, and chats do not wait for ever."""
 
-from collections.abc import Callable
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from orchestrator_fakes import small_config
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -25,8 +26,8 @@ PLACES, BLOCK, BLOCKS = 4, 16, 64
 NOW = 1000.0
 
 
-@pytest.fixture(scope="module")
-def scheduler_of() -> Callable[[], CoalescingScheduler]:
+@cache
+def config_of_engine() -> VllmConfig:
     arguments = AsyncEngineArgs(
         model="./assets/sort-base",
         dtype="float32",
@@ -40,15 +41,14 @@ def scheduler_of() -> Callable[[], CoalescingScheduler]:
     )
     config = arguments.create_engine_config()
     config.cache_config.num_gpu_blocks = BLOCKS
+    return config
+
+
+def new_scheduler() -> CoalescingScheduler:
+    config = config_of_engine()
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-
-    def make() -> CoalescingScheduler:
-        cache = KVCacheConfig(
-            num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
-        )
-        return CoalescingScheduler(config, cache, StructuredOutputManager(config), block_size=BLOCK, log_stats=True)
-
-    return make
+    blocks = KVCacheConfig(BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    return CoalescingScheduler(config, blocks, StructuredOutputManager(config), block_size=BLOCK, log_stats=True)
 
 
 def add(scheduler: CoalescingScheduler, name: str, arrival: float, max_tokens: int = 100, priority: int = 0) -> None:
@@ -79,17 +79,17 @@ def step(scheduler: CoalescingScheduler) -> set[str]:
     return set(names)
 
 
-def test_the_runs_requests_get_free_places_before_chats(scheduler_of: Callable[[], CoalescingScheduler]) -> None:
-    scheduler = scheduler_of()
+def test_the_runs_requests_get_free_places_before_chats() -> None:
+    scheduler = new_scheduler()
     add(scheduler, "chat", NOW + CHATS_LATER_S)
     for number in range(PLACES):
         add(scheduler, f"run {number}", NOW + number)
     assert step(scheduler) == {f"run {number}" for number in range(PLACES)}
 
 
-def test_a_canary_does_not_wait_for_a_place(scheduler_of: Callable[[], CoalescingScheduler]) -> None:
+def test_a_canary_does_not_wait_for_a_place() -> None:
     """Neither the canary nor the prefill after it, which enters when others have waited for the canary's place."""
-    scheduler = scheduler_of()
+    scheduler = new_scheduler()
     for number in range(2 * PLACES):
         add(scheduler, f"run {number}", NOW + number)
     first = {f"run {number}" for number in range(PLACES)}

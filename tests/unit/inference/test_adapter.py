@@ -26,22 +26,14 @@ class Manager:
         del self.adapters[number]
 
 
-@pytest.fixture
-def manager() -> Manager:
-    return Manager()
-
-
-@pytest.fixture
-def runner(manager: Manager) -> Any:
-    return SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
-
-
 def tensors(layer: str = LAYER) -> dict[str, torch.Tensor]:
     return {f"{layer}.lora_A.weight": torch.ones(4, 6), f"{layer}.lora_B.weight": torch.ones(8, 4)}
 
 
-def test_an_adapter_is_scaled_and_a_copy_under_its_own_number(runner: Any, manager: Manager) -> None:
-    """What arrived is in memory that is mapped, and given back."""
+def test_an_adapter_is_scaled_and_a_copy_under_its_own_number() -> None:
+    """What arrived is in memory that is mapped, and given back. One of the output matrix is refused."""
+    manager = Manager()
+    runner: Any = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
     arrived = tensors()
     add_adapter(runner, 2, arrived, Adapter("d", 4, 8.0))
     for tensor in arrived.values():
@@ -52,10 +44,6 @@ def test_an_adapter_is_scaled_and_a_copy_under_its_own_number(runner: Any, manag
     assert lora.lora_b.unique().tolist() == [2.0]
     assert request_of("a", 2).lora_int_id != POLICY.lora_int_id
     drop_adapter(runner, 2)
-    assert manager.adapters == {}
-
-
-def test_one_of_the_output_matrix_is_refused(runner: Any, manager: Manager) -> None:
     with pytest.raises(WeightsRefused, match=r"tensors of lm_head.*one lm_head for all requests"):
         add_adapter(runner, 2, tensors("base_model.model.lm_head"), Adapter("d", 4, 8.0))
     assert manager.adapters == {}

@@ -85,7 +85,7 @@ async def sampled(line: BatchingClient, *requests: SampleRequest) -> list[Any]:
     return [by_place[place] for place in sorted(by_place)]
 
 
-async def test_one_request_is_one_call() -> None:
+async def test_one_request_is_one_call_and_learns_if_it_cannot_be_made() -> None:
     replica = Replica()
     line = replica.line()
     for name in "ab":
@@ -93,6 +93,10 @@ async def test_one_request_is_one_call() -> None:
         assert got.tokens.tolist() == [3]
     assert replica.messages == [["a"], ["b"]]
     assert asyncio.get_running_loop().time() == pytest.approx(2.0), "neither side waits for others"
+    impossible = request("impossible")
+    object.__setattr__(impossible, "prompt", lambda: None)
+    with pytest.raises(RoomFailed, match=r"replica, sampling: .* pickle"):
+        await sampled(line, impossible)
 
 
 async def test_answers_that_end_close_together_travel_together_while_many_are_in_flight() -> None:
@@ -209,14 +213,6 @@ async def test_requests_that_have_not_left_yet_can_be_withdrawn() -> None:
     assert a is NOTHING
     assert b.tokens.tolist() == [3]
     assert not any("a" in message for message in replica.messages)
-
-
-async def test_requests_learn_of_a_message_that_cannot_be_made() -> None:
-    impossible = request("impossible")
-    object.__setattr__(impossible, "prompt", lambda: None)
-    line = Replica().line()
-    with pytest.raises(RoomFailed, match=r"replica, sampling: .* pickle"):
-        await sampled(line, impossible)
 
 
 @settings(deadline=None)

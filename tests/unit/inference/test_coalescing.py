@@ -180,23 +180,19 @@ def step(scheduler: CoalescingScheduler, *outputs: EngineCoreOutput) -> dict[str
 
 
 class TestCoalescing:
-    def test_tokens_wait_for_others_but_not_for_long(self, scheduler: CoalescingScheduler, clock: ManualClock) -> None:
+    def test_tokens_wait_but_not_for_long(self, scheduler: CoalescingScheduler, clock: ManualClock) -> None:
         assert step(scheduler, output("a", [1]), output("b", [11])) is None
         clock.now += HOLD_S / 2
         assert step(scheduler, output("a", [2]), output("b", [12])) is None
         clock.now += HOLD_S
         assert step(scheduler, output("a", [3])) == {"a": [1, 2, 3], "b": [11, 12]}
         assert step(scheduler, output("a", [4])) is None
-
-    def test_what_an_aborted_request_held_is_sent(self, scheduler: CoalescingScheduler, clock: ManualClock) -> None:
-        step(scheduler, output("a", [1]), output("b", [11]))
+        step(scheduler, output("b", [13]))
         del scheduler.requests["a"]
         clock.now += 2 * HOLD_S
-        assert step(scheduler) == {"a": [1], "b": [11]}
+        assert step(scheduler) == {"a": [4], "b": [13]}, "also what an aborted request held"
 
-    def test_an_end_waits_for_others_while_the_engine_has_many_requests(
-        self, scheduler: CoalescingScheduler, clock: ManualClock
-    ) -> None:
+    def test_an_end_waits_only_among_many_requests(self, scheduler: CoalescingScheduler, clock: ManualClock) -> None:
         others = {f"other {number}": scheduler.requests["b"] for number in range(FEW)}
         scheduler.requests |= others
         step(scheduler, output("a", [1]))
@@ -206,8 +202,8 @@ class TestCoalescing:
         clock.now += END_SHARE * HOLD_S / 2
         assert step(scheduler) == {"a": [1, 2]}
         assert not scheduler.has_requests()
-
-    def test_an_end_does_not_wait_while_the_engine_has_few_requests(self, scheduler: CoalescingScheduler) -> None:
+        for name in others:
+            del scheduler.requests[name]
         step(scheduler, output("a", [1]))
         assert step(scheduler, output("a", [2], finish_reason=FinishReason.STOP)) == {"a": [1, 2]}
 
@@ -222,8 +218,7 @@ class TestCoalescing:
         assert scheduler.has_requests()
         assert step(scheduler) == {"a": [1]}
         assert not scheduler.has_requests()
-
-    def test_the_last_step_before_a_pause_sends_all(self, scheduler: CoalescingScheduler) -> None:
+        scheduler.set_pause_state(PauseState.UNPAUSED)
         step(scheduler, output("a", [1]))
         scheduler.set_pause_state(PauseState.PAUSED_ALL)  # while a step runs
         assert step(scheduler, output("a", [2])) == {"a": [1, 2]}
@@ -231,15 +226,12 @@ class TestCoalescing:
 
 
 @pytest.mark.parametrize(("is_async", "ours"), [(False, CoalescingScheduler), (True, CoalescingAsyncScheduler)])
-def test_the_scheduler_is_the_one_that_vllm_would_choose(is_async: bool, ours: type[CoalescingScheduler]) -> None:
+def test_the_scheduler_is_vllms_choice_or_the_users(is_async: bool, ours: type[CoalescingScheduler]) -> None:
     config = SchedulerConfig.default_factory(async_scheduling=is_async)
     theirs = config.get_scheduler_cls()
     coalesce_outputs(config)
     assert config.get_scheduler_cls() is ours
     assert issubclass(ours, theirs)
-
-
-def test_a_scheduler_of_the_users_stays() -> None:
     config = SchedulerConfig.default_factory(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
     coalesce_outputs(config)
-    assert config.get_scheduler_cls() is Scheduler
+    assert config.get_scheduler_cls() is Scheduler, "of the user's"

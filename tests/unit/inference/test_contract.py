@@ -53,17 +53,14 @@ def imported(tree: ast.AST) -> set[str]:
     return {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
 
 
-def test_the_runner_is_each_that_vllm_may_take() -> None:
-    """`inference.adapter.ModelRunner` is their union, and mypy checks each use against all."""
+def test_the_worker_on_gpus_has_each_runner_and_takes_our_extension() -> None:
     taken = imported(function(parsed(WORKER), "_make_model_runner"))
     encoder = "vllm.v1.worker.mm_encoder_model_runner.MMEncoderModelRunner"  # samples no tokens
+    # `inference.adapter.ModelRunner` is the union of all runners, and mypy checks each use against all.
     ours = imported(ast.parse((SOURCE / "adapter.py").read_text()))
     assert {name for name in ours if "model_runner" in name} == taken - {encoder}
     assert f"{WORKER}.Worker" in ast.unparse(parsed("vllm.platforms.cuda"))
-
-
-def test_the_worker_on_gpus_takes_our_extension() -> None:
-    """vLLM refuses one with a name that its worker has, and gives it the worker's other attributes."""
+    # vLLM refuses an extension with a name that its worker has, and gives it the worker's other attributes.
     theirs = [node for module in (WORKER, "vllm.v1.worker.worker_base") for node in ast.walk(parsed(module))]
     names = {node.name for node in theirs if isinstance(node, ast.FunctionDef)}
     names |= {ast.unparse(node) for node in theirs if isinstance(node, ast.Attribute)}
@@ -123,7 +120,7 @@ def test_after_a_load_experts_on_cuda_are_changed_in_their_own_memory_only() -> 
     assert ["self._init_moe_kernel(layer)" in ast.unparse(node) for node in first] == [True]
 
 
-def test_the_engine_has_each_argument_that_is_set_by_name() -> None:
+def test_what_is_set_by_name_in_the_engines_arguments_and_environment_is_read() -> None:
     definition = function(ast.parse((SOURCE / "engine.py").read_text()), "engine_args")
     looked_up = [node.value for node in ast.walk(definition) if isinstance(node, ast.Attribute)]
     tables = [node for node in ast.walk(definition) if isinstance(node, ast.Dict) and node not in looked_up]
@@ -136,19 +133,16 @@ def test_the_engine_has_each_argument_that_is_set_by_name() -> None:
     names = {key.value for key in keys if isinstance(key, ast.Constant)}
     assert {"worker_extension_cls", "gpu_memory_utilization"} <= names
     assert names - {field.name for field in dataclasses.fields(AsyncEngineArgs)} == set()
-
-
-def test_vllm_reads_each_variable_of_its_environment_that_is_set() -> None:
     text = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
-    names = set(re.findall(r'"(VLLM_\w+)"', text))
+    environ = set(re.findall(r'"(VLLM_\w+)"', text))
     (variables,) = (
         node.value
         for node in parsed("vllm.envs").body
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "environment_variables"
     )
     assert isinstance(variables, ast.Dict)
-    assert "VLLM_ENABLE_V1_MULTIPROCESSING" in names
-    assert names - {ast.literal_eval(key) for key in variables.keys if key} == set()
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" in environ
+    assert environ - {ast.literal_eval(key) for key in variables.keys if key} == set()
 
 
 def test_a_paused_engine_gives_back_the_memory_of_its_kv_cache_and_keeps_its_requests() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -36,11 +37,11 @@ from trireme.plan.rl import QUEUE_BYTES
 VLLM = Path(vllm.__file__).parent
 
 
-@pytest.mark.parametrize("token", [-1, 64, 2**31 - 1])
-def test_a_token_that_the_model_does_not_have_is_refused(token: int) -> None:
+def test_a_token_that_the_model_does_not_have_is_refused() -> None:
     check_tokens(np.asarray([0, 63], np.int32), 64)
-    with pytest.raises(ValueError, match=f"the token {token}; expected tokens of the vocabulary, below 64"):
-        check_tokens(np.asarray([5, token], np.int32), 64)
+    for token in (-1, 64, 2**31 - 1):
+        with pytest.raises(ValueError, match=f"the token {token}; expected tokens of the vocabulary, below 64"):
+            check_tokens(np.asarray([5, token], np.int32), 64)
 
 
 def config(deterministic: bool = False, **inference: Any) -> Config:
@@ -54,13 +55,6 @@ def test_a_replica_that_is_to_compute_on_a_gpu_computes_nowhere_else(monkeypatch
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(BadInput, match=r"in inference replica 0 on .*CUDA_VISIBLE_DEVICES is '3'; torch\.cuda says"):
         engine.start_engine(small(cluster={"device": "gpu"}), "inference replica 0")
-
-
-def test_the_prefix_cache_is_off_in_deterministic_mode_and_stays_off() -> None:
-    assert engine_args(config(deterministic=True), on_cpu=True)["enable_prefix_caching"] is False
-    assert "enable_prefix_caching" not in engine_args(config(), on_cpu=True)
-    with pytest.raises(BadInput, match="enable_prefix_caching"):
-        engine_args(config(deterministic=True, engine_args={"enable_prefix_caching": True}), on_cpu=True)
 
 
 def test_each_start_of_an_engine_draws_numbers_of_its_own_but_in_deterministic_mode() -> None:
@@ -79,6 +73,15 @@ def test_a_kv_cache_on_a_gpu_is_measured_unless_it_is_given() -> None:
     assert "kv_cache_memory_bytes" not in measured
     assert fixed["kv_cache_memory_bytes"] == 3 * 2**29
     assert measured["gpu_memory_utilization"] == fixed["gpu_memory_utilization"], "vLLM checks at first that it is free"
+    # In the worker that CUDA selects, vLLM returns before it profiles memory, which the trainer may be taking.
+    worker = ast.parse((VLLM / "v1" / "worker" / "gpu_worker.py").read_text())
+    defined = [node for node in ast.walk(worker) if isinstance(node, ast.FunctionDef)]
+    (measuring,) = (node for node in defined if node.name == "determine_available_memory")
+    text = ast.unparse(measuring)
+    position = text.index("if (kv_cache_memory_bytes := self.cache_config.kv_cache_memory_bytes):")
+    assert text.index("return reserve_mm_ipc_gpu_memory(kv_cache_memory_bytes", position) < text.index(
+        "memory_profiling("
+    )
 
 
 @pytest.mark.parametrize(("trainer", "leave"), [({}, True), ({"lora": {"rank": 8}}, False)])
@@ -91,22 +94,13 @@ def test_cuda_graphs_leave_with_the_weights_where_rooms_take_turns(trainer: dict
     assert not sleeps & engine_args(small(placement="colocated", **options), on_cpu=True).keys()
 
 
-def test_with_a_given_cache_vllm_measures_nothing() -> None:
-    """In the worker that CUDA selects, which was not run on a GPU: it returns before it profiles memory, of which the
-    trainer may be taking some at the time."""
-    worker = ast.parse((VLLM / "v1" / "worker" / "gpu_worker.py").read_text())
-    defined = [node for node in ast.walk(worker) if isinstance(node, ast.FunctionDef)]
-    (measuring,) = (node for node in defined if node.name == "determine_available_memory")
-    text = ast.unparse(measuring)
-    position = text.index("if (kv_cache_memory_bytes := self.cache_config.kv_cache_memory_bytes):")
-    assert text.index("return reserve_mm_ipc_gpu_memory(kv_cache_memory_bytes", position) < text.index(
-        "memory_profiling("
-    )
-
-
 def test_engine_args_must_not_undo_what_the_replica_decides() -> None:
     with pytest.raises(BadInput, match="enable_chunked_prefill, logprobs_mode"):
         engine_args(config(engine_args={"logprobs_mode": "raw_logprobs", "enable_chunked_prefill": True}), on_cpu=True)
+    assert engine_args(config(deterministic=True), on_cpu=True)["enable_prefix_caching"] is False
+    assert "enable_prefix_caching" not in engine_args(config(), on_cpu=True)
+    with pytest.raises(BadInput, match="enable_prefix_caching"):
+        engine_args(config(deterministic=True, engine_args={"enable_prefix_caching": True}), on_cpu=True)
 
 
 def test_both_rooms_compute_logits_in_the_same_dtype() -> None:
@@ -126,41 +120,33 @@ def test_vllm_still_does_not_ask_for_the_tiles_that_its_attention_uses() -> None
     assert not [path for path in (uses, *starts) if "_init_amx" in path.read_text()]
 
 
-@pytest.mark.parametrize(
-    ("name", "gib", "sequences", "tokens"), [("NVIDIA H200", 140, 1024, 8192), ("NVIDIA L40S", 45, 256, 2048)]
-)
-def test_on_gpus_vllm_decides_as_for_its_server(
-    monkeypatch: pytest.MonkeyPatch, name: str, gib: int, sequences: int, tokens: int
-) -> None:
+def test_on_gpus_vllm_decides_as_for_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not run on a GPU: vLLM's own table is asked for one that is made up."""
-    arguments_of_vllm: dict[str, Any] = {}
+    created: dict[str, Any] = {}
 
     def arguments(**options: Any) -> SimpleNamespace:
-        def create_engine_config(usage_context: UsageContext) -> SimpleNamespace:
-            arguments_of_vllm.update(arguments=options, usage_context=usage_context)
+        def create_engine_config(context: UsageContext) -> SimpleNamespace:
+            created.update(arguments=options, context=context)
             return SimpleNamespace(scheduler_config=SchedulerConfig.default_factory())
 
         return SimpleNamespace(create_engine_config=create_engine_config, disable_log_stats=True)
 
-    monkeypatch.setattr(engine, "find_device", lambda config, process: "gpu")
-    monkeypatch.setattr(engine, "import_engine", lambda on_cpu: None)
-    monkeypatch.setattr(engine, "prepare_start", lambda on_cpu, ranks: None)
+    monkeypatch.setattr(engine, "find_device", lambda *_: "gpu")
+    monkeypatch.setattr(engine, "import_engine", lambda **_: None)
+    monkeypatch.setattr(engine, "prepare_start", lambda *_: None)
     monkeypatch.setattr(arg_utils, "AsyncEngineArgs", arguments)
     monkeypatch.setattr(AsyncLLM, "from_vllm_config", lambda _config, **_options: None)
     engine.start_engine(config(), "a test")
-    assert arguments_of_vllm["arguments"]["max_num_seqs"] is None
-    assert "max_num_batched_tokens" not in arguments_of_vllm["arguments"]
-    gpu = SimpleNamespace(
-        get_device_total_memory=lambda: gib * 2**30,
-        get_device_name=lambda: name,
-        is_tpu=lambda: False,
-        is_cpu=lambda: False,
-    )
-    monkeypatch.setattr(arg_utils, "current_platform", gpu)
-    by_context = arg_utils.EngineArgs.get_batch_defaults(1)
-    assert [defaults[arguments_of_vllm["usage_context"]] for defaults in by_context] == [tokens, sequences]
+    assert created["arguments"]["max_num_seqs"] is None
+    assert "max_num_batched_tokens" not in created["arguments"]
+    for name, gib, defaults in (("NVIDIA H200", 140, [8192, 1024]), ("NVIDIA L40S", 45, [2048, 256])):
+        gpu = Mock(**{"is_tpu.return_value": False, "is_cpu.return_value": False})
+        gpu.get_device_total_memory.return_value = gib * 2**30
+        gpu.get_device_name.return_value = name
+        monkeypatch.setattr(arg_utils, "current_platform", gpu)
+        assert [table[created["context"]] for table in arg_utils.EngineArgs.get_batch_defaults(1)] == defaults
     engine.start_engine(config(max_num_seqs=8), "a test")
-    assert arguments_of_vllm["arguments"]["max_num_seqs"] == 8 + RESERVED
+    assert created["arguments"]["max_num_seqs"] == 8 + RESERVED
 
 
 def test_ranks_are_processes_of_vllms_own_and_share_the_kv_cache_of_a_replica() -> None:
@@ -219,7 +205,7 @@ def final_output(num_tokens: int, *edges: tuple[int, int], prompt_logprobs: Any 
     return SimpleNamespace(outputs=[completion], prompt_logprobs=prompt_logprobs)
 
 
-def test_logprobs_are_those_of_the_sampled_tokens() -> None:
+def test_logprobs_are_those_of_the_sampled_tokens_and_spans_cover_every_token() -> None:
     """vLLM keeps them in flat lists: no object for each token."""
     request, output = SampleRequest("r", (5,), SamplingParams(), "r"), final_output(3, (0, 3))
     assert isinstance(output.outputs[0].logprobs, FlatLogprobs)
@@ -228,10 +214,6 @@ def test_logprobs_are_those_of_the_sampled_tokens() -> None:
     output.outputs[0].token_ids[1] = 9
     with pytest.raises(RoomFailed, match=r"sampled the tokens \[0, 9, 2\], but gave logprobs of \[0, 1, 2\]"):
         sampled_sequence(request, output, None)
-
-
-def test_spans_must_cover_every_token() -> None:
-    request = SampleRequest("r", (5,), SamplingParams(), "r")
     spans = sampled_sequence(request, final_output(5, (0, 2), (2, 5)), None).spans
     assert [(span.identity.version, span.start, span.end) for span in spans] == [(0, 0, 2), (1, 2, 5)]
     for wrong in (((0, 2), (3, 5)), ((0, 3), (2, 5)), ((0, 4),), ((1, 5),), ()):

@@ -35,27 +35,20 @@ def test_preemptions_for_lack_of_space_are_counted_and_those_of_an_update_are_no
     assert log.stats(3).preemptions == 2
     log.record(*step(running=2, preempted=1))
     assert log.stats(3).preemptions == 3
-
-
-def test_a_sequence_that_ended_during_an_update_excuses_nothing_after_the_next() -> None:
     log = EngineStats(None)
     log.record(*step(running=3))
     log.cache_cleared(3)
     log.record(*step(running=1, preempted=1))
     log.cache_cleared(1)
     log.record(*step(running=1, preempted=2))
-    assert log.stats(1).preemptions == 1
-
-
-def test_a_sequence_that_two_updates_found_is_excused_for_both() -> None:
-    """It was preempted by the first and made no token until the second, when others ran."""
+    assert log.stats(1).preemptions == 1, "one that ended during an update excuses nothing after the next"
     log = EngineStats(None)
     log.record(*step(running=2))
     log.cache_cleared(4)
     log.record(*step(running=2))
     log.cache_cleared(4)
     log.record(*step(running=4, preempted=4))
-    assert log.stats(4).preemptions == 0
+    assert log.stats(4).preemptions == 0, "one that made no token between two updates is excused for both"
 
 
 def test_an_engine_is_silent_since_its_last_step_or_since_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:

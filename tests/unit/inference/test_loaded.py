@@ -62,11 +62,18 @@ FIRST = {"norm": [slice(0, 6)], "up": [slice(0, 2)], "keys": [slice(0, 4)]}
 SECOND = {"norm": [slice(0, 6)], "up": [slice(2, 4)], "keys": [slice(0, 4)]}
 
 
-def test_what_ranks_share_counts_once_and_their_own_parts_add_up() -> None:
+def test_what_ranks_share_counts_once_and_their_own_parts_add_up(caplog: pytest.LogCaptureFixture) -> None:
     proof = LoadedProof("a replica")
     assert not proof.traced
     proof.check(manifest_of(WHOLE), [rank(FIRST), rank(SECOND)])
     assert proof.traced
+    published = WHOLE | {f"layers.{i}.bias": torch.ones(2) for i in range(3)}
+    computed = {f"layers.{i}.bias": COMPUTED for i in range(3)}
+    proof = LoadedProof("inference replica 3")
+    proof.check(manifest_of(published), [rank(FIRST, unfollowed=computed), rank(SECOND)])
+    (message,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert message.startswith("inference replica 3: 3 of 6 published tensors cannot be followed")
+    assert message.endswith(f"layers.*.bias (3: {COMPUTED})")
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -81,13 +88,10 @@ def test_one_wrong_value_of_one_rank_is_refused_by_tensor_and_rank(name: str, wr
         LoadedProof("a replica").check(manifest_of(WHOLE), answers)
 
 
-def test_wrong_values_on_all_ranks_are_refused_although_they_agree() -> None:
+def test_wrong_values_of_all_ranks_and_what_none_has_loaded_are_refused() -> None:
     values = WHOLE | {"norm": WHOLE["norm"] + 1}
     with pytest.raises(WeightsRefused, match=r": norm \(rank 0, 1\)$"):
         LoadedProof("a replica").check(manifest_of(WHOLE), [rank(FIRST, values), rank(SECOND, values)])
-
-
-def test_what_no_rank_has_loaded_is_refused_and_so_is_a_part() -> None:
     published = WHOLE | {f"extra {i}": torch.ones(2) for i in range(5)}
     proof = LoadedProof("a replica")
     with pytest.raises(WeightsRefused, match=r"nothing, of extra 0 \(0 of 2 values\), .* and 1 more"):
@@ -95,16 +99,6 @@ def test_what_no_rank_has_loaded_is_refused_and_so_is_a_part() -> None:
     assert not proof.traced, "the next update looks again"
     with pytest.raises(WeightsRefused, match=r"only a part, or nothing, of up \(12 of 24 values\)"):
         proof.check(manifest_of(WHOLE), [rank(FIRST), rank(FIRST)])
-
-
-def test_what_cannot_be_followed_is_said_once_and_not_compared(caplog: pytest.LogCaptureFixture) -> None:
-    published = WHOLE | {f"layers.{i}.bias": torch.ones(2) for i in range(3)}
-    computed = {f"layers.{i}.bias": COMPUTED for i in range(3)}
-    proof = LoadedProof("inference replica 3")
-    proof.check(manifest_of(published), [rank(FIRST, unfollowed=computed), rank(SECOND)])
-    (message,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert message.startswith("inference replica 3: 3 of 6 published tensors cannot be followed")
-    assert message.endswith(f"layers.*.bias (3: {COMPUTED})")
 
 
 # ---------------------------------------------------------------------------------------------- a rank and its loaders
@@ -294,25 +288,15 @@ def take(follower: TensorFollower, model: nn.Module, tensors: dict[str, Tensor])
 
 
 @pytest.mark.usefixtures("on_cuda")
-@pytest.mark.parametrize("packed", [False, True])
-def test_what_loaders_only_copy_is_copied_bit_for_bit_to_the_memory_where_it_lies(packed: bool) -> None:
-    make = model_of if packed else unpacked_model
-    model = make(in_place=True) if packed else make()
-    by_loaders = make(in_place=True) if packed else make()
+def test_tensors_are_copied_only_where_they_lie_as_they_were_loaded_before() -> None:
+    """Bit for bit, and in vLLM's own models: test_following.py."""
+    model = model_of(in_place=True)
     follower = TensorFollower(model)
     assert not follower.copied(fresh(), traced=True), "nothing is known before the first update"
     following = update(follower, model, fresh(), traced=False).following
-    memory = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    for _ in range(2):
-        later = fresh(norm=torch.full((6,), -0.0))
-        later["down"][0, 0] = float("nan")
-        assert follower.copied(later, traced=True) == ({"norm", "down"} if packed else later.keys())
-        assert sums_of(take(follower, model, later)) == expected(later, following)
-        update(TensorFollower(by_loaders), by_loaders, later, traced=False)
-        for name, parameter in by_loaders.named_parameters():
-            assert torch.equal(parameter.view(torch.int32), model.get_parameter(name).view(torch.int32))
-    lies = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    assert {name for name in memory if lies[name] != memory[name]} == ({"qkv.weight"} if packed else set())
+    later = fresh()
+    assert follower.copied(later, traced=True) == {"norm", "down"}
+    assert sums_of(take(follower, model, later)) == expected(later, following)
     assert not follower.copied(later, traced=False)
     assert not follower.copied({name: tensor.bfloat16() for name, tensor in later.items()}, traced=True)
     model.norm.weight = nn.Parameter(torch.zeros(12)[::2], requires_grad=False)
@@ -327,11 +311,14 @@ def test_what_loaders_compute_with_leaves_all_to_them() -> None:
     assert not follower.copied(fresh(), traced=True)
 
 
-def test_cpus_pack_and_leave_all_to_loaders() -> None:
+def test_what_is_left_to_loaders() -> None:
     model = unpacked_model()
     follower = TensorFollower(model)
     update(follower, model, fresh(), traced=False)
     assert not follower.copied(fresh(), traced=True)
+    assert not derives(model)
+    model.add_module("attention", Derived())
+    assert derives(model)
 
 
 class Computing(UnquantizedLinearMethod):
@@ -356,13 +343,6 @@ def test_a_layer_that_loaders_load_is_loaded_whole_and_so_are_layers_that_share_
         follower = TensorFollower(model)
         update(follower, model, fresh(), sharing if shared else fused, traced=False)
         assert follower.copied(fresh(), traced=True) == ({"down"} if shared else {"q", "k", "v", "down"})
-
-
-def test_what_is_computed_from_other_layers_is_seen() -> None:
-    model = unpacked_model()
-    assert not derives(model)
-    model.add_module("attention", Derived())
-    assert derives(model)
 
 
 def test_no_sum_is_taken_under_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:

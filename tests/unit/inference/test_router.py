@@ -24,6 +24,8 @@ from trireme.core.types import SampledSequence, SampleRequest, SamplingParams, V
 from trireme.core.weights import ROUNDED, Drift, PublishedWeights, UpdateReport
 
 WEIGHTS = weights(3)
+CONFIRMED = VersionSpan(WEIGHTS.identity, 0, 4)
+UNKNOWN = VersionSpan(WeightIdentity(1, 2, "other"), 0, 4)
 
 
 def request(name: str, key: str | None = None) -> SampleRequest:
@@ -166,13 +168,20 @@ def test_fixed_routes_follow_from_the_wave_alone(earlier: list[list[str]], repli
     asyncio.run(run())
 
 
-async def test_what_a_failed_replica_was_asked_goes_to_the_others_and_it_is_used_no_more() -> None:
-    router, (first, second) = fleet(2)
+@pytest.mark.parametrize("fixed", [False, True])
+async def test_what_a_failed_replica_was_asked_goes_to_the_others_and_it_is_used_no_more(fixed: bool) -> None:
+    router, (first, second) = fleet(2, fixed=fixed)
     tasks = [asyncio.create_task(router.sample(request(f"r{i}"))) for i in range(2)]
     await turns()
     first.failure = RoomFailed("replica 0 died; its log: x")
     first.go.set()
     second.go.set()
+    if fixed:
+        with pytest.raises(RoomFailed, match="replica 0 died; its log: x"):
+            await tasks[0]
+        await tasks[1]
+        assert second.groups == [["r1"]], "in deterministic mode a failed replica fails its requests"
+        return
     assert [text(answer) for answer in await asyncio.gather(*tasks)] == ["r0", "r1"]
     assert await losses(router.source) == {0: "replica 0 died; its log: x"}
     await router.sample(request("r0"))  # its key was on the failed replica
@@ -181,19 +190,6 @@ async def test_what_a_failed_replica_was_asked_goes_to_the_others_and_it_is_used
     for name in ("r2", "r3"):
         with pytest.raises(RoomFailed, match=r"no inference replica is left: replica 0 died.*; replica 1 died"):
             await router.sample(request(name))
-
-
-async def test_in_deterministic_mode_a_failed_replica_fails_its_requests() -> None:
-    router, (first, second) = fleet(2, fixed=True)
-    tasks = [asyncio.create_task(router.sample(request(f"r{i}"))) for i in range(2)]
-    await turns()
-    first.failure = RoomFailed("replica 0 died; its log: x")
-    first.go.set()
-    second.go.set()
-    with pytest.raises(RoomFailed, match="replica 0 died; its log: x"):
-        await tasks[0]
-    await tasks[1]
-    assert second.groups == [["r1"]]
 
 
 async def test_the_error_of_one_request_is_its_own() -> None:
@@ -283,13 +279,17 @@ async def test_an_update_to_the_same_weights_again_has_the_same_reports() -> Non
     router, fakes = fleet(2)
     first, again = (asyncio.create_task(router.source.update(WEIGHTS)) for _ in range(2))
     await turns()
+    for fake in fakes:
+        fake.spans = (CONFIRMED,)
+        fake.go.set()
+    await router.sample(request("during"))  # tokens of weights that are on their way may come before the report does
     for replica, fake in enumerate(fakes):
         fake.update.set_result(report(replica))
     assert await first == await again == await router.source.update(WEIGHTS) == [report(0), report(1)]
     assert router.acknowledged() == dict.fromkeys(range(2), WEIGHTS.identity.version)
 
 
-async def test_a_cancelled_caller_aborts_its_request() -> None:
+async def test_a_cancelled_caller_aborts_its_request_which_is_not_sent_if_it_had_not_left() -> None:
     router, (only,) = fleet(1)
     finishing, cancelled = (asyncio.create_task(router.sample(request(name))) for name in ("kept", "cancelled"))
     await turns()
@@ -299,30 +299,13 @@ async def test_a_cancelled_caller_aborts_its_request() -> None:
     only.go.set()
     await finishing
     assert cancelled.cancelled()
-
-
-async def test_a_request_cancelled_before_it_left_is_never_sent() -> None:
-    router, (only,) = fleet(1)
-    only.go.set()
     cancelled = asyncio.create_task(router.sample(request("cancelled")))
     await asyncio.sleep(0)  # now it is queued; it would leave in the next turn
     cancelled.cancel()
     await asyncio.gather(cancelled, return_exceptions=True)
-    await router.sample(request("kept"))
-    assert only.groups == [["kept"]]
+    await router.sample(request("later"))
+    assert only.groups == [["kept", "cancelled"], ["later"]]
     assert not any(target.requests for target in router._targets.values())
-
-
-async def test_in_deterministic_mode_a_refused_update_is_raised_after_the_others_finished() -> None:
-    router, (first, second) = fleet(2, fixed=True)
-    first.update.set_exception(WeightsRefused("replica 0: tensor w was corrupted"))
-    update = asyncio.create_task(router.source.update(WEIGHTS))
-    await turns()
-    assert not update.done()
-    second.update.set_result(report(1))
-    with pytest.raises(WeightsRefused, match="replica 0: tensor w"):
-        await update
-    assert router.acknowledged() == {1: 3}
 
 
 async def test_new_requests_avoid_replicas_that_take_weights() -> None:
@@ -342,10 +325,6 @@ async def test_new_requests_avoid_replicas_that_take_weights() -> None:
         assert fakes[0].groups[-1] == [f"a{replica + 1}"]
         fake.update.set_result(report(replica))
     assert await update == [report(0), report(1), report(2)]
-
-
-UNKNOWN = VersionSpan(WeightIdentity(1, 2, "other"), 0, 4)
-CONFIRMED = VersionSpan(WEIGHTS.identity, 0, 4)
 
 
 async def updated_fleet(n: int, **options: Any) -> tuple[Router, list[FakeReplica]]:
@@ -392,18 +371,6 @@ async def test_a_replica_that_reports_other_weights_than_it_was_sent_is_out_and_
         await router.source.update(weights(4))
 
 
-async def test_tokens_of_weights_that_are_on_their_way_are_known() -> None:
-    """They may come before the report does."""
-    router, (only,) = fleet(1)
-    update = asyncio.create_task(router.source.update(WEIGHTS))
-    await turns()
-    only.spans = (CONFIRMED,)
-    only.go.set()
-    await router.sample(request("during"))
-    only.update.set_result(report(0))
-    await update
-
-
 async def test_the_load_of_all_that_live() -> None:
     router, (first, second) = fleet(2)
     first.loaded, second.loaded = ReplicaStats(3, 1, 0.5, 0), ReplicaStats(0, 0, 0.0, 0)
@@ -417,7 +384,7 @@ async def test_the_load_of_all_that_live() -> None:
         await router.stats()
 
 
-async def test_weights_that_replicas_loaded_themselves_count_as_given() -> None:
+async def test_weights_that_replicas_loaded_themselves_count_as_given_if_they_can_name_them() -> None:
     identity, replica = WeightIdentity(3, 7, "loaded"), FakeReplica("replica 0")
     replica.go.set()
     replica.spans = (VersionSpan(identity, 0, 1),)
@@ -425,13 +392,10 @@ async def test_weights_that_replicas_loaded_themselves_count_as_given() -> None:
     await joined(source, 0, replica)
     assert router.acknowledged() == {0: 7}
     assert (await router.sample(request("r"))).spans == replica.spans
-
-
-async def test_a_replica_that_can_not_name_its_weights_is_not_used() -> None:
-    replica = FakeReplica("replica 1")
-    replica.failure = RoomFailed("replica 1 died")
+    nameless = FakeReplica("replica 1")
+    nameless.failure = RoomFailed("replica 1 died")
     with pytest.raises(RoomFailed, match="replica 1 died"):
-        await joined(ReplicaSet({}, adopt=WeightIdentity(1, 0, "loaded")), 1, replica)
+        await joined(source, 1, nameless)
 
 
 # ---- what a lost replica had, and who comes in its place
@@ -529,7 +493,9 @@ async def usual_updates(router: Router, number: int) -> None:
         await router.source.update(weights(version))
 
 
-async def test_an_update_does_not_wait_for_one_far_slower_than_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_update_does_not_wait_for_one_far_slower_than_usual(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(deadline_module, "LEAST_S", 0.05)
     steady, late = Updated("replica 0", *range(9)), Updated("replica 1", *range(5))
     router = router_of({0: steady, 1: late}, update_s=300.0)
@@ -547,10 +513,12 @@ async def test_an_update_does_not_wait_for_one_far_slower_than_usual(monkeypatch
     assert not await losses(router.source), "it was not dead"
     steady.go.set()
     await requests
-
-
-async def test_when_all_are_far_slower_the_update_waits_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadline_module, "LEAST_S", 0.05)
+    fixed = router_of({0: steady, 1: Updated("replica 1", *range(5))}, update_s=300.0, fixed=True)
+    await usual_updates(fixed, 5)
+    update = asyncio.create_task(fixed.source.update(weights(5)))
+    await asyncio.sleep(0.2)
+    assert not update.done(), "in deterministic mode what is sampled depends on every replica"
+    update.cancel()
     only = Updated("replica 0", *range(10))
     router = router_of({0: only}, update_s=300.0)
     await usual_updates(router, 10)
@@ -561,19 +529,6 @@ async def test_when_all_are_far_slower_the_update_waits_for_the_first(monkeypatc
     only.may_take.add(10)
     assert [report.identity.version for report in await update] == [10]
     assert router.acknowledged() == {0: 10}
-
-
-async def test_in_deterministic_mode_updates_wait_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is sampled depends on every replica."""
-    monkeypatch.setattr(deadline_module, "LEAST_S", 0.05)
-    steady, late = Updated("replica 0", *range(9)), Updated("replica 1", *range(5))
-    router = router_of({0: steady, 1: late}, update_s=300.0, fixed=True)
-    await usual_updates(router, 5)
-    update = asyncio.create_task(router.source.update(weights(5)))
-    await asyncio.sleep(0.2)
-    assert not update.done()
-    late.may_take.add(5)
-    await update
 
 
 class Fetching(Updated):
@@ -665,6 +620,15 @@ async def test_weights_that_every_replica_refuses_are_refused() -> None:
     second.update.set_result(report(1))
     assert await router.source.update(WEIGHTS) == [report(1)]
     assert await losses(router.source) == {0: "replica 0: tensor w was corrupted"}
+    router, (first, second) = fleet(2, fixed=True)
+    first.update.set_exception(WeightsRefused("replica 0: tensor w was corrupted"))
+    update = asyncio.create_task(router.source.update(WEIGHTS))
+    await turns()
+    assert not update.done()
+    second.update.set_result(report(1))
+    with pytest.raises(WeightsRefused, match="replica 0: tensor w"):
+        await update
+    assert router.acknowledged() == {1: 3}
 
 
 async def test_a_drained_replica_finishes_what_it_has_and_gets_nothing_new() -> None:
@@ -713,8 +677,8 @@ async def test_late_and_repeated_tables_change_nothing() -> None:
         await router.sample(request("late"))
 
 
-async def router_with_a_late_table() -> tuple[Router, FakeReplica]:
-    """Its replica has taken WEIGHTS; the table that says so is on its way."""
+async def test_versions_are_those_of_the_update_and_tokens_known_though_its_table_is_late() -> None:
+    """An evaluation of the version begins then, and takes no answers of the version before."""
     fake = FakeReplica("replica 0")
     source = ReplicaSet({0: fake})
 
@@ -728,26 +692,14 @@ async def router_with_a_late_table() -> tuple[Router, FakeReplica]:
     router.take(await source.table((0, 0), 0.0))
     fake.update.set_result(report(0))
     await source.update(WEIGHTS)
-    return router, fake
-
-
-async def test_versions_are_those_of_the_update_though_its_table_is_late() -> None:
-    """An evaluation of the version begins then, and takes no answers of the version before."""
-    router, _ = await router_with_a_late_table()
     update = asyncio.create_task(router.updated(WEIGHTS.identity))
     await turns()
     assert (router.acknowledged(), update.done()) == ({}, False)
-    router.take(await router.source.table((0, 0), 0.0))
-    assert await update == [report(0)]
-    assert router.acknowledged() == {0: 3}
-
-
-async def test_tokens_of_weights_that_only_a_newer_table_names_are_known() -> None:
-    """They may come before that table does."""
-    router, fake = await router_with_a_late_table()
     fake.spans = (CONFIRMED,)
     fake.go.set()
-    assert (await router.sample(request("r"))).spans == (CONFIRMED,)
+    assert (await router.sample(request("r"))).spans == (CONFIRMED,), "tokens may come before the table does"
+    assert await update == [report(0)]
+    assert router.acknowledged() == {0: 3}
 
 
 async def test_what_a_replica_of_the_set_before_samples_is_aborted_there_and_sampled_in_the_next_set() -> None:

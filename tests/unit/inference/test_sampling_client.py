@@ -76,9 +76,7 @@ def test_samples_of_a_prompt_go_to_one_replica_with_a_seed_each(client: Sampling
     assert sorted(len(requests) for requests in by_route.values()) == [2, 3]
     assert len({request.request_id for request in router.requests}) == 5
     assert {tuple(request.prompt.tolist()) for request in router.requests} == {(5, 6, 7)}
-
-
-def test_the_prompt_is_looked_at_once(client: SamplingClient, router: Router) -> None:
+    router.requests.clear()
     future = client.sample(
         PROMPT, 3, SamplingParams(max_tokens=1), include_prompt_logprobs=True, topk_prompt_logprobs=2
     )

@@ -2,12 +2,14 @@
 
 import asyncio
 import os
-import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from waiting import wait_for_tasks
 
 from inference.mapping import ON_DEVICE, Landing
 from inference.session import Broadcasts
@@ -20,15 +22,6 @@ from trireme.core.weights import EXACT, Canary, PublishedWeights, WeightsManifes
 OFFER = Offer(attempt=1, version=5, sizes=(64, 0, 128), endpoints_R=(None,), timeout_s=30.0)
 SESSION = Session(1, 0, {0: 0, 2: 0})
 SENT = [np.arange(64, dtype=np.uint8), np.zeros(0, np.uint8), np.full(128, 7, np.uint8)]
-
-
-def left_open(before: set[str]) -> set[str]:
-    """Returns the descriptors that are open now, were not before, and stay open: other threads open files for a while,
-    such as the one that counts what tests cost."""
-    deadline = time.monotonic() + 2.0
-    while (leftover := set(os.listdir("/proc/self/fd")) - before) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return leftover
 
 
 class Engine:
@@ -78,36 +71,31 @@ class Replica:
         return mapped
 
 
-def played(play: Any) -> Replica:
-    """Runs a coroutine function with a replica; returns the replica."""
-
-    async def run() -> Replica:
-        replica = Replica()
-        async with asyncio.timeout(20):
-            await play(replica)
-        replica.broadcasts.close()
-        del replica.engine.landing
-        return replica
-
+@asynccontextmanager
+async def running() -> AsyncIterator[Replica]:
+    """A replica, after whose end no descriptor is left open. (Other threads open files for a while, such as the one
+    that counts what tests cost.)"""
     before = set(os.listdir("/proc/self/fd"))
-    replica = asyncio.run(run())
-    assert left_open(before) == set()
-    return replica
+    replica = Replica()
+    async with asyncio.timeout(20):
+        yield replica
+    replica.broadcasts.close()
+    del replica.engine.landing
+    await wait_for_tasks(lambda: set(os.listdir("/proc/self/fd")) <= before, "descriptors to be closed", 2.0)
 
 
-def test_what_was_broadcast_is_mapped_where_it_arrived() -> None:
-    async def play(replica: Replica) -> None:
+async def test_what_was_broadcast_is_mapped_where_it_arrived() -> None:
+    async with running() as replica:
         await replica.broadcasts.offer(OFFER)
         waiting = asyncio.create_task(replica.bytes_of())
         await asyncio.sleep(0)
         replica.engine.say(arrived=replica.engine.arrival, changes=False)
         assert await waiting == [bucket.tolist() for bucket in SENT]
+    assert replica.on_demand.fetched == 0
 
-    assert played(play).on_demand.fetched == 0
 
-
-def test_what_arrived_on_the_engines_device_is_mapped_by_nobody() -> None:
-    async def play(replica: Replica) -> None:
+async def test_what_arrived_on_the_engines_device_is_mapped_by_nobody() -> None:
+    async with running() as replica:
         await replica.broadcasts.offer(OFFER)
         replica.engine.say(arrived=ON_DEVICE, changes=False)
         async with replica.broadcasts.fetched(2, published()) as arrived:
@@ -115,12 +103,12 @@ def test_what_arrived_on_the_engines_device_is_mapped_by_nobody() -> None:
                 (ON_DEVICE, 0), (ON_DEVICE, 4096), (ON_DEVICE, 4096)
             ]  # fmt: skip
             assert (list(arrived.buckets), arrived.nbytes) == ([], sum(OFFER.sizes))
+    assert replica.on_demand.fetched == 0
 
-    assert played(play).on_demand.fetched == 0
 
+async def test_a_replica_that_is_not_ready_says_why() -> None:
+    async with running() as replica:
 
-def test_a_replica_that_is_not_ready_says_why() -> None:
-    async def play(replica: Replica) -> None:
         async def cannot(offer: Offer, serial: int, pipe: str) -> None:
             replica.engine.serial, replica.engine.pipe = serial, pipe
             replica.engine.say(failed="the store does not answer")
@@ -135,8 +123,6 @@ def test_a_replica_that_is_not_ready_says_why() -> None:
         with pytest.raises(RoomFailed, match="the engine was not ready to receive version 5 in 0 s"):
             await replica.broadcasts.offer(replace(OFFER, timeout_s=0.05))
 
-    played(play)
-
 
 @pytest.mark.parametrize(
     ("number", "happens", "reason"),
@@ -148,12 +134,11 @@ def test_a_replica_that_is_not_ready_says_why() -> None:
         (2, "next offered", "on demand: its engine was started anew, or another version was offered"),
     ],
 )
-def test_what_did_not_arrive_is_fetched_and_that_is_said(
+async def test_what_did_not_arrive_is_fetched_and_that_is_said(
     number: int, happens: str, reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("inference.session.GRACE_S", 0.0)
-
-    async def play(replica: Replica) -> None:
+    async with running() as replica:
         await replica.broadcasts.offer(replace(OFFER, timeout_s=0.3) if happens == "late" else OFFER)
         if happens == "failed":
             replica.engine.say(failed="Connection reset by peer")
@@ -162,13 +147,14 @@ def test_what_did_not_arrive_is_fetched_and_that_is_said(
         elif happens == "next offered":
             await replica.broadcasts.offer(replace(OFFER, version=6))
         assert await replica.bytes_of(number=number) == [bucket.tolist() for bucket in SENT]
-
-    assert played(play).on_demand.fetched == 1
+        await replica.bytes_of(session=None)
+    assert replica.on_demand.fetched == 2
     assert reason in caplog.text
+    assert caplog.text.count("on demand") == 1, "of a version without session, of another transport, nothing is said"
 
 
-def test_nobody_waits_for_a_version_once_a_later_one_is_offered(caplog: pytest.LogCaptureFixture) -> None:
-    async def play(replica: Replica) -> None:
+async def test_nobody_waits_for_a_version_once_a_later_one_is_offered(caplog: pytest.LogCaptureFixture) -> None:
+    async with running() as replica:
         await replica.broadcasts.offer(OFFER)
         waiting = asyncio.create_task(replica.bytes_of())
         await asyncio.sleep(0)
@@ -178,14 +164,13 @@ def test_nobody_waits_for_a_version_once_a_later_one_is_offered(caplog: pytest.L
         replica.engine.say(serial=first, failed="a later version was offered")  # by the thread that was given up
         replica.engine.say(arrived=replica.engine.arrival, changes=False)
         await replica.bytes_of(version=6)
-
-    assert played(play).on_demand.fetched == 1
+    assert replica.on_demand.fetched == 1
     assert "version 5 on demand: version 6 was offered" in caplog.text
     assert "version 6 on demand" not in caplog.text
 
 
-def test_the_next_version_does_not_take_the_memory_of_one_that_is_being_mapped() -> None:
-    async def play(replica: Replica) -> None:
+async def test_the_next_version_does_not_take_the_memory_of_one_that_is_being_mapped() -> None:
+    async with running() as replica:
         await replica.broadcasts.offer(OFFER)
         replica.engine.say(arrived=replica.engine.arrival, changes=False)
         async with replica.broadcasts.fetched(2, published()) as arrived:
@@ -193,17 +178,7 @@ def test_the_next_version_does_not_take_the_memory_of_one_that_is_being_mapped()
             await asyncio.sleep(0.1)
             assert replica.engine.offered == [5], "it has not begun, so the file of version 5 is still there"
             assert [len(region.map()) for region in arrived.regions] == list(OFFER.sizes)
+        del arrived  # with what it has mapped
         await offered
         assert replica.engine.offered == [5, 6]
-
-    assert played(play).on_demand.fetched == 0
-
-
-def test_a_version_without_session_is_fetched_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    """That of another transport, or of a loop that makes no offers."""
-
-    async def play(replica: Replica) -> None:
-        await replica.bytes_of(session=None)
-
-    assert played(play).on_demand.fetched == 1
-    assert "on demand" not in caplog.text
+    assert replica.on_demand.fetched == 0
