@@ -572,8 +572,8 @@ class UpdatingReplica(SamplingReplica):
     decoded = (-9.0, -1.0, -1.0, -1.0, -1.0)
     """The logprobs of the tokens that are sampled; a prefill samples the first."""
 
-    def __init__(self, on_update: str, update_s: float = 60.0) -> None:
-        super().__init__(deterministic=False, on_update=on_update, update_s=update_s)
+    def __init__(self, on_update: str, update_s: float = 60.0, encoding: str = "auto") -> None:
+        super().__init__(deterministic=False, on_update=on_update, update_s=update_s, encoding=encoding)
         self.canary_done = asyncio.Event()
         self.canary_done.set()
         self.refusals = [None, *[""] * 9]  # what each look at the check of the bytes shows
@@ -645,7 +645,9 @@ class OfferedReplica(SamplingReplica):
             pipe.write(to_json({"serial": self.serial, **message}).encode() + b"\n")
 
 
-@pytest.mark.parametrize("end", [{"arrived": os.devnull}, {"failed": "NCCL: unhandled system error"}, {}], ids=str)
+@pytest.mark.parametrize(
+    "end", [{"arrived": os.devnull, "changes": False}, {"failed": "NCCL: unhandled system error"}, {}], ids=str
+)
 async def test_an_engine_decodes_while_its_first_version_is_on_its_way(
     end: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -689,7 +691,7 @@ async def test_weights_that_cannot_be_fetched_change_nothing() -> None:
 
 @pytest.mark.parametrize("second", ["", "tensor w is corrupted again"])
 async def test_a_version_comes_whole_once_its_changes_are_refused(second: str) -> None:
-    updating = UpdatingReplica("recompute_kv")
+    updating = UpdatingReplica("recompute_kv", encoding="delta")
     source = StoredVersion((EmptyBucket(),), (EmptyBucket(),))
     base = published(version=1).identity
     versions = [replace(published(version), source=source) for version in (1, 2, 3)]
