@@ -1,20 +1,11 @@
-"""Fixtures of several modules of end-to-end tests: a small Ray cluster, and an undisturbed run."""
+"""What several modules of end-to-end tests share: their order, and a small Ray cluster."""
 
-import fcntl
-import os
-import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import pytest
 from cluster_support import DECLARED_GPUS
-from resume_support import DETERMINISTIC
-from run_support import DEADLINE_S, Ended, run_rl
-
-from trireme.core.errors import EXIT_OK
 
 LONGEST = ("resume", "inference", "run", "examples", "trainer", "tinker_adapters", "kl_run", "recipes")
 
@@ -49,31 +40,3 @@ def ray_cluster() -> Iterator[str]:
             )
         yield context.address_info["address"]
         ray.shutdown()
-
-
-def lock_within(file: IO[str], limit_s: float, owner: str) -> None:
-    """Locks a file, for which it waits for `owner`."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            assert time.monotonic() < deadline, f"waited {limit_s:g} s for {owner}"
-            time.sleep(0.1)
-
-
-@pytest.fixture(scope="session")
-def deterministic(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """A deterministic run that nothing happens to: one for all workers of pytest-xdist, who have one parent."""
-    base = tmp_path_factory.getbasetemp()
-    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "deterministic"
-    shared.mkdir(exist_ok=True)
-    with (shared / "lock").open("w") as lock:
-        lock_within(lock, 2 * DEADLINE_S, "the other worker's deterministic run")
-        if not (shared / "whole").exists():
-            shutil.rmtree(shared / "run", ignore_errors=True)  # of a worker that failed
-            outcome = run_rl(shared, *DETERMINISTIC)
-            assert outcome.code == EXIT_OK, outcome.out
-            outcome.assert_nothing_left()
-            (shared / "whole").touch()
-    return Ended(EXIT_OK, "", shared / "run", [], set(), set())

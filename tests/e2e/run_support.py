@@ -243,16 +243,6 @@ def wait_until_disconnected(mark: str, timeout_s: float) -> list[str]:
     return list(alive.values())
 
 
-def at_step(step: int, send: signal.Signals) -> Callable[[str, subprocess.Popen[str]], None]:
-    """Sends a signal to the driver once it has printed the line of `step` (1-based)."""
-
-    def on_line(line: str, process: subprocess.Popen[str]) -> None:
-        if line.split()[:2] == ["step", f"{step}/200"]:
-            process.send_signal(send)
-
-    return on_line
-
-
 def assert_bound_and_conservation(outcome: Ended, bound: int) -> None:
     assert_rows_keep_the_bound(outcome.rows, bound)
 

@@ -75,8 +75,12 @@ and three steps this is the second turn of the fourth step's games."""
 
 
 @pytest.fixture(scope="module")
-def reference(deterministic: Ended) -> Ended:
-    return deterministic
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """A deterministic run that nothing happens to."""
+    outcome = run_rl(tmp_path_factory.mktemp("reference"), *DETERMINISTIC)
+    assert outcome.code == EXIT_OK, outcome.out
+    outcome.assert_nothing_left()
+    return outcome
 
 
 def assert_goes_on_to_the_end(tmp_path: Path, reference: Ended, *flags: str) -> None:
@@ -92,9 +96,9 @@ def kill_and_compare(tmp_path: Path, reference: Ended, flags: list[str], point: 
     assert comparable(rows) == comparable(reference.rows[: len(rows)]), point
 
 
-def test_a_run_leaves_the_files_and_keys_that_are_stored(deterministic: Ended) -> None:
+def test_a_run_leaves_the_files_and_keys_that_are_stored(reference: Ended) -> None:
     """It may leave more: some columns depend on the moment."""
-    files = run_formats(deterministic.root)
+    files = run_formats(reference.root)
     for name, keys in stored_formats()["run"].items():
         assert name in files
         assert set(keys) <= set(files[name]), name
