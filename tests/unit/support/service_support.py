@@ -25,7 +25,6 @@ from service.ports import http_server
 from service.requests import ServedModels
 from service.sessions.records import FORMAT
 from service.sessions.registry import SessionRegistry
-from service.sessions.session import SessionLimits
 from service.store import Store
 from trireme.core.sampler import OnProgress
 from trireme.core.stop_strings import cut
@@ -116,22 +115,15 @@ class Served:
         return await self.client.post(path, json=body, **options)
 
 
-def front_of(
-    turns: TurnAnswering,
-    keys: ServiceKeys,
-    directory: Path,
-    limits_of_sessions: SessionLimits = SESSION_LIMITS,
-    max_steps_off_policy: int | None = None,
-    limit: int = 8,
-) -> Gateway:
+def front_of(turns: TurnAnswering, directory: Path, max_steps_off_policy: int | None = None, limit: int = 8) -> Gateway:
     sampling, store = SamplingParams(max_tokens=500), Store(directory, FORMAT)
-    registry = SessionRegistry(turns, store, limits_of_sessions, sampling, time.time, max_steps_off_policy)
+    registry = SessionRegistry(turns, store, SESSION_LIMITS, sampling, time.time, max_steps_off_policy)
     registry.restore()
 
     async def floor() -> WeightIdentity:
         return WeightIdentity(1, VERSION, "d0")
 
-    return Gateway(turns, registry, keys, floor, limit)
+    return Gateway(turns, registry, KEYS, floor, limit)
 
 
 @asynccontextmanager
@@ -139,7 +131,6 @@ async def served(
     *texts: str | Exception,
     places: Places | None = None,
     limits: Limits = LIMITS,
-    keys: ServiceKeys = KEYS,
     sessions: Path | None = None,
     run: RunReader | None = None,
     **options: Any,
@@ -152,8 +143,8 @@ async def served(
     models = ServedModels(("policy", "step-000020"), MAX_LEN, len(tokenizer))
     turns = TurnAnswering(sampler.sample, models, tokenizer, renderer, places or Places(64, 64, 30.0))
     with tempfile.TemporaryDirectory() as directory:
-        gateway = front_of(turns, keys, sessions or Path(directory), **options)
-        async with _running(make_app(gateway, keys, limits, run), sampler, gateway) as running:
+        gateway = front_of(turns, sessions or Path(directory), **options)
+        async with _running(make_app(gateway, KEYS, limits, run), sampler, gateway) as running:
             yield running
 
 

@@ -18,11 +18,11 @@ def wait_for(condition: Callable[[], T], label: str, seconds: float = DEADLINE_S
     return value
 
 
-async def wait_for_tasks(condition: Callable[[], object], label: str, seconds: float = DEADLINE_S) -> None:
+async def wait_for_tasks(condition: Callable[[], object], label: str) -> None:
     """Waits until other tasks of this event loop make a condition true."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds:g} s for {label}"
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {label}"
         await asyncio.sleep(0.001)
 
 

@@ -61,9 +61,9 @@ def sampled(answers: Sequence[SampledSequence]) -> list[float]:
     return sorted(value for answer in answers for value in answer.logprobs.tolist())
 
 
-async def export_of(service: SessionRegistry, name: str = "s") -> SessionExport:
-    await service.end(name, "done")
-    return service.export(name)
+async def export_of(service: SessionRegistry) -> SessionExport:
+    await service.end("s", "done")
+    return service.export("s")
 
 
 def answer_of(served: AnsweredTurn, number: int = 0) -> Message:
