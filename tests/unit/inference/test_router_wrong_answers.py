@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from orchestrator_fakes import Problems, Run, problems_of, small_config, whole_run
-from replica_support import IdleReplica, router_of
+from replica_support import IdleReplica, fleet, router_of
 
 from inference.router import SENSELESS, Router
 from trireme.core.errors import LimitReached, RoomFailed
@@ -101,3 +101,12 @@ def test_when_all_answer_nonsense_the_run_ends_and_says_of_whom() -> None:
     message = r"replica 0 gave 4 answers in a row that make no sense|BadSample"
     with pytest.raises((RoomFailed, LimitReached), match=message):
         asyncio.run(whole_run(run_with(Replica(0, WRONG["nan"]), Replica(1, WRONG["nan"]))))
+
+
+async def test_a_failure_that_several_calls_see_is_reported_once() -> None:
+    router, _ = await fleet(2)
+    target, reports = router._targets[0], []
+    router.source.report = lambda *report: reports.append(report)
+    for _ in range(2):
+        router._fail(target, RoomFailed("replica 0 died"))
+    assert len(reports) == 1

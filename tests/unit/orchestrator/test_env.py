@@ -128,6 +128,11 @@ def test_batches_without_environments_are_refused(
         ProblemCursor(Ragged(CONTEXT)).next_problem()
 
 
+async def test_environments_that_are_made_one_by_one_are_not_made_together() -> None:
+    with pytest.raises(BadInput, match="does not define make_envs"):
+        await Named("one").make_envs()
+
+
 @pytest.mark.virtual_time
 async def test_idle_time_is_what_no_request_covers() -> None:
     class Slow:

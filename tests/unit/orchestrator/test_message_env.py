@@ -1,6 +1,5 @@
 """Chats behind a renderer: what is asked, what is heard, and the datums that come of it."""
 
-import asyncio
 import pickle
 from functools import partial
 from typing import Any
@@ -124,10 +123,11 @@ async def test_a_chat_says_only_what_is_new_and_keeps_its_tokens_once() -> None:
     assert not any("prompt" in message for message in rendered._messages)
 
 
-def test_a_group_is_as_many_chats_and_can_be_pickled() -> None:
+async def test_a_group_is_as_many_chats_and_can_be_pickled() -> None:
     group = pickle.loads(pickle.dumps(MessageEnvGroup(partial(Questions, 2), renderer(), size=3)))
-    envs = asyncio.run(group.make_envs())
+    envs = await group.make_envs()
     assert len({id(env._env) for env in envs}) == 3
+    await envs[0].close()  # which a chat need not define
 
 
 def assert_each_sampled_token_is_trained_once(trajectory: Trajectory, advantage: float = 0.25) -> int:

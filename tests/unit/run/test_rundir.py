@@ -273,6 +273,8 @@ class TestResume:
     @pytest.mark.parametrize("flags", [["--resume"], ["--resume.step", "2"]])
     def test_traces_of_earlier_attempts_stay(self, outputs: Path, flags: list[str]) -> None:
         trace.start(outputs / "r" / "logs" / "attempt_1", "driver_0", 1)
+        with trace.span("step", step=4):
+            pass
         trace.stop()
         first, second = (outputs / "r" / "trace" / f"attempt_{number}" / "driver_0.json" for number in (1, 2))
         before = first.read_bytes()
