@@ -65,6 +65,7 @@ from trireme.core.types import (
 from trireme.core.weights import Drift, PublishedWeights, UpdateReport
 
 LONGEST = 50
+HEARTBEAT_S = 5.0
 ROUTER_CUT_S = 10.0
 ROUNDING = 1e-6
 """Steps of a replica: sums of times are not exact."""
@@ -116,7 +117,6 @@ class Scenario:
     drains_at_s: Mapping[int, float] = field(default_factory=dict)
     joins_at_s: Mapping[int, float] = field(default_factory=dict)
     restart_s: float | None = None
-    heartbeat_s: float = 5.0
     set_dies_at: str = ""
     """The verb of the replica set at which it dies."""
     set_dies_at_call: int = 1
@@ -787,9 +787,9 @@ class SetOwner:
     async def _hang(self, index: int, at_s: float) -> None:
         await asyncio.sleep(at_s)
         self._outcome.replicas[index].hang()
-        await asyncio.sleep(self._scenario.heartbeat_s)
+        await asyncio.sleep(HEARTBEAT_S)
         await self.lives.wait()
-        reason = f"simulated replica {index} has not answered for {self._scenario.heartbeat_s:g} s"
+        reason = f"simulated replica {index} has not answered for {HEARTBEAT_S:g} s"
         self.source.leave(index, reason)
         self._note("leave")
 
