@@ -17,7 +17,7 @@ from trireme.checkpoint.parts import PartReader, put_parts
 from trireme.checkpoint.rows import ROW_FILES
 from trireme.checkpoint.store import KEEP, CheckpointStore
 from trireme.checkpoint.stored_run import PART_BYTES, StoredCheckpoint
-from trireme.core.errors import CheckpointInvalid, StorageFailed
+from trireme.core.errors import CheckpointInvalid, LockLost, StorageFailed
 from trireme.run import mirror
 from trireme.run.mirror import Mirror
 from trireme.run.rundir import RunDir
@@ -259,6 +259,22 @@ def test_an_end_that_did_not_arrive_is_an_error_or_a_note(
     with pytest.raises(type(error or StorageFailed(""))) as failed:
         retained(driver, work)
     assert "lacks what is new in" in (failed.value.__notes__[0] if error else str(failed.value))
+
+
+def test_a_superseded_driver_loses_its_right_to_write(url: str, tmp_path: Path) -> None:
+    first = Driver(url, tmp_path / "one")
+
+    def work(run: RunDir) -> None:
+        first.step(1, saved=True)
+        wait_for(lambda: stored(url).of_branch(), "the checkpoint in the store")
+        Driver(url, tmp_path / "two", "--resume").claim()
+        first.step(2, saved=True)
+        wait_for(stops(run), "the refusal")
+
+    with pytest.raises(LockLost, match="was put by"):
+        retained(first, work)
+    assert list(stored(url).of_branch()) == [1]
+    assert stored(url).driver == 2
 
 
 @pytest.mark.parametrize("grows", [False, True])
