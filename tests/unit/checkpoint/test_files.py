@@ -37,14 +37,6 @@ def failing(number: int) -> Mock:
     return Mock(side_effect=OSError(number, os.strerror(number)))
 
 
-def test_a_record_says_what_was_written(tmp_path: Path) -> None:
-    array = np.arange(6, dtype=np.int64)
-    record = write_bytes(tmp_path / "step" / "trainer", "a.bin", b"abc", array.data, b"")
-    contents = b"abc" + array.tobytes()
-    assert (tmp_path / "step" / "trainer" / "a.bin").read_bytes() == contents
-    assert record == FileRecord("trainer/a.bin", 51, xxhash.xxh3_128_hexdigest(contents))
-
-
 @pytest.mark.parametrize("size", [0, BLOCK_BYTES + 12345])
 def test_the_checksum_of_an_empty_file_and_of_many_reads(tmp_path: Path, size: int) -> None:
     contents = np.random.default_rng(0).bytes(size)

@@ -71,9 +71,6 @@ def checkpoint_rows(store: CheckpointStore) -> list[str]:
 
 
 class TestHead:
-    def test_none_yet(self, tmp_path: Path) -> None:
-        assert CheckpointStore(tmp_path).head() is None
-
     @pytest.mark.parametrize("text", ["", "{", "[]", '{"run_id": "x"}', '{"base": 3}', "null"])
     def test_damaged(self, store: CheckpointStore, text: str) -> None:
         (store.root / HEAD).write_text(text)

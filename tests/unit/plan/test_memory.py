@@ -89,12 +89,6 @@ def test_with_shared_prefixes_columns_and_the_keys_of_a_layer_are_those_of_all_d
         assert ModelMemory(facts, 2, on_gpus).flat(10) == 8 * 10 * (4 * keys + PLACE_BYTES)
 
 
-def test_logits_are_those_of_a_chunk_or_of_all_tokens() -> None:
-    memory = ModelMemory(FACTS, 2, on_gpus=True)
-    assert memory.logits(10) == 12 * 10 * FACTS.vocab_size
-    assert memory.logits(10**9) == 12 * 2**24
-
-
 def test_a_host_keeps_memory_of_freed_layers() -> None:
     layers = FACTS.num_parameters - FACTS.embedding_parameters
     on_host, on_gpu = (ModelMemory(FACTS, 4, on_gpus=on_gpus) for on_gpus in (False, True))

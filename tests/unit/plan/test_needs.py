@@ -109,6 +109,9 @@ class TestPublishedWeights:
         assert machine.host["shares of two versions of the weights"] == 2 * self.BYTES, "of 8 ranks together"
         assert machine.host["arriving weights"] == 8 * self.BYTES, "each replica receives them, ranks map them"
         assert machine.store_warning == ""
+        assert "buckets on their way" not in machine.host
+        sent = machine.actors["trainer shard 3"].gpu["buckets on their way"]
+        assert sent == 2 * 2 * QWEN3_8B.vocab_size * QWEN3_8B.hidden_size, "all of them, from its GPU"
         several = large(shards=1, replicas=1, inference={"tensor_parallel": 4})
         assert self.by(several).machines[0].host["arriving weights"] == self.BYTES
 
@@ -130,12 +133,6 @@ class TestPublishedWeights:
         assert adapters["buckets on their way"] == 2 * 8 * 2**26, "all of them, 44 MB"
         small = plan(shards=1).machines[0].host
         assert small["buckets on their way"] == 2 * 4 * FACTS.num_parameters, "all of a small one, twice"
-
-    def test_a_broadcast_sends_all_buckets_from_the_gpus_of_the_ranks(self) -> None:
-        (machine,) = self.by(large()).machines
-        assert "buckets on their way" not in machine.host
-        sent = machine.actors["trainer shard 3"].gpu["buckets on their way"]
-        assert sent == 2 * 2 * QWEN3_8B.vocab_size * QWEN3_8B.hidden_size
 
     @pytest.mark.parametrize("placement", ["split", "colocated"])
     def test_within_a_gpu_a_version_arrives_there_through_slabs(self, placement: str) -> None:

@@ -247,37 +247,30 @@ class TestText:
 
 ROOT = Path(__file__).parents[3]
 GPU_BYTES, HOST_BYTES = int(80e9), 128 * GIB
-"""Memory of each GPU, and host memory for each GPU."""
+"""Memory of a GPU, and host memory for each GPU."""
 CONFIGS = {
-    "qwen3-0.6b-1gpu": (1, 1, SHAPES["0.6b"]),
-    "qwen3-4b-lora-1gpu": (1, 1, SHAPES["4b"]),
-    "qwen3-0.6b-colocated-1gpu": (1, 1, SHAPES["0.6b"]),
-    "qwen3-4b-lora-colocated-1gpu": (1, 1, SHAPES["4b"]),
-    "qwen3-8b-lora-colocated-1gpu": (1, 1, SHAPES["8b"]),
-    "qwen3-4b-colocated-1gpu": (1, 1, SHAPES["4b"]),
-    "qwen3-0.6b-8gpu": (1, 8, SHAPES["0.6b"]),
-    "qwen3-8b-colocated-8gpu": (1, 8, SHAPES["8b"]),
-    "qwen3-32b-lora-colocated-8gpu": (1, 8, SHAPES["32b"]),
-    "qwen3-8b-2x8gpu": (2, 8, SHAPES["8b"]),
+    "qwen3-0.6b-1gpu": (1, 1, GPU_BYTES),
+    "qwen3-4b-lora-1gpu": (1, 1, GPU_BYTES),
+    "qwen3-0.6b-colocated-1gpu": (1, 1, 22 * GIB),
+    "qwen3-4b-lora-colocated-1gpu": (1, 1, 22 * GIB),
+    "qwen3-8b-lora-colocated-1gpu": (1, 1, 44 * GIB),
+    "qwen3-4b-colocated-1gpu": (1, 1, 79 * GIB),
+    "qwen3-0.6b-8gpu": (1, 8, GPU_BYTES),
+    "qwen3-8b-colocated-8gpu": (1, 8, 79 * GIB),
+    "qwen3-32b-lora-colocated-8gpu": (1, 8, 79 * GIB),
+    "qwen3-8b-2x8gpu": (2, 8, GPU_BYTES),
 }
-"""For each: nodes, GPUs of a node, and the sizes of its model."""
-COLOCATED_GPUS = {
-    "qwen3-0.6b-colocated-1gpu": 22 * GIB,
-    "qwen3-4b-lora-colocated-1gpu": 22 * GIB,
-    "qwen3-8b-lora-colocated-1gpu": 44 * GIB,
-    "qwen3-4b-colocated-1gpu": 79 * GIB,
-    "qwen3-8b-colocated-8gpu": 79 * GIB,
-    "qwen3-32b-lora-colocated-8gpu": 79 * GIB,
-}
-"""The memory that drivers report of GPUs that are sold as 24, 48 and 80 GB."""
+"""For each: nodes, GPUs of a node, and the memory of a GPU. For colocated rooms it is what drivers report of GPUs that
+are sold as 24, 48 and 80 GB."""
 
 
-def configured(name: str, gpu_bytes: int, *flags: str) -> Plan:
-    """Returns the plan of a shipped configuration on GPUs of `gpu_bytes`."""
-    nodes, per_node, sizes = CONFIGS[name]
+def configured(name: str, *flags: str) -> Plan:
+    """Returns the plan of a shipped configuration."""
+    nodes, per_node, gpu_bytes = CONFIGS[name]
+    size = name.split("-")[1]
     config = load(["@", str(ROOT / "configs" / f"{name}.toml"), *flags], {}).config
-    facts = ModelFacts.from_json(config.model.name, json.dumps({**sizes, "dtype": "bfloat16"}))
-    assert facts.num_parameters == pytest.approx(float(name.split("-")[1].removesuffix("b")) * 1e9, rel=0.05)
+    facts = ModelFacts.from_json(config.model.name, json.dumps({**SHAPES[size], "dtype": "bfloat16"}))
+    assert facts.num_parameters == pytest.approx(float(size.removesuffix("b")) * 1e9, rel=0.05)
     per_machine = machines(cpus=12 * per_node, gpus=per_node, memory_bytes=per_node * HOST_BYTES, gpu_bytes=gpu_bytes)
     return Plan(config, facts, cluster(*[per_machine] * nodes), RL_ROOMS)
 
@@ -289,28 +282,27 @@ def cache_gib(planned: Plan) -> float:
 
 def test_all_are_here() -> None:
     assert {path.stem for path in (ROOT / "configs").glob("*gpu.toml")} == set(CONFIGS)
-    assert {name for name in CONFIGS if "colocated" in name} == set(COLOCATED_GPUS)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_fits(name: str) -> None:
     """All GPUs are used, and the plan warns of no shortage on GPUs or hosts."""
     nodes, per_node, _ = CONFIGS[name]
-    planned = configured(name, COLOCATED_GPUS.get(name, GPU_BYTES))
+    planned = configured(name)
     assert planned.gpus_needed == nodes * per_node
     planned.check_resources()
     assert planned.shortages(hopeless=False) == []
     assert sum(len(machine.actors) for machine in planned.machines) == len(planned.actor_names)
 
 
-@pytest.mark.parametrize("name", COLOCATED_GPUS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "colocated" in name])
 def test_a_colocated_configuration_says_what_is_planned(name: str) -> None:
-    planned = configured(name, COLOCATED_GPUS[name])
+    planned = configured(name)
     (machine,) = planned.machines
     header = (ROOT / "configs" / f"{name}.toml").read_text().partition("#   uv run")[0].replace("\n# ", " ")
     numbers = re.search(r"trains ([\d.]+) GiB of (\d+) .* samples ([\d.]+)\b.* KV cache of ([\d.]+)\b", header)
     training, sampling = (sum(parts.values()) / GIB for parts in machine.phases.values())
-    expected = [training, COLOCATED_GPUS[name] / GIB, sampling, cache_gib(planned)]
+    expected = [training, CONFIGS[name][2] / GIB, sampling, cache_gib(planned)]
     assert [float(number) for number in numbers.groups()] == pytest.approx(expected, abs=0.06)
     assert "Not run on a GPU yet." in header
 
@@ -319,7 +311,7 @@ def test_4b_needs_its_state_in_host_memory_on_24_gb() -> None:
     name = "qwen3-4b-lora-colocated-1gpu"
     for tokens in ("8192", "2048"):
         flags = ["--trainer.offload", "none", "--trainer.micro-batch-tokens", tokens]
-        assert configured(name, COLOCATED_GPUS[name], *flags).shortages(hopeless=False)
+        assert configured(name, *flags).shortages(hopeless=False)
 
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"

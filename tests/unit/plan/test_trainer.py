@@ -42,11 +42,6 @@ class TestShards:
         assert "1,000 tokens whose layers are computed twice) and in host memory 8 B x parameters" in text
         assert "whose layers are kept)" in text_of(plan(resources=gpus(3)))
 
-    def test_offloading_does_nothing_on_cpus(self) -> None:
-        planned = plan(trainer={"offload": "cpu"})
-        assert trainer(planned).shard_memory == trainer(plan()).shard_memory
-        assert any("nothing to offload" in warning for warning in planned.warnings)
-
     def test_activations_in_host_memory_are_counted_there(self) -> None:
         options = {"checkpointing": "offload", "micro_batch_tokens": 10**7}
         planned = plan(facts=replace(FACTS, num_layers=6), shards=1, trainer=options, resources=gpus(2))
@@ -68,11 +63,14 @@ class TestShards:
             ({"packing": "packed"}, 3, None),
             ({"master_dtype": "bfloat16"}, 3, "1/256 of a weight"),
             ({"offload": "cpu"}, 3, None),
+            ({"offload": "cpu"}, 0, "nothing to offload"),
         ],
     )
     def test_what_has_a_price_is_said(self, option: dict, present: int, words: str | None) -> None:
-        warnings = plan(trainer=option, resources=gpus(present)).warnings
-        assert warnings == [] if words is None else words in " ".join(warnings)
+        planned = plan(trainer=option, resources=gpus(present))
+        assert planned.warnings == [] if words is None else words in " ".join(planned.warnings)
+        if words == "nothing to offload":
+            assert trainer(planned).shard_memory == trainer(plan()).shard_memory
 
 
 class TestAdapters:
@@ -90,14 +88,10 @@ class TestAdapters:
         text = text_of(planned)
         assert f"LoRA of rank 8 and alpha 16 on q_proj, k_proj, v_proj, o_proj: {numbers:,} parameters" in text
         assert f"the adapters ({4 * numbers / 2**20:.2f} MiB) travel by object_store" in text
+        assert memory_of(planned).state == 16 * numbers + 4 * 1_000_000, "the base takes its weights only"
+        assert f"(16 B x {numbers:,} of adapters + 4 B x parameters) / shards" in text
         assert "adapters" not in text_of(plan())
         assert "all weights (3.81 MiB) travel" in text_of(plan())
-
-    def test_the_base_takes_its_weights_only(self) -> None:
-        planned = self.of(self.LORA)
-        numbers = 8 * 2 * self.WIDTHS
-        assert memory_of(planned).state == 16 * numbers + 4 * 1_000_000
-        assert f"(16 B x {numbers:,} of adapters + 4 B x parameters) / shards" in text_of(planned)
 
     def test_the_base_is_a_reference_for_nothing(self) -> None:
         plain, reference, named, other = (

@@ -123,12 +123,6 @@ class TestCores:
             planned.check_replicas(13, 4)
 
     @pytest.mark.usefixtures("gpu_build")
-    def test_gpus_of_the_run_itself_do_not_hinder_another_replica(self) -> None:
-        (node,) = machines(gpus=4, memory_bytes=64 * GIB, gpu_bytes=80 * GIB).nodes
-        busy = Resources((replace(node, gpus=(node.gpus[0], *[Gpu(80 * GIB, 8 * GIB)] * 3)),), "the Ray cluster")
-        plan(shards=1, replicas=2, resources=busy).check_replicas(3, 1)
-
-    @pytest.mark.usefixtures("gpu_build")
     @pytest.mark.parametrize(("ranks", "free", "fits"), [(1, 2, True), (1, 1, False), (2, 4, True), (2, 3, False)])
     def test_replicas_are_added_where_gpus_are_free(self, ranks: int, free: int, fits: bool) -> None:
         """Ray would give them GPUs that another program fills, and vLLM would refuse to start there."""

@@ -14,10 +14,12 @@ from trainer_support import make_batch, make_config
 from trainer import handle
 from trainer.batching import RankAssignment, ShardOutput, SummarizedOutput
 from trainer.handle import TrainerHandle
+from trireme.config.trainer import ATTENTION
 from trireme.core.batch import StoredBatch
 from trireme.core.errors import RoomFailed
 from trireme.core.transport import Session
-from trireme.core.weights import PublishedWeights
+from trireme.core.types import AdamParams
+from trireme.core.weights import AdapterSpec, PublishedWeights
 
 
 def test_options_for_another_number_of_processes_are_refused():
@@ -77,6 +79,17 @@ def test_nothing_is_offered_once_a_shard_sends_no_more(monkeypatch):
     endpoints[0] = None
     assert trainer._session(1) is None
     assert trainer._session(2) is None
+
+
+def test_shards_get_updates_and_adapters_and_exchange_those_only_for_another(monkeypatch):
+    trainer, calls = TrainerHandle(make_config("m"), [], [], None), []
+    monkeypatch.setattr(trainer, "_call", lambda _verb, *args: calls.append(args) or [None])
+    spec, update = AdapterSpec(8, 16.0, ATTENTION, 1), (AdamParams(), 2.0)
+    trainer.add_adapter("a", spec)
+    for name in ("", "a", "a", "b", "a"):
+        trainer.use_adapter(name)
+    trainer.optim_step(*update)
+    assert calls == [("a", spec, None), ("a",), ("b",), ("a",), update]
 
 
 ASSIGN = RankAssignment(2, 100, "auto")

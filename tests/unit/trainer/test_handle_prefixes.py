@@ -37,7 +37,7 @@ LORA = {"rank": 4, "alpha": 8.0, "seed": 5}
 
 class InProcess(TrainerHandle):
     """A handle of one shard in this process. `computed` has the tokens of each pass of its models since they were last
-    checked; `gradients` are those of the last update."""
+    checked."""
 
     def __init__(self, shard: Shard) -> None:
         super().__init__(shard._config, [None], [None], None)
@@ -57,10 +57,6 @@ class InProcess(TrainerHandle):
 
     def _fetch(self, reference: Any, owner: str) -> Any:
         return reference
-
-    def optim_step(self, *args: Any) -> Any:
-        self.gradients = [parameter.grad.to_local().clone() for parameter in self.shard._parameters]
-        return super().optim_step(*args)
 
 
 @pytest.fixture

@@ -21,12 +21,12 @@ from trainer_support import VOCAB, make_model
 from transformers import MistralConfig, MistralForCausalLM
 
 from memory import PASS, LiveBytes
-from trainer import model, proof
+from trainer import proof
 from trainer.batching import scatter_outputs
 from trireme.core.batch import BatchPart
 from trireme.core.errors import BadInput
 from trireme.core.types import AdamParams, TokenBatch
-from trireme.plan.memory import PLACE_BYTES, ModelMemory
+from trireme.plan.memory import PLACE_BYTES
 
 LORA = {"rank": 4, "alpha": 8.0}
 MODELS = {
@@ -101,26 +101,6 @@ def test_layers_that_are_computed_again_compute_the_same(shard):
     one = shard(trainer={"share_prefixes": "on", "checkpointing": True})
     one.forward_backward(batch, "ppo", {}, None)
     check_same_gradients(gradients_of(one), flat)
-
-
-def test_layers_are_computed_again_for_too_many_distinct_tokens(shard, monkeypatch):
-    """Tokens that several sequences share count once."""
-    batch = make_forest()
-    forest = batch.find_forest()
-    distinct = int((forest.lengths - forest.shared).sum())
-    again = []
-
-    def counting(forward, hidden, *args, use_reentrant, **kwargs):
-        again.append(hidden.shape[1])
-        return forward(hidden, *args, **kwargs)
-
-    monkeypatch.setattr(model, "checkpoint", counting)
-    for most, expected in ((distinct, []), (distinct - 1, [distinct] * 2)):
-        monkeypatch.setattr(ModelMemory, "kept_tokens", lambda *_, most=most: most)
-        one = shard(trainer__share_prefixes="on")
-        again.clear()
-        one.forward(batch)
-        assert again == expected
 
 
 def test_equal_steps_have_the_same_bits_also_after_a_resume(shard, tmp_path):
