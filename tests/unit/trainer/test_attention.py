@@ -11,12 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import (
-    _fa4,
-    _registry,
-    current_flash_attention_impl,
-    restore_flash_attention_impl,
-)
+from torch.nn.attention import _fa4, _registry, current_flash_attention_impl, restore_flash_attention_impl
 from torch.nn.functional import scaled_dot_product_attention
 
 from trainer import attention

@@ -185,18 +185,6 @@ def test_a_frozen_base_is_kept_in_the_inference_dtype(make: Make, kind: str) -> 
     assert {e.dtype for e in published.manifest.entries} == {"BF16"}
 
 
-def test_a_checkpoint_holds_adapters_and_goes_on_bit_for_bit(make: Make, kind: str, tmp_path: Path) -> None:
-    shard = trained(make(kind))
-    records = save(shard, tmp_path)
-    numbers = 3 * sum(p.numel() for p in shard._parameters)
-    assert sum(record.size for record in records) < 4 * numbers + 200_000
-    weights = trained(shard).publish_weights(4)
-    resumed = make(kind)
-    resumed.load_state(tmp_path, [])
-    again = trained(resumed).publish_weights(4)
-    assert again.identity == weights.identity
-
-
 def test_a_checkpoint_on_another_base_is_refused(make: Make, models: dict[str, str], tmp_path: Path) -> None:
     shard = trained(make("tied"))
     save(shard, tmp_path / "state")
@@ -280,6 +268,8 @@ def test_shards_and_layouts_change_nothing(models: dict[str, str], make: Make, w
     np.testing.assert_allclose(
         scatter_outputs(batch, [output for _, _, output in ranks]), scatter_outputs(batch, [reference]), atol=1e-5
     )
+    numbers = 3 * sum(tensor.numel() for tensor in after.values())
+    assert sum(file.stat().st_size for file in (tmp_path / "one").iterdir()) < 4 * numbers + 200_000, "adapters alone"
     resharded = make("untied", trainer__kl={"coef": 0.1})
     resharded.load_state(tmp_path / "many", [])
     for name, tensor in published_tensors(resharded).items():

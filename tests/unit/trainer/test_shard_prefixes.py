@@ -5,15 +5,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from prefix_support import (
-    check_same_gradients,
-    datum,
-    fill,
-    gradients_of,
-    make_forest,
-    margin_of_experts,
-    norm_of,
-)
+from prefix_support import check_same_gradients, datum, fill, gradients_of, make_forest, margin_of_experts, norm_of
 from shard_support import save
 
 # The tiny models are the end-to-end tests' too.
