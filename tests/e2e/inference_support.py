@@ -187,7 +187,7 @@ def start_rooms(
     on_update: Mapping[str, str] | None = None,
 ) -> dict[str, Room]:
     """Starts one replica per kind {name: (family, tied)} side by side, each armed with its own fault points.
-    `on_update`: by name, what replicas do with requests in flight; the others compute keys and values again.
+    `on_update`: by name, what replicas do with requests in flight; "auto" for the others.
 
     Deterministic ones compute with two threads: then the last bits depend on which requests share a step, and with one
     they would agree in any case.
@@ -200,7 +200,7 @@ def start_rooms(
         environment = {"OMP_NUM_THREADS": threads, "TRIREME_FAULTS": faults.get(name, "")}
         options = {"num_cpus": 1, "runtime_env": {"env_vars": environment}}
         groups[name] = InferenceHandle.start(
-            make_config(path, name in deterministic, on_update=(on_update or {}).get(name, "recompute_kv")),
+            make_config(path, name in deterministic, on_update=(on_update or {}).get(name, "auto")),
             [options],
             directory / "logs" / name,
         )

@@ -1,5 +1,6 @@
 """The driver's side of the service, without Ray."""
 
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,28 @@ def test_a_service_is_a_part_of_the_run_whose_health_is_shown(monkeypatch: pytes
     assert roster.parts[0].why == "the server has ended"
     with pytest.raises(RoomFailed, match="was given up: the service failed 2 times within"):
         service.check()
+
+
+def test_losses_that_are_far_apart_do_not_end_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten losses, an hour apart, with one restart allowed in a minute."""
+    losses = itertools.count(1)
+    config: Any = SimpleNamespace(cluster=SimpleNamespace(max_restarts=1, restart_window_s=60.0))
+    with monkeypatch.context() as first:
+        first.setattr(ServiceHandle, "_keep", lambda _self: None)
+        service = ServiceHandle(config, Mock(), None, print, [], Roster(lambda: 0.0))
+
+    def lost(_self: ServiceHandle, again: bool) -> None:
+        now = 3600.0 * next(losses)
+        monkeypatch.setattr(handle.time, "monotonic", lambda: now)
+        if now > 36_000:
+            service._ending.set()
+        raise RoomFailed("it died")
+
+    monkeypatch.setattr(handle.ray, "kill", lambda _actor: None)
+    monkeypatch.setattr(ServiceHandle, "_serve", lost)
+    service._keep()
+    assert next(losses) == 12
+    service.check()
 
 
 def test_a_service_and_its_successor_learn_of_all_attempts(monkeypatch: pytest.MonkeyPatch) -> None:

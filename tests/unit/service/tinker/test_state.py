@@ -345,8 +345,9 @@ def test_unknown_ids_are_refused() -> None:
         state.train("s:train:0", 0, WORK)
 
 
-def test_a_repeated_post_of_a_sample_changes_nothing() -> None:
+def test_a_repeated_post_of_a_model_or_a_sample_changes_nothing() -> None:
     state = new_state("s", models=False)
+    assert state.create_model("s", 0, WORK) is state.create_model("s", 0, WORK)
     begun = state.create_sampler("s", 0, "base")
     assert state.create_sampler("s", 0, "other").target == "base"
     assert state.sample(begun, FIRST, WORK) is state.sample(begun, FIRST, WORK)
