@@ -112,6 +112,13 @@ def test_an_engine_without_progress_is_found_before_its_deadline(
         asyncio.run(step("take", asyncio.sleep(0.4)))
 
 
+def test_a_dead_engine_is_seen_while_waiting() -> None:
+    dead = replica()
+    dead.engine = SimpleNamespace(errored=True)
+    with pytest.raises(RoomFailed, match="its engine process died"):
+        asyncio.run(dead._guarded("anything", asyncio.sleep(3600), 3600))
+
+
 def test_an_engine_that_stands_still_is_killed_and_its_actor_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is stopped, as an engine that hangs in a driver is: it writes no stacks and ends by no other signal."""
     stuck = replica()
