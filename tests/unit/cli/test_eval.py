@@ -136,6 +136,8 @@ def test_steps_are_taken_in_their_order_and_what_is_none_is_refused(run: Path) -
             subjects_of(str(run), steps)
     with pytest.raises(BadInput, match="--step all for some/model, which has no checkpoint"):
         subjects_of("some/model", "all")
+    with pytest.raises(BadInput, match="--step 4 for some/model"):
+        subjects_of("some/model", "4")
     with pytest.raises(BadInput, match="there are: 2, 4"):
         subjects_of(str(run), "2,3")
 

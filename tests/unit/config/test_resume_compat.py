@@ -84,6 +84,7 @@ def test_the_reference_may_move_and_not_change(tmp_path: Path) -> None:
         weights(tmp_path / "trained"),
         weights(ROOT / "assets/sort-base", "--trainer.kl.reference.load-checkpoint-path", str(tmp_path / "trained")),
         weights(ROOT / "assets/sort-base", "--trainer.kl.reference.update-every", "2"),
+        weights(Path("m")),
     ):
         assert [name for name in before if before[name] != other[name]] == ["loss"]
     assert parts("--trainer.kl.reference.base-model", str(tmp_path / "trained")) == parts(), "no penalty, no matter"
