@@ -81,7 +81,7 @@ async def running() -> AsyncIterator[Replica]:
         yield replica
     replica.broadcasts.close()
     del replica.engine.landing
-    await wait_for_tasks(lambda: set(os.listdir("/proc/self/fd")) <= before, "descriptors to be closed", 2.0)
+    await wait_for_tasks(lambda: set(os.listdir("/proc/self/fd")) <= before, "descriptors to be closed")
 
 
 async def test_what_was_broadcast_is_mapped_where_it_arrived() -> None:
