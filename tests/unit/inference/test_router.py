@@ -115,6 +115,24 @@ def fleet(n: int, **options: Any) -> tuple[Router, list[FakeReplica]]:
     return router_of(dict(enumerate(fakes)), **options), fakes
 
 
+class Silent(FakeReplica):
+    """Ends its first call before the requests have answers."""
+
+    async def sample(self, requests: list[SampleRequest]) -> AsyncIterator[tuple[int, Outcome]]:
+        if not self.groups:
+            self.groups.append([])
+            return
+        async for outcome in super().sample(requests):
+            yield outcome
+
+
+async def test_requests_without_an_outcome_are_sent_again() -> None:
+    replica = Silent("silent")
+    replica.go.set()
+    assert text(await router_of({0: replica}).sample(request("r"))) == "r"
+    assert replica.groups == [[], ["r"]]
+
+
 async def test_requests_of_one_turn_travel_together_and_to_the_least_loaded() -> None:
     router, (first, second) = fleet(2)
     tasks = [asyncio.create_task(router.sample(request(f"r{i}"))) for i in range(4)]

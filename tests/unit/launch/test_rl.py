@@ -1,8 +1,10 @@
 """The rooms of an attempt of `rl`: how they begin, and in which order they end."""
 
+import socket
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -11,7 +13,9 @@ import pytest
 from checkpoint_support import manifest
 from config_support import small
 
-from trireme.launch import rl
+from trireme.cli import rl as command
+from trireme.core.errors import EXIT_BAD_INPUT
+from trireme.launch import rl, run
 from trireme.launch.rl import ON_UPDATE, RlRun
 
 
@@ -62,3 +66,22 @@ def test_a_resumed_run_keeps_what_auto_meant(
     assert (f"inference.on_update = auto: {expected}" in capsys.readouterr().out) == (chosen != expected)
     training.plan = SimpleNamespace(resolved=lambda config: config)
     assert training.decided == {ON_UPDATE: expected}
+
+
+def test_a_port_that_is_taken_is_refused_before_there_is_a_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "prepare_cluster", lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        flags = ["--run.output-dir", str(tmp_path / "runs"), "--service.port", str(taken.getsockname()[1])]
+        assert command.main(["@", "configs/quickstart.toml", *flags]) == EXIT_BAD_INPUT
+    assert "a port that is free" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_rooms_are_launched_once_the_environments_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launched: list[object] = []
+    monkeypatch.setattr(command, "prepare_cluster", lambda *_: None)
+    monkeypatch.setattr(run, "launch", lambda training, _: launched.append(training))
+    assert command.main(["@", "configs/quickstart.toml", "--run.output-dir", str(tmp_path / "runs")]) == 0
+    assert [type(training) for training in launched] == [RlRun]

@@ -569,3 +569,13 @@ def test_a_state_that_does_not_add_up_is_refused() -> None:
     del state["groups"][0]
     with pytest.raises(ProvenanceError, match="lost"):
         Ledger(2, 2, "wait", 100).load_state_dict(state)
+
+
+def test_a_state_behind_all_replicas_that_left_is_not_saved() -> None:
+    ledger = make()
+    finish_all(ledger)
+    ledger.take(0, 2)
+    ledger.acknowledge({0: 1})
+    ledger.acknowledge({})
+    with pytest.raises(ValueError, match="all replicas had at least version 1 before they left"):
+        ledger.state_dict()

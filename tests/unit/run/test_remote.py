@@ -11,7 +11,7 @@ from trireme.checkpoint.bucket import Bucket, StoreSilent
 from trireme.checkpoint.manifest import MANIFEST, Manifest
 from trireme.checkpoint.store import HEAD, KEEP, CheckpointStore
 from trireme.config.load import load
-from trireme.core.errors import EXIT_FAILED, BadInput, LockLost, StorageFailed
+from trireme.core.errors import EXIT_FAILED, BadInput, CheckpointInvalid, LockLost, StorageFailed
 from trireme.process.faults import InjectedFault
 from trireme.run.remote import RemoteRun
 from trireme.run.rundir import locked, resume_command
@@ -288,3 +288,10 @@ def test_the_command_that_resumes_names_both_places(url: str, tmp_path: Path) ->
     words = shlex.split(resume_command(driver.run.root, trusted=True))
     loaded = load(words[words.index("@") :], {}).config
     assert (loaded.run, loaded.resume.latest) == (driver.config.run, True)
+
+
+def test_a_damaged_head_is_named_with_its_place(url: str, tmp_path: Path) -> None:
+    begun(url, tmp_path / "one").die()
+    Bucket(f"{url}/r").put(HEAD, b"{}")
+    with pytest.raises(CheckpointInvalid, match=f"{url}/r: "):
+        Driver(url, tmp_path / "two", "--resume")

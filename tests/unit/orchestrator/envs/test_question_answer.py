@@ -154,3 +154,8 @@ async def test_an_answer_that_math_verify_cannot_read_is_refused_before_a_run(to
     async with workers.workers(1):
         with pytest.raises(BadInput, match=r"line 1 of .*data\.jsonl(.|\n)*math-verify cannot read the answer 'a dog'"):
             await builder.try_rewards()
+
+
+def test_an_answer_of_the_data_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="math-verify cannot read the answer 'a dog'"):
+        same_number("a dog", "3")
