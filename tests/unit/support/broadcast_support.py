@@ -125,9 +125,11 @@ class Receiver:
 def _receive(end: Any, number: int, faults: str, elsewhere: bool) -> None:
     from inference.mapping import paged
     from inference.receiving import Receiving
+    from trireme.core import transport
     from trireme.process.faults import number_process
     from trireme.transports import meeting
 
+    transport.READY_PART = 1  # a busy machine may not connect within a tenth of a test's short deadline
     if elsewhere:
         meeting.device_key = lambda: "another device"
     os.environ.update(GLOO_SOCKET_IFNAME="lo", TRIREME_FAULTS=faults)
