@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from inference.cpu.start import CPU_ENVIRONMENT
 from inference.engine_startup import prepare_start
-from inference.frontend import enter_logprobs_by_columns
 from trireme.config import Config
 from trireme.config.installed import wrong_build
 from trireme.config.trainer import UNEMBED
@@ -75,7 +74,6 @@ def start_engine(config: Config, replica_name: str) -> AsyncLLM:
     on_cpu = find_device(config, replica_name) == "cpu"
     import_engine(on_cpu=on_cpu)
     prepare_start(on_cpu, config.inference.tensor_parallel)
-    enter_logprobs_by_columns()
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
