@@ -1,5 +1,6 @@
 """Which samples run, on replicas that hold one model or several adapters: any order of arrivals, ends, renewals."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ def actions(names: str, limit: int) -> SearchStrategy[list[Action]]:
     return st.lists(st.tuples(kinds, st.sampled_from(names)), max_size=limit)
 
 
-class TurningReplicas:
+class TurningReplicas(ABC):
     """Replicas that do what turns say, whatever they hold. A subclass does one step, checks it, and renews weights."""
 
     def __init__(self, turns: SampleScheduler) -> None:
@@ -31,11 +32,13 @@ class TurningReplicas:
         self.loads: list[str] = []
         """The names of the weights that were loaded, in that order."""
 
+    @abstractmethod
     def do(self, step: Any) -> None:
-        raise NotImplementedError
+        """Does one step, and checks that it may be done."""
 
+    @abstractmethod
     def renew(self, name: str) -> None:
-        raise NotImplementedError
+        """Renews the weights `name`."""
 
     def step(self) -> bool:
         """Does one thing; returns False if there is nothing to do."""
