@@ -20,10 +20,10 @@ node, however many replicas it has (`servers_of`). The nodes are shared out over
 *Tensor-parallel receivers.* The ranks of an engine share a node. Its rank 0 alone receives, into memory that the other
 ranks map: the bytes arrive once, and vLLM's loaders keep each rank's part.
 
-*Memory.* A sender has two buckets in addition to the buckets that it keeps for later receivers. A receiver holds a
-whole version in host memory, in addition to the loaded one: it could load each bucket as it arrives only while its
-requests stand still, and they continue until all has arrived and is checked. The plan counts what `TransportKind`
-says.
+*Memory.* A sender has two buckets in addition to the buckets that it keeps for later receivers, and a copy of the
+newest version if it broadcasts changes. A receiver holds a whole version in host memory, in addition to the loaded one:
+it could load each bucket as it arrives only while its requests stand still, and they continue until all has arrived and
+is checked. The plan counts what `TransportKind` says.
 """
 
 from __future__ import annotations

@@ -37,9 +37,10 @@ GRAPHS = "CUDA graphs"
 """The purposes of a replica's GPU memory for its weights and its CUDA graphs. A replica that sleeps has neither, unless
 the run trains an adapter. The graphs then wait in host memory."""
 ARRIVING = "arriving weights"
-BASE = "the version to which changes apply"
 """The purpose of a replica's memory for a version that it receives while another one is loaded. The ranks of the
 replica map this memory if it is on the host. If changes travel, they turn one version into the next there."""
+BASE = "the version to which changes apply"
+"""The purpose of a replica's host memory for the newest version, if changes of it arrive in other memory."""
 STAGING = "staging buffers"
 """The purpose of the page-locked memory through which weights pass from the host to a replica's GPUs
 (`inference.carrier`)."""

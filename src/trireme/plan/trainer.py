@@ -43,9 +43,10 @@ COPIES = "copies for checkpoints"
 HOST_ACTIVATIONS = "activations in host memory"
 SHARED_SLABS = "memory shared with replicas"
 SHARES = "shares of two versions of the weights"
-SENT = "the version to which the next changes apply"
 """The purpose of a rank's host memory for published weights if no object store has them: the rank keeps its own buckets
 of both versions."""
+SENT = "the version to which the next changes apply"
+"""The purpose of host memory for a copy of the newest version, in the rank of a machine that broadcasts changes."""
 
 
 @dataclass(frozen=True)

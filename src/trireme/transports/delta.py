@@ -46,7 +46,6 @@ class ChangesEncoder:
     """Encodes the buckets of each version as their changes since the version before. Keeps a copy of that version."""
 
     def __init__(self) -> None:
-        warm_up()
         self._before: dict[int, Bytes] = {}
 
     def encode(self, number: int, bucket: Bytes) -> Bytes | None:

@@ -25,7 +25,7 @@ from trireme.core.weights import Layout
 from trireme.process.device import has_gpu
 from trireme.process.interfaces import listen
 from trireme.transports.broadcast import KeptPart
-from trireme.transports.delta import ChangesEncoder
+from trireme.transports.delta import ChangesEncoder, warm_up
 from trireme.transports.kept_versions import Bucket, KeptVersions
 from trireme.transports.meeting import BroadcastGroup, GroupRoot, named, open_store
 from trireme.transports.packing import BUFFERS, fill
@@ -312,6 +312,8 @@ class BroadcastSender:
         shares_device: bool = False,
     ) -> None:
         self._delta = delta
+        if delta:
+            warm_up()
         self._encoder: ChangesEncoder | None = None
         """Has the version before, if this rank has sent all of it."""
         self._rank = rank
